@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import shutil
@@ -13,15 +14,14 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.offline.verify import verify
 from ckptkit.storage.open import open_store
 from tests.checkpoint import jobs
+from tests.checkpoint.states import KINDS, load, save
 
-KINDS = ("sharded", "full", "local")
 Damage = Callable[[], str]
 
 
@@ -29,10 +29,9 @@ def make_run(root: str) -> None:
     """Save two steps of each kind on these ranks, and a DCP of plain torch."""
     job = jobs.make("1d")
     for kind in KINDS:
-        with CheckpointManager(f"{root}/{kind}", state_dict_type=kind) as manager:
-            for step in (1, 2):
-                job.train(1)
-                manager.save(step, job.state())
+        for step in (1, 2):
+            job.train(1)
+            save(f"{root}/{kind}", job.state(), step, state_dict_type=kind)
     for step in (1, 2):
         job.train(1)
         dcp.save({"model": job.model.state_dict(), "step": step}, checkpoint_id=f"{root}/dcp/{step}")
@@ -77,44 +76,45 @@ def damages(folder: Path, older: Path, seed: int) -> Iterator[tuple[str, str, Da
     yield "stray", "notes.txt", lambda: str((folder / "notes.txt").write_bytes(b"mine"))
 
 
-def outcome(url: str) -> tuple[bool, str]:
-    """Return whether a fresh job loads the whole content of `url`, or the error of the load."""
+def resumed(run: str | Path, which: str | int = "latest", **options: Any) -> tuple[int, str, int]:
+    """Load into a fresh job: return the step, all values, and the bytes that were read; or 0 and the error."""
     job = jobs.make("1d", start=9)
-    run, _, step = url.rpartition("/step_")
     try:
-        with CheckpointManager(run) as manager:
-            manager.load(job.state(), int(step), rng_on_resize="keep", per_rank_on_resize="keep")
+        report = load(run, job.state(), which, rng_on_resize="keep", per_rank_on_resize="keep", **options)
     except CkptkitError as error:
-        return False, str(error)
-    return True, repr(sorted((k, str(v)) for k, v in jobs.everything(job).items()))
+        return 0, f"{type(error).__name__} {error}", 0
+    return report.step, repr(sorted((k, str(v)) for k, v in jobs.everything(job).items())), report.nbytes
+
+
+def on_rank_0(do: Callable[[], Any]) -> None:
+    """Let rank 0 do something while the others wait."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        do()
+    dist.barrier()
+
+
+@contextlib.contextmanager
+def done_to(folder: Path, do: Damage) -> Iterator[None]:
+    """Let rank 0 damage a checkpoint, and restore it after the block. All ranks must call it."""
+    good = folder.with_name(".good")
+    on_rank_0(lambda: shutil.copytree(folder, good))
+    on_rank_0(do)
+    yield
+    on_rank_0(lambda: (shutil.rmtree(folder), good.rename(folder)))
 
 
 def loads(url: str, part: int, seed: int = 3) -> list[tuple[str, str, bool, tuple[str, ...], bool, str]]:
     """Apply a third of all damages in turn; return (what, file, verified, paths and texts, loaded, message) of each."""
-    folder, found = Path(url), []
-    good = folder.parent / "good"
-    rank, everybody = dist.get_rank(), dist.barrier
-    if rank == 0:
-        shutil.copytree(folder, good)
-    everybody()
-    older = folder.parent / "step_00000001"
-    planned = list(damages(folder, older, seed))[part::3]
-    everybody()  # every rank has read the intact files before rank 0 damages the first
-    for what, name, do in planned:
-        if rank == 0:
-            do()
-        everybody()
-        ok, texts = True, ()
-        if rank == 0:
-            ok, texts = verified(url)
-        loaded, said = outcome(url)
-        found.append((what, name, ok, texts, loaded, said))
-        everybody()
-        if rank == 0:
-            shutil.rmtree(folder)
-            shutil.copytree(good, folder)
-        everybody()
-    found.append(("good", "", *verified(url), *outcome(url)))
+    folder = Path(url)
+    run, step = folder.parent, int(folder.name.removeprefix("step_"))
+    planned = list(damages(folder, folder.parent / "step_00000001", seed))[part::3]
+    found = []
+    for what, name, do in [*planned, ("good", "", lambda: "")]:
+        with done_to(folder, do):
+            seen = verified(url) if dist.get_rank() == 0 else (True, ())
+            loaded, said, _ = resumed(run, step)
+            found.append((what, name, *seen, bool(loaded), said))
     return found
 
 
@@ -127,17 +127,15 @@ def verified(url: str) -> tuple[bool, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("part", range(3))
-@pytest.mark.parametrize("kind", KINDS)
 def test_no_damage_is_missed_by_verify_or_loaded_as_good(
     ranks: Any, saved: Path, tmp_path: Path, kind: str, part: int
 ) -> None:
     shutil.copytree(saved / kind, tmp_path / "run", ignore=shutil.ignore_patterns(".ckptkit"))
-    folder_name = "step_00000002"
-    url = str(tmp_path / "run" / folder_name)
-    *cases, (_, _, fine, _, loads_well, content) = ranks.run(loads, 2, url, part, timeout=120)[0]
+    folder = tmp_path / "run" / "step_00000002"
+    *cases, (_, _, fine, _, loads_well, content) = ranks.run(loads, 2, str(folder), part, timeout=120)[0]
     assert fine and loads_well
     assert len(cases) >= 7
-    assert [text for case in cases for text in faults(case, content, folder_name)] == []
+    assert [text for case in cases for text in faults(case, content, folder.name)] == []
 
 
 def faults(case: tuple[str, str, bool, tuple[str, ...], bool, str], content: str, folder: str) -> list[str]:
@@ -194,55 +192,24 @@ def flipped_unseen(folder: Path, flips: int, *, seed: int) -> list[tuple[str, in
 # --- falling back
 
 
-def goes_on_from(url: str, fallback: str) -> tuple[int, str]:
-    """Load the latest checkpoint into a fresh job: return its step and all values, or 0 and the error."""
-    job = jobs.make("1d", start=9)
-    with CheckpointManager(url) as manager:
-        try:
-            report = manager.load(job.state(), fallback=fallback, rng_on_resize="keep", per_rank_on_resize="keep")
-        except CkptkitError as error:
-            return 0, f"{type(error).__name__} {error}"
-    assert report is not None
-    return report.step, repr(sorted((k, str(v)) for k, v in jobs.everything(job).items()))
-
-
 def falls_back(url: str) -> tuple[list[str], list[tuple[str, tuple[int, str], tuple[int, str]]]]:
     """Damage the newest checkpoint in every way; return the intact values, and what was loaded after each damage.
 
     Of a SHARDED checkpoint one file of every kind is damaged; of others the record, and one file in each way.
     """
-    folder, good = Path(url) / "step_00000002", Path(url) / ".good"
-    rank, everybody = dist.get_rank(), dist.barrier
-    sound = [goes_on_from(url, "error")[1]]
-    if rank == 0:
-        shutil.copytree(folder, good)
-        shutil.rmtree(folder)
-    everybody()
-    sound.insert(0, goes_on_from(url, "error")[1])
-    if rank == 0:
-        shutil.copytree(good, folder)
-    everybody()
-    planned = {}
+    folder, planned = Path(url) / "step_00000002", {}
     for what, name, do in damages(folder, folder.parent / "step_00000001", 8):
-        each = good.parent.name == "sharded" or name == "checkpoint.json"
+        each = folder.parent.name == "sharded" or name == "checkpoint.json"
         file = Path(name).name.strip("_0123456789") if each else ""
         planned[what if what[:3] != "bit" else "bit", file] = what, name, do
-    everybody()
+    sound = [resumed(url, step)[1] for step in (1, 2)]
     found = []
     for what, name, do in planned.values():
-        if rank == 0:
-            do()
-        everybody()
-        found.append((f"{name}: {what}", goes_on_from(url, "error"), goes_on_from(url, "previous")))
-        everybody()
-        if rank == 0:
-            shutil.rmtree(folder)
-            shutil.copytree(good, folder)
-        everybody()
+        with done_to(folder, do):
+            found.append((f"{name}: {what}", resumed(url)[:2], resumed(url, fallback="previous")[:2]))
     return sound, found
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_newest_checkpoint_falls_back_only_on_request(
     ranks: Any, saved: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -264,20 +231,8 @@ def test_a_damaged_newest_checkpoint_falls_back_only_on_request(
 # --- slices that are read in part
 
 
-def part_of_each(url: str, flip: int) -> tuple[bool, str, int]:
-    """Load on more ranks than saved; return whether it loaded, its message, and the bytes that this rank read."""
-    from ckptkit.checkpoint.load.plan import LoadOptions
-
-    job = jobs.make("1d", start=9)
-    with CheckpointManager(url) as manager:
-        try:
-            report = manager.load(
-                job.state(), options=LoadOptions(verify=bool(flip), rng_on_resize="keep", per_rank_on_resize="keep")
-            )
-        except CkptkitError as error:
-            return False, f"{type(error).__name__} {error}", 0
-    assert report is not None
-    return True, "", report.nbytes
+def read_unverified(run: str) -> tuple[int, str, int]:
+    return resumed(run, verify=False)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
@@ -286,19 +241,17 @@ def test_damage_in_a_slice_read_in_parts_by_several_ranks_is_found(
 ) -> None:
     shutil.copytree(saved / kind, tmp_path / "run", ignore=shutil.ignore_patterns(".ckptkit"))
     folder = tmp_path / "run" / "step_00000002"
-    good = ranks.run(part_of_each, 4, str(tmp_path / "run"), 1)
-    plain = ranks.run(part_of_each, 4, str(tmp_path / "run"), 0)
-    assert all(loaded for loaded, _, _ in good + plain)
+    run = str(tmp_path / "run")
+    good, plain = ranks.run(resumed, 4, run), ranks.run(read_unverified, 4, run)
+    assert all(step for step, *_ in good + plain)
     # Together the ranks read partial slices at most once more.
     assert sum(n for *_, n in plain) < sum(n for *_, n in good) <= 2 * sum(n for *_, n in plain)
     slices = open_catalog(open_store(str(folder))).tensors["model.up.weight"].slices
+    file = folder / slices.paths[int(slices.files[0])]
+    sound = file.read_bytes()
     for at in (0, int(slices.nbytes[0]) // 2, int(slices.nbytes[0]) - 1):
-        file = folder / slices.paths[int(slices.files[0])]
-        data = bytearray(file.read_bytes())
+        data = bytearray(sound)
         data[int(slices.starts[0]) + at] ^= 1
         file.write_bytes(data)
-        results = ranks.run(part_of_each, 4, str(tmp_path / "run"), 1)
-        assert len(set(results)) == 1 and results[0][1].startswith("IntegrityError"), results
-        assert "model.up.weight" in results[0][1] and file.name in results[0][1]
-        data[int(slices.starts[0]) + at] ^= 1
-        file.write_bytes(data)
+        ((_, text, _),) = set(ranks.run(resumed, 4, run))
+        assert text.startswith("IntegrityError") and "model.up.weight" in text and file.name in text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointMismatchError, UsageError
+from tests.checkpoint.states import bits
 
 
 def trained() -> TrainState:
@@ -33,36 +34,39 @@ def fresh(adapters: bool) -> TrainState:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Any:
-    source = trained()
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, source)
-        yield manager, source
+def source() -> TrainState:
+    return trained()
 
 
-def test_a_deferred_optimizer_is_applied_once_after_adapters_were_added(run: Any) -> None:
-    manager, source = run
+@pytest.fixture
+def manager(tmp_path: Path, source: TrainState) -> Iterator[CheckpointManager]:
+    with CheckpointManager(tmp_path) as made:
+        made.save(1, source)
+        yield made
+
+
+def test_a_deferred_optimizer_is_applied_once_after_adapters_were_added(
+    manager: CheckpointManager, source: TrainState
+) -> None:
     state = fresh(adapters=False)
     handle = manager.load(state, optimizer="deferred").deferred
-    assert torch.equal(state.model["base"].weight, source.model["base"].weight)
+    assert bits(state.model) == bits(source.model)
     assert len(state.optimizer.state) == 0
     state.model["lora"] = nn.Linear(4, 4, bias=False)
     state.optimizer = torch.optim.AdamW(state.model.parameters(), lr=0.1)
     state.model["base"].weight.data.add_(1)  # the model is not loaded again
-    moved = state.model["base"].weight.detach().clone()
+    moved = bits(state.model)
     report = handle.apply(strict=False)
     assert report.missing == ["optimizer.lora.weight"]
-    assert torch.equal(state.model["base"].weight, moved)
-    saved = source.optimizer.state[source.model["base"].weight]
-    restored = state.optimizer.state[state.model["base"].weight]
-    assert all(torch.equal(restored[name], saved[name]) for name in saved)
+    assert bits(state.model) == moved
+    restored, saved = (s.optimizer.state[s.model["base"].weight] for s in (state, source))
+    assert bits(restored) == bits(saved)
     assert state.model["lora"].weight not in state.optimizer.state
     assert handle.apply() is None
     assert not handle.pending
 
 
-def test_applying_a_deferred_optimizer_frees_its_memory(run: Any) -> None:
-    manager, _ = run
+def test_applying_a_deferred_optimizer_frees_its_memory(manager: CheckpointManager) -> None:
     state = fresh(adapters=False)
     handle = manager.load(state, optimizer="deferred").deferred
     handle.apply()
@@ -72,8 +76,7 @@ def test_applying_a_deferred_optimizer_frees_its_memory(run: Any) -> None:
     assert model() is None
 
 
-def test_a_deferred_optimizer_that_does_not_fit_can_be_applied_again(run: Any) -> None:
-    manager, _ = run
+def test_a_deferred_optimizer_that_does_not_fit_can_be_applied_again(manager: CheckpointManager) -> None:
     state = fresh(adapters=True)
     handle = manager.load(state, optimizer="deferred", strict=False).deferred
     with pytest.raises(CheckpointMismatchError, match=r"lora\.weight"):
@@ -82,8 +85,7 @@ def test_a_deferred_optimizer_that_does_not_fit_can_be_applied_again(run: Any) -
     assert handle.apply(strict=False) is not None
 
 
-def test_applying_without_an_optimizer_is_an_error_that_says_what_to_pass(run: Any) -> None:
-    manager, _ = run
+def test_applying_without_an_optimizer_is_an_error_that_says_what_to_pass(manager: CheckpointManager) -> None:
     state = fresh(adapters=False)
     state.optimizer = None
     handle = manager.load(state, optimizer="deferred").deferred
@@ -91,10 +93,8 @@ def test_applying_without_an_optimizer_is_an_error_that_says_what_to_pass(run: A
         handle.apply()
 
 
-def test_the_optimizer_of_any_url_can_be_deferred(run: Any, tmp_path: Path) -> None:
-    manager, source = run
+def test_the_optimizer_of_any_url_can_be_deferred(manager: CheckpointManager, tmp_path: Path) -> None:
     state = fresh(adapters=False)
     handle = manager.load(state, f"{tmp_path}/step_00000001", optimizer="deferred").deferred
     handle.apply()
     assert state.optimizer.param_groups[0]["lr"] == 0.5
-    assert source.step == 1

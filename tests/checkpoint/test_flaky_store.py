@@ -12,10 +12,11 @@ import pytest
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.errors import CkptkitError, StorageError
+from ckptkit.errors import StorageError
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 from tests.checkpoint.saving import check, save
+from tests.checkpoint.states import refusal
 
 _CALLS = ("info", "list", "read", "write", "claim", "delete", "delete_tree")
 _numbers = itertools.count()
@@ -62,36 +63,36 @@ def fresh() -> Store:
     return open_store(f"memory://flaky-{next(_numbers)}")
 
 
-def outcome(store: Any, step: int) -> str:
-    try:
-        save(store, step)
-    except (CkptkitError, OSError) as error:
-        return str(error)
-    return ""
+def each_call(when: str, *steps: int) -> Iterator[tuple[Store, Any]]:
+    """Yield a store with these steps, and the same store failing at call 1, at call 2, ..., until that is not made."""
+    for nth in itertools.count(1):
+        store = fresh()
+        for step in steps:
+            save(store, step)
+        flaky = Flaky(store, lambda n, nth=nth: when if n == nth else "")
+        yield store, flaky
+        if next(flaky.count) <= nth:
+            assert nth > 10
+            return
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_one_failing_call_leaves_a_complete_checkpoint_or_none(when: str) -> None:
     seen = set()
-    for nth in range(1, 200):
-        store = fresh()
-        save(store, 1)
-        flaky = Flaky(store, lambda n, nth=nth: when if n == nth else "")  # type: ignore[misc]
-        error = outcome(flaky, 2)
-        assert check(store) == ([1] if error else [1, 2]), f"call {nth}: {error}"
+    for store, flaky in each_call(when, 1):
+        error = refusal(lambda flaky=flaky: save(flaky, 2))
+        assert check(store) == ([1] if error else [1, 2]), error
         save(store, 3)
-        assert check(store)[-1] == 3 and list_checkpoints(store).abandoned == (), f"call {nth}"
+        assert check(store)[-1] == 3 and list_checkpoints(store).abandoned == (), error
         seen.add(bool(error))
-        if next(flaky.count) <= nth:
-            break
-    assert nth > 15 and seen == {True, False}
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize("every", [3, 7])
 def test_a_store_that_always_fails_never_shows_an_incomplete_checkpoint(every: int) -> None:
     store = fresh()
     flaky = Flaky(store, lambda n: ("before", "after")[n % 2] if n % every == 0 else "")
-    saved = [step for step in range(1, 25) if not outcome(flaky, step)]
+    saved = [step for step in range(1, 25) if not refusal(lambda step=step: save(flaky, step))]
     listed = check(store)
     assert set(saved) <= set(listed)
     save(store, 99)
@@ -100,18 +101,11 @@ def test_a_store_that_always_fails_never_shows_an_incomplete_checkpoint(every: i
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_one_failing_call_of_a_rotation_leaves_no_half_deleted_checkpoint(when: str) -> None:
-    for nth in range(1, 100):
-        store = fresh()
-        for step in (1, 2, 3):
-            save(store, step)
-        flaky = Flaky(store, lambda n, nth=nth: when if n == nth else "")  # type: ignore[misc]
+    for store, flaky in each_call(when, 1, 2, 3):
         with contextlib.suppress(OSError):  # listing may fail too
-            rotate(flaky, RetentionPolicy(max_num=1))  # type: ignore[arg-type]
-        assert check(store)[-1] == 3, f"call {nth}"
+            rotate(flaky, RetentionPolicy(max_num=1))
+        assert check(store)[-1] == 3
         rotate(store, RetentionPolicy(max_num=1), clean=True)
-        assert check(store) == [3], f"call {nth}"
+        assert check(store) == [3]
         names = {item.path.split("/")[0] for item in store.list(recursive=True)}
-        assert names == {".ckptkit", "latest", "step_00000003"}, f"call {nth}"
-        if next(flaky.count) <= nth:
-            break
-    assert nth > 10
+        assert names == {".ckptkit", "latest", "step_00000003"}

@@ -33,10 +33,9 @@ def _chain(say: Say, root: str, keep: int) -> None:
 def _overwrite(say: Say, root: str, swap: bool) -> None:
     if not swap:
         publish._exchange = lambda first, second: False
-    save(root, 1)
-    say(b"1\n")
-    save(root, 1, overwrite=True, nbytes=500)
-    say(b"1\n")
+    for options in ({}, {"overwrite": True, "nbytes": 500}):
+        save(root, 1, **options)
+        say(b"1\n")
 
 
 def _delete(say: Say, root: str) -> None:
@@ -46,19 +45,18 @@ def _delete(say: Say, root: str) -> None:
     delete_checkpoint(open_store(root), "step_00000001", reason="test")
 
 
-def _scenario(name: str) -> Callable[[Say, str], None]:
-    return {
-        "keep 1": lambda say, root: _chain(say, root, 1),
-        "keep 2": lambda say, root: _chain(say, root, 2),
-        "overwrite": lambda say, root: _overwrite(say, root, True),
-        "overwrite without swap": lambda say, root: _overwrite(say, root, False),
-        "delete": _delete,
-    }[name]
+SCENARIOS: dict[str, Callable[[Say, str], None]] = {
+    "keep 1": lambda say, root: _chain(say, root, 1),
+    "keep 2": lambda say, root: _chain(say, root, 2),
+    "overwrite": lambda say, root: _overwrite(say, root, True),
+    "overwrite without swap": lambda say, root: _overwrite(say, root, False),
+    "delete": _delete,
+}
 
 
 def _killed(say: Say, name: str, root: str, nth: int) -> None:
     kill_at(nth)
-    _scenario(name)(say, root)
+    SCENARIOS[name](say, root)
 
 
 def kill_everywhere(name: str, folder: Path, *, stride: int, offset: int = 1) -> int:
@@ -81,7 +79,7 @@ def kill_everywhere(name: str, folder: Path, *, stride: int, offset: int = 1) ->
     raise AssertionError("the scenario never ends")
 
 
-@pytest.mark.parametrize("name", ["keep 1", "keep 2", "overwrite", "overwrite without swap", "delete"])
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_a_kill_at_any_file_operation_loses_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "STARTING_S", -1.0)
     kills = kill_everywhere(name, tmp_path, stride=5, offset=1 + random.Random(name).randrange(5))
@@ -97,13 +95,6 @@ def _endless(say: Say, root: str) -> None:
         rotate(open_store(root), RetentionPolicy(max_num=1))
 
 
-def _run_for_ever(writer: int, root: str) -> None:
-    try:
-        _endless(lambda data: os.write(writer, data), root)
-    finally:
-        os._exit(1)
-
-
 def kill_at_random(root: Path, *, kills: int, seed: int) -> int:
     """Kill a run that saves continuously, again and again, each run resuming from what is left."""
     chance = random.Random(seed)
@@ -112,22 +103,13 @@ def kill_at_random(root: Path, *, kills: int, seed: int) -> int:
     save(root.with_name("measured"), 1, nbytes=200_000)
     longest = max(0.12, 6 * (time.perf_counter() - started))  # long enough for a commit on a busy machine
     for _ in range(kills):
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(reader)
-            _run_for_ever(writer, str(root))
-        os.close(writer)
-        time.sleep(chance.uniform(0.0, longest))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        with open(reader, "rb") as said:
-            returned = max([returned, *(int(line) for line in said.read().split())])
+        code, said = fork(_endless, str(root), timeout=chance.uniform(0.0, longest))
+        assert code == -signal.SIGKILL
+        returned = max([returned, *(int(line) for line in said.split())])
         steps = check(root)
         assert not returned or steps[-1] >= returned, (returned, steps)
     return returned
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_kill_at_any_instant_loses_nothing(tmp_path: Path) -> None:
     assert kill_at_random(tmp_path, kills=20, seed=5) > 0

@@ -17,6 +17,7 @@ from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage import publish
 from ckptkit.storage.open import open_store
+from tests.checkpoint import states
 from tests.checkpoint.crash import watch
 from tests.checkpoint.killed import state
 from tests.checkpoint.saving import fork, save
@@ -112,44 +113,21 @@ def _matches(forget: str, path: str) -> bool:
     return forget in path if "." in forget else path.endswith(forget)
 
 
-def _traced(say: Callable[[bytes], Any], root: str, swap: bool, forget: str) -> None:
-    if not swap:
-        publish._exchange = lambda first, second: False
-    recorder = Recorder()
-    if forget:
-        fsync = os.fsync  # the recorded one: an omitted call leaves no event
-        os.fsync = lambda fd: None if _matches(forget, os.readlink(f"/proc/self/fd/{fd}")) else fsync(fd)
+def _saves(root: str, kind: str, recorder: Recorder) -> None:
     for step, options in ((1, {}), (2, {}), (2, {"overwrite": True})):
         save(root, step, sync=False, **options)
         recorder.events.append(("returned", "", ""))
         rotate(open_store(root), RetentionPolicy(max_num=1))
-    happened = [event for event in recorder.events if swap or event[0] != "exchange"]
-    say(json.dumps(happened).encode())
 
 
-def trace(root: Path, *, swap: bool = True, forget: str = "") -> list[Event]:
-    code, said = fork(_traced, str(root), swap, forget)
-    assert code == 0
-    return [(kind, path, other) for kind, path, other in json.loads(said)]
-
-
-@pytest.mark.parametrize("swap", [True, False])
-def test_files_are_durable_before_the_commit_and_the_commit_before_the_return(tmp_path: Path, swap: bool) -> None:
-    events = trace(tmp_path, swap=swap)
-    assert sum(kind == "fsync" for kind, _, _ in events) > 20
-    assert sum(kind in ("rename", "exchange") and _checkpoint_of(b, str(tmp_path)) == b for kind, _, b in events) >= 3
-    assert sum(kind == "unlink" for kind, _, _ in events) > 3
-    assert violations(events, str(tmp_path)) == []
-
-
-def _of_a_manager(root: str, kind: str) -> None:
+def _of_a_manager(root: str, kind: str, recorder: Recorder) -> None:
     with CheckpointManager(root, state_dict_type=kind, retention=RetentionPolicy(max_num=1)) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
         manager.save_async(2, state(2, 1), overwrite=True).result()
 
 
-def _of_a_command(root: str, kind: str) -> None:
+def _of_a_command(root: str, kind: str, recorder: Recorder) -> None:
     source = f"{os.path.dirname(root)}/source/step_00000001"
     os.mkdir(root)
     for again in (False, True):  # names that the rules recognise as checkpoints
@@ -159,10 +137,39 @@ def _of_a_command(root: str, kind: str) -> None:
             convert(source, f"{root}/step_out", to=kind, overwrite=again)
 
 
-def _watched(say: Callable[[bytes], Any], root: str, job: Callable[[str, str], None], kind: str) -> None:
+Job = Callable[[str, str, Recorder], None]
+
+
+def _traced(say: Callable[[bytes], Any], root: str, job: Job, kind: str, swap: bool, forget: str) -> None:
+    if not swap:
+        publish._exchange = lambda first, second: False
     recorder = Recorder()
-    job(root, kind)
-    say(json.dumps([*recorder.events, ("returned", "", "")]).encode())
+    if forget:
+        fsync = os.fsync  # the recorded one: an omitted call leaves no event
+        os.fsync = lambda fd: None if _matches(forget, os.readlink(f"/proc/self/fd/{fd}")) else fsync(fd)
+    job(root, kind, recorder)
+    happened = [event for event in recorder.events if swap or event[0] != "exchange"]
+    say(json.dumps([*happened, ("returned", "", "")]).encode())
+
+
+def trace(root: Path, job: Job = _saves, kind: str = "", *, swap: bool = True, forget: str = "") -> list[Event]:
+    code, said = fork(_traced, str(root), job, kind, swap, forget)
+    assert code == 0
+    return [(kind, path, other) for kind, path, other in json.loads(said)]
+
+
+def published(events: list[Event], kinds: tuple[str, ...], root: Path) -> int:
+    """Return the number of events of these kinds that name a checkpoint as their target."""
+    return sum(kind in kinds and _checkpoint_of(other, str(root)) == other for kind, _, other in events)
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_files_are_durable_before_the_commit_and_the_commit_before_the_return(tmp_path: Path, swap: bool) -> None:
+    events = trace(tmp_path, swap=swap)
+    assert sum(kind == "fsync" for kind, _, _ in events) > 20
+    assert published(events, ("rename", "exchange"), tmp_path) >= 3
+    assert sum(kind == "unlink" for kind, _, _ in events) > 3
+    assert violations(events, str(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
@@ -171,17 +178,13 @@ def _watched(say: Callable[[bytes], Any], root: str, job: Callable[[str, str], N
     + [(_of_a_command, kind) for kind in ("hf", "dcp", "reshard")],
 )
 def test_published_files_are_durable_before_the_rename_and_the_directory_after(
-    tmp_path: Path, job: Callable[[str, str], None], kind: str
+    tmp_path: Path, job: Job, kind: str
 ) -> None:
     if job is _of_a_command:
-        with CheckpointManager(tmp_path / "source") as manager:
-            manager.save(1, state(1))
-    code, said = fork(_watched, str(tmp_path / "run"), job, kind)
-    assert code == 0
-    events = [(kind, path, other) for kind, path, other in json.loads(said)]
-    root = str(tmp_path / "run")
-    assert sum(kind == "holds" and _checkpoint_of(other, root) == other for kind, _, other in events) >= 4
-    assert violations(events, root) == []
+        states.save(tmp_path / "source", state(1))
+    events = trace(tmp_path / "run", job, kind)
+    assert published(events, ("holds",), tmp_path / "run") >= 4
+    assert violations(events, str(tmp_path / "run")) == []
 
 
 @pytest.mark.parametrize(("forget", "rule"), [("__0_0.distcp", "R1"), ("/shards", "R2"), ("checkpoint.json", "R1")])

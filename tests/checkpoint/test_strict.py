@@ -429,20 +429,6 @@ def test_a_deferred_optimizer_of_an_fp32_model_leaves_out_the_masters(tmp_path: 
     assert "exp_avg" in state.optimizer.state[model["base"].weight]
 
 
-@pytest.mark.parametrize("tie", [True, False])
-def test_a_tied_weight_that_is_stored_once_loads_into_a_tied_and_an_untied_model(
-    tmp_path: Path, kind: str, tie: bool
-) -> None:
-    def tied(tie: bool) -> nn.Module:
-        model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
-        if tie:
-            model["head"].weight = model["embed"].weight
-        return model
-
-    report = check_round_trip(tmp_path, TrainState(model=tied(True)), TrainState(model=tied(tie)), kind)
-    assert not report.missing
-
-
 # --- what a model saves besides its tensors
 
 
