@@ -90,6 +90,7 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/test_world_sizes.py::test_masters_load_on_any_number_of_ranks": 0,
     "tests/checkpoint/test_earlier.py": 6,
     "tests/checkpoint/test_load_memory.py": 3,
+    "tests/checkpoint/test_load_memory.py::test_a_fallback_completes_a_half_loaded_state": 1,
     "tests/checkpoint/test_hidden_values.py": 4,
     "tests/checkpoint/test_optimizers.py": 40,
     "tests/checkpoint/test_optimizers.py::test_an_optimizer_under_fully_shard_resumes_bit_exactly": 200,

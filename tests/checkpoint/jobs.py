@@ -154,18 +154,20 @@ def whole(value: Any) -> Any:
     return value
 
 
+def numbers(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Return the weights, the states of the optimizer by parameter, and the settings of its groups."""
+    found: dict[str, Any] = {f"model.{k}": whole(v) for k, v in model.state_dict().items()}
+    names = {id(p): n for n, p in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        found |= {f"{names[id(parameter)]}.{key}": whole(value) for key, value in state.items()}
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return {**found, "groups": repr(settings)}
+
+
 def everything(job: Job) -> dict[str, Any]:
     """Return every value of a job, comparable across processes and world sizes (except per-rank state)."""
-    found: dict[str, Any] = {f"model.{k}": whole(v) for k, v in job.model.state_dict().items()}
-    names = {id(p): n for n, p in job.model.named_parameters()}
-    for group in job.optimizer.param_groups:
-        for p in group["params"]:
-            for key, value in job.optimizer.state.get(p, {}).items():
-                found[f"{names[id(p)]}.{key}"] = whole(value)
-    settings = [{k: v for k, v in g.items() if k != "params"} for g in job.optimizer.param_groups]
-    found["groups"] = repr(settings)
-    found["scheduler"] = repr({k: v for k, v in job.scheduler.state_dict().items() if k != "lr_lambdas"})
-    return found
+    scheduler = {k: v for k, v in job.scheduler.state_dict().items() if k != "lr_lambdas"}
+    return {**numbers(job.model, job.optimizer), "scheduler": repr(scheduler)}
 
 
 def alone(job: Job) -> dict[str, Any]:

@@ -108,12 +108,5 @@ def train(model: Odd, optimizers: dict[str, Any], steps: range) -> list[float]:
 
 
 def numbers(model: Odd, optimizers: dict[str, Any]) -> dict[str, Any]:
-    """Return all values bit by bit."""
-    found = {f"model.{name}": jobs.whole(tensor) for name, tensor in model.state_dict().items()}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for key, optimizer in optimizers.items():
-        for parameter, state in optimizer.state.items():
-            found |= {f"{key}.{names[id(parameter)]}.{name}": jobs.whole(value) for name, value in state.items()}
-        settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-        found[f"{key}.groups"] = repr(settings)
-    return found
+    """Return all values bit by bit, by optimizer."""
+    return {key: jobs.numbers(model, optimizer) for key, optimizer in optimizers.items()}

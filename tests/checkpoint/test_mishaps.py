@@ -62,8 +62,13 @@ def test_a_signal_during_the_save_of_the_same_step_saves_it_once(
 ) -> None:
     signalled = threading.Event()
     before_publishing(monkeypatch, lambda: signalled.wait(30))
-    seen = SignalWatch.agreed
-    monkeypatch.setattr(SignalWatch, "agreed", lambda watch: (signalled.set(), seen(watch))[1])
+    real = SignalWatch.agreed
+
+    def agreed(watch: SignalWatch) -> bool:
+        signalled.set()
+        return real(watch)
+
+    monkeypatch.setattr(SignalWatch, "agreed", agreed)
     interrupted_save(tmp_path)
 
 
