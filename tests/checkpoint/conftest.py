@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ckptkit.storage import staging
 from tests.checkpoint.states import KINDS
 
 
@@ -28,3 +29,9 @@ def s3() -> Iterator[dict[str, Any]]:
         # All moto servers of a process share their data.
         s3fs.S3FileSystem(**options, skip_instance_cache=True).makedirs("bucket", exist_ok=True)
         yield dict(options)
+
+
+@pytest.fixture
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a save remove what a writer left that was killed just after it had created its owner file."""
+    monkeypatch.setattr(staging, "STARTING_S", -1.0)

@@ -17,7 +17,6 @@ from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.errors import CkptkitError, RankFailedError
-from ckptkit.storage import staging
 from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import fail_at
 from tests.checkpoint.full_disk import disk, fill, free
@@ -86,10 +85,8 @@ def _with_error(say: Any, root: str, nth: int, code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_an_error_of_any_operation_fails_the_save_or_has_no_effect(
-    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "STARTING_S", -1.0)
+@pytest.mark.usefixtures("no_grace")
+def test_an_error_of_any_operation_fails_the_save_or_has_no_effect(tmp_path: Path, code: int) -> None:
     outcomes = set()
     for nth in range(1 + code % 3, 200, 3):
         root = tmp_path / str(nth)

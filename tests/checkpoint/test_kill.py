@@ -14,7 +14,7 @@ import pytest
 
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
-from ckptkit.storage import publish, staging
+from ckptkit.storage import publish
 from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.saving import check, fork, leftovers, save
@@ -80,8 +80,8 @@ def kill_everywhere(name: str, folder: Path, *, stride: int, offset: int = 1) ->
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_kill_at_any_file_operation_loses_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "STARTING_S", -1.0)
+@pytest.mark.usefixtures("no_grace")
+def test_a_kill_at_any_file_operation_loses_nothing(name: str, tmp_path: Path) -> None:
     kills = kill_everywhere(name, tmp_path, stride=5, offset=1 + random.Random(name).randrange(5))
     assert kills > 20
 

@@ -10,29 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.storage import staging
 from tests.checkpoint.killed import MODES, Plan, kill_everywhere
 
+pytestmark = pytest.mark.usefixtures("no_grace")
 
-@pytest.mark.parametrize(("mode", "keep"), [(mode, keep) for mode, keep in zip(MODES, (1, 3, 1), strict=True)])
-def test_a_manager_killed_at_any_file_operation_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, keep: int
-) -> None:
-    monkeypatch.setattr(staging, "STARTING_S", -1.0)
+
+@pytest.mark.parametrize(("mode", "keep"), zip(MODES, (1, 3, 1), strict=True))
+def test_a_manager_killed_at_any_file_operation_loses_nothing(tmp_path: Path, mode: str, keep: int) -> None:
     plan = Plan(mode, "all", 0, ranks=1, keep=keep)
     assert kill_everywhere(tmp_path, plan, stride=97, offset=1 + random.Random(mode).randrange(97)) >= 3
 
 
-def test_a_writing_process_killed_at_any_file_operation_fails_one_save_and_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "STARTING_S", -1.0)
+def test_a_writing_process_killed_at_any_file_operation_fails_one_save_and_loses_nothing(tmp_path: Path) -> None:
     assert kill_everywhere(tmp_path, Plan("process", "writer 0", 0, ranks=1), stride=12, offset=5) >= 2
 
 
 @pytest.mark.parametrize(("mode", "victim", "offset"), [("sync", "1", 25), ("thread", "0", 180)])
 def test_one_rank_killed_at_a_file_operation_ends_the_others_and_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, victim: str, offset: int
+    tmp_path: Path, mode: str, victim: str, offset: int
 ) -> None:
-    monkeypatch.setattr(staging, "STARTING_S", -1.0)
     assert kill_everywhere(tmp_path, Plan(mode, victim, 0), stride=5000, offset=offset, most=1) == 1

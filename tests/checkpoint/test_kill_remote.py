@@ -11,7 +11,6 @@ import torch
 from ckptkit import CheckpointManager, RetentionPolicy
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.offline.verify import verify
-from ckptkit.storage import staging
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 from tests.checkpoint.crash import kill_at_request
@@ -52,9 +51,8 @@ def strays(root: Store) -> set[str]:
 
 
 @pytest.mark.parametrize("nth", range(1, MOST + 1))
-def test_a_kill_at_any_request_loses_nothing_and_leaves_nothing(
-    s3: Options, nth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_grace")
+def test_a_kill_at_any_request_loses_nothing_and_leaves_nothing(s3: Options, nth: int) -> None:
     url = f"s3://bucket/killed/{nth}"
     root = open_store(url, storage_options=s3)
     save(url, linear(1), storage_options=s3)
@@ -65,7 +63,6 @@ def test_a_kill_at_any_request_loses_nothing_and_leaves_nothing(
     returned = [tuple(map(int, line.split())) for line in said.splitlines()]
     found = list_checkpoints(root).committed
     assert found and found[-1].step >= max((step for step, _ in returned), default=1)
-    monkeypatch.setattr(staging, "STARTING_S", -1.0)
     with CheckpointManager(url, storage_options=s3) as manager:
         loaded = linear()
         report = manager.load(loaded)
