@@ -15,7 +15,7 @@ from tests.checkpoint.killed import MODES, Plan, kill_everywhere
 pytestmark = pytest.mark.usefixtures("no_grace")
 
 
-@pytest.mark.parametrize(("mode", "keep"), zip(MODES, (1, 3, 1), strict=True))
+@pytest.mark.parametrize(("mode", "keep"), list(zip(MODES, (1, 3, 1), strict=True)))
 def test_a_manager_killed_at_any_file_operation_loses_nothing(tmp_path: Path, mode: str, keep: int) -> None:
     plan = Plan(mode, "all", 0, ranks=1, keep=keep)
     assert kill_everywhere(tmp_path, plan, stride=97, offset=1 + random.Random(mode).randrange(97)) >= 3
