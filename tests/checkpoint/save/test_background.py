@@ -28,6 +28,18 @@ from ckptkit.errors import CkptkitError, SaveError, UsageError
 from ckptkit.formats.dcp.plan import ShardedPlan
 from tests.checkpoint import jobs
 from tests.checkpoint.saving import fork
+from tests.ranks import on_ranks
+
+
+def failing(error: Exception) -> Any:
+    def fail(*args: Any, **more: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def published(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in run.glob("step_*"))
 
 
 class Gate:
@@ -78,13 +90,13 @@ def test_changes_after_the_call_are_not_in_the_snapshot(
 
 def test_the_next_save_waits_for_the_running_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
-    model = nn.Linear(4, 4)
+    state = TrainState(model=nn.Linear(4, 4))
     with CheckpointManager(tmp_path) as manager:
-        first = manager.save_async(1, TrainState(model=model))
+        first = manager.save_async(1, state)
         threading.Timer(0.2, gate.opened.set).start()
-        manager.save_async(2, TrainState(model=model))
+        manager.save_async(2, state)
         assert first.done()
-    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000002"]
+    assert published(tmp_path) == [1, 2]
 
 
 def test_a_running_save_refuses_the_next_one_with_async_policy_refuse(
@@ -96,7 +108,7 @@ def test_a_running_save_refuses_the_next_one_with_async_policy_refuse(
         with pytest.raises(SaveError, match="still running"):
             manager.save_async(2, TrainState(model=nn.Linear(4, 4)))
         gate.opened.set()
-    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
+    assert published(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("ask", ["result", "save", "save_async", "load", "close", "wait"])
@@ -119,7 +131,7 @@ def test_an_error_in_the_background_reaches_the_caller(
     with pytest.raises(SaveError, match="No space left"):
         calls[ask]()
     manager.close()  # the error was raised already
-    assert not list(tmp_path.glob("step_*"))
+    assert published(tmp_path) == []
 
 
 def test_the_save_after_a_failed_one_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +143,7 @@ def test_the_save_after_a_failed_one_works(tmp_path: Path, monkeypatch: pytest.M
             with pytest.raises(SaveError, match="broken"):
                 handle.result()
         manager.save_async(1, state).result()
-    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
+    assert published(tmp_path) == [1]
 
 
 def run_script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
@@ -259,10 +271,7 @@ def overlap(one: Phase, other: Phase) -> bool:
 
 
 def test_a_callback_that_fails_does_not_undo_the_save(tmp_path: Path) -> None:
-    def broken(report: Any) -> None:
-        raise ValueError("no network")
-
-    with CheckpointManager(tmp_path, on_commit=broken) as manager:
+    with CheckpointManager(tmp_path, on_commit=failing(ValueError("no network"))) as manager:
         manager.save(1, TrainState(model=nn.Linear(2, 2)))
         assert manager.latest() == 1
 
@@ -390,12 +399,8 @@ def test_buffers_that_failed_to_grow_are_used_by_the_next_snapshot(monkeypatch: 
     buffers = StagingBuffers()
     small = [torch.arange(3.0)]
     buffers.copy(small)
-
-    def full(nbytes: int, **more: Any) -> Any:
-        raise OSError(12, "Cannot allocate memory")
-
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "_allocate", full)
+        patch.setattr(staging, "_allocate", failing(OSError(12, "Cannot allocate memory")))
         with pytest.raises(OSError, match="Cannot allocate"):
             buffers.copy([torch.zeros(1000)])
     assert torch.equal(buffers.copy(small)[0], small[0])
@@ -404,37 +409,19 @@ def test_buffers_that_failed_to_grow_are_used_by_the_next_snapshot(monkeypatch: 
 # --- ranks
 
 
-def fail_on_one(url: str) -> list[str]:
-    seen = []
-    manager = CheckpointManager(url, timeout_s=30)
+@on_ranks(3)
+def test_a_rank_that_fails_in_the_background_fails_all_and_the_next_save_works(tmp_path: Path) -> None:
     job = jobs.make("1d")
-    original = ShardedPlan.write
-
-    def write(*args: Any, **more: Any) -> Any:
+    with CheckpointManager(tmp_path, timeout_s=30) as manager, pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            raise OSError(28, "No space left on device")
-        return original(*args, **more)
-
-    ShardedPlan.write = write  # type: ignore[method-assign]
-    try:
+            patch.setattr(ShardedPlan, "write", failing(OSError(28, "No space left on device")))
         handle = manager.save_async(1, job.state())
         job.train(1)
-        handle.result()
-    except CkptkitError as error:
-        seen.append(f"{type(error).__name__}: {error}")
-    finally:
-        ShardedPlan.write = original  # type: ignore[method-assign]
-    manager.save_async(2, job.state()).result()
-    manager.close()
-    return seen
-
-
-def test_a_rank_that_fails_in_the_background_fails_all_and_the_next_save_works(ranks: Any, tmp_path: Path) -> None:
-    texts = ranks.run(fail_on_one, 3, str(tmp_path))
-    assert len({tuple(text) for text in texts}) == 1
-    assert "rank 1" in texts[0][0]
-    assert "No space left" in texts[0][0]
-    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
+        with pytest.raises(CkptkitError, match=r"rank 1.*No space left"):
+            handle.result()
+        patch.undo()
+        manager.save_async(2, job.state()).result()
+    assert published(tmp_path) == [2]
 
 
 def sharded(*sizes: int, dtype: torch.dtype = torch.float32, dim: int = 0) -> nn.Module:
@@ -447,7 +434,9 @@ def sharded(*sizes: int, dtype: torch.dtype = torch.float32, dim: int = 0) -> nn
     return made
 
 
-def structure_changes(url: str, mode: Any) -> list[bool]:
+@pytest.mark.parametrize("mode", ["thread", "process"])
+@on_ranks(2)
+def test_a_changed_structure_is_staged_again(tmp_path: Path, mode: str) -> None:
     """Every save has another structure while the previous one is still written; training overwrites it at once."""
     made: list[tuple[tuple[int, ...], dict[str, Any]]] = [
         ((64, 32), {}),
@@ -458,7 +447,7 @@ def structure_changes(url: str, mode: Any) -> list[bool]:
         ((64, 32), {}),
     ]
     right = []
-    with CheckpointManager(url, async_mode=mode) as manager:
+    with CheckpointManager(tmp_path, async_mode=mode) as manager:
         for step, (sizes, kind) in enumerate(made):
             model = sharded(*sizes, **kind)
             manager.save_async(step, TrainState(model=model))
@@ -472,19 +461,16 @@ def structure_changes(url: str, mode: Any) -> list[bool]:
             manager.load(TrainState(model=model), step)
             pairs = zip(model.parameters(), expected.parameters(), strict=True)
             right.append(all(jobs.whole(a) == jobs.whole(b) for a, b in pairs))
-    return right
+    assert right == [True] * 6
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_changed_structure_is_staged_again(ranks: Any, tmp_path: Path, mode: str) -> None:
-    assert ranks.run(structure_changes, 2, str(tmp_path), mode) == [[True] * 6] * 2
-
-
-def other_dtype_below(url: str, mode: Any) -> list[bool]:
+@on_ranks(2)
+def test_a_changed_dtype_is_staged_again(tmp_path: Path, mode: str) -> None:
     """At every save, a DTensor gets a local tensor of another dtype with new memory."""
     first = sharded(8, dtype=torch.float16).w0
     local, right = first._local_tensor, []
-    with CheckpointManager(url, async_mode=mode) as manager:
+    with CheckpointManager(tmp_path, async_mode=mode) as manager:
         for step, dtype in enumerate((torch.float16, torch.bfloat16, torch.int16, torch.float64)):
             local.data = torch.arange(32).view(4, 8).to(dtype) + 1
             value = DTensor.from_local(local, first.device_mesh, first.placements, run_check=False)
@@ -494,102 +480,67 @@ def other_dtype_below(url: str, mode: Any) -> list[bool]:
             local.zero_()
             manager.load(again, step)
             right.append(torch.equal(again.extra["t"]["w"].to_local(), saved))
-    return right
+    assert right == [True] * 4
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_changed_dtype_is_staged_again(ranks: Any, tmp_path: Path, mode: str) -> None:
-    assert ranks.run(other_dtype_below, 2, str(tmp_path), mode) == [[True] * 4] * 2
-
-
-def changes_below(url: str, mode: Any) -> list[Any]:
+@on_ranks(2)
+def test_an_in_place_change_of_memory_is_saved_or_fails_the_save_on_all_ranks(tmp_path: Path, mode: Any) -> None:
     """Change the memory of DTensors in place, on one rank only."""
     model = nn.ParameterList([sharded(8).w0 for _ in range(30)])
-    names = [name for name, _ in model.named_parameters()]
+    state = TrainState(model=model)
     local, model[3]._spec = model[3]._local_tensor, copy.copy(model[3]._spec)  # torch's own caches have the old spec
-    found: list[Any] = []
-    with CheckpointManager(url, async_mode=mode, timeout_s=30) as manager:
+    with CheckpointManager(tmp_path, async_mode=mode, timeout_s=30) as manager:
         for step in (1, 2):
-            manager.save_async(step, TrainState(model=model)).result()
+            manager.save_async(step, state).result()
         if dist.get_rank() == 1:
             local.data = torch.full((8, 4), 7.0).t()
-        manager.save_async(3, TrainState(model=model))
-        saved = {name: jobs.whole(p) for name, p in zip(names, model, strict=True)}
+        manager.save_async(3, state)
+        saved = [jobs.whole(parameter) for parameter in model]
         with torch.no_grad():
             for parameter in model:
                 parameter.zero_()
-        manager.load(TrainState(model=model), 3)
-        found.append({name: jobs.whole(p) for name, p in zip(names, model, strict=True)} == saved)
+        manager.load(state, 3)
+        assert [jobs.whole(parameter) for parameter in model] == saved
         whole = local.data
         for step in (4, 5):
             if dist.get_rank() == 1:
                 local.data = torch.zeros(2, 16)
-            with pytest.raises(CkptkitError) as caught:
-                manager.save_async(step, TrainState(model=model)).result()
-            found.append(str(caught.value))
+            with pytest.raises(
+                CkptkitError, match=r"rank 1: model\.3: this rank should hold \[4, 8\], found \[2, 16\]"
+            ):
+                manager.save_async(step, state).result()
         local.data = whole
-        manager.save_async(6, TrainState(model=model)).result()
+        manager.save_async(6, state).result()
         model[3]._spec.placements = (Shard(1),)
-        with pytest.raises(CkptkitError) as caught:
-            manager.save_async(7, TrainState(model=model)).result()
-        found.append(str(caught.value))
+        with pytest.raises(CkptkitError, match=r"model\.3: this rank should hold \[8, 4\], found \[4, 8\]"):
+            manager.save_async(7, state).result()
         model[3]._spec.placements = (Shard(0),)
-        manager.save_async(8, TrainState(model=model)).result()
-    return found
-
-
-@pytest.mark.parametrize("mode", ["thread", "process"])
-def test_an_in_place_change_of_memory_is_saved_or_fails_the_save_on_all_ranks(
-    ranks: Any, tmp_path: Path, mode: str
-) -> None:
-    for right, *reshaped, cut in ranks.run(changes_below, 2, str(tmp_path), mode):
-        assert right
-        assert all("rank 1: model.3: this rank should hold [4, 8], found [2, 16]" in text for text in reshaped)
-        assert "model.3: this rank should hold [8, 4], found [4, 8]" in cut
-    assert {path.name[-1] for path in tmp_path.glob("step_*")} == {"1", "2", "3", "6", "8"}
-
-
-def no_memory_on_one(url: str, kind: str) -> tuple[str, list[float]]:
-    copy = StagingBuffers.copy
-
-    def failing(buffers: Any, tensors: Any) -> Any:
-        if dist.get_rank() == 1:
-            raise MemoryError("no host memory for the snapshot")
-        return copy(buffers, tensors)
-
-    job = jobs.make("1d")
-    with CheckpointManager(url, timeout_s=30, state_dict_type=kind) as manager:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(StagingBuffers, "copy", failing)
-            handle = manager.save_async(1, job.state())
-        with pytest.raises(CkptkitError) as caught:
-            handle.result()
-        manager.save_async(2, job.state()).result()
-        again = jobs.make("1d")
-        manager.load(again.state())
-    return str(caught.value), [jobs.whole(job.model.up.weight), jobs.whole(again.model.up.weight)]
+        manager.save_async(8, state).result()
+    assert published(tmp_path) == [1, 2, 3, 6, 8]
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_rank_without_memory_for_its_snapshot_fails_the_save_on_all_ranks(
-    ranks: Any, tmp_path: Path, kind: str
-) -> None:
-    for text, (expected, found) in ranks.run(no_memory_on_one, 2, str(tmp_path), kind):
-        assert "rank 1" in text
-        assert "no host memory" in text
-        assert found == expected
-    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
+@on_ranks(2)
+def test_a_rank_without_memory_for_its_snapshot_fails_the_save_on_all_ranks(tmp_path: Path, kind: str) -> None:
+    job, again = jobs.make("1d"), jobs.make("1d", start=7)
+    with CheckpointManager(tmp_path, timeout_s=30, state_dict_type=kind) as manager:
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(StagingBuffers, "copy", failing(MemoryError("no host memory for the snapshot")))
+            handle = manager.save_async(1, job.state())
+        with pytest.raises(CkptkitError, match=r"rank 1.*no host memory"):
+            handle.result()
+        manager.save_async(2, job.state()).result()
+        manager.load(again.state())
+    assert jobs.whole(job.model.up.weight) == jobs.whole(again.model.up.weight)
+    assert published(tmp_path) == [2]
 
 
-def disagree(url: str) -> str:
-    with CheckpointManager(url) as manager:
-        with pytest.raises(UsageError) as caught:
-            manager.save_async(dist.get_rank(), TrainState(model=nn.Linear(2, 2)))
-        return str(caught.value)
-
-
-def test_ranks_that_save_different_steps_get_an_error(ranks: Any, tmp_path: Path) -> None:
-    assert all("ranks disagree on what to save" in text for text in ranks.run(disagree, 2, str(tmp_path)))
+@on_ranks(2)
+def test_ranks_that_save_different_steps_get_an_error(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager, pytest.raises(UsageError, match="ranks disagree on what to save"):
+        manager.save_async(dist.get_rank(), TrainState(model=nn.Linear(2, 2)))
 
 
 def test_a_forked_process_is_refused_every_call_and_exits_without_waiting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.save import full, stream
 from ckptkit.checkpoint.state.train_state import TrainState
@@ -23,46 +25,48 @@ from tests.checkpoint import jobs
 from tests.ranks import run_ranks
 
 
-def save(url: str, layout: str) -> Any:
-    job = jobs.make(layout)
+def whole(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: jobs.whole(value) for name, value in state.items()}
+
+
+def save(url: Path) -> Any:
+    job = jobs.make("1d")
     job.train(2)
     with CheckpointManager(url, state_dict_type="FULL_STATE_DICT") as manager:
         manager.save(2, job.state())
-    return {k: jobs.whole(v) for k, v in job.model.state_dict().items()}
+    return whole(job.model.state_dict())
 
 
 def test_the_model_part_is_plain_safetensors_with_an_index(ranks: Any, tmp_path: Path) -> None:
-    expected = ranks.run(save, 3, str(tmp_path), "1d")[0]
+    expected = ranks.run(save, 3, tmp_path)[0]
     root = tmp_path / "step_00000002"
     index = json.loads((root / "model.safetensors.index.json").read_text())
     found: dict[str, torch.Tensor] = {}
     for name in set(index["weight_map"].values()):
         found.update(load_file(root / name))
-    assert {k: jobs.whole(v) for k, v in found.items()} == expected
+    assert whole(found) == expected
     assert set(index["weight_map"]) == set(expected)
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in found.values())
     assert all("model" in path.name for path in root.glob("*.safetensors") if path.name != "manifest.safetensors")
     assert list((root / "state").glob("*.safetensors"))
 
 
-def small_shards(url: str) -> Any:
+def small_shards(url: Path) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Module()
     torch.manual_seed(0)
     for i in range(7):
-        whole = torch.randn(5, 9)
-        model.register_parameter(f"w{i}", nn.Parameter(distribute_tensor(whole, mesh, [Shard(i % 2)])))
+        values = torch.randn(5, 9)
+        model.register_parameter(f"w{i}", nn.Parameter(distribute_tensor(values, mesh, [Shard(i % 2)])))
     with CheckpointManager(url, state_dict_type="full", max_shard_size=300) as manager:
         manager.save(1, TrainState(model=model, rng=False))
-    return {k: jobs.whole(v) for k, v in model.state_dict().items()}
+    return whole(model.state_dict())
 
 
 def test_files_are_distributed_over_the_ranks(tmp_path: Path) -> None:
-    expected = run_ranks(small_shards, 3, str(tmp_path))[0]
-    from ckptkit.checkpoint.load.mapping import open_checkpoint
-
+    expected = run_ranks(small_shards, 3, tmp_path)[0]
     opened = open_checkpoint(str(tmp_path))
-    assert {k: jobs.whole(torch.from_numpy(opened[f"model.{k}"].numpy())) for k in expected} == expected
+    assert whole({name: torch.from_numpy(opened[f"model.{name}"].numpy()) for name in expected}) == expected
     writers = {s.rank for entry in opened.catalog.tensors.values() for s in entry.slices}
     assert writers == {0, 1, 2}
 
@@ -89,23 +93,18 @@ def test_from_pretrained_loads_a_full_checkpoint(tmp_path: Path, tie: bool) -> N
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "step_00000001", dtype="auto")
     assert type(loaded) is type(model)
     assert loaded.dtype == torch.bfloat16
-    assert {k: jobs.whole(v) for k, v in loaded.state_dict().items()} == {
-        k: jobs.whole(v) for k, v in model.state_dict().items()
-    }
+    assert whole(loaded.state_dict()) == whole(model.state_dict())
 
 
 def test_each_of_several_models_has_its_own_folder(tmp_path: Path) -> None:
-    models = {"actor": nn.Linear(2, 3), "critic": nn.Linear(3, 1)}
+    models, again = ({"actor": nn.Linear(2, 3), "critic": nn.Linear(3, 1)} for _ in range(2))
     with CheckpointManager(tmp_path, state_dict_type="full") as manager:
         manager.save(1, TrainState(model=models))
-    for name, model in models.items():
-        folder = tmp_path / "step_00000001" / name
-        (file,) = folder.glob("*.safetensors")
-        assert torch.equal(load_file(file)["weight"], model.weight)
-    again = {"actor": nn.Linear(2, 3), "critic": nn.Linear(3, 1)}
-    with CheckpointManager(tmp_path) as manager:
         manager.load(TrainState(model=again))
-    assert torch.equal(again["critic"].weight, models["critic"].weight)
+    for name, model in models.items():
+        (file,) = (tmp_path / "step_00000001" / name).glob("*.safetensors")
+        assert torch.equal(load_file(file)["weight"], model.weight)
+        assert torch.equal(again[name].weight, model.weight)
 
 
 LARGEST = 48 << 20
@@ -142,37 +141,27 @@ def test_no_rank_holds_more_than_twice_the_largest_tensor(tmp_path: Path) -> Non
     assert max(peaks) <= 2 * LARGEST + (64 << 20), [peak >> 20 for peak in peaks]
 
 
-def failing_disk(url: str, where: str) -> str:
-    rank = dist.get_rank()
+def fail_on_rank_1(url: Path, where: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Module()
     for i in range(6):
         model.register_parameter(f"w{i}", nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])))
-    manager = CheckpointManager(url, state_dict_type="full", timeout_s=80, max_shard_size=100)
-    owner, name = (stream.SafetensorsStream, "write") if where == "write" else (full, where)
-    original = getattr(owner, name)
 
     def broken(*args: Any, **more: Any) -> Any:
-        if rank == 1:
-            raise OSError(28, "No space left on device")
-        return original(*args, **more)
+        raise OSError(28, "No space left on device")
 
-    setattr(owner, name, broken)
-    try:
-        manager.save(1, TrainState(model=model))
-    except CkptkitError as error:
-        setattr(owner, name, original)
+    with CheckpointManager(url, state_dict_type="full", timeout_s=80, max_shard_size=100) as manager:
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(stream.SafetensorsStream if where == "write" else full, where, broken)
+            with pytest.raises(CkptkitError, match=r"rank 1.*No space left"):
+                manager.save(1, TrainState(model=model))
         manager.save(2, TrainState(model=model))
-        return str(error)
-    finally:
-        setattr(owner, name, original)
-    return "no error"
 
 
 @pytest.mark.parametrize("where", ["write", "_part"])
 def test_a_failing_rank_fails_all_ranks_at_once_and_the_next_save_works(tmp_path: Path, where: str) -> None:
-    texts = run_ranks(failing_disk, 3, str(tmp_path), where, timeout=90)
-    assert all("rank 1" in text and "No space left" in text for text in texts), texts
+    run_ranks(fail_on_rank_1, 3, tmp_path, where, timeout=90)
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
 
 

@@ -12,16 +12,24 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from safetensors import safe_open
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.save.local import LocalTensors
 from ckptkit.checkpoint.state.train_state import TrainState, capture
 from ckptkit.cli.main import cli
-from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.errors import (
+    CheckpointMismatchError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsupportedFormatError,
+)
 from ckptkit.formats.own import local as local_shards
+from ckptkit.formats.own.reader import open_catalog
 from ckptkit.storage.local import LocalStore
 from tests.checkpoint import jobs
+from tests.ranks import on_ranks
 
 
 class Collectives(TorchDispatchMode):
@@ -37,29 +45,23 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def save_counted(url: str, layout: str) -> Any:
+@pytest.mark.parametrize("layout", ["1d", "hsdp"])
+@on_ranks(4)
+def test_writing_local_tensors_needs_no_communication(tmp_path: Path, layout: str) -> None:
     job = jobs.make(layout)
     job.train(1)
-    store = LocalStore(url)
     with Collectives() as counted:
         captured = capture(job.state(), rank=dist.get_rank())
         plan = LocalTensors.of(captured, dist.get_rank(), dist.get_world_size())
         plan = plan.settle([plan.signature] * dist.get_world_size(), lambda _: pytest.fail("talked"))
-        plan.write(store, None, sync=False)
-    silent = list(counted.seen)
+        plan.write(LocalStore(str(tmp_path)), None, sync=False)
+    assert counted.seen == []
     with counted:  # checks the counter itself
         dist.barrier()
-    return silent, len(counted.seen)
+    assert counted.seen != []
 
 
-@pytest.mark.parametrize("layout", ["1d", "hsdp"])
-def test_writing_local_tensors_needs_no_communication(ranks: Any, tmp_path: Path, layout: str) -> None:
-    for silent, control in ranks.run(save_counted, 4, str(tmp_path), layout):
-        assert silent == []
-        assert control > 0
-
-
-def save(url: str, layout: str) -> Any:
+def save(url: Path, layout: str = "1d") -> Any:
     job = jobs.make(layout)
     jobs.seed(1, 0)
     job.train(1)
@@ -69,7 +71,7 @@ def save(url: str, layout: str) -> Any:
 
 
 def test_a_rank_file_holds_the_ranks_shards_and_their_positions(ranks: Any, tmp_path: Path) -> None:
-    held = ranks.run(save, 2, str(tmp_path), "1d")
+    held = ranks.run(save, 2, tmp_path)
     for rank, tensors in enumerate(held):
         path = tmp_path / "step_00000001" / f"local_{rank:05d}.safetensors"
         with safe_open(path, "np") as opened:
@@ -81,9 +83,13 @@ def test_a_rank_file_holds_the_ranks_shards_and_their_positions(ranks: Any, tmp_
         assert body["tensors"]["model.up.weight"] == ["model.up.weight", [14, 6], [7 * rank, 0], [0, ["S(0)"]]]
 
 
+def opened(run: Path) -> Any:
+    return local_shards.open_catalog(LocalStore(str(run / "step_00000001")))
+
+
 def test_replicas_are_written_once(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(save, 4, str(tmp_path), "hsdp")
-    catalog = local_shards.open_catalog(LocalStore(str(tmp_path / "step_00000001")))
+    ranks.run(save, 4, tmp_path, "hsdp")
+    catalog = opened(tmp_path)
     for entry in catalog.tensors.values():
         boxes = [s.box for s in entry.slices if s.box.numel]
         assert len(boxes) == len(set(boxes))
@@ -94,11 +100,8 @@ def test_replicas_are_written_once(ranks: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["1d", "hsdp", "tp"])
 def test_the_rank_files_alone_give_the_catalog_of_the_manifest(ranks: Any, tmp_path: Path, layout: str) -> None:
-    ranks.run(save, 4, str(tmp_path), layout)
-    store = LocalStore(str(tmp_path / "step_00000001"))
-    from ckptkit.formats.own.reader import open_catalog
-
-    own, recorded = local_shards.open_catalog(store), open_catalog(store)
+    ranks.run(save, 4, tmp_path, layout)
+    own, recorded = opened(tmp_path), open_catalog(LocalStore(str(tmp_path / "step_00000001")))
     assert set(own.tensors) == set(recorded.tensors)
     for name, entry in own.tensors.items():
         other = recorded.tensors[name]
@@ -108,27 +111,23 @@ def test_the_rank_files_alone_give_the_catalog_of_the_manifest(ranks: Any, tmp_p
 
 
 def test_an_error_names_a_missing_rank_file(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(save, 2, str(tmp_path), "1d")
-    root = tmp_path / "step_00000001"
-    (root / "local_00001.safetensors").unlink()
+    ranks.run(save, 2, tmp_path)
+    (tmp_path / "step_00000001" / "local_00001.safetensors").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"those of ranks 1\."):
-        local_shards.open_catalog(LocalStore(str(root)))
+        opened(tmp_path)
 
 
 def test_rank_files_that_were_swapped_are_refused(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(save, 2, str(tmp_path), "1d")
+    ranks.run(save, 2, tmp_path)
     root = tmp_path / "step_00000001"
     (root / "local_00001.safetensors").rename(root / "x")
     (root / "local_00000.safetensors").rename(root / "local_00001.safetensors")
     (root / "x").rename(root / "local_00000.safetensors")
     with pytest.raises(CorruptCheckpointError, match="another rank"):
-        local_shards.open_catalog(LocalStore(str(root)))
+        opened(tmp_path)
 
 
 def test_a_dtype_that_safetensors_lacks_is_refused_with_advice(tmp_path: Path) -> None:
-    from ckptkit.checkpoint.state.train_state import TrainState
-    from ckptkit.errors import UnsupportedFormatError
-
     model = torch.nn.Module()
     model.register_buffer("odd", torch.zeros(4, dtype=torch.complex128))
     manager = CheckpointManager(tmp_path, state_dict_type="local")
@@ -137,14 +136,12 @@ def test_a_dtype_that_safetensors_lacks_is_refused_with_advice(tmp_path: Path) -
     assert not list(tmp_path.glob("step_*"))
 
 
-def _save_sharded(url: str) -> None:
-    from torch.distributed.fsdp import fully_shard
-
+def _save_sharded(url: Path) -> None:
     with CheckpointManager(url, state_dict_type="LOCAL") as manager:
         manager.save(1, TrainState(model=fully_shard(torch.nn.Linear(4, 4))))
 
 
-def _load_whole(url: str) -> str:
+def _load_whole(url: Path) -> str:
     with CheckpointManager(url) as manager:
         try:
             report = manager.load(TrainState(model=torch.nn.Linear(4, 4)))
@@ -158,10 +155,10 @@ def _load_whole(url: str) -> str:
 def test_the_command_that_a_refused_load_names_makes_a_checkpoint_that_loads(
     ranks: Any, tmp_path: Path, size: int
 ) -> None:
-    ranks.run(_save_sharded, 2, str(tmp_path / "run"))
-    command = shlex.split(ranks.run(_load_whole, size, str(tmp_path / "run"))[0].splitlines()[-1])
+    ranks.run(_save_sharded, 2, tmp_path / "run")
+    command = shlex.split(ranks.run(_load_whole, size, tmp_path / "run")[0].splitlines()[-1])
     assert command[:2] == ["ckptkit", "reshard"]
     command[command.index("DST")] = str(tmp_path / "made/step_00000001")
     assert CliRunner().invoke(cli, command[1:]).exit_code == 0
-    for loaded in ranks.run(_load_whole, size, str(tmp_path / "made")):
+    for loaded in ranks.run(_load_whole, size, tmp_path / "made"):
         assert loaded.startswith("model.weight model.bias")

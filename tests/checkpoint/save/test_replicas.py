@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ckptkit import CheckpointManager, TrainState, convert, open_checkpoint, reshard
-from ckptkit.checkpoint.save.replicas import _summary
-from ckptkit.errors import CkptkitError
+from ckptkit.checkpoint.save.replicas import _summary, own_copies
+from ckptkit.errors import CkptkitError, CorruptCheckpointError
+from ckptkit.formats.own.reader import open_catalog
+from ckptkit.storage.open import open_store
+from tests.ranks import on_ranks
 
 LARGE = 600_000  # elements: replicas of over 1 MiB are written in pieces, by several ranks
 
@@ -63,26 +68,25 @@ def values(value: float) -> dict[str, list[float]]:
     return {"mean": [value], "loose": [value], "momentum": [-value]}
 
 
-class Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        logging.getLogger("ckptkit").addHandler(self)
-        return self.lines
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("ckptkit").removeHandler(self)
+@contextlib.contextmanager
+def warned() -> Iterator[list[str]]:
+    """Collect the warnings of the package."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckptkit").addHandler(handler)
+    yield lines
+    logging.getLogger("ckptkit").removeHandler(handler)
 
 
-def save(url: str, kind: str = "sharded", background: bool = False) -> list[str]:
+def state_of(model: Norms, optimizer: torch.optim.Optimizer) -> TrainState:
+    return TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"})
+
+
+def save(url: Path, kind: str = "sharded", background: bool = False) -> list[str]:
     model, optimizer = made(1.0)
-    state = TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"})
-    with Warnings() as lines, CheckpointManager(url, state_dict_type=kind) as manager:
+    state = state_of(model, optimizer)
+    with warned() as lines, CheckpointManager(url, state_dict_type=kind) as manager:
         for step in (1, 2):
             if background:
                 manager.save_async(step, state)
@@ -94,10 +98,10 @@ def save(url: str, kind: str = "sharded", background: bool = False) -> list[str]
     return lines
 
 
-def load(url: str, which: str) -> tuple[dict[str, list[float]], list[str], list[str]]:
+def load(url: Path, which: str) -> tuple[dict[str, list[float]], list[str], list[str]]:
     model, optimizer = made()
-    with Warnings() as lines, CheckpointManager(url) as manager:
-        report = manager.load(TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"}), which)
+    with warned() as lines, CheckpointManager(url) as manager:
+        report = manager.load(state_of(model, optimizer), which)
     assert report is not None
     assert torch.equal(model.same, torch.arange(4.0))
     return held(model, optimizer), report.notes, lines
@@ -106,18 +110,16 @@ def load(url: str, which: str) -> tuple[dict[str, list[float]], list[str], list[
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 def test_each_rank_gets_its_own_copy_back(ranks: Any, tmp_path: Path, kind: str, background: bool) -> None:
-    ranks.run(save, 2, str(tmp_path), kind, background)
-    assert [found[0] for found in ranks.run(load, 2, str(tmp_path), "1")] == [values(1.0), values(2.0)]
-    assert [found[0] for found in ranks.run(load, 2, str(tmp_path), "2")] == [values(11.0), values(12.0)]
+    ranks.run(save, 2, tmp_path, kind, background)
+    assert [found[0] for found in ranks.run(load, 2, tmp_path, "1")] == [values(1.0), values(2.0)]
+    assert [found[0] for found in ranks.run(load, 2, tmp_path, "2")] == [values(11.0), values(12.0)]
 
 
 def test_a_warning_names_each_differing_tensor_once(ranks: Any, tmp_path: Path) -> None:
-    first, second = ranks.run(save, 2, str(tmp_path))
+    first, second = ranks.run(save, 2, tmp_path)
     assert len(first) == 1
-    assert (
-        "model.loose, model.norm.running_mean, optimizer.state.loose.momentum_buffer are not sharded but differ"
-        in first[0]
-    )
+    names = "model.loose, model.norm.running_mean, optimizer.state.loose.momentum_buffer"
+    assert f"{names} are not sharded but differ" in first[0]
     assert second == []
 
 
@@ -125,8 +127,8 @@ def test_a_warning_names_each_differing_tensor_once(ranks: Any, tmp_path: Path) 
 def test_on_another_number_of_ranks_a_load_gives_one_copy_and_a_note(
     ranks: Any, tmp_path: Path, kind: str, size: int
 ) -> None:
-    ranks.run(save, 2, str(tmp_path), kind)
-    for rank, (found, notes, lines) in enumerate(ranks.run(load, size, str(tmp_path), "1")):
+    ranks.run(save, 2, tmp_path, kind)
+    for rank, (found, notes, lines) in enumerate(ranks.run(load, size, tmp_path, "1")):
         assert found == values(1.0)
         assert any("model.norm.running_mean" in note and "all get one rank's values" in note for note in notes)
         assert len(lines) == (rank == 0)
@@ -143,16 +145,17 @@ def test_an_export_says_that_it_has_one_copy(ranks: Any, tmp_path: Path, kind: s
         assert note.startswith("model.loose, model.norm.running_mean differ") and "get one rank's values" in note
 
 
-def save_equal(url: str) -> list[str]:
+def save_equal(url: Path) -> None:
     model, optimizer = made()
     fill(model, optimizer, 3.0)
     with CheckpointManager(url) as manager:
-        manager.save(1, TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"}))
-    return [name for name in open_checkpoint(url) if name.startswith("per_rank")]
+        manager.save(1, state_of(model, optimizer))
 
 
-def test_tensors_equal_on_all_ranks_are_stored_once(ranks: Any, tmp_path: Path) -> None:
-    assert ranks.run(save_equal, 2, str(tmp_path)) == [[], []]
+@on_ranks(2)
+def test_tensors_equal_on_all_ranks_are_stored_once(tmp_path: Path) -> None:
+    save_equal(tmp_path)
+    assert [name for name in open_checkpoint(str(tmp_path)) if name.startswith("per_rank")] == []
 
 
 class Views(nn.Module):
@@ -171,30 +174,25 @@ class Views(nn.Module):
             self.register_buffer(name, view)
 
 
-def save_views(url: str, kind: str, background: bool) -> list[str]:
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+@on_ranks(2)
+def test_differing_tensors_of_any_memory_layout_are_restored(tmp_path: Path, kind: str, background: bool) -> None:
     model = Views()
-    with CheckpointManager(url, state_dict_type=kind) as manager:
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         state = TrainState(model=model)
         _ = manager.save_async(1, state).result() if background else manager.save(1, state)
         again = Views()
         for name, buffer in list(again.named_buffers()):
             again.register_buffer(name, torch.zeros(buffer.shape, dtype=buffer.dtype))
         manager.load(TrainState(model=again))
-    return [name for name, buffer in model.named_buffers() if not torch.equal(buffer, again.get_buffer(name))]
-
-
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_differing_tensors_of_any_memory_layout_are_restored(
-    ranks: Any, tmp_path: Path, kind: str, background: bool
-) -> None:
-    assert ranks.run(save_views, 2, str(tmp_path), kind, background) == [[], []]
+    assert [name for name, buffer in model.named_buffers() if not torch.equal(buffer, again.get_buffer(name))] == []
 
 
 def save_later(url: str) -> dict[str, list[float]]:
     model, optimizer = made()
     fill(model, optimizer, 3.0)
-    state = TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"})
+    state = state_of(model, optimizer)
     with CheckpointManager(url) as manager:
         manager.save(1, state)
         fill(model, optimizer, 4.0 + dist.get_rank())
@@ -208,92 +206,69 @@ def test_tensors_that_begin_to_differ_after_a_save_are_found_by_the_next(ranks: 
     assert ranks.run(save_later, 2, str(tmp_path)) == [values(4.0), values(5.0)]
 
 
-def save_stages(url: str, kind: str) -> list[list[float]]:
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@on_ranks(3)
+def test_ranks_with_different_stages_keep_their_own_values(tmp_path: Path, kind: str) -> None:
     """Rank 0 has its own stage, ranks 1 and 2 the next one, each rank with its own statistics."""
     rank = dist.get_rank()
-    models = {f"stage{min(rank, 1)}": nn.BatchNorm1d(3)}
-    model = next(iter(models.values()))
-    found = []
-    with CheckpointManager(url, state_dict_type=kind) as manager:
+    model = nn.BatchNorm1d(3)
+    state = TrainState(model={f"stage{min(rank, 1)}": model}, rng=False)
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         for step in (1, 2):
             model.running_mean.fill_(10.0 * step + rank)
-            manager.save(step, TrainState(model=models, rng=False))
-        for step in ("1", "2"):
-            manager.load(TrainState(model=models, rng=False), step, strict=False)
-            found.append(model.running_mean.tolist())
-    return found
-
-
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_ranks_with_different_stages_keep_their_own_values(ranks: Any, tmp_path: Path, kind: str) -> None:
-    found = ranks.run(save_stages, 3, str(tmp_path), kind)
-    assert found == [[[10.0 + rank] * 3, [20.0 + rank] * 3] for rank in range(3)]
-
-
-def save_undeclared(url: str, kind: str, sharded: bool) -> str:
-    model, optimizer = made(1.0)
-    if not sharded:
-        model.linear = nn.Identity()
-    with CheckpointManager(url, state_dict_type=kind) as manager, pytest.raises(CkptkitError) as caught:
-        manager.save(1, TrainState(model=model, optimizer=optimizer))
-    assert not any(path.name.startswith("step") for path in Path(url).iterdir())
-    return str(caught.value)
+            manager.save(step, state)
+        for step in (1, 2):
+            manager.load(state, step, strict=False)
+            assert model.running_mean.tolist() == [10.0 * step + rank] * 3
 
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_parameters_that_differ_are_refused_by_name(ranks: Any, tmp_path: Path, kind: str, sharded: bool) -> None:
-    first, second = ranks.run(save_undeclared, 2, str(tmp_path), kind, sharded)
-    assert first == second
-    assert "model.loose differ between ranks, but are plain (unsharded) parameters" in first
-    assert "norm" not in first
+@on_ranks(2)
+def test_parameters_that_differ_are_refused_by_name(tmp_path: Path, kind: str, sharded: bool) -> None:
+    model, optimizer = made(1.0)
+    if not sharded:
+        model.linear = nn.Identity()
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager, pytest.raises(CkptkitError) as caught:
+        manager.save(1, TrainState(model=model, optimizer=optimizer))
+    assert not list(tmp_path.glob("step*"))
+    assert "model.loose differ between ranks, but are plain (unsharded) parameters" in str(caught.value)
+    assert "norm" not in str(caught.value)
 
 
-def save_extra(url: str, kind: str) -> tuple[list[float], list[str]]:
+def save_extra(url: Path, kind: str) -> list[str]:
     rank = dist.get_rank()
     state = TrainState(extra={"average": {"w": torch.full((LARGE,), float(rank))}}, rng=False)
-    with Warnings() as lines, CheckpointManager(url, state_dict_type=kind) as manager:
+    with warned() as lines, CheckpointManager(url, state_dict_type=kind) as manager:
         manager.save(1, state)
         manager.load(state)
-    return state.extra["average"]["w"].unique().tolist(), lines
+    assert state.extra["average"]["w"].unique().tolist() == [0.0]
+    return lines
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 def test_differing_extra_tensors_are_saved_from_rank_0_with_a_warning(ranks: Any, tmp_path: Path, kind: str) -> None:
-    first, second = ranks.run(save_extra, 2, str(tmp_path), kind)
-    assert first[0] == second[0] == [0.0]
-    assert any("extra.average.w differ between ranks" in line and "PerRank" in line for line in first[1])
+    first, _ = ranks.run(save_extra, 2, tmp_path, kind)
+    assert any("extra.average.w differ between ranks" in line and "PerRank" in line for line in first)
 
 
-def save_for_torch(url: str) -> list[float]:
+@on_ranks(2)
+def test_plain_torch_loads_the_copy_of_the_lowest_rank(tmp_path: Path) -> None:
     model, optimizer = made(1.0)
-    with CheckpointManager(url) as manager:
-        manager.save(1, TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"}))
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_of(model, optimizer))
     target = {"model": made()[0].state_dict()}
-    dcp.load(target, checkpoint_id=f"{url}/step_00000001")
-    return target["model"]["norm.running_mean"].unique().tolist()
+    dcp.load(target, checkpoint_id=f"{tmp_path}/step_00000001")
+    assert target["model"]["norm.running_mean"].unique().tolist() == [1.0]
 
 
-def test_plain_torch_loads_the_copy_of_the_lowest_rank(ranks: Any, tmp_path: Path) -> None:
-    assert ranks.run(save_for_torch, 2, str(tmp_path)) == [[1.0], [1.0]]
-
-
-def test_a_damaged_table_of_copies_is_refused(ranks: Any, tmp_path: Path) -> None:
-    from ckptkit.checkpoint.save.replicas import own_copies
-    from ckptkit.errors import CorruptCheckpointError
-
-    catalog = _catalog(ranks, tmp_path)
+@on_ranks(2)
+def test_a_damaged_table_of_copies_is_refused(tmp_path: Path) -> None:
+    save_equal(tmp_path)
+    catalog = open_catalog(open_store(str(tmp_path / "step_00000001")))
     for tree in ([], {"model.loose": {"$ref": "nowhere"}}):
         with pytest.raises(CorruptCheckpointError, match="not a table of existing tensors"):
             own_copies(catalog, {"per_rank.0": {}, "per_rank.1": tree}, rank=1, world_size=2)
-
-
-def _catalog(ranks: Any, tmp_path: Path) -> Any:
-    from ckptkit.formats.own.reader import open_catalog
-    from ckptkit.storage.open import open_store
-
-    ranks.run(save_equal, 2, str(tmp_path))
-    return open_catalog(open_store(str(tmp_path / "step_00000001")))
 
 
 @pytest.mark.parametrize("index", [0, 3000, 4999, 12_345, 19_999])
