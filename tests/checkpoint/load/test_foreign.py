@@ -16,6 +16,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ckptkit import CheckpointManager, TrainState
 from ckptkit.catalog.entry import Role
+from ckptkit.checkpoint.load.foreign import adopt
+from ckptkit.checkpoint.state.rng import restore_rng
+from ckptkit.checkpoint.state.values import decode
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.formats.detect import open_source
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
@@ -79,6 +82,7 @@ def run_of(name: str, *, scheduler: bool = False, rng: bool = False) -> TrainSta
 
 
 def load(state: TrainState, name: str, tmp_path: Path, **options: Any) -> Any:
+    """Load a checkpoint of the zoo, or of another directory; return the report."""
     with CheckpointManager(tmp_path / "run") as manager:
         return manager.load(state, str(ZOO / name), **options)
 
@@ -165,13 +169,8 @@ def test_random_state_of_verl_is_restored(tmp_path):
     np.random.set_state(values["numpy"])
     torch.set_rng_state(torch.as_tensor(values["cpu"]))
     wanted = (random.random(), np.random.rand(), torch.rand(1).item())
-    with CheckpointManager(tmp_path / "run") as manager:
-        manager.load(state, str(ZOO / "verl_fsdp2_w2"), rng_on_resize="keep")
-        assert random.random() != wanted[0]  # two ranks saved, one loads
-    from ckptkit.checkpoint.load.foreign import adopt
-    from ckptkit.checkpoint.state.rng import restore_rng
-    from ckptkit.checkpoint.state.values import decode
-
+    load(state, "verl_fsdp2_w2", tmp_path, rng_on_resize="keep")
+    assert random.random() != wanted[0]  # two ranks saved, one loads
     source = opened("verl_fsdp2_w2")
     adopted = adopt(source.catalog, source.store, state)
     restore_rng(decode(adopted.objects["rng.0"], adopted.tensors.__getitem__))
@@ -236,8 +235,7 @@ def test_settings_of_numbered_parameters_are_matched_by_order(tmp_path):
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "old.pt")
     fresh = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     state = TrainState(model=fresh, optimizer=torch.optim.AdamW(fresh.parameters(), lr=0.5), rng=False)
-    with CheckpointManager(tmp_path / "run") as manager:
-        report = manager.load(state, str(tmp_path / "old.pt"))
+    report = load(state, str(tmp_path / "old.pt"), tmp_path)
     assert state.optimizer.param_groups[0]["lr"] == 0.125
     for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -274,8 +272,7 @@ def test_optimizer_states_that_are_plain_numbers_are_restored(kind: Any, tmp_pat
     torch.save(saved, tmp_path / "theirs" / "optimizer.bin")
     new = nn.Linear(3, 2)
     resumed = kind(new.parameters())
-    with CheckpointManager(tmp_path / "run") as manager:
-        manager.load(TrainState(model=new, optimizer=resumed), str(tmp_path / "theirs"))
+    load(TrainState(model=new, optimizer=resumed), str(tmp_path / "theirs"), tmp_path)
     for parameter in new.parameters():
         state = resumed.state[parameter]
         assert state["step"] == 5 and isinstance(state["step"], int if kind is Counting else torch.Tensor)
@@ -299,9 +296,9 @@ def test_an_error_names_a_moment_that_one_parameter_lacks(stepped: bool, tmp_pat
     dcp.save(saved, checkpoint_id=str(tmp_path / "theirs"), no_dist=True)
     model, optimizer = trained(int(stepped))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with CheckpointManager(tmp_path / "run") as manager:
-        with pytest.raises(CheckpointMismatchError, match=r"1 missing in the checkpoint: weight\.exp_avg\b"):
-            manager.load(TrainState(model=model, optimizer=optimizer), str(tmp_path / "theirs"))
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        report = manager.load(TrainState(model=model, optimizer=optimizer), str(tmp_path / "theirs"), strict=False)
+    state = TrainState(model=model, optimizer=optimizer)
+    with pytest.raises(CheckpointMismatchError, match=r"1 missing in the checkpoint: weight\.exp_avg\b"):
+        load(state, str(tmp_path / "theirs"), tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    report = load(state, str(tmp_path / "theirs"), tmp_path, strict=False)
     assert any("weight.exp_avg" in key for key in report.missing)

@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport
@@ -31,6 +30,7 @@ from ckptkit.keymaps import (
     Stack,
     Transpose,
 )
+from tests.fsdp.models import assert_equal, weights
 
 P = NamePattern
 ROWS, PADDED = 10, 13
@@ -102,11 +102,6 @@ class Old(nn.Module):
             module.register_parameter(leaf, nn.Parameter(value.clone()))
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    state = model.state_dict()
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in state.items()}
-
-
 def write(kind: str, url: str, sharded: bool) -> None:
     """Write the old model: by a manager, as plain DCP, or as a Hugging Face directory."""
     model = Old(old())
@@ -130,31 +125,28 @@ def warm_start(url: str, run: str, sharded: bool, key_map: Any = MAP, **options:
     model = New()
     if sharded:
         fully_shard(model)
-    before = whole(model)
+    before = weights(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     state = TrainState(model=model, optimizer=optimizer, extra={"note": "new"}, step=3)
     with CheckpointManager(run) as manager:
         report = manager.load(state, url, key_map=key_map, optimizer="skip", **options)
     assert report is not None
     assert (state.step, state.extra) == (3, {"note": "new"})
-    return before, report, whole(model)
+    return before, report, weights(model)
 
 
-def on_ranks(kind: str, url: str, run: str, atomic: bool) -> LoadReport:
+def load_mapped(kind: str, url: str, run: str) -> LoadReport:
     write(kind, url, sharded=True)
     source = f"{url}/step_00000007" if kind in ("sharded", "full") else url
-    before, report, after = warm_start(source, run, sharded=True, atomic=atomic)
-    wanted = expected(old(), before)
-    assert set(after) == set(wanted)
-    assert [name for name in after if not torch.equal(after[name], wanted[name])] == []
+    before, report, after = warm_start(source, run, sharded=True, atomic=kind == "full")
+    assert_equal(after, expected(old(), before))
     return report
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", ["sharded", "full", "dcp", "hf"])
 def test_weights_of_another_model_are_bit_equal(ranks: Any, tmp_path: Path, kind: str, world_size: int) -> None:
-    atomic = kind == "full"
-    for report in ranks.run(on_ranks, world_size, kind, str(tmp_path / "old"), str(tmp_path / "run"), atomic):
+    for report in ranks.run(load_mapped, world_size, kind, str(tmp_path / "old"), str(tmp_path / "run")):
         prefix = "" if kind == "hf" else "model."
         assert report.sources["model.attention.qk"] == (f"{prefix}a.q", f"{prefix}a.k")
         assert report.sources["model.kept"] == (f"{prefix}kept",)

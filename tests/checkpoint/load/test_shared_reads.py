@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CorruptCheckpointError, RankFailedError, UsageError
 from tests.checkpoint import jobs
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, on_ranks, run_ranks
 from tests.storage.servers import moto
 
 KINDS = (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64, torch.uint8)
@@ -43,59 +42,67 @@ def raw(found: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in found.items()}
 
 
-def save_plain(url: str) -> None:
-    with CheckpointManager(url) as manager:
-        manager.save(1, TrainState(extra={"t": tensors(1)}, rng=False))
-
-
 class Held(torch.nn.Module):
     """Buffers, which a load fills in place."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int = 2) -> None:
         super().__init__()
         for name, tensor in tensors(seed).items():
             self.register_buffer(name.replace(".", "_"), tensor)
 
 
-def save_held(url: str) -> None:
-    with CheckpointManager(url) as manager:
+def save_held(url: Path | str, **options: Any) -> None:
+    with CheckpointManager(url, **options) as manager:
         manager.save(1, TrainState(model=Held(1), rng=False))
 
 
-def load_held(url: str, options: dict[str, Any]) -> tuple[dict[str, bytes], int, int]:
-    module = Held(2)
-    with CheckpointManager(url) as manager:
-        report = manager.load(TrainState(model=module, rng=False), **options)
-    assert report is not None
-    return raw(dict(module.named_buffers())), report.nbytes, report.received
+def load(url: Path | str, module: torch.nn.Module, options: dict[str, Any] | None = None, **more: Any) -> Any:
+    """Load into `module`; return the report."""
+    with CheckpointManager(url, **{"timeout_s": 20, **(options or {})}) as manager:
+        return manager.load(TrainState(model=module, rng=False), **more)
+
+
+def raw_state(module: torch.nn.Module) -> dict[str, bytes]:
+    return raw(dict(module.named_buffers()))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with a checkpoint of `Held(1)`."""
+    save_held(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def numbers_read(url: Path, replicas: str | None) -> tuple[int, int]:
+    report = load(url, Held(), **({"replicas": replicas} if replicas else {}))
+    return report.nbytes, report.received
 
 
 @pytest.mark.parametrize("more", [{}, {"atomic": True}], ids=["in_place", "atomic"])
-def test_shared_reads_restore_every_kind_of_tensor(ranks: Any, tmp_path: Path, more: dict[str, Any]) -> None:
-    ranks.run(save_held, 1, str(tmp_path / "run"))
-    expected = raw({name.replace(".", "_"): tensor for name, tensor in tensors(1).items()})
-    for found, _, _ in ranks.run(load_held, 3, str(tmp_path / "run"), {"replicas": "broadcast", **more}):
-        assert found == expected
+@on_ranks(3)
+def test_shared_reads_restore_every_kind_of_tensor(run: Path, more: dict[str, Any]) -> None:
+    module = Held()
+    load(run, module, replicas="broadcast", **more)
+    assert raw_state(module) == raw_state(Held(1))
 
 
-def test_each_rank_reads_only_its_share(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(save_held, 1, str(tmp_path / "run"))
-    shared = ranks.run(load_held, 3, str(tmp_path / "run"), {"replicas": "broadcast"})
-    ((_, whole, received),) = ranks.run(load_held, 1, str(tmp_path / "run"), {"replicas": "broadcast"})
+def test_each_rank_reads_only_its_share(ranks: Any, run: Path) -> None:
+    shared = ranks.run(numbers_read, 3, run, "broadcast")
+    whole, received = numbers_read(run, "broadcast")
     assert received == 0
-    assert sum(nbytes for _, nbytes, _ in shared) == whole
-    assert all(nbytes < 0.7 * whole for _, nbytes, _ in shared)
-    assert all(nbytes + received >= whole for _, nbytes, received in shared)
+    assert sum(nbytes for nbytes, _ in shared) == whole
+    assert all(nbytes < 0.7 * whole for nbytes, _ in shared)
+    assert all(nbytes + received >= whole for nbytes, received in shared)
 
 
-def test_every_rank_reads_local_files_itself(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(save_held, 1, str(tmp_path / "run"))
-    for _, nbytes, received in ranks.run(load_held, 2, str(tmp_path / "run"), {}):
-        assert nbytes > 4_000_000
-        assert received == 0
+@on_ranks(2)
+def test_every_rank_reads_local_files_itself(run: Path) -> None:
+    nbytes, received = numbers_read(run, None)
+    assert nbytes > 4_000_000
+    assert received == 0
 
 
-def save_job(url: str, layout: str) -> Any:
+def save_job(url: Path, layout: str) -> Any:
     job = jobs.make(layout, "fp32")
     jobs.seed(5, 0)
     job.data.rank = 0
@@ -105,34 +112,27 @@ def save_job(url: str, layout: str) -> Any:
     return jobs.everything(job)
 
 
-def load_job(url: str, layout: str, storage_options: dict[str, Any] | None, replicas: str) -> tuple[Any, int]:
+def load_job(url: Path, layout: str) -> tuple[Any, int]:
     job = jobs.make(layout, "fp32", start=7)
-    with CheckpointManager(url, storage_options=storage_options) as manager:
-        report = manager.load(job.state(), per_rank_on_resize="keep", replicas=replicas)
+    with CheckpointManager(url) as manager:
+        report = manager.load(job.state(), per_rank_on_resize="keep", replicas="broadcast")
     assert report is not None
     return jobs.everything(job), report.received
 
 
 @pytest.mark.parametrize(("layout", "shares"), [("hsdp", True), ("1d", False)])
 def test_ranks_with_the_same_shards_share_reads(ranks: Any, tmp_path: Path, layout: str, shares: bool) -> None:
-    url = str(tmp_path / "run")
-    saved = ranks.run(save_job, 4, url, "1d")[0]
-    for loaded, received in ranks.run(load_job, 4, url, layout, None, "broadcast"):
+    saved = ranks.run(save_job, 4, tmp_path, "1d")[0]
+    for loaded, received in ranks.run(load_job, 4, tmp_path, layout):
         assert [key for key in saved if saved[key] != loaded.get(key)] == []
         assert bool(received) == shares
 
 
-def copy_up(url: str, storage_options: dict[str, Any]) -> None:
-    with CheckpointManager(url, storage_options=storage_options) as manager:
-        manager.save(1, TrainState(model=Held(1), rng=False))
-
-
-def load_remote(url: str, storage_options: dict[str, Any]) -> tuple[dict[str, bytes], int, int]:
-    module = Held(2)
-    with CheckpointManager(url, storage_options=storage_options) as manager:
-        report = manager.load(TrainState(model=module, rng=False))
-    assert report is not None
-    return raw(dict(module.named_buffers())), report.nbytes, report.received
+def load_remote(url: str, options: dict[str, Any]) -> int:
+    module = Held()
+    report = load(url, module, {"storage_options": options})
+    assert raw_state(module) == raw_state(Held(1))
+    return int(report.received)
 
 
 def test_from_an_object_store_replicas_are_read_once(ranks: Any) -> None:
@@ -140,74 +140,63 @@ def test_from_an_object_store_replicas_are_read_once(ranks: Any) -> None:
 
     with moto() as options:
         s3fs.S3FileSystem(**options, skip_instance_cache=True).makedirs("shared", exist_ok=True)
-        ranks.run(copy_up, 1, "s3://shared/run", dict(options))
-        found = ranks.run(load_remote, 2, "s3://shared/run", dict(options))
-    expected = raw({name.replace(".", "_"): tensor for name, tensor in tensors(1).items()})
-    assert all(loaded == expected for loaded, _, _ in found)
-    assert all(received > 0 for _, _, received in found)
+        save_held("s3://shared/run", storage_options=dict(options))
+        assert all(received > 0 for received in ranks.run(load_remote, 2, "s3://shared/run", dict(options)))
 
 
-def load_damaged(url: str) -> tuple[str, bool]:
-    module = Held(2)
-    before = raw(dict(module.named_buffers()))
-    try:
-        with CheckpointManager(url) as manager:
-            manager.load(TrainState(model=module, rng=False), replicas="broadcast", atomic=True)
-    except CorruptCheckpointError as error:
-        return str(error), raw(dict(module.named_buffers())) == before
-    raise AssertionError("a damaged checkpoint was loaded")
-
-
-def test_damage_in_one_share_fails_all_ranks_and_changes_nothing(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(save_held, 1, str(tmp_path / "run"))
-    (data,) = (tmp_path / "run").rglob("*.distcp")
+@pytest.fixture
+def damaged(run: Path) -> Path:
+    (data,) = run.rglob("*.distcp")
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    answers = ranks.run(load_damaged, 3, str(tmp_path / "run"))
-    assert all("large" in text for text, _ in answers)
-    assert all(same for _, same in answers)
+    return run
 
 
-def die_while_sending(url: str, said: str) -> None:
+@on_ranks(3)
+def test_damage_in_one_share_fails_all_ranks_and_changes_nothing(damaged: Path) -> None:
+    module = Held()
+    with pytest.raises(CorruptCheckpointError, match="large"):
+        load(damaged, module, replicas="broadcast", atomic=True)
+    assert raw_state(module) == raw_state(Held())
+
+
+def die_while_sending(url: Path, said: Path) -> None:
     if dist.get_rank() == 1:
         load_module.exchange = lambda *args: os._exit(0)  # type: ignore[assignment,misc]
     try:
-        with CheckpointManager(url, timeout_s=20) as manager:
-            manager.load(TrainState(model=Held(2), rng=False), replicas="broadcast")
+        load(url, Held(), replicas="broadcast")
     except RankFailedError as error:
-        Path(said, str(dist.get_rank())).write_text(str(error))
+        (said / str(dist.get_rank())).write_text(str(error))
     os._exit(0)
 
 
-def test_a_rank_that_dies_while_it_sends_fails_the_others(tmp_path: Path) -> None:
-    run_ranks(save_held, 1, str(tmp_path / "run"))
+def test_a_rank_that_dies_while_it_sends_fails_the_others(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError):
-        run_ranks(die_while_sending, 3, str(tmp_path / "run"), str(tmp_path))
+        run_ranks(die_while_sending, 3, run, tmp_path)
     assert all("rank 1" in (tmp_path / str(rank)).read_text() for rank in (0, 2))
 
 
-def write_packed(folder: str) -> None:
-    module = torch.nn.ModuleList([torch.nn.Linear(30, 40), torch.nn.Linear(30, 40)])
-    writer = dcp.FileSystemWriter(folder, _extensions=[ZStandard()])
-    dcp.save({"model": module.state_dict()}, storage_writer=writer)
+def two_layers() -> torch.nn.Module:
+    return torch.nn.ModuleList([torch.nn.Linear(30, 40), torch.nn.Linear(30, 40)])
 
 
-def load_own_layer(folder: str, run: str) -> bool:
-    module = torch.nn.ModuleList([torch.nn.Linear(30, 40), torch.nn.Linear(30, 40)])
-    own, wanted = str(dist.get_rank()), dict(module.state_dict())
-    dcp.load({"model": wanted}, checkpoint_id=folder)
-    expected = {name: tensor.clone() for name, tensor in wanted.items() if name.startswith(own)}
-    stage = torch.nn.ModuleDict({own: torch.nn.Linear(30, 40)})
-    with CheckpointManager(run) as manager:
-        manager.load(TrainState(model=stage, rng=False), folder, strict=False, replicas="broadcast")
-    return raw(dict(stage.state_dict())) == raw(expected)
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    writer = dcp.FileSystemWriter(tmp_path / "theirs", _extensions=[ZStandard()])
+    dcp.save({"model": two_layers().state_dict()}, storage_writer=writer, no_dist=True)
+    return tmp_path / "theirs"
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compressed_tensors_with_equal_beginnings_are_not_shared(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(write_packed, 1, str(tmp_path / "theirs"))
-    assert ranks.run(load_own_layer, 2, str(tmp_path / "theirs"), str(tmp_path / "run")) == [True, True]
+@on_ranks(2)
+def test_compressed_tensors_with_equal_beginnings_are_not_shared(packed: Path, tmp_path: Path) -> None:
+    own, wanted = str(dist.get_rank()), dict(two_layers().state_dict())
+    dcp.load({"model": wanted}, checkpoint_id=packed)
+    expected = {name: tensor.clone() for name, tensor in wanted.items() if name.startswith(own)}
+    stage = torch.nn.ModuleDict({own: torch.nn.Linear(30, 40)})
+    load(tmp_path / "run", stage, which=str(packed), strict=False, replicas="broadcast")
+    assert raw(dict(stage.state_dict())) == raw(expected)
 
 
 class Seen(torch.nn.Module):
@@ -222,25 +211,22 @@ class Seen(torch.nn.Module):
         self.register_buffer("seen", (ones * (value + 1j)).conj() if otherwise else ones * (value + 1j))
 
 
-def save_seen(url: str) -> None:
-    with CheckpointManager(url) as manager:
+@pytest.fixture
+def seen(tmp_path: Path) -> Path:
+    with CheckpointManager(tmp_path) as manager:
         manager.save(1, TrainState(model=Seen(1.0, False), rng=False))
+    return tmp_path
 
 
-def load_seen(url: str) -> bool:
+@on_ranks(3)
+def test_ranks_with_other_memory_layouts_get_the_same_values(seen: Path) -> None:
     module = Seen(9.0, dist.get_rank() == 1)
-    with CheckpointManager(url, timeout_s=20) as manager:
-        manager.load(TrainState(model=module, rng=False), replicas="broadcast")
+    load(seen, module, replicas="broadcast")
     saved = dict(Seen(1.0, False).named_buffers())
-    return all(torch.equal(tensor.resolve_conj(), saved[name]) for name, tensor in module.named_buffers())
+    assert all(torch.equal(tensor.resolve_conj(), saved[name]) for name, tensor in module.named_buffers())
 
 
-def test_ranks_with_other_memory_layouts_get_the_same_values(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(save_seen, 1, str(tmp_path / "run"))
-    assert ranks.run(load_seen, 3, str(tmp_path / "run")) == [True, True, True]
-
-
-def fail_while_others_send(url: str) -> tuple[str, bool]:
+def fail_while_others_send(url: Path) -> str:
     def fail(*args: Any, **more: Any) -> Any:
         raise MemoryError("no room")
 
@@ -248,21 +234,16 @@ def fail_while_others_send(url: str) -> tuple[str, bool]:
     shared_reads._Flight.land = lambda self, timeout_s: land(self, 0.5)  # does not wait long for missing messages
     if dist.get_rank() == 1:
         shared_reads._start = fail
-    module = Held(2)
-    before = raw(dict(module.named_buffers()))
-    with contextlib.ExitStack() as stack:
-        manager = CheckpointManager(url, timeout_s=40)
-        stack.callback(manager.close)
-        with pytest.raises(RankFailedError, match="replicated data") as caught:
-            manager.load(TrainState(model=module, rng=False), replicas="broadcast", atomic=True)
-    return str(caught.value), raw(dict(module.named_buffers())) == before
+    module = Held()
+    with pytest.raises(RankFailedError, match="replicated data") as caught:
+        load(url, module, {"timeout_s": 40}, replicas="broadcast", atomic=True)
+    assert raw_state(module) == raw_state(Held())
+    return str(caught.value)
 
 
-def test_a_rank_that_fails_while_others_send_fails_all_and_ends_no_process(tmp_path: Path) -> None:
-    run_ranks(save_held, 1, str(tmp_path / "run"))
-    found = run_ranks(fail_while_others_send, 2, str(tmp_path / "run"))
-    assert all(same for _, same in found)
-    assert found[0][0] == found[1][0]
+def test_a_rank_that_fails_while_others_send_fails_all_and_ends_no_process(run: Path) -> None:
+    first, second = run_ranks(fail_while_others_send, 2, run)
+    assert first == second
 
 
 def test_ranks_without_a_signature_do_not_share_reads() -> None:
