@@ -17,6 +17,7 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.fsdp.hf_load import load_hf
+from tests.ranks import on_ranks
 
 KINDS = ["sharded", "full", "local", "dcp", "safetensors"]
 
@@ -103,7 +104,9 @@ def test_tensors_that_share_a_part_of_their_memory_load_if_they_agree_there(tmp_
     assert torch.equal(model.fused[2:4], model.query)
 
 
-def _sharded(folder: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["sharded", "full", "local", "dcp"])
+@on_ranks(2)
+def test_every_rank_refuses_tied_weights_that_differ_on_one_rank(tmp_path: Path, kind: str) -> None:
     """Only the last row differs, so only the last rank reads the difference."""
     source, model = net(tied=False), net()
     with torch.no_grad():
@@ -113,23 +116,19 @@ def _sharded(folder: str, kind: str) -> None:
     fully_shard(model)
     fully_shard(source)
     if kind == "dcp":
-        dcp.save({"model": source.state_dict()}, checkpoint_id=f"{folder}/step_00000001")
+        dcp.save({"model": source.state_dict()}, checkpoint_id=f"{tmp_path}/step_00000001")
     else:
-        with CheckpointManager(folder, state_dict_type=kind) as manager:
+        with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
             manager.save(1, TrainState(model=source))
     before = model["embed"].weight.to_local().clone()
     with pytest.raises(CheckpointMismatchError, match="share memory"):
-        load(Path(folder), f"{folder}/step_00000001", model)
+        load(tmp_path, f"{tmp_path}/step_00000001", model)
     assert torch.equal(model["embed"].weight.to_local(), before)
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full", "local", "dcp"])
-def test_every_rank_refuses_tied_weights_that_differ_on_one_rank(ranks: Any, tmp_path: Path, kind: str) -> None:
-    ranks.run(_sharded, 2, str(tmp_path), kind)
-
-
-def _load_hf(folder: str) -> None:
+@on_ranks(2)
+def test_load_hf_refuses_different_weights_for_one_tied_tensor_on_every_rank(tmp_path: Path) -> None:
     source, model = net(tied=False), net()
     with torch.no_grad():
         source["embed"].weight.fill_(1)
@@ -137,21 +136,17 @@ def _load_hf(folder: str) -> None:
         source["head"].weight[5] = 0
     fully_shard(model)
     if dist.get_rank() == 0:
-        save_file(source.state_dict(), f"{folder}/model.safetensors")
+        save_file(source.state_dict(), f"{tmp_path}/model.safetensors")
     dist.barrier()
     before = model["embed"].weight.to_local().clone()
     with pytest.raises(CheckpointMismatchError, match=r"embed\.weight and head\.weight"):
-        load_hf(model, folder)
+        load_hf(model, str(tmp_path))
     assert torch.equal(model["embed"].weight.to_local(), before)
     dist.barrier()
     if dist.get_rank() == 0:
-        save_file({"embed.weight": torch.ones(6, 2), "head.weight": torch.ones(6, 2)}, f"{folder}/model.safetensors")
+        save_file({"embed.weight": torch.ones(6, 2), "head.weight": torch.ones(6, 2)}, f"{tmp_path}/model.safetensors")
     dist.barrier()
-    assert load_hf(model, folder).loaded == ("embed.weight", "head.weight")
-
-
-def test_load_hf_refuses_different_weights_for_one_tied_tensor_on_every_rank(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(_load_hf, 2, str(tmp_path))
+    assert load_hf(model, str(tmp_path)).loaded == ("embed.weight", "head.weight")
 
 
 class Seen(nn.Module):
