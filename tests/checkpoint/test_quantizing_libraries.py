@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState, convert
+from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState, convert, reshard, verify
 from ckptkit.cli.main import main
-from ckptkit.errors import CheckpointMismatchError, SaveError
+from ckptkit.errors import CheckpointMismatchError, SaveError, UnsupportedFormatError
 from tests.checkpoint.states import bits, check_round_trip, load, load_all, refusal, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # both libraries use deprecated functions of torch
@@ -228,6 +228,73 @@ def test_dcp_reader_restores_quantized_tensors_exactly(tmp_path: Path, name: str
         return
     load(tmp_path / "run", state_of(other), str(url))
     assert all_of(other) == all_of(source)
+
+
+IN_CLASSES = [name for name in CASES if name.endswith(" weights") and name not in ("int4 weights", "float8 weights")]
+IN_CLASSES += ["int8 weights and activations", "float8 weights of torchao"]
+BY_TORCH = [name for name in CASES if name != "int4 weights"]  # torch cannot save these
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_convert_exports_the_weights_that_torch_wrote_or_refuses_them_by_name(
+    tmp_path: Path, name: str, to: Any
+) -> None:
+    source = seeded(CASES[name][0], 0)
+    url, result = str(tmp_path / "theirs"), tmp_path / "result"
+    dcp.save(dcp_state(source), checkpoint_id=url, no_dist=True)
+    if name in IN_CLASSES:
+        with pytest.raises(UnsupportedFormatError, match=r"model\.0\.weight is a torchao(?s:.*)ckptkit reshard"):
+            convert(url, str(result), to=to)
+        assert not result.exists()
+        return
+    convert(url, str(result), to=to)
+    saved = source[0].state_dict()
+    if name == "float8 all-gather":
+        saved = {key: getattr(value, "_tensor", value).detach() for key, value in saved.items()}
+    saved = {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
+    if to == "hf":
+        found = load_file(result / "model.safetensors")
+    elif to == "torch":
+        found = torch.load(result / "pytorch_model.bin", weights_only=True)
+    else:
+        found = {key: torch.empty_like(value, device="cpu") for key, value in saved.items()}
+        dcp.load({"model": found}, checkpoint_id=result, no_dist=True)
+    assert bits(found) == bits(saved)
+
+
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_what_torch_wrote_of_quantized_tensors_is_verified_and_resharded(tmp_path: Path, name: str) -> None:
+    make, _ = CASES[name]
+    source, live = seeded(make, 0), seeded(make, 0 if "4-bit layer" in name else 1)
+    url, result = str(tmp_path / "theirs"), tmp_path / "run" / "step_00000001"
+    dcp.save(dcp_state(source), checkpoint_id=url, no_dist=True)
+    assert verify(url).ok
+    reshard(url, str(result), world_size=3)
+    assert verify(str(result)).ok
+    state = dcp_state(live)
+    dcp.load(state, storage_reader=DCPReader(result), no_dist=True)
+    assert bits(state) == bits(dcp_state(source))
+
+
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_torch_reads_what_dcp_writer_wrote_of_quantized_tensors(tmp_path: Path, name: str) -> None:
+    make, _ = CASES[name]
+    source, live = seeded(make, 0), seeded(make, 0 if "4-bit layer" in name else 1)
+    dcp.save(dcp_state(source), storage_writer=DCPWriter(tmp_path), no_dist=True)
+    state = dcp_state(live)
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert bits(state) == bits(dcp_state(source))
+
+
+def test_convert_skips_a_weight_that_is_stored_in_parts_by_its_name(tmp_path: Path) -> None:
+    source = seeded(CASES["int8 weights"][0], 0)
+    save(tmp_path / "run", TrainState(model=source[0]))
+    with pytest.raises(UnsupportedFormatError, match=r"model\.0\.weight is a torchao(?s:.*)--exclude"):
+        convert(str(tmp_path / "run"), str(tmp_path / "result"))
+    for number, name in enumerate(("0.weight", "model.0.weight")):
+        convert(str(tmp_path / "run"), str(tmp_path / f"{number}"), exclude=[name])
+        assert sorted(load_file(tmp_path / f"{number}" / "model.safetensors")) == ["0.bias", "1.bias", "1.weight"]
 
 
 # --- on several ranks

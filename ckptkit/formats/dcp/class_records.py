@@ -17,7 +17,6 @@ from typing import Any
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CorruptCheckpointError, SaveError, UnsafePickleError, UnsupportedFormatError
-from ckptkit.formats.dcp.host_bytes import ONE_TENSOR
 from ckptkit.formats.dcp.locate import LocatedSlices, explain_opaque
 from ckptkit.formats.dcp.subclasses import CONTEXTS, PLACED, SEPARATOR, SUBCLASSES, Recipe, cut_blocks, open_tensor
 from ckptkit.formats.pickles.objects import load_object_torch
@@ -25,7 +24,7 @@ from ckptkit.formats.pickles.tensors import ClassRecord, StoredTensor
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.storage.store import Store
 
-__all__ = ["as_plain", "in_parts", "opened_entry", "recipes_of", "renamed_recipes", "saved_parts"]
+__all__ = ["in_parts", "opened_entry", "recipes_of", "renamed_recipes", "saved_parts"]
 
 
 def recipes_of(catalog: Catalog) -> Mapping[str, Recipe]:
@@ -53,9 +52,6 @@ def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catal
         if (entry.role is not Role.OPTIMIZER or optimizer) and entry.slices.opaque:
             found = True
             try:
-                if (plain := as_plain(store, entry)) is not entry:
-                    tensors[entry.name] = plain
-                    continue
                 parts, recipes[entry.name] = opened_entry(store, entry)
                 tensors.update({part.name: part for part in parts.values()})
             except UnsupportedFormatError as error:
@@ -102,31 +98,6 @@ def saved_parts(store: Store, catalog: Catalog, name: str) -> tuple[dict[str, Te
         return {key[len(head) :]: entry for key, entry in catalog.tensors.items() if key.startswith(head)}, recipe
     entry = catalog.tensors.get(name)
     return opened_entry(store, entry) if entry is not None and entry.slices.opaque else None
-
-
-def as_plain(store: Store, entry: TensorEntry) -> TensorEntry:
-    """Return the inner tensor of a tensor whose class keeps its values in a single one (float8 all-gathers of FSDP2).
-
-    Return any other tensor unchanged.
-    """
-    if not entry.slices.opaque:
-        return entry
-    try:
-        shards = [_read(store, entry, *place) for place in entry.slices.records()]
-    except UnsupportedFormatError:
-        return entry  # a lazy view, which `slices` refuses by name
-    held = ONE_TENSOR.get(shards[0].kind)
-    if held is None:
-        return entry
-    slices = []
-    for shard, offsets in zip(shards, entry.slices.offsets.tolist(), strict=True):
-        found = _inner(shard, held[0])
-        if (shard.kind, found.dtype, found.shape) != (shards[0].kind, entry.dtype, shard.shape):
-            raise UnsupportedFormatError(f"has a shard whose {held[0]} is {found.dtype} {list(found.shape)}")
-        slices.append(found.slice(Box(tuple(offsets), found.shape)))
-    plain = replace(entry, slices=SliceArray.of(slices, len(entry.shape)))
-    plain.check_coverage()
-    return plain
 
 
 def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntry], Recipe]:

@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.dtypes import DTYPES
+from ckptkit.formats.pickles.tensors import ONE_TENSOR
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "ONE_TENSOR",
     "PIECE",
     "HostBytes",
     "are_dense",
@@ -41,9 +41,6 @@ PIECE = 512 << 10  # fits into the CPU cache while it is hashed and written; sma
 _STAGE = 16 << 20
 _TILE = 4 << 20  # buffer size for host tensors that are not row-major
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
-
-# Subclasses that keep their values in one attribute: class -> (that attribute, an attribute derived from the values).
-ONE_TENSOR = {"torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": ("_tensor", "_precomputed_scale")}
 
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)

@@ -19,7 +19,7 @@ from ckptkit.errors import (
     UnsafePickleError,
     UnsupportedFormatError,
 )
-from ckptkit.formats.dcp.class_records import as_plain, saved_parts
+from ckptkit.formats.dcp.class_records import saved_parts
 from ckptkit.formats.dcp.digests import check_bytes
 from ckptkit.formats.dcp.fill import Filler, Verify, add_box
 from ckptkit.formats.dcp.plan import flatten, local_boxes
@@ -177,7 +177,7 @@ def plan_read(
     classed = {name for name, value in flat.items() if add_class(filler, catalog, name, value)}
     flat = {name: value for name, value in flat.items() if name not in classed}
     check_shared_memory(store, flat, catalog.tensors, cast=cast)
-    found, missing = _matched(store, catalog, flat, cast=cast, strict=strict)
+    found, missing = _matched(catalog, flat, cast=cast, strict=strict)
     for name, entry in found.items():
         if entry is not None:
             for box, target in local_boxes(flat[name]):
@@ -278,7 +278,7 @@ def _locals(value: Any) -> list[torch.Tensor]:
 
 
 def _matched(
-    store: Store, catalog: Catalog, flat: Mapping[str, Any], *, cast: bool, strict: bool
+    catalog: Catalog, flat: Mapping[str, Any], *, cast: bool, strict: bool
 ) -> tuple[dict[str, TensorEntry | None], list[str]]:
     """Return the keys to load with their tensors, and the missing keys. Raises one error that lists all mismatches."""
     found: dict[str, TensorEntry | None] = {}
@@ -295,7 +295,7 @@ def _matched(
             problem = _difference(entry, value, cast)
             if problem:
                 wrong.append(f"{name}: {problem}")
-            found[name] = as_plain(store, entry)
+            found[name] = entry
     if wrong or (missing and strict):
         lines = wrong + [f"{name}: {_why_missing(name, catalog)}" for name in (missing if strict else [])]
         listed = lines[:_LISTED] + ([f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else [])

@@ -59,7 +59,7 @@ from ckptkit.errors import (
     SaveError,
 )
 from ckptkit.formats.dcp import catalog as dcp
-from ckptkit.formats.dcp.class_records import as_plain, recipes_of
+from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.files import ROW, write_records
 from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.host_bytes import is_dense, own_memory, why_not_dense, without_subclass
@@ -622,7 +622,6 @@ class DCPReader(StorageReader):
         filled: list[tuple[ReadItem, torch.Tensor]] = []
         state = getattr(planner, "state_dict", {})
         by_class: dict[str, bool] = {}  # whether the tensor is a subclass that is read in parts
-        entries: dict[str, TensorEntry] = {}
         destinations: dict[str, TensorEntry] = {}
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -632,9 +631,7 @@ class DCPReader(StorageReader):
                 by_class[name] = add_class(filler, catalog, name, state.get(item.dest_index.fqn))
             if by_class[name]:
                 continue
-            entry = entries.get(name)
-            if entry is None:
-                entry = entries[name] = as_plain(store, catalog.tensors[name])
+            entry = catalog.tensors[name]
             destinations[item.dest_index.fqn] = entry
             target = planner.resolve_tensor(item).detach()
             memory = own_memory(target)

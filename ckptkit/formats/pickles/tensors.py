@@ -22,6 +22,7 @@ __all__ = [
     "ClassRecord",
     "DTensorRecord",
     "MeshRecord",
+    "ONE_TENSOR",
     "OpaqueTensorError",
     "PlacementRecord",
     "ShardRecord",
@@ -252,6 +253,11 @@ _PLAIN_KINDS = frozenset(
 )
 
 
+ONE_TENSOR = {"torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": ("_tensor", "_precomputed_scale")}
+"""Subclasses that keep their values in one attribute (float8 all-gathers of FSDP2), each with that attribute and one
+that is computed from the values. In a pickle, they are read as the tensor in that attribute."""
+
+
 class TensorRebuilder:
     """Stands in for the tensor functions that a torch pickle calls. Builds records instead of tensors.
 
@@ -321,6 +327,8 @@ class TensorRebuilder:
             return self._dtensor(function(*args), state)
         if kind.endswith(".ShardedTensor"):
             return _sharded_tensor(state)
+        if kind in ONE_TENSOR:
+            return _held_by(kind, function(*args), state)
         if self._classes and function.name == "_rebuild_wrapper_subclass":
             made = function(*args)
             if not isinstance(made.dtype, TorchDType) or not isinstance(state, dict):
@@ -385,6 +393,18 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 def _wrapper(cls: Any, dtype: Any, size: Any, strides: Any = (), *_: Any) -> _Wrapper:
     return _Wrapper(dtype, _numbers(size), strides)
+
+
+def _held_by(kind: str, made: Any, state: Any) -> StoredTensor:
+    """Return the tensor that holds all values of a tensor of a class in `ONE_TENSOR`."""
+    held = state.get(ONE_TENSOR[kind][0]) if isinstance(state, dict) else None
+    if not isinstance(held, StoredTensor) or not isinstance(made, _Wrapper) or not isinstance(made.dtype, TorchDType):
+        raise ValueError(f"a {kind} without its tensor")
+    if (held.dtype, held.shape) != (made.dtype.name, made.shape):
+        raise ValueError(
+            f"a {kind} of {made.dtype.name} {list(made.shape)}, whose tensor is {held.dtype} {list(held.shape)}"
+        )
+    return held
 
 
 def _meta(dtype: Any, size: Any, strides: Any, *_: Any) -> Any:

@@ -11,7 +11,8 @@ from ckptkit.catalog.dtypes import export_dtype
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
-from ckptkit.formats.dcp.subclasses import SUBCLASSES, outer_name
+from ckptkit.formats.dcp.class_records import recipes_of
+from ckptkit.formats.dcp.subclasses import outer_name
 from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
 
 if TYPE_CHECKING:
@@ -103,19 +104,24 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
         names = {name: kept[short] for name, short in names.items() if short in kept}
     elif wanted and not set(wanted) <= set(names.values()):
         names = _without_wrapper(names, frozenset(wanted), found)
+    recipes = recipes_of(catalog)
+    known: list[tuple[str, ...]] = []
     for name, short in names.items():
         entry = chosen.entries[name]
+        outer = outer_name(entry.name, recipes)
+        own: tuple[str, ...] = (short, entry.name)
+        if outer != entry.name:
+            own += (short.removesuffix(entry.name[len(outer) :]), outer)
+        known.append(own)
         if short.rpartition(".")[2] == _EXTRA_STATE and short not in wanted:
             found.dropped[entry.name] = "extra state of a module (get_extra_state), not a weight"
-        elif options.include and not matches(options.include, short, entry.name):
+        elif options.include and not matches(options.include, *own):
             found.dropped[entry.name] = "not included"
-        elif matches(options.exclude, short, entry.name):
+        elif matches(options.exclude, *own):
             found.dropped[entry.name] = "excluded"
         else:
             found.targets[short] = Target.of(entry, short)
-    known: list[tuple[str, str]] = []
     if options.include or options.exclude:
-        known += [(short, chosen.entries[name].name) for name, short in names.items()]
         known += [(name, name.partition(".")[2]) for name in catalog.info.extra.get("opaque", {})]
     for option, patterns in (("--include", options.include), ("--exclude", options.exclude)):
         idle = [glob for glob in patterns if not any(matches((glob,), *both) for both in known)]
@@ -132,8 +138,7 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
 def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -> None:
     """Raise if a selected tensor belongs to a class that ckptkit cannot read."""
     opaque = {}
-    stored = catalog.objects.get(SUBCLASSES)
-    recipes = stored.value if stored is not None and isinstance(stored.value, dict) else {}
+    recipes = recipes_of(catalog)
     for name, why in catalog.info.extra.get("opaque", {}).items():
         item, names = catalog.objects.get(name), (name, name.partition(".")[2])
         wanted = not options.include or matches(options.include, *names)
@@ -149,8 +154,9 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -
     if opaque:
         listed = "\n  ".join(f"{name} {why}" for name, why in opaque.items())
         raise UnsupportedFormatError(
-            f"{len(opaque)} tensors cannot be read without their classes, so the result would lack "
-            f"them:\n  {listed}\nSkip them with --exclude NAME, or export the model in a job that has these classes."
+            f"{len(opaque)} tensors need their classes, which an export cannot contain, so the result would lack "
+            f"them:\n  {listed}\nSkip them with --exclude NAME. To keep them, use ckptkit reshard. To export their "
+            "values, load them in a job that has these classes, dequantize them, and save them there."
         )
 
 
