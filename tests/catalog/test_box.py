@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptkit.catalog.box import Box, chunk_box, flat_range_boxes, row_major_strides
@@ -47,6 +47,7 @@ def test_flat_start_is_the_row_major_index_of_the_first_element(case):
 
 
 @given(with_box, st.integers(1, 40))
+@example(((3, 4, 5), Box((0, 1, 1), (3, 2, 4))), 3)
 def test_tiles_of_bounded_size_cover_a_box_in_row_major_order_once(case, max_numel):
     shape, box = case
     tiles = list(box.tiles(max_numel))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import io
 import os
 import pathlib
 import pickle
@@ -66,6 +67,10 @@ def test_tensors_become_arrays_and_dtypes_numpy_lacks_keep_their_bytes(tmp_path:
     assert found["t"].tolist() == t.t().tolist()
     assert found["b"] == TensorValue("bfloat16", (2, 3), t.bfloat16().view(torch.int16).numpy().tobytes())
     assert found["empty"].shape == (0, 3)
+
+
+def test_a_buffer_in_memory_is_read_as_its_bytes(tmp_path: Path) -> None:
+    assert read_object(*entry_of(tmp_path, {"extra": io.BytesIO(b"\x00\xff")})) == {"extra": b"\x00\xff"}
 
 
 class Foreign:

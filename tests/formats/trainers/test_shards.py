@@ -87,8 +87,9 @@ def test_a_right_to_left_shard_order_is_followed():
         (Placement("partial"), None, UnsupportedFormatError, "summed"),
         (S0, (3,), CorruptCheckpointError, r"\[3\].*\[2\]"),
         (S1, None, CorruptCheckpointError, r"Shard\(1\)"),
+        (Placement("strided_shard", 0, 2**40), None, UnsupportedFormatError, "unknown"),
     ],
-    ids=["a partial placement", "another local shape", "a missing dimension"],
+    ids=["a partial placement", "another local shape", "a missing dimension", "an absurd split"],
 )
 def test_placements_that_do_not_fit_are_refused(placement, local_shape, error, text):
     with pytest.raises(error, match=text):
