@@ -25,7 +25,6 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             hostile, control = Place(Path(folder, "hostile")), Place(Path(folder, "control"))
             for place, build in ((hostile, attack.hostile), (control, attack.control)):
-                place.prepare()
                 build(place)
                 place.control.mkdir()
                 sources.hf(place.control)

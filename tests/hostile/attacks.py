@@ -20,6 +20,7 @@ import torch
 
 from tests.hostile import sources
 from tests.hostile.harness import Place
+from tests.hostile.records import edit_json
 from tests.hostile.sources import header, safetensors
 
 __all__ = ["ATTACKS", "Attack"]
@@ -38,10 +39,7 @@ class Attack:
 
 @functools.cache
 def _good(control: str) -> Build:
-    def build(place: Place) -> None:
-        sources.CONTROLS[control](place.src)
-
-    return build
+    return sources.changed(control, lambda place: None)
 
 
 # --- handwritten pickles
@@ -225,23 +223,21 @@ def _same_place(data: bytearray) -> None:
 def _unseekable() -> bytes:
     """A streamed zip: sizes and checksums follow the data."""
 
-    class Stream(io.RawIOBase):
-        def __init__(self) -> None:
-            self.data = bytearray()
+    class Stream(io.BytesIO):
+        def seekable(self) -> bool:
+            return False
 
-        def writable(self) -> bool:
-            return True
+        def tell(self) -> int:
+            raise io.UnsupportedOperation
 
-        def write(self, data: Any) -> int:
-            self.data += bytes(data)
-            return len(data)
+    return _repacked(Stream(), lambda name: name)
 
-    out = Stream()
-    with zipfile.ZipFile(out, "w") as new:  # type: ignore[arg-type]
-        with zipfile.ZipFile(io.BytesIO(_zip_of(_state()))) as old:
-            for item in old.infolist():
-                new.writestr(item.filename, old.read(item))
-    return bytes(out.data)
+
+def _repacked(out: io.BytesIO, rename: Callable[[str], str]) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(_zip_of(_state()))) as old, zipfile.ZipFile(out, "w") as new:
+        for item in old.infolist():
+            new.writestr(rename(item.filename), old.read(item))
+    return out.getvalue()
 
 
 def _with_descriptor_lies(name: str) -> bytes:
@@ -251,12 +247,8 @@ def _with_descriptor_lies(name: str) -> bytes:
     return bytes(data)
 
 
-def _renamed_members(change: Callable[[str], str]) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(_zip_of(_state()))) as old, zipfile.ZipFile(out, "w") as new:
-        for item in old.infolist():
-            new.writestr(change(item.filename), old.read(item))
-    return out.getvalue()
+def _renamed(rename: Callable[[str], str]) -> Attack:
+    return Attack(_bin(_repacked(io.BytesIO(), rename)), GOOD_ZIP)
 
 
 def _zip64(data: bytearray) -> bytes:
@@ -288,16 +280,16 @@ ZIPS: dict[str, Attack] = {
     "zip_offset_negative": _zip(lambda d: _set(d, d.rfind(b"PK\x05\x06") + 16, "<I", 0)),
     "zip_count": _zip(lambda d: (_set(d, d.rfind(b"PK\x05\x06") + 8, "<H", 65_535), _set(d, d.rfind(b"PK\x05\x06") + 10, "<H", 65_535))[2:] or None),
     "zip_short_storage": Attack(_bin(_zip_of(_state(), storage=bytes(8))), GOOD_ZIP),
-    "zip_no_storage": Attack(_bin(_renamed_members(lambda n: n.replace("data/0", "data/1"))), GOOD_ZIP),
+    "zip_no_storage": _renamed(lambda n: n.replace("data/0", "data/1")),
     "zip_crc": _zip(lambda d: _set(d, _entry(d, "data/0") + 16, "<I", 1)),
     "zip_pickle_crc": _zip(lambda d: _set(d, _entry(d, "data.pkl") + 16, "<I", 1)),
     "zip_big_endian": Attack(_bin(_zip_of(_state(), {"byteorder": b"big"})), GOOD_ZIP),
     "zip_byteorder": Attack(_bin(_zip_of(_state(), {"byteorder": b"little" * 1000})), GOOD_ZIP),
-    "zip_absolute": Attack(_bin(_renamed_members(lambda n: "/etc/" + n)), GOOD_ZIP),
-    "zip_parent": Attack(_bin(_renamed_members(lambda n: "../../" + n)), GOOD_ZIP),
-    "zip_backslash": Attack(_bin(_renamed_members(lambda n: n.replace("/", "\\"))), GOOD_ZIP),
-    "zip_lookalike": Attack(_bin(_renamed_members(lambda n: n.replace("data.pkl", "d\u0430ta.pkl"))), GOOD_ZIP),
-    "zip_two_roots": Attack(_bin(_renamed_members(lambda n: n.replace("archive/data/0", "other/data/0"))), GOOD_ZIP),
+    "zip_absolute": _renamed(lambda n: "/etc/" + n),
+    "zip_parent": _renamed(lambda n: "../../" + n),
+    "zip_backslash": _renamed(lambda n: n.replace("/", "\\")),
+    "zip_lookalike": _renamed(lambda n: n.replace("data.pkl", "d\u0430ta.pkl")),
+    "zip_two_roots": _renamed(lambda n: n.replace("archive/data/0", "other/data/0")),
     "zip_two_pickles": Attack(_bin(_zip_of(_state(), {"../other/data.pkl": _state(x=b"K\x01")})), GOOD_ZIP),
     "zip_in_front": Attack(_bin(b"x" * 100 + _zip_of(_state())), GOOD_ZIP),
     "zip_behind": Attack(_bin(_zip_of(_state()) + b"x" * 70_000), GOOD_ZIP),
@@ -330,62 +322,47 @@ def _tar(change: Callable[[dict[str, tarfile.TarInfo], dict[str, bytes]], None] 
 GOOD_TAR = _tar(None)
 
 
-def _kind(name: str, kind: bytes, target: str = "") -> Attack:
+def _member(which: str, **fields: Any) -> Attack:
     def change(infos: dict[str, tarfile.TarInfo], _: dict[str, bytes]) -> None:
-        infos[name].type, infos[name].linkname, infos[name].size = kind, target, 0
-
-    return Attack(_tar(change), GOOD_TAR)
-
-
-def _named(name: str, new: str, **fields: Any) -> Attack:
-    def change(infos: dict[str, tarfile.TarInfo], _: dict[str, bytes]) -> None:
-        infos[name].name = new
         for key, value in fields.items():
-            setattr(infos[name], key, value)
+            setattr(infos[which], key, value)
 
     return Attack(_tar(change), GOOD_TAR)
 
 
 TARS: dict[str, Attack] = {
-    "tar_symlink": _kind("pickle", tarfile.SYMTYPE, "/etc/passwd"),
-    "tar_hardlink": _kind("storages", tarfile.LNKTYPE, "../../outside/secret.txt"),
-    "tar_fifo": _kind("tensors", tarfile.FIFOTYPE),
-    "tar_device": _kind("storages", tarfile.CHRTYPE),
-    "tar_sparse": _kind("storages", tarfile.GNUTYPE_SPARSE),
-    "tar_parent": _named("pickle", "../../pickle"),
-    "tar_absolute": _named("pickle", "/tmp/pickle"),
-    "tar_pax_size": _named("storages", "storages", pax_headers={"size": str(2**62)}),
-    "tar_pax_path": _named("tensors", "tensors", pax_headers={"path": "../../../tensors"}),
+    "tar_symlink": _member("pickle", type=tarfile.SYMTYPE, linkname="/etc/passwd", size=0),
+    "tar_hardlink": _member("storages", type=tarfile.LNKTYPE, linkname="../../outside/secret.txt", size=0),
+    "tar_fifo": _member("tensors", type=tarfile.FIFOTYPE, size=0),
+    "tar_device": _member("storages", type=tarfile.CHRTYPE, size=0),
+    "tar_sparse": _member("storages", type=tarfile.GNUTYPE_SPARSE, size=0),
+    "tar_parent": _member("pickle", name="../../pickle"),
+    "tar_absolute": _member("pickle", name="/tmp/pickle"),
+    "tar_pax_size": _member("storages", pax_headers={"size": str(2**62)}),
+    "tar_pax_path": _member("tensors", pax_headers={"path": "../../../tensors"}),
 }
 
 
 # --- safetensors and indexes
 
 
-def _hf(content: Callable[[], bytes] | bytes, name: str = "model.safetensors") -> Attack:
-    def build(place: Place) -> None:
-        sources.hf(place.src)
-        (place.src / "model.safetensors").unlink()
-        (place.src / name).write_bytes(content if isinstance(content, bytes) else content())
-
-    return Attack(build, _good("hf"))
+def _hf(content: bytes) -> Attack:
+    return Attack(
+        sources.changed("hf", lambda place: (place.src / "model.safetensors").write_bytes(content)), _good("hf")
+    )
 
 
 def _one(**fields: Any) -> dict[str, Any]:
     return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **fields}}
 
 
-def _index(change: Callable[[dict[str, Any]], Any], **names: str) -> Attack:
+def _index(change: Callable[[dict[str, Any]], Any], *, harmless: bool = False, **names: str) -> Attack:
     def build(place: Place) -> None:
-        sources.hf_sharded(place.src)
         for old, new in names.items():
             (place.src / f"model-0000{old[1]}-of-00002.safetensors").rename(place.src / new)
-        path = place.src / "model.safetensors.index.json"
-        body = json.loads(path.read_text())
-        made = change(body)
-        path.write_text(json.dumps(body if made is None else made))
+        edit_json(place.src / "model.safetensors.index.json", change)
 
-    return Attack(build, _good("hf_sharded"))
+    return Attack(sources.changed("hf_sharded", build), _good("hf_sharded"), harmless)
 
 
 def _map(**entries: Any) -> Callable[[dict[str, Any]], Any]:
@@ -394,7 +371,6 @@ def _map(**entries: Any) -> Callable[[dict[str, Any]], Any]:
 
 def _true_but_sparse(place: Place) -> None:
     """A terabyte of a tensor, by shape and by size, with no data on the disk."""
-    sources.hf(place.src)
     entries = {"w": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}
     with (place.src / "model.safetensors").open("wb") as file:
         file.write(header(entries))
@@ -403,18 +379,18 @@ def _true_but_sparse(place: Place) -> None:
 
 HF: dict[str, Attack] = {
     "header_trailing": _hf(safetensors({"w": [2]}) + b"x"),
-    "header_bom": _hf(lambda: header("\ufeff" + json.dumps(_one())) + bytes(8)),
-    "header_metadata_number": _hf(lambda: header({"__metadata__": {"format": 7}, **_one()}) + bytes(8)),
-    "header_metadata_list": _hf(lambda: header({"__metadata__": [], **_one()}) + bytes(8)),
-    "header_infinity": _hf(lambda: header('{"w":{"dtype":"F32","shape":[Infinity],"data_offsets":[0,8]}}') + bytes(8)),
-    "header_bool": _hf(lambda: header(_one(shape=[True, 2])) + bytes(8)),
-    "header_extra_key": _hf(lambda: header(_one(evil="x")) + bytes(8)),
-    "header_half_character": _hf(lambda: header('{"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}') + bytes(8)),
+    "header_bom": _hf(header("\ufeff" + json.dumps(_one())) + bytes(8)),
+    "header_metadata_number": _hf(header({"__metadata__": {"format": 7}, **_one()}) + bytes(8)),
+    "header_metadata_list": _hf(header({"__metadata__": [], **_one()}) + bytes(8)),
+    "header_infinity": _hf(header('{"w":{"dtype":"F32","shape":[Infinity],"data_offsets":[0,8]}}') + bytes(8)),
+    "header_bool": _hf(header(_one(shape=[True, 2])) + bytes(8)),
+    "header_extra_key": _hf(header(_one(evil="x")) + bytes(8)),
+    "header_half_character": _hf(header('{"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}') + bytes(8)),
     "header_bad_utf8": _hf(b"\x0a\x00\x00\x00\x00\x00\x00\x00" + b'{"\xff\xfe":1}'),
-    "header_odd_f4": _hf(lambda: header(_one(dtype="F4", shape=[3], data_offsets=[0, 2])) + bytes(2)),
-    "header_reversed": _hf(lambda: header(_one(data_offsets=[8, 0])) + bytes(8)),
+    "header_odd_f4": _hf(header(_one(dtype="F4", shape=[3], data_offsets=[0, 2])) + bytes(2)),
+    "header_reversed": _hf(header(_one(data_offsets=[8, 0])) + bytes(8)),
     "header_zero": _hf(bytes(8)),
-    "true_but_sparse": Attack(_true_but_sparse, _good("hf")),
+    "true_but_sparse": Attack(sources.changed("hf", _true_but_sparse), _good("hf")),
     "index_trailing_dot": _index(_map(weight="model-00001-of-00002.safetensors.")),
     "index_space": _index(_map(weight="model-00001-of-00002.safetensors ")),
     "index_windows": _index(_map(weight="con.safetensors"), m1="con.safetensors"),
@@ -426,9 +402,7 @@ HF: dict[str, Attack] = {
     "index_wrong_file": _index(_map(weight="model-00002-of-00002.safetensors")),
     "index_missing_tensor": _index(_map(ghost="model-00001-of-00002.safetensors")),
     "index_many": _index(lambda body: body["weight_map"].update({f"g{i}": "model-00001-of-00002.safetensors" for i in range(50_000)})),
-    "index_metadata": Attack(
-        _index(lambda body: body.update(metadata={"total_size": 2**70, "x": [[]]})).hostile,
-        _good("hf_sharded"), harmless=True),
+    "index_metadata": _index(lambda body: body.update(metadata={"total_size": 2**70, "x": [[]]}), harmless=True),
 }  # fmt: skip
 
 
@@ -436,11 +410,7 @@ HF: dict[str, Attack] = {
 
 
 def _copy(control: str, change: Callable[[Path], Any], *, harmless: bool = False) -> Attack:
-    def build(place: Place) -> None:
-        sources.CONTROLS[control](place.src)
-        change(place.src)
-
-    return Attack(build, _good(control), harmless)
+    return Attack(sources.changed(control, lambda place: change(place.src)), _good(control), harmless)
 
 
 def _first(folder: Path, pattern: str) -> Path:
@@ -473,11 +443,7 @@ def _fsdp_config(folder: Path) -> None:
 
 
 def _rank_metadata(name: str) -> Build:
-    def build(place: Place) -> None:
-        sources.dcp(place.src)
-        (place.src / ".metadata").rename(place.src / name)
-
-    return build
+    return sources.changed("dcp", lambda place: (place.src / ".metadata").rename(place.src / name))
 
 
 RANKS: dict[str, Attack] = {
@@ -499,14 +465,13 @@ RANKS: dict[str, Attack] = {
 # --- files of a run next to its checkpoints
 
 
-def _run(change: Callable[[Path, Place], Any], *, harmless: bool = True) -> Attack:
+def _run(change: Callable[[Path, Place], Any]) -> Attack:
     def build(place: Place) -> None:
-        sources.own(place.src)
-        (place.src / ".ckptkit" / "pins").mkdir(parents=True, exist_ok=True)
-        (place.src / ".ckptkit" / "deleting").mkdir(exist_ok=True)
+        for name in ("pins", "deleting"):
+            (place.src / ".ckptkit" / name).mkdir(parents=True, exist_ok=True)
         change(place.src, place)
 
-    return Attack(build, _good("own"), harmless)
+    return Attack(sources.changed("own", build), _good("own"), harmless=True)
 
 
 def _sparse(path: Path) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import zstandard
 
+from ckptkit.formats.own.columns import pack, unpack
 from tests.hostile import sources
 from tests.hostile.harness import Place
 from tests.hostile.records import edit_json, edit_record, reseal
-from tests.hostile.sources import header
+from tests.hostile.sources import changed, changed_metadata, changed_steps, header
 
 __all__ = ["BOMBS", "HEAVY"]
 
@@ -46,21 +48,13 @@ def _expanded_many(place: Place) -> None:
     torch.save({f"w{i}": one.expand(2**20, 4) for i in range(64)}, place.src / "pytorch_model.bin")
 
 
-def _metadata(change: Callable[[Any], Any]) -> Build:
-    def build(place: Place) -> None:
-        sources.dcp(place.src)
-        sources.edit_metadata(place.src, change)
-
-    return build
-
-
 def _shape(*size: int) -> Build:
     def change(metadata: Any) -> None:
         entry = metadata.state_dict_metadata["weight"]
         entry.size = torch.Size(size)
         entry.chunks[0].sizes = torch.Size(size)
 
-    return _metadata(change)
+    return changed_metadata(change)
 
 
 def _half(metadata: Any) -> None:
@@ -73,54 +67,39 @@ def _info(**fields: int) -> Build:
             for name, value in fields.items():
                 setattr(info, name, value)
 
-    return _metadata(change)
+    return changed_metadata(change)
 
 
-def _chunks(count: int, *, overlapping: bool) -> Build:
-    """Very many partly overlapping boxes of one tensor that form no grid."""
+def _chunks(count: int, *, rows: int) -> Build:
+    """Very many boxes of one tensor, of several rows each, that form no grid."""
+
+    def change(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata["weight"]
+        chunk = type(entry.chunks[0])
+        entry.size = torch.Size((count + 4, 4))
+        entry.chunks = [chunk(torch.Size((i, 0)), torch.Size((rows, 4))) for i in range(count)]
+
+    return changed_metadata(change)
+
+
+def _staircase(count: int) -> Build:
+    """A manifest without overlaps for which a sweep over rows compares every pair: quadratic."""
 
     def change(metadata: Any) -> None:
         entry = metadata.state_dict_metadata["weight"]
         first = entry.chunks[0]
-        entry.size = torch.Size((count + 4, 4))
-        made = []
-        for i in range(count):
-            chunk = type(first)(torch.Size((i, 0)), torch.Size((4 if overlapping else 1, 4)))
-            made.append(chunk)
-        entry.chunks = made
+        entry.size = torch.Size((2 * count, 2 * count))
+        corners = [torch.Size((i, 2 * i)) for i in range(count)]
+        entry.chunks = [type(first)(at, torch.Size((count, 1 + at[0] % 2))) for at in corners]
+        index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == "weight")
+        del metadata.storage_data[index]
+        metadata.storage_data |= {type(index)("weight", at, at[0]): info for at in corners}
 
-    return _metadata(change)
-
-
-def _staircase(count: int) -> Callable[[Path], None]:
-    """A manifest without overlaps for which a sweep over rows compares every pair: quadratic."""
-
-    def write(folder: Path) -> None:
-        sources.dcp(folder)
-
-        def change(metadata: Any) -> None:
-            entry = metadata.state_dict_metadata["weight"]
-            first = entry.chunks[0]
-            entry.size = torch.Size((2 * count, 2 * count))
-            entry.chunks = [
-                type(first)(torch.Size((i, 2 * i)), torch.Size((count, 2 if i % 2 else 1))) for i in range(count)
-            ]
-            index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == "weight")
-            del metadata.storage_data[index]
-            for i in range(count):
-                key = type(index)("weight", torch.Size((i, 2 * i)), i)
-                metadata.storage_data[key] = info
-
-        sources.edit_metadata(folder, change)
-
-    return write
+    return changed_metadata(change)
 
 
 def _header(entries: Any, data: int = 0) -> Build:
-    def build(place: Place) -> None:
-        (place.src / "model.safetensors").write_bytes(header(entries) + bytes(data))
-
-    return build
+    return _raw("model.safetensors", header(entries) + bytes(data))
 
 
 def _tensor(shape: list[int], offsets: list[Any], dtype: str = "F32") -> dict[str, Any]:
@@ -134,68 +113,49 @@ def _raw(name: str, data: bytes) -> Build:
     return build
 
 
-def _many_keys(place: Place) -> None:
-    entries = {f"k{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(10_000)}
-    (place.src / "model.safetensors").write_bytes(header(entries))
+_EMPTY = '"k%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 
 
-def _late_duplicate(place: Place) -> None:
-    names = [*range(20_000), 19_999]
-    text = ",".join(f'"k{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in names)
-    (place.src / "model.safetensors").write_bytes(header("{" + text + "}"))
+def _keys(*numbers: int) -> Build:
+    return _header("{" + ",".join(_EMPTY % number for number in numbers) + "}")
 
 
-def _json(name: str, text: str) -> Build:
-    def build(place: Place) -> None:
-        sources.hf_sharded(place.src)
-        (place.src / name).write_text(text)
-
-    return build
+def _json(text: str) -> Build:
+    return changed("hf_sharded", lambda place: (place.src / "model.safetensors.index.json").write_text(text))
 
 
 def _record_text(change: Callable[[str], str]) -> Build:
-    def build(place: Place) -> None:
-        sources.own(place.src)
-        for step in place.src.glob("step_*"):
-            path = step / "checkpoint.json"
-            path.write_text(change(path.read_text()))
+    def edit(step: Path) -> None:
+        path = step / "checkpoint.json"
+        path.write_text(change(path.read_text()))
 
-    return build
+    return changed_steps(edit)
 
 
 def _objects(value: Any) -> Build:
-    def build(place: Place) -> None:
-        sources.own(place.src)
-        for step in place.src.glob("step_*"):
-            edit_json(step / "objects.json", lambda body: body["objects"].update(value))
-            reseal(step)
+    def edit(step: Path) -> None:
+        edit_json(step / "objects.json", lambda body: body["objects"].update(value))
+        reseal(step)
 
-    return build
+    return changed_steps(edit)
 
 
 def _manifest(name: str, row: int, value: int) -> Build:
     """One number of the manifest is false; record and digests match."""
 
-    def build(place: Place) -> None:
-        from ckptkit.formats.own.columns import pack, unpack
+    def edit(step: Path) -> None:
+        path = step / "manifest.safetensors"
+        columns = unpack(path.read_bytes(), file="x")
+        arrays = {key: np.array(column) for key, column in columns.arrays.items()}
+        arrays[name][row] = value
+        path.write_bytes(pack(arrays, columns.header))
+        reseal(step)
 
-        sources.own(place.src)
-        for step in place.src.glob("step_*"):
-            path = step / "manifest.safetensors"
-            columns = unpack(path.read_bytes(), file="x")
-            arrays = {key: np.array(column) for key, column in columns.arrays.items()}
-            arrays[name][row] = value
-            path.write_bytes(pack(arrays, columns.header))
-            reseal(step)
-
-    return build
+    return changed_steps(edit)
 
 
 def _zstd(place: Place) -> None:
     """A shard whose zstd frame has a window of gigabytes and expands a thousandfold."""
-    import zstandard
-
-    sources.CONTROLS["zstd"](place.src)
     parameters = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
     bomb = zstandard.ZstdCompressor(compression_params=parameters).compress(bytes(64 << 20))
     for path in place.src.rglob("*.distcp"):
@@ -213,27 +173,21 @@ def _laughs(levels: int) -> bytes:
     return body + b"2\x86\x94" * levels + b"."
 
 
-def _set_steps(steps: int) -> Build:
-    def build(place: Place) -> None:
-        sources.own(place.src)
-        for i in range(steps):
-            (place.src / f"step_{i + 100:08d}").mkdir()
-
-    return build
+def _many_steps(place: Place) -> None:
+    for i in range(300):
+        (place.src / f"step_{i + 100:08d}").mkdir()
 
 
-def _sizes_of_record(place: Place) -> None:
+def _sizes_of_record(step: Path) -> None:
     """A sparse file of a terabyte, and a record that matches it."""
-    sources.own(place.src)
-    for step in place.src.glob("step_*"):
-        with (step / "objects.json").open("r+b") as file:
-            file.truncate(1 << 40)
+    with (step / "objects.json").open("r+b") as file:
+        file.truncate(1 << 40)
 
-        def change(body: dict[str, Any]) -> None:
-            body["total_bytes"] += (1 << 40) - body["files"]["objects.json"]["nbytes"]
-            body["files"]["objects.json"]["nbytes"] = 1 << 40
+    def change(body: dict[str, Any]) -> None:
+        body["total_bytes"] += (1 << 40) - body["files"]["objects.json"]["nbytes"]
+        body["files"]["objects.json"]["nbytes"] = 1 << 40
 
-        edit_record(step, change)
+    edit_record(step, change)
 
 
 BOMBS: dict[str, Build] = {
@@ -242,22 +196,22 @@ BOMBS: dict[str, Build] = {
     "expanded_many": _expanded_many,
     "dcp_shape": _shape(2**40),
     "dcp_shape_product": _shape(2**31, 2**31, 2**31),
-    "dcp_half": _metadata(_half),
+    "dcp_half": changed_metadata(_half),
     "dcp_negative_offset": _info(offset=-1),
     "dcp_huge_offset": _info(offset=2**62),
     "dcp_overflowing_length": _info(length=2**63 - 1),
     "dcp_huge_integer": _info(length=2**400),
     "dcp_zero_length": _info(length=0),
-    "dcp_overlapping": _chunks(2000, overlapping=True),
-    "dcp_same_place": _chunks(2000, overlapping=False),
-    "dcp_quadratic": lambda place: _staircase(4000)(place.src),
-    "zstd_window": _zstd,
+    "dcp_overlapping": _chunks(2000, rows=4),
+    "dcp_same_place": _chunks(2000, rows=1),
+    "dcp_quadratic": _staircase(4000),
+    "zstd_window": changed("zstd", _zstd),
     "header_length": _raw("model.safetensors", (2**63 - 1).to_bytes(8, "little") + b"{}"),
     "header_100mb": _raw("model.safetensors", (99_999_999).to_bytes(8, "little") + b"{}"),
     "header_deep": _header('{"a":' * 50_000 + "1" + "}" * 50_000),
     "header_duplicate": _header('{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"w":{"dtype":"F32","shape":[1],'
                                 '"data_offsets":[0,4]}}', 4),
-    "header_late_duplicate": _late_duplicate,
+    "header_late_duplicate": _keys(*range(20_000), 19_999),
     "header_shape": _header(_tensor([2**40], [0, 4]), 4),
     "header_product": _header(_tensor([2**32, 2**32], [0, 0]), 0),
     "header_negative": _header(_tensor([-1], [0, -4]), 4),
@@ -268,15 +222,15 @@ BOMBS: dict[str, Build] = {
     "header_hole": _header({**_tensor([1], [0, 4]), "v": {"dtype": "F32", "shape": [1], "data_offsets": [8, 12]}}, 12),
     "header_dtype": _header(_tensor([1], [0, 4], "F" * 100_000), 4),
     "header_dims": _header(_tensor([1] * 5000, [0, 4]), 4),
-    "index_deep": _json("model.safetensors.index.json", "[" * 200_000),
-    "index_duplicate": _json("model.safetensors.index.json", '{"weight_map":{"weight":"model-00001-of-00002.safetensors",'
+    "index_deep": _json("[" * 200_000),
+    "index_duplicate": _json('{"weight_map":{"weight":"model-00001-of-00002.safetensors",'
                              '"weight":"model-00002-of-00002.safetensors"}}'),
-    "index_no_map": _json("model.safetensors.index.json", '{"weight_map": []}'),
+    "index_no_map": _json('{"weight_map": []}'),
     "record_deep": _record_text(lambda text: "[" * 200_000),
     "record_duplicate": _record_text(lambda text: text.replace('"step"', '"step": 1, "step"', 1)),
     "record_binary": _record_text(lambda text: "\0" * 4096),
     "record_digits": _record_text(lambda text: text.replace('"step": ', '"step": ' + "9" * 5000, 1)),
-    "record_sizes": _sizes_of_record,
+    "record_sizes": changed_steps(_sizes_of_record),
     "manifest_start": _manifest("slice.start", 0, 2**62),
     "manifest_negative": _manifest("slice.start", 0, -1),
     "manifest_nbytes": _manifest("slice.nbytes", 0, 2**62),
@@ -305,9 +259,9 @@ BOMBS: dict[str, Build] = {
 }  # fmt: skip
 # Allowed: unusual, and slow in a careless implementation.
 HEAVY: dict[str, Build] = {
-    "many_keys": _many_keys,
+    "many_keys": _keys(*range(10_000)),
     "many_members": _many_members,
-    "many_steps": _set_steps(300),
+    "many_steps": changed("own", _many_steps),
     "objects_deep": _objects({"step": json.loads("[" * 300 + "]" * 300)}),
     "objects_wrong": _objects({"step": {"$torch_save": "AAAA"}, "optimizer": 7, "scheduler": [], "rng.0": "x"}),
     "objects_kinds": _objects({"step": {"$nothing": [1, 2]}, "optimizer": {"param_groups": [{"params": ["../x"]}]}}),

@@ -16,7 +16,7 @@ import torch
 from tests.hostile import sources
 from tests.hostile.harness import Place
 from tests.hostile.records import edit_json, edit_record, reseal
-from tests.hostile.sources import header, safetensors
+from tests.hostile.sources import changed, changed_steps, header, safetensors
 
 __all__ = ["ALLOWED", "ESCAPES", "NAMES", "POINTERS"]
 
@@ -35,27 +35,25 @@ POINTERS = (
 
 
 def _relative_path(name: str) -> Build:
-    def build(place: Place) -> None:
-        sources.dcp(place.src)
+    def change(place: Place) -> None:
         (place.outside / "x.distcp").write_bytes((place.src / "__0_0.distcp").read_bytes())
 
-        def change(metadata: Any) -> None:
+        def rename(metadata: Any) -> None:
             for info in metadata.storage_data.values():
                 info.relative_path = name.format(outside=place.outside)
 
-        sources.edit_metadata(place.src, change)
+        sources.edit_metadata(place.src, rename)
 
-    return build
+    return changed("dcp", change)
 
 
 def _weight_map(value: Any) -> Build:
-    def build(place: Place) -> None:
-        sources.hf_sharded(place.src)
+    def change(place: Place) -> None:
         (place.outside / "x.safetensors").write_bytes(safetensors({"weight": [4, 4]}))
         target = value.format(outside=place.outside) if isinstance(value, str) else value
         sources.write_index(place.src, {"weight": target})
 
-    return build
+    return changed("hf_sharded", change)
 
 
 def _bin_weight_map(place: Place) -> None:
@@ -64,18 +62,15 @@ def _bin_weight_map(place: Place) -> None:
     torch.save({"bias": torch.zeros(4)}, place.src / "model-00002-of-00002.safetensors")
 
 
-def _link(control: str, name: str, target: str) -> Build:
-    """A file of the checkpoint is a symbolic link to a copy of it outside."""
+def _link(control: str, name: str, target: str = "{outside}") -> Build:
+    """A file of the checkpoint is a symbolic link, by default to a copy of it outside."""
 
-    def build(place: Place) -> None:
-        sources.CONTROLS[control](place.src)
+    def change(place: Place) -> None:
         path = sorted(place.src.rglob(name))[0]
-        if target == "{outside}":
-            (place.outside / path.name).write_bytes(path.read_bytes())
-        path.unlink()
+        path.rename(place.outside / path.name)
         path.symlink_to(target.format(outside=place.outside / path.name))
 
-    return build
+    return changed(control, change)
 
 
 def _linked_blobs(place: Place) -> None:
@@ -94,17 +89,14 @@ def _linked_folder(place: Place) -> None:
 
 
 def _special(control: str, name: str, make: Callable[[Path], None]) -> Build:
-    def build(place: Place) -> None:
-        sources.CONTROLS[control](place.src)
-        path = sorted(place.src.rglob(name))[-1]  # of the newest step
-        path.unlink()
+    """Something else is at the place of a file, of the newest step."""
+
+    def change(place: Place) -> None:
+        path = max(place.src.rglob(name), default=place.src / name)
+        path.unlink(missing_ok=True)
         make(path)
 
-    return build
-
-
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
+    return changed(control, change)
 
 
 def _socket(path: Path) -> None:
@@ -115,10 +107,6 @@ def _socket(path: Path) -> None:
             server.bind(path.name)
     finally:
         os.chdir(here)
-
-
-def _directory(path: Path) -> None:
-    path.mkdir()
 
 
 def _device(path: Path) -> None:
@@ -163,47 +151,37 @@ def _members(place: Place) -> None:
 
 
 def _hostile_files(place: Place) -> None:
-    sources.hf(place.src)
     for name in ("tokenizer\x1b[31m.json", "tokenizer\n.json", "tokenizer\\..\\x.json", "-rf", "tokenizer<b>.json"):
         (place.src / name).write_text("{}")
 
 
-def _record(change: Callable[[dict[str, Any], Place], Any]) -> Build:
-    def build(place: Place) -> None:
-        sources.own(place.src)
-        for step in sorted(place.src.glob("step_*")):
-            edit_record(step, lambda body: change(body, place))
-
-    return build
+def _record(change: Callable[[dict[str, Any]], Any]) -> Build:
+    return changed_steps(lambda step: edit_record(step, change))
 
 
 def _file_of_record(name: str) -> Build:
-    def change(body: dict[str, Any], place: Place) -> None:
-        item = {"nbytes": 18, "xxh3_64": "0" * 16}
-        body["files"][name.format(outside=place.outside)] = item
-        body["total_bytes"] += 18
+    def change(place: Place) -> None:
+        def add(body: dict[str, Any]) -> None:
+            body["files"][name.format(outside=place.outside)] = {"nbytes": 18, "xxh3_64": "0" * 16}
+            body["total_bytes"] += 18
 
-    return _record(change)
+        for step in place.src.glob("step_*"):
+            edit_record(step, add)
 
-
-def _object_path(place: Place) -> None:
-    sources.own(place.src)
-    for step in sorted(place.src.glob("step_*")):
-        from ckptkit.formats.own.columns import unpack
-
-        data = (step / "manifest.safetensors").read_bytes()
-        unpack(data, file="x")
-        changed = data.replace(b"__0_0.distcp", b"../outside/x")
-        assert changed != data
-        (step / "manifest.safetensors").write_bytes(changed)
-        reseal(step)
+    return changed("own", change)
 
 
-def _references(place: Place) -> None:
-    sources.own(place.src)
-    for step in sorted(place.src.glob("step_*")):
-        edit_json(step / "objects.json", lambda body: body["objects"].update({"step": {"$ref": "../../etc/passwd"}}))
-        reseal(step)
+def _object_path(step: Path) -> None:
+    path = step / "manifest.safetensors"
+    data = path.read_bytes()
+    assert b"__0_0.distcp" in data
+    path.write_bytes(data.replace(b"__0_0.distcp", b"../outside/x"))
+    reseal(step)
+
+
+def _reference(step: Path) -> None:
+    edit_json(step / "objects.json", lambda body: body["objects"].update({"step": {"$ref": "../../etc/passwd"}}))
+    reseal(step)
 
 
 ESCAPES: dict[str, Build] = {
@@ -217,28 +195,28 @@ ESCAPES: dict[str, Build] = {
         "tokenizer.json", "model.safetensors.index.json",
     )},
     "bin_weight_map": _bin_weight_map,
-    "linked_shard": _link("dcp", "__0_0.distcp", "{outside}"),
-    "linked_metadata": _link("dcp", ".metadata", "{outside}"),
-    "linked_safetensors": _link("hf", "model.safetensors", "{outside}"),
-    "linked_bin": _link("binary", "pytorch_model.bin", "{outside}"),
-    "linked_config": _link("hf", "config.json", "{outside}"),
-    "linked_tokenizer": _link("hf", "tokenizer.json", "{outside}"),
+    "linked_shard": _link("dcp", "__0_0.distcp"),
+    "linked_metadata": _link("dcp", ".metadata"),
+    "linked_safetensors": _link("hf", "model.safetensors"),
+    "linked_bin": _link("binary", "pytorch_model.bin"),
+    "linked_config": _link("hf", "config.json"),
+    "linked_tokenizer": _link("hf", "tokenizer.json"),
     "linked_to_passwd": _link("hf", "tokenizer.json", "/etc/passwd"),
-    "linked_rank_file": _link("verl", "model_world_size_2_rank_0.pt", "{outside}"),
+    "linked_rank_file": _link("verl", "model_world_size_2_rank_0.pt"),
     "linked_blobs": _linked_blobs,
     "linked_folder": _linked_folder,
     "linked_to_zero": _link("hf", "model.safetensors", "/dev/zero"),
     "loop": _special("hf", "model.safetensors", _loop),
-    "fifo_metadata": _special("dcp", ".metadata", _fifo),
-    "fifo_shard": _special("dcp", "__0_0.distcp", _fifo),
-    "fifo_safetensors": _special("hf", "model.safetensors", _fifo),
-    "fifo_index": _special("hf_sharded", "model.safetensors.index.json", _fifo),
-    "fifo_bin": _special("binary", "pytorch_model.bin", _fifo),
-    "fifo_record": _special("own", "checkpoint.json", _fifo),
+    "fifo_metadata": _special("dcp", ".metadata", os.mkfifo),
+    "fifo_shard": _special("dcp", "__0_0.distcp", os.mkfifo),
+    "fifo_safetensors": _special("hf", "model.safetensors", os.mkfifo),
+    "fifo_index": _special("hf_sharded", "model.safetensors.index.json", os.mkfifo),
+    "fifo_bin": _special("binary", "pytorch_model.bin", os.mkfifo),
+    "fifo_record": _special("own", "checkpoint.json", os.mkfifo),
     "device_safetensors": _special("hf", "model.safetensors", _device),
     "device_metadata": _special("dcp", ".metadata", _device),
     "socket_shard": _special("dcp", "__0_0.distcp", _socket),
-    "directory_shard": _special("hf", "model.safetensors", _directory),
+    "directory_shard": _special("hf", "model.safetensors", Path.mkdir),
     "sparse_metadata": _special("dcp", ".metadata", _sparse),
     "sparse_safetensors": _special("hf", "model.safetensors", _sparse),
     "sparse_index": _special("hf_sharded", "model.safetensors.index.json", _sparse),
@@ -250,17 +228,17 @@ ESCAPES: dict[str, Build] = {
     "record_absolute": _file_of_record("{outside}/secret.txt"),
     "record_missing": _file_of_record("not-there.bin"),
     "record_control": _file_of_record("a\x1b[2Jb"),
-    "record_data": _record(lambda body, place: body.update(data="../outside")),
-    "record_tag": _record(lambda body, place: body.update(tag="../../outside")),
-    "record_other_directory": _record(lambda body, place: body.update(tag="other")),
-    "record_step": _record(lambda body, place: body.update(step=-1)),
-    "record_huge_step": _record(lambda body, place: body.update(step=10**30)),
-    "record_save_id": _record(lambda body, place: body.update(save_id="../../../outside")),
-    "record_sizes": _record(lambda body, place: body["files"][".metadata"].update(nbytes=2**61)),
-    "record_negative": _record(lambda body, place: body["files"][".metadata"].update(nbytes=-1)),
-    "record_manifest": _record(lambda body, place: body.update(manifest="../x")),
-    "manifest_path": _object_path,
-    "object_reference": _references,
+    "record_data": _record(lambda body: body.update(data="../outside")),
+    "record_tag": _record(lambda body: body.update(tag="../../outside")),
+    "record_other_directory": _record(lambda body: body.update(tag="other")),
+    "record_step": _record(lambda body: body.update(step=-1)),
+    "record_huge_step": _record(lambda body: body.update(step=10**30)),
+    "record_save_id": _record(lambda body: body.update(save_id="../../../outside")),
+    "record_sizes": _record(lambda body: body["files"][".metadata"].update(nbytes=2**61)),
+    "record_negative": _record(lambda body: body["files"][".metadata"].update(nbytes=-1)),
+    "record_manifest": _record(lambda body: body.update(manifest="../x")),
+    "manifest_path": changed_steps(_object_path),
+    "object_reference": changed_steps(_reference),
 }  # fmt: skip
 
 
@@ -268,71 +246,51 @@ def _pointer(name: str, content: str) -> Build:
     def build(place: Place) -> None:
         sources.dcp_in(place.src / "model_a")
         sources.dcp_in(place.outside)
-        (place.src / name).write_bytes(content.format(outside=place.outside).encode("utf-8", "replace"))
+        (place.src / name).write_bytes(_pointing(place, content))
 
     return build
 
 
 def _pointer_of_run(content: str) -> Build:
-    def build(place: Place) -> None:
-        sources.own(place.src)
-        (place.src / "latest").write_bytes(content.format(outside=place.outside).encode("utf-8", "replace"))
-
-    return build
+    return changed("own", lambda place: (place.src / "latest").write_bytes(_pointing(place, content)))
 
 
-def _special_pointer(make: Callable[[Path], None]) -> Build:
-    def build(place: Place) -> None:
-        sources.own(place.src)
-        (place.src / "latest").unlink(missing_ok=True)
-        make(place.src / "latest")
-
-    return build
+def _pointing(place: Place, content: str) -> bytes:
+    return content.format(outside=place.outside).encode("utf-8", "replace")
 
 
-def _beside(name: str, make: Callable[[Path], None]) -> Build:
+def _beside(name: str, text: str) -> Build:
     """A good export with an unusual file next to it that nobody needs."""
-
-    def build(place: Place) -> None:
-        sources.hf(place.src)
-        path = place.src / name
-        path.unlink(missing_ok=True)
-        make(path)
-
-    return build
+    return changed("hf", lambda place: (place.src / name).write_text(text))
 
 
+LIES = {
+    "architectures": 7, "model_type": ["x"], "tie_word_embeddings": "yes", "vocab_size": -1, "dtype": {}, "hidden_size": 1e308,
+    "num_hidden_layers": 2**70,
+}  # fmt: skip
 # Unusual, but nothing must be refused: the checkpoint itself is good.
 ALLOWED: dict[str, Build] = {
     "names": _names,
     "names_in_dcp": _names_in_dcp,
     "names_in_bin": _names_in_bin,
     "members": _members,
-    "hostile_files": _hostile_files,
+    "hostile_files": changed("hf", _hostile_files),
     **{f"latest {content!r:.30}": _pointer_of_run(content) for content in POINTERS},
     **{f"pointer {content!r:.30}": _pointer("latest", content) for content in POINTERS[:6]},
     "iteration": _pointer("latest_checkpointed_iteration.txt", "../outside"),
-    "latest_fifo": _special_pointer(_fifo),
-    "latest_link": _special_pointer(lambda path: path.symlink_to("../outside")),
-    "latest_directory": _special_pointer(_directory),
-    "latest_sparse": _special_pointer(_sparse),
-    "fifo_tokenizer": _beside("tokenizer.json", _fifo),
-    "fifo_config": _beside("config.json", _fifo),
-    "device_beside": _beside("tokenizer.model", _device),
-    "sparse_tokenizer": _beside("tokenizer.json", _sparse),
-    "sparse_config": _beside("config.json", _sparse),
-    "sparse_record_beside": _beside("checkpoint.json", _sparse),
-    "loop_beside": _beside("tokenizer.model", _loop),
-    "record_beside": lambda place: (sources.hf(place.src), (place.src / "checkpoint.json").write_text("{}"), None)[-1],
-    "config_null": lambda place: (sources.hf(place.src), (place.src / "config.json").write_text("null"), None)[-1],
-    "config_deep": lambda place: (
-        sources.hf(place.src), (place.src / "config.json").write_text("[" * 10**6), None,
-    )[-1],
-    "config_lies": lambda place: (
-        sources.hf(place.src),
-        (place.src / "config.json").write_text(json.dumps(
-            {"architectures": 7, "model_type": ["x"], "tie_word_embeddings": "yes", "vocab_size": -1, "dtype": {},
-             "hidden_size": 1e308, "num_hidden_layers": 2**70})),
-        None,
-    )[-1],
+    "latest_fifo": _special("own", "latest", os.mkfifo),
+    "latest_link": _special("own", "latest", lambda path: path.symlink_to("../outside")),
+    "latest_directory": _special("own", "latest", Path.mkdir),
+    "latest_sparse": _special("own", "latest", _sparse),
+    "fifo_tokenizer": _special("hf", "tokenizer.json", os.mkfifo),
+    "fifo_config": _special("hf", "config.json", os.mkfifo),
+    "device_beside": _special("hf", "tokenizer.model", _device),
+    "sparse_tokenizer": _special("hf", "tokenizer.json", _sparse),
+    "sparse_config": _special("hf", "config.json", _sparse),
+    "sparse_record_beside": _special("hf", "checkpoint.json", _sparse),
+    "loop_beside": _special("hf", "tokenizer.model", _loop),
+    "record_beside": _beside("checkpoint.json", "{}"),
+    "config_null": _beside("config.json", "null"),
+    "config_deep": _beside("config.json", "[" * 10**6),
+    "config_lies": _beside("config.json", json.dumps(LIES)),
 }  # fmt: skip

@@ -24,34 +24,15 @@ _ADDRESS_SPACE = 6 << 30
 _SECRET = "S3CRET-OF-THE-HOST"
 
 
-@dataclass(frozen=True, slots=True)
 class Place:
-    """The directories of one case. `src` is hostile; `outside` holds files that a hostile file tries to read."""
+    """The directories of one case.
 
-    top: Path
+    `src` is hostile; `outside` holds files that a hostile file tries to read; a payload creates `marker`.
+    """
 
-    @property
-    def src(self) -> Path:
-        return self.top / "src"
-
-    @property
-    def outside(self) -> Path:
-        return self.top / "outside"
-
-    @property
-    def work(self) -> Path:
-        return self.top / "work"
-
-    @property
-    def control(self) -> Path:
-        return self.top / "control"
-
-    @property
-    def marker(self) -> Path:
-        """The directory that a payload creates."""
-        return self.top / "PWNED"
-
-    def prepare(self) -> None:
+    def __init__(self, top: Path) -> None:
+        self.top, self.marker, self.control = top, top / "PWNED", top / "control"
+        self.src, self.outside, self.work = top / "src", top / "outside", top / "work"
         for path in (self.src, self.outside, self.work):
             path.mkdir(parents=True)
         (self.outside / "secret.txt").write_text(_SECRET)
@@ -150,9 +131,8 @@ def tree(top: Path, *, without: Path) -> dict[str, Any]:
                 continue
             status = path.lstat()
             target = os.readlink(path) if path.is_symlink() else ""
-            content = (
-                (status.st_size, status.st_mtime_ns) if name in files else ()
-            )  # the size of a directory depends on the file system
+            # The size of a directory depends on the file system.
+            content = (status.st_size, status.st_mtime_ns) if name in files else ()
             found[str(path)] = (status.st_mode, *content, target)
     return found
 
@@ -245,12 +225,8 @@ def _words(text: str, code: int, *, printed: bool) -> list[str]:
 
 
 def _limits(seconds: float, grown: int) -> list[str]:
-    bad = []
-    if seconds > LIMIT_SECONDS:
-        bad.append(f"it took {seconds:.1f} s")
-    if grown > LIMIT_BYTES:
-        bad.append(f"it took {grown >> 20} MB")
-    return bad
+    bad = [f"it took {seconds:.1f} s"] if seconds > LIMIT_SECONDS else []
+    return bad + ([f"it took {grown >> 20} MB"] if grown > LIMIT_BYTES else [])
 
 
 def _memory(field: str) -> int:

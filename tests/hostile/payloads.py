@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import pickle
@@ -14,7 +15,8 @@ import torch
 
 from tests.hostile import sources
 from tests.hostile.harness import Place
-from tests.hostile.sources import Evil
+from tests.hostile.records import edit_json, reseal
+from tests.hostile.sources import Evil, changed
 
 __all__ = ["GLOBALS", "PAYLOADS"]
 
@@ -28,48 +30,26 @@ def _evil_zip(place: Place, name: str) -> None:
 def _replaced(control: str, pattern: str, *, raw: bool = False) -> Build:
     """A good checkpoint in which one file is a payload."""
 
-    def build(place: Place) -> None:
-        sources.CONTROLS[control](place.src)
-        path = sorted(place.src.rglob(pattern))[0]
-        evil = Evil(place.marker)
-        if raw:
-            path.write_bytes(pickle.dumps(evil))
-        else:
-            torch.save(evil, path)
+    def change(place: Place) -> None:
+        path, evil = sorted(place.src.rglob(pattern))[0], Evil(place.marker)
+        path.write_bytes(pickle.dumps(evil) if raw else saved(evil))
 
-    return build
+    return changed(control, change)
 
 
-def _added(control: str, name: str) -> Build:
-    """A good torch file with a payload added to its value."""
-
-    def build(place: Place) -> None:
-        sources.CONTROLS[control](place.src)
-        path = sorted(place.src.rglob(name))[0]
-        value = torch.load(path, weights_only=False)
-        value["hyper_parameters"] = Evil(place.marker)
-        torch.save(value, path)
-
-    return build
-
-
-def _metadata(place: Place) -> None:
-    sources.dcp(place.src)
-    (place.src / ".metadata").write_bytes(pickle.dumps(Evil(place.marker)))
+def _added(place: Place) -> None:
+    """A payload is added to the value of a torch file."""
+    value = torch.load(place.src / "last.ckpt", weights_only=False)
+    value["hyper_parameters"] = Evil(place.marker)
+    torch.save(value, place.src / "last.ckpt")
 
 
 def _metadata_field(place: Place) -> None:
-    sources.dcp(place.src)
-
-    def change(metadata: Any) -> None:
-        metadata.planner_data["weight"] = Evil(place.marker)
-
-    sources.edit_metadata(place.src, change)
+    sources.edit_metadata(place.src, lambda metadata: metadata.planner_data.update(weight=Evil(place.marker)))
 
 
 def _rank_metadata(place: Place) -> None:
-    sources.dcp(place.src)
-    (place.src / ".metadata").rename(place.src / "__0.metadata")
+    (place.src / ".metadata").unlink()
     (place.src / "__0.metadata").write_bytes(pickle.dumps(Evil(place.marker)))
 
 
@@ -77,20 +57,22 @@ def _byte_entry(place: Place) -> None:
     sources.dcp(place.src, {**sources.weights(), "extra": Evil(place.marker)})
 
 
+def saved(value: Any, **options: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out, **options)
+    return out.getvalue()
+
+
 def _slice(place: Place) -> None:
     """A payload instead of a tensor's item."""
-    sources.dcp(place.src)
-    out = io.BytesIO()
-    torch.save(Evil(place.marker), out)
-    data = place.src / "__0_0.distcp"
-    start = data.stat().st_size
-    with data.open("ab") as file:
-        file.write(out.getvalue())
+    evil, path = saved(Evil(place.marker)), place.src / "__0_0.distcp"
+    data = path.read_bytes()
+    path.write_bytes(data + evil)
 
     def change(metadata: Any) -> None:
         for index, info in metadata.storage_data.items():
             if index.fqn == "weight":
-                info.offset, info.length = start, len(out.getvalue())
+                info.offset, info.length = len(data), len(evil)
 
     sources.edit_metadata(place.src, change)
 
@@ -114,22 +96,14 @@ def _pickle(place: Place) -> None:
 
 def _own_object(place: Place) -> None:
     """A payload in objects.json with a matching record: the value is base64 of a torch.save file."""
-    import base64
-
-    from tests.hostile.records import edit_json, reseal
-
-    sources.own(place.src)
-    out = io.BytesIO()
-    torch.save(Evil(place.marker), out)
-    value = {"$torch_save": base64.b64encode(out.getvalue()).decode()}
-    for step in sorted(place.src.glob("step_*")):
+    value = {"$torch_save": base64.b64encode(saved(Evil(place.marker))).decode()}
+    for step in place.src.glob("step_*"):
         edit_json(step / "objects.json", lambda body: body["objects"].update({"extra.x": value, "step": value}))
         reseal(step)
 
 
 def _code_of_the_author(place: Place) -> None:
     """A config that refers to code next to it (trust_remote_code): listed, never imported."""
-    sources.hf(place.src)
     config = {"auto_map": {"AutoModel": "evil.Model", "AutoConfig": "evil.Config"}, "architectures": ["Model"]}
     (place.src / "config.json").write_text(json.dumps(config))
     for name in ("evil.py", "sitecustomize.py", "torch.py", "json.py"):
@@ -155,9 +129,7 @@ def _python(marker: Path) -> str:
 
 
 def _nested(marker: Path) -> bytes:
-    out = io.BytesIO()
-    torch.save(Evil(marker), out)
-    return out.getvalue()
+    return saved(Evil(marker))
 
 
 def _list(marker: Path) -> list[str]:
@@ -187,18 +159,18 @@ GLOBALS: dict[str, Build] = {
 }  # fmt: skip
 
 PAYLOADS: dict[str, Build] = {
-    "metadata": _metadata,
-    "metadata_field": _metadata_field,
-    "rank_metadata": _rank_metadata,
+    "metadata": _replaced("dcp", ".metadata", raw=True),
+    "metadata_field": changed("dcp", _metadata_field),
+    "rank_metadata": changed("dcp", _rank_metadata),
     "byte_entry": _byte_entry,
-    "slice": _slice,
+    "slice": changed("dcp", _slice),
     "zip_bin": lambda place: _evil_zip(place, "pytorch_model.bin"),
     "zip_pt": lambda place: _evil_zip(place, "model.pt"),
     "zip_ckpt": lambda place: _evil_zip(place, "last.ckpt"),
     "legacy": _legacy,
     "tar": _tar,
     "pickle": _pickle,
-    "lightning_hyper_parameters": _added("lightning", "last.ckpt"),
+    "lightning_hyper_parameters": changed("lightning", _added),
     "lightning_meta": _replaced("lightning_fsdp", "meta.pt"),
     "deepspeed_model": _replaced("deepspeed", "mp_rank_00_model_states.pt"),
     "deepspeed_optimizer": _replaced("deepspeed", "*optim_states.pt"),
@@ -209,11 +181,11 @@ PAYLOADS: dict[str, Build] = {
     "fsdp1_metadata": _replaced("fsdp1_dcp", ".metadata", raw=True),
     "accelerate_metadata": _replaced("accelerate", ".metadata", raw=True),
     "megatron_common": _replaced("megatron", "common.pt"),
-    "own_object": _own_object,
+    "own_object": changed("own", _own_object),
 }
 # Files that are copied or ignored, never unpickled: a conversion may succeed.
 IGNORED: dict[str, Build] = {
-    "code_of_the_author": _code_of_the_author,
+    "code_of_the_author": changed("hf", _code_of_the_author),
     "lightrft_client_state": _replaced("lightrft", "client_state.pt"),
     "verl_extra_state": _replaced("verl", "extra_state_world_size_2_rank_0.pt"),
     "trainer_rng": _replaced("hf_trainer", "rng_state_0.pth"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import warnings
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
+from tests.hostile.harness import Place
 
 ZOO = Path(__file__).parents[1] / "zoo"
 
@@ -26,8 +28,6 @@ class Evil:
         self.marker = str(marker)
 
     def __reduce__(self) -> Any:
-        import os
-
         return os.mkdir, (self.marker,)
 
 
@@ -135,6 +135,26 @@ CONTROLS: dict[str, Callable[[Path], None]] = {
     "fsdp1_dcp": zoo("fsdp1_dcp_sharded_nomesh_w2"),
     "rank_shards": zoo("hf_dcp_sharded_w2/ckpt"),
 }
+
+
+def changed(control: str, change: Callable[[Place], Any]) -> Callable[[Place], None]:
+    """A good checkpoint, then changed."""
+
+    def build(place: Place) -> None:
+        CONTROLS[control](place.src)
+        change(place)
+
+    return build
+
+
+def changed_steps(change: Callable[[Path], Any]) -> Callable[[Place], None]:
+    """A good run, each of whose checkpoints is changed."""
+    return changed("own", lambda place: [change(step) for step in sorted(place.src.glob("step_*"))])
+
+
+def changed_metadata(change: Callable[[Any], Any]) -> Callable[[Place], None]:
+    """A good DCP checkpoint with another `.metadata`."""
+    return changed("dcp", lambda place: edit_metadata(place.src, change))
 
 
 def dcp_in(folder: Path) -> None:

@@ -20,7 +20,6 @@ for _name, _attack in ATTACKS.items():
 
 def _convert(folder: Path, build: Callable[[Place], None]) -> int:
     place = Place(folder / "case")
-    place.prepare()
     build(place)
     outcomes = run_commands(place, ("convert hf",))
     shutil.rmtree(place.top)
@@ -41,7 +40,6 @@ def test_the_control_of_an_attack_is_accepted(build: Callable[[Place], None], tm
 def test_a_tensor_too_large_for_memory_is_a_ckptkit_error(tmp_path: Path) -> None:
     """Shape and size match; the file is sparse."""
     place = Place(tmp_path / "case")
-    place.prepare()
     ATTACKS["true_but_sparse"].hostile(place)
     outcome = run_commands(place, ("open",))["open"]
     assert (outcome.code, outcome.bad) == (1, ())

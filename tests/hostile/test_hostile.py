@@ -24,9 +24,7 @@ REFUSED_BY_OPEN = {"object_reference": "../../etc/passwd"}
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    made = Place(tmp_path / "case")
-    made.prepare()
-    return made
+    return Place(tmp_path / "case")
 
 
 def _run(place: Place, names: tuple[str, ...]) -> dict[str, int]:

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from ckptkit.cli.main import cli
-from ckptkit.errors import CkptkitError, UsageError
+from ckptkit.errors import UsageError
 from ckptkit.formats.own.record import checkpoint_name, step_of_name
-from ckptkit.storage.store import checked_path, is_safe_name
+from ckptkit.storage.store import is_safe_name
 from tests.hostile.sources import safetensors
 
 NAMES = [
@@ -37,13 +37,6 @@ def test_a_hostile_name_is_not_a_step(name: str) -> None:
     assert step_of_name(name) is None
 
 
-@pytest.mark.parametrize("path", ["", ".", "..", "../x", "/x", "a//b", "a/./b", "a/..", "a\\b", "a\0", "a\n", "x/" * 4000],
-                         ids=lambda text: ascii(text)[:20])  # fmt: skip
-def test_a_store_refuses_paths_that_lead_elsewhere(path: str) -> None:
-    with pytest.raises(CkptkitError):
-        checked_path(path)
-
-
 @pytest.mark.parametrize(
     "name", ["nul", "CON.txt", "a:b", "a.", "x" * 256, "é" * 128, "a/b", "a\x7f", "COM¹", "conin$"]
 )
@@ -55,23 +48,22 @@ def test_an_ordinary_name_is_safe() -> None:
     assert all(map(is_safe_name, ("model-00001-of-00002.safetensors", "__0_0.distcp", ".metadata", "null", "模型.bin")))
 
 
+def convert(folder: Path, *arguments: str) -> int:
+    (folder / "src").mkdir()
+    (folder / "src" / "model.safetensors").write_bytes(safetensors({"a" * 100: [1]}))
+    result = CliRunner().invoke(cli, ["convert", str(folder / "src"), *arguments])
+    assert "bug in ckptkit" not in result.output
+    return result.exit_code
+
+
 @pytest.mark.parametrize(
     "glob", ["[", "[!", "*" * 200, "../*", "\0", "(a+)+$", "[a-", "*" + "a*" * 60 + "b"], ids=ascii
 )
 def test_any_text_is_safe_as_a_glob(glob: str, tmp_path: Path) -> None:
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "model.safetensors").write_bytes(safetensors({"a" * 100: [1]}))
-    arguments = ["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--include", glob]
-    result = CliRunner().invoke(cli, arguments)
-    assert result.exit_code in (0, 1, 2)
-    assert "bug in ckptkit" not in result.output
+    assert convert(tmp_path, str(tmp_path / "dst"), "--include", glob) in (0, 1, 2)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "..", ".", "", "x" * 300], ids=ascii)
 def test_an_impossible_destination_is_refused_and_nothing_is_left(name: str, tmp_path: Path) -> None:
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "model.safetensors").write_bytes(safetensors({"a": [1]}))
-    result = CliRunner().invoke(cli, ["convert", str(tmp_path / "src"), f"{tmp_path}/{name}"])
-    assert result.exit_code in (1, 2)
-    assert "bug in ckptkit" not in result.output
+    assert convert(tmp_path, f"{tmp_path}/{name}") in (1, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["src"]

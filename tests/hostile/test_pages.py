@@ -19,7 +19,7 @@ from ckptkit.checkpoint.run.pins import pin_forever
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.cli.main import cli
 from ckptkit.redact import printable
-from tests.hostile.sources import header
+from tests.hostile.sources import header, safetensors
 
 NAMES = [
     "<script>alert(1)</script>", "</title></svg><script>alert(2)</script>", '" onmouseover="alert(3)', "' onload='alert(4)",
@@ -155,8 +155,7 @@ def test_tensor_names_are_escaped_on_a_page(kind: str, tmp_path: Path) -> None:
 
 def test_a_harmless_name_is_shown_unchanged(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    entry = {"model.embed.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
-    (tmp_path / "a" / "model.safetensors").write_bytes(header(entry) + bytes(4))
+    (tmp_path / "a" / "model.safetensors").write_bytes(safetensors({"model.embed.weight": [1]}))
     run("inspect", str(tmp_path / "a"), "--html", str(tmp_path / "page.html"))
     assert any("model.embed.weight" in text for text in read(tmp_path / "page.html").texts)
 

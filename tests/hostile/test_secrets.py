@@ -24,6 +24,7 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.cli.main import cli
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, StorageError, UsageError
+from ckptkit.formats.detect import open_source
 from ckptkit.integrations.hub import push_folder
 from ckptkit.offline.convert import convert
 from ckptkit.offline.pictures.pages import inspect_page
@@ -33,13 +34,7 @@ from tests.hostile import sources
 
 HUSH = "S3CRET"
 PASSWORDS = [
-    f"{HUSH}",
-    f"a/{HUSH}/b",
-    f"p@{HUSH}@x",
-    f"p%40{HUSH}%2Fx",
-    f"p:{HUSH}",
-    f"p#{HUSH}?x",
-    f"wJalr+{HUSH}/K7MDENG/b==",
+    word.format(HUSH) for word in ("{}", "a/{}/b", "p@{}@x", "p%40{}%2Fx", "p:{}", "p#{}?x", "wJalr+{}/K7MDENG/b==")
 ]
 URLS = [
     *(f"s3://AKIA:{password}@bucket/run" for password in PASSWORDS),
@@ -217,23 +212,21 @@ def test_the_error_of_a_hub_failure_holds_no_token(tmp_path: Path, monkeypatch: 
         raise OSError(f"401: Bearer hf_{HUSH} https://user:hf_{HUSH}@huggingface.co/x")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", fail)
-    (tmp_path / "model.safetensors").write_bytes(sources.safetensors({"a": [1]}))
+    sources.hf(tmp_path)
     with pytest.raises(StorageError) as caught:
         push_folder(str(tmp_path), "me/model", token=f"hf_{HUSH}")
     _clean(caught.value)
 
 
 def test_a_base_url_with_a_login_is_in_no_message(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(sources.safetensors({"a": [1]}))
+    sources.hf(tmp_path)
     with pytest.raises((UsageError, CheckpointNotFoundError)) as caught:
         convert(str(tmp_path), str(tmp_path / "dst"), base=f"https://me:{HUSH}@host/base")
     _clean(caught.value)
 
 
 def test_a_page_holds_no_credentials_of_its_url_or_options(tmp_path: Path) -> None:
-    from ckptkit.formats.detect import open_source
-
-    (tmp_path / "model.safetensors").write_bytes(sources.safetensors({"a": [1]}))
+    sources.hf(tmp_path)
     catalog = open_source(str(tmp_path)).catalog
     for url in URLS:
         _clean(inspect_page(catalog, url))
@@ -311,10 +304,6 @@ def test_a_question_mark_in_a_file_path_is_not_a_query() -> None:
 
 @pytest.mark.parametrize("command", [["inspect"], ["verify"], ["ls"], ["convert"]])
 def test_a_token_in_the_query_of_a_hub_url_is_refused_with_advice(command: list[str], tmp_path: Path) -> None:
-    from click.testing import CliRunner
-
-    from ckptkit.cli.main import cli
-
     rest = [str(tmp_path / "out")] if command == ["convert"] else []
     found = CliRunner().invoke(cli, [*command, "hf://x/y?token=hf_0123456789", *rest])
     assert found.exit_code == 2 and "hf_0123456789" not in found.output
