@@ -1,4 +1,4 @@
-"""One S3 server for all these tests, behind a proxy that counts requests."""
+"""An S3 server for all these tests, and a proxy of it that counts requests."""
 
 from __future__ import annotations
 
@@ -18,19 +18,39 @@ _counter = itertools.count()
 @pytest.fixture(scope="session")
 def s3() -> Iterator[dict[str, Any]]:
     """Storage options of the server; its bucket is `remote`."""
-    with servers.moto() as options:
-        open_store("s3://remote", storage_options=options).fs.mkdir("remote")
-        yield dict(options)
+    with servers.moto("remote") as options:
+        yield options
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[dict[str, Any]]:
+    """Storage options of a GCS server; its bucket is `google`."""
+    with servers.fake_gcs("google") as options:
+        yield options
+
+
+@pytest.fixture(scope="session")
+def versioned(s3: dict[str, Any]) -> str:
+    """The name of a versioned bucket."""
+    fs = open_store("s3://versioned", storage_options=s3).fs
+    fs.mkdir("versioned")
+    fs.call_s3("put_bucket_versioning", Bucket="versioned", VersioningConfiguration={"Status": "Enabled"})
+    return "versioned"
 
 
 @pytest.fixture
-def url(s3: dict[str, Any]) -> str:
+def url() -> str:
     """An unused URL."""
     return f"s3://remote/run{next(_counter)}"
 
 
 @pytest.fixture
-def counted(s3: dict[str, Any]) -> Iterator[tuple[Proxy, dict[str, Any]]]:
-    """The proxy, and storage options that use it."""
-    with proxy_of(s3["endpoint_url"]) as proxy:
-        yield proxy, {**s3, "endpoint_url": proxy.url}
+def proxy(s3: dict[str, Any]) -> Iterator[Proxy]:
+    with proxy_of(s3["endpoint_url"]) as made:
+        yield made
+
+
+@pytest.fixture
+def options(s3: dict[str, Any], proxy: Proxy) -> dict[str, Any]:
+    """Storage options that use the proxy."""
+    return {**s3, "endpoint_url": proxy.url}

@@ -11,7 +11,6 @@ import pytest
 
 from ckptkit import copy
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.run.pins import list_pins, pin_forever
 from ckptkit.errors import CheckpointExistsError, IntegrityError
 from ckptkit.offline.verify import verify
@@ -19,23 +18,14 @@ from ckptkit.storage import open_store
 from ckptkit.storage.objects import RemoteStore
 from tests.checkpoint.killed import same_as_saved, state
 from tests.checkpoint.saving import fork
+from tests.remote.runs import Options, names, objects, steps
 
-Options = dict[str, Any]
 ZOO = Path(__file__).parents[1] / "zoo"
-
-
-def files(url: str, s3: Options | None = None) -> dict[str, bytes]:
-    store = open_store(url, storage_options=s3)
-    return {item.path: store.read(item.path) for item in store.list(recursive=True)}
 
 
 def checkpoints(url: str, s3: Options | None = None) -> dict[str, bytes]:
     """Return the files of a run's checkpoints."""
-    return {path: data for path, data in files(url, s3).items() if path.startswith("step_")}
-
-
-def steps(url: str, s3: Options) -> list[int]:
-    return [item.step for item in list_checkpoints(open_store(url, storage_options=s3)).committed]
+    return {path: data for path, data in objects(url, s3).items() if path.startswith("step_")}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +50,7 @@ def test_a_run_is_copied_to_a_bucket_and_back(run: str, url: str, s3: Options, t
     copy(run, url, dst_storage_options=s3, verify=True)
     assert checkpoints(url, s3) == checkpoints(run)
     assert [pin.name for pin in list_pins(open_store(url, storage_options=s3))] == ["step_00000002"]
-    assert files(url, s3)["latest"] == b"step_00000003\n"
+    assert objects(url, s3)["latest"] == b"step_00000003\n"
     copy(url, str(tmp_path / "back"), src_storage_options=s3)
     assert checkpoints(str(tmp_path / "back")) == checkpoints(run)
     copy(url, f"{url}-too", storage_options=s3)
@@ -82,9 +72,9 @@ def test_a_run_that_was_saved_to_a_bucket_is_copied_to_a_disk(url: str, s3: Opti
 @pytest.mark.parametrize("name", ["dcp_fsdp2_uneven_w4/ckpt", "hf_ref_llama_tied", "verl_fsdp2_w2"])
 def test_a_foreign_checkpoint_is_copied_to_a_bucket_and_back(name: str, url: str, s3: Options, tmp_path: Path) -> None:
     copy(str(ZOO / name), url, dst_storage_options=s3)
-    assert files(url, s3) == files(str(ZOO / name))
+    assert objects(url, s3) == objects(str(ZOO / name))
     copy(url, str(tmp_path / "back"), src_storage_options=s3)
-    assert files(str(tmp_path / "back")) == files(str(ZOO / name))
+    assert objects(str(tmp_path / "back")) == objects(str(ZOO / name))
     with pytest.raises(CheckpointExistsError):
         copy(str(ZOO / name), url, dst_storage_options=s3)
     if name.startswith("verl"):  # a directory of steps is never replaced
@@ -92,7 +82,7 @@ def test_a_foreign_checkpoint_is_copied_to_a_bucket_and_back(name: str, url: str
             copy(str(ZOO / name), url, dst_storage_options=s3, overwrite=True)
     else:
         copy(str(ZOO / name), url, dst_storage_options=s3, overwrite=True)
-    assert files(url, s3) == files(str(ZOO / name))
+    assert objects(url, s3) == objects(str(ZOO / name))
 
 
 def test_damage_in_a_bucket_is_named_and_nothing_is_published(run: str, url: str, s3: Options, tmp_path: Path) -> None:
@@ -106,7 +96,7 @@ def test_damage_in_a_bucket_is_named_and_nothing_is_published(run: str, url: str
         copy(f"{url}/step_00000003", str(tmp_path / "out"), src_storage_options=s3)
     with pytest.raises(IntegrityError, match=name):
         copy(f"{url}/step_00000003", f"{url}-out", storage_options=s3)
-    assert os.listdir(tmp_path) == [] and files(f"{url}-out", s3) == {}
+    assert os.listdir(tmp_path) == [] and not names(f"{url}-out", s3)
 
 
 def _killed(say: Any, run: str, url: str, s3: Options, nth: int) -> None:
@@ -120,7 +110,7 @@ def _killed(say: Any, run: str, url: str, s3: Options, nth: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return write(self, *args, **kwargs)
 
-    RemoteStore.writer = writer  # type: ignore[method-assign]
+    RemoteStore.writer = writer
     copy(run, url, dst_storage_options=s3)
 
 

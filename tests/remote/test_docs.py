@@ -11,7 +11,7 @@ import pytest
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.storage import open_store
-from tests.remote.test_end_to_end import run_cli, state_of
+from tests.remote.runs import run_cli, state_of
 from tests.storage import servers
 
 PAGE = Path(__file__).parents[2] / "docs" / "remote.md"
@@ -23,7 +23,7 @@ def test_the_code_blocks_of_the_page_run(s3: dict[str, Any], tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     for name, value in {**servers.CREDENTIALS, "AWS_ENDPOINT_URL": s3["endpoint_url"]}.items():
         monkeypatch.setenv(name, value)
-    open_store("s3://bucket").fs.makedirs("bucket", exist_ok=True)  # type: ignore[attr-defined]
+    open_store("s3://bucket").fs.makedirs("bucket", exist_ok=True)
     state = state_of(3)
     with CheckpointManager("s3://bucket/run") as manager:
         for step in (100, 200, 300):

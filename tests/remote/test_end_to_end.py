@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,47 +11,27 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
+from ckptkit import DCPReader, DCPWriter
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.delete import delete_checkpoint
+from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.formats.own.record import CommitRecord, record_path, step_name
 from ckptkit.offline.convert import convert
 from ckptkit.offline.diff import diff
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
 from ckptkit.storage.listing import snapshot
+from ckptkit.storage.store import ReadInto
+from tests.remote.runs import Options, full, run_cli, same, state_of
 from tests.storage import servers
 from tests.storage.proxy import Proxy
-
-Options = dict[str, Any]
-
-
-def state_of(seed: int) -> TrainState:
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
-    if torch.distributed.is_initialized():
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(2, 64)).sum().backward()
-    optimizer.step()
-    return TrainState(model=model, optimizer=optimizer)
-
-
-def full(state: TrainState) -> dict[str, torch.Tensor]:
-    from torch.distributed.tensor import DTensor
-
-    (model,) = state.models.values() if hasattr(state, "models") else (state.model,)
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.state_dict().items()
-    }
 
 
 def saved(url: str, options: Options) -> tuple[list[int], dict[str, torch.Tensor]]:
@@ -78,8 +57,7 @@ def test_a_run_on_s3_saves_rotates_and_resumes_at_other_world_sizes(ranks: Any, 
     assert answers[0][0] == [2, 3]
     for world_size in (3, 1):
         for latest, weights in ranks.run(loaded, world_size, url, s3):
-            assert latest == 3
-            assert all(torch.equal(weights[name], value) for name, value in answers[0][1].items())
+            assert latest == 3 and same(weights, answers[0][1])
     assert open_store(url, storage_options=s3).unfinished_uploads() == []
 
 
@@ -101,12 +79,6 @@ def test_conversions_between_s3_and_s3_make_no_local_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_end_of_a_conversion_may_be_local(source: str, url: str, s3: Options, tmp_path: Path) -> None:
-    convert(source, f"{url}/up", to="dcp", storage_options=s3)
-    convert(f"{url}/up", str(tmp_path / "down"), to="dcp", storage_options=s3)
-    assert not diff(f"{url}/up", str(tmp_path / "down"), storage_options=s3).differs
-
-
 def test_progress_names_the_uploaded_file_and_ends_at_the_total(source: str, url: str, s3: Options) -> None:
     seen: list[tuple[int, int, str]] = []
     there: list[set[str]] = []
@@ -123,21 +95,11 @@ def test_progress_names_the_uploaded_file_and_ends_at_the_total(source: str, url
     assert seen[-1][0] == seen[-1][1]
 
 
-def run_cli(*args: str) -> tuple[int, str]:
-    from click.testing import CliRunner
-
-    from ckptkit.cli.main import cli
-
-    done = CliRunner().invoke(cli, list(args))
-    return done.exit_code, done.output
-
-
 def test_commands_take_storage_options_or_the_environment(
     url: str, s3: Options, monkeypatch: pytest.MonkeyPatch, ranks: Any, source: str
 ) -> None:
     ranks.run(saved, 1, url, s3)
-    given = [f"--storage-option={name}={value}" for name, value in s3.items()]
-    code, text = run_cli("ls", url, "--json", *given)
+    code, text = run_cli("ls", url, "--json", options=s3)
     assert code == 0 and [item["step"] for item in json.loads(text)["checkpoints"]] == [2, 3]
     for name, value in {**servers.CREDENTIALS, "AWS_ENDPOINT_URL": s3["endpoint_url"]}.items():
         monkeypatch.setenv(name, value)
@@ -181,8 +143,7 @@ def test_opening_a_checkpoint_that_is_deleted_meanwhile_opens_the_previous_one(
 ) -> None:
     answers = ranks.run(saved, 1, url, s3)
     for step, weights in ranks.run(deleted_once_it_was_chosen, 2, url, s3):
-        assert step == 2
-        assert all(torch.equal(weights[name], value) for name, value in answers[0][1].items())
+        assert step == 2 and same(weights, answers[0][1])
 
 
 # --- how many requests
@@ -196,125 +157,90 @@ def elsewhere(options: Options) -> Options:
 # Upper bounds with a little slack; docs/internals/requests.md states what was counted.
 
 
-def test_saves_loads_and_listings_make_few_requests(counted: tuple[Proxy, Options], url: str) -> None:
-    proxy, options = counted
-    state = TrainState(model=nn.Sequential(*(nn.Linear(8, 8) for _ in range(100))))
-    counts = {}
+@pytest.fixture
+def count(proxy: Proxy) -> Callable[[Callable[[], object]], int]:
+    """Returns the number of requests that a call makes."""
 
-    def count(name: str, function: Callable[[], object]) -> None:
+    def count(call: Callable[[], object]) -> int:
         proxy.clear()
-        function()
-        counts[name] = proxy.count
+        call()
+        return proxy.count
 
+    return count
+
+
+Count = Callable[[Callable[[], object]], int]
+
+
+def test_saves_loads_and_listings_make_few_requests(count: Count, options: Options, url: str) -> None:
+    state = TrainState(model=nn.Sequential(*(nn.Linear(8, 8) for _ in range(100))))
     with CheckpointManager(url, retention=RetentionPolicy(max_num=2), storage_options=options) as manager:
-        count("first save", lambda: manager.save(1, state))
-        count("save", lambda: manager.save(2, state))
-        count("save that rotates", lambda: manager.save(3, state))
-        count("load", lambda: manager.load(state))
-        count("latest", manager.latest)
-    with CheckpointManager(url, storage_options=elsewhere(options)) as manager:
-        count("latest of a new process", manager.latest)
-    most = {
-        "first save": 11,
-        "save": 7,
-        "save that rotates": 18,
-        "load": 11,
-        "latest": 2,
-        "latest of a new process": 4,
-    }
+        counts = {
+            "first save": count(lambda: manager.save(1, state)),
+            "save": count(lambda: manager.save(2, state)),
+            "save that rotates": count(lambda: manager.save(3, state)),
+            "load": count(lambda: manager.load(state)),
+            "latest": count(manager.latest),
+        }
+    with CheckpointManager(url, storage_options=elsewhere(options)) as other:
+        counts["latest of a new process"] = count(other.latest)
+    most = {"first save": 11, "save": 7, "save that rotates": 18, "load": 11, "latest": 2, "latest of a new process": 4}
     assert all(counts[name] <= most[name] for name in most), counts
 
 
-def test_saves_make_no_more_requests_than_torchs_writer(counted: tuple[Proxy, Options], url: str) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-
-    from ckptkit import DCPReader, DCPWriter
-
-    proxy, options = counted
-    model = nn.ParameterList([nn.Parameter(torch.rand(1 << 19)) for _ in range(9)])  # 18 MiB: two files
-    state, counts = TrainState(model=model), {}
-
-    def count(name: str, function: Callable[[], object]) -> None:
-        proxy.clear()
-        function()
-        counts[name] = proxy.count
+@pytest.mark.filterwarnings("ignore")  # torch's, of a process that is alone
+def test_saves_make_no_more_requests_than_torchs_writer(count: Count, options: Options, url: str) -> None:
+    def saves(writer: Any) -> int:
+        return count(lambda: dcp.save(dict(tensors), storage_writer=writer))
 
     def one_save() -> None:
         with CheckpointManager(f"{url}/one", storage_options=options) as manager:
             manager.save(1, state)
 
-    tensors = model.state_dict()
-    fresh = {**options, "skip_instance_cache": True}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of a process that is alone
-        count("torch", lambda: dcp.save(dict(tensors), storage_writer=FsspecWriter(f"{url}/torch", **fresh)))
-        count(
-            "DCPWriter",
-            lambda: dcp.save(dict(tensors), storage_writer=DCPWriter(f"{url}/dcp", storage_options=options)),
-        )
-        count(
-            "DCPReader",
-            lambda: dcp.load(dict(tensors), storage_reader=DCPReader(f"{url}/dcp", storage_options=options)),
-        )
-    count("manager, one save and its end", one_save)
+    model = nn.ParameterList([nn.Parameter(torch.rand(1 << 19)) for _ in range(9)])  # 18 MiB: two files
+    state, tensors = TrainState(model=model), model.state_dict()
+    torchs = saves(FsspecWriter(f"{url}/torch", **options, skip_instance_cache=True))
+    assert saves(DCPWriter(f"{url}/dcp", storage_options=options)) <= 5
+    reader = DCPReader(f"{url}/dcp", storage_options=options)
+    assert count(lambda: dcp.load(dict(tensors), storage_reader=reader)) <= 8
+    assert count(one_save) <= torchs
     with CheckpointManager(f"{url}/run", storage_options=options) as manager:
         manager.save(1, state)
-        count("manager", lambda: manager.save(2, state))
+        assert count(lambda: manager.save(2, state)) <= 8
     with CheckpointManager(f"{url}/run", storage_options=elsewhere(options)) as manager:
-        count("manager loads", lambda: manager.load(state))
-    assert counts["DCPWriter"] <= 5 and counts["DCPReader"] <= 8 and counts["manager"] <= 8, counts
-    # A listing, two records, two of the index, the pin, a listing and the record once more (was the pin there before
-    # a deletion began? Only then is anything read into the state), and six of the data: three connections per file.
-    assert counts["manager loads"] <= 14, counts
-    assert counts["manager, one save and its end"] <= counts["torch"], counts
+        # A listing, two records, two of the index, the pin, a listing and the record once more (was the pin there
+        # before a deletion began? Only then is anything read into the state), and six of the data: three connections
+        # per file.
+        assert count(lambda: manager.load(state)) <= 14
 
 
-def test_commands_read_many_small_tensors_in_few_requests(
-    counted: tuple[Proxy, Options], url: str, tmp_path: Path
-) -> None:
-    proxy, options = counted
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(60)))
-    with CheckpointManager(url, storage_options=options) as manager:
-        manager.save(1, TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)))
-    commands: dict[str, Callable[[], object]] = {
-        "verify": lambda: verify(url, storage_options=options),
-        "convert": lambda: convert(url, f"{url}-torch", to="torch", storage_options=options),
-        "reshard": lambda: reshard(url, f"{url}-three", world_size=3, verify=True, storage_options=options),
-        "from afar": lambda: reshard(url, str(tmp_path / "three"), world_size=3, storage_options=options),
-        "diff": lambda: diff(url, f"{url}-three", storage_options=options),
-    }
-    counts = {}
-    for name, command in commands.items():
-        proxy.clear()
-        command()
-        counts[name] = proxy.count
-    assert max(counts.values()) <= 70, counts  # of 120 tensors
-
-
-def test_commands_make_the_documented_number_of_requests(counted: tuple[Proxy, Options], url: str) -> None:
-    proxy, options = counted
+def test_commands_make_the_documented_number_of_requests(count: Count, options: Options, url: str) -> None:
     model = nn.ParameterList([nn.Parameter(torch.rand(833)) for _ in range(1200)])
     with CheckpointManager(url, storage_options=options) as manager:
         manager.save(1, TrainState(model=model))
-    commands: dict[str, Callable[[], object]] = {
-        "verify": lambda: verify(url, storage_options=options),
-        "convert": lambda: convert(url, f"{url}-torch", to="torch", storage_options=options),
-        "reshard": lambda: reshard(url, f"{url}-three", world_size=3, storage_options=options),
-        "reshard --verify": lambda: reshard(url, f"{url}-four", world_size=3, verify=True, storage_options=options),
+    counts = {
+        "verify": count(lambda: verify(url, storage_options=options)),
+        "convert": count(lambda: convert(url, f"{url}-torch", to="torch", storage_options=options)),
+        "reshard": count(lambda: reshard(url, f"{url}-3", world_size=3, storage_options=options)),
+        "reshard --verify": count(lambda: reshard(url, f"{url}-4", world_size=3, verify=True, storage_options=options)),
     }
-    counts = {}
-    for name, command in commands.items():
-        proxy.clear()
-        command()
-        counts[name] = proxy.count
     # The numbers of docs/internals/requests.md plus slack: thread timing decides how many blocks one request reads.
     most = {"verify": 32, "convert": 34, "reshard": 52, "reshard --verify": 54}
     assert all(counts[name] <= most[name] for name in most), counts
 
 
-def test_a_save_repeats_no_lookup(counted: tuple[Proxy, Options], url: str) -> None:
-    proxy, options = counted
+def test_commands_read_many_small_tensors_in_few_requests(
+    count: Count, options: Options, url: str, tmp_path: Path
+) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(60)))  # 120 tensors
+    with CheckpointManager(url, storage_options=options) as manager:
+        manager.save(1, TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)))
+    reshard(url, f"{url}-3", world_size=3, storage_options=options)
+    assert count(lambda: reshard(url, str(tmp_path / "three"), world_size=3, storage_options=options)) <= 70
+    assert count(lambda: diff(url, f"{url}-3", storage_options=options)) <= 70
+
+
+def test_a_save_repeats_no_lookup(proxy: Proxy, options: Options, url: str) -> None:
     state = TrainState(model=nn.Linear(8, 8))
     with CheckpointManager(url, storage_options=options) as manager:
         manager.save(1, state)
@@ -334,8 +260,7 @@ def saved_twice(url: str, options: Options) -> None:
         manager.save(2, state)
 
 
-def test_only_one_rank_lists_the_run(ranks: Any, counted: tuple[Proxy, Options], url: str) -> None:
-    proxy, options = counted
+def test_only_one_rank_lists_the_run(ranks: Any, proxy: Proxy, options: Options, url: str) -> None:
     ranks.run(saved_twice, 3, url, options)
     listed = [path for method, path in proxy.seen if method == "GET" and "list-type" in path]
     assert listed and not any("step_" in path for path in listed), listed
@@ -343,8 +268,7 @@ def test_only_one_rank_lists_the_run(ranks: Any, counted: tuple[Proxy, Options],
     assert len(files) == len(set(files)) == 6
 
 
-def test_small_tensors_next_to_a_huge_one_make_no_extra_requests(counted: tuple[Proxy, Options], url: str) -> None:
-    proxy, options = counted
+def test_small_tensors_next_to_a_huge_one_make_no_extra_requests(proxy: Proxy, options: Options, url: str) -> None:
     state = TrainState(extra={"huge": torch.zeros(9 << 20)})  # 36 MiB; the states of random numbers are a few KB
     with CheckpointManager(url, storage_options=options) as manager:
         manager.save(1, state)
@@ -355,11 +279,7 @@ def test_small_tensors_next_to_a_huge_one_make_no_extra_requests(counted: tuple[
     assert not state.extra["huge"].any()
 
 
-def test_listing_a_hundred_checkpoints_makes_one_request_each(counted: tuple[Proxy, Options], url: str) -> None:
-    from ckptkit.checkpoint.run.inventory import list_checkpoints
-    from ckptkit.formats.own.record import CommitRecord, record_path, step_name
-
-    proxy, options = counted
+def test_listing_a_hundred_checkpoints_makes_one_request_each(proxy: Proxy, options: Options, url: str) -> None:
     root = open_store(url, storage_options=options)
 
     def put(step: int) -> None:
@@ -387,10 +307,7 @@ def test_an_object_replaced_by_another_process_is_read_again(s3: Options, url: s
     assert snapshot(mine).read("a") == b"2"
 
 
-def test_many_small_ranges_make_few_requests(counted: tuple[Proxy, Options], url: str) -> None:
-    from ckptkit.storage.store import ReadInto
-
-    proxy, options = counted
+def test_many_small_ranges_make_few_requests(proxy: Proxy, options: Options, url: str) -> None:
     store = open_store(url, storage_options=options)
     data = os.urandom(4 << 20)
     store.write("x", data)
@@ -400,10 +317,7 @@ def test_many_small_ranges_make_few_requests(counted: tuple[Proxy, Options], url
     assert proxy.count == 1 and all(bytes(v) == data[i * 4000 :][:100] for i, v in enumerate(views))
 
 
-def test_adjacent_views_share_requests(counted: tuple[Proxy, Options], url: str) -> None:
-    from ckptkit.storage.store import ReadInto
-
-    proxy, options = counted
+def test_adjacent_views_share_requests(proxy: Proxy, options: Options, url: str) -> None:
     store = open_store(url, storage_options=options)
     data = os.urandom(40 << 20)
     with store.writer("x") as writer:
@@ -414,8 +328,7 @@ def test_adjacent_views_share_requests(counted: tuple[Proxy, Options], url: str)
     assert proxy.count == 2 and b"".join(views) == data  # of 36 MiB at most, wherever a view ends
 
 
-def test_loading_a_thousand_tensors_makes_few_requests(counted: tuple[Proxy, Options], url: str) -> None:
-    proxy, options = counted
+def test_loading_a_thousand_tensors_makes_few_requests(proxy: Proxy, options: Options, url: str) -> None:
     model = nn.Module()
     for i in range(1000):
         model.register_parameter(f"p{i}", nn.Parameter(torch.full((16384,), float(i))))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,9 +13,6 @@ import pytest
 import torch.distributed.tensor  # noqa: F401  once, not in each forked process
 
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.run.attempt import RemotePlace
-from ckptkit.errors import CheckpointExistsError
-from ckptkit.formats.own.record import CommitRecord, find_record, record_path
 from ckptkit.offline.convert import convert
 from ckptkit.offline.prune import prune
 from ckptkit.offline.reshard import reshard
@@ -25,24 +20,14 @@ from ckptkit.offline.verify import verify
 from ckptkit.storage import ledger, open_store
 from ckptkit.storage.objects import RemoteStore
 from tests.checkpoint.saving import fork
-from tests.offline.copying.test_resume import UNEVEN, went_on
+from tests.offline.copying.test_resume import went_on
+from tests.remote.runs import MANY, UNEVEN, Options, command, is_whole, loads, save, top_names
 from tests.remote.slow import Late
-from tests.remote.test_resume import MANY, command, killed, objects
-from tests.remote.test_turns import loads, save
-from tests.storage import servers
+from tests.remote.test_resume import killed
 from tests.storage.google import Sessions
-from tests.storage.proxy import Answer, Proxy, Reply, proxy_of
+from tests.storage.proxy import PASS, Answer, Proxy, Reply, first_of_each, proxy_of
 
-Options = dict[str, Any]
 _counter = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def gcs() -> Iterator[Options]:
-    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when gcsfs is imported
-    with servers.fake_gcs() as options:
-        open_store("gs://google", storage_options=options).fs.mkdir("google")
-        yield dict(options)
 
 
 @pytest.fixture
@@ -51,64 +36,43 @@ def url() -> str:
 
 
 @pytest.fixture
-def via(gcs: Options) -> Iterator[tuple[Proxy, Options]]:
-    with proxy_of(gcs["endpoint_url"]) as proxy:
-        yield proxy, {**gcs, "endpoint_url": proxy.url}
+def proxy(gcs: Options) -> Iterator[Proxy]:
+    with proxy_of(gcs["endpoint_url"]) as made:
+        yield made
+
+
+@pytest.fixture
+def options(gcs: Options, proxy: Proxy) -> Options:
+    return {**gcs, "endpoint_url": proxy.url}
 
 
 # --- conditions
 
 
-def test_exactly_one_of_two_writers_commits(gcs: Options, url: str) -> None:
-    roots = [open_store(url, storage_options=gcs) for _ in range(2)]
-    for step in range(30):
-        name, wins, both = f"step_{step:08d}", list[str](), threading.Barrier(2)
-
-        def publish(
-            place: RemotePlace, wins: list[str] = wins, step: int = step, both: threading.Barrier = both
-        ) -> None:
-            record = CommitRecord(
-                step=step, save_id=place.save_id, data=place.save_id, state_dict_type="sharded", files={}
-            )
-            both.wait()
-            try:
-                place.publish(record.to_json(), overwrite=False)
-                wins.append(place.save_id)
-            except CheckpointExistsError:
-                pass
-
-        threads = [
-            threading.Thread(target=publish, args=(RemotePlace(root, name, letter * 16),))
-            for root, letter in zip(roots, "ab", strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        record = find_record(roots[0], record_path(name))
-        assert record is not None and wins == [record.save_id]
-
-
-def _saves(say: Any, url: str, gcs: Options) -> None:
+def _ends(say: Any, call: Callable[..., object], *args: Any) -> None:
     try:
-        save(url, gcs, 1)
-        say(b"saved")
+        call(*args)
+        say(b"done")
     except Exception as error:
         say(type(error).__name__.encode())
 
 
-def test_one_of_two_jobs_on_one_prefix_saves_and_the_other_gets_an_error(gcs: Options, url: str) -> None:
+def two_processes(call: Callable[..., object], *args: Any) -> list[bytes]:
+    """Call a function in two processes at once; return how each ended."""
     with ThreadPoolExecutor(2) as pool:
-        said = sorted(words for _, words in pool.map(lambda _: fork(_saves, url, gcs, timeout=120), range(2)))
-    assert said[1] == b"saved" and said[0] in (b"LeaseHeldError", b"CheckpointExistsError"), said
+        return sorted(said for _, said in pool.map(lambda _: fork(_ends, call, *args, timeout=120), range(2)))
+
+
+def test_one_of_two_jobs_on_one_prefix_saves_and_the_other_gets_an_error(gcs: Options, url: str) -> None:
+    first, second = two_processes(save, url, gcs, 1)
+    assert first in (b"LeaseHeldError", b"CheckpointExistsError") and second == b"done"
     loads(url, gcs, 1)
 
 
 def test_create_only_puts_send_a_condition(
-    via: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, options: Options, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 1 << 20)
-    proxy, options = via
     save(url, options, 1)
     store = open_store(url, storage_options=options)
     with store.writer("large") as out:
@@ -130,11 +94,7 @@ class _Conditions(Sessions):
             self.taken = lambda: _has(handler)
         total = (handler.headers.get("Content-Range") or "*").rpartition("/")[2]
         if "upload_id" in handler.path and total != "*" and self.taken():
-            return (
-                412,
-                [("Content-Type", "application/json")],
-                b'{"error": {"code": 412, "message": "conditionNotMet"}}',
-            )
+            return 412, [("Content-Type", "application/json")], b'{"error": {"code": 412, "message": "not met"}}'
         return super().__call__(handler, body)
 
 
@@ -152,10 +112,9 @@ def _has(handler: Any) -> bool:
 
 
 def test_a_large_object_written_by_another_process_is_not_replaced(
-    gcs: Options, via: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
+    gcs: Options, proxy: Proxy, options: Options, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 1 << 20)
-    proxy, options = via
     proxy.between = _Conditions()
     store, other = open_store(url, storage_options=options), open_store(url, storage_options=gcs)
     with store.writer("free") as out:
@@ -170,50 +129,32 @@ def test_a_large_object_written_by_another_process_is_not_replaced(
 # --- conversions
 
 
-@pytest.fixture
-def spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "WORTH", 500)
-
-
-@pytest.mark.parametrize("options", [MANY, {"world_size": 3}], ids=["convert", "reshard"])
+@pytest.mark.parametrize("how", [MANY, {"world_size": 3}], ids=["convert", "reshard"])
 def test_a_killed_run_continues_with_finished_objects(
-    gcs: Options, url: str, spoken_of: None, options: Options
+    gcs: Options, url: str, monkeypatch: pytest.MonkeyPatch, how: Options
 ) -> None:
-    source = UNEVEN / "ckpt"
-    killed(source, url, gcs, 2, **options)
-    report = command(str(source), url, gcs, options)
-    assert "2 of" in went_on(report.notes)
-    command(str(source), f"{url}-whole", gcs, options)
-    assert objects(url, gcs) == objects(f"{url}-whole", gcs)
+    monkeypatch.setattr(ledger, "WORTH", 500)
+    killed(UNEVEN, url, gcs, 2, **how)
+    assert "2 of" in went_on(command(UNEVEN, url, gcs, how).notes)
+    is_whole(UNEVEN, url, gcs, how)
     assert verify(url, storage_options=gcs).ok
 
 
-def _converts(say: Any, url: str, gcs: Options) -> None:
-    try:
-        command(str(UNEVEN / "ckpt"), url, gcs, MANY)
-        say(b"done")
-    except Exception as error:
-        say(type(error).__name__.encode())
-
-
 def test_one_of_two_conversions_to_one_url_finishes_and_the_other_gets_an_error(gcs: Options, url: str) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        said = sorted(words for _, words in pool.map(lambda _: fork(_converts, url, gcs, timeout=120), range(2)))
-    assert said == [b"CheckpointExistsError", b"done"]
+    assert two_processes(command, UNEVEN, url, gcs, MANY) == [b"CheckpointExistsError", b"done"]
     assert verify(url, storage_options=gcs).ok
 
 
 # --- pages and answers
 
 
-def test_a_run_with_paged_listings_is_seen_completely(gcs: Options, via: tuple[Proxy, Options], url: str) -> None:
-    proxy, options = via
+def test_a_run_with_paged_listings_is_seen_completely(gcs: Options, proxy: Proxy, options: Options, url: str) -> None:
     pages: set[str] = set()
 
     def between(handler: Any, body: bytes) -> Reply:
         handler.path = handler.path.replace("maxResults=1000", "maxResults=3")
         pages.update(re.findall("pageToken=[^&]+", handler.path))
-        return handler.forward(body)  # type: ignore[no-any-return]
+        return handler.forward(body)
 
     proxy.between = between
     for step in (1, 2, 3):
@@ -221,8 +162,7 @@ def test_a_run_with_paged_listings_is_seen_completely(gcs: Options, via: tuple[P
     loads(url, options, 3)
     assert pages
     prune(url, policy=RetentionPolicy(max_num=1), storage_options=options)
-    left = {item.path.split("/")[0] for item in open_store(url, storage_options=gcs).list(recursive=True)}
-    assert left == {".ckptkit", "latest", "step_00000003"}
+    assert top_names(url, gcs) == {".ckptkit", "latest", "step_00000003"}
 
 
 class _Json(Answer):
@@ -231,28 +171,18 @@ class _Json(Answer):
         return b'{"error": {"code": %d, "message": "on purpose"}}' % self.status
 
 
-def test_each_request_may_be_throttled_once(via: tuple[Proxy, Options], url: str, at_once: None) -> None:
-    proxy, options = via
-    seen: set[tuple[str, str]] = set()
-
-    def rule(number: int, method: str, path: str) -> str | Answer:
-        if (method, path) in seen:
-            return "pass"
-        seen.add((method, path))
-        return _Json((408, 429, 500, 503)[len(seen) % 4], "")
-
-    proxy.rule = rule
+def test_each_request_may_be_throttled_once(proxy: Proxy, options: Options, url: str, at_once: None) -> None:
+    proxy.rule = first_of_each(*(_Json(status, "") for status in (408, 429, 500, 503)))
     save(url, options, 1)
     save(url, options, 2, retention=RetentionPolicy(max_num=1))
     loads(url, options, 2)
     convert(f"{url}/latest", f"{url}-dcp", to="dcp", storage_options=options)
     reshard(f"{url}/latest", f"{url}-3", world_size=3, storage_options=options)
-    proxy.rule = lambda number, method, path: "pass"
+    proxy.rule = PASS
     assert verify(f"{url}-dcp", storage_options=options).ok and verify(f"{url}-3", storage_options=options).ok
 
 
-def test_a_late_answer_to_any_request_is_harmless(via: tuple[Proxy, Options], url: str) -> None:
-    proxy, options = via
+def test_a_late_answer_to_any_request_is_harmless(proxy: Proxy, options: Options, url: str) -> None:
     store = RemoteStore(url, storage_options={**options, "requests_timeout": aiohttp.ClientTimeout(sock_read=0.5)})
     proxy.between = late = Late()
     store.write("record", b"mine")
@@ -266,9 +196,8 @@ def test_a_late_answer_to_any_request_is_harmless(via: tuple[Proxy, Options], ur
 
 @pytest.mark.parametrize(("status", "kind"), [(412, FileExistsError), (404, FileNotFoundError), (403, PermissionError)])
 def test_permanent_errors_are_not_retried(
-    via: tuple[Proxy, Options], url: str, status: int, kind: type[OSError]
+    proxy: Proxy, options: Options, url: str, status: int, kind: type[OSError]
 ) -> None:
-    proxy, options = via
     store = RemoteStore(url, storage_options=options)
     proxy.rule = lambda number, method, path: _Json(status, "") if method == "POST" else "pass"
     with pytest.raises(kind):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +18,9 @@ from ckptkit.storage.lock import STATE_DIRECTORY, acquire_lease
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.publish import stage
-from tests.remote.test_end_to_end import state_of
-from tests.remote.test_turns import loads, save
-from tests.storage.proxy import Reply, proxy_of
+from tests.remote.runs import Options, loads, save, state_of
+from tests.storage.proxy import Proxy, Reply
 
-Options = dict[str, Any]
 _counter = itertools.count()
 
 
@@ -34,7 +31,7 @@ class Ceph16:
         self.after: dict[str, Any] = {}  # what happens right after a put to a path that ends so, once
 
     def __call__(self, handler: Any, body: bytes) -> Reply | None:
-        if "uploadId" in handler.path or handler.path.startswith("/kept"):
+        if "uploadId" in handler.path or handler.path.startswith("/versioned"):
             del handler.headers["If-None-Match"]
         reply: Reply = handler.forward(body)
         for ending in [ending for ending in self.after if handler.command == "PUT" and handler.path.endswith(ending)]:
@@ -42,29 +39,18 @@ class Ceph16:
         return reply
 
 
-@pytest.fixture
-def ceph(s3: Options) -> Iterator[tuple[Ceph16, Options]]:
-    with proxy_of(s3["endpoint_url"]) as proxy:
-        proxy.between = server = Ceph16()
-        yield server, {**s3, "endpoint_url": proxy.url}
-
-
-@pytest.fixture(scope="module")
-def kept(s3: Options) -> str:
-    """A versioned bucket."""
-    fs = open_store("s3://kept", storage_options=s3).fs
-    fs.mkdir("kept")
-    fs.call_s3("put_bucket_versioning", Bucket="kept", VersioningConfiguration={"Status": "Enabled"})
-    return "kept"
+@pytest.fixture(autouse=True)
+def server(proxy: Proxy) -> Ceph16:
+    proxy.between = made = Ceph16()
+    return made
 
 
 @pytest.fixture
-def url(kept: str) -> str:
-    return f"s3://{kept}/run{next(_counter)}"
+def url(versioned: str) -> str:
+    return f"s3://{versioned}/ignored{next(_counter)}"
 
 
-def test_conditional_writes_are_tested_per_bucket(ceph: tuple[Ceph16, Options], url: str) -> None:
-    _, options = ceph
+def test_conditional_writes_are_tested_per_bucket(options: Options, url: str) -> None:
     plain = RemoteStore(f"s3://remote/conditions{next(_counter)}", storage_options=options)
     plain.write("x", b"1")
     assert plain.has_conditional_writes is True
@@ -76,8 +62,7 @@ def test_conditional_writes_are_tested_per_bucket(ceph: tuple[Ceph16, Options], 
     assert kept.read("x") == b"1"
 
 
-def test_a_run_is_saved_and_loaded_where_conditions_are_ignored(ceph: tuple[Ceph16, Options], url: str) -> None:
-    _, options = ceph
+def test_a_run_is_saved_and_loaded_where_conditions_are_ignored(options: Options, url: str) -> None:
     save(url, options, 1)
     save(url, options, 2)
     with pytest.raises(CheckpointExistsError):
@@ -87,9 +72,8 @@ def test_a_run_is_saved_and_loaded_where_conditions_are_ignored(ceph: tuple[Ceph
 
 
 def test_a_commit_record_replaced_at_once_is_not_reported_as_saved(
-    ceph: tuple[Ceph16, Options], s3: Options, url: str
+    server: Ceph16, options: Options, s3: Options, url: str
 ) -> None:
-    server, options = ceph
     root = open_store(url, storage_options=s3)
     save(url, s3, 1)
     (first,) = list_checkpoints(root).committed
@@ -105,8 +89,7 @@ def test_a_commit_record_replaced_at_once_is_not_reported_as_saved(
     assert list_checkpoints(root).find("step_00000002") is not None
 
 
-def test_two_jobs_that_take_the_lease_at_once_get_an_error(ceph: tuple[Ceph16, Options], s3: Options, url: str) -> None:
-    _, options = ceph
+def test_two_jobs_that_take_the_lease_at_once_get_an_error(options: Options, s3: Options, url: str) -> None:
     lease = acquire_lease(open_store(url, storage_options=options))
     body = {"nonce": "0" * 16, "beat": 0, "released": False, **this_process().to_json()}
     open_store(url, storage_options=s3).write(lease.path, json.dumps(body).encode(), overwrite=True)
@@ -117,9 +100,8 @@ def test_two_jobs_that_take_the_lease_at_once_get_an_error(ceph: tuple[Ceph16, O
 
 
 def test_the_first_of_two_writers_with_the_same_owner_file_publishes_nothing(
-    ceph: tuple[Ceph16, Options], s3: Options, url: str
+    options: Options, s3: Options, url: str
 ) -> None:
-    _, options = ceph
     root = open_store(url, storage_options=s3)
     names = {"data": 4, "index.json": -1}
     body = {"nonce": "0" * 16, "leased": False, **this_process().to_json()}

@@ -14,11 +14,11 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import IntegrityError
 from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
 from ckptkit.storage import open_store
-from tests.storage.proxy import Proxy
-
-Options = dict[str, Any]
+from tests.remote.runs import Options
+from tests.storage.proxy import PASS, Proxy
 
 
 def elsewhere(options: Options) -> Options:
@@ -46,8 +46,7 @@ def save(url: str, options: Options, *steps: int, tag: str | None = None) -> Non
             manager.save(step, state_with(step), tag=tag)
 
 
-def test_a_load_repeats_only_the_check_of_its_pin(counted: tuple[Proxy, Options], url: str) -> None:
-    proxy, options = counted
+def test_a_load_repeats_only_the_check_of_its_pin(proxy: Proxy, options: Options, url: str) -> None:
     save(url, options, 1, 2)
     state = state_with(0)
     with CheckpointManager(url, storage_options=elsewhere(options)) as manager:
@@ -64,8 +63,7 @@ def test_a_load_repeats_only_the_check_of_its_pin(counted: tuple[Proxy, Options]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_small_files_take_one_request_each(counted: tuple[Proxy, Options], url: str) -> None:
-    proxy, options = counted
+def test_small_files_take_one_request_each(proxy: Proxy, options: Options, url: str) -> None:
     saved = {f"w{i}": torch.full((9 << 18,), float(i)) for i in range(4)}  # 36 MiB
     dcp.save(saved, storage_writer=DCPWriter(url, storage_options=options))
     files = [item.path for item in open_store(url, storage_options=options).list() if item.path.endswith(".distcp")]
@@ -79,16 +77,15 @@ def test_small_files_take_one_request_each(counted: tuple[Proxy, Options], url: 
 
 @pytest.mark.parametrize("atomic", [False, True])
 def test_a_load_whose_checkpoint_is_rotated_away_loads_the_next_one(
-    counted: tuple[Proxy, Options], url: str, atomic: bool
+    proxy: Proxy, options: Options, url: str, atomic: bool
 ) -> None:
-    proxy, options = counted
     near = elsewhere(options)
     save(url, options, 1)
     gone, once = threading.Event(), threading.Lock()
 
     def rule(number: int, method: str, path: str) -> str:
         if method == "PUT" and "/pins/" in path and once.acquire(blocking=False):
-            proxy.rule = lambda number, method, path: "pass"  # of what another job does now
+            proxy.rule = PASS  # of what another job does now
             save(url, near, 2)
             delete_checkpoint(open_store(url, storage_options=near), "step_00000001", reason="test")
             gone.set()
@@ -144,8 +141,6 @@ def test_a_tag_of_digits_is_not_a_step(s3: Options, url: str) -> None:
 
 
 def test_damage_of_a_data_file_is_found(s3: Options, url: str) -> None:
-    from ckptkit.errors import IntegrityError
-
     save(url, s3, 1)
     root = open_store(url, storage_options=s3)
     (path,) = [item.path for item in root.list("step_00000001", recursive=True) if item.path.endswith("_0.distcp")][:1]

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 
 from ckptkit import CheckpointManager
 from ckptkit.errors import CkptkitError
 from ckptkit.storage import retry
-from tests.remote.test_end_to_end import state_of
-from tests.remote.test_turns import loads
-from tests.storage.proxy import Proxy
+from tests.remote.runs import Options, loads, state_of
+from tests.storage.proxy import PASS, Proxy
 
-Options = dict[str, Any]
 LONG_S = 1000.0  # longer than a test may take
 
 
 def down(proxy: Proxy, seconds: float) -> threading.Timer:
     """Refuse all requests for a while."""
 
-    def up() -> None:
-        proxy.rule = lambda number, method, path: "pass"
-
     proxy.rule = lambda number, method, path: "503"
-    timer = threading.Timer(seconds, up)
+    timer = threading.Timer(seconds, setattr, (proxy, "rule", PASS))
     timer.start()
     return timer
 
 
 def test_a_background_save_waits_longer_for_a_restart_than_other_calls(
-    counted: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, options: Options, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy, options = counted
     monkeypatch.setattr(retry, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(retry, "_LEAST", 1)
     with CheckpointManager(url, storage_options=options) as manager:
@@ -47,9 +40,8 @@ def test_a_background_save_waits_longer_for_a_restart_than_other_calls(
 
 
 def test_a_failed_save_does_not_shorten_the_retries_of_the_next_one(
-    counted: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, options: Options, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy, options = counted
     with CheckpointManager(url, storage_options=options) as manager:
         manager.save(1, state_of(1))
         proxy.rule = lambda number, method, path: "503"
@@ -64,9 +56,8 @@ def test_a_failed_save_does_not_shorten_the_retries_of_the_next_one(
 
 
 def test_ctrl_c_ends_a_job_whose_save_waits_for_an_unreachable_store(
-    counted: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, options: Options, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy, options = counted
     monkeypatch.setattr(retry, "BACKGROUND_S", LONG_S)
     monkeypatch.setattr(retry, "WAIT_MAX_S", LONG_S)
     monkeypatch.setattr("ckptkit.checkpoint.manager.BACKGROUND_S", LONG_S)
@@ -78,5 +69,5 @@ def test_ctrl_c_ends_a_job_whose_save_waits_for_an_unreachable_store(
         while proxy.count < 5:
             threading.Event().wait(0.05)
         raise KeyboardInterrupt
-    proxy.rule = lambda number, method, path: "pass"
+    proxy.rule = PASS
     loads(url, options, 1)

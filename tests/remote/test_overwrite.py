@@ -17,26 +17,14 @@ from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, IntegrityError
 from ckptkit.offline.convert import convert
 from ckptkit.offline.listing import list_run
-from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
 from ckptkit.storage.objects import RemoteStore
 from tests.checkpoint.saving import fork, save
-from tests.storage.proxy import Answer, Proxy
+from tests.remote.runs import MANY, UNEVEN, Options, command, is_whole, names, objects
+from tests.storage.proxy import PASS, Answer, Proxy
 
-Options = dict[str, Any]
-UNEVEN = Path(__file__).parents[1] / "zoo" / "dcp_fsdp2_uneven_w4" / "ckpt"
-MANY: Options = {"max_shard_size": "1kB"}  # ten files
-
-
-def objects(url: str, s3: Options) -> dict[str, bytes]:
-    store = open_store(url, storage_options=s3)
-    return {item.path: store.read(item.path) for item in store.list(recursive=True)}
-
-
-def write(url: str, s3: Options, source: str | Path = UNEVEN, **options: Any) -> None:
-    run = reshard if "world_size" in options and "to" not in options else convert
-    run(str(source), url, dst_storage_options=s3, **options)
+OVER = {**MANY, "overwrite": True}
 
 
 @pytest.mark.parametrize(
@@ -51,51 +39,53 @@ def write(url: str, s3: Options, source: str | Path = UNEVEN, **options: Any) ->
     ],
 )
 def test_overwrite_replaces_the_export_of_another_command(url: str, s3: Options, old: Options, new: Options) -> None:
-    write(url, s3, **old)
-    write(url, s3, **new, overwrite=True)
-    write(f"{url}-new", s3, **new)
-    assert objects(url, s3).keys() == objects(f"{url}-new", s3).keys()
+    command(UNEVEN, url, s3, old)
+    command(UNEVEN, url, s3, {**new, "overwrite": True})
+    command(UNEVEN, f"{url}-new", s3, new)
+    assert names(url, s3) == names(f"{url}-new", s3)
     assert not verify(url, storage_options=s3).problems
 
 
-@pytest.mark.parametrize("options", [MANY, {"world_size": 2}, {"to": "torch"}], ids=str)
-def test_a_damaged_source_leaves_the_old_export(tmp_path: Path, url: str, s3: Options, options: Options) -> None:
-    write(url, s3, **options)
-    before = objects(url, s3)
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
     shutil.copytree(UNEVEN, tmp_path / "in")
     data = max((tmp_path / "in").glob("*.distcp"), key=lambda path: path.stat().st_size)
     data.write_bytes(data.read_bytes()[:-400])
+    return tmp_path / "in"
+
+
+@pytest.mark.parametrize("how", [MANY, {"world_size": 2}, {"to": "torch"}], ids=str)
+def test_a_damaged_source_leaves_the_old_export(damaged: Path, url: str, s3: Options, how: Options) -> None:
+    command(UNEVEN, url, s3, how)
+    before = objects(url, s3)
     with pytest.raises((CorruptCheckpointError, IntegrityError)):
-        write(url, s3, tmp_path / "in", **options, overwrite=True)
+        command(damaged, url, s3, {**how, "overwrite": True})
     assert objects(url, s3) == before
 
 
 @pytest.mark.parametrize("name", ["results.json", "eval/results.json", "checkpoint-500/model.safetensors"])
 def test_overwrite_refuses_foreign_objects_by_name(url: str, s3: Options, name: str) -> None:
-    write(url, s3)
+    command(UNEVEN, url, s3, {})
     open_store(url, storage_options=s3).write(name, b"mine")
     before = objects(url, s3)
     with pytest.raises(CheckpointExistsError, match=f"is not overwritten: .*{name.partition('/')[0]}"):
-        write(url, s3, **MANY, overwrite=True)
+        command(UNEVEN, url, s3, OVER)
     assert objects(url, s3) == before
 
 
-def test_a_single_object_stays_until_it_is_replaced(tmp_path: Path, url: str, s3: Options) -> None:
-    file = f"{url}/model.pt"
-    write(file, s3, to="torch")
+def test_a_single_object_stays_until_it_is_replaced(damaged: Path, url: str, s3: Options) -> None:
+    file, over = f"{url}/model.pt", {"to": "torch", "overwrite": True}
+    command(UNEVEN, file, s3, {"to": "torch"})
     before = objects(url, s3)
-    shutil.copytree(UNEVEN, tmp_path / "in")
-    data = max((tmp_path / "in").glob("*.distcp"), key=lambda path: path.stat().st_size)
-    data.write_bytes(data.read_bytes()[:-400])
     with pytest.raises((CorruptCheckpointError, IntegrityError)):
-        write(file, s3, tmp_path / "in", to="torch", overwrite=True)
+        command(damaged, file, s3, over)
     assert objects(url, s3) == before
-    write(file, s3, to="torch", dtype="bf16", overwrite=True)
+    command(UNEVEN, file, s3, {**over, "dtype": "bf16"})
     after = objects(url, s3)
     assert after.keys() == before.keys() and after != before
     open_store(url, storage_options=s3).write("notes.pt", b"mine")
     with pytest.raises(CheckpointExistsError, match=r"not a file that torch\.save"):
-        write(f"{url}/notes.pt", s3, to="torch", overwrite=True)
+        command(UNEVEN, f"{url}/notes.pt", s3, over)
 
 
 def _killed_after_copies(say: Any, url: str, s3: Options, copies: int) -> None:
@@ -107,25 +97,24 @@ def _killed_after_copies(say: Any, url: str, s3: Options, copies: int) -> None:
         left[0] -= 1
         copy(self, *args)
 
-    RemoteStore.copy_to = counted  # type: ignore[method-assign]
-    write(url, s3, **MANY, overwrite=True)
+    RemoteStore.copy_to = counted
+    command(UNEVEN, url, s3, OVER)
 
 
 @pytest.mark.parametrize("copies", [0, 1, 5])
 def test_a_kill_during_the_replacement_keeps_the_new_export_and_the_command_continues(
     url: str, s3: Options, copies: int
 ) -> None:
-    write(url, s3, max_shard_size="2kB")
+    command(UNEVEN, url, s3, {"max_shard_size": "2kB"})
     before = objects(url, s3)
     assert fork(_killed_after_copies, url, s3, copies)[0] == -signal.SIGKILL
     if not copies:  # nothing of the old was touched yet
         assert {name: data for name, data in objects(url, s3).items() if not name.startswith(".")} == before
     convert(f"{url}/.ckptkit-new", f"{url}-copy", src_storage_options=s3, dst_storage_options=s3)
     with pytest.raises(CheckpointExistsError):
-        write(url, s3, **MANY)
-    write(url, s3, **MANY, overwrite=True)
-    write(f"{url}-new", s3, **MANY)
-    assert objects(url, s3) == objects(f"{url}-new", s3)
+        command(UNEVEN, url, s3, MANY)
+    command(UNEVEN, url, s3, OVER)
+    is_whole(UNEVEN, url, s3)
 
 
 # --- files of others in a checkpoint's keys
@@ -164,9 +153,8 @@ def test_rotation_and_overwrite_keep_and_name_foreign_objects(
 
 @pytest.mark.parametrize("refused", ["deletions", "listings"])
 def test_a_denied_rotation_logs_one_line_and_saves_continue(
-    counted: tuple[Proxy, Options], url: str, refused: str, caplog: pytest.LogCaptureFixture
+    proxy: Proxy, options: Options, url: str, refused: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    proxy, options = counted
 
     def rule(number: int, method: str, path: str) -> str | Answer:
         listing, deletion = "list-type" in path, method == "DELETE" or path.endswith("?delete")
@@ -182,6 +170,6 @@ def test_a_denied_rotation_logs_one_line_and_saves_continue(
         lines = [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
         assert len(lines) == 1 and "AccessDenied" in lines[0] and "next save" in lines[0]
         assert not any(record.exc_info for record in caplog.records)
-        proxy.rule = lambda number, method, path: "pass"
+        proxy.rule = PASS
         manager.save(3, state)
         assert [record.step for record in manager.list()] == [3]

@@ -16,19 +16,16 @@ from safetensors.numpy import save_file
 from ckptkit.errors import CheckpointExistsError, IntegrityError, StorageError
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.convert import convert
-from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import ledger, open_store, owner, publish_remote, upload
 from ckptkit.storage.ledger import FOLDER, Ledger
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.publish_remote import _Place
 from tests.checkpoint.saving import fork
-from tests.offline.copying.test_resume import UNEVEN, went_on
+from tests.offline.copying.test_resume import went_on
 from tests.ranks import RankError, run_ranks
+from tests.remote.runs import MANY, UNEVEN, Options, command, comparable, is_whole, names, objects
 from tests.storage.proxy import Proxy
-
-Options = dict[str, Any]
-MANY: Options = {"max_shard_size": "1kB"}  # ten files
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +35,8 @@ def small_objects_are_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    shutil.copytree(UNEVEN / "ckpt", tmp_path / "in")
+    shutil.copytree(UNEVEN, tmp_path / "in")
     return tmp_path / "in"
-
-
-def command(source: str, url: str, s3: Options, options: Options) -> Any:
-    run = reshard if "world_size" in options else convert
-    return run(source, url, dst_storage_options=s3, workers=1, **options)
 
 
 def _dying(say: Any, source: str, url: str, s3: Options, options: Options, objects: int) -> None:
@@ -61,19 +53,11 @@ def _die_after(objects: int) -> None:
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Ledger.finished = counted  # type: ignore[method-assign]
+    Ledger.finished = counted
 
 
 def killed(source: Path, url: str, s3: Options, objects: int, **options: Any) -> None:
     assert fork(_dying, str(source), url, s3, options, objects)[0] == -signal.SIGKILL
-
-
-def objects(url: str, s3: Options) -> dict[str, bytes]:
-    """Return the objects, without those that contain timestamps."""
-    store = open_store(url, storage_options=s3)
-    names = [item.path for item in store.list(recursive=True)]
-    said = ("README.md", "checkpoint.json", "manifest.safetensors")
-    return {name: b"" if name.rpartition("/")[2] in said else store.read(name) for name in names}
 
 
 def uploads(url: str, s3: Options) -> list[str]:
@@ -95,29 +79,26 @@ def moved(proxy: Proxy) -> int:
 
 @pytest.mark.parametrize("finished", [1, 4])
 def test_a_killed_conversion_continues_with_finished_objects(
-    source: Path, url: str, s3: Options, counted: tuple[Proxy, Options], finished: int
+    source: Path, url: str, s3: Options, proxy: Proxy, options: Options, finished: int
 ) -> None:
     killed(source, url, s3, finished, **MANY)
-    assert "model.safetensors.index.json" not in objects(url, s3)
-    proxy, through = counted
-    report = command(str(source), url, through, MANY)
+    assert "model.safetensors.index.json" not in names(url, s3)
+    report = command(source, url, options, MANY)
     assert f"{finished} of" in went_on(report.notes)
     again = moved(proxy)
     proxy.clear()
-    whole = command(str(source), f"{url}-whole", through, MANY)
+    whole = command(source, f"{url}-whole", options, MANY)
     assert again == moved(proxy) - finished
     assert report.nbytes_read < whole.nbytes_read and report.checked == whole.checked
-    assert objects(url, s3) == objects(f"{url}-whole", s3)
+    assert comparable(url, s3) == comparable(f"{url}-whole", s3)
 
 
 def test_a_killed_reshard_continues_with_finished_objects(source: Path, url: str, s3: Options) -> None:
     options = {"world_size": 3}
-    killed(source, f"{url}/step_00000000", s3, 2, **options)
-    report = command(str(source), f"{url}/step_00000000", s3, options)
-    assert "2 of" in went_on(report.notes)
-    command(str(source), f"{url}-whole/step_00000000", s3, options)
-    assert verify(f"{url}/step_00000000", storage_options=s3).ok
-    assert objects(url, s3) == objects(f"{url}-whole", s3)
+    killed(source, url, s3, 2, **options)
+    assert "2 of" in went_on(command(source, url, s3, options).notes)
+    assert verify(url, storage_options=s3).ok
+    is_whole(source, url, s3, options)
 
 
 def test_uploads_of_a_killed_run_are_aborted_and_foreign_objects_stay(source: Path, url: str, s3: Options) -> None:
@@ -125,28 +106,24 @@ def test_uploads_of_a_killed_run_are_aborted_and_foreign_objects_stay(source: Pa
     open_store(url, storage_options=s3).write("notes.txt", b"of a person")
     begin_upload(url, s3, "model-00009-of-00010.safetensors")
     begin_upload(url, s3, "somebody-elses.bin")
-    name = next(name for name in objects(url, s3) if name.startswith("model-"))
-    assert name
-    command(str(source), url, s3, MANY)
+    command(source, url, s3, MANY)
     assert uploads(url, s3) == ["somebody-elses.bin"]
-    command(str(source), f"{url}-whole", s3, MANY)
-    assert objects(url, s3) == {**objects(f"{url}-whole", s3), "notes.txt": b"of a person"}
+    is_whole(source, url, s3, **{"notes.txt": b"of a person"})
 
 
 def test_a_replaced_object_is_written_again(source: Path, url: str, s3: Options) -> None:
     killed(source, url, s3, 3, **MANY)
     store = open_store(url, storage_options=s3)
-    name = next(name for name in objects(url, s3) if name.startswith("model-"))
+    name = next(name for name in sorted(names(url, s3)) if name.startswith("model-"))
     store.write(name, bytes(len(store.read(name))), overwrite=True)  # of the same size
-    assert "2 of" in went_on(command(str(source), url, s3, MANY).notes)
-    command(str(source), f"{url}-whole", s3, MANY)
-    assert objects(url, s3) == objects(f"{url}-whole", s3)
+    assert "2 of" in went_on(command(source, url, s3, MANY).notes)
+    is_whole(source, url, s3)
 
 
 def test_a_probe_of_a_killed_process_is_ignored(source: Path, url: str, s3: Options) -> None:
     open_store(url, storage_options=s3).write(f".probe-{16 * 'a'}.part", b"?")
-    command(str(source), url, s3, MANY)
-    assert not [name for name in objects(url, s3) if name.startswith(".")]
+    command(source, url, s3, MANY)
+    assert not [name for name in names(url, s3) if name.startswith(".")]
 
 
 @pytest.mark.parametrize("change", ["source", "plan", "check"])
@@ -156,9 +133,8 @@ def test_objects_of_another_source_or_plan_are_written_again(source: Path, url: 
     if change == "source":
         os.utime(source / "__0_0.distcp", ns=(0, 0))
         os.utime(source / "__1_0.distcp", ns=(0, 0))
-    report = command(str(source), url, s3, options)
-    command(str(source), f"{url}-whole", s3, options)
-    assert objects(url, s3) == objects(f"{url}-whole", s3)
+    report = command(source, url, s3, options)
+    is_whole(source, url, s3, options)
     assert went_on(report.notes) == "" or change == "source"  # files of which nothing was changed are the same work
 
 
@@ -172,49 +148,49 @@ def test_damage_that_appears_after_the_kill_is_found(source: Path, url: str, s3:
             path.write_bytes(data)
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     with pytest.raises(IntegrityError):
-        command(str(source), url, s3, MANY)
+        command(source, url, s3, MANY)
     assert objects(url, s3) == {}
+
+
+def once_finished(monkeypatch: pytest.MonkeyPatch, objects: int, call: Callable[[str], object]) -> None:
+    """Call a function, once, with the path of the object that is finished as the `objects`-th."""
+    paths, finished = list[str](), Ledger.finished
+
+    def noticed(self: Ledger, path: str, *args: Any, **kwargs: Any) -> None:
+        finished(self, path, *args, **kwargs)
+        paths.append(path)
+        if len(paths) == objects:
+            call(path)
+
+    monkeypatch.setattr(Ledger, "finished", noticed)
 
 
 def test_a_late_put_of_a_zombie_is_never_published(
     source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done, late = Ledger.finished, []
+    def replace(path: str) -> None:
+        store = open_store(url, storage_options=s3)
+        data = store.read(path)
+        store.write(path, data[:-1] + bytes([data[-1] ^ 1]), overwrite=True)
 
-    def replaced(self: Ledger, path: str, nbytes: int, content: str, *, checked: bool) -> None:
-        done(self, path, nbytes, content, checked=checked)
-        if not late:
-            late.append(path)
-            store = open_store(url, storage_options=s3)
-            data = store.read(path)
-            store.write(path, data[:-1] + bytes([data[-1] ^ 1]), overwrite=True)
-
-    monkeypatch.setattr(Ledger, "finished", replaced)
+    once_finished(monkeypatch, 1, replace)
     with pytest.raises(StorageError, match=r"model-\S+ is not what was written"):
-        command(str(source), url, s3, MANY)
-    assert objects(url, s3) == {}
+        command(source, url, s3, MANY)
+    assert not names(url, s3)
 
 
 def test_a_writer_that_lost_the_directory_publishes_and_deletes_nothing(
     source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done, calls = Ledger.finished, []
+    def take_over(path: str) -> None:  # as another machine that takes the writer for dead and overwrites
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner.Owner, "alive", lambda self: None)
+            assert "3 of" in went_on(command(source, url, s3, {**MANY, "overwrite": True}).notes)
 
-    def taken_over(self: Ledger, path: str, nbytes: int, content: str, *, checked: bool) -> None:
-        done(self, path, nbytes, content, checked=checked)
-        calls.append(path)
-        if len(calls) == 3:  # another machine takes it for dead and overwrites
-            monkeypatch.setattr(Ledger, "finished", done)
-            real = owner.Owner.alive
-            monkeypatch.setattr(owner.Owner, "alive", lambda self: None)
-            assert "3 of" in went_on(command(str(source), url, s3, {**MANY, "overwrite": True}).notes)
-            monkeypatch.setattr(owner.Owner, "alive", real)
-
-    monkeypatch.setattr(Ledger, "finished", taken_over)
+    once_finished(monkeypatch, 3, take_over)
     with pytest.raises((StorageError, FileExistsError)):
-        command(str(source), url, s3, MANY)
-    command(str(source), f"{url}-whole", s3, MANY)
-    assert objects(url, s3) == objects(f"{url}-whole", s3)
+        command(source, url, s3, MANY)
+    is_whole(source, url, s3)
 
 
 def test_a_conversion_continues_on_another_machine_only_with_overwrite(
@@ -223,32 +199,24 @@ def test_a_conversion_continues_on_another_machine_only_with_overwrite(
     killed(source, url, s3, 3, **MANY)
     monkeypatch.setattr(owner, "_machine", lambda: "another/machine/altogether")
     with pytest.raises(CheckpointExistsError, match="overwrite"):
-        command(str(source), url, s3, MANY)
-    assert "3 of" in went_on(command(str(source), url, s3, {**MANY, "overwrite": True}).notes)
-    assert not [name for name in objects(url, s3) if name.startswith(".")]
+        command(source, url, s3, MANY)
+    assert "3 of" in went_on(command(source, url, s3, {**MANY, "overwrite": True}).notes)
+    assert not [name for name in names(url, s3) if name.startswith(".")]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no")], ids=["Ctrl-C", "error"])
 def test_ctrl_c_keeps_finished_objects_and_an_error_does_not(
-    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
+    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    raised: list[BaseException] = [KeyboardInterrupt(), OSError("no")]
-    done = Ledger.finished
+    def stop(path: str) -> None:
+        raise error
 
-    def stopped(self: Ledger, *args: Any, **kwargs: Any) -> None:
-        done(self, *args, **kwargs)
-        if raised:
-            raise raised[0]
-
-    monkeypatch.setattr(Ledger, "finished", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        command(str(source), url, s3, MANY)
-    assert [name for name in objects(url, s3) if name.startswith(FOLDER)]
-    del raised[0]
-    with pytest.raises(OSError, match="no"):
-        command(str(source), f"{url}-other", s3, MANY)
-    assert objects(f"{url}-other", s3) == {}
-    raised.clear()
-    assert "1 of" in went_on(command(str(source), url, s3, MANY).notes)
+    once_finished(monkeypatch, 1, stop)
+    with pytest.raises(type(error)):
+        command(source, url, s3, MANY)
+    kept = isinstance(error, KeyboardInterrupt)
+    assert any(name.startswith(FOLDER) for name in names(url, s3)) == bool(names(url, s3)) == kept
+    assert ("1 of" in went_on(command(source, url, s3, MANY).notes)) == kept
 
 
 def between(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> None:
@@ -269,21 +237,19 @@ def test_an_export_published_after_the_listing_is_kept(
 ) -> None:
     if before != "nothing":
         killed(source, url, s3, 3, **MANY)
-    between(monkeypatch, lambda: command(str(source), url, s3, MANY))
+    between(monkeypatch, lambda: command(source, url, s3, MANY))
     with pytest.raises(CheckpointExistsError, match="exists already"):
-        command(str(source), url, s3, MANY)
-    command(str(source), f"{url}-whole", s3, MANY)
-    assert objects(url, s3) == objects(f"{url}-whole", s3)
+        command(source, url, s3, MANY)
+    is_whole(source, url, s3)
 
 
 def test_the_later_of_two_overwrites_replaces_the_earlier(
     source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command(str(source), url, s3, {"max_shard_size": "2kB"})
-    between(monkeypatch, lambda: command(str(source), url, s3, {**MANY, "overwrite": True}))
-    command(str(source), url, s3, {"max_shard_size": "1.3kB", "overwrite": True})
-    command(str(source), f"{url}-whole", s3, {"max_shard_size": "1.3kB"})
-    assert objects(url, s3) == objects(f"{url}-whole", s3)
+    command(source, url, s3, {"max_shard_size": "2kB"})
+    between(monkeypatch, lambda: command(source, url, s3, {**MANY, "overwrite": True}))
+    command(source, url, s3, {"max_shard_size": "1.3kB", "overwrite": True})
+    is_whole(source, url, s3, {"max_shard_size": "1.3kB"})
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), PermissionError("no")], ids=["Ctrl-C", "denied"])
@@ -297,15 +263,15 @@ def test_an_interrupted_takeover_can_be_repeated(
 
     with monkeypatch.context() as patch, pytest.raises(type(error)):
         patch.setattr(publish_remote, "_end_uploads", stopped)
-        command(str(source), url, s3, MANY)
-    assert "3 of" in went_on(command(str(source), url, s3, MANY).notes)
+        command(source, url, s3, MANY)
+    assert "3 of" in went_on(command(source, url, s3, MANY).notes)
 
 
 def _dying_in_an_upload(say: Any, source: str, url: str, s3: Options) -> None:
     from ckptkit.storage.s3 import S3Upload
 
     upload.UPLOAD_BYTES = 5 << 20
-    S3Upload.part = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    S3Upload.part = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
     convert(source, url, to="torch", dst_storage_options=s3)
 
 
@@ -317,7 +283,7 @@ def test_an_unfinished_upload_of_a_single_file_is_aborted(tmp_path: Path, url: s
     assert sorted(uploads(url, s3)) == ["model.pt", "other.pt"]
     convert(source, file, to="torch", dst_storage_options=s3)
     assert uploads(url, s3) == ["other.pt"]
-    assert list(objects(url, s3)) == ["model.pt"]
+    assert names(url, s3) == {"model.pt"}
 
 
 def _team(source: str, url: str, s3: Options, kill: int) -> str:
@@ -331,5 +297,4 @@ def test_a_team_continues_the_work_of_another_team(source: Path, url: str, s3: O
     with pytest.raises(RankError):
         run_ranks(_team, 3, str(source), url, s3, 1)
     assert "of" in run_ranks(_team, 2, str(source), url, s3, 0)[0]
-    command(str(source), f"{url}-whole", s3, MANY)
-    assert objects(url, s3) == objects(f"{url}-whole", s3)
+    is_whole(source, url, s3)

@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,15 @@ from torch import nn
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError
 from ckptkit.offline.diff import diff
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage import open_store
 from tests.remote.hub import hub_of
-from tests.remote.test_end_to_end import full, run_cli, state_of
+from tests.remote.runs import Options, full, objects, run_cli, same, state_of, steps, top_names
 from tests.storage import servers
-from tests.storage.proxy import Proxy
-
-Options = dict[str, Any]
+from tests.storage.proxy import PASS, Proxy
 
 
 @dataclass(frozen=True)
@@ -42,41 +39,28 @@ class Place:
     def store(self) -> Any:
         return open_store(self.url, storage_options=self.options)
 
-    def objects(self) -> dict[str, int]:
-        return {item.path: item.size for item in self.store().list(recursive=True)}
-
     def cli(self, *args: str) -> str:
-        given = [f"--storage-option={name}={value}" for name, value in self.options.items()]
-        code, text = run_cli(*args, *given)
+        code, text = run_cli(*args, options=self.options)
         assert code == 0, (args, text)
         return text
 
 
 @contextmanager
-def _rclone(folder: Path) -> Iterator[Place]:
-    (folder / "bucket").mkdir()
-    with servers.rclone(folder) as options:
-        yield Place("s3://bucket/run", dict(options))
-
-
-@contextmanager
-def _with_bucket(scheme: str, server: AbstractContextManager[Mapping[str, Any]]) -> Iterator[Place]:
-    with server as options:
-        # All moto servers of a process share what they hold: a bucket that no other test makes.
-        open_store(f"{scheme}://servers", storage_options=options).fs.mkdir("servers")
-        yield Place(f"{scheme}://servers/run", dict(options))
+def _place(kind: str, folder: Path) -> Iterator[Place]:
+    if kind == "rclone":
+        made, scheme = servers.rclone(folder, bucket="servers"), "s3"
+    elif kind == "moto":
+        made, scheme = servers.moto("servers"), "s3"
+    else:
+        made, scheme = servers.fake_gcs("servers"), "gs"
+    with made as options:
+        yield Place(f"{scheme}://servers/run", options)
 
 
 @pytest.fixture(params=["moto", "rclone", "gcs"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    if request.param == "rclone":
-        made = _rclone(tmp_path)
-    elif request.param == "moto":
-        made = _with_bucket("s3", servers.moto())
-    else:
-        made = _with_bucket("gs", servers.fake_gcs())
-    with made as found:
-        yield found
+    with _place(request.param, tmp_path) as made:
+        yield made
 
 
 FOREIGN = {"notes/readme.txt": b"mine", "step_00000007/data.bin": b"another's", "loose.json": b"{}"}
@@ -102,7 +86,7 @@ def _resume(place: Place, expected: dict[str, torch.Tensor]) -> None:
     other = state_of(99)
     with CheckpointManager(place.url, retention=RetentionPolicy(max_num=2), storage_options=place.options) as manager:
         assert manager.load(other) is not None and manager.latest() == 3
-        assert all(torch.equal(value, expected[name]) for name, value in full(other).items())
+        assert same(full(other), expected)
         manager.save(4, other)
 
 
@@ -119,12 +103,12 @@ def _change(place: Place) -> None:
     place.cli("reshard", f"{place.url}/step_00000004", f"{base}/two", "--world-size", "2")
     place.cli("convert", f"{base}/two", f"{base}/plain", "--to", "dcp")
     assert not diff(f"{base}/two", f"{base}/plain", storage_options=place.options).differs
-    before = place.objects()
+    before = objects(place.url, place.options)
     place.cli("prune", place.url, "--max-num", "1", "--dry-run")
-    assert place.objects() == before
+    assert objects(place.url, place.options) == before
     place.cli("prune", place.url, "--max-num", "1")
-    assert [item.step for item in list_checkpoints(place.store()).committed] == [4]
-    assert not any("step_00000003" in path for path in place.objects())
+    assert steps(place.url, place.options) == [4]
+    assert "step_00000003" not in top_names(place.url, place.options)
 
 
 def test_a_checkpoint_is_resharded_from_bucket_to_bucket_in_bounded_memory(
@@ -135,13 +119,13 @@ def test_a_checkpoint_is_resharded_from_bucket_to_bucket_in_bounded_memory(
     monkeypatch.setattr("ckptkit.storage.connection._HELD_BYTES", 4 * part)
     # Memory that Python traces, without mapped memory.
     monkeypatch.setattr("ckptkit.storage.body._block", lambda: memoryview(bytearray(4 << 20)))
-    with _rclone(tmp_path) as place:  # a process of its own: what it holds does not count
+    with _place("rclone", tmp_path) as place:  # a process of its own: what it holds does not count
         _reshard(place, part)
 
 
 def test_a_save_uploads_without_a_copy_of_the_model(tmp_path: Path) -> None:
     small, large = nn.Linear(1024, 8, bias=False), nn.Linear(2048, 6400, bias=False)  # 50 MiB, in two files
-    with _rclone(tmp_path) as place, CheckpointManager(place.url, storage_options=place.options) as manager:
+    with _place("rclone", tmp_path) as place, CheckpointManager(place.url, storage_options=place.options) as manager:
         manager.save(1, TrainState(model=small))  # imports, clients
         tracemalloc.start()  # of Python alone: the model's own memory is torch's
         try:
@@ -186,26 +170,22 @@ def every_kind(number: int, method: str, path: str) -> str:
     return "slow" if number % 10 == 1 else "pass"
 
 
-def test_a_run_survives_a_server_that_fails_every_third_request(counted: tuple[Proxy, Options], url: str) -> None:
-    proxy, options = counted
+def test_a_run_survives_a_server_that_fails_every_third_request(proxy: Proxy, options: Options, url: str) -> None:
     state, other = state_of(3), state_of(99)
     proxy.rule = every_kind
     with CheckpointManager(url, retention=RetentionPolicy(max_num=1), storage_options=options) as manager:
         manager.save(1, state)
         manager.save(2, state)
         assert manager.load(other) is not None
-    assert all(torch.equal(value, full(state)[name]) for name, value in full(other).items())
-    proxy.rule = lambda number, method, path: "pass"
-    place = Place(url, options)
-    assert [item.step for item in list_checkpoints(place.store()).committed] == [2]
-    assert not any("step_00000001" in path for path in place.objects())
+    assert same(full(other), full(state))
+    proxy.rule = PASS
+    assert steps(url, options) == [2] and "step_00000001" not in top_names(url, options)
 
 
 @pytest.mark.parametrize("after", [1, 3, 4])
 def test_a_server_that_dies_during_a_save_keeps_the_previous_checkpoint(
-    counted: tuple[Proxy, Options], url: str, after: int, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, options: Options, url: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy, options = counted
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "100ms")
     state = state_of(3)
     with CheckpointManager(url, storage_options=options) as manager:
@@ -214,11 +194,11 @@ def test_a_server_that_dies_during_a_save_keeps_the_previous_checkpoint(
         proxy.rule = lambda number, method, path: "reset" if number > after else "pass"
         with pytest.raises((CkptkitError, OSError)):
             manager.save(2, state)
-        proxy.rule = lambda number, method, path: "pass"
+        proxy.rule = PASS
         assert manager.latest() == 1
         manager.save(3, state)
         assert manager.load(state_of(99)) is not None and manager.latest() == 3
-    assert not any("step_00000002" in path for path in Place(url, options).objects())
+    assert "step_00000002" not in top_names(url, options)
 
 
 def test_an_unreachable_server_is_one_error_of_each_command(
@@ -226,7 +206,6 @@ def test_an_unreachable_server_is_one_error_of_each_command(
 ) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "100ms")
     nobody = {**s3, "endpoint_url": f"http://127.0.0.1:{servers.free_port()}"}
-    given = [f"--storage-option={name}={value}" for name, value in nobody.items()]
     url = "s3://remote/run"
     for command in (
         ["ls", url],
@@ -234,7 +213,7 @@ def test_an_unreachable_server_is_one_error_of_each_command(
         ["prune", url, "--max-num", "1"],
         ["convert", url, str(tmp_path / "x")],
     ):
-        code, text = run_cli(*command, *given)
+        code, text = run_cli(*command, options=nobody)
         errors = [line for line in text.splitlines() if line.startswith("Error")]
         assert code == 1 and len(errors) == 1 and "CKPTKIT_STORAGE_TIMEOUT" in errors[0], text
         assert "Traceback" not in text and s3["secret"] not in text
@@ -248,7 +227,7 @@ def test_missing_credentials_say_where_to_set_them(
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    code, text = run_cli("ls", "s3://remote/run", f"--storage-option=endpoint_url={s3['endpoint_url']}")
+    code, text = run_cli("ls", "s3://remote/run", options={"endpoint_url": s3["endpoint_url"]})
     assert code == 1 and "AWS_ACCESS_KEY_ID" in text and "--storage-option" in text
 
 

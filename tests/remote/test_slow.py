@@ -8,13 +8,12 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import CkptkitError, LeaseHeldError, StorageError
 from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
@@ -26,12 +25,11 @@ from ckptkit.storage.publish import stage
 from ckptkit.storage.retry import Patience, SilenceError, call_with_retries, patiently, silences
 from ckptkit.storage.s3 import S3Api
 from ckptkit.storage.store import ReadInto
+from tests.remote.runs import Options, loads, names, objects, save, steps, top_names
 from tests.remote.slow import Late
-from tests.remote.test_turns import loads, save
 from tests.storage import servers
-from tests.storage.proxy import Answer, Reply, proxy_of
+from tests.storage.proxy import PASS, Answer, Proxy, Reply, Rule, proxy_of
 
-Options = dict[str, Any]
 PART = 2 << 20  # lent memory is sent in parts of three times this; S3 accepts no less than 5 MiB
 BIG = 15 << 20
 
@@ -151,7 +149,7 @@ class _Crowd:
 
     def __call__(self, handler: Any, body: bytes) -> Reply | None:
         if handler.command != "GET" or "list-type" in handler.path:
-            return handler.forward(body)  # type: ignore[no-any-return]
+            return handler.forward(body)
         with self._changed:
             self._now += 1
             self.most = max(self.most, self._now)
@@ -159,30 +157,27 @@ class _Crowd:
             self._changed.wait_for(lambda: self.most >= self._enough, timeout=60)
             self._changed.wait_for(lambda: self.most > self._enough, timeout=0.3)  # one too many has time to come
         try:
-            return handler.forward(body)  # type: ignore[no-any-return]
+            return handler.forward(body)
         finally:
             with self._changed:
                 self._now -= 1
 
 
-def test_ranges_wait_for_a_turn_before_their_timeout_starts(s3: Options) -> None:
-    with proxy_of(s3["endpoint_url"]) as proxy:
-        store = RemoteStore("s3://remote/crowd", storage_options={**s3, "endpoint_url": proxy.url})
-        for number in range(16):
-            store.write(f"{number}", b"x" * 100)
-        proxy.between = crowd = _Crowd(_READS)
-        found: list[bytes] = []
+def test_ranges_wait_for_a_turn_before_their_timeout_starts(proxy: Proxy, options: Options) -> None:
+    store = RemoteStore("s3://remote/crowd", storage_options=options)
+    for number in range(16):
+        store.write(f"{number}", b"x" * 100)
+    proxy.between = crowd = _Crowd(_READS)
+    found: list[bytes] = []
 
-        def read() -> None:
-            views = [bytearray(100) for _ in range(16)]
-            store.read_many([ReadInto(f"{n}", 0, memoryview(view)) for n, view in enumerate(views)])
-            found.extend(map(bytes, views))
+    def read() -> None:
+        views = [bytearray(100) for _ in range(16)]
+        store.read_many([ReadInto(f"{n}", 0, memoryview(view)) for n, view in enumerate(views)])
+        found.extend(map(bytes, views))
 
-        threads = [threading.Thread(target=read) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        for reading in [pool.submit(read) for _ in range(3)]:
+            reading.result()
     assert found == [b"x" * 100] * 48
     assert crowd.most == _READS
 
@@ -190,35 +185,35 @@ def test_ranges_wait_for_a_turn_before_their_timeout_starts(s3: Options) -> None
 # --- answers that arrive too late
 
 
-def test_a_late_answer_to_any_request_is_harmless(s3: Options, small_parts: None, data: bytes) -> None:
-    with proxy_of(s3["endpoint_url"]) as proxy:
-        options = {**s3, "endpoint_url": proxy.url, "config_kwargs": {"read_timeout": 0.5}}
-        store = RemoteStore("s3://remote/late", storage_options=options)
-        store._connection.conditional["remote"] = True
-        proxy.between = late = Late()
-        store.write("record", b"mine")
-        with pytest.raises(FileExistsError):
-            store.write("record", b"theirs")
-        _lend(store, "big", data)
-        view = bytearray(len(data))
-        store.read_many([ReadInto("big", 0, memoryview(view))])
-        assert view == data and store.read("record") == b"mine"
-        assert [(item.path, item.size) for item in store.list()] == [("big", len(data)), ("record", 4)]
-        found = store.info("record")
-        assert found is not None and found.size == 4
-        store.delete(["record"])
-        assert store.info("record") is None
-        left = store.unfinished_uploads()
-        assert len(left) == 1  # it was begun twice; only prune finds the first
-        store.end_uploads(left)
-        assert {"PUT", "GET", "LIST", "HEAD", "POST delete", "PUT partNumber", "POST uploadId"} <= set(late.kinds)
+def test_a_late_answer_to_any_request_is_harmless(
+    proxy: Proxy, options: Options, small_parts: None, data: bytes
+) -> None:
+    store = RemoteStore("s3://remote/late", storage_options={**options, "config_kwargs": {"read_timeout": 0.5}})
+    store._connection.conditional["remote"] = True
+    proxy.between = late = Late()
+    store.write("record", b"mine")
+    with pytest.raises(FileExistsError):
+        store.write("record", b"theirs")
+    _lend(store, "big", data)
+    view = bytearray(len(data))
+    store.read_many([ReadInto("big", 0, memoryview(view))])
+    assert view == data and store.read("record") == b"mine"
+    assert [(item.path, item.size) for item in store.list()] == [("big", len(data)), ("record", 4)]
+    found = store.info("record")
+    assert found is not None and found.size == 4
+    store.delete(["record"])
+    assert store.info("record") is None
+    left = store.unfinished_uploads()
+    assert len(left) == 1  # it was begun twice; only prune finds the first
+    store.end_uploads(left)
+    assert {"PUT", "GET", "LIST", "HEAD", "POST delete", "PUT partNumber", "POST uploadId"} <= set(late.kinds)
 
 
 # --- uploads that are lost
 
 
 @pytest.mark.parametrize("what", ["part", "complete"])
-def test_a_lost_upload_begins_again(s3: Options, small_parts: None, data: bytes, what: str) -> None:
+def test_a_lost_upload_begins_again(proxy: Proxy, options: Options, small_parts: None, data: bytes, what: str) -> None:
     said: list[str] = []
 
     def rule(number: int, method: str, path: str) -> str | Answer:
@@ -228,26 +223,26 @@ def test_a_lost_upload_begins_again(s3: Options, small_parts: None, data: bytes,
         said.append(path)
         return Answer(404, "NoSuchUpload") if what == "part" else Answer(400, "InvalidPart")
 
-    with proxy_of(s3["endpoint_url"]) as proxy:
-        store = RemoteStore(f"s3://remote/lost-{what}", storage_options={**s3, "endpoint_url": proxy.url})
-        proxy.rule = rule
+    store = RemoteStore(f"s3://remote/lost-{what}", storage_options=options)
+    proxy.rule = rule
+    _lend(store, "big", data)
+    assert said
+    assert store.read("big") == data
+    assert store.unfinished_uploads() == []
+
+
+def test_an_upload_lost_every_time_is_an_error_and_leaves_nothing(
+    proxy: Proxy, options: Options, small_parts: None, data: bytes
+) -> None:
+    store = RemoteStore("s3://remote/lost-for-good", storage_options=options)
+    proxy.rule = lambda number, method, path: (
+        Answer(400, "InvalidPart") if method == "POST" and "uploadId" in path else "pass"
+    )
+    with pytest.raises(StorageError, match="InvalidPart"):
         _lend(store, "big", data)
-        assert said
-        assert store.read("big") == data
-        assert store.unfinished_uploads() == []
-
-
-def test_an_upload_lost_every_time_is_an_error_and_leaves_nothing(s3: Options, small_parts: None, data: bytes) -> None:
-    with proxy_of(s3["endpoint_url"]) as proxy:
-        store = RemoteStore("s3://remote/lost-for-good", storage_options={**s3, "endpoint_url": proxy.url})
-        proxy.rule = lambda number, method, path: (
-            Answer(400, "InvalidPart") if method == "POST" and "uploadId" in path else "pass"
-        )
-        with pytest.raises(StorageError, match="InvalidPart"):
-            _lend(store, "big", data)
-        assert sum("uploads" in path for _, path in proxy.seen) == 3
-        proxy.rule = lambda number, method, path: "pass"
-        assert store.list() == [] and store.unfinished_uploads() == []
+    assert sum("uploads" in path for _, path in proxy.seen) == 3
+    proxy.rule = PASS
+    assert store.list() == [] and store.unfinished_uploads() == []
 
 
 class _Broken:
@@ -259,7 +254,7 @@ class _Broken:
 
     def __call__(self, handler: Any, body: bytes) -> Reply | None:
         if handler.command != "PUT" or self._what not in handler.path or self.broken:
-            return handler.forward(body)  # type: ignore[no-any-return]
+            return handler.forward(body)
         self.broken += 1
         to_server = http.client.HTTPConnection(*handler.target, timeout=30)
         to_server.putrequest(handler.command, handler.path, skip_host=True, skip_accept_encoding=True)
@@ -270,18 +265,11 @@ class _Broken:
         return None
 
 
-@pytest.fixture
-def rclone(tmp_path: Path) -> Iterator[Options]:
-    (tmp_path / "bucket").mkdir()
-    with servers.rclone(tmp_path) as options:
-        yield dict(options)
-
-
 @pytest.mark.parametrize(("what", "nbytes"), [("partNumber=1&", BIG), ("/run/x", PART)])
 def test_an_interrupted_body_is_sent_again_even_if_the_server_rejects_the_upload(
-    rclone: Options, small_parts: None, data: bytes, what: str, nbytes: int
+    tmp_path: Path, small_parts: None, data: bytes, what: str, nbytes: int
 ) -> None:
-    with proxy_of(rclone["endpoint_url"]) as proxy:
+    with servers.rclone(tmp_path) as rclone, proxy_of(rclone["endpoint_url"]) as proxy:
         store = RemoteStore("s3://bucket/run", storage_options={**rclone, "endpoint_url": proxy.url})
         proxy.between = broken = _Broken(what)
         _lend(store, "x", data[:nbytes])
@@ -305,7 +293,7 @@ class _Held:
 
     def __call__(self, handler: Any, body: bytes) -> Reply | None:
         if handler.command != "PUT" or not handler.path.endswith(f"/{self.name}"):
-            return handler.forward(body)  # type: ignore[no-any-return]
+            return handler.forward(body)
         self.puts.append((handler.target, handler.path, dict(handler.headers.items()), body))
         return None
 
@@ -318,32 +306,39 @@ class _Held:
         connection.close()
         return status
 
+    def rule(self, then: str, *, allowed: int) -> Rule:
+        """Return the rule that fails a record that was sent so often. The HTTP client itself sends one again."""
+
+        def rule(number: int, method: str, path: str) -> str | Answer:
+            if len(self.puts) <= allowed or method != "PUT" or not path.endswith(f"/{self.name}"):
+                return "pass"
+            return Answer(403, "AccessDenied") if then == "denied" else "503"
+
+        return rule
+
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_late_commit_record_names_existing_files(
-    s3: Options, url: str, monkeypatch: pytest.MonkeyPatch, comes: bool
+    proxy: Proxy, options: Options, s3: Options, url: str, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
-    held = _Held()
-    with proxy_of(s3["endpoint_url"]) as proxy:
-        proxy.between = held
-        with pytest.raises(CkptkitError):
-            save(url, {**s3, "endpoint_url": proxy.url}, 1)
-    root = open_store(url, storage_options=s3)
+    proxy.between = held = _Held()
+    with pytest.raises(CkptkitError):
+        save(url, options, 1)
     if comes:
         assert held.carry_out() == 200
         loads(url, s3, 1)
         assert verify(f"{url}/step_00000001", storage_options=s3).ok
     else:
-        assert list_checkpoints(root).committed == ()
+        assert steps(url, s3) == []
         save(url, s3, 2)
         loads(url, s3, 2)
-        assert not any("step_00000001" in item.path for item in root.list(recursive=True))
+        assert "step_00000001" not in top_names(url, s3)
 
 
 @pytest.mark.parametrize("then", ["503", "denied", "interrupted"])
 def test_a_late_commit_record_after_another_failure_names_existing_files(
-    s3: Options, url: str, monkeypatch: pytest.MonkeyPatch, at_once: None, then: str
+    proxy: Proxy, options: Options, s3: Options, url: str, monkeypatch: pytest.MonkeyPatch, at_once: None, then: str
 ) -> None:
     held, real = _Held(), S3Api.put
 
@@ -355,23 +350,18 @@ def test_a_late_commit_record_after_another_failure_names_existing_files(
                 raise KeyboardInterrupt from None  # while the answer was waited for
             raise
 
-    def rule(number: int, method: str, path: str) -> str | Answer:
-        # The HTTP client sends what broke off again by itself.
-        if len(held.puts) < 1 + (then == "denied") or method != "PUT" or not path.endswith("/checkpoint.json"):
-            return "pass"
-        return Answer(403, "AccessDenied") if then == "denied" else "503"
-
     monkeypatch.setattr(S3Api, "put", put)
-    with proxy_of(s3["endpoint_url"]) as proxy:
-        proxy.between, proxy.rule = held, rule
-        with pytest.raises(KeyboardInterrupt if then == "interrupted" else CkptkitError):
-            save(url, {**s3, "endpoint_url": proxy.url}, 1)
+    proxy.between, proxy.rule = held, held.rule(then, allowed=then == "denied")
+    with pytest.raises(KeyboardInterrupt if then == "interrupted" else CkptkitError):
+        save(url, options, 1)
     assert held.carry_out() == 200
     loads(url, s3, 1)
     assert verify(f"{url}/step_00000001", storage_options=s3).ok
 
 
-def test_a_commit_record_is_not_retried_after_the_lease_is_lost(s3: Options, url: str, at_once: None) -> None:
+def test_a_commit_record_is_not_retried_after_the_lease_is_lost(
+    proxy: Proxy, options: Options, s3: Options, url: str, at_once: None
+) -> None:
     root = open_store(url, storage_options=s3)
     tries = 0
 
@@ -388,36 +378,27 @@ def test_a_commit_record_is_not_retried_after_the_lease_is_lost(s3: Options, url
             root.delete_tree("step_00000001")
         return "503" if tries == 1 else "pass"
 
-    with proxy_of(s3["endpoint_url"]) as proxy:
-        proxy.rule = rule
-        with pytest.raises(LeaseHeldError):
-            save(url, {**s3, "endpoint_url": proxy.url}, 1)
-    assert list_checkpoints(root).committed == ()
+    proxy.rule = rule
+    with pytest.raises(LeaseHeldError):
+        save(url, options, 1)
+    assert steps(url, s3) == []
 
 
 @pytest.mark.parametrize("then", ["503", "denied"])
 def test_an_index_that_arrives_after_a_failed_export_names_existing_files(
-    s3: Options, url: str, at_once: None, then: str
+    proxy: Proxy, options: Options, s3: Options, url: str, at_once: None, then: str
 ) -> None:
-    held, names = _Held("index.json"), {"data": 4, "index.json": -1}
-
     def export(options: Options) -> None:
-        with stage(url, last=["index.json"], names=names, storage_options=options) as store:
+        with stage(url, last=["index.json"], names={"data": 4, "index.json": -1}, storage_options=options) as store:
             store.write("data", b"data")
             store.write("index.json", b"{}")
 
-    def rule(number: int, method: str, path: str) -> str | Answer:
-        if len(held.puts) < 2 or method != "PUT" or not path.endswith("/index.json"):
-            return "pass"
-        return Answer(403, "AccessDenied") if then == "denied" else "503"
-
-    with proxy_of(s3["endpoint_url"]) as proxy:
-        proxy.between, proxy.rule = held, rule
-        with pytest.raises((CkptkitError, PermissionError)):
-            export({**s3, "endpoint_url": proxy.url})
-    root = open_store(url, storage_options=s3)
+    held = _Held("index.json")
+    proxy.between, proxy.rule = held, held.rule(then, allowed=1)
+    with pytest.raises((CkptkitError, PermissionError)):
+        export(options)
     assert held.carry_out() == 200
-    assert root.read("data") == b"data" and root.read("index.json") == b"{}"
-    root.delete(["index.json"])  # or it never arrives: then the next command starts as usual
+    assert objects(url, s3).items() >= {"data": b"data", "index.json": b"{}"}.items()
+    open_store(url, storage_options=s3).delete(["index.json"])  # or it never arrives: then the next starts as usual
     export(s3)
-    assert {item.path for item in root.list()} == {"data", "index.json"}
+    assert names(url, s3) == {"data", "index.json"}

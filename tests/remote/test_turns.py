@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,54 +14,25 @@ from moto.s3.models import s3_backends
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import CorruptCheckpointError, RankFailedError, StorageError
 from ckptkit.offline.convert import convert
 from ckptkit.offline.prune import prune
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
-from tests.remote.test_end_to_end import full, run_cli, state_of
+from tests.remote.runs import Options, full, loads, names, run_cli, save, state_of, steps, top_names
 from tests.storage import servers
-from tests.storage.proxy import Answer, Changed, Proxy, every_third, proxy_of
-
-Options = dict[str, Any]
-
-
-def save(url: str, options: Options, step: int, **how: Any) -> None:
-    with CheckpointManager(url, storage_options=options, **how) as manager:
-        manager.save(step, state_of(step))
-
-
-def loads(url: str, options: Options, step: int) -> None:
-    state = state_of(99)
-    with CheckpointManager(url, storage_options=options) as manager:
-        assert manager.load(state) is not None and manager.latest() == step
-    assert all(torch.equal(value, full(state_of(step))[name]) for name, value in full(state).items())
-
-
-def each_in_turn() -> Callable[[int, str, str], str]:
-    """Return the rule that fails the first occurrence of each request, each in another way."""
-    seen: set[tuple[str, str]] = set()
-
-    def rule(number: int, method: str, path: str) -> str:
-        if (method, path) in seen:
-            return "pass"
-        seen.add((method, path))
-        return ("503", "reset", "lost", "cut")[len(seen) % 4]
-
-    return rule
+from tests.storage.proxy import PASS, Answer, Changed, Proxy, every_third, first_of_each, proxy_of
 
 
 def test_each_request_of_each_operation_may_fail_once(
-    counted: tuple[Proxy, Options], s3: Options, url: str, at_once: None
+    proxy: Proxy, options: Options, s3: Options, url: str, at_once: None
 ) -> None:
-    proxy, options = counted
     run = f"{url}/run"
     operations: dict[str, Callable[[], object]] = {
         "save": lambda: [save(run, options, step) for step in (1, 2)],
         "load": lambda: loads(run, options, 2),
-        "ls": lambda: run_cli("ls", run, *(f"--storage-option={name}={value}" for name, value in options.items())),
+        "ls": lambda: run_cli("ls", run, options=options),
         "convert": lambda: convert(run, f"{url}/dcp", to="dcp", world_size=2, storage_options=options),
         "reshard": lambda: reshard(run, f"{url}/three", world_size=3, verify=True, storage_options=options),
         "verify": lambda: verify(f"{run}/latest", storage_options=options),
@@ -71,23 +41,21 @@ def test_each_request_of_each_operation_may_fail_once(
     }
     for name, operation in operations.items():
         proxy.clear()
-        proxy.rule = each_in_turn()
+        proxy.rule = first_of_each("503", "reset", "lost", "cut")
         operation()
         assert proxy.count >= 2, name
-    proxy.rule = lambda number, method, path: "pass"
+    proxy.rule = PASS
     loads(run, s3, 3)
     root = open_store(run, storage_options=s3)
-    assert [item.step for item in list_checkpoints(root).committed] == [3]
-    assert not any("step_00000001" in item.path or "step_00000002" in item.path for item in root.list(recursive=True))
+    assert steps(run, s3) == [3] and top_names(run, s3) == {".ckptkit", "latest", "step_00000003"}
     assert verify(f"{url}/three", storage_options=s3).ok
     assert verify(f"{url}/dcp", storage_options=s3).ok
-    assert root.unfinished_uploads() == []  # type: ignore[attr-defined]
+    assert root.unfinished_uploads() == []
 
 
 def test_a_run_among_thousands_survives_every_third_request_failing(
-    counted: tuple[Proxy, Options], s3: Options, url: str, at_once: None
+    proxy: Proxy, options: Options, s3: Options, url: str, at_once: None
 ) -> None:
-    proxy, options = counted
     for i in range(2001):  # three pages: of each three requests in a row one fails
         s3_backends[ACCOUNT]["aws"].put_object("remote", f"{url.partition('remote/')[2]}/others/{i}", b"x")
     proxy.rule = every_third("503")
@@ -97,7 +65,6 @@ def test_a_run_among_thousands_survives_every_third_request_failing(
 
 
 def test_a_save_survives_a_server_restart(tmp_path: Path) -> None:
-    (tmp_path / "bucket").mkdir()
     port = servers.free_port()
     with ExitStack() as stack:
         first = stack.enter_context(ExitStack())
@@ -122,10 +89,9 @@ def test_a_save_survives_a_server_restart(tmp_path: Path) -> None:
 
 
 def test_a_server_that_refuses_conditions_is_used_without_them(
-    counted: tuple[Proxy, Options], url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, options: Options, url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 5 << 20)
-    proxy, options = counted
     proxy.rule = lambda number, method, path: (
         Answer(501, "NotImplemented") if "if-none-match" in proxy.headers[number - 1] else "pass"
     )
@@ -136,30 +102,28 @@ def test_a_server_that_refuses_conditions_is_used_without_them(
         store = open_store(url, storage_options=options)
         with store.writer("large") as out:
             out.write(bytes(12 << 20))
-    proxy.rule = lambda number, method, path: "pass"
+    proxy.rule = PASS
     assert any("conditional writes" in record.message for record in caplog.records)
     with pytest.raises(FileExistsError):
         store.write("large", b"1")
 
 
 def test_an_outage_does_not_trigger_the_fallback_to_an_older_checkpoint(
-    counted: tuple[Proxy, Options], s3: Options, url: str, at_once: None
+    proxy: Proxy, options: Options, s3: Options, url: str, at_once: None
 ) -> None:
-    proxy, options = counted
     for step in (1, 2):
         save(url, s3, step)
     options = {**options, "default_fill_cache": False}  # of a connection that has not read it yet
     proxy.rule = lambda number, method, path: "503" if path.endswith("/step_00000002/checkpoint.json") else "pass"
     with CheckpointManager(url, storage_options=options) as manager, pytest.raises(StorageError):
         manager.load(state_of(99), fallback="previous")
-    proxy.rule = lambda number, method, path: "pass"
+    proxy.rule = PASS
     loads(url, options, 2)
 
 
 def test_every_reader_finds_wrong_bytes_and_short_answers(
-    counted: tuple[Proxy, Options], s3: Options, url: str
+    proxy: Proxy, options: Options, s3: Options, url: str
 ) -> None:
-    proxy, options = counted
     save(f"{url}/run", s3, 1)
 
     def flipped(data: bytes) -> bytes:
@@ -190,7 +154,7 @@ def test_every_reader_finds_wrong_bytes_and_short_answers(
         convert(f"{url}/run", f"{url}/dcp", to="dcp", storage_options=options)
     with pytest.raises(CorruptCheckpointError):
         reshard(f"{url}/run", f"{url}/two", world_size=2, storage_options=options)
-    proxy.rule = lambda number, method, path: "pass"
+    proxy.rule = PASS
     assert {item.path for item in open_store(url, storage_options=s3).list()} == {"run"}
 
 
@@ -201,7 +165,7 @@ def test_a_missing_bucket_is_not_an_empty_run(s3: Options) -> None:
             manager.load(state_of(1))
         with pytest.raises(RankFailedError, match="bucket does not exist"):
             manager.save(1, state_of(1))
-    code, text = run_cli("ls", url, *(f"--storage-option={name}={value}" for name, value in s3.items()))
+    code, text = run_cli("ls", url, options=s3)
     assert code == 1 and "bucket does not exist" in text
 
 
@@ -216,14 +180,14 @@ def test_any_valid_key_works(s3: Options, url: str, below: str) -> None:
 
 def test_a_run_at_the_root_of_a_bucket_leaves_a_thousand_others_alone(s3: Options) -> None:
     root = open_store("s3://whole-bucket", storage_options=s3)
-    root.fs.makedirs("whole-bucket", exist_ok=True)  # type: ignore[attr-defined]
-    names = [f"step-{i}/f" if i % 2 else f"loose{i}" for i in range(1001)]
-    for name in names:
+    root.fs.makedirs("whole-bucket", exist_ok=True)
+    theirs = {f"step-{i}/f" if i % 2 else f"loose{i}" for i in range(1001)}
+    for name in theirs:
         s3_backends[ACCOUNT]["aws"].put_object("whole-bucket", name, b"x")
     for step in (1, 2, 3):
         save("s3://whole-bucket", s3, step, retention=RetentionPolicy(max_num=2))
     loads("s3://whole-bucket/", s3, 3)
     prune("s3://whole-bucket", policy=RetentionPolicy(max_num=1), storage_options=s3)
-    left = {item.path for item in root.list(recursive=True)}
-    assert set(names) < left
-    assert {path.split("/")[0] for path in left - set(names)} == {".ckptkit", "latest", "step_00000003"}
+    left = names("s3://whole-bucket", s3)
+    assert theirs < left
+    assert {path.split("/")[0] for path in left - theirs} == {".ckptkit", "latest", "step_00000003"}

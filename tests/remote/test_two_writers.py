@@ -6,18 +6,13 @@ import json
 import os
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptkit.errors import CheckpointExistsError, CkptkitError
-from ckptkit.offline.convert import convert
-from ckptkit.offline.reshard import reshard
-from ckptkit.storage import open_store
+from tests.remote.runs import UNEVEN, Options, command, comparable
 
-Options = dict[str, Any]
-UNEVEN = Path(__file__).parents[1] / "zoo" / "dcp_fsdp2_uneven_w4" / "ckpt"
 COMMANDS: dict[str, Options] = {
     "one file": {},
     "ten files": {"max_shard_size": "1kB"},
@@ -27,20 +22,10 @@ COMMANDS: dict[str, Options] = {
 }
 
 
-def write(url: str, s3: Options, command: str, **more: Any) -> None:
-    options = {**COMMANDS[command], **more}
-    (reshard if "world_size" in options else convert)(str(UNEVEN), url, dst_storage_options=s3, **options)
-
-
-def objects(url: str, s3: Options) -> dict[str, bytes]:
-    store = open_store(url, storage_options=s3)
-    return {item.path: store.read(item.path) for item in store.list(recursive=True)}
-
-
-def at_once(url: str, s3: Options, commands: tuple[str, str], apart_s: float, **more: Any) -> list[str]:
+def at_once(url: str, s3: Options, commands: list[Options], apart_s: float, **more: Any) -> list[str]:
     """Run two commands in two processes, the second a little later; return how each ended."""
     readers, start = [], time.time() + 0.3
-    for nth, command in enumerate(commands):
+    for nth, options in enumerate(commands):
         reader, writer = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # the server has threads; the child touches none
@@ -49,7 +34,7 @@ def at_once(url: str, s3: Options, commands: tuple[str, str], apart_s: float, **
             said = "it broke"
             try:
                 time.sleep(max(0.0, start + nth * apart_s - time.time()))
-                write(url, s3, command, **more)
+                command(UNEVEN, url, s3, {**options, **more})
                 said = "done"
             except CheckpointExistsError as error:
                 said = f"refused: {error}"
@@ -75,26 +60,18 @@ def at_once(url: str, s3: Options, commands: tuple[str, str], apart_s: float, **
 def test_one_of_two_concurrent_commands_wins_and_nothing_is_mixed(
     url: str, s3: Options, commands: tuple[str, str], overwrite: bool
 ) -> None:
-    alone = {}
-    for command in commands:
-        write(f"{url}/alone-{len(alone)}", s3, command)
-        alone[command] = objects(f"{url}/alone-{len(alone)}", s3)
-    write(f"{url}/old", s3, commands[0])
+    both = [COMMANDS[name] for name in commands]
+    alone = []
+    for nth, options in enumerate(both):
+        command(UNEVEN, f"{url}/alone-{nth}", s3, options)
+        alone.append(comparable(f"{url}/alone-{nth}", s3))
     for nth, apart_s in enumerate((0.0, 0.1)):
         here = f"{url}/{nth}"
         if overwrite:
-            write(here, s3, commands[0])
-        ends = at_once(here, s3, commands, apart_s, **({"overwrite": True} if overwrite else {}))
-        won = [command for command, end in zip(commands, ends, strict=True) if end == "done"]
+            command(UNEVEN, here, s3, both[0])
+        ends = at_once(here, s3, both, apart_s, **({"overwrite": True} if overwrite else {}))
+        won = [result for result, end in zip(alone, ends, strict=True) if end == "done"]
         assert "it broke" not in ends and won, ends
         assert overwrite or len(won) == 1, ends
-        found = objects(here, s3)
-        assert any(same(found, alone[command]) for command in won), (ends, sorted(found))
-
-
-def same(found: dict[str, bytes], other: dict[str, bytes]) -> bool:
-    """Compare everything except times and writers."""
-    varies = ("checkpoint.json", "manifest.safetensors", "SHA256SUMS")
-    return found.keys() == other.keys() and all(
-        data == other[path] for path, data in found.items() if not path.endswith(varies)
-    )
+        found = comparable(here, s3)
+        assert found in won, (ends, sorted(found))

@@ -17,34 +17,31 @@ from ckptkit.offline.prune import prune
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import ledger, open_store
-from ckptkit.storage.store import Store
-from tests.offline.copying.test_resume import UNEVEN, went_on
+from tests.offline.copying.test_resume import went_on
 from tests.offline.test_reading import while_copying
-from tests.remote.test_end_to_end import state_of
-from tests.remote.test_resume import MANY, command, killed, objects
-from tests.remote.test_turns import loads, save
+from tests.remote.runs import (
+    MANY,
+    UNEVEN,
+    Options,
+    command,
+    is_whole,
+    loads,
+    names,
+    objects,
+    save,
+    state_of,
+    steps,
+    top_names,
+)
+from tests.remote.test_resume import killed
 from tests.storage.proxy import Proxy, Reply
 
-Options = dict[str, Any]
 _counter = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def versioned(s3: Options) -> str:
-    """A versioned bucket."""
-    fs = open_store("s3://versioned", storage_options=s3).fs
-    fs.mkdir("versioned")
-    fs.call_s3("put_bucket_versioning", Bucket="versioned", VersioningConfiguration={"Status": "Enabled"})
-    return "versioned"
 
 
 @pytest.fixture
 def url(versioned: str) -> str:
     return f"s3://{versioned}/run{next(_counter)}"
-
-
-def names(root: Store) -> set[str]:
-    return {item.path for item in root.list(recursive=True)}
 
 
 def kept(root: Any) -> list[tuple[str, bool]]:
@@ -63,11 +60,11 @@ def test_a_run_in_a_versioned_bucket_sees_only_current_objects(s3: Options, url:
     for step in (1, 2, 3):
         save(url, s3, step, retention=RetentionPolicy(max_num=2))
     loads(url, s3, 3)
-    assert [item.step for item in list_checkpoints(root).committed] == [2, 3]
-    assert not any("step_00000001" in name for name in names(root))
+    assert steps(url, s3) == [2, 3]
+    assert not any("step_00000001" in name for name in names(url, s3))
     assert any(marker and "step_00000001" in name for name, marker in kept(root))  # it had been there
     prune(url, policy=RetentionPolicy(max_num=1), storage_options=s3)
-    assert {name.split("/")[0] for name in names(root)} == {".ckptkit", "latest", "step_00000003"}
+    assert top_names(url, s3) == {".ckptkit", "latest", "step_00000003"}
     loads(url, s3, 3)
 
 
@@ -78,8 +75,7 @@ def test_a_deleted_name_is_free_and_an_existing_one_is_not(s3: Options, url: str
     save(url, s3, 1)  # its keys have markers
     with pytest.raises(CheckpointExistsError):
         save(url, s3, 2)
-    root = open_store(url, storage_options=s3)
-    assert {item.step for item in list_checkpoints(root).committed} == {1, 2}
+    assert set(steps(url, s3)) == {1, 2}
     assert verify(f"{url}/step_00000001", storage_options=s3).ok
 
 
@@ -90,7 +86,7 @@ def test_a_versioned_bucket_returns_the_newer_of_an_overwritten_checkpoint(s3: O
     loads(url, s3, 1)
     root = open_store(url, storage_options=s3)
     (only,) = list_checkpoints(root).committed
-    assert {name.split("/")[1] for name in names(root) if name.startswith("step_") and name.count("/") > 1} == {
+    assert {name.split("/")[1] for name in names(url, s3) if name.startswith("step_") and name.count("/") > 1} == {
         only.record.data
     }
 
@@ -99,11 +95,10 @@ def test_conversions_and_their_second_runs_work_in_a_versioned_bucket(
     s3: Options, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "WORTH", 500)
-    killed(UNEVEN / "ckpt", url, s3, 2, **MANY)
-    assert "2 of" in went_on(command(str(UNEVEN / "ckpt"), url, s3, MANY).notes)
-    command(str(UNEVEN / "ckpt"), f"{url}-whole", s3, MANY)
-    assert objects(url, s3) == objects(f"{url}-whole", s3)
-    reshard(str(UNEVEN / "ckpt"), f"{url}-3", world_size=3, dst_storage_options=s3)
+    killed(UNEVEN, url, s3, 2, **MANY)
+    assert "2 of" in went_on(command(UNEVEN, url, s3, MANY).notes)
+    is_whole(UNEVEN, url, s3)
+    command(UNEVEN, f"{url}-3", s3, {"world_size": 3})
     reshard(f"{url}-3", f"{url}-2", world_size=2, storage_options=s3)
     convert(f"{url}-3", f"{url}-2", to="dcp", storage_options=s3, overwrite=True)
     assert verify(f"{url}-2", storage_options=s3).ok
@@ -111,12 +106,12 @@ def test_conversions_and_their_second_runs_work_in_a_versioned_bucket(
 
 def test_folder_markers_of_consoles_are_ignored(s3: Options, url: str) -> None:
     root = open_store(url, storage_options=s3)
-    bucket, _, key = root._full("", root_allowed=True).partition("/")  # type: ignore[attr-defined]
+    bucket, _, key = root._full("", root_allowed=True).partition("/")
     for folder in ("", "step_00000009/", "step_00000009/abc/", ".ckptkit/"):
-        root.fs.call_s3("put_object", Bucket=bucket, Key=f"{key}/{folder}", Body=b"")  # type: ignore[attr-defined]
+        root.fs.call_s3("put_object", Bucket=bucket, Key=f"{key}/{folder}", Body=b"")
     save(url, s3, 1)
     loads(url, s3, 1)
-    assert [item.step for item in list_checkpoints(root).committed] == [1]
+    assert steps(url, s3) == [1]
     save(url, s3, 9)
     loads(url, s3, 9)
 
@@ -142,8 +137,7 @@ def test_no_command_touches_foreign_objects(s3: Options, url: str) -> None:
     with pytest.raises(CheckpointExistsError):
         convert(f"{url}/latest", f"{url}/export", to="dcp", storage_options=s3)
     loads(url, s3, 4)
-    found = {name: root.read(name) for name in theirs if name in names(root)}
-    assert found == theirs
+    assert {name: objects(url, s3).get(name) for name in theirs} == theirs
 
 
 @pytest.mark.parametrize(
@@ -162,24 +156,23 @@ def test_no_command_touches_foreign_objects(s3: Options, url: str) -> None:
 )
 def test_foreign_keys_that_are_invalid_paths_are_ignored(s3: Options, url: str, key: str) -> None:
     root = open_store(url, storage_options=s3)
-    bucket, _, folder = root._full("", root_allowed=True).partition("/")  # type: ignore[attr-defined]
-    root.fs.call_s3("put_object", Bucket=bucket, Key=f"{folder}/{key}", Body=b"{}")  # type: ignore[attr-defined]
+    bucket, _, folder = root._full("", root_allowed=True).partition("/")
+    root.fs.call_s3("put_object", Bucket=bucket, Key=f"{folder}/{key}", Body=b"{}")
     for step in (1, 2, 3):
         save(url, s3, step, retention=RetentionPolicy(max_num=1))
     prune(url, policy=RetentionPolicy(max_num=1), storage_options=s3)
-    assert [item.step for item in list_checkpoints(root).committed] == [3]
-    assert not any(name.startswith(("step_00000001", "step_00000002")) for name in names(root))
+    assert steps(url, s3) == [3]
+    assert not any(name.startswith(("step_00000001", "step_00000002")) for name in names(url, s3))
     loads(url, s3, 3)
-    root.fs.call_s3("head_object", Bucket=bucket, Key=f"{folder}/{key}")  # type: ignore[attr-defined]
+    root.fs.call_s3("head_object", Bucket=bucket, Key=f"{folder}/{key}")
 
 
 # --- tags
 
 
 @pytest.fixture(params=["another each time", "weak"])
-def tags(request: pytest.FixtureRequest, counted: tuple[Proxy, Options]) -> tuple[Proxy, Options]:
+def tags(request: pytest.FixtureRequest, proxy: Proxy) -> None:
     """Through a gateway that changes tags in headers but not in listings, as one that compresses may."""
-    proxy, options = counted
     turn = itertools.count()
 
     def changed(tag: str) -> str:
@@ -190,42 +183,38 @@ def tags(request: pytest.FixtureRequest, counted: tuple[Proxy, Options]) -> tupl
         return status, [(k, changed(v) if k.lower() == "etag" else v) for k, v in headers], data
 
     proxy.between = between
-    return proxy, options
 
 
-def test_a_run_works_without_usable_tags(tags: tuple[Proxy, Options], s3: Options, url: str) -> None:
-    _, options = tags
+def test_a_run_works_without_usable_tags(tags: None, options: Options, s3: Options, url: str) -> None:
     for step in (1, 2, 3):
         save(url, options, step, retention=RetentionPolicy(max_num=2))
     loads(url, options, 3)
     convert(f"{url}/latest", f"{url}-dcp", to="dcp", storage_options=options)
     assert verify(f"{url}-dcp", storage_options=s3).ok
-    assert [item.step for item in list_checkpoints(open_store(url, storage_options=s3)).committed] == [2, 3]
+    assert steps(url, s3) == [2, 3]
 
 
 def test_an_upload_with_changed_tags_is_complete_or_an_error(
-    tags: tuple[Proxy, Options], s3: Options, url: str, monkeypatch: pytest.MonkeyPatch
+    tags: None, options: Options, s3: Options, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 5 << 20)
-    _, options = tags
     store, data = open_store(url, storage_options=options), bytes(range(256)) * (60 << 10)
     try:
         with store.writer("big") as out:
             out.write(data)
     except (OSError, CkptkitError):
-        assert names(open_store(url, storage_options=s3)) == set()
-        assert open_store(url, storage_options=s3).unfinished_uploads() == []  # type: ignore[attr-defined]
+        assert not names(url, s3)
+        assert open_store(url, storage_options=s3).unfinished_uploads() == []
     else:
         assert open_store(url, storage_options=s3).read("big") == data
 
 
 def test_a_killed_conversion_without_usable_tags_starts_again(
-    tags: tuple[Proxy, Options], s3: Options, url: str, monkeypatch: pytest.MonkeyPatch
+    tags: None, options: Options, s3: Options, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "WORTH", 500)
-    killed(UNEVEN / "ckpt", url, s3, 2, **MANY)
-    _, options = tags
-    command(str(UNEVEN / "ckpt"), url, options, MANY)
+    killed(UNEVEN, url, s3, 2, **MANY)
+    command(UNEVEN, url, options, MANY)
     assert verify(url, storage_options=s3).ok
 
 
@@ -234,7 +223,7 @@ def test_a_killed_conversion_without_usable_tags_starts_again(
 
 @pytest.fixture
 def foreign(s3: Options, url: str) -> str:
-    convert(str(UNEVEN / "ckpt"), f"{url}-hf", dst_storage_options=s3)
+    command(UNEVEN, f"{url}-hf", s3, {})
     return f"{url}-hf"
 
 
@@ -250,13 +239,12 @@ def test_a_source_replaced_while_it_is_read_publishes_nothing(
     while_copying(monkeypatch, lambda: write_again(foreign, s3))
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors was changed or replaced while it was read"):
         convert(foreign, f"{foreign}-dcp", to="dcp", storage_options=s3)
-    assert objects(f"{foreign}-dcp", s3) == {}
+    assert not names(f"{foreign}-dcp", s3)
 
 
 def test_a_gateway_with_random_tags_in_listings_is_tolerated(
-    counted: tuple[Proxy, Options], foreign: str, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, options: Options, foreign: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy, options = counted
     turn = itertools.count()
 
     def between(handler: Any, body: bytes) -> Reply:
