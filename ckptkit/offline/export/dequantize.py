@@ -101,7 +101,7 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
     eight = [name for name, target in targets.items() if dtype_of(target.source_dtype).kind == "float8"]
     eight = [name for name in eight if not any(name.endswith(end) for end in _SCALES) and not _is_small(targets[name])]
     scaled = [name for name in eight if _scale_of(name, targets)]
-    if not (settings or scaled or any(_is_packed(name, targets) for name in targets)):
+    if not (settings or eight or any(_is_packed(name, targets) for name in targets)):
         return Dequantized(dict(targets))
     weights = [_mxfp4(name, targets, wanted) for name in targets if _is_mxfp4(name, targets)]
     weights += [_packed(n, targets, settings, wanted) for n in targets if is_packed_weight(n, targets, settings)]

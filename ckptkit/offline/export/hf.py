@@ -295,8 +295,12 @@ def _dequantized(draft: _Draft) -> Dequantized | None:
 
 
 def _quantized(draft: _Draft) -> bool:
-    config = draft.base.config or {}
-    return "quantization_config" in config or any(_is_scale(name) for name in draft.targets)
+    """Return whether weights may need scales: a requested dtype is never ignored for FP8 tensors without any scale."""
+    config, asked = draft.base.config or {}, draft.options.dtype != "keep"
+    return "quantization_config" in config or any(
+        _is_scale(name) or (asked and dtype_of(target.source_dtype).kind == "float8")
+        for name, target in draft.targets.items()
+    )
 
 
 def _model_type(config: Mapping[str, Any] | None) -> str | None:
