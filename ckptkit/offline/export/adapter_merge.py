@@ -395,7 +395,7 @@ class _Changes:
             module = name.rpartition(".")[0]
             raise CheckpointMismatchError(
                 f"the adapter changes {module!r}, but its base weight is not in the checkpoint. Give --base a "
-                "directory or checkpoint with the base model's weights (a Hub repo has to be downloaded first)."
+                "directory or checkpoint with the base model's weights, such as hf://ORG/NAME."
             )
         return found
 

@@ -22,15 +22,19 @@ from tests.ranks import on_ranks
 KINDS = ["sharded", "full", "local", "dcp", "safetensors"]
 
 
-class Net(nn.ModuleDict):
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 2), nn.Linear(2, 6, bias=False)
+
     def forward(self, tokens: torch.Tensor) -> Any:
-        return self["head"](self["embed"](tokens))
+        return self.head(self.embed(tokens))
 
 
-def net(tied: bool = True) -> nn.Module:
-    model = Net({"embed": nn.Embedding(6, 2), "head": nn.Linear(2, 6, bias=False)})
+def net(tied: bool = True) -> Net:
+    model = Net()
     if tied:
-        model["head"].weight = model["embed"].weight
+        model.head.weight = model.embed.weight
     return model
 
 
@@ -61,12 +65,12 @@ def test_different_weights_for_one_tied_tensor_are_refused_and_nothing_changes(
 ) -> None:
     source, model = net(tied=False), net()
     url = saved(tmp_path, source, kind)
-    before = model["embed"].weight.clone()
+    before = model.embed.weight.clone()
     with pytest.raises(CheckpointMismatchError, match=r"model\.embed\.weight and model\.head\.weight"):
         load(tmp_path, url, model, **options)
-    assert torch.equal(model["embed"].weight, before)
+    assert torch.equal(model.embed.weight, before)
     load(tmp_path, url, model, exclude=["embed.*"])  # the workaround that the error names
-    assert torch.equal(model["embed"].weight, source["head"].weight)
+    assert torch.equal(model.embed.weight, source.head.weight)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -77,8 +81,8 @@ def test_equal_weights_load_into_a_model_that_ties_them_and_into_one_that_does_n
 ) -> None:
     source, model = net(), net(tied)
     load(tmp_path, saved(tmp_path, source, kind), model)
-    assert torch.equal(model["embed"].weight, source["embed"].weight)
-    assert torch.equal(model["head"].weight, source["embed"].weight)
+    assert torch.equal(model.embed.weight, source.embed.weight)
+    assert torch.equal(model.head.weight, source.embed.weight)
 
 
 def views(seed: int) -> nn.Module:
@@ -110,9 +114,9 @@ def test_every_rank_refuses_tied_weights_that_differ_on_one_rank(tmp_path: Path,
     """Only the last row differs, so only the last rank reads the difference."""
     source, model = net(tied=False), net()
     with torch.no_grad():
-        source["embed"].weight.copy_(torch.arange(12.0).view(6, 2))
-        source["head"].weight.copy_(source["embed"].weight)
-        source["head"].weight[5] = 0
+        source.embed.weight.copy_(torch.arange(12.0).view(6, 2))
+        source.head.weight.copy_(source.embed.weight)
+        source.head.weight[5] = 0
     fully_shard(model)
     fully_shard(source)
     if kind == "dcp":
@@ -120,10 +124,10 @@ def test_every_rank_refuses_tied_weights_that_differ_on_one_rank(tmp_path: Path,
     else:
         with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
             manager.save(1, TrainState(model=source))
-    before = model["embed"].weight.to_local().clone()
+    before = model.embed.weight.to_local().clone()
     with pytest.raises(CheckpointMismatchError, match="share memory"):
         load(tmp_path, f"{tmp_path}/step_00000001", model)
-    assert torch.equal(model["embed"].weight.to_local(), before)
+    assert torch.equal(model.embed.weight.to_local(), before)
     dist.barrier()
 
 
@@ -131,17 +135,17 @@ def test_every_rank_refuses_tied_weights_that_differ_on_one_rank(tmp_path: Path,
 def test_load_hf_refuses_different_weights_for_one_tied_tensor_on_every_rank(tmp_path: Path) -> None:
     source, model = net(tied=False), net()
     with torch.no_grad():
-        source["embed"].weight.fill_(1)
-        source["head"].weight.fill_(1)
-        source["head"].weight[5] = 0
+        source.embed.weight.fill_(1)
+        source.head.weight.fill_(1)
+        source.head.weight[5] = 0
     fully_shard(model)
     if dist.get_rank() == 0:
         save_file(source.state_dict(), f"{tmp_path}/model.safetensors")
     dist.barrier()
-    before = model["embed"].weight.to_local().clone()
+    before = model.embed.weight.to_local().clone()
     with pytest.raises(CheckpointMismatchError, match=r"embed\.weight and head\.weight"):
         load_hf(model, str(tmp_path))
-    assert torch.equal(model["embed"].weight.to_local(), before)
+    assert torch.equal(model.embed.weight.to_local(), before)
     dist.barrier()
     if dist.get_rank() == 0:
         save_file({"embed.weight": torch.ones(6, 2), "head.weight": torch.ones(6, 2)}, f"{tmp_path}/model.safetensors")
