@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ckptkit.arguments import Location, location
 from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.load.fill import add_parts, fill
@@ -42,7 +43,7 @@ class HFLoadReport:
 
 def load_hf(
     model: nn.Module,
-    url: str,
+    url: Location,
     *,
     cast: bool = False,
     strict: bool = True,
@@ -104,12 +105,13 @@ class HFLoad:
 
 @torch.no_grad()
 def plan_load(
-    model: nn.Module, url: str, *, cast: bool, strict: bool, storage_options: Mapping[str, Any] | None = None
+    model: nn.Module, url: Location, *, cast: bool, strict: bool, storage_options: Mapping[str, Any] | None = None
 ) -> HFLoad:
     """Open the files and check, for `load_hf`, that they fit the model.
 
     This reads no tensors except tied ones that are stored under several names.
     """
+    url = location("url", url)
     store = open_store(url, storage_options=storage_options)
     catalog = safetensors.open_catalog(store)
     live, _ = model_tensors(model)

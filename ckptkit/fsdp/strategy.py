@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
-from ckptkit.arguments import check_flags, check_int
+from ckptkit.arguments import Location, check_flags, check_int
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.state.rng import share_stream
 from ckptkit.checkpoint.state.train_state import TrainState
@@ -332,7 +332,7 @@ class FSDPStrategy:
         check_arguments("reset_parameters(model)", model=model)
         reset_parameters(model, seed=self.seed if seed is None else seed)
 
-    def load_hf(self, model: nn.Module, url: str, *, strict: bool = True) -> HFLoadReport:
+    def load_hf(self, model: nn.Module, url: Location, *, strict: bool = True) -> HFLoadReport:
         """Fill a prepared model from Hugging Face files. Each rank reads its own shards (see `hf_load`).
 
         All ranks must call this; if one rank fails, all raise its error. fp32 masters follow the loaded weights, so the

@@ -20,7 +20,7 @@ from ckptkit.offline.conversion import ConvertReport, How, conclude
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import OutputFile, Plan
 from ckptkit.offline.export.files import check_headers
-from ckptkit.offline.export.hf import ExportOptions, HFExport, export_tensors, plan_export
+from ckptkit.offline.export.hf import ExportOptions, HFExport, export_tensors, has_quantized, plan_export
 from ckptkit.offline.publish import OutputPlace, open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.serving import serving
@@ -317,6 +317,11 @@ def choose(
         if name not in used
     ]
     files: tuple[OutputFile, ...] = ()
+    if to == "dcp" and side is not None and side.config is not None:
+        from ckptkit.offline.export.base import export_config
+
+        corrected, said = export_config(side.config, dtype=None, untied=False, quantized=has_quantized(tensors))
+        side, notes = replace(side, config=corrected), (*notes, *said)
     if to == "dcp" and side is not None:  # so that a later conversion to hf restores the model's side files
         files = tuple(OutputFile.of_bytes(name, data) for name, data in side.contents().items())
     return HFExport(tuple(tensors.values()), files, "model", config, "", tuple(leftovers), notes=notes)

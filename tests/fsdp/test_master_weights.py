@@ -369,7 +369,7 @@ def _load_ckpt(model, source, folder):
 
 
 def _load_hf(model, source, folder):
-    FSDPStrategy(FSDPConfig.from_dict(MASTER)).load_hf(model, str(folder / "export"))
+    FSDPStrategy(FSDPConfig.from_dict(MASTER)).load_hf(model, folder / "export")
 
 
 LOADS = [_load_module, _load_data, _load_dcp, _load_manager, _load_atomic, _load_ckpt, _load_hf]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptkit.offline.export.adapters import AdapterSplit
     from ckptkit.offline.export.dequantize import Dequantized
 
-__all__ = ["ExportOptions", "HFExport", "export_tensors", "plan_export"]
+__all__ = ["ExportOptions", "HFExport", "export_tensors", "has_quantized", "plan_export"]
 
 
 # If no name contains any of these strings, there is neither an adapter nor a layout that needs a built-in key map. The
@@ -532,7 +532,7 @@ def _config(draft: _Draft, tensors: Mapping[str, OutputTensor], counts: Mapping[
         )
         return None
     floats = {name: n for name, n in counts.items() if dtype_of(name).kind == "float"}
-    quantized = any(dtype_of(t.dtype).kind == "float8" or _is_scale(name) for name, t in tensors.items())
+    quantized = has_quantized(tensors)
     if draft.quantization is not None:
         scales = sum(tensors[name].numel for name in tensors if name.endswith("_scale_inv"))
         floats = {name: n - scales * (name == "float32") for name, n in floats.items()}
@@ -548,6 +548,11 @@ def _config(draft: _Draft, tensors: Mapping[str, OutputTensor], counts: Mapping[
             "config.json belongs to diffusers, which expects diffusion_pytorch_model*.safetensors: rename the files"
         )
     return config
+
+
+def has_quantized(tensors: Mapping[str, OutputTensor]) -> bool:
+    """Return whether some of an export's tensors are quantized weights or their scales."""
+    return any(dtype_of(tensor.dtype).kind == "float8" or _is_scale(name) for name, tensor in tensors.items())
 
 
 def _small_files(draft: _Draft, config: Mapping[str, Any] | None, kind: str) -> dict[str, bytes]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from ckptkit import convert
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
@@ -107,6 +109,7 @@ def test_the_bits_do_not_depend_on_memory_or_workers(tmp_path: Path) -> None:
 def test_checkpoints_of_other_formats_are_dequantized(tmp_path: Path, to: Any) -> None:
     tensors = {"a.weight": codes(128, 128), "a.weight_scale_inv": torch.full((1, 1), 0.5)}
     converted(export(tmp_path / "src", tensors), tmp_path / "out", dtype="bf16", to=to)
+    assert to == "torch" or "quantization_config" not in (tmp_path / "out/config.json").read_text()
     back = converted(tmp_path / "out", tmp_path / "back")
     same(back.tensors["a.weight"], (tensors["a.weight"].float() * 0.5).bfloat16())
 
@@ -137,6 +140,8 @@ def mxfp4(name: str, experts: int = 3) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
 def test_mxfp4_has_the_values_of_transformers(tmp_path: Path, dtype: str) -> None:
     reference = pytest.importorskip("transformers.integrations.mxfp4")
+    if Version(transformers.__version__) < Version("5.20"):
+        pytest.skip("this transformers makes NaN of the largest exponents")
     tensors = {**mxfp4("experts.down_proj"), "experts.down_proj_bias": torch.rand(3, 256).bfloat16()}
     found = dequantized(tmp_path, tensors, MXFP4, dtype=dtype, verify=True, max_memory="16MB")
     assert "1 MXFP4 weights dequantized to " + dtype in found.report.notes
@@ -349,7 +354,7 @@ def test_dequantizing_does_not_import_torch(tmp_path: Path, kind: str) -> None:
 
 
 def test_fp8_weights_are_never_copied_under_a_dtype_even_if_nothing_else_is_quantized(tmp_path: Path) -> None:
-    src = export(tmp_path / "src", {"a.weight": codes(4, 4), "b.weight": torch.ones(4)}, None)
+    src = write_model(tmp_path / "src", {"a.weight": codes(4, 4), "b.weight": torch.ones(4)}, {"model_type": "llama"})
     with pytest.raises(CheckpointMismatchError, match=r"the scales of 1 FP8 tensors are missing: a\.weight"):
         convert(str(src), str(tmp_path / "out"), dtype="bf16")
     assert not (tmp_path / "out").exists()
