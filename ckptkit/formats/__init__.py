@@ -1,1 +1,4 @@
-"""One module per format: its reader produces a Catalog. If the format can also be written, the writer is beside it."""
+"""Readers of all checkpoint formats, a module or package per format: each returns a Catalog.
+
+The writer of DCP is beside its reader.
+"""

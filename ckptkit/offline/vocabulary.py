@@ -399,7 +399,11 @@ def _stated(config: Any, depth: int = 0) -> Iterator[tuple[Mapping[str, Any], in
 def _resized_config(
     config: Mapping[str, Any] | None, old: int, new: int
 ) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
-    """Return the config with the new vocab_size wherever it had the old one, and a note."""
+    """Return the config with the new vocab_size in place of the old one, and notes on what changed.
+
+    Raises:
+        CheckpointMismatchError: The config has several values of vocab_size, and none is the number of rows.
+    """
     stated = sorted({value for _, value in _stated(config)})
     if config is None or not stated:
         return config, ("no config.json with a vocab_size was found, so none was changed",)

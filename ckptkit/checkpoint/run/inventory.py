@@ -175,7 +175,7 @@ def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
 def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
     """Return the inventory of `root`, and the names of the directories that were searched.
 
-    Reads from `view`, and from the root itself only what may have appeared since the snapshot.
+    `view` is a snapshot of `root`. `root` itself is read only for what may have appeared since.
     """
     candidates: list[str] = []
     running: list[Attempt] = []

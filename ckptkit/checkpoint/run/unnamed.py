@@ -144,11 +144,10 @@ def deleted_records(root: Store, name: str) -> list[CommitRecord]:
 
 
 def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> list[str]:
-    """Delete a checkpoint's files from an object store, and return the foreign files.
+    """Delete a checkpoint's files from an object store, and return the files that remain.
 
     The mark (`mark_of`) must have been written first, and then the record deleted or replaced. After a kill, the mark
-    lists what is left to delete. It stays as long as there are foreign files, not
-    counting other attempts' files.
+    lists what is left to delete. The mark stays as long as files remain that no attempt to save has written.
     """
     found = (f"{name}/{path}" for path in named_paths(record))
     root.delete(path for path in found if view.info(path) is not None)

@@ -102,7 +102,7 @@ class SaveHandle:
             raise
 
     def hurry(self) -> None:
-        """Stop retrying storage calls. The save continues as long as the storage responds."""
+        """From now on, retry each storage call at most once. The save continues as long as the storage responds."""
         self._patience.hurry()
 
     def done(self) -> bool:

@@ -257,7 +257,7 @@ class ShardedPlan:
 
 
 def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple[int, ...]]:
-    """Map the hash of each key that only some ranks hold to these ranks.
+    """For each key that not all ranks hold, map its hash to the ranks that hold it.
 
     Args:
         tables: For each rank, the hashes of its replicated keys.

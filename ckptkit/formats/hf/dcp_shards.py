@@ -136,9 +136,12 @@ def _check_coverage(entries: Mapping[str, TensorEntry], ranks: Mapping[str, int]
 
 
 def _check_vocabulary(entries: Mapping[str, TensorEntry], config: Mapping[str, Any], world_size: int) -> bool:
-    """Check the embedding's number of rows against config.json. Return whether there was an embedding.
+    """Check the embedding's number of rows against config.json. Return whether both exist.
 
     Nothing else would reveal that shards from the last ranks are missing.
+
+    Raises:
+        IncompleteCheckpointError: The embedding has too few rows.
     """
     wanted, checked = config.get("vocab_size"), False
     if type(wanted) is not int:

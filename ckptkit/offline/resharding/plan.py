@@ -66,7 +66,10 @@ class _RankRows:
 
 
 def turn_of(key: str) -> int:
-    """Return which replica stores a tensor, modulo the number of replicas. Spreads tensors as a training job does."""
+    """Return a hash of a tensor's name. Modulo the number of replicas, it is the replica that stores the tensor.
+
+    Training jobs spread replicated tensors in the same way.
+    """
     return crc32(key.encode("utf-8", "surrogatepass"))
 
 
