@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,16 @@ def _sigint() -> Iterator[None]:
     if after is not before:
         signal.signal(signal.SIGINT, before)
     assert after is before
+
+
+@pytest.fixture(autouse=True)
+def _process_group() -> Iterator[None]:
+    """Fail a test that leaves a process group behind: later tests that fork ranks could not make theirs."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test left its process group behind")
 
 
 @pytest.fixture(autouse=True)

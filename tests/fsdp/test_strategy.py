@@ -377,6 +377,7 @@ def test_context_parallel_training_equals_training_on_whole_sequences(ranks, wor
     assert max(result[3] for result in results) < 1e-6
 
 
+@on_ranks(1)
 def test_without_context_parallelism_there_is_no_mesh_for_it():
     assert FSDPStrategy().context_parallel_mesh is None
 

@@ -155,7 +155,7 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -
         listed = "\n  ".join(f"{name} {why}" for name, why in opaque.items())
         raise UnsupportedFormatError(
             f"{len(opaque)} tensors need their classes, which an export cannot contain, so the result would lack "
-            f"them:\n  {listed}\nSkip them with --exclude NAME. `ckptkit reshard SRC DST` keeps them. To export their "
+            f"them:\n  {listed}\nSkip them with --exclude NAME. Resharding keeps them. To export their "
             "values, load them in a job that has these classes, dequantize them, and save them there."
         )
 
