@@ -28,7 +28,6 @@ _FULL_NAMES = ("bfloat16", "float16", "float32", "float64", "half", "float", "do
 
 _OTHER_NAMES = {"safetensors": "hf", "huggingface": "hf", "transformers": "hf", "pt": "torch", "pth": "torch"}
 
-__all__ = ["command", "export_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

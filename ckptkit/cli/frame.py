@@ -21,18 +21,6 @@ from ckptkit.errors import CkptkitError, CorruptCheckpointError, UsageError
 from ckptkit.redact import keep_secret, printable, without_known_secrets, without_secrets
 from ckptkit.storage.retry import patient, words_of
 
-__all__ = [
-    "command_frame",
-    "if_interrupted",
-    "is_quiet",
-    "note",
-    "print_json",
-    "progress_bar",
-    "storage_option",
-    "storage_options_of_both",
-    "with_storage_options",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 PROGRESS_DELAY_S = 1.0  # shorter operations show no bar

@@ -13,8 +13,6 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-__all__ = ["cli", "main"]
-
 # name -> one-line description. The module ckptkit.cli.<name> defines the subcommand as `command`.
 _COMMANDS = {
     "convert": "Convert any checkpoint to Hugging Face, DCP, torch or LOCAL files.",

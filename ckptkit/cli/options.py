@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["Count", "GroupedCommand", "OneOf", "allow_pickle", "grouped"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 _LAST = "Output"
 

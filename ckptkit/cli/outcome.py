@@ -15,7 +15,6 @@ from ckptkit.units import format_size
 if TYPE_CHECKING:
     from ckptkit.offline.conversion import ConvertReport
 
-__all__ = ["explain_interrupts", "interrupted_words", "outcome_options", "show_outcome", "vocabulary_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

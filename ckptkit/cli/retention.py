@@ -13,7 +13,6 @@ from ckptkit.cli.options import Count
 if TYPE_CHECKING:
     from ckptkit.checkpoint.retention import RetentionPolicy
 
-__all__ = ["policy_options", "stated_policy"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

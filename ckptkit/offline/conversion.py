@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from ckptkit.offline.resharding.seal import Seal
     from ckptkit.storage.store import Store
 
-__all__ = [
-    "ConvertReport",
-    "Converted",
-    "How",
-    "carry_out",
-    "check_source_files",
-    "conclude",
-    "peak_memory",
-    "refusals",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from ckptkit.offline.vocabulary import NewRows, VocabSize
     from ckptkit.storage.store import Store
 
-__all__ = [
-    "ConvertReport", "Format", "Output", "Weights", "choose", "convert", "key_map_of", "vocab_size_of", "write",
-]  # fmt: skip
 
 Format: TypeAlias = Literal["hf", "dcp", "torch", "local"]
 Weights: TypeAlias = Literal["auto", "model", "master", "ema"]

@@ -55,8 +55,6 @@ from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store, split_url
 from ckptkit.units import format_duration, format_size, parse_size
 
-__all__ = ["Copied", "CopiedCheckpoint", "copy", "run_at"]
-
 SCHEMA = "ckptkit.copy/1"
 _PINNED = 64  # maximum number of checkpoints to pin at once; each pin needs a thread that renews it
 _MOST_HELD = 64 << 20  # bytes; files up to this size may be held in memory, to be written last

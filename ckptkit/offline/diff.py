@@ -34,8 +34,6 @@ from ckptkit.offline.verify import file_problems
 from ckptkit.storage.store import ReadInto
 from ckptkit.units import parse_size
 
-__all__ = ["DiffReport", "LayerDiff", "TensorDiff", "diff"]
-
 SCHEMA = "ckptkit.diff/1"
 _TILE = 4 << 20  # bytes read at a time from each side
 _SMALL = 256 << 10  # smaller tensors are read together

@@ -21,7 +21,6 @@ from ckptkit.formats.pickles.objects import read_object
 if TYPE_CHECKING:
     from ckptkit.storage.store import Store
 
-__all__ = ["find_gaps", "refuse_partial"]
 
 # Files of which every rank writes its own: accelerate, transformers, verl and its derivatives.
 _RANK_FILE = re.compile(

@@ -21,8 +21,6 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.report import plain
 
-__all__ = ["InspectReport", "RoleSummary", "TensorInfo", "TreeNode", "inspect", "summarise"]
-
 SCHEMA = "ckptkit.inspect/1"
 _Sized: TypeAlias = tuple[TensorEntry, int, int]  # tensor, elements, bytes
 

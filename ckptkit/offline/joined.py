@@ -16,8 +16,6 @@ from ckptkit.storage.store import FileInfo, ReadInto, Store
 
 T = TypeVar("T")
 
-__all__ = ["computed_from", "join", "key_in", "taken_from"]
-
 
 def key_in(index: int, key: str) -> str:
     """Return the joined catalog's key for a tensor of source `index`. Messages show it."""

@@ -20,8 +20,6 @@ from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 
-__all__ = ["Listed", "Listing", "Outlook", "effective_policy", "list_run", "look_ahead", "nothing_of_ours"]
-
 SCHEMA = "ckptkit.ls/1"
 _RESUMED = "the last job resumed from it and kept it; that job has ended, so the next save or prune deletes it"
 

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from ckptkit.formats.detect import Source
     from ckptkit.keymaps.keymap import NameMap
 
-__all__ = ["merge", "weights_of"]
 
 Bytes = npt.NDArray[np.uint8]
 Sums: TypeAlias = Literal["fp32", "fp64"]

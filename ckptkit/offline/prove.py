@@ -34,7 +34,6 @@ from ckptkit.storage.store import Store
 if TYPE_CHECKING:
     from ckptkit.formats.detect import Source
 
-__all__ = ["Fingerprint", "fingerprint_of", "prove_equal", "prove_masters", "slice_runs"]
 
 Bytes = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]

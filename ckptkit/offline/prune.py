@@ -18,8 +18,6 @@ from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import check_writable
 from ckptkit.storage.retry import patient
 
-__all__ = ["PruneReport", "prune"]
-
 SCHEMA = "ckptkit.prune/1"
 
 

@@ -37,15 +37,6 @@ from ckptkit.storage.staging import (
 )
 from ckptkit.storage.store import Store, split_url
 
-__all__ = [
-    "OutputPlace",
-    "Session",
-    "is_one_of_many",
-    "open_target",
-    "options_of_both",
-    "process_group",
-]
-
 T = TypeVar("T")
 _BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # files that may be written besides the plan's
 _FILE_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")

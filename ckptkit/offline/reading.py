@@ -28,19 +28,6 @@ from ckptkit.formats.own.record import CommitRecord, find_record, step_of_name
 from ckptkit.offline.copying.sources import identities
 from ckptkit.offline.publish import is_one_of_many
 
-__all__ = [
-    "check_read_as_seen",
-    "check_still_there",
-    "open_pinned",
-    "reads_checkpoints",
-    "Seen",
-    "check_unchanged",
-    "look_at",
-    "earlier_checkpoint",
-    "records_of",
-    "watch",
-]
-
 # --- Detecting changes to source files during a command, because checkpoints in other formats cannot be pinned
 
 

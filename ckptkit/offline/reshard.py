@@ -26,7 +26,6 @@ from ckptkit.units import parse_size
 if TYPE_CHECKING:
     from ckptkit.formats.detect import Source
 
-__all__ = ["reshard"]
 
 _TYPES = ("sharded", "local")
 

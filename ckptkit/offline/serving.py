@@ -9,8 +9,6 @@ import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["serving"]
-
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _MULTIMODAL = "ForConditionalGeneration"  # some encoder-decoders end like this too, but vLLM does not run them
 _TOKENIZERS = (

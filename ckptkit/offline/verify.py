@@ -33,18 +33,6 @@ from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size, parse_size
 
-__all__ = [
-    "Check",
-    "Problem",
-    "Recorded",
-    "VerifyReport",
-    "check_committed",
-    "compare_digests",
-    "file_problems",
-    "recorded",
-    "verify",
-]
-
 SCHEMA = "ckptkit.verify/1"
 _CHUNK = 4 << 20
 _BATCH, _MOST = 4 << 20, 256  # maximum bytes and maximum number of checks per task

@@ -33,8 +33,6 @@ from ckptkit.offline.export.tied import is_embedding, is_head, tied_pairs
 from ckptkit.offline.resharding.own_state import OwnState, OwnTensor
 from ckptkit.storage.store import Store
 
-__all__ = ["NewRows", "Resized", "VocabSize", "check_tokens", "resize", "resize_state"]
-
 Bytes = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]
 NewRows = Literal["mean", "zeros"]

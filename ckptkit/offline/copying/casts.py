@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from ckptkit.errors import UnsupportedFormatError
 
-__all__ = ["cast_into", "float_values", "is_cast"]
-
 Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 

@@ -11,8 +11,6 @@ import numpy.typing as npt
 from ckptkit.digests import CRC, NAMES, Hasher, crc32, crc32_combine, new_hasher
 from ckptkit.errors import IntegrityError
 
-__all__ = ["Crcs", "RecordTable", "Verifier"]
-
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 

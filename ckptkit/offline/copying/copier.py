@@ -25,8 +25,6 @@ from ckptkit.offline.copying.sinks import LocalSink
 from ckptkit.offline.copying.sources import Range, SourceReader
 from ckptkit.storage.journal import Journal
 
-__all__ = ["BoxDigest", "Copier", "Digested", "Infinite", "Progress", "Tally"]
-
 Progress = Callable[[int, int, str], None]
 Int64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]

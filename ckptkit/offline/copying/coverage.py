@@ -15,8 +15,6 @@ from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.copying.plan import ComputedTensor, OutputFile, OutputTensor, Placement, Plan
 from ckptkit.units import format_count
 
-__all__ = ["Covered", "check_plan", "used_sources"]
-
 Int64 = npt.NDArray[np.int64]
 
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ckptkit.storage.journal import Journal
     from ckptkit.storage.ledger import Ledger
 
-__all__ = ["CopyReport", "execute"]
 
 DEFAULT_MAX_MEMORY = 512_000_000
 # Large enough that few calls are needed, small enough that data stays in the cache between read, digest and write. With

@@ -24,8 +24,6 @@ from ckptkit.offline.copying.runs import EntryMap
 from ckptkit.offline.copying.sources import Range, SourceReader
 from ckptkit.units import format_size
 
-__all__ = ["Gatherer", "strided"]
-
 Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 

@@ -22,20 +22,6 @@ from ckptkit.errors import NoSpaceError
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size
 
-__all__ = [
-    "Computed",
-    "ComputedTensor",
-    "CrcField",
-    "Literal",
-    "OutputFile",
-    "OutputTensor",
-    "Placement",
-    "Plan",
-    "check_room",
-    "restricted",
-    "share_out",
-]
-
 Bytes = npt.NDArray[np.uint8]
 _Int64 = npt.NDArray[np.int64]
 # The row-major bytes of a result, and how many finite elements its last cast made infinite.

@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from ckptkit.storage.retry import hurry, patient
 
-__all__ = ["Pool", "Stopped", "Worker"]
-
 T = TypeVar("T")
 
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from ckptkit.storage.journal import Journal, Section
     from ckptkit.storage.ledger import Ledger
 
-__all__ = ["Share", "Spoken", "Taken", "clear_strays", "left_beside", "take_over"]
 
 Int64 = npt.NDArray[np.int64]
 _Record = tuple[Origin, int, int]

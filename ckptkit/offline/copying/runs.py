@@ -32,19 +32,6 @@ from ckptkit.offline.copying.checks import RecordTable
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement, Plan
 from ckptkit.offline.copying.sources import Origin
 
-__all__ = [
-    "LEAST",
-    "BoxStep",
-    "EntryMap",
-    "RunStep",
-    "Runs",
-    "Step",
-    "Work",
-    "checking",
-    "cut_runs",
-    "prepare",
-]
-
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 

@@ -18,8 +18,6 @@ from ckptkit.offline.copying.plan import CrcField, OutputFile
 from ckptkit.offline.copying.sources import Descriptors
 from ckptkit.storage.local import LocalStore, start_writing
 
-__all__ = ["LocalSink", "combined_crc"]
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _SHORT = 4 << 10  # bytes; one call costs more than copying pieces up to this size and the gaps between them

@@ -21,8 +21,6 @@ from ckptkit.storage.coalesce import BlockReader
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.store import FileInfo, ReadInto, Store
 
-__all__ = ["Descriptors", "Origin", "Range", "SourceReader", "identities"]
-
 _PIECE = 1 << 20  # compressed bytes read at a time
 
 

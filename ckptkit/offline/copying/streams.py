@@ -17,8 +17,6 @@ from ckptkit.offline.copying.pool import Worker
 from ckptkit.offline.copying.resume import Spoken
 from ckptkit.storage.store import Store
 
-__all__ = ["StreamWriter"]
-
 _Event = tuple[int, Literal | tuple[Placement, int]]
 
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from ckptkit.offline.pictures.page import Panel, label, rect, svg, text
 
-__all__ = ["heat_maps", "layer_of", "split_layer"]
-
 WIDTH, LEFT, RIGHT, CELL = 1100.0, 150.0, 150.0, 18.0  # RIGHT leaves room for the last column's slanted name
 _LEGEND = {0.0: "equal", 1e-6: "1e-6", 1e-4: "1e-4", 1e-2: "0.01", 1.0: "1 and more", math.inf: "NaN or infinite"}
 _OTHER, _ASIDE = "other state", ("rng.", "extra.")

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from ckptkit.redact import printable, without_known_secrets, without_secrets
 from ckptkit.storage.store import is_safe_name
 
-__all__ = ["PAGE", "Panel", "colour", "escaped", "label", "page", "rect", "svg", "text"]
-
 PAGE = 1100.0  # with its headings, a picture of this height (at a width of 1100) fits on an A4 or letter sheet
 
 _STYLE = """

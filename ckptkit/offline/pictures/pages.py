@@ -22,8 +22,6 @@ from ckptkit.units import format_count, format_size
 if TYPE_CHECKING:
     from ckptkit.offline.listing import Listed, Listing
 
-__all__ = ["inspect_page", "write_diff_page", "write_inspect_page", "write_run_page"]
-
 
 def write_inspect_page(
     url: str,

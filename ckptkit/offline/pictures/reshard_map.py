@@ -13,8 +13,6 @@ from ckptkit.catalog.entry import SliceArray, TensorEntry
 from ckptkit.offline.pictures.page import Panel, colour, escaped, rect, svg, text
 from ckptkit.units import format_size
 
-__all__ = ["flows", "reshard_map"]
-
 WIDTH, HEIGHT, BAR = 1100.0, 460.0, 26.0
 MAX_RANKS = 64  # if there are more, neighbouring ranks are drawn as one
 

@@ -9,8 +9,6 @@ from ckptkit.catalog.entry import Role, TensorEntry, TensorSlice
 from ckptkit.offline.pictures.page import PAGE, Panel, colour, label, rect, svg, text
 from ckptkit.units import format_size
 
-__all__ = ["rank_totals", "shard_maps"]
-
 WIDTH, LEFT, RIGHT, ROW = 1100, 400, 250, 18
 SHORTEST = 10.0  # minimum length of a bar in user units, so that a layer norm's slices stay visible
 MAX_BARS, MAX_SLICES = 300, 8_000

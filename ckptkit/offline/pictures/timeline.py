@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from ckptkit.offline.pictures.page import Panel, escaped, label, rect, svg, text
 from ckptkit.units import format_size
 
-__all__ = ["TimelineItem", "timeline"]
-
 WIDTH, LEFT = 1100.0, 90.0
 BARS, CHART = 150.0, 80.0  # user units: height of the longest bar, and of a metric's chart
 _GAP = 34.0  # between charts

@@ -8,8 +8,6 @@ from ckptkit.offline.inspect import TreeNode
 from ckptkit.offline.pictures.page import Panel, label, rect, svg, text
 from ckptkit.units import format_count, format_size
 
-__all__ = ["squarify", "treemap"]
-
 WIDTH, HEIGHT = 1100.0, 420.0
 Rect = tuple[float, float, float, float]
 

@@ -20,8 +20,6 @@ from ckptkit.errors import UsageError
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.offline.resharding.rank_files import RankBoxes
 
-__all__ = ["Cut", "TargetMesh", "cut_of_placements", "TPPlan", "Cuts"]
-
 Int64 = npt.NDArray[np.int64]
 
 _NAMES = ("replicate", "shard", "tp")

@@ -35,7 +35,6 @@ from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 if TYPE_CHECKING:
     from ckptkit.storage.store import Store
 
-__all__ = ["OwnState", "OwnTensor", "own_state", "Trees", "own_trees"]
 
 # --- another program's objects as trees for `objects.json`: settings by parameter name, schedulers
 

@@ -35,7 +35,6 @@ from ckptkit.offline.vocabulary import VocabSize, resize_state
 if TYPE_CHECKING:
     from ckptkit.storage.store import Store
 
-__all__ = ["Identity", "lay_out_local", "plan_local", "plan_reshard", "turn_of"]
 
 # --- LOCAL files: one per rank, with the boxes that the rank stores
 

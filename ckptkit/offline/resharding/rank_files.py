@@ -15,8 +15,6 @@ from ckptkit.formats.dcp.records import RecordFrame, frame_tensor
 from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, OutputTensor, Placement
 from ckptkit.offline.export.files import in_disk_order
 
-__all__ = ["RankBoxes", "chunked", "dcp_files", "lay_out_dcp"]
-
 Int64 = npt.NDArray[np.int64]
 Laid = tuple[list[OutputFile], list[Placement], tuple[str, ...]]
 

@@ -25,8 +25,6 @@ from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
 from ckptkit.version import __version__
 
-__all__ = ["Seal", "SealedTensor", "planned_catalog", "seal"]
-
 _Row = tuple[int, int, int, int, bool, int]  # start, bytes, placement, row in it, is digest known, digest
 _CHUNK = 256 << 10  # bytes; stays in the L2 cache while two digests read it
 _REMOTE_CHUNK = 8 << 20
