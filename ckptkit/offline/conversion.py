@@ -18,6 +18,7 @@ from ckptkit.offline.copying.plan import Plan
 from ckptkit.offline.prove import prove_equal, prove_masters
 from ckptkit.offline.publish import Options, OutputPlace, Session
 from ckptkit.offline.reading import check_read_as_seen
+from ckptkit.offline.report import plain
 from ckptkit.offline.verify import check_committed
 from ckptkit.units import format_duration, format_size
 
@@ -89,28 +90,20 @@ class ConvertReport:
 
     def plan_lines(self) -> list[str]:
         """Return the lines that --dry-run prints: each tensor's sources and target, then unused and missing tensors."""
-        return list(self._plan_lines())
-
-    def _plan_lines(self) -> Iterator[str]:
-        yield f"{self.opened} ({self.format}) -> {self.dst} ({self.to})"
-        yield from self.plan.lines()
-        yield from (f"note: {note}" for note in self.notes if note not in self.plan.notes)
-        yield from (f"would fail: {fault}" for fault in self.faults)
-        yield f"{self.tensors} tensors, {len(self.plan.files)} files, {format_size(self.nbytes)}; nothing was written"
+        return [
+            f"{self.opened} ({self.format}) -> {self.dst} ({self.to})",
+            *self.plan.lines(),
+            *(f"note: {note}" for note in self.notes if note not in self.plan.notes),
+            *(f"would fail: {fault}" for fault in self.faults),
+            f"{self.tensors} tensors, {len(self.plan.files)} files, {format_size(self.nbytes)}; nothing was written",
+        ]
 
     def to_json(self) -> dict[str, Any]:
-        document: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in (
-                "src", "dst", "opened", "format", "to", "tensors", "nbytes", "nbytes_read", "checked", "verified",
-                "seconds", "peak_memory", "dry_run",
-            )
-        }  # fmt: skip
-        document["proved"] = list(self.proved)
-        document["notes"] = list(self.notes)
-        document["warnings"] = list(self.warnings)
-        document["infinite"] = dict(self.infinite)
-        document["faults"] = list(self.faults)
+        names = (
+            "src", "dst", "opened", "format", "to", "tensors", "nbytes", "nbytes_read", "checked", "verified",
+            "seconds", "peak_memory", "dry_run", "proved", "notes", "warnings", "infinite", "faults",
+        )  # fmt: skip
+        document: dict[str, Any] = {name: plain(getattr(self, name)) for name in names}
         document["left_over"] = len(self.plan.leftovers)
         if self.dry_run:
             document["plan"] = self.plan.to_json()
@@ -204,10 +197,8 @@ def conclude(
         facts.append("source digests not checked (--no-check)")
     if outcome.masters:
         facts.append(f"{outcome.masters} weight{'s' * (outcome.masters != 1)} equal to the cast fp32 master")
-    if compared:
-        facts.append(f"names and shapes match {compared}")
-    if outcome.looked:
-        facts.append(outcome.looked)
+    facts += [f"names and shapes match {compared}"] if compared else []
+    facts += [outcome.looked] if outcome.looked else []
     if outcome.verified is not None:
         facts.append(f"{outcome.verified}/{planned.tensors} tensors equal to the source")
     if record is not None:

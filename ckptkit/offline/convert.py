@@ -7,7 +7,6 @@ import shlex
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckptkit.arguments import Location, check_int, globs, location
@@ -21,7 +20,7 @@ from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import OutputFile, Plan
 from ckptkit.offline.export.files import check_headers
 from ckptkit.offline.export.hf import ExportOptions, HFExport, export_tensors, has_quantized, plan_export
-from ckptkit.offline.publish import OutputPlace, open_target, options_of_both
+from ckptkit.offline.publish import Options, OutputPlace, open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.serving import serving
 from ckptkit.storage.retry import patient
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from ckptkit.offline.export.base import BaseModel
     from ckptkit.offline.resharding.rank_files import Laid
     from ckptkit.offline.resharding.seal import Seal
-    from ckptkit.offline.vocabulary import NewRows, VocabSize
+    from ckptkit.offline.vocabulary import NewRows
     from ckptkit.storage.store import Store
 
 
@@ -128,11 +127,16 @@ def convert(  # noqa: PLR0913 - one argument per option
     output.check(max_memory, max_shard_size)
     reading = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run)
+    vocabulary = None
+    if vocab_size is not None or new_rows is not None:
+        from ckptkit.offline.vocabulary import VocabSize
+
+        vocabulary = VocabSize.of(vocab_size, new_rows, dry=dry_run)
     options = ExportOptions(
         dtype, "bf16" if quantize else "keep", weights, key_map_of(key_map), strip_prefix,
         globs("include", include), globs("exclude", exclude), untie,
         adapter_config, merge_adapter, quantize=quantize, strict=not dry_run,
-        vocabulary=vocab_size_of(vocab_size, new_rows, dry_run=dry_run),
+        vocabulary=vocabulary,
     )  # fmt: skip
     if quantize not in (None, "fp8-block"):
         raise UsageError(f"quantize={quantize!r} is unknown. Known: fp8-block.")
@@ -140,17 +144,11 @@ def convert(  # noqa: PLR0913 - one argument per option
         raise UsageError(f"--quantize is for Hugging Face exports; it cannot be combined with --to {to}.")
     if merge_adapter and base is not None:
         source, options, base = _with_base(source, options, base, together=not dry_run, storage_options=storage_options)
-    export = choose(source, to, options, base, storage_options)
-    return write(src, source, export, options, output)
+    return write(src, source, choose(source, to, options, base, storage_options), options, output)
 
 
 def _with_base(
-    source: Source,
-    options: ExportOptions,
-    base_url: str,
-    *,
-    together: bool,
-    storage_options: Mapping[str, Any] | None,
+    source: Source, options: ExportOptions, base_url: str, *, together: bool, storage_options: Options | None
 ) -> tuple[Source, ExportOptions, str]:
     """Return the source. If it is an adapter without base weights, join it with the weights at --base."""
     from ckptkit.catalog.entry import Role
@@ -225,21 +223,21 @@ def write(src: str, source: Source, export: HFExport, options: ExportOptions, ou
         tensors=len(export.tensors), nbytes=plan.nbytes, notes=_notes(source, export, plan), dry_run=how.dry_run,
         faults=export.faults, serving=_serving(export, options, output.dst) if to == "hf" else "",
     )  # fmt: skip
+
+    @collector_paused()
+    def look(store: Store) -> str:
+        compared = check_headers(plan, store)
+        if output.sha256:
+            from ckptkit.offline.export.checksums import write_checksums
+
+            write_checksums(store, [file.path for file in plan.files])
+        return f"{compared} header entr{'y matches' if compared == 1 else 'ies match'} the plan"
+
     return conclude(
         report, source, place, how, compared=export.checked, sealing=sealing,
         masters_of={name for tensor in export.tensors for name in tensor.sources},
-        look=partial(_look, plan, output.sha256) if to == "hf" else None,
+        look=look if to == "hf" else None,
     )  # fmt: skip
-
-
-@collector_paused()
-def _look(plan: Plan, sha256: bool, store: Store) -> str:
-    compared = check_headers(plan, store)
-    if sha256:
-        from ckptkit.offline.export.checksums import write_checksums
-
-        write_checksums(store, [file.path for file in plan.files])
-    return f"{compared} header entr{'y matches' if compared == 1 else 'ies match'} the plan"
 
 
 def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
@@ -252,15 +250,6 @@ def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
     files = {file.path: b"".join(literal.data for literal in file.literals) for file in export.files}
     names = {tensor.name for tensor in export.tensors}
     return serving(files, names, shlex.quote(dst), compared=bool(export.checked))
-
-
-def vocab_size_of(rows: int | None, new_rows: NewRows | None, *, dry_run: bool) -> VocabSize | None:
-    """Return the vocabulary options as one value; None if the vocabulary's size does not change."""
-    if rows is None and new_rows is None:
-        return None
-    from ckptkit.offline.vocabulary import VocabSize
-
-    return VocabSize.of(rows, new_rows, dry=dry_run)
 
 
 def key_map_of(named: NameMap | str | None) -> NameMap | None:

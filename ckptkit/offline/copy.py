@@ -229,9 +229,8 @@ def copy(
     reading = ReadOptions(allow_pickle=allow_pickle)
     found = run_at(src, storage_options=there)
     if found is None:
-        report = Copied(
-            src, dst, False, (copy_checkpoint(src, dst, how, reading, all_files=all_files),), dry_run=dry_run
-        )
+        copied = copy_checkpoint(src, dst, how, reading, all_files=all_files)
+        report = Copied(src, dst, False, (copied,), dry_run=dry_run)
     else:
         report = _copy_run(src, dst, found, how, reading, all_files=all_files)
     if dry_run:
@@ -269,7 +268,14 @@ def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_f
     """Copy one checkpoint and keep it pinned until the end. `copy` lists the errors."""
     source = open_pinned(src, storage_options=how.there, options=reading, together=not how.dry_run)
     what = _contents(source, src, dst, how, all_files=all_files)
-    _check_complete(source, check=how.check)
+    for problem in file_problems(source.store, source.catalog):
+        raise IncompleteCheckpointError(f"{problem.message} Nothing of this checkpoint was copied.")
+    if how.check:
+        check_committed(source)
+        for _, message in find_gaps(source.store, source.catalog, quick=True):
+            raise IncompleteCheckpointError(
+                f"{message} Nothing of this checkpoint was copied. To copy it anyway: --no-check."
+            )
     place = _place(what, source.url, dst, how)
     known = recorded(source.store, source.catalog, source.catalog.opaque()) if how.check else None
     if known is not None and known.problems:
@@ -387,19 +393,6 @@ def _below(source: Source, src: str, dst: str, how: How) -> str:
     return "/".join(parts) + "/"
 
 
-def _check_complete(source: Source, *, check: bool) -> None:
-    """Raise if a file is missing or truncated. Incomplete checkpoints are not copied."""
-    for problem in file_problems(source.store, source.catalog):
-        raise IncompleteCheckpointError(f"{problem.message} Nothing of this checkpoint was copied.")
-    if not check:
-        return
-    check_committed(source)
-    for _, message in find_gaps(source.store, source.catalog, quick=True):
-        raise IncompleteCheckpointError(
-            f"{message} Nothing of this checkpoint was copied. To copy it anyway: --no-check."
-        )
-
-
 def _place(what: _Contents, url: str, dst: str, how: How) -> OutputPlace:
     name = dst.rstrip("/").rpartition("/")[2]
     if what.name and step_of_name(name) is not None and name != what.name:
@@ -496,14 +489,16 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
     }  # fmt: skip
     half = {name: why for name, why in same.items() if why}
     todo = [item for item in inventory.committed if same.get(item.name) != ""]
-    faults: list[Exception] = [*_unfit(here)]
-    faults += _taken(here, dst, [item for item in todo if item.name in known], half, overwrite=how.overwrite)
-    faults += _too_small(here, dst, todo)
-    report = Copied(src, dst, True, (), notes=_others(inventory, known), dry_run=how.dry_run)
+    clashes = [item for item in todo if item.name in known]
+    faults = [*_faults(here, dst, todo, clashes, half, overwrite=how.overwrite)]
+    stay = [name for name in known if inventory.find(name) is None]
+    shown = f"DST also has {', '.join(stay[:5])}{', ...' * (len(stay) > 5)}, which SRC does not have; they stay"
     if not how.dry_run:  # a dry run checks each checkpoint's destination separately
         if faults:
             raise faults[0]
-        _check_free(place, view, [item for item in todo if item.name not in known])
+        foreign = {item.path for item in view.list()} - known.keys()
+        for name in [item.name for item in todo if item.name in foreign]:
+            replace(place, url=f"{place.url.rstrip('/')}/{name}").check_free()
     copies: list[CopiedCheckpoint] = []
     left = _left_out(inventory)
     damaged: dict[str, CorruptCheckpointError] = {}
@@ -546,13 +541,12 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
             f"{name} was not copied; {dst} has {len(copies)} other complete checkpoint{'s' * (len(copies) != 1)}."
             f"{more} {first}"
         ) from first
-    return replace(
-        report,
-        checkpoints=tuple(copies),
-        left_out=left,
-        pins=tuple(item.name for item in inventory.committed if item.name in pins),
-        faults=(*map(str, faults), *map(str, damaged.values())),
-    )
+    pinned_names = tuple(item.name for item in inventory.committed if item.name in pins)
+    faults += damaged.values()
+    return Copied(
+        src, dst, True, tuple(copies), left, pinned_names, (shown,) if stay else (), dry_run=how.dry_run,
+        faults=tuple(map(str, faults)),
+    )  # fmt: skip
 
 
 def _part(progress: Progress | None, before: int, total: int) -> Progress | None:
@@ -575,27 +569,12 @@ def _found(item: Committed, at: str, to: str, how: How) -> CopiedCheckpoint:
     return CopiedCheckpoint(at, to, form, files, item.record.total_bytes, verified=asked or None, there=True)
 
 
-def _check_free(place: OutputPlace, view: Store, todo: Sequence[Committed]) -> None:
-    """Raise if something else already has the name of a checkpoint to copy. Called before anything is written."""
-    names = {item.path for item in view.list()}
-    for item in todo:
-        if item.name in names:
-            replace(place, url=f"{place.url.rstrip('/')}/{item.name}").check_free()
-
-
 def _left_out(inventory: Inventory) -> dict[str, str]:
     """Return the run's entries that are not committed checkpoints, with the reason for each."""
     found = {item.path: f"{item.name} is being saved by {item.owner}" for item in inventory.in_progress}
     found |= {item.path: f"{item.name} was not committed: its save was killed" for item in inventory.abandoned}
     found |= {item.path: item.reason for item in inventory.skipped}
     return found | dict.fromkeys(inventory.foreign, "it is not a ckptkit checkpoint")
-
-
-def _others(inventory: Inventory, known: Mapping[str, Committed]) -> tuple[str, ...]:
-    names = [name for name in known if inventory.find(name) is None]
-    if not names:
-        return ()
-    return (f"DST also has {', '.join(names[:5])}{', ...' * (len(names) > 5)}, which SRC does not have; they stay",)
 
 
 def _damage(view: Store, item: Committed) -> str:
@@ -609,19 +588,27 @@ def _damage(view: Store, item: Committed) -> str:
     return ""
 
 
-def _unfit(here: Store) -> Iterator[OSError]:
-    """Yield the reasons why a run cannot be written to this directory."""
+def _faults(
+    here: Store,
+    dst: str,
+    todo: Sequence[Committed],
+    clashes: Sequence[Committed],
+    half: Mapping[str, str],
+    *,
+    overwrite: bool,
+) -> Iterator[Exception]:
+    """Yield the reasons why a run cannot be written to this directory.
+
+    Args:
+        todo, clashes: The checkpoints to copy, and those of them whose names the directory already has.
+        half: Incomplete copies of the same checkpoints: name -> what is missing.
+    """
     try:
         if is_directory(here):
             check_writable(here)
         check_state_directory(here)
     except OSError as error:
         yield error
-
-
-def _taken(
-    here: Store, dst: str, clashes: Sequence[Committed], half: Mapping[str, str], *, overwrite: bool
-) -> Iterator[CheckpointExistsError]:
     names = ", ".join([item.name for item in clashes if item.name not in half][:5])
     for name, why in half.items() if not overwrite else ():
         yield CheckpointExistsError(
@@ -637,9 +624,6 @@ def _taken(
     for item in clashes:
         if item.name in held:
             yield CheckpointExistsError(f"{dst}/{item.name} is not overwritten: it is {held[item.name].reason}.")
-
-
-def _too_small(here: Store, dst: str, todo: Sequence[Committed]) -> Iterator[NoSpaceError]:
     free, need = here.free_bytes(), sum(item.record.total_bytes for item in todo)
     if free is None or not todo:
         return

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ from ckptkit.errors import IncompleteCheckpointError, UsageError, command_line
 from ckptkit.formats.detect import Source
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
 from ckptkit.gc_pause import collector_paused
-from ckptkit.offline.copying.casts import cast_into
+from ckptkit.offline.copying.casts import float_values
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Placement, Plan
 from ckptkit.offline.copying.runs import prepare
@@ -38,19 +37,10 @@ SCHEMA = "ckptkit.diff/1"
 _TILE = 4 << 20  # bytes read at a time from each side
 _SMALL = 256 << 10  # smaller tensors are read together
 _SHOWN = 10  # maximum number of differing paths to list per value
-_FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 _COMPLEX = {"complex32": np.float16, "complex64": np.float32, "complex128": np.float64}
-_FLOAT8 = {  # (mantissa bits, exponent bias)
-    "float8_e4m3fn": (3, 7),
-    "float8_e4m3fnuz": (3, 8),
-    "float8_e5m2": (2, 15),
-    "float8_e5m2fnuz": (2, 16),
-    "float8_e8m0fnu": (0, 127),
-}
 
 Progress = Callable[[int, int, str], None]
 Bytes = npt.NDArray[np.uint8]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +116,9 @@ class DiffReport:
         """Return one line that summarizes the result."""
         values = f" and {self.same_values} values" if self.same_values else ""
         if not self.differs:
-            told = (
-                f" ({self.by_digest} of them by recorded digest only; `verify` reads the bytes)"
-                if self.by_digest
-                else ""
-            )
-            told += f" ({self.by_record} of them of unknown classes, compared byte for byte)" if self.by_record else ""
+            digests = f" ({self.by_digest} of them by recorded digest only; `verify` reads the bytes)"
+            records = f" ({self.by_record} of them of unknown classes, compared byte for byte)"
+            told = digests * bool(self.by_digest) + records * bool(self.by_record)
             what = f"{self.same} tensors{values}, names, shapes, dtypes and bits{told}"
             if self.left_out:
                 return f"equal weights: {what}; not compared: {len(self.left_out)} that are not weights"
@@ -154,10 +141,18 @@ class DiffReport:
         """
         from ckptkit.offline.pictures.heat_map import layer_of
 
+        def largest(values: Iterable[float | None]) -> float | None:
+            return max((value for value in values if value is not None), key=_order, default=None)
+
         found: dict[tuple[int, str], list[TensorDiff]] = {}
         for item in self.different:
             found.setdefault(layer_of(item.name), []).append(item)
-        layers = {key: _together(items) for key, items in found.items()}
+        layers: dict[tuple[int, str], LayerDiff] = {}
+        for key, items in found.items():
+            elements = sum(item.elements for item in items)
+            max_abs, max_rel = largest(item.max_abs for item in items), largest(item.max_rel for item in items)
+            dot, norm_a, norm_b = (math.fsum(item.sums[i] for item in items) for i in range(3))
+            layers[key] = LayerDiff(len(items), elements, max_abs, max_rel, _cosine((dot, norm_a, norm_b)))
         ordered = sorted(layers.items(), key=lambda pair: (pair[0][0], -_order(pair[1].max_rel)))
         return {name: layer for (_, name), layer in ordered}
 
@@ -213,16 +208,15 @@ class NameFilter:
 
     def __call__(self, *names: str) -> bool:
         """Return whether to compare a tensor that has these names, such as its FQN and its key."""
-        wanted = not self.include or _any_matches(names, self.include)
-        return wanted and not _any_matches(names, self.exclude)
+
+        def matches(patterns: Sequence[str]) -> bool:
+            return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
+
+        return (not self.include or matches(self.include)) and not matches(self.exclude)
 
     def __str__(self) -> str:
         given = [*(f"--include {x!r}" for x in self.include), *(f"--exclude {x!r}" for x in self.exclude)]
         return " and ".join(given)
-
-
-def _any_matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,11 +312,20 @@ def _named(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) -> DiffReport:
-    left, right = _chosen_tensors(_with_tied(a, b), _with_tied(b, a), wanted)
-    known = {*a.opaque, *b.opaque}
-    values, others = (_chosen(side.source.catalog.objects, wanted) for side in (a, b))
-    left, right = ({n: e for n, e in side.items() if e.name not in known} for side in (left, right))
-    values, others = ({n: e for n, e in side.items() if n not in known} for side in (values, others))
+    opaque = {*a.opaque, *b.opaque}
+    left, right = _with_tied(a, b), _with_tied(b, a)
+    chosen = left.keys() | right.keys()
+    if wanted.include or wanted.exclude:
+        # Globs may match the names that are compared, or the names that `inspect` shows for either side.
+        shown = {name: [name] for name in chosen}
+        for name, entry in (*left.items(), *right.items()):
+            if entry.name.endswith(name):  # not if a tied tensor is compared under its other name
+                shown[name].append(entry.name)
+        chosen = {name for name, known in shown.items() if wanted(*known)}
+    left, right = ({n: e for n, e in side.items() if n in chosen and e.name not in opaque} for side in (left, right))
+    values, others = (
+        {n: e for n, e in side.source.catalog.objects.items() if wanted(n) and n not in opaque} for side in (a, b)
+    )
     records, by_record = _compare_records(a, b, wanted)
     left_out: tuple[str, ...] = ()
     if _weights_alone(left, values) or _weights_alone(right, others):
@@ -361,22 +364,13 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
     shared = [name for name in values if name in others]
     unequal = {name: _value_differences(name, (a, values[name]), (b, others[name])) for name in shared}
     return DiffReport(
-        a.source.url,
-        b.source.url,
-        same + by_record,
-        by_digest,
-        tuple(different),
-        _only_in(left, right, values, others),
-        _only_in(right, left, others, values),
-        shapes,
-        dtypes,
-        {name: changes[name] for name in both},
-        {place: texts for found in unequal.values() for place, texts in found.items()},
-        sum(not found for found in unequal.values()),
-        left_out,
-        records,
-        by_record,
-    )
+        a.source.url, b.source.url, same + by_record, by_digest, tuple(different),
+        only_a=_only_in(left, right, values, others), only_b=_only_in(right, left, others, values),
+        shapes=shapes, dtypes=dtypes, changes={name: changes[name] for name in both},
+        values={place: texts for found in unequal.values() for place, texts in found.items()},
+        same_values=sum(not found for found in unequal.values()),
+        left_out=left_out, records=records, by_record=by_record,
+    )  # fmt: skip
 
 
 def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
@@ -415,8 +409,7 @@ def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, 
     """Compare unreadable tensors by their records' bytes; return the differences, and the number of equal tensors."""
     differ, same = {}, 0
     for name in dict.fromkeys([*a.opaque, *b.opaque]):
-        names = (name, name.partition(".")[2])
-        if not wanted(*names):
+        if not wanted(name, name.partition(".")[2]):
             continue
         kinds = [side.opaque.get(name, "") for side in (a, b)]
         if "" in kinds:
@@ -425,28 +418,22 @@ def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, 
             differ[name] = f"{max(kinds)}; in {where} it {'is not' if there else 'is missing'}"
         elif kinds[0] != kinds[1]:
             differ[name] = f"{kinds[0]} in A, {kinds[1]} in B"
-        elif _layout(a, name) != _layout(b, name) or not _same_bytes(a, b, name):
+        elif any(x != y for x, y in itertools.zip_longest(_stored(a, name), _stored(b, name))):
             differ[name] = f"{kinds[0]}, and the bytes of its records differ"
         else:
             same += 1
     return differ, same
 
 
-def _layout(side: _Side, name: str) -> Any:
+def _stored(side: _Side, name: str) -> Iterator[Any]:
+    """Yield how a tensor is cut and the sizes of its records, then the records' bytes, a tile at a time."""
     entry = side.source.catalog.tensors.get(name)
-    cut = None if entry is None else (entry.dtype, entry.shape, entry.slices.offsets.tolist())
-    return cut, [nbytes for _, _, nbytes in records_of(side.source.catalog, name)]
-
-
-def _same_bytes(a: _Side, b: _Side, name: str) -> bool:
-    one, other = (records_of(side.source.catalog, name) for side in (a, b))
-    for (path, start, nbytes), (other_path, other_start, _) in zip(one, other, strict=True):
-        for at in range(0, nbytes, _TILE):
-            stop = min(at + _TILE, nbytes)
-            mine = a.source.store.read(path, start + at, start + stop)
-            if mine != b.source.store.read(other_path, other_start + at, other_start + stop):
-                return False
-    return True
+    yield None if entry is None else (entry.dtype, entry.shape, entry.slices.offsets.tolist())
+    records = records_of(side.source.catalog, name)
+    yield [nbytes for _, _, nbytes in records]
+    for path, start, nbytes in records:
+        for at in range(start, start + nbytes, _TILE):
+            yield side.source.store.read(path, at, min(at + _TILE, start + nbytes))
 
 
 _WEIGHTS = Role.MODEL
@@ -549,30 +536,6 @@ def _text(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _chosen_tensors(
-    left: dict[str, TensorEntry], right: dict[str, TensorEntry], wanted: NameFilter
-) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
-    """Return the tensors to compare.
-
-    Globs may match the names that are compared, or the names that `inspect` shows for either side.
-    """
-    if not wanted.include and not wanted.exclude:
-        return left, right
-    names: dict[str, list[str]] = {name: [name] for side in (left, right) for name in side}
-    for side in (left, right):
-        for name, entry in side.items():
-            if entry.name.endswith(name):  # not if a tied tensor is compared under its other name
-                names[name].append(entry.name)
-    chosen = {name for name, known in names.items() if wanted(*known)}
-    return {n: e for n, e in left.items() if n in chosen}, {n: e for n, e in right.items() if n in chosen}
-
-
-def _chosen(entries: Mapping[str, T], wanted: NameFilter) -> dict[str, T]:
-    if not wanted.include and not wanted.exclude:
-        return dict(entries)
-    return {name: entry for name, entry in entries.items() if wanted(name)}
-
-
 def _same_digests(x: TensorEntry, y: TensorEntry) -> bool:
     """Return whether both tensors are sliced in the same way, with equal digests."""
     p, q = x.slices, y.slices
@@ -609,74 +572,44 @@ class _Comparison:
         """Return the difference; None if all bits are equal."""
         if not self.elements:
             return None
-        sums = (self.dot, self.norm_a, self.norm_b)
-        return TensorDiff(
-            self.name,
-            self.a.shape,
-            (self.a.dtype, self.b.dtype),
-            self.elements,
-            self.max_abs if self.counted else None,
-            (self.max_abs / self.max_a if self.max_a else math.inf) if self.counted else None,
-            _cosine(sums) if self.counted else None,
-            sums,
-        )
+        sums, dtypes = (self.dot, self.norm_a, self.norm_b), (self.a.dtype, self.b.dtype)
+        if not self.counted:
+            return TensorDiff(self.name, self.a.shape, dtypes, self.elements, None, None, None, sums)
+        max_rel = self.max_abs / self.max_a if self.max_a else math.inf
+        return TensorDiff(self.name, self.a.shape, dtypes, self.elements, self.max_abs, max_rel, _cosine(sums), sums)
 
     def add(self, x: Bytes, y: Bytes) -> None:
         """Compare a non-empty tile: the same box of both tensors."""
         u, v = _numbers(x, self.a.dtype), _numbers(y, self.b.dtype)
-        if u is None or v is None or len(u) != len(v):
+        self.counted = u is not None and v is not None and len(u) == len(v)
+        if u is not None and v is not None and self.counted and self.a.dtype != self.b.dtype:
+            unequal = ~((u == v) | (np.isnan(u) & np.isnan(v)))
+        elif len(x) == len(y):
             size = dtype_of(self.a.dtype).itemsize
-            unequal = (x.reshape(-1, size) != y.reshape(-1, size)).any(axis=1) if len(x) == len(y) else np.ones(1, bool)
-            self.elements += int(np.count_nonzero(unequal))
-            return
-        self.counted = True
-        if self.a.dtype == self.b.dtype:
-            size = dtype_of(self.a.dtype).itemsize
-            self.elements += int(np.count_nonzero((x.reshape(-1, size) != y.reshape(-1, size)).any(axis=1)))
+            unequal = (x.reshape(-1, size) != y.reshape(-1, size)).any(axis=1)
         else:
-            self.elements += int(np.count_nonzero(~((u == v) | (np.isnan(u) & np.isnan(v)))))
+            unequal = np.ones(1, bool)
+        self.elements += int(np.count_nonzero(unequal))
+        if u is None or v is None or not self.counted:
+            return
         with np.errstate(invalid="ignore", over="ignore"):
-            gap = self._integer_gap(x, y)
-            if gap is None:
+            if self.a.dtype == self.b.dtype and self.a.dtype in ("int64", "uint64"):  # exactly: float64 has 53 bits
+                i, j = (data.view(np.dtype(self.a.dtype)) for data in (x, y))
+                gap = (np.maximum(i, j).view(np.uint64) - np.minimum(i, j).view(np.uint64)).astype(np.float64)
+            else:
                 gap = np.abs(u - v)
                 gap[(np.isnan(u) & np.isnan(v)) | (u == v)] = 0.0
-            self.max_abs = max(self.max_abs, _without_nan(gap.max(initial=0.0)))
+            largest = float(gap.max(initial=0.0))
+            self.max_abs = max(self.max_abs, math.inf if math.isnan(largest) else largest)
             self.max_a = max(self.max_a, float(np.fmax.reduce(np.abs(u), initial=0.0)))
             self.dot += float(u @ v)
             self.norm_a += float(u @ u)
             self.norm_b += float(v @ v)
 
-    def _integer_gap(self, x: Bytes, y: Bytes) -> npt.NDArray[np.float64] | None:
-        """Return |a - b| exactly for 64-bit integers (float64 has only 53 bits); None for other dtypes."""
-        if self.a.dtype != self.b.dtype or self.a.dtype not in ("int64", "uint64"):
-            return None
-        i, j = x.view(np.dtype(self.a.dtype)), y.view(np.dtype(self.b.dtype))
-        gap: npt.NDArray[np.uint64] = np.maximum(i, j).view(np.uint64) - np.minimum(i, j).view(np.uint64)
-        return gap.astype(np.float64)
-
-
-def _without_nan(gap: float) -> float:
-    return math.inf if math.isnan(gap) else float(gap)
-
 
 def _cosine(sums: tuple[float, float, float]) -> float | None:
     norm = math.sqrt(sums[1]) * math.sqrt(sums[2])
     return sums[0] / norm if norm else None
-
-
-def _together(items: Sequence[TensorDiff]) -> LayerDiff:
-    def largest(values: Iterable[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return max(known, key=_order) if known else None
-
-    dot, norm_a, norm_b = (math.fsum(item.sums[i] for item in items) for i in range(3))
-    return LayerDiff(
-        len(items),
-        sum(item.elements for item in items),
-        largest(item.max_abs for item in items),
-        largest(item.max_rel for item in items),
-        _cosine((dot, norm_a, norm_b)),
-    )
 
 
 def _order(value: float | None) -> float:
@@ -686,38 +619,8 @@ def _order(value: float | None) -> float:
 
 def _numbers(data: Bytes, name: str) -> npt.NDArray[np.float64] | None:
     """Return the elements as float64, with complex numbers as pairs; None for unsupported dtypes (4-bit floats)."""
-    kind = dtype_of(name).kind
     if name in _COMPLEX:
         return data.view(_COMPLEX[name]).astype(np.float64)
-    if name in _FLOAT8:
-        return _float8_values(name)[data]
-    if name in _FLOATS:
-        wide = np.empty(len(data) // dtype_of(name).itemsize * 4, np.uint8)
-        if name == "float64":
-            return data.view(np.float64)
-        cast_into(data, wide, name, "float32")
-        return wide.view(np.float32).astype(np.float64)
-    if kind in ("int", "bool"):
+    if dtype_of(name).kind in ("int", "bool"):
         return data.view(np.dtype(name)).astype(np.float64)
-    return None
-
-
-@functools.cache
-def _float8_values(name: str) -> npt.NDArray[np.float64]:
-    """Return the values of all 256 bit patterns (OCP's 8-bit formats; fnuz formats as torch documents them)."""
-    bits = np.arange(256)
-    if name == "float8_e8m0fnu":  # it has only an exponent
-        return np.where(bits == 255, np.nan, np.ldexp(1.0, bits - 127))
-    mantissa_bits, bias = _FLOAT8[name]
-    sign = np.where(bits & 0x80, -1.0, 1.0)
-    exponent, mantissa = (bits & 0x7F) >> mantissa_bits, bits & ((1 << mantissa_bits) - 1)
-    fraction = mantissa / (1 << mantissa_bits)
-    values = sign * np.where(exponent, np.ldexp(1 + fraction, exponent - bias), np.ldexp(fraction, 1 - bias))
-    if name.endswith("fnuz"):
-        values[0x80] = np.nan
-    elif name == "float8_e4m3fn":
-        values[(bits & 0x7F) == 0x7F] = np.nan
-    else:
-        special = exponent == 31
-        values[special] = np.where(mantissa[special], np.nan, sign[special] * np.inf)
-    return values
+    return float_values(data, name).astype(np.float64, copy=False) if dtype_of(name).bits >= 8 else None

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ckptkit.catalog.entry import Catalog, ObjectEntry
+from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import (
     CkptkitError,
     CorruptCheckpointError,
@@ -53,14 +53,26 @@ def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterato
             "metadata.json",
             "metadata.json is missing, although common.pt exists: Megatron writes metadata.json last.",
         )
-    objects = {entry.path: entry for entry in catalog.objects.values() if _is_file(entry, files)}
+    objects = {  # those with a file of their own, rather than a record in a data file
+        entry.path: entry
+        for entry in catalog.objects.values()
+        if entry.encoding != "value" and entry.start == 0 and files.get(entry.path) == entry.nbytes
+    }
     for path, size in files.items():
         name = path.rpartition("/")[2]
         if size == 0 and (path in objects or is_side_file(path) or name in _MARKERS or _RANK_FILE.fullmatch(name)):
             yield path, f"{path} is empty: the save or copy was interrupted."
     for path, entry in () if quick else objects.items():
-        if 0 < files[path] <= _MAX_OBJECT_BYTES and (fault := _fault(store, entry)):
-            yield path, fault
+        if not 0 < files[path] <= _MAX_OBJECT_BYTES:
+            continue
+        try:
+            read_object(store, entry, allow_pickle=True)
+        except UnsafePickleError:
+            pass  # the file itself may be complete; a load reports the problem
+        except CorruptCheckpointError as error:
+            yield path, f"{entry.path} can't be read: {error}"
+        except CkptkitError:
+            pass
 
 
 def refuse_partial(store: Store, catalog: Catalog) -> None:
@@ -113,20 +125,3 @@ def _missing_ranks(files: Mapping[str, int], world_size: int) -> list[str]:
         for rank in range(world_size)
         if rank not in have
     ]
-
-
-def _is_file(entry: ObjectEntry, files: Mapping[str, int]) -> bool:
-    """Return whether an object has a file of its own, rather than a record in a data file."""
-    return entry.encoding != "value" and entry.start == 0 and files.get(entry.path) == entry.nbytes
-
-
-def _fault(store: Store, entry: ObjectEntry) -> str:
-    try:
-        read_object(store, entry, allow_pickle=True)
-    except UnsafePickleError:
-        return ""  # the file itself may be complete; a load reports the problem
-    except CorruptCheckpointError as error:
-        return f"{entry.path} can't be read: {error}"
-    except CkptkitError:
-        return ""
-    return ""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckptkit.arguments import Location, check_int, location
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import Catalog, MeshInfo, Role, TensorEntry
+from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
@@ -128,15 +128,16 @@ def summarise(
     catalog: Catalog, *, url: str = "", note: str = "", tensors: str | None = None, depth: int = 2
 ) -> InspectReport:
     """Return the report on an open catalog."""
-    info = catalog.info
+    info, mesh = catalog.info, catalog.info.mesh
     entries = list(catalog.tensors.values())
-    shown = [e for e in entries if tensors and _matches(e, tensors)]
+    shown = [e for e in entries if tensors and any(fnmatch.fnmatchcase(name, tensors) for name in (e.name, e.fqn))]
     itemsizes = {dtype: dtype_of(dtype).itemsize for dtype in {e.dtype for e in entries}}
     sized = [(e, n := e.numel, n * itemsizes[e.dtype]) for e in entries]  # computed once, because there may be 300,000
     model = [item for item in sized if item[0].role is Role.MODEL]
     opaque = dict(info.extra.get("opaque", {}))
     opaque.update((e.name, why) for e in catalog.in_parts() if e.role is Role.MODEL and (why := e.slices.opaque))
     largest = heapq.nlargest(8, model, key=itemgetter(2))
+    dims = () if mesh is None else mesh.names or tuple(f"dim{i}" for i in range(len(mesh.shape)))
     return InspectReport(
         url=url,
         note=note,
@@ -144,7 +145,7 @@ def summarise(
         producer=info.producer,
         step=info.step,
         world_size=info.world_size,
-        mesh=_mesh(info.mesh),
+        mesh=None if mesh is None else dict(zip(dims, mesh.shape, strict=False)),
         sections=tuple(_sections(sized)),
         largest=tuple(_tensor(e, slices=False) for e, _, _ in largest),
         tensors=tuple(_tensor(e, slices=True) for e in shown),
@@ -155,18 +156,6 @@ def summarise(
         files=dict(info.files),
         notes=tuple(note for note in info.notes if not note.startswith("not interpreted: ")),
     )
-
-
-def _mesh(mesh: MeshInfo | None) -> dict[str, int] | None:
-    """Return the size of each mesh dimension by name. Unnamed dimensions are called dim0, dim1, ..."""
-    if mesh is None:
-        return None
-    names = mesh.names or tuple(f"dim{i}" for i in range(len(mesh.shape)))
-    return dict(zip(names, mesh.shape, strict=False))
-
-
-def _matches(entry: TensorEntry, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(entry.name, pattern) or fnmatch.fnmatchcase(entry.fqn, pattern)
 
 
 def _sections(sized: Iterable[_Sized]) -> Iterable[RoleSummary]:
@@ -212,19 +201,10 @@ def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
 def _tensor(entry: TensorEntry, *, slices: bool) -> TensorInfo:
     rows: tuple[SliceInfo, ...] = ()
     if slices:
-        part, records = entry.slices, entry.slices.records() if entry.slices.opaque else None
-        if records is None:
-            rows = tuple(SliceInfo(s.box.offsets, s.box.sizes, s.rank, s.path, s.start, s.nbytes) for s in part)
-        else:
-            rows = tuple(
-                SliceInfo(
-                    tuple(part.offsets[i].tolist()),
-                    tuple(part.sizes[i].tolist()),
-                    -1 if part.ranks is None else int(part.ranks[i]),
-                    *record,
-                )
-                for i, record in enumerate(records)
-            )
+        part = entry.slices
+        ranks = [-1] * len(part) if part.ranks is None else part.ranks.tolist()
+        boxes = zip(map(tuple, part.offsets.tolist()), map(tuple, part.sizes.tolist()), ranks, strict=True)
+        rows = tuple(SliceInfo(*box, *record) for box, record in zip(boxes, part.records(), strict=True))
     return TensorInfo(
         entry.name, entry.fqn, entry.role.value, entry.dtype, entry.shape, entry.nbytes, len(entry.slices), rows
     )

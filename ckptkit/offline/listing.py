@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,15 +77,8 @@ class Listing:
         """Return the listing as plain JSON values (schema "ckptkit.ls/1")."""
         rows = [{name: getattr(row, name) for name in Listed.__slots__} for row in self.checkpoints]
         policy = None if self.policy is None else {n: getattr(self.policy, n) for n in RetentionPolicy.__slots__}
-        return {
-            "schema": SCHEMA,
-            "url": self.url,
-            "total_bytes": self.total_bytes,
-            "absent": self.absent,
-            "policy": policy,
-            "checkpoints": rows,
-            "foreign": list(self.foreign),
-        }
+        document = {name: getattr(self, name) for name in ("url", "total_bytes", "absent")}
+        return {"schema": SCHEMA, **document, "policy": policy, "checkpoints": rows, "foreign": list(self.foreign)}
 
 
 def list_run(
@@ -114,7 +107,11 @@ def list_run(
     if not (inventory.committed or inventory.in_progress or inventory.abandoned or inventory.skipped):
         raise CheckpointNotFoundError(nothing_of_ours(url, inventory, root))
     ahead = look_ahead(root, view, inventory, policy, recorded=recorded)
-    now, gaps = time.time(), _gaps(inventory)
+    gaps, last = {}, 0  # how many saves are missing between each checkpoint and the previous one that still exists
+    for saved in sorted(inventory.committed, key=lambda item: item.record.sequence):
+        gaps[saved.name] = max(0, saved.record.sequence - last - 1)
+        last = saved.record.sequence
+    now = time.time()
     rows = [
         *(
             _committed(item, decision, now, gaps[item.name], ahead.kept_files.get(item.name, ()))
@@ -122,11 +119,9 @@ def list_run(
         ),
         *(_attempt(item, "in progress") for item in inventory.in_progress),
         *(_attempt(item, "abandoned") for item in inventory.abandoned),
-        *(
-            Listed(item.path, "skipped", why=item.reason, kept_files=item.kept_files, damaged=item.damaged)
-            for item in inventory.skipped
-        ),
     ]
+    for item in inventory.skipped:
+        rows.append(Listed(item.path, "skipped", why=item.reason, kept_files=item.kept_files, damaged=item.damaged))
     total = sum(item.record.total_bytes for item in inventory.committed)
     return Listing(url, tuple(rows), inventory.foreign, total, ahead.policy, sum(gaps.values()))
 
@@ -169,37 +164,16 @@ def look_ahead(
     return Outlook(policy, tuple(decisions), kept)
 
 
-def _gaps(inventory: Inventory) -> dict[str, int]:
-    """Return how many saves are missing between each checkpoint and the previous one that still exists."""
-    gaps, last = {}, 0
-    for item in sorted(inventory.committed, key=lambda item: item.record.sequence):
-        gaps[item.name] = max(0, item.record.sequence - last - 1)
-        last = item.record.sequence
-    return gaps
-
-
 def _committed(item: Committed, decision: Decision, now: float, gap: int, kept_files: tuple[str, ...]) -> Listed:
-    record = item.record
-    stays = f"; these files stay, because its record does not name them: {_shown(kept_files)}" if kept_files else ""
+    record, why = item.record, decision.reason
+    if kept_files:
+        more = f", ... ({len(kept_files)} files)" if len(kept_files) > 3 else ""
+        why += f"; these files stay, because its record does not name them: {', '.join(kept_files[:3])}{more}"
+    age_s = max(0.0, now - record.created) if record.created else None
     return Listed(
-        item.name,
-        "committed",
-        record.step,
-        record.total_bytes,
-        record.state_dict_type,
-        record.world_size,
-        dict(record.metrics),
-        record.created or None,
-        max(0.0, now - record.created) if record.created else None,
-        decision.keep,
-        decision.reason + stays,
-        gap,
-        kept_files,
-    )
-
-
-def _shown(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:3]) + (f", ... ({len(paths)} files)" if len(paths) > 3 else "")
+        item.name, "committed", record.step, record.total_bytes, record.state_dict_type, record.world_size,
+        dict(record.metrics), record.created or None, age_s, decision.keep, why, gap, kept_files,
+    )  # fmt: skip
 
 
 def _attempt(item: Attempt, state: str) -> Listed:

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from ckptkit.arguments import Location, check_int, globs, location, wrong
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import export_dtype
-from ckptkit.catalog.entry import TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.digests import crc32
 from ckptkit.errors import (
@@ -110,7 +109,10 @@ def merge(  # noqa: PLR0913 - one argument an option
         UnsupportedFormatError: ckptkit cannot dequantize a tensor.
     """
     started = time.perf_counter()
-    sources, dst = _locations(sources), location("dst", dst)
+    if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable):
+        raise wrong("sources", sources, "a sequence of URLs, such as [first, second]")
+    given = [location(f"sources[{index}]", source) for index, source in enumerate(sources)]
+    dst = location("dst", dst)
     if sum_dtype not in ("fp32", "fp64"):
         raise UsageError(f"sum_dtype={sum_dtype!r}: expected 'fp32' or 'fp64'.")
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
@@ -120,7 +122,7 @@ def merge(  # noqa: PLR0913 - one argument an option
     export_dtype("float32", dtype)  # raises for an unknown dtype, before a source is opened
     output = Output(dst, to, parse_size(max_shard_size), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
-    urls = _of_run(sources, last, steps, there)
+    urls = _of_run(given, last, steps, there)
     factors = weights_of(weights, len(urls))
     reading = ReadOptions(base=base, strip_prefix=strip_prefix)
     opened = _opened(urls, partial(open_pinned, storage_options=there, options=reading, together=not dry_run))
@@ -135,13 +137,14 @@ def merge(  # noqa: PLR0913 - one argument an option
     parts = [choose(source, to, own, base, storage_options) for source, own in zip(opened, each, strict=True)]
     # Sum quantized weights in fp32, so that only the result is rounded.
     wide = replace(options, dtype="keep", dequantize="fp32")
-    named = [
-        _terms(index, source, part, choose(source, to, wide, base, storage_options) if _is_quantized(part) else part)
-        for index, (source, part) in enumerate(zip(opened, parts, strict=True))
-    ]
+    named, used = [], []
+    for index, (source, part) in enumerate(zip(opened, parts, strict=True)):
+        dequantized = choose(source, to, wide, base, storage_options) if _is_quantized(part) else part
+        named.append(_terms(index, source, part, dequantized))
+        keys = dict.fromkeys(key for tensor in part.tensors for key in tensor.sources)
+        used.append([source.catalog.tensors[key] for key in keys])
     export = _combined(opened, parts, named, factors, sum_dtype, said)
-    joined = join(opened, [_used(source, part) for source, part in zip(opened, parts, strict=True)])
-    return write(", ".join(sources), joined, export, options, output)
+    return write(", ".join(given), join(opened, used), export, options, output)
 
 
 def _opened(urls: Sequence[str], open_one: Callable[[str], Source]) -> list[Source]:
@@ -162,12 +165,6 @@ def _opened(urls: Sequence[str], open_one: Callable[[str], Source]) -> list[Sour
 
 def _is_quantized(part: HFExport) -> bool:
     return any(isinstance(tensor, ComputedTensor) for tensor in part.tensors)
-
-
-def _used(source: Source, part: HFExport) -> list[TensorEntry]:
-    """Return the catalog entries that one source's chosen tensors need."""
-    keys = dict.fromkeys(key for tensor in part.tensors for key in tensor.sources)
-    return [source.catalog.tensors[key] for key in keys]
 
 
 # --- which checkpoints, and their weights
@@ -216,12 +213,6 @@ def _number(text: str, given: str) -> float:
         raise UsageError(
             f"--weights {given}: expected uniform, minus-sqrt, ema:DECAY, or numbers such as 0.2,0.3,0.5."
         ) from None
-
-
-def _locations(sources: Any) -> list[str]:
-    if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable):
-        raise wrong("sources", sources, "a sequence of URLs, such as [first, second]")
-    return [location(f"sources[{index}]", source) for index, source in enumerate(sources)]
 
 
 def _of_run(
@@ -290,14 +281,25 @@ def _combined(
     dtypes = {tensor.name: tensor.dtype for tensor in parts[-1].tensors}
     for name in named[-1]:
         terms = [of[name] for of in named]
-        _check_alike(opened, terms)
-        if dtype_of(terms[-1].dtype).kind == "float":
+        newest = terms[-1]
+        for source, term in zip(opened, terms, strict=True):
+            if isinstance(term, ComputedTensor) or isinstance(newest, ComputedTensor):
+                # A quantized weight is in fp32 here, so it may differ in dtype.
+                same = dtype_of(term.dtype).kind == dtype_of(newest.dtype).kind == "float"
+            else:
+                same = term.dtype == newest.dtype
+            if term.shape != newest.shape or not same:
+                raise CheckpointMismatchError(
+                    f"{name!r} is {term.dtype} {list(term.shape)} in {source.url}, but {newest.dtype} "
+                    f"{list(newest.shape)} in {opened[-1].url}. Convert them to one dtype first, or --exclude it."
+                )
+        if dtype_of(newest.dtype).kind == "float":
             # Sum fp64 tensors in fp64, because the average of two equal tensors must be that tensor.
-            sums = "float64" if terms[-1].dtype == "float64" else dtype_of(sum_dtype).name
+            sums = "float64" if newest.dtype == "float64" else dtype_of(sum_dtype).name
             result.append(_sum(terms, factors, dtypes[name], sums))
         else:
             copied.append(name)
-            result.append(terms[-1])
+            result.append(newest)
     notes = [said, *(note for part in parts for note in part.notes)]
     if any(map(_is_quantized, parts)):
         notes.append("quantized weights were dequantized to fp32, summed, and rounded once")
@@ -305,16 +307,10 @@ def _combined(
         shown = ", ".join(copied[:_NAMED]) + (", ..." if len(copied) > _NAMED else "")
         many = "tensors are" if len(copied) > 1 else "tensor is"
         notes.append(f"{len(copied)} {many} not floating point and copied from the last source: {shown}")
-    newest = parts[-1]
     leftovers = tuple(dict.fromkeys(item for part in parts for item in part.leftovers))
     faults = tuple(dict.fromkeys(fault for part in parts for fault in part.faults))
-    return replace(
-        newest,
-        tensors=tuple(result),
-        leftovers=leftovers,
-        faults=faults,
-        notes=tuple(dict.fromkeys(notes)),
-    )
+    noted = tuple(dict.fromkeys(notes))
+    return replace(parts[-1], tensors=tuple(result), leftovers=leftovers, faults=faults, notes=noted)
 
 
 def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTensor]]) -> None:
@@ -345,20 +341,6 @@ def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[s
             )
         found[tensor.name] = taken_from(replace(tensor, dtype=tensor.source_dtype), index)
     return found
-
-
-def _check_alike(opened: Sequence[Source], terms: Sequence[OutputTensor]) -> None:
-    newest = terms[-1]
-    for source, term in zip(opened, terms, strict=True):
-        computed = isinstance(term, ComputedTensor) or isinstance(newest, ComputedTensor)
-        same = term.dtype == newest.dtype
-        if computed:  # a quantized weight is in fp32 here, so it may differ in dtype
-            same = dtype_of(term.dtype).kind == dtype_of(newest.dtype).kind == "float"
-        if term.shape != newest.shape or not same:
-            raise CheckpointMismatchError(
-                f"{term.name!r} is {term.dtype} {list(term.shape)} in {source.url}, but {newest.dtype} "
-                f"{list(newest.shape)} in {opened[-1].url}. Convert them to one dtype first, or --exclude it."
-            )
 
 
 def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, sum_dtype: str) -> ComputedTensor:

@@ -12,6 +12,7 @@ from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.offline.listing import look_ahead, nothing_of_ours
+from ckptkit.offline.report import plain
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
@@ -45,17 +46,8 @@ class PruneReport:
             {"name": d.name, "step": d.step, "nbytes": d.nbytes, "keep": d.keep, "why": d.reason}
             for d in self.decisions
         ]
-        return {
-            "schema": SCHEMA,
-            "url": self.url,
-            "dry_run": self.dry_run,
-            "freed_bytes": self.freed_bytes,
-            "checkpoints": rows,
-            "deleted": list(self.deleted),
-            "failed": dict(self.failed),
-            "cleaned": list(self.cleaned),
-            "kept_files": list(self.kept_files),
-        }
+        names = ("url", "dry_run", "freed_bytes", "deleted", "failed", "cleaned", "kept_files")
+        return {"schema": SCHEMA, "checkpoints": rows, **{name: plain(getattr(self, name)) for name in names}}
 
 
 @patient()

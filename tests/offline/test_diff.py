@@ -9,14 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from ckptkit import CheckpointManager, TrainState
 from ckptkit.errors import IncompleteCheckpointError, UsageError
-from ckptkit.offline import diff as module
 from ckptkit.offline.convert import convert
 from ckptkit.offline.diff import DiffReport, diff
 from tests.offline.folders import copied
@@ -81,14 +79,6 @@ def test_one_different_element_is_measured(
     (found,) = diff(str(tmp_path / "a.pt"), str(tmp_path / "b.pt")).different
     assert found.elements == 1
     assert {name: getattr(found, name) for name in measures} == measures
-
-
-@pytest.mark.parametrize(
-    "name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
-)
-def test_each_bit_pattern_of_an_8_bit_float_has_torchs_value(name: str) -> None:
-    bits = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name))
-    np.testing.assert_array_equal(module._float8_values(name), bits.double().numpy())
 
 
 def test_nan_at_the_same_position_is_equal(tmp_path: Path) -> None:
