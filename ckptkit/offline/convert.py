@@ -126,7 +126,7 @@ def convert(  # noqa: PLR0913 - one argument per option
     output = Output(dst, to, parse_size(max_shard_size), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
     reading = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
-    source = open_pinned(src, storage_options=there, options=reading, together=not dry_run)
+    source = open_pinned(src, storage_options=there, options=reading, together=not dry_run, inner="weights")
     vocabulary = None
     if vocab_size is not None or new_rows is not None:
         from ckptkit.offline.vocabulary import VocabSize
@@ -343,8 +343,8 @@ def _lay_out(source: Source, export: HFExport, place: OutputPlace, output: Outpu
     from ckptkit.offline.export.files import adapter_files, hf_files
 
     if export.kind == "adapter":
-        return adapter_files(catalog, tensors), None
-    return hf_files(catalog, tensors, max_shard_size=output.max_shard_size), None
+        return adapter_files(catalog, tensors, metadata=export.metadata), None
+    return hf_files(catalog, tensors, max_shard_size=output.max_shard_size, metadata=export.metadata), None
 
 
 def _notes(source: Source, export: HFExport, plan: Plan) -> tuple[str, ...]:

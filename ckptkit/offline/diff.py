@@ -19,6 +19,8 @@ from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.digests import proves_equality
 from ckptkit.errors import IncompleteCheckpointError, UsageError, command_line
+from ckptkit.formats.dcp.class_records import recipes_of
+from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, describe, outer_name, same_recipe
 from ckptkit.formats.detect import Source
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
 from ckptkit.gc_pause import collector_paused
@@ -313,6 +315,8 @@ def _named(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
 
 def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) -> DiffReport:
     opaque = {*a.opaque, *b.opaque}
+    recipes, other_recipes = (recipes_of(side.source.catalog) for side in (a, b))
+    apart = {*opaque, SUBCLASSES} if recipes or other_recipes else opaque  # recipes are compared with their tensors
     left, right = _with_tied(a, b), _with_tied(b, a)
     chosen = left.keys() | right.keys()
     if wanted.include or wanted.exclude:
@@ -324,7 +328,7 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
         chosen = {name for name, known in shown.items() if wanted(*known)}
     left, right = ({n: e for n, e in side.items() if n in chosen and e.name not in opaque} for side in (left, right))
     values, others = (
-        {n: e for n, e in side.source.catalog.objects.items() if wanted(n) and n not in opaque} for side in (a, b)
+        {n: e for n, e in side.source.catalog.objects.items() if wanted(n) and n not in apart} for side in (a, b)
     )
     records, by_record = _compare_records(a, b, wanted)
     left_out: tuple[str, ...] = ()
@@ -363,12 +367,14 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
             progress(done, total, names[-1])
     shared = [name for name in values if name in others]
     unequal = {name: _value_differences(name, (a, values[name]), (b, others[name])) for name in shared}
+    pairs = {name: (left[name].name, right[name].name) for name in both}
+    unequal[SUBCLASSES] = _recipe_differences(pairs, recipes, other_recipes)
     return DiffReport(
         a.source.url, b.source.url, same + by_record, by_digest, tuple(different),
         only_a=_only_in(left, right, values, others), only_b=_only_in(right, left, others, values),
         shapes=shapes, dtypes=dtypes, changes={name: changes[name] for name in both},
         values={place: texts for found in unequal.values() for place, texts in found.items()},
-        same_values=sum(not found for found in unequal.values()),
+        same_values=sum(not unequal[name] for name in shared),
         left_out=left_out, records=records, by_record=by_record,
     )  # fmt: skip
 
@@ -499,6 +505,24 @@ def _value_differences(
     found = dict(places[:_SHOWN])
     if len(places) > _SHOWN:
         found[f"{name} ({len(places) - _SHOWN} more places)"] = ("...", "...")
+    return found
+
+
+def _recipe_differences(
+    names: Mapping[str, tuple[str, str]], ours: Mapping[str, Recipe], theirs: Mapping[str, Recipe]
+) -> dict[str, tuple[str, str]]:
+    """Return the tensor subclasses whose parts are compared but whose recipes differ, with both recipes as text.
+
+    Args:
+        names: The catalogs' names of the compared tensors, by the names that are compared.
+    """
+    if not ours and not theirs:
+        return {}
+    found = {}
+    for name, (one, other) in names.items():
+        a, b = ours.get(outer_name(one, ours)), theirs.get(outer_name(other, theirs))
+        if not same_recipe(a, b):
+            found[name.rpartition(SEPARATOR)[0] or name] = (describe(a), describe(b))
     return found
 
 

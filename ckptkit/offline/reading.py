@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.run.address import resolve_url
@@ -180,7 +180,7 @@ def open_pinned(
     storage_options: Mapping[str, Any] | None = None,
     options: ReadOptions | None = None,
     together: bool = False,
-    inner: bool = False,
+    inner: Literal["none", "weights", "all"] = "none",
 ) -> Source:
     """Open the checkpoint at `url`, pinned until the enclosing `reads_checkpoints` command ends.
 
@@ -189,7 +189,7 @@ def open_pinned(
     Args:
         together: Several ranks write one result, and all must call this. They all read the checkpoint that rank 0
             chose, because "latest" may change in between.
-        inner: Replace tensor subclasses that torch's `dcp.save` stored with their inner tensors.
+        inner: The tensor subclasses stored by torch's `dcp.save` to replace with their inner tensors.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -200,11 +200,11 @@ def open_pinned(
         source = _opened_together(reading, url, storage_options, options)
     else:
         source = _opened(reading, url, storage_options, options)
-    if inner:
+    if inner != "none":
         from ckptkit.formats.dcp.class_records import in_parts
 
         whole = source
-        catalog = in_parts(whole.store, whole.catalog)
+        catalog = in_parts(whole.store, whole.catalog, optimizer=inner == "all")
         if catalog is not whole.catalog:  # not one of `ours`, in which they are stored in parts
             source = replace(whole, catalog=catalog)
             reading.sources = [source if item is whole else item for item in reading.sources]

@@ -100,7 +100,7 @@ def reshard(  # noqa: PLR0913 - one argument per option
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     how = How(workers, parse_size(max_memory), check, verify, dry_run, overwrite, there, here, progress, started)
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
-    source = open_pinned(src, storage_options=there, options=reading, together=not dry_run, inner=True)
+    source = open_pinned(src, storage_options=there, options=reading, together=not dry_run, inner="all")
     refuse_partial(source.store, source.catalog)
     check_source_files(source.store, source.catalog.tensors.values())
     place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=here)

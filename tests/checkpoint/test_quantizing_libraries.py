@@ -5,6 +5,7 @@ On other numbers of ranks they are resharded if blocks allow it, otherwise refus
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -22,9 +24,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState, convert, reshard, verify
+from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState, convert, diff, reshard, verify
 from ckptkit.cli.main import main
-from ckptkit.errors import CheckpointMismatchError, SaveError, UnsupportedFormatError
+from ckptkit.errors import (
+    CheckpointMismatchError,
+    CorruptCheckpointError,
+    SaveError,
+    UnsupportedFormatError,
+    UsageError,
+)
 from tests.checkpoint.states import bits, check_round_trip, load, load_all, refusal, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # both libraries use deprecated functions of torch
@@ -235,6 +243,24 @@ IN_CLASSES += ["int8 weights and activations", "float8 weights of torchao"]
 BY_TORCH = [name for name in CASES if name != "int4 weights"]  # torch cannot save these
 
 
+def of_torchao_file(folder: Path) -> dict[str, torch.Tensor]:
+    """Read an export's only file with torchao, which rebuilds its weights."""
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        found, left = unflatten_tensor_state_dict(load_file(folder / "model.safetensors"), file.metadata())
+    assert not left
+    return found
+
+
+def as_stored(tensors: dict[str, torch.Tensor]) -> Any:
+    """Return tensors and descriptions as torchao stores them: unlike `bits`, without telling tuples from lists."""
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    data, metadata = flatten_tensor_state_dict({name: tensor.detach() for name, tensor in tensors.items()})
+    return bits(data), {name: json.loads(text) for name, text in metadata.items() if name != "tensor_names"}
+
+
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
 @pytest.mark.parametrize("name", BY_TORCH)
 def test_convert_exports_the_weights_that_torch_wrote_or_refuses_them_by_name(
@@ -243,13 +269,17 @@ def test_convert_exports_the_weights_that_torch_wrote_or_refuses_them_by_name(
     source = seeded(CASES[name][0], 0)
     url, result = str(tmp_path / "theirs"), tmp_path / "result"
     dcp.save(dcp_state(source), checkpoint_id=url, no_dist=True)
+    saved = source[0].state_dict()
+    if name in IN_CLASSES and to == "hf":
+        convert(url, str(result))
+        assert bits(of_torchao_file(result)) == bits(saved)
+        return
     if name in IN_CLASSES:
-        with pytest.raises(UnsupportedFormatError, match=r"model\.0\.weight is a torchao(?s:.*)Resharding keeps them"):
+        with pytest.raises(UnsupportedFormatError, match=r"model\.0\.weight is a torchao(?s:.*) so does --to hf"):
             convert(url, str(result), to=to)
         assert not result.exists()
         return
     convert(url, str(result), to=to)
-    saved = source[0].state_dict()
     if name == "float8 all-gather":
         saved = {key: getattr(value, "_tensor", value).detach() for key, value in saved.items()}
     saved = {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
@@ -291,10 +321,86 @@ def test_convert_skips_a_weight_that_is_stored_in_parts_by_its_name(tmp_path: Pa
     source = seeded(CASES["int8 weights"][0], 0)
     save(tmp_path / "run", TrainState(model=source[0]))
     with pytest.raises(UnsupportedFormatError, match=r"model\.0\.weight is a torchao(?s:.*)--exclude"):
-        convert(str(tmp_path / "run"), str(tmp_path / "result"))
+        convert(str(tmp_path / "run"), str(tmp_path / "result"), dtype="bf16")
+    with pytest.raises(UsageError, match=r"--exclude skips scale, which 0\.weight needs"):
+        convert(str(tmp_path / "run"), str(tmp_path / "result"), exclude=["*scale"])
     for number, name in enumerate(("0.weight", "model.0.weight")):
-        convert(str(tmp_path / "run"), str(tmp_path / f"{number}"), exclude=[name])
+        convert(str(tmp_path / "run"), str(tmp_path / f"{number}"), exclude=[name], dtype="fp32")
         assert sorted(load_file(tmp_path / f"{number}" / "model.safetensors")) == ["0.bias", "1.bias", "1.weight"]
+
+
+@pytest.mark.parametrize("name", [*IN_CLASSES, "int4 weights"])
+def test_weights_of_torchao_go_from_a_run_to_its_safetensors_layout_and_into_a_job(tmp_path: Path, name: str) -> None:
+    source, live = seeded(CASES[name][0], 0), seeded(CASES[name][0], 1)
+    run, export = str(tmp_path / "run"), tmp_path / "export"
+    save(run, state_of(source))
+    convert(run, str(export), verify=True)
+    assert as_stored(of_torchao_file(export)) == as_stored(source[0].state_dict())
+    assert not diff(run, str(export)).differs
+    load(tmp_path / "other", state_of(live), str(export))
+    assert all_of(live) == all_of(source)
+    convert(str(export), str(tmp_path / "again"))
+    assert as_stored(of_torchao_file(tmp_path / "again")) == as_stored(source[0].state_dict())
+
+
+def test_diff_names_weights_of_torchao_that_differ_only_in_their_description(tmp_path: Path) -> None:
+    source = seeded(CASES["float8 weights of torchao"][0], 0)
+    save(tmp_path / "run", state_of(source))
+    convert(str(tmp_path / "run"), str(tmp_path / "a"))
+    file = tmp_path / "a/model.safetensors"
+    changed = file.read_bytes().replace(b'\\"AUTO\\"', b'\\"MSLK\\"')
+    assert changed != file.read_bytes()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/model.safetensors").write_bytes(changed)
+    found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert found.differs and list(found.values) == ["0.weight"]
+
+
+def test_transformers_reads_weights_of_torchao_after_every_way_through_ckptkit(tmp_path: Path) -> None:
+    """Without the headers' description, transformers would silently use random weights."""
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TorchAoConfig
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=96,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "plain")
+    quantization = TorchAoConfig(Int8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=quantization)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="50KB")
+    save(tmp_path / "run", TrainState(model=model))
+    theirs, run = str(tmp_path / "theirs"), str(tmp_path / "run")
+    convert(theirs, str(tmp_path / "one"), max_shard_size="40KB", verify=True)
+    convert(run, str(tmp_path / "two"), base=theirs)
+    convert(run, str(tmp_path / "three"))
+    tokens = torch.arange(8)[None]
+    expected = model(tokens).logits
+    for name in ("one", "two", "three"):
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert torch.equal(found(tokens).logits, expected), name
+    with pytest.raises(UnsupportedFormatError, match="no quantization_config with quant_method torchao"):
+        convert(run, str(tmp_path / "four"), base=str(tmp_path / "plain"))
+    for options in ({"dtype": "bf16"}, {"to": "dcp"}, {"quantize": "fp8-block"}):
+        with pytest.raises(UnsupportedFormatError, match=r"q_proj\.weight is a torchao\.quantization\.Int8Tensor"):
+            convert(theirs, str(tmp_path / "four"), **options)
+    assert not (tmp_path / "four").exists()
+
+
+def test_a_file_that_lacks_an_inner_tensor_of_torchao_is_refused_by_name(tmp_path: Path) -> None:
+    source = seeded(CASES["int8 weights"][0], 0)
+    save(tmp_path / "run", state_of(source))
+    convert(str(tmp_path / "run"), str(tmp_path / "export"))
+    file = tmp_path / "export/model.safetensors"
+    with safe_open(file, "pt") as opened:
+        metadata, tensors = opened.metadata(), load_file(file)
+    del tensors["0._weight_scale"]
+    save_file(tensors, file, metadata)
+    with pytest.raises(
+        CorruptCheckpointError, match=r"0\.weight is of the class Int8Tensor, but 0\._weight_scale is missing"
+    ):
+        convert(str(tmp_path / "export"), str(tmp_path / "again"))
 
 
 # --- on several ranks

@@ -42,6 +42,7 @@ from ckptkit.formats.dcp.subclasses import (
     new_tensor,
     open_all,
     outer_name,
+    same_recipe,
 )
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.reader import OBJECTS_NAME
@@ -397,7 +398,7 @@ class _Planner:
         here = {fqn: outer_name(fqn, recipes) for fqn in live}
         there = {fqn: outer_name(fqn, stored) for fqn in saved}
         both = set(here.values()) & set(there.values()) | {here[fqn] for fqn in live if fqn in saved}
-        differing = {fqn for fqn in both if recipes.get(fqn) != stored.get(fqn)}
+        differing = {fqn for fqn in both if not same_recipe(recipes.get(fqn), stored.get(fqn))}
         self.plan.mismatches.add(
             "others", key, [unlike(fqn, recipes.get(fqn), stored.get(fqn)) for fqn in sorted(differing)]
         )
@@ -619,7 +620,7 @@ class _Planner:
                 if name not in live:
                     wholes[name] = new_tensor(recipe, parameter, parts)
                 opened, made, _ = open_all({name: wholes.get(name, live.get(name))})
-                if made.get(name) != recipe:
+                if not same_recipe(made.get(name), recipe):
                     others.append(unlike(f"{fqn}.{name}", made.get(name), recipe))
                 elif opened.keys() - entries.keys():
                     raise CorruptCheckpointError(f"{head}{name}: not all of its parts are in the checkpoint.")

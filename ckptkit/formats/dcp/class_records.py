@@ -18,7 +18,18 @@ from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CorruptCheckpointError, SaveError, UnsafePickleError, UnsupportedFormatError
 from ckptkit.formats.dcp.locate import LocatedSlices, explain_opaque
-from ckptkit.formats.dcp.subclasses import CONTEXTS, PLACED, SEPARATOR, SUBCLASSES, Recipe, cut_blocks, open_tensor
+from ckptkit.formats.dcp.subclasses import (
+    CONTEXTS,
+    ENUMS,
+    PLACED,
+    SEPARATOR,
+    SUBCLASSES,
+    WEIGHTS,
+    Recipe,
+    cut_blocks,
+    open_tensor,
+)
+from ckptkit.formats.pickles.inert import Record, TorchDType
 from ckptkit.formats.pickles.objects import load_object_torch
 from ckptkit.formats.pickles.tensors import ClassRecord, StoredTensor
 from ckptkit.formats.pickles.zip import read_archive
@@ -111,8 +122,16 @@ def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntr
     boxes = [Box(tuple(offset), tuple(size)) for offset, size in zip(offsets, sizes, strict=True)]
     shards = [_read(store, entry, *place) for place in entry.slices.records()]
     first = shards[0]
-    placed, names = PLACED.get(first.kind), CONTEXTS.get(first.kind)
-    if placed is None or names is None:
+    if first.kind in PLACED:
+        placed, names = PLACED[first.kind], CONTEXTS[first.kind]
+    elif first.kind in WEIGHTS:
+        inner_names, names = WEIGHTS[first.kind]
+        placed = {name: _rule(first, name) for name in inner_names if first.fields.get(name) is not None}
+        if len(shards) > 1 and "whole" in placed.values():
+            raise UnsupportedFormatError(
+                f"has {len(shards)} shards, and inner tensors that describe a shard as a whole"
+            )
+    else:
         return _by_its_class(store, entry, shards)
     for shard, box in zip(shards, boxes, strict=True):
         if (shard.kind, shard.dtype) != (first.kind, first.dtype):
@@ -122,9 +141,11 @@ def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntr
                 f"tensor {entry.name!r}: the shard at {list(box.offsets)} is {list(shard.shape)}, but .metadata says "
                 f"{list(box.sizes)}."
             )
-        if shard.strides != row_major_strides(shard.shape):
+        if shard.strides != row_major_strides(shard.shape) and (len(shards) > 1 or first.kind in PLACED):
             raise UnsupportedFormatError(f"has a shard with the strides {list(shard.strides)}")
-    contexts = [[_context(shard, name) for name in names] for shard in shards]
+    contexts: list[Any] = [{name: _context(shard, name) for name in names} for shard in shards]
+    if first.kind in PLACED:
+        contexts = [list(context.values()) for context in contexts]
     if any(context != contexts[0] for context in contexts):
         raise UnsupportedFormatError(f"has shards of different settings ({', '.join(names)}): {contexts}")
     inner: dict[str, Any] = {}
@@ -137,7 +158,7 @@ def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntr
     recipe = {
         "class": first.kind,
         "shape": list(entry.shape),
-        "stride": list(row_major_strides(entry.shape)),
+        "stride": list(first.strides if len(shards) == 1 else row_major_strides(entry.shape)),
         "dtype": first.dtype,
         "context": contexts[0],
         "inner": inner,
@@ -195,12 +216,38 @@ def _context(shard: ClassRecord, name: str) -> Any:
     """Return one of the values in a class's context, as JSON. See `subclasses`."""
     if name == "dtype":
         return {"$dtype": shard.dtype}
-    value = shard.fields.get(name)
-    if isinstance(value, (list, tuple)) and tuple(value) == shard.shape:
+    if name in shard.fields:
+        return _context_value(shard, name, shard.fields[name])
+    if name == "shape":
         return {"$shape": True}
-    if type(value) in (bool, int, str):
+    raise UnsupportedFormatError(f"has a shard without the attribute {name!r}")
+
+
+def _context_value(shard: ClassRecord, name: str, value: Any) -> Any:
+    if type(value) in (bool, int, str) or value is None:
         return value
+    if isinstance(value, (list, tuple)):
+        if tuple(value) == shard.shape:
+            return {"$shape": True}
+        items = [_context_value(shard, name, item) for item in value]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, TorchDType):
+        return {"$dtype": value.name}
+    if isinstance(value, Record):
+        kind = value.kind.rpartition(".")[2]
+        member = ENUMS.get(kind, {}).get(value.args[0]) if len(value.args) == 1 and not value.state else None
+        if member is not None:
+            return {"$enum": f"{kind}.{member}"}
+        if not value.args and isinstance(value.state or {}, dict):
+            fields = {str(key): _context_value(shard, name, item) for key, item in (value.state or {}).items()}
+            return {"$object": [kind, fields]}
     raise UnsupportedFormatError(f"has a shard without a valid attribute {name!r}: {str(value)[:80]}")
+
+
+def _rule(shard: ClassRecord, name: str) -> str:
+    sizes = _inner(shard, name).shape
+    alike = len(sizes) == len(shard.shape) and all(n and s % n == 0 for s, n in zip(shard.shape, sizes, strict=True))
+    return "like" if alike else "whole"
 
 
 def _inner(shard: ClassRecord, name: str) -> StoredTensor:

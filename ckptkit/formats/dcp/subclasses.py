@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONTEXTS",
+    "ENUMS",
     "PLACED",
     "SEPARATOR",
     "SUBCLASSES",
+    "WEIGHTS",
     "Opened",
     "Recipe",
     "cut_blocks",
@@ -38,6 +40,7 @@ __all__ = [
     "open_tensor",
     "outer_name",
     "repeated",
+    "same_recipe",
 ]
 
 SEPARATOR = "::"
@@ -63,6 +66,44 @@ CONTEXTS: Mapping[str, Sequence[str]] = {
     "torchao.optim.subclass_fp8.OptimStateFp8": ("dtype",),
 }
 """The attributes in the context of the classes in `PLACED`, in order."""
+
+_SCALED = ("qdata", "scale", "zero_point", "act_pre_scale")
+WEIGHTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "torchao.quantization.Float8Tensor": (
+        ("qdata", "scale"),
+        ("block_size", "mm_config", "act_quant_kwargs", "kernel_preference", "dtype"),
+    ),
+    "torchao.quantization.Int4PlainInt32Tensor": (_SCALED, ("block_size", "shape")),
+    "torchao.quantization.Int4Tensor": (_SCALED, ("block_size", "shape", "activation_dtype")),
+    "torchao.quantization.Int4TilePackedTo4dTensor": (
+        ("qdata", "scale_and_zero", "act_pre_scale"),
+        ("block_size", "shape"),
+    ),
+    "torchao.quantization.Int8Tensor": (
+        ("qdata", "scale", "zero_point", "act_quant_scale", "act_quant_zero_point", "act_pre_scale"),
+        ("block_size", "dtype", "act_quant_kwargs", "reduce_range"),
+    ),
+    "torchao.quantization.IntxUnpackedToInt8Tensor": (
+        ("qdata", "scale", "zero_point"),
+        ("target_dtype", "block_size", "dtype", "activation_quantization"),
+    ),
+    "torchao.prototype.mx_formats.mx_tensor.MXTensor": (
+        ("qdata", "scale"),
+        ("elem_dtype", "block_size", "orig_dtype", "kernel_preference", "act_quant_kwargs", "is_swizzled_scales"),
+    ),
+    "torchao.prototype.mx_formats.nvfp4_tensor.NVFP4Tensor": (
+        ("qdata", "scale", "per_tensor_scale", "act_per_tensor_scale"),
+        ("block_size", "orig_dtype", "is_swizzled_scales", "use_triton_kernel", "act_quant_kwargs"),
+    ),
+}
+"""torchao's weights (0.18): the inner tensors, some of them optional, and the attributes in the context, by class."""
+
+ENUMS: Mapping[str, Mapping[Any, str]] = {
+    "KernelPreference": {name.lower(): name for name in ("AUTO", "TORCH", "MSLK", "EMULATED", "TRITON")},
+    "MappingType": {1: "SYMMETRIC", 2: "SYMMETRIC_NO_CLIPPING_ERR", 3: "ASYMMETRIC"},
+    "ScaleCalculationMode": {name.lower(): name for name in ("FLOOR", "RCEIL", "CEIL", "EVEN")},
+}
+"""torchao's enums in contexts, by class and value: pickles contain values, recipes contain names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +136,17 @@ def describe(recipe: Recipe) -> str:
         return "a plain tensor"
     name = str(recipe.get("class", "")).rpartition(".")[2]
     return f"{name} {json.dumps({key: value for key, value in recipe.items() if key != 'class'})}"
+
+
+def same_recipe(one: Recipe | None, other: Recipe | None) -> bool:
+    """Return whether two recipes are equal. Tuples equal lists, because torchao's own files store tuples as lists."""
+
+    def listed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return listed(value["$tuple"]) if value.keys() == {"$tuple"} else {k: listed(v) for k, v in value.items()}
+        return [listed(item) for item in value] if isinstance(value, list) else value
+
+    return one == other or listed(one) == listed(other)
 
 
 def open_all(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Recipe], dict[Any, str]]:

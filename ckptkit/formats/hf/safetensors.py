@@ -9,7 +9,7 @@ import re
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from typing import Any
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, TensorEntry, WholeTensors
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, SliceArray, TensorEntry, WholeTensors
 from ckptkit.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -17,9 +17,11 @@ from ckptkit.errors import (
     UnsafePathError,
     UnsupportedFormatError,
 )
+from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.hf.dcp_shards import SHARD_NAME, open_shards
-from ckptkit.formats.hf.header import SafetensorsHeader, read_headers
+from ckptkit.formats.hf.header import HeaderTensors, SafetensorsHeader, read_headers
 from ckptkit.formats.hf.side_files import SideFiles, file_names, find_side_files, read_json, unread_state
+from ckptkit.formats.hf.torchao import found_recipes
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.json import parse
 from ckptkit.formats.torch_save import numbered_files
@@ -50,7 +52,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     notes = (*notes, *unread_state(listed))
     if "modules.json" in listed:
         notes = (*notes, *_modules(store))
-    return Catalog(_LazyTensors(headers), info=_info(store, headers, find_side_files(store), notes))
+    return _catalog(store, headers, find_side_files(store), notes)
 
 
 def open_file(store: Store, path: str) -> Catalog:
@@ -62,7 +64,34 @@ def open_file(store: Store, path: str) -> Catalog:
             f"{path} is one of the shards that several ranks wrote. Give the directory that holds them all."
         )
     side = find_side_files(store) if path in ("model.safetensors", "adapter_model.safetensors") else SideFiles()
-    return Catalog(_LazyTensors(headers), info=_info(store, headers, side, ()))
+    return _catalog(store, headers, side, ())
+
+
+def _catalog(
+    store: Store, headers: Mapping[str, SafetensorsHeader], side: SideFiles, notes: tuple[str, ...]
+) -> Catalog:
+    metadata: dict[str, str] = {}
+    differing: dict[str, None] = {}
+    for header in headers.values():
+        differing.update(dict.fromkeys(k for k, text in header.metadata.items() if metadata.get(k, text) != text))
+        metadata.update(header.metadata)
+    columns = (row for header in headers.values() for row in header.tensors.columns()) if len(metadata) > 1 else ()
+    recipes, names = found_recipes(metadata, {row[0]: (row[1], row[2]) for row in columns}, store.url)
+    if recipes:
+        metadata = {}  # the recipes contain it
+    if differing and not recipes:
+        notes = (*notes, f"the files' __metadata__ differs in {', '.join(differing)}, which is not read.")
+    kept = {key: text for key, text in metadata.items() if key != "format" and key not in differing}
+    info = _info(store, headers, side, notes, kept)
+    if not recipes:
+        return Catalog(_LazyTensors(headers), info=info)
+    named = {}
+    for path, header in headers.items():
+        old = header.tensors
+        new = HeaderTensors([names.get(n, n) for n in old], old.dtypes, old.shapes, old.starts, old.nbytes)
+        named[path] = SafetensorsHeader(new, header.metadata, header.nbytes)
+    objects = {SUBCLASSES: ObjectEntry(SUBCLASSES, encoding="value", value=recipes)}
+    return Catalog(_LazyTensors(named), objects, info)
 
 
 class _LazyTensors(WholeTensors):
@@ -115,9 +144,13 @@ def _entry(paths: tuple[str], name: str, dtype: str, shape: tuple[int, ...], sta
 
 
 def _info(
-    store: Store, headers: Mapping[str, SafetensorsHeader], side: SideFiles, notes: tuple[str, ...]
+    store: Store,
+    headers: Mapping[str, SafetensorsHeader],
+    side: SideFiles,
+    notes: tuple[str, ...],
+    metadata: Mapping[str, str],
 ) -> CatalogInfo:
-    extra: dict[str, Any] = dict(side.extra)
+    extra: dict[str, Any] = {**side.extra, "metadata": metadata} if metadata else dict(side.extra)
     if "adapter_model.safetensors" in headers:
         adapter = read_json(store, "adapter_config.json")
         if isinstance(adapter, dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
@@ -14,6 +14,7 @@ from ckptkit.formats.hf.header import (
     TensorToWrite,
     encode_index,
     lay_out,
+    parse_header,
     read_header,
     shard_names,
     split_into_shards,
@@ -30,9 +31,13 @@ ADAPTER = "adapter_model.safetensors"
 
 
 def hf_files(
-    catalog: Catalog, tensors: Sequence[OutputTensor], *, max_shard_size: int
+    catalog: Catalog, tensors: Sequence[OutputTensor], *, max_shard_size: int, metadata: Mapping[str, str]
 ) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
-    """Lay out tensors as `model*.safetensors`; return (files, placements, paths to publish last)."""
+    """Lay out tensors as `model*.safetensors`; return (files, placements, paths to publish last).
+
+    Args:
+        metadata: What each header's `__metadata__` contains beside the format.
+    """
     ordered = in_disk_order(catalog, tensors)
     headers = [TensorToWrite(t.name, t.dtype, t.shape) for t in ordered]
     shards = split_into_shards([header.nbytes for header in headers], max_shard_size)
@@ -41,7 +46,7 @@ def hf_files(
     placements: list[Placement] = []
     weight_map: dict[str, str] = {}
     for index, (name, members) in enumerate(zip(names, shards, strict=True)):
-        layout = lay_out([headers[i] for i in members], METADATA)
+        layout = lay_out([headers[i] for i in members], {**METADATA, **metadata})
         files.append(OutputFile(name, layout.nbytes, (Literal(0, layout.header),)))
         for i, start in zip(members, layout.starts, strict=True):
             placements.append(Placement.whole(ordered[i], index, start))
@@ -68,11 +73,11 @@ def in_disk_order(catalog: Catalog, tensors: Sequence[OutputTensor]) -> list[Out
 
 
 def adapter_files(
-    catalog: Catalog, tensors: Sequence[OutputTensor]
+    catalog: Catalog, tensors: Sequence[OutputTensor], *, metadata: Mapping[str, str]
 ) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
     """Lay out tensors in `adapter_model.safetensors`, the file that PEFT loads."""
     ordered = in_disk_order(catalog, tensors)
-    layout = lay_out([TensorToWrite(t.name, t.dtype, t.shape) for t in ordered], METADATA)
+    layout = lay_out([TensorToWrite(t.name, t.dtype, t.shape) for t in ordered], {**METADATA, **metadata})
     file = OutputFile(ADAPTER, layout.nbytes, (Literal(0, layout.header),))
     placements = [Placement.whole(tensor, 0, start) for tensor, start in zip(ordered, layout.starts, strict=True)]
     return [file], placements, (ADAPTER,)
@@ -92,11 +97,12 @@ def check_headers(plan: Plan, store: Store) -> int:
         path = plan.files[int(item.files[0])].path
         planned[path][item.tensor.name] = (item.tensor.dtype, tuple(item.tensor.shape), int(item.starts[0]))
     compared = 0
+    heads = {file.path: next(iter(file.literals)).data[8:] for file in plan.files if file.path in planned}
     for path, tensors in planned.items():
         header = read_header(store, path)
         compared += len(header.tensors)
         found = {name: (t.dtype, tuple(t.shape), t.start) for name, t in header.tensors.items()}
-        if found != tensors or dict(header.metadata) != METADATA:
+        if found != tensors or header.metadata != parse_header(heads[path], path).metadata:
             raise IntegrityError(f"{path}: its header does not match the plan. This is a bug, or a faulty disk.")
     if INDEX in plan.last:
         weight_map = json.loads(store.read(INDEX))["weight_map"]

@@ -18,6 +18,9 @@ from ckptkit.catalog.dtypes import export_dtype
 from ckptkit.catalog.entry import Catalog
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
+from ckptkit.formats.dcp.class_records import recipes_of
+from ckptkit.formats.dcp.subclasses import SEPARATOR, Recipe, outer_name
+from ckptkit.formats.hf.torchao import describe_tensors, stored_name
 from ckptkit.offline.copying.plan import OutputFile, OutputTensor
 from ckptkit.offline.export.base import BaseModel, WantedTensor, beside_source, export_config
 from ckptkit.offline.export.weights import ExportOptions, matches, select_targets
@@ -53,6 +56,8 @@ class HFExport:
         faults: Mismatches with the base; empty unless `strict` is off.
         notes: Notes for the user about decisions.
         checked: The path or repo with which names and shapes were compared; "" if there was none.
+        metadata: The `__metadata__` of each safetensors header, beside the format: the source's own, or the description
+            of torchao's weights.
     """
 
     tensors: tuple[OutputTensor, ...]
@@ -65,6 +70,7 @@ class HFExport:
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     checked: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -84,6 +90,7 @@ class _Draft:
     untied: bool = False
     quantization: dict[str, Any] | None = None  # the export's quantization_config, if quantization was requested
     extra: list[str] = field(default_factory=list)
+    described: dict[str, str] = field(default_factory=dict)  # the headers' description of torchao's weights
     live: dict[str, str] = field(default_factory=dict)  # source -> its tensor's name before the key map
     tied: dict[str, str] = field(default_factory=dict)  # source of an omitted tied tensor -> source of the kept one
 
@@ -108,7 +115,9 @@ def plan_export(
         UsageError: Options contradict the checkpoint.
     """
     own = own or beside_source(store, catalog)
-    draft = _draft(catalog, base.over(own) if base is not None else own, options or ExportOptions())
+    options = options or ExportOptions()
+    in_parts = options.dtype == "keep" and not options.quantize and not options.merge_adapter
+    draft = _draft(catalog, base.over(own) if base is not None else own, options, in_parts=in_parts)
     draft.notes += (*draft.options.notes, *draft.base.notes)
     quantized = _dequantized(draft)
     split = _split_adapter(draft.targets, mapped=draft.options.key_map is not None)
@@ -136,7 +145,8 @@ def export_tensors(
     compare with a base. If `config` is None, rules use the checkpoint's own config.
     """
     own = catalog.info.extra.get("config")
-    draft = _draft(catalog, BaseModel("", config or (own if isinstance(own, Mapping) else None)), options)
+    base = BaseModel("", config or (own if isinstance(own, Mapping) else None))
+    draft = _draft(catalog, base, options, in_parts=False)
     quantized = _dequantized(draft)
     if options.key_map is not None:
         _map_names(draft)
@@ -147,8 +157,10 @@ def export_tensors(
     return tensors, draft.dropped, tuple(draft.notes)
 
 
-def _draft(catalog: Catalog, base: BaseModel, options: ExportOptions) -> _Draft:
-    chosen = select_targets(catalog, options, wanted=base.wanted)
+def _draft(catalog: Catalog, base: BaseModel, options: ExportOptions, *, in_parts: bool) -> _Draft:
+    if base.wanted and (recipes := recipes_of(catalog)) and in_parts:
+        base = replace(base, wanted=_wanted_in_parts(base.wanted, recipes))
+    chosen = select_targets(catalog, options, wanted=base.wanted, in_parts=in_parts)
     return _Draft(catalog, base, options, chosen.targets, chosen.dropped, list(chosen.notes), weights=chosen.weights)
 
 
@@ -273,7 +285,51 @@ def _model_tensors(
         draft.notes += made.notes
         draft.quantization = made.config
         tensors = made.tensors
-    return tensors
+    return _in_torchao_layout(draft, tensors)
+
+
+def _wanted_in_parts(wanted: Mapping[str, WantedTensor], recipes: Mapping[str, Recipe]) -> dict[str, WantedTensor]:
+    """Return the base's tensors with the inner tensors of torchao's weights in place of the weights."""
+    found = dict(wanted)
+    for name, recipe in recipes.items():
+        for outer in (name, name.partition(".")[2]):
+            parts = {f"{outer}{SEPARATOR}{attribute}": WantedTensor() for attribute in recipe["inner"]}
+            listed = [found.pop(stored_name(part), None) for part in parts]  # of a base that is only an index
+            if found.pop(outer, None) is not None or any(listed):
+                found.update(parts)
+    return found
+
+
+def _in_torchao_layout(draft: _Draft, tensors: dict[str, OutputTensor]) -> dict[str, OutputTensor]:
+    """Rename the inner tensors of torchao's weights as safetensors files have them, and describe the weights."""
+    recipes = recipes_of(draft.catalog)
+    if not recipes:
+        return tensors
+    named: dict[str, OutputTensor] = {}
+    weights: dict[str, Recipe] = {}
+    for name, tensor in tensors.items():
+        sources = {outer_name(source, recipes) for source in tensor.sources} & recipes.keys()
+        if not sources:
+            named[name] = tensor
+            continue
+        outer, _, attribute = name.partition(SEPARATOR)
+        weights[outer] = recipe = recipes[sources.pop()]
+        plain = isinstance(tensor, Target) and _whole_source(tensor) is not None
+        if sources or not plain or attribute not in recipe["inner"] or "." not in outer:
+            raise UnsupportedFormatError(
+                f"the key map {draft.key_map} changes {tensor.sources[0]}, which is a part of a {recipe['class']}. "
+                "Only its name may change."
+            )
+        named[stored_name(name)] = replace(tensor, name=stored_name(name))
+    for outer, recipe in weights.items():
+        for attribute in recipe["inner"]:
+            if f"{outer}{SEPARATOR}{attribute}" not in tensors:
+                raise UsageError(f"--include or --exclude skips {attribute}, which {outer} needs. Match {outer!r}.")
+    if weights:
+        plain_names = [name for name in named if name in tensors]
+        draft.described = describe_tensors(plain_names, weights)
+        draft.notes.append(f"{len(weights)} weights of torchao are stored in its safetensors layout")
+    return named
 
 
 def _dequantized(draft: _Draft) -> Dequantized | None:
@@ -363,6 +419,7 @@ def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["mode
         tuple(draft.faults),
         tuple(dict.fromkeys(draft.notes)),
         _compared_with(draft),
+        draft.described or draft.catalog.info.extra.get("metadata", {}),
     )
 
 
@@ -532,7 +589,14 @@ def _config(draft: _Draft, tensors: Mapping[str, OutputTensor], counts: Mapping[
         )
         return None
     floats = {name: n for name, n in counts.items() if dtype_of(name).kind == "float"}
-    quantized = has_quantized(tensors)
+    quantized = has_quantized(tensors) or bool(draft.described)
+    method = (draft.base.config.get("quantization_config") or {}).get("quant_method")
+    if draft.described and method != "torchao":
+        raise UnsupportedFormatError(
+            "the weights are torchao's, but config.json has no quantization_config with quant_method torchao: "
+            "transformers would replace them with random values. Pass --base with a config.json that has it: "
+            "model.config.quantization_config = TorchAoConfig(...)"
+        )
     if draft.quantization is not None:
         scales = sum(tensors[name].numel for name in tensors if name.endswith("_scale_inv"))
         floats = {name: n - scales * (name == "float32") for name, n in floats.items()}

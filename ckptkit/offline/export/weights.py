@@ -13,6 +13,7 @@ from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.subclasses import outer_name
+from ckptkit.formats.hf.torchao import CLASSES
 from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
 
 if TYPE_CHECKING:
@@ -84,11 +85,14 @@ class Weights:
     notes: tuple[str, ...] = ()
 
 
-def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collection[str] = ()) -> Selection:
+def select_targets(
+    catalog: Catalog, options: ExportOptions, *, wanted: Collection[str] = (), in_parts: bool = False
+) -> Selection:
     """Return the tensors of the requested role that the globs select, under names without wrappers and prefix.
 
     Args:
         wanted: The base model's names, which tell a wrapper's prefix from the model's own.
+        in_parts: The export can describe torchao's weights, so their inner tensors are selected like others.
 
     Raises:
         UsageError: No tensor is left.
@@ -126,7 +130,7 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
     for option, patterns in (("--include", options.include), ("--exclude", options.exclude)):
         idle = [glob for glob in patterns if not any(matches((glob,), *both) for both in known)]
         found.notes += [f"{option} {glob!r} matches no tensor" for glob in idle]
-    _refuse_opaque(catalog, found, options)
+    _refuse_opaque(catalog, found, options, in_parts=in_parts)
     if not found.targets:
         raise UsageError(
             "nothing to export: --include, --exclude and --strip-prefix leave none of "
@@ -135,7 +139,7 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
     return found
 
 
-def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -> None:
+def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions, *, in_parts: bool) -> None:
     """Raise if a selected tensor belongs to a class that ckptkit cannot read."""
     opaque = {}
     recipes = recipes_of(catalog)
@@ -149,13 +153,15 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -
             if why := catalog.tensors[source].slices.opaque:
                 opaque[source] = why
             outer = outer_name(source, recipes)
-            if outer != source:
+            if outer != source and not (in_parts and recipes[outer]["class"] in CLASSES.values()):
                 opaque[outer] = f"is a {recipes[outer]['class']}, which is stored in parts"
     if opaque:
+        known = all(recipes.get(name, {}).get("class") in CLASSES.values() for name in opaque)
         listed = "\n  ".join(f"{name} {why}" for name, why in opaque.items())
         raise UnsupportedFormatError(
             f"{len(opaque)} tensors need their classes, which an export cannot contain, so the result would lack "
-            f"them:\n  {listed}\nSkip them with --exclude NAME. Resharding keeps them. To export their "
+            f"them:\n  {listed}\nSkip them with --exclude NAME. Resharding keeps them"
+            f"{'' if in_parts or not known else ', and so does --to hf without --dtype'}. To export their "
             "values, load them in a job that has these classes, dequantize them, and save them there."
         )
 
