@@ -21,7 +21,7 @@ from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.hf.dcp_shards import SHARD_NAME, open_shards
 from ckptkit.formats.hf.header import HeaderTensors, SafetensorsHeader, read_headers
 from ckptkit.formats.hf.side_files import SideFiles, file_names, find_side_files, read_json, unread_state
-from ckptkit.formats.hf.torchao import found_recipes
+from ckptkit.formats.hf.torchao import DESCRIBED, found_recipes
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.json import parse
 from ckptkit.formats.torch_save import numbered_files
@@ -75,7 +75,7 @@ def _catalog(
     for header in headers.values():
         differing.update(dict.fromkeys(k for k, text in header.metadata.items() if metadata.get(k, text) != text))
         metadata.update(header.metadata)
-    columns = (row for header in headers.values() for row in header.tensors.columns()) if len(metadata) > 1 else ()
+    columns = (row for header in headers.values() for row in header.tensors.columns()) if DESCRIBED in metadata else ()
     recipes, names = found_recipes(metadata, {row[0]: (row[1], row[2]) for row in columns}, store.url)
     if recipes:
         metadata = {}  # the recipes contain it

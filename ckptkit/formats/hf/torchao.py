@@ -18,9 +18,11 @@ from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.dcp.subclasses import SEPARATOR, Recipe
 from ckptkit.formats.own.json import parse
 
-__all__ = ["CLASSES", "describe_tensors", "found_recipes", "stored_name"]
+__all__ = ["CLASSES", "DESCRIBED", "describe_tensors", "found_recipes", "stored_name"]
 
-_LIST = "tensor_names"
+DESCRIBED = "tensor_names"
+"""The key in `__metadata__` that lists the described tensors."""
+
 _QUANTIZATION = "torchao.quantization."
 _MX = "torchao.prototype.mx_formats."
 CLASSES: Mapping[str, str] = {
@@ -62,9 +64,9 @@ def found_recipes(
     """
     recipes: dict[str, Recipe] = {}
     names: dict[str, str] = {}
-    if _LIST not in metadata:
+    if DESCRIBED not in metadata:
         return recipes, names
-    listed = parse(metadata[_LIST].encode(), file=f"{path}: {_LIST} in __metadata__")
+    listed = parse(metadata[DESCRIBED].encode(), file=f"{path}: {DESCRIBED} in __metadata__")
     for name in listed if isinstance(listed, list) else ():
         if not isinstance(name, str) or name not in metadata:
             continue
@@ -146,7 +148,7 @@ def describe_tensors(names: Iterable[str], recipes: Mapping[str, Recipe]) -> dic
             "_tensor_data_names": list(recipe["inner"]),
         }
         found[name] = json.dumps(value)
-    return {**found, _LIST: json.dumps(list(found))}
+    return {**found, DESCRIBED: json.dumps(list(found))}
 
 
 def _to_json(value: Any, recipe: Recipe, name: str) -> Any:

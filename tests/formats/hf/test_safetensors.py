@@ -417,3 +417,17 @@ def test_safe_names_need_no_note(tmp_path):
     found = find_side_files(open_store(str(tmp_path)))
     assert found.notes == ()
     assert found.code == ("modeling.py",)
+
+
+def test_convert_keeps_the_headers_metadata_and_names_what_differs_between_files(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    names = {"model-00001-of-00002.safetensors": "a", "model-00002-of-00002.safetensors": "b"}
+    for file, name in names.items():
+        metadata = {"format": "np", "license": "mit", "hash": name}
+        save_file({name: np.ones(2, np.float32)}, tmp_path / "src" / file, metadata)
+    index = {"weight_map": {name: file for file, name in names.items()}}
+    (tmp_path / "src/model.safetensors.index.json").write_text(json.dumps(index))
+    report = convert(str(tmp_path / "src"), str(tmp_path / "out"), verify=True)
+    with safe_open(tmp_path / "out/model.safetensors", "np") as opened:
+        assert opened.metadata() == {"format": "pt", "license": "mit"}
+    assert "the files' __metadata__ differs in hash, which is not read." in report.notes
