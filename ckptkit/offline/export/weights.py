@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from ckptkit.offline.vocabulary import VocabSize
 
 __all__ = ["Selection", "Weights", "choose_weights", "matches", "select_targets", "ExportOptions"]
+
+_log = logging.getLogger(__name__)
+_SHOWN = 5  # how many tensors an error lists
 
 _EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returned; in TransformerEngine, a tensor
 
@@ -157,12 +161,16 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions, *
                 opaque[outer] = f"is a {recipes[outer]['class']}, which is stored in parts"
     if opaque:
         known = all(recipes.get(name, {}).get("class") in CLASSES.values() for name in opaque)
-        listed = "\n  ".join(f"{name} {why}" for name, why in opaque.items())
+        lines = [f"{name} {why}" for name, why in opaque.items()]
+        if len(lines) > _SHOWN:
+            _log.debug("%s", "\n  ".join(lines))
+            lines[_SHOWN:] = [f"... and {len(lines) - _SHOWN} more; --verbose lists them"]
+        listed = "\n  ".join(lines)
+        kept = "keeps them, and so does --to hf without --dtype" if known and not in_parts else "keeps them"
         raise UnsupportedFormatError(
-            f"{len(opaque)} tensors need their classes, which an export cannot contain, so the result would lack "
-            f"them:\n  {listed}\nSkip them with --exclude NAME. Resharding keeps them"
-            f"{'' if in_parts or not known else ', and so does --to hf without --dtype'}. To export their "
-            "values, load them in a job that has these classes, dequantize them, and save them there."
+            f"tensors that only their class can read cannot be exported ({len(opaque)}):\n  {listed}\nSkip them with "
+            f"--exclude NAME. Resharding {kept}. To export their values, load them in a job that has the class, "
+            "dequantize them, and save them there."
         )
 
 
