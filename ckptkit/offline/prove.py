@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.columns import distinct, first_of_equal, is_dense, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import Role, SliceArray, TensorEntry
+from ckptkit.catalog.entry import Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.digests import Fingerprint, fingerprint_of_runs, new_hasher
 from ckptkit.errors import IntegrityError
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
-UInt64 = npt.NDArray[np.uint64]
 
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -53,29 +52,14 @@ def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int)
         box, shape, itemsize = Box((*box.offsets, 0), (*box.sizes, 2)), (*shape, 2), 8
     if box.numel == 0:
         return Fingerprint()
-    bits = data.view(_UNITS[itemsize])
-    strides = row_major_strides(shape)
-    base = box.flat_start(shape)
-    dim = _outer_dims(box, shape)
-    run = Box((0,) * (box.ndim - dim), box.sizes[dim:]).numel  # number of elements that are consecutive in the tensor
-    return fingerprint_of_runs(bits, _starts(base, box.sizes[:dim], strides[:dim]), run)
-
-
-def _outer_dims(box: Box, shape: tuple[int, ...]) -> int:
-    """Return how many leading dimensions to loop over. The box is contiguous in the tensor along the remaining ones."""
-    dim = box.ndim
+    dim = box.ndim  # the box is contiguous in the tensor along the dimensions from this one on
     while dim > 0 and Box(box.offsets[dim - 1 :], box.sizes[dim - 1 :]).is_contiguous_in(shape[dim - 1 :]):
         dim -= 1
-    return dim
-
-
-def _starts(base: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> UInt64:
-    """Return the index of the first element of each run."""
-    starts = np.array([base], np.uint64)
-    for size, stride in zip(sizes, strides, strict=True):
+    starts = np.array([box.flat_start(shape)], np.uint64)  # index of each run's first element
+    for size, stride in zip(box.sizes[:dim], row_major_strides(shape)[:dim], strict=True):
         steps = np.arange(size, dtype=np.uint64) * np.uint64(stride)
         starts = (starts[:, None] + steps).reshape(-1)
-    return starts
+    return fingerprint_of_runs(data.view(_UNITS[itemsize]), starts, Box.whole(box.sizes[dim:]).numel)
 
 
 _CHUNK = 1 << 20
@@ -114,14 +98,7 @@ def prove_equal(
 
 class _Prover:
     def __init__(
-        self,
-        plan: Plan,
-        source: Store,
-        result: Store,
-        *,
-        max_memory: int,
-        workers: int,
-        progress: Progress | None,
+        self, plan: Plan, source: Store, result: Store, *, max_memory: int, workers: int, progress: Progress | None
     ) -> None:
         work = prepare(plan, check=False, by_boxes=True)
         self._plan = plan
@@ -158,30 +135,28 @@ class _Prover:
         entry = self._maps[key].entry
         if entry.dtype != tensor.dtype or entry.shape != tensor.shape:
             return False
-        runs = slice_runs(entry, placement)
+        runs, slices = slice_runs(entry, placement), entry.slices
         if runs is None:
             return False
-        same = self._has_digest if _has_digests(entry.slices) else self._has_bytes
-        return all(same(self._maps[key], runs, rows, worker) for rows in runs.bounds())
-
-    def _has_digest(self, where: EntryMap, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> bool:
-        """Return whether a slice in the result has the digest that the source recorded for it."""
-        slices, row = where.entry.slices, int(runs.slices[rows[0]])
-        assert slices.digests is not None and slices.algorithm is not None
-        hasher = new_hasher(slices.algorithm)
-        for _, data in self._blocks(runs, rows, worker):
-            hasher.update(data.data)
-        return hasher.intdigest() == int(slices.digests[row])
-
-    def _has_bytes(self, where: EntryMap, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> bool:
-        """Return whether a slice's bytes in the result equal its bytes in the source."""
-        row = int(runs.slices[rows[0]])
-        origin, start = int(where.origins[row]), int(where.entry.slices.starts[row])
-        for inner, data in self._blocks(runs, rows, worker):
-            wanted = worker.room(len(data))
-            self._source.read(origin, start + inner, wanted.data)
-            if not np.array_equal(wanted, data):
-                return False
+        algorithm, digests = slices.algorithm, slices.digests
+        if slices.digest_starts is not None and slices.digest_nbytes is not None:  # do they cover exactly the slices?
+            own = (slices.digest_starts == slices.starts) & (slices.digest_nbytes == slices.nbytes)
+            digests = digests if own.all() else None
+        for rows in runs.bounds():
+            row, blocks = int(runs.slices[rows[0]]), self._blocks(runs, rows, worker)
+            if algorithm is not None and digests is not None:
+                hasher = new_hasher(algorithm)
+                for _, data in blocks:
+                    hasher.update(data.data)
+                if hasher.intdigest() != int(digests[row]):
+                    return False
+                continue
+            origin, start = int(self._maps[key].origins[row]), int(slices.starts[row])
+            for inner, data in blocks:
+                wanted = worker.room(len(data))
+                self._source.read(origin, start + inner, wanted.data)
+                if not np.array_equal(wanted, data):
+                    return False
         return True
 
     def _blocks(self, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> Iterator[tuple[int, Bytes]]:
@@ -224,23 +199,17 @@ class _Prover:
     # --- the source's fingerprint: slice by slice if the target copies one entry, otherwise by the plan's parts
 
     def _expected(self, tensor: OutputTensor, worker: Worker) -> Fingerprint:
-        key = _copied(tensor)
+        key, out = _copied(tensor), dtype_of(tensor.dtype).itemsize
+        total = Fingerprint()
         entry = None if key is None else self._maps[key].entry
-        if key is not None and entry is not None and entry.shape == tensor.shape and not entry.slices.strides:
-            return self._of_slices(key, tensor, worker)
-        total = Fingerprint()
-        itemsize = dtype_of(tensor.dtype).itemsize
-        for tile in Box.whole(tensor.shape).tiles(self._gatherer.tile_numel(tensor)):
-            data = worker.room(tile.numel * itemsize)
-            self._gatherer.make_box(tensor, tile, data)
-            total += fingerprint_of(data, tile, tensor.shape, itemsize)
-        return total
-
-    def _of_slices(self, key: str, tensor: OutputTensor, worker: Worker) -> Fingerprint:
-        where = self._maps[key]
-        entry, slices = where.entry, where.entry.slices
-        into, out = dtype_of(entry.dtype).itemsize, dtype_of(tensor.dtype).itemsize
-        total = Fingerprint()
+        if key is None or entry is None or entry.shape != tensor.shape or entry.slices.strides:
+            for tile in Box.whole(tensor.shape).tiles(self._gatherer.tile_numel(tensor)):
+                data = worker.room(tile.numel * out)
+                self._gatherer.make_box(tensor, tile, data)
+                total += fingerprint_of(data, tile, tensor.shape, out)
+            return total
+        where, slices = self._maps[key], entry.slices
+        into = dtype_of(entry.dtype).itemsize
         for row in slices.distinct().tolist():
             part = slices[row]
             at = part.start
@@ -254,16 +223,6 @@ class _Prover:
                     data = made
                 total += fingerprint_of(data, tile, entry.shape, out)
         return total
-
-
-def _has_digests(slices: SliceArray) -> bool:
-    """Return whether every slice has a digest that covers exactly its own bytes."""
-    if slices.algorithm is None or slices.digests is None:
-        return False
-    if slices.digest_starts is None or slices.digest_nbytes is None:
-        return True
-    starts, sizes = slices.digest_starts == slices.starts, slices.digest_nbytes == slices.nbytes
-    return bool(starts.all() and sizes.all())
 
 
 def _copied(tensor: OutputTensor) -> str | None:
@@ -314,12 +273,9 @@ def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
     slices, itemsize = entry.slices, dtype_of(entry.dtype).itemsize
     rows = slices.distinct()
     boxes = np.concatenate([placement.offsets, placement.sizes], axis=1)
-    if (
-        slices.strides
-        or not entry.shape
-        or len(rows) * len(placement) > _MAX_PAIRS
-        or first_of_equal(boxes) is not None
-    ):
+    if slices.strides or not entry.shape or len(rows) * len(placement) > _MAX_PAIRS:
+        return None
+    if first_of_equal(boxes) is not None:
         return None
     lo = np.maximum(slices.offsets[rows][:, None], placement.offsets[None])
     hi = np.minimum((slices.offsets + slices.sizes)[rows][:, None], (placement.offsets + placement.sizes)[None])

@@ -21,20 +21,8 @@ from ckptkit.storage.journal import Journal, dead_owner_files
 from ckptkit.storage.ledger import Finished, Ledger
 from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.open import open_store
-from ckptkit.storage.publish import (
-    check_target,
-    check_writable,
-    stage,
-    sync_files,
-    sync_tree,
-)
-from ckptkit.storage.staging import (
-    Replaceable,
-    is_interruption,
-    leftover_of,
-    owner_path,
-    write_owner,
-)
+from ckptkit.storage.publish import check_target, check_writable, stage, sync_files, sync_tree
+from ckptkit.storage.staging import Replaceable, is_interruption, leftover_of, owner_path, write_owner
 from ckptkit.storage.store import Store, split_url
 
 T = TypeVar("T")
@@ -73,7 +61,14 @@ class Session:
         """
         if self._coordinator.world_size == 1:
             return [fn()]
-        outcome = Outcome.of(lambda: self._durable(fn))
+
+        def durable() -> T:
+            value = fn()
+            if is_directory(self.store):  # rank 0, perhaps on a different machine, could not sync these files
+                sync_files(self.store, [path for path in self._paths if self.store.info(path) is not None])
+            return value
+
+        outcome = Outcome.of(durable)
         try:
             results: list[T] | None = self._coordinator.settle(outcome, "writing the files")
         except BaseException as error:
@@ -83,13 +78,6 @@ class Session:
                     self.store.delete(self._paths)
             raise
         return [outcome.value] if results is None else results
-
-    def _durable(self, fn: Callable[[], T]) -> T:
-        """Run `fn` and sync the files that it wrote. Rank 0, perhaps on a different machine, could not sync them."""
-        value = fn()
-        if is_directory(self.store):
-            sync_files(self.store, [path for path in self._paths if self.store.info(path) is not None])
-        return value
 
     def one(self, fn: Callable[[], T]) -> T:
         """Run `fn` on rank 0. All ranks return its result or raise its error."""
@@ -193,16 +181,10 @@ class OutputPlace:
         small = [name for name in plan.last if not name.endswith(".safetensors")]
         names = {**dict.fromkeys((*plan.last, *_BESIDE), -1), **{file.path: file.nbytes for file in plan.files}}
         return stage(
-            self.url,
-            file=self.file_name if self.is_file else "",
-            replaceable=check_replaceable,
-            overwrite=self.overwrite,
-            last=small,
-            storage_options=self.storage_options,
-            resume=True,
-            dead=dead,
+            self.url, file=self.file_name if self.is_file else "", replaceable=check_replaceable,
+            overwrite=self.overwrite, last=small, storage_options=self.storage_options, resume=True, dead=dead,
             names=names,
-        )
+        )  # fmt: skip
 
     def check(self, plan: Plan) -> None:
         """Raise the errors about the destination that `open` would raise, without writing anything.
@@ -301,21 +283,19 @@ def _join(store: Store, coordinator: Coordinator) -> None:
 
 def _known_dead(place: OutputPlace, coordinator: Coordinator) -> list[str]:
     """Return, on rank 0, the owner files of earlier writers that are dead. Each rank looks on its own machine."""
-    found = coordinator.all_ok(lambda: _dead_here(place, coordinator), "looking for leftovers of an earlier run")
-    return [path for paths in found or () for path in paths]
-
-
-def _dead_here(place: OutputPlace, coordinator: Coordinator) -> list[str]:
     folder, name = place.local_name()
-    if not name:
-        return []
-    dead = dead_owner_files(LocalStore(folder), name)
-    if dead and not coordinator.is_main and os.environ.get("LOCAL_RANK", "0") == "0":
-        # The data that dead writers wrote may so far be only in this machine's page cache.
-        for staging in set(dead.values()):
-            with contextlib.suppress(OSError):
-                sync_tree(LocalStore(f"{folder}/{staging}"))
-    return list(dead)
+
+    def look() -> list[str]:
+        dead = dead_owner_files(LocalStore(folder), name) if name else {}
+        if dead and not coordinator.is_main and os.environ.get("LOCAL_RANK", "0") == "0":
+            # The data that dead writers wrote may so far be only in this machine's page cache.
+            for staging in set(dead.values()):
+                with contextlib.suppress(OSError):
+                    sync_tree(LocalStore(f"{folder}/{staging}"))
+        return list(dead)
+
+    found = coordinator.all_ok(look, "looking for leftovers of an earlier run")
+    return [path for paths in found or () for path in paths]
 
 
 @contextlib.contextmanager

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from ckptkit.arguments import Location, check_flags, check_int, location
-from ckptkit.catalog.entry import Catalog, Codec, Digest, ObjectEntry
+from ckptkit.catalog.entry import Catalog, Codec, Digest
 from ckptkit.digests import CRC, DIGEST, SHA256, hash_of, hex_width
 from ckptkit.errors import (
     CkptkitError,
@@ -165,7 +164,13 @@ def verify(
     store, catalog = source.store, source.catalog
     uninterpreted = dict(catalog.info.extra.get("opaque", {})) if quick else catalog.opaque()
     lacking = [Problem(path, "", message) for path, message in find_gaps(store, catalog, quick=quick)]
-    problems = [*file_problems(store, catalog), *_coverage_problems(catalog), *lacking]
+    problems = [*file_problems(store, catalog)]
+    for entry in catalog.in_parts():
+        try:
+            entry.check_coverage()
+        except (CorruptCheckpointError, IncompleteCheckpointError) as error:
+            problems.append(Problem("", entry.name, str(error)))
+    problems += lacking
     checks: list[Check] = []
     unproved: Mapping[str, int] = {}
     if quick:
@@ -178,9 +183,16 @@ def verify(
         unproved, problems = known.unproved, [*problems, *known.problems]
         gone = {p.path for p in problems if not p.tensor}
         checks = [check for check in known.checks if check.path not in gone]
-        for found in _folded(compare_digests(store, checks, workers, limit, progress), catalog):
+        unreadable: set[str] = set()
+        for found in compare_digests(store, checks, workers, limit, progress):
             names = _tensors_of(catalog, found.path) if found.path in known.sums and not found.tensor else ""
-            problems.append(replace(found, message=f"{found.message} It contains {names}.") if names else found)
+            whole = found
+            if isinstance(found, UnreadableFile):  # one problem per file
+                if found.path in unreadable:
+                    continue
+                unreadable.add(found.path)
+                whole, names = replace(found, tensor=""), _tensors_of(catalog, found.path)
+            problems.append(replace(whole, message=f"{found.message} It contains {names}.") if names else whole)
     if problems:
         check_still_there(source)
     return VerifyReport(
@@ -241,23 +253,18 @@ def _beside_tensors(catalog: Catalog) -> list[Check]:
 def file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
     ours = all(store.info(path) is not None for path in (MANIFEST_NAME, OBJECTS_NAME))
     if ours and store.info(RECORD_NAME) is None:
-        yield Problem(
-            RECORD_NAME, "", f"{RECORD_NAME}: the commit record is missing: the checkpoint may be incomplete."
-        )
+        missing = f"{RECORD_NAME}: the commit record is missing: the checkpoint may be incomplete."
+        yield Problem(RECORD_NAME, "", missing)
     for path, size in catalog.info.files.items():
         found = store.info(path)
         if found is None:
-            yield Problem(path, "", f"{path}: the file is missing{_lost(catalog, path, 0)}.")
+            words = f"{path}: the file is missing"
         elif found.kind == "file" and size >= 0 and found.size != size:
-            lost = _lost(catalog, path, found.size)
-            yield Problem(
-                path, "", f"{path}: {found.size} bytes, expected {size}. The file is truncated or was replaced{lost}."
-            )
-
-
-def _lost(catalog: Catalog, path: str, size: int) -> str:
-    names = _tensors_of(catalog, path, size)
-    return f", and with it {names}" if names else ""
+            words = f"{path}: {found.size} bytes, expected {size}. The file is truncated or was replaced"
+        else:
+            continue
+        names = _tensors_of(catalog, path, found.size if found is not None else 0)
+        yield Problem(path, "", f"{words}, and with it {names}." if names else f"{words}.")
 
 
 def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
@@ -276,14 +283,6 @@ def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
     return f"{', '.join(names[:4])}{more}"
 
 
-def _coverage_problems(catalog: Catalog) -> Iterator[Problem]:
-    for entry in catalog.in_parts():
-        try:
-            entry.check_coverage()
-        except (CorruptCheckpointError, IncompleteCheckpointError) as error:
-            yield Problem("", entry.name, str(error))
-
-
 def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Problem]]:
     """Return the file digests in SHA256SUMS, and the problems found in it. Skips ckptkit checkpoints."""
     if "digests" in catalog.info.extra:
@@ -300,11 +299,8 @@ def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Probl
             problems.append(Problem(path, "", f"{path}, which {SUMS_NAME} names, can't be read: {error}"))
     for path in catalog.info.files if named else ():
         if path not in named and path != SUMS_NAME:
-            problems.append(
-                Problem(
-                    path, "", f"{path}: {SUMS_NAME} does not list this file. One of them belongs to another export."
-                )
-            )
+            words = f"{path}: {SUMS_NAME} does not list this file. One of them belongs to another export."
+            problems.append(Problem(path, "", words))
     return sums, problems
 
 
@@ -332,10 +328,17 @@ def recorded(store: Store, catalog: Catalog, uninterpreted: Iterable[str]) -> Re
         uninterpreted: Tensors of unknown classes (`Catalog.opaque`). For these, only the CRC-32 of each record is
             checked.
     """
-    sums, wrong = _sums(store, catalog)
+    sums, problems = _sums(store, catalog)
     checks, unproved = _plan(catalog, sums)
-    members, broken = _members(store, catalog, uninterpreted)
-    return Recorded([*checks, *members], unproved, sums, [*wrong, *broken])
+    for name in uninterpreted:
+        for path, start, nbytes in records_of(catalog, name):
+            try:
+                found = Archive(store, path, start, nbytes).members()
+            except (CkptkitError, OSError) as error:
+                problems.append(Problem(path, name, f"{path}: tensor {name!r} can't be read: {error}"))
+                continue
+            checks += [Check(path, Digest(CRC, crc, at, size), None, (name,)) for at, size, crc in found]
+    return Recorded(checks, unproved, sums, problems)
 
 
 def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], dict[str, int]]:
@@ -345,40 +348,32 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], di
     unproved: dict[str, int] = {}
     whole_files = catalog.info.extra.get("digests", {})  # path -> hex; only ckptkit checkpoints have these
 
-    def add(name: str, path: str, digest: Digest, codec: Codec | None) -> None:
-        key = (path, codec.start if codec else digest.start, digest.start, digest.nbytes, digest.value)
-        found.setdefault(key, []).append(name)
-        codecs[key] = (digest, codec)
+    def add(name: str, path: str, digest: Digest | None, codec: Codec | None = None, nbytes: int = 0) -> None:
+        if digest is not None:
+            key = (path, codec.start if codec else digest.start, digest.start, digest.nbytes, digest.value)
+            found.setdefault(key, []).append(name)
+            codecs[key] = (digest, codec)
+        elif path not in whole_files and path not in sums:
+            unproved[path] = unproved.get(path, 0) + nbytes
 
     for path, value in whole_files.items():
         if catalog.info.files.get(path, -1) >= 0:
-            add("", path, Digest(DIGEST, int(value.removeprefix(PREFIX), 16), 0, catalog.info.files[path]), None)
+            add("", path, Digest(DIGEST, int(value.removeprefix(PREFIX), 16), 0, catalog.info.files[path]))
     for path, start, nbytes, copied in spares_of(catalog.info.extra):
-        add("", path, Digest(DIGEST, copied, start, nbytes), None)
+        add("", path, Digest(DIGEST, copied, start, nbytes))
     for path, whole in sums.items():
-        add("", path, whole, None)
-    for name, path, nbytes, digest, codec in _recorded(catalog):
-        if digest is not None:
-            add(name, path, digest, codec)
-        elif path not in whole_files and path not in sums:
-            unproved[path] = unproved.get(path, 0) + nbytes
+        add("", path, whole)
+    for entry in catalog.tensors.values():
+        slices = entry.slices
+        for row, (path, _, nbytes) in enumerate(() if slices.opaque else slices.records()):
+            add(entry.name, path, slices.digest(row), slices.codecs.get(row), nbytes)
+    opaque = catalog.info.extra.get("opaque", {})
+    for item in catalog.objects.values():
+        if item.name not in opaque and item.encoding != "value":
+            add(item.name, item.path, item.digest, item.codec, item.nbytes)
     checks = [Check(key[0], *codecs[key], tuple(dict.fromkeys(found[key]))) for key in sorted(found)]
     parts = _parts(catalog, {path for path, value in whole_files.items() if value.startswith(PREFIX)})
     return [replace(c, parts=parts_of(parts.get(c.path, ()))) if _is_whole(c) else c for c in checks], unproved
-
-
-def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list[Check], list[Problem]]:
-    """Return the CRC-32 checks for the records of tensors of unknown classes, and the problems found on the way."""
-    checks, problems = [], []
-    for name in names:
-        for path, start, nbytes in records_of(catalog, name):
-            try:
-                found = Archive(store, path, start, nbytes).members()
-            except (CkptkitError, OSError) as error:
-                problems.append(Problem(path, name, f"{path}: tensor {name!r} can't be read: {error}"))
-                continue
-            checks += [Check(path, Digest(CRC, crc, at, size), None, (name,)) for at, size, crc in found]
-    return checks, problems
 
 
 def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
@@ -402,19 +397,6 @@ def _is_whole(check: Check) -> bool:
     return check.digest.start == 0 and check.codec is None and check.names == ("",)
 
 
-def _recorded(catalog: Catalog) -> Iterator[tuple[str, str, int, Digest | None, Codec | None]]:
-    for entry in catalog.tensors.values():
-        slices = entry.slices
-        if slices.opaque:
-            continue
-        for row, (path, _, nbytes) in enumerate(slices.records()):
-            yield entry.name, path, nbytes, slices.digest(row), slices.codecs.get(row)
-    opaque = catalog.info.extra.get("opaque", {})
-    for item in catalog.objects.values():
-        if item.name not in opaque and isinstance(item, ObjectEntry) and item.encoding != "value":
-            yield item.name, item.path, item.nbytes, item.digest, item.codec
-
-
 def compare_digests(
     store: Store, checks: Sequence[Check], workers: int, max_memory: int, progress: Progress | None
 ) -> Iterable[Problem]:
@@ -424,9 +406,14 @@ def compare_digests(
     workers = max(1, min(workers or 4, max_memory // _CHUNK))
     reader = BlockReader(store, workers)
     problems: list[Problem] = []
+
+    def check_all(batch: Sequence[Check]) -> list[Problem]:
+        found = (_check(store, reader, check) for check in batch)
+        return [problem for problem in found if problem is not None]
+
     with WorkerPool(workers, thread_name_prefix="ckptkit-verify") as pool:
         batches = list(_batches(checks))
-        for batch, found in zip(batches, pool.map(partial(_check_all, store, reader), batches), strict=True):
+        for batch, found in zip(batches, pool.map(check_all, batches), strict=True):
             problems += found
             done += sum(check.nbytes for check in batch)
             if progress is not None:
@@ -448,25 +435,6 @@ def _batches(checks: Sequence[Check]) -> Iterator[Sequence[Check]]:
         yield batch
 
 
-def _check_all(store: Store, reader: Store | BlockReader, checks: Sequence[Check]) -> list[Problem]:
-    found = (_check(store, reader, check) for check in checks)
-    return [problem for problem in found if problem is not None]
-
-
-def _folded(problems: Iterable[Problem], catalog: Catalog) -> Iterator[Problem]:
-    """Yield the problems, with only one problem per unreadable file."""
-    told: set[str] = set()
-    for problem in problems:
-        if isinstance(problem, UnreadableFile):
-            if problem.path not in told:
-                told.add(problem.path)
-                names = _tensors_of(catalog, problem.path)
-                holds = f" It contains {names}." if names else ""
-                yield UnreadableFile(problem.path, "", f"{problem.message}{holds}")
-        else:
-            yield problem
-
-
 def _check(store: Store, reader: Store | BlockReader, check: Check) -> Problem | None:
     tensor = ", ".join(name for name in check.names if name)
     what = f"tensor {tensor!r}" if tensor else "the whole file" if _is_whole(check) else "a copy that no tensor uses"
@@ -482,13 +450,9 @@ def _check(store: Store, reader: Store | BlockReader, check: Check) -> Problem |
     if value == digest.value:
         return None
     width = hex_width(digest.algorithm)
-    return Problem(
-        check.path,
-        tensor,
-        f"{check.path}: {what}: checksum mismatch in bytes [{digest.start}, "
-        f"{digest.start + digest.nbytes}): expected {digest.algorithm} {digest.value:0{width}x}, "
-        f"found {value:0{width}x}.",
-    )
+    place = f"bytes [{digest.start}, {digest.start + digest.nbytes})"
+    told = f"expected {digest.algorithm} {digest.value:0{width}x}, found {value:0{width}x}."
+    return Problem(check.path, tensor, f"{check.path}: {what}: checksum mismatch in {place}: {told}")
 
 
 def _chunks(store: Store, reader: Store | BlockReader, check: Check) -> Iterator[memoryview | bytes]:

@@ -54,8 +54,15 @@ def fingerprinted(monkeypatch) -> list[str]:
 
 
 def test_slices_with_digests_are_proved_without_reading_the_source(made, fingerprinted, monkeypatch):
-    monkeypatch.setattr(prove._Prover, "_has_bytes", None)
+    read, plain = [], prove.SourceReader.read
+
+    def counted(self, origin, start, view):
+        read.append((self.origin(origin).path, len(view)))
+        return plain(self, origin, start, view)
+
+    monkeypatch.setattr(prove.SourceReader, "read", counted)
     assert proved(made) == 18
+    assert max(nbytes for path, nbytes in read if path != FILE) <= 8 < max(nbytes for _, nbytes in read)
     assert all("scalar" in name or name in ("gain", "step_count") for name in fingerprinted)  # scalars
 
 
