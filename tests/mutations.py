@@ -145,7 +145,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a copy takes any digest",
-        CHECKS, "        if value != int(self._table.values[record]):\n", "        if False:\n",
+        CHECKS, "        if value != expected:\n", "        if False:\n",
         "tests/offline/copying/test_checks.py tests/offline/copying/test_execute.py",
     ),
     Mutation(

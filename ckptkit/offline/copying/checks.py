@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
 
+@dataclass(frozen=True, slots=True)
 class RecordTable:
     """The byte ranges that digests cover, as columns. Equal ranges of the same source share one record.
 
@@ -26,15 +28,12 @@ class RecordTable:
         owners: [n] index of a tensor with bytes in the range, for messages. The caller defines these indices.
     """
 
-    def __init__(
-        self, sources: Int64, starts: Int64, nbytes: Int64, values: UInt64, algorithms: Int64, owners: Int64
-    ) -> None:
-        self.sources = sources
-        self.starts = starts
-        self.nbytes = nbytes
-        self.values = values
-        self.algorithms = algorithms
-        self.owners = owners
+    sources: Int64
+    starts: Int64
+    nbytes: Int64
+    values: UInt64
+    algorithms: Int64
+    owners: Int64
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -135,19 +134,14 @@ class Verifier:
     def _finish(self, record: int, value: int) -> None:
         with self._lock:
             self._crcs.pop(record, None)
-        if value != int(self._table.values[record]):
-            self.fail(record, value)
+        table, start, expected = self._table, int(self._table.starts[record]), int(self._table.values[record])
+        if value != expected:
+            raise IntegrityError(
+                f"{self._describe(record)}: checksum mismatch in bytes [{start}, {start + int(table.nbytes[record])}): "
+                f"expected {NAMES[int(table.algorithms[record])]} {expected:x}, found {value:x}. The file is damaged: "
+                "use another copy of it."
+            )
         self.proved[record] = True
-
-    def fail(self, record: int, value: int) -> None:
-        """Raise the checksum error for a record whose bytes have the digest `value`."""
-        table = self._table
-        name = NAMES[int(table.algorithms[record])]
-        raise IntegrityError(
-            f"{self._describe(record)}: checksum mismatch in bytes [{int(table.starts[record])}, "
-            f"{int(table.starts[record] + table.nbytes[record])}): expected {name} "
-            f"{int(table.values[record]):x}, found {value:x}. The file is damaged: use another copy of it."
-        )
 
     def unproved(self) -> Int64:
         """Return the records that were not checked. Drop their partial digests."""

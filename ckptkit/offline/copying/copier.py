@@ -137,56 +137,46 @@ class Infinite:
         return found
 
 
+@dataclass(slots=True)
 class Copier:
     """Executes a plan's steps. Thread-safe.
 
     Attributes:
+        chunk: Bytes per read.
+        sink: None only checks digests.
+        digests: Whether to digest boxes while they are written.
+        journal: Records finished steps.
         digested: Digests of written boxes, if `digests` was set.
         infinite: Counts of elements that casts made infinite.
     """
 
-    def __init__(
-        self,
-        work: Work,
-        reader: SourceReader,
-        verifier: Verifier | None,
-        gatherer: Gatherer,
-        tally: Tally,
-        *,
-        chunk: int,
-        sink: LocalSink | None = None,
-        digests: bool = False,
-        journal: Journal | None = None,
-    ) -> None:
-        """`chunk`: bytes per read. `sink`: None only checks digests. `journal`: records finished steps."""
-        self._work = work
-        self._reader = reader
-        self._verifier = verifier
-        self._gatherer = gatherer
-        self._tally = tally
-        self._chunk = chunk
-        self._sink = sink
-        self._digests = digests
-        self._journal = journal
-        self._ratios = work.ratios()
-        self.digested = Digested()
-        self.infinite = Infinite()
+    work: Work
+    reader: SourceReader
+    verifier: Verifier | None
+    gatherer: Gatherer
+    tally: Tally
+    chunk: int
+    sink: LocalSink | None = None
+    digests: bool = False
+    journal: Journal | None = None
+    digested: Digested = field(default_factory=Digested)
+    infinite: Infinite = field(default_factory=Infinite)
 
     def do(self, index: int, worker: Worker) -> None:
         """Execute one step."""
-        step = self._work.steps[index]
+        step = self.work.steps[index]
         if isinstance(step, BoxStep):
             infinite = self._copy_boxes(step, worker)
         else:
-            runs = self._work.runs.take(slice(step.first, step.stop))
-            infinite = self._copy_runs(cut_runs(runs, self._chunk, self._ratios), worker)
+            runs = self.work.runs.take(slice(step.first, step.stop))
+            infinite = self._copy_runs(cut_runs(runs, self.chunk, self.work.ratios()), worker)
             for origin in distinct(runs.origins).tolist():
-                self._reader.forget(origin)
+                self.reader.forget(origin)
         # The journal must not list steps whose records came out of order, because those are not checked yet. Nor must
         # it list steps with infinite elements, because a resumed command must count these too.
-        proved = self._verifier is None or self._verifier.proved[step.records].all()
-        if self._journal is not None and proved and not infinite:
-            self._journal.done(index)
+        proved = self.verifier is None or self.verifier.proved[step.records].all()
+        if self.journal is not None and proved and not infinite:
+            self.journal.done(index)
 
     # --- runs
 
@@ -197,7 +187,7 @@ class Copier:
         origins, starts, nbytes, files, targets, casts, records, ends = (
             getattr(runs, name).tolist() for name in Runs.__slots__
         )
-        ratios = self._ratios.tolist()
+        ratios = self.work.ratios().tolist()
         digest: BoxDigest | None = None
         total = 0
         for first, stop in pairwise(self._batches(runs.nbytes)):
@@ -206,15 +196,15 @@ class Copier:
             room, made = worker.room(sum(cast)), 0
             pieces: dict[int, list[tuple[int, memoryview]]] = {}  # data for each file, with its target
             for i, view in enumerate(views, first):
-                if records[i] >= 0 and self._verifier is not None:
-                    self._verifier.feed(records[i], starts[i], view.data)
-                if self._sink is None:
+                if records[i] >= 0 and self.verifier is not None:
+                    self.verifier.feed(records[i], starts[i], view.data)
+                if self.sink is None:
                     continue
                 data = view
                 if casts[i]:
                     into, out = ratios[casts[i]]
                     data = room[made : made + nbytes[i] // into * out]
-                    infinite = cast_into(view, data, *self._work.casts[casts[i]])
+                    infinite = cast_into(view, data, *self.work.casts[casts[i]])
                     self.infinite.add(files[i], targets[i], infinite)
                     total += infinite
                     made += len(data)
@@ -222,17 +212,17 @@ class Copier:
                     digest = digest or BoxDigest(self.digested, files[i], targets[i], ends[i])
                     digest = None if digest.take(data) else digest
                 pieces.setdefault(files[i], []).append((targets[i], data.data))
-            if self._sink is not None:
+            if self.sink is not None:
                 for file, parts in pieces.items():
-                    self._sink.write(file, parts)
-            self._tally.add(sum(nbytes[first:stop]), self._work.origins[origins[first]].path)
+                    self.sink.write(file, parts)
+            self.tally.add(sum(nbytes[first:stop]), self.work.origins[origins[first]].path)
         return total
 
     def _batches(self, nbytes: Int64) -> list[int]:
         """Return the bounds of batches of runs that are read together. A long run is a batch of its own; short runs are
         combined up to about half a chunk."""
-        short = nbytes < (_SHORT if self._reader.is_local else self._chunk)
-        turns = (np.cumsum(nbytes) - nbytes) // max(1, self._chunk // 2)
+        short = nbytes < (_SHORT if self.reader.is_local else self.chunk)
+        turns = (np.cumsum(nbytes) - nbytes) // max(1, self.chunk // 2)
         new = np.append(True, ~short[1:] | ~short[:-1] | (turns[1:] != turns[:-1]))
         at = np.arange(len(nbytes))
         new |= (at - np.maximum.accumulate(np.where(new, at, 0))) % _ROWS == 0
@@ -242,7 +232,7 @@ class Copier:
         """Read the runs [first, stop) into the worker's buffer; return each run's bytes. Nearby runs share one read."""
         if stop - first == 1:
             buffer = worker.buffer(int(runs.nbytes[first]))
-            self._reader.read_many([Range(int(runs.origins[first]), int(runs.starts[first]), buffer.data)])
+            self.reader.read_many([Range(int(runs.origins[first]), int(runs.starts[first]), buffer.data)])
             return [buffer]
         runs = runs.take(slice(first, stop))
         order = np.lexsort((runs.starts, runs.origins))
@@ -256,7 +246,7 @@ class Copier:
         for origin, low, size in zip(of[begins].tolist(), lows.tolist(), sizes.tolist(), strict=True):
             reads.append(Range(origin, low, buffer[at : at + size].data))
             at += size
-        self._reader.read_many(reads)
+        self.reader.read_many(reads)
         counts = np.diff(np.append(begins, len(order)))
         places = np.empty(len(order), np.int64)
         places[order] = lo + np.repeat(np.cumsum(sizes) - sizes - lows, counts)
@@ -270,12 +260,12 @@ class Copier:
 
         Tiles are row-major, so each box's bytes are written in order.
         """
-        assert self._sink is not None
+        assert self.sink is not None
         tensor, itemsize = step.tensor, dtype_of(step.tensor.dtype).itemsize
-        path = self._work.origins[int(self._work.maps[tensor.sources[0]].origins[0])].path if tensor.sources else ""
+        path = self.work.origins[int(self.work.maps[tensor.sources[0]].origins[0])].path if tensor.sources else ""
         digests = [
             BoxDigest(self.digested, file, start, start + box.numel * itemsize)
-            if self._digests and box.numel * itemsize >= LEAST
+            if self.digests and box.numel * itemsize >= LEAST
             else None
             for box, file, start in step.boxes
         ]
@@ -283,9 +273,9 @@ class Copier:
         stops = tuple(map(max, zip(*(box.stops for box, _, _ in step.boxes), strict=True)))
         bounding = Box(offsets, tuple(b - a for a, b in zip(offsets, stops, strict=True)))
         infinite = 0
-        for tile in bounding.tiles(self._gatherer.tile_numel(tensor)):
+        for tile in bounding.tiles(self.gatherer.tile_numel(tensor)):
             data = worker.room(tile.numel * itemsize)
-            infinite += self._gatherer.make_box(tensor, tile, data)
+            infinite += self.gatherer.make_box(tensor, tile, data)
             for (box, file, start), digest in zip(step.boxes, digests, strict=True):
                 shared = tile.intersect(box)
                 if shared is None:
@@ -294,8 +284,8 @@ class Copier:
                 if digest is not None:
                     digest.take(part)
                 at = start + shared.relative_to(box).flat_start(box.sizes) * itemsize
-                self._sink.write(file, [(at, part.data)])
-            self._tally.add(len(data), path)
+                self.sink.write(file, [(at, part.data)])
+            self.tally.add(len(data), path)
         self.infinite.add(*step.boxes[0][1:], infinite)
         return infinite
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
-from ckptkit.catalog.targets import Target
 from ckptkit.catalog.tiles import check_coverage, row_cuts
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
 from ckptkit.gc_pause import collector_paused
@@ -58,7 +58,13 @@ def check_plan(plan: Plan) -> Covered:
     for index in np.flatnonzero(~cuts.cut).tolist():
         placement = plan.placements[index]
         _check_boxes(placement.tensor, placement.offsets, placement.sizes, "the boxes that are written")
-    return Covered(len(plan.placements), elements, _check_files(plan))
+    files, starts, lengths = Placement.joined(plan.placements)
+    order = np.lexsort((starts, files))
+    starts, lengths = starts[order], lengths[order]
+    bounds = np.searchsorted(files[order], np.arange(len(plan.files) + 1)).tolist()
+    for file, (a, b) in zip(plan.files, pairwise(bounds), strict=True):
+        _check_file(file, starts[a:b], lengths[a:b])
+    return Covered(len(plan.placements), elements, plan.nbytes)
 
 
 def _check_parts(catalog: Catalog, tensor: OutputTensor) -> None:
@@ -66,16 +72,6 @@ def _check_parts(catalog: Catalog, tensor: OutputTensor) -> None:
         for target in tensor.inputs:
             _check_parts(catalog, target)
         return
-    _check_sources(catalog, tensor)
-    if len(tensor.parts) == 1 and tensor.parts[0].target_box.is_whole(tensor.shape):
-        return
-    ndim = len(tensor.shape)
-    offsets = np.array([part.target_box.offsets for part in tensor.parts], np.int64).reshape(len(tensor.parts), ndim)
-    sizes = np.array([part.target_box.sizes for part in tensor.parts], np.int64).reshape(len(tensor.parts), ndim)
-    _check_boxes(tensor, offsets, sizes, "its parts")
-
-
-def _check_sources(catalog: Catalog, tensor: Target) -> None:
     for part in tensor.parts:
         shape = catalog.tensors[part.source].shape
         if part.source_box is part.target_box and part.source_box.is_whole(shape):  # most parts are plain copies
@@ -85,6 +81,14 @@ def _check_sources(catalog: Catalog, tensor: Target) -> None:
                 f"tensor {tensor.name!r}: its part {part.target_box} does not match {part.source_box} of "
                 f"{part.source!r}, whose shape is {list(shape)}."
             )
+    if len(tensor.parts) == 1 and tensor.parts[0].target_box.is_whole(tensor.shape):
+        return
+    boxes = [part.target_box for part in tensor.parts]
+    offsets, sizes = (
+        np.array(rows, np.int64).reshape(len(boxes), len(tensor.shape))
+        for rows in ([box.offsets for box in boxes], [box.sizes for box in boxes])
+    )
+    _check_boxes(tensor, offsets, sizes, "its parts")
 
 
 def _check_boxes(tensor: OutputTensor, offsets: Int64, sizes: Int64, what: str) -> None:
@@ -93,24 +97,12 @@ def _check_boxes(tensor: OutputTensor, offsets: Int64, sizes: Int64, what: str) 
     try:
         TensorEntry(tensor.name, tensor.dtype, tensor.shape, slices).check_coverage()
     except CkptkitError as error:
-        raise CheckpointMismatchError(
-            f"tensor {tensor.name!r}: {what} do not cover it exactly once: {error}"
-        ) from error
-
-
-def _check_files(plan: Plan) -> int:
-    """Check that literals and boxes fill each file exactly; return the total number of bytes."""
-    files, starts, lengths = Placement.joined(plan.placements)
-    order = np.lexsort((starts, files))
-    files, starts, lengths = files[order], starts[order], lengths[order]
-    bounds = np.searchsorted(files, np.arange(len(plan.files) + 1))
-    for index, file in enumerate(plan.files):
-        a, b = int(bounds[index]), int(bounds[index + 1])
-        _check_file(file, starts[a:b], lengths[a:b])
-    return plan.nbytes
+        words = f"tensor {tensor.name!r}: {what} do not cover it exactly once: {error}"
+        raise CheckpointMismatchError(words) from error
 
 
 def _check_file(file: OutputFile, starts: Int64, lengths: Int64) -> None:
+    """Check that literals, and boxes at these places, fill a file exactly."""
     extents = getattr(file.literals, "extents", None)
     if extents is not None:  # one range per box, sorted by start, to avoid creating a million literals
         own, sizes = extents(lengths)

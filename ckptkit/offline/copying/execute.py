@@ -92,21 +92,18 @@ class CopyReport:
 
     def warnings(self) -> tuple[str, ...]:
         """Return one sentence for each dtype in which elements became infinite."""
-        return tuple(
-            _beyond(dtype, {name: count for (name, of), count in self.infinite.items() if of == dtype})
-            for dtype in dict.fromkeys(dtype for _, dtype in self.infinite)
-        )
-
-
-def _beyond(dtype: str, counts: Mapping[str, int]) -> str:
-    total = sum(counts.values())
-    shown = ", ".join(f"{name} ({count})" for name, count in list(counts.items())[:_NAMED])
-    more = f", ... ({len(counts)} tensors)" if len(counts) > _NAMED else ""
-    many = f"{total} elements are" if total > 1 else "1 element is"
-    return (
-        f"{many} beyond the range of {dtype} and became infinite: {shown}{more}. Use --dtype {_WIDER[dtype]} to keep "
-        "them finite."
-    )
+        found = []
+        for dtype in dict.fromkeys(dtype for _, dtype in self.infinite):
+            counts = {name: count for (name, of), count in self.infinite.items() if of == dtype}
+            total = sum(counts.values())
+            shown = ", ".join(f"{name} ({count})" for name, count in list(counts.items())[:_NAMED])
+            more = f", ... ({len(counts)} tensors)" if len(counts) > _NAMED else ""
+            many = f"{total} elements are" if total > 1 else "1 element is"
+            found.append(
+                f"{many} beyond the range of {dtype} and became infinite: {shown}{more}. Use --dtype {_WIDER[dtype]} "
+                "to keep them finite."
+            )
+        return tuple(found)
 
 
 def execute(

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ def strided(buffer: Bytes, first: int, sizes: tuple[int, ...], strides: tuple[in
     return view
 
 
+@dataclass(slots=True)
 class Gatherer:
     """Assembles boxes of tensors. Thread-safe.
 
@@ -51,28 +53,22 @@ class Gatherer:
         small, big: Tile size in bytes: `small` by default, up to `big` if small tiles would read the source many times.
     """
 
-    def __init__(
-        self,
-        reader: SourceReader,
-        maps: dict[str, EntryMap],
-        verifier: Verifier | None,
-        *,
-        max_bytes: int,
-        small: int = _TILE,
-        big: int = 0,
-    ) -> None:
-        self._small, self._big = small, max(small, big)
-        self._reader = reader
-        self._maps = maps
-        self._verifier = verifier
-        self._max_bytes = max_bytes
-        self._computing = threading.Lock()
-        self._local = threading.local()
-        self._kept: OrderedDict[Target, Bytes] = OrderedDict()  # cache of small inputs, because every tile needs them
+    reader: SourceReader
+    maps: dict[str, EntryMap]
+    verifier: Verifier | None
+    max_bytes: int
+    small: int = _TILE
+    big: int = 0
+    _computing: threading.Lock = field(default_factory=threading.Lock)
+    _local: threading.local = field(default_factory=threading.local)
+    _kept: OrderedDict[Target, Bytes] = field(default_factory=OrderedDict)  # small inputs, which every tile needs
+
+    def __post_init__(self) -> None:
+        self.big = max(self.small, self.big)
 
     def read_box(self, key: str, box: Box, out: Bytes) -> None:
         """Fill `out` with a box of a source tensor, row-major, in the source's dtype."""
-        where = self._maps[key]
+        where = self.maps[key]
         itemsize = dtype_of(where.entry.dtype).itemsize
         ndim = box.ndim
         found = pieces(where.entry, np.array([box.offsets], np.int64).reshape(1, ndim), _row(box.sizes))
@@ -96,11 +92,11 @@ class Gatherer:
                 data = np.empty(length, np.uint8)
                 scattered.append((data, i))
             ranges.append(Range(int(where.origins[row]), start, data.data, int(where.records[row])))
-        self._reader.read_many(ranges)
-        if self._verifier is not None:
+        self.reader.read_many(ranges)
+        if self.verifier is not None:
             for item in ranges:
                 if item.record >= 0:
-                    self._verifier.feed(item.record, item.start, item.view)
+                    self.verifier.feed(item.record, item.start, item.view)
         for data, i in scattered:
             sizes = tuple(found.sizes[i].tolist())
             source = strided(data, 0, sizes, row_major_strides(sizes), itemsize)
@@ -108,9 +104,9 @@ class Gatherer:
 
     def _read_strided(self, origin: int, start: int, target: Array, strides: tuple[int, ...], itemsize: int) -> None:
         span = (1 + sum((n - 1) * s for n, s in zip(target.shape, strides, strict=True))) * itemsize
-        if span <= max(_SMALL_SPAN, 4 * target.size * itemsize) or span <= self._max_bytes // 4:
+        if span <= max(_SMALL_SPAN, 4 * target.size * itemsize) or span <= self.max_bytes // 4:
             data = np.empty(span, np.uint8)
-            self._reader.read_many([Range(origin, start, data.data)])
+            self.reader.read_many([Range(origin, start, data.data)])
             target[...] = strided(data, 0, target.shape, strides, itemsize)
             return
         outer = max(range(target.ndim), key=lambda dim: strides[dim] if target.shape[dim] > 1 else -1)
@@ -122,14 +118,14 @@ class Gatherer:
     def tile_numel(self, tensor: OutputTensor) -> int:
         """Return the number of elements per tile of a target. It is larger if a tile reads many parts of the source."""
         if isinstance(tensor, ComputedTensor):
-            rows = self.rows_at_once(tensor, self._small if tensor.by_element else 2 * self._big)
+            rows = self.rows_at_once(tensor, self.small if tensor.by_element else 2 * self.big)
             return max(1, tensor.numel // max(1, tensor.shape[0] if tensor.shape else 1) * rows)
-        entries = [self._maps[key].entry for key in tensor.sources]
+        entries = [self.maps[key].entry for key in tensor.sources]
         widest = max([dtype_of(tensor.dtype).itemsize, *(dtype_of(entry.dtype).itemsize for entry in entries)])
         scattered = any(part.axes and not part.unfold for part in tensor.parts)
         scattered = scattered or any(entry.slices.strides for entry in entries)
         slices = max([0, *(len(entry.slices) for entry in entries)])
-        nbytes = self._big if scattered else max(self._small, min(self._big, slices * _READ))
+        nbytes = self.big if scattered else max(self.small, min(self.big, slices * _READ))
         return max(1, nbytes // widest)
 
     def make_box(self, tensor: OutputTensor, box: Box, out: Bytes) -> int:
@@ -141,7 +137,7 @@ class Gatherer:
         infinite = 0
         itemsize = dtype_of(tensor.dtype).itemsize
         for part in [piece for whole in tensor.parts for piece in whole.cut(box)]:
-            entry = self._maps[part.source].entry
+            entry = self.maps[part.source].entry
             inside = part.target_box.relative_to(box)
             first, nbytes = inside.flat_start(box.sizes) * itemsize, inside.numel * itemsize
             fits = part.is_plain and inside.is_contiguous_in(box.sizes)
@@ -173,7 +169,7 @@ class Gatherer:
         step = rows
         while step > 1:
             part = tensor.cut(0, step)
-            if _taken(part) <= self._max_bytes // 2 and max(_nbytes(part), _nbytes(part.inputs[0])) <= most:
+            if _taken(part) <= self.max_bytes // 2 and max(_nbytes(part), _nbytes(part.inputs[0])) <= most:
                 break
             step = (step + 1) // 2
         # Use multiples of a block, because matrix kernels may round the rows of a partial block differently.
@@ -185,12 +181,12 @@ class Gatherer:
         if tensor.cut is not None and box.sizes and box.sizes[0] < tensor.shape[0]:
             first = box.offsets[0]
             tensor = tensor.cut(first, first + box.sizes[0])
-        if _taken(tensor) > self._max_bytes:
+        if _taken(tensor) > self.max_bytes:
             raise UsageError(
                 f"tensor {tensor.name!r} ({tensor.label}) needs {format_size(_taken(tensor))} at once, but "
-                f"the memory limit is {format_size(self._max_bytes)}. Pass a larger --max-memory."
+                f"the memory limit is {format_size(self.max_bytes)}. Pass a larger --max-memory."
             )
-        alone = not tensor.by_element or _taken(tensor) > self._big  # several at once could exceed the memory limit
+        alone = not tensor.by_element or _taken(tensor) > self.big  # several at once could exceed the memory limit
         with self._computing if alone else contextlib.nullcontext():
             inputs, infinite = self._inputs(tensor)
             made, more = tensor.compute(inputs)
@@ -202,14 +198,24 @@ class Gatherer:
         return data, infinite + more
 
     def _inputs(self, tensor: ComputedTensor) -> tuple[list[Bytes], int]:
-        """Return a computed tensor's inputs as bytes, and how many elements their casts made infinite."""
+        """Return a computed tensor's inputs as bytes that the caller may change, and how many elements the casts made
+        infinite."""
         found: list[Bytes] = []
         infinite = 0
         if not tensor.by_element:
             for target in tensor.inputs:
-                data, more = self._input(target)
+                kept = self._kept.get(target)
+                if kept is not None:  # a small input, whose casts are already counted
+                    self._kept.move_to_end(target)
+                    found.append(kept.copy())
+                    continue
+                data = np.empty(_nbytes(target), np.uint8)
+                infinite += self.make_box(target, Box.whole(target.shape), data)
                 found.append(data)
-                infinite += more
+                if len(data) <= self.max_bytes // 32:
+                    self._kept[target] = data.copy()
+                    while sum(map(len, self._kept.values())) > self.max_bytes // 8:
+                        self._kept.popitem(last=False)
             return found, infinite
         # Each thread reuses one buffer, because allocating memory for each tile would cost more than the read.
         ends = list(itertools.accumulate(-(-_nbytes(target) // _ALIGNED) * _ALIGNED for target in tensor.inputs))
@@ -222,22 +228,6 @@ class Gatherer:
             infinite += self.make_box(target, Box.whole(target.shape), data)
             found.append(data)
         return found, infinite
-
-    def _input(self, target: Target) -> Computed:
-        """Return a whole input tensor, as a copy that the caller may change. Small inputs are cached, so their casts
-        are counted only once."""
-        kept = self._kept.get(target)
-        if kept is not None:
-            self._kept.move_to_end(target)
-            copied: Bytes = kept.copy()
-            return copied, 0
-        data = np.empty(_nbytes(target), np.uint8)
-        infinite = self.make_box(target, Box.whole(target.shape), data)
-        if len(data) <= self._max_bytes // 32:
-            self._kept[target] = data.copy()
-            while sum(map(len, self._kept.values())) > self._max_bytes // 8:
-                self._kept.popitem(last=False)
-        return data, infinite
 
 
 def _nbytes(tensor: OutputTensor) -> int:

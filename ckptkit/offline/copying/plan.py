@@ -251,15 +251,25 @@ class Plan:
     def lines(self) -> Iterator[str]:
         """Yield one line per tensor (source -> target with dtype, shape, bytes and files), then the leftovers."""
         for placement in self.placements:
-            tensor = placement.tensor
-            entries = [self.catalog.tensors[name] for name in tensor.sources]
-            size, places = _places(self, placement)
-            yield (
-                f"{_renamed(tensor)}  {_dtypes(entries, tensor)} {list(tensor.shape)} {size}  {places}"
-                f"  from {_listed(_source_files(entries))}"
-            )
-        for file in self.files:
-            yield f"{file.path}  {format_size(file.nbytes)}"
+            tensor, sources = placement.tensor, placement.tensor.sources
+            entries = [self.catalog.tensors[name] for name in sources]
+            if isinstance(tensor, ComputedTensor):
+                made = f"{tensor.label} of ({', '.join(sources)})"
+            else:
+                made = ", ".join(sources[:3]) + (f", ... ({len(sources)} sources)" if len(sources) > 3 else "")
+            name = made if made == tensor.name else f"{made} -> {tensor.name}"
+            origin = "+".join(dict.fromkeys(entry.dtype for entry in entries))
+            dtype = origin if origin == tensor.dtype else f"{origin} -> {tensor.dtype}"
+            if len(placement) == 1:
+                file, start, nbytes = placement.only()
+                places = f"{self.files[file].path} @ {start}"
+            else:
+                files = [self.files[i].path for i in sorted(set(placement.files.tolist()))]
+                nbytes, places = int(placement.nbytes().sum()), f"{len(placement)} boxes in {_listed(files)}"
+            shape = f"{list(tensor.shape)} {format_size(nbytes)}"
+            yield f"{name}  {dtype} {shape}  {places}  from {_listed(_source_files(entries))}"
+        for item in self.files:
+            yield f"{item.path}  {format_size(item.nbytes)}"
         for reason, names in self.left_over().items():
             if len(names) <= _NAMED:
                 yield from (f"left over: {name} ({reason})" for name in names)
@@ -286,30 +296,6 @@ class Plan:
         }
 
 
-def _renamed(tensor: OutputTensor) -> str:
-    """Return "source -> name", or only the name if it does not change."""
-    sources = tensor.sources
-    if isinstance(tensor, ComputedTensor):
-        shown = f"{tensor.label} of ({', '.join(sources)})"
-    else:
-        shown = ", ".join(sources[:3]) + (f", ... ({len(sources)} sources)" if len(sources) > 3 else "")
-    return shown if shown == tensor.name else f"{shown} -> {tensor.name}"
-
-
-def _dtypes(entries: Sequence[TensorEntry], tensor: OutputTensor) -> str:
-    origin = "+".join(dict.fromkeys([entry.dtype for entry in entries]))
-    return tensor.dtype if origin == tensor.dtype else f"{origin} -> {tensor.dtype}"
-
-
-def _places(plan: Plan, placement: Placement) -> tuple[str, str]:
-    """Return a tensor's size and its files as text."""
-    if len(placement) == 1:
-        file, start, nbytes = placement.only()
-        return format_size(nbytes), f"{plan.files[file].path} @ {start}"
-    files = [plan.files[i].path for i in sorted(set(placement.files.tolist()))]
-    return format_size(sum(placement.nbytes().tolist())), f"{len(placement)} boxes in {_listed(files)}"
-
-
 def _listed(files: Sequence[str]) -> str:
     return ", ".join(files[:3]) + (f", ... ({len(files)} files)" if len(files) > 3 else "")
 
@@ -321,36 +307,22 @@ def _source_files(entries: Sequence[TensorEntry]) -> list[str]:
 
 def _placement_json(plan: Plan, placement: Placement) -> dict[str, Any]:
     tensor = placement.tensor
-    result: dict[str, Any] = {
-        "name": tensor.name,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "nbytes": int(placement.nbytes().sum()),
-        "sources": [_source_json(plan.catalog, key) for key in tensor.sources],
-        "boxes": [
-            {
-                "file": plan.files[int(placement.files[row])].path,
-                "start": int(placement.starts[row]),
-                "offsets": placement.offsets[row].tolist(),
-                "sizes": placement.sizes[row].tolist(),
-            }
-            for row in range(len(placement))
-        ],
-    }
+    entries = {key: plan.catalog.tensors[key] for key in tensor.sources}
+    sources = [
+        {"name": key, "dtype": entry.dtype, "shape": list(entry.shape), "slices": len(entry.slices),
+         "files": _source_files([entry])}
+        for key, entry in entries.items()
+    ]  # fmt: skip
+    columns = (placement.files, placement.starts, placement.offsets, placement.sizes)
+    boxes = [
+        {"file": plan.files[file].path, "start": start, "offsets": offsets, "sizes": sizes}
+        for file, start, offsets, sizes in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+    nbytes, computed = int(placement.nbytes().sum()), {}
     if isinstance(tensor, ComputedTensor):
-        result["computed"] = tensor.label
-    return result
-
-
-def _source_json(catalog: Catalog, key: str) -> dict[str, Any]:
-    entry = catalog.tensors[key]
-    return {
-        "name": key,
-        "dtype": entry.dtype,
-        "shape": list(entry.shape),
-        "slices": len(entry.slices),
-        "files": _source_files([entry]),
-    }
+        computed["computed"] = tensor.label
+    about = {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "nbytes": nbytes}
+    return {**about, "sources": sources, "boxes": boxes, **computed}
 
 
 def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:

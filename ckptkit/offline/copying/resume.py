@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.columns import distinct
-from ckptkit.catalog.targets import Part
 from ckptkit.catalog.tiles import pieces
 from ckptkit.digests import new_signer
 from ckptkit.offline.copying.checks import Verifier
-from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement, Plan, restricted, share_out
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Plan, restricted, share_out
 from ckptkit.offline.copying.runs import EntryMap, RunStep, Step, Work, prepare
 from ckptkit.offline.copying.sources import Origin, identities
 from ckptkit.storage.local import LocalStore, is_directory
@@ -53,7 +52,29 @@ class Share:
 
     @classmethod
     def of(cls, whole: Plan, files: Sequence[int], work: Work, source: Store, *, check: bool) -> Share:
-        return cls(_fingerprint(restricted(whole, files), work, source, check=check), files, work)
+        """Return the share with these files.
+
+        The fingerprint includes ckptkit's version, because each version numbers steps in its own order. A source file
+        is identified by its size and modification time, a local one also by its inode.
+        """
+        found = identities(source, sorted({origin.path for origin in work.origins}))
+        if not is_directory(source):  # omit the ETag: some gateways return a new one for each request
+            found = {path: item and item[:2] for path, item in found.items()}
+        steps = [
+            (step.first, step.stop) if isinstance(step, RunStep) else (step.boxes, *_made(step.tensor))
+            for step in work.steps
+        ]
+        sizes = [(file.path, file.nbytes) for file in restricted(whole, files).files]
+        state = new_signer()
+        for value in (__version__, source.url, check, sizes, work.casts, *steps, *work.origins, found):
+            state.update(_words(value) + b"\n")
+        for table, names in ((work.runs, work.runs.__slots__), (work.records, _RECORDS)):
+            for name in names:
+                state.update(np.ascontiguousarray(getattr(table, name)).data.cast("B"))
+        return cls(state.hexdigest(), files, work)
+
+
+_RECORDS = ("sources", "starts", "nbytes", "values", "algorithms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,35 +91,6 @@ class Taken:
     records: frozenset[int] = frozenset()
     files: frozenset[int] = frozenset()
     held: int = 0
-
-
-# --- the identity of a plan
-
-
-def _fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
-    """Return a fingerprint (32 hex digits) of the source and of all bytes to write.
-
-    It includes ckptkit's version, because each version numbers steps in its own order. A source file is identified by
-    its size and modification time, a local one also by its inode.
-    """
-    found = identities(source, sorted({origin.path for origin in work.origins}))
-    if not is_directory(source):  # omit the ETag: some gateways return a new one for each request
-        found = {path: item and item[:2] for path, item in found.items()}
-    steps = [
-        (step.first, step.stop) if isinstance(step, RunStep) else (step.boxes, *_made(step.tensor))
-        for step in work.steps
-    ]
-    files = [(file.path, file.nbytes) for file in plan.files]
-    state = new_signer()
-    for value in (__version__, source.url, check, files, work.casts, *steps, *work.origins, found):
-        state.update(_words(value) + b"\n")
-    for table, names in ((work.runs, work.runs.__slots__), (work.records, _RECORDS)):
-        for name in names:
-            state.update(np.ascontiguousarray(getattr(table, name)).data.cast("B"))
-    return state.hexdigest()
-
-
-_RECORDS = ("sources", "starts", "nbytes", "values", "algorithms")
 
 
 # --- local directories: a journal records the finished steps
@@ -177,7 +169,9 @@ class _Past:
         for index, step in enumerate(share.work.steps):
             _, first, end = self._placed(share, step)
             own = set(step.records.tolist())
-            if not _covered(first, end, starts, stops) or (not len(first) and not (own and own <= known)):
+            at = np.searchsorted(starts, first, side="right") - 1  # the merged range that may contain each range
+            inside = (at >= 0) & (stops[np.maximum(at, 0)] >= end) if len(starts) else np.zeros(len(first), bool)
+            if not inside.all() or (not len(first) and not (own and own <= known)):
                 continue
             steps.add(index)
             records |= own & known
@@ -202,16 +196,6 @@ def _merged(lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
     lo, hi = lo[order], np.maximum.accumulate(hi[order])
     first = np.flatnonzero(np.append(True, lo[1:] > hi[:-1]))
     return lo[first], hi[np.append(first[1:], len(lo)) - 1]
-
-
-def _covered(lo: Int64, hi: Int64, starts: Int64, stops: Int64) -> bool:
-    """Return whether each range lies inside one of the merged ranges."""
-    if not len(lo):
-        return True
-    if not len(starts):
-        return False
-    at = np.searchsorted(starts, lo, side="right") - 1
-    return bool(((at >= 0) & (stops[np.maximum(at, 0)] >= hi)).all())
 
 
 # --- leftovers
@@ -261,9 +245,11 @@ class Spoken:
         self._maps = work.maps
         self._verifier = verifier
         self._ledger = ledger
-        contents = _Contents(plan, source, check=verifier is not None)
+        self._begin = (__version__, source.url, verifier is not None)
+        self._entries: dict[str, str] = {}
+        self._files = identities(source, plan.catalog.paths())
         worth = [index for index, file in enumerate(plan.files) if ledger.is_worth(file.nbytes)]
-        self._contents = {index: contents.of(index) for index in worth}
+        self._contents = {index: self._content(index) for index in worth}
 
     def take_over(self) -> frozenset[int]:
         """Return the files that already exist and match. Delete all other files that an interrupted command left."""
@@ -288,18 +274,11 @@ class Spoken:
             checked = bool((records >= 0).all() and self._verifier.proved[records].all())
         self._ledger.finished(file.path, file.nbytes, content, checked=checked)
 
+    def _content(self, index: int) -> str:
+        """Return a fingerprint (32 hex digits) of a file's contents and of the source that they come from.
 
-class _Contents:
-    """Fingerprints the contents of each file in a plan. The result does not depend on which rank writes the file."""
-
-    def __init__(self, plan: Plan, source: Store, *, check: bool) -> None:
-        self._plan = plan
-        self._begin = (__version__, source.url, check)
-        self._entries: dict[str, str] = {}
-        self._files = identities(source, plan.catalog.paths())
-
-    def of(self, index: int) -> str:
-        """Return a fingerprint (32 hex digits) of a file's contents and of the source that they come from."""
+        It does not depend on which rank writes the file.
+        """
         file, state = self._plan.files[index], new_signer()
         state.update(_words((*self._begin, file.path, file.nbytes)))
         for literal in file.literals:
@@ -349,15 +328,12 @@ def _records_of(plan: Plan, index: int, maps: Mapping[str, EntryMap]) -> Int64:
         if isinstance(tensor, ComputedTensor) or not all(part.is_plain for part in tensor.parts):
             found += [maps[key].records[maps[key].entry.slices.distinct()] for key in tensor.sources]
         else:
-            found += [_records_of_part(placement, rows, part, maps[part.source]) for part in tensor.parts]
+            for part in tensor.parts:
+                where = maps[part.source]
+                boxes = [piece.source_box for row in rows.tolist() for piece in part.cut(placement.box(row))]
+                shape = len(boxes), len(where.entry.shape)
+                offsets = np.array([box.offsets for box in boxes], np.int64).reshape(shape)
+                sizes = np.array([box.sizes for box in boxes], np.int64).reshape(shape)
+                found.append(where.records[pieces(where.entry, offsets, sizes).rows])
     records: Int64 = np.unique(np.concatenate(found))
-    return records
-
-
-def _records_of_part(placement: Placement, rows: Int64, part: Part, where: EntryMap) -> Int64:
-    boxes = [piece.source_box for row in rows.tolist() for piece in part.cut(placement.box(row))]
-    ndim = len(where.entry.shape)
-    offsets = np.array([box.offsets for box in boxes], np.int64).reshape(len(boxes), ndim)
-    sizes = np.array([box.sizes for box in boxes], np.int64).reshape(len(boxes), ndim)
-    records: Int64 = where.records[pieces(where.entry, offsets, sizes).rows]
     return records

@@ -53,59 +53,31 @@ class PartPieces:
 
     @classmethod
     def of(cls, catalog: Catalog, placement: Placement, target: Target, part: Part) -> PartPieces:
-        entry = catalog.tensors[part.source]
-        rows, lo, hi = _shared(placement, part.target_box)
-        offsets, sizes = _in_source(part, lo, hi)
+        entry, into, out = catalog.tensors[part.source], part.target_box, part.source_box
+        # The boxes that intersect the part, the intersections [lo, hi) in the target, and the same boxes in the source.
+        lo = np.maximum(placement.offsets, np.array(into.offsets, np.int64))
+        hi = np.minimum(placement.offsets + placement.sizes, np.array(into.stops, np.int64))
+        rows = np.flatnonzero((hi > lo).all(axis=1))
+        lo, hi = lo[rows], hi[rows]
+        offsets, sizes = (np.tile(np.array(row, np.int64), (len(rows), 1)) for row in (out.offsets, out.sizes))
+        dims = [(dim, source_dim) for dim, source_dim in enumerate(part.source_dims()) if source_dim is not None]
+        for dim, source_dim in dims:
+            offsets[:, source_dim] += lo[:, dim] - into.offsets[dim]
+            sizes[:, source_dim] = hi[:, dim] - lo[:, dim]
         found = pieces(entry, offsets, sizes)
         rows = rows[found.boxes]
         starts, strides = source_layout(entry, found)
-        # Where each piece goes in the target: its first element, and the target's stride for each source dimension.
-        place = row_major(placement.sizes[rows])
-        index, steps = _in_target(part, found.offsets, placement.offsets[rows], place)
-        itemsize = dtype_of(target.dtype).itemsize
+        # Where each piece goes in its box: the flat index of its first element, and each source dimension's stride.
+        place, steps = row_major(placement.sizes[rows]), np.zeros_like(found.offsets)
+        index = ((np.array(into.offsets, np.int64) - placement.offsets[rows]) * place).sum(axis=1)
+        for dim, source_dim in dims:
+            index += (found.offsets[:, source_dim] - out.offsets[source_dim]) * place[:, dim]
+            steps[:, source_dim] = place[:, dim]
         return cls(
-            entry,
-            rows,
-            found.rows,
-            starts,
-            found.numel() * dtype_of(entry.dtype).itemsize,
-            placement.starts[rows] + index * itemsize,
+            entry, rows, found.rows, starts, found.numel() * dtype_of(entry.dtype).itemsize,
+            placement.starts[rows] + index * dtype_of(target.dtype).itemsize,
             is_dense(found.sizes, strides) & is_dense(found.sizes, steps),
-        )
-
-
-def _shared(placement: Placement, box: Box) -> tuple[Int64, Int64, Int64]:
-    """Return the rows of the boxes that intersect `box`, and these intersections as [lo, hi) in the target."""
-    lo = np.maximum(placement.offsets, np.array(box.offsets, np.int64))
-    hi = np.minimum(placement.offsets + placement.sizes, np.array(box.stops, np.int64))
-    rows = np.flatnonzero((hi > lo).all(axis=1))
-    return rows, lo[rows], hi[rows]
-
-
-def _in_source(part: Part, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
-    """Return the source boxes that correspond to target boxes inside a plain part."""
-    n = len(lo)
-    offsets = np.tile(np.array(part.source_box.offsets, np.int64), (n, 1))
-    sizes = np.tile(np.array(part.source_box.sizes, np.int64), (n, 1))
-    for dim, source_dim in enumerate(part.source_dims()):
-        if source_dim is not None:
-            offsets[:, source_dim] += lo[:, dim] - part.target_box.offsets[dim]
-            sizes[:, source_dim] = hi[:, dim] - lo[:, dim]
-    return offsets, sizes
-
-
-def _in_target(part: Part, offsets: Int64, origin: Int64, strides: Int64) -> tuple[Int64, Int64]:
-    """Return each source offset's flat index in its target box, and the box's stride for each source dimension.
-
-    `origin` and `strides` describe the target boxes.
-    """
-    steps = np.zeros_like(offsets)
-    index = ((np.array(part.target_box.offsets, np.int64) - origin) * strides).sum(axis=1)
-    for dim, source_dim in enumerate(part.source_dims()):
-        if source_dim is not None:
-            index += (offsets[:, source_dim] - part.source_box.offsets[source_dim]) * strides[:, dim]
-            steps[:, source_dim] = strides[:, dim]
-    return index, steps
+        )  # fmt: skip
 
 
 # --- steps
@@ -295,8 +267,12 @@ class _WorkBuilder:
         files, places, nbytes = (column[target.kept] for column in Placement.joined(some))
         starts = SliceArray.joined(slices)[0][source.kept]
         origins = np.concatenate([self._path_origins(item.paths)[item.files] for item in slices])[source.kept]
-        first_bytes, record_bytes, values = _joined_digests(slices)
-        first_bytes, record_bytes, values = first_bytes[source.kept], record_bytes[source.kept], values[source.kept]
+        if all(item.digests is None for item in slices):
+            first_bytes, record_bytes = (column[source.kept] for column in SliceArray.joined(slices))
+            values = np.zeros(len(first_bytes), np.uint64)
+        else:
+            columns = zip(*map(_digests, slices), strict=True)
+            first_bytes, record_bytes, values = (np.concatenate(column)[source.kept] for column in columns)
         algorithms = np.array([_algorithm(item) for item in slices], np.int64)[source.owners]
         checked = (algorithms >= 0) & self.check
         self._columns.append(
@@ -424,45 +400,33 @@ class _WorkBuilder:
     # --- the finished work
 
     def finish(self) -> Work:
-        records = self._record_table()
+        empty = np.zeros(0, np.int64)
+        records = RecordTable(empty, empty, empty, empty.astype(np.uint64), empty, empty)
+        if self._records:
+            columns = [np.concatenate(column) for column in zip(*self._records, strict=True)]
+            some = np.flatnonzero(columns[2])  # skip digests of zero bytes
+            sources, starts, nbytes, algorithms, owners, values = (column[some] for column in columns)
+            order = np.lexsort((nbytes, starts, sources))
+            key = np.stack([sources[order], starts[order], nbytes[order]], axis=1)
+            first = order[np.concatenate([[True], (key[1:] != key[:-1]).any(axis=1)])] if len(order) else order
+            places, digests = (sources[first], starts[first], nbytes[first]), values[first].astype(np.uint64)
+            records = RecordTable(*places, digests, algorithms[first], owners[first])
         maps: dict[str, EntryMap] = {}
-        for key, origins in self._by_row.items():
-            slices = self.catalog.tensors[key].slices
-            proves = records.find(origins, slices.starts, slices.nbytes)
-            maps[key] = EntryMap(self.catalog.tensors[key], origins, proves)
+        for name, origins in self._by_row.items():
+            entry = self.catalog.tensors[name]
+            maps[name] = EntryMap(entry, origins, records.find(origins, entry.slices.starts, entry.slices.nbytes))
+        runs = Runs(*(empty for _ in Runs.__slots__))
+        if self._columns:
+            columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
+            self._columns.clear()
+            origins, starts, nbytes, files, targets, numbers, first, length, ends = columns
+            inside = (starts >= first) & (starts + nbytes <= first + length)
+            proves = np.where(inside & (first >= 0), records.find(origins, first, length), -1)
+            runs = Runs(origins, starts, nbytes, files, targets, numbers, proves, ends)
         casts = list(self._casts)
-        runs = _split(self._runs(records), self.origins, records, _ratios(casts))
+        runs = _split(runs, self.origins, records, _ratios(casts))
         steps: list[Step] = [*self._boxes, *_run_steps(runs, self.origins, records)]
         return Work(self.origins, runs, steps, records, casts, maps, list(self._names))
-
-    def _runs(self, records: RecordTable) -> Runs:
-        if not self._columns:
-            return Runs(*(np.zeros(0, np.int64) for _ in Runs.__slots__))
-        columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
-        self._columns.clear()
-        origins, starts, nbytes, files, targets, casts, first, length, ends = columns
-        inside = (starts >= first) & (starts + nbytes <= first + length)
-        proves = np.where(inside & (first >= 0), records.find(origins, first, length), -1)
-        return Runs(origins, starts, nbytes, files, targets, casts, proves, ends)
-
-    def _record_table(self) -> RecordTable:
-        if not self._records:
-            empty = np.zeros(0, np.int64)
-            return RecordTable(empty, empty, empty, empty.astype(np.uint64), empty, empty)
-        columns = [np.concatenate(column) for column in zip(*self._records, strict=True)]
-        some = np.flatnonzero(columns[2])  # skip digests of zero bytes
-        sources, starts, nbytes, algorithms, owners, values = (column[some] for column in columns)
-        order = np.lexsort((nbytes, starts, sources))
-        key = np.stack([sources[order], starts[order], nbytes[order]], axis=1)
-        first = order[np.concatenate([[True], (key[1:] != key[:-1]).any(axis=1)])] if len(order) else order
-        return RecordTable(
-            sources[first],
-            starts[first],
-            nbytes[first],
-            values[first].astype(np.uint64),
-            algorithms[first],
-            owners[first],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,15 +475,6 @@ def _algorithm(slices: SliceArray) -> int:
     """Return the slices' digest algorithm as an index into `NAMES`; -1 if they have no digests."""
     has = slices.algorithm is not None and slices.digests is not None
     return NAMES.index(slices.algorithm) if has and slices.algorithm else -1
-
-
-def _joined_digests(columns: Sequence[SliceArray]) -> tuple[Int64, Int64, npt.NDArray[np.uint64]]:
-    """Return `_digests` of several tensors, concatenated."""
-    if all(slices.digests is None for slices in columns):
-        starts, nbytes = SliceArray.joined(columns)
-        return starts, nbytes, np.zeros(len(starts), np.uint64)
-    starts, nbytes, values = (np.concatenate(column) for column in zip(*map(_digests, columns), strict=True))
-    return starts, nbytes, values
 
 
 def _digests(slices: SliceArray) -> tuple[Int64, Int64, npt.NDArray[np.uint64]]:
@@ -591,25 +546,20 @@ def _run_steps(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> l
     turns = (np.cumsum(weight) - weight)[at] // _STEP
     begins: Int64 = at[np.append(True, turns[1:] != turns[:-1])]
     bounds = np.append(begins, len(runs))
-    proved = _proved(runs, records, bounds)
-    sizes = np.add.reduceat(runs.nbytes, begins)
-    steps = [
-        RunStep(first, stop, rows)
-        for first, stop, rows in zip(bounds[:-1].tolist(), bounds[1:].tolist(), proved, strict=True)
-    ]
-    return [steps[i] for i in np.argsort(sizes < _LONG, kind="stable").tolist()]
-
-
-def _proved(runs: Runs, records: RecordTable, bounds: Int64) -> list[Int64]:
-    """Return, for each step, the digest records whose bytes are all in that step."""
-    steps = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    # The digest records whose bytes are all in one step: the record's first and last step, and its bytes in the runs.
     kept = np.flatnonzero(runs.records >= 0)
-    which, steps = runs.records[kept], steps[kept]
+    which, of = runs.records[kept], np.repeat(np.arange(len(begins)), np.diff(bounds))[kept]
     first, last = np.full(len(records), len(bounds)), np.full(len(records), -1)
-    np.minimum.at(first, which, steps)
-    np.maximum.at(last, which, steps)
+    np.minimum.at(first, which, of)
+    np.maximum.at(last, which, of)
     total = np.zeros(len(records), np.int64)
     np.add.at(total, which, runs.nbytes[kept])
     alone = np.flatnonzero((first == last) & (total >= records.nbytes))
     order = np.argsort(first[alone], kind="stable")
-    return np.split(alone[order], np.searchsorted(first[alone][order], np.arange(1, len(bounds) - 1)))
+    proved = np.split(alone[order], np.searchsorted(first[alone][order], np.arange(1, len(begins))))
+    sizes = np.add.reduceat(runs.nbytes, begins)
+    steps = [
+        RunStep(start, stop, rows)
+        for start, stop, rows in zip(bounds[:-1].tolist(), bounds[1:].tolist(), proved, strict=True)
+    ]
+    return [steps[i] for i in np.argsort(sizes < _LONG, kind="stable").tolist()]

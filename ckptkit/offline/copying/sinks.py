@@ -34,15 +34,15 @@ class LocalSink:
     def __init__(self, store: LocalStore, files: Sequence[OutputFile]) -> None:
         self._store = store
         self._files = files
-        self._descriptors = Descriptors(self._reopen)
-        self._crcs = {i: Crcs() for i, file in enumerate(files) if _any(file.crcs)}  # only for files with CRC fields
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptors = Descriptors(lambda path: os.open(store.path_of(path), flags))
+        self._crcs = {
+            i: Crcs() for i, file in enumerate(files) if any(True for _ in file.crcs)
+        }  # only for files with CRC fields
         # One lock per file. The kernel lets only one thread at a time write to a file; a second one would spin and
         # waste a core.
         self._turns = [threading.Lock() for _ in files]
         self._dirty = [0] * len(files)  # approximate bytes written to each file since its writeback was started
-
-    def _reopen(self, path: str) -> int:
-        return os.open(self._store.path_of(path), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def begin(self, index: int, *, anew: bool = True) -> None:
         """Create a file unless an interrupted command left it with its full size, and write its literals."""
@@ -172,7 +172,3 @@ def combined_crc(known: Sequence[tuple[int, int, int]], item: CrcField) -> int |
         value = crc32_combine(value, crc, nbytes)
         at += nbytes
     return value if at == stop else None
-
-
-def _any(items: Iterable[object]) -> bool:
-    return next(iter(items), None) is not None

@@ -82,20 +82,14 @@ class Descriptors:
             held[1] += 1
             self._open[path] = held
             if len(self._open) > self._limit:
-                self._shrink()
+                unused = [name for name, (_, users) in self._open.items() if not users]
+                for name in unused[: len(self._open) - self._limit]:
+                    os.close(self._open.pop(name)[0])
         try:
             yield held[0]
         finally:
             with self._lock:
                 held[1] -= 1
-
-    def _shrink(self) -> None:
-        for path, (descriptor, users) in list(self._open.items()):
-            if not users:
-                os.close(descriptor)
-                del self._open[path]
-            if len(self._open) <= self._limit:
-                return
 
     def close(self) -> None:
         with self._lock:
@@ -120,9 +114,6 @@ class SourceReader:
     def is_local(self) -> bool:
         return self._local is not None
 
-    def origin(self, index: int) -> Origin:
-        return self._origins[index]
-
     def read(self, origin: int, start: int, view: memoryview) -> None:
         """Fill `view` with an origin's bytes from `start` on. Raises IncompleteCheckpointError if it ends early."""
         self.read_many([Range(origin, start, view)])
@@ -138,9 +129,15 @@ class SourceReader:
                 batch.append(ReadInto(where.path, item.start, item.view))
             else:
                 with self.descriptors.using(where.path) as descriptor:
-                    done = os.preadv(descriptor, [item.view], item.start)
-                    if done < len(item.view):
-                        _read_on(descriptor, where.path, item.start, item.view, done)
+                    done = 0
+                    while done < len(item.view):
+                        got = os.preadv(descriptor, [item.view[done:] if done else item.view], item.start + done)
+                        if got == 0:
+                            raise IncompleteCheckpointError(
+                                f"{where.path}: the file has {os.fstat(descriptor).st_size} bytes, but bytes up to "
+                                f"{item.start + len(item.view)} are needed. It is truncated."
+                            )
+                        done += got
         if len(batch) == 1:
             self._blocks.read_into(batch[0].path, batch[0].start, batch[0].view)
         elif batch:
@@ -168,33 +165,21 @@ class SourceReader:
             self.descriptors.close()
 
 
-def _read_on(descriptor: int, path: str, start: int, view: memoryview, done: int) -> None:
-    while done < len(view):
-        got = os.preadv(descriptor, [view[done:]], start + done)
-        if got == 0:
-            raise IncompleteCheckpointError(
-                f"{path}: the file has {os.fstat(descriptor).st_size} bytes, but bytes up to {start + len(view)} are "
-                "needed. It is truncated."
-            )
-        done += got
-
-
 _MAX_WINDOW = 128 << 20  # bytes; zstd's default limit, because a damaged or hostile frame may ask for gigabytes
 
 
+@dataclass(slots=True)
 class _Compressed:
     """The bytes [start, stop) of a file as a stream, for the decompressor."""
 
-    def __init__(self, store: Store, path: str, start: int, stop: int) -> None:
-        self._store = store
-        self._path = path
-        self._start = start
-        self._stop = stop
+    store: Store
+    path: str
+    start: int
+    stop: int
 
     def read(self, nbytes: int) -> bytes:
-        stop = min(self._start + nbytes, self._stop)
-        data = self._store.read(self._path, self._start, stop)
-        self._start += len(data)
+        data = self.store.read(self.path, self.start, min(self.start + nbytes, self.stop))
+        self.start += len(data)
         return data
 
 

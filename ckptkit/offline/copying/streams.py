@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from ckptkit.storage.store import Store
 _Event = tuple[int, Literal | tuple[Placement, int]]
 
 
+@dataclass(slots=True)
 class StreamWriter:
     """Writes several files to a store at a time, each from beginning to end. `spoken` records the finished files.
 
@@ -27,34 +29,35 @@ class StreamWriter:
         infinite: Counts of elements that casts made infinite.
     """
 
-    def __init__(
-        self, plan: Plan, gatherer: Gatherer, tally: Tally, destination: Store, spoken: Spoken | None = None
-    ) -> None:
-        self._plan = plan
-        self._gatherer = gatherer
-        self._tally = tally
-        self._destination = destination
-        self._spoken = spoken
-        self.infinite = Infinite()
+    plan: Plan
+    gatherer: Gatherer
+    tally: Tally
+    destination: Store
+    spoken: Spoken | None = None
+    infinite: Infinite = field(default_factory=Infinite)
 
     def write(self, index: int, worker: Worker) -> None:
         """Write one file."""
-        file = self._plan.files[index]
-        placed = _placed(self._plan, index)
+        file = self.plan.files[index]
+        placed: list[_Event] = []
+        for placement in self.plan.placements:
+            for row in np.flatnonzero(placement.files == index).tolist():
+                if placement.box(row).numel:
+                    placed.append((int(placement.starts[row]), (placement, row)))
         literals = sorted(file.literals, key=lambda item: item.start)
         if any(True for _ in file.crcs):
             literals = self._with_crcs(file, literals, placed, worker)
         infinite = Infinite()
         last = 0  # a block is counted when the next one is sent, because its upload may take long
-        with self._destination.writer(file.path) as writer:
+        with self.destination.writer(file.path) as writer:
             for block in self._blocks(index, _events(literals, placed), worker, infinite):
-                self._tally.add(last, file.path)
+                self.tally.add(last, file.path)
                 writer.write(block)
                 last = len(block)
-        self._tally.add(last, file.path)
+        self.tally.add(last, file.path)
         self.infinite.rows += infinite.rows
-        if self._spoken is not None and not infinite.rows:  # a resumed command must count infinite elements again
-            self._spoken.finished(index)
+        if self.spoken is not None and not infinite.rows:  # a resumed command must count infinite elements again
+            self.spoken.finished(index)
 
     def _blocks(self, index: int, events: list[_Event], worker: Worker, infinite: Infinite) -> Iterator[memoryview]:
         for start, event in events:
@@ -63,9 +66,9 @@ class StreamWriter:
                 continue
             placement, row = event
             tensor, itemsize = placement.tensor, dtype_of(placement.tensor.dtype).itemsize
-            for tile in placement.box(row).tiles(self._gatherer.tile_numel(tensor)):
+            for tile in placement.box(row).tiles(self.gatherer.tile_numel(tensor)):
                 out = worker.room(tile.numel * itemsize)
-                infinite.add(index, start, self._gatherer.make_box(tensor, tile, out))
+                infinite.add(index, start, self.gatherer.make_box(tensor, tile, out))
                 yield out.data
 
     def _with_crcs(
@@ -88,16 +91,6 @@ class StreamWriter:
         return [Literal(start, bytes(data)) for start, data in changed]
 
 
-def _placed(plan: Plan, index: int) -> list[_Event]:
-    found: list[_Event] = []
-    for placement in plan.placements:
-        for row in np.flatnonzero(placement.files == index).tolist():
-            found.append((int(placement.starts[row]), (placement, row)))
-    return found
-
-
 def _events(literals: list[Literal], placed: list[_Event]) -> list[_Event]:
     """Return a file's literals and boxes in order, without empty ones."""
-    events: list[_Event] = [(item.start, item) for item in literals if item.data]
-    events += [event for event in placed if isinstance(event[1], tuple) and event[1][0].box(event[1][1]).numel]
-    return sorted(events, key=lambda event: event[0])
+    return sorted([*((item.start, item) for item in literals if item.data), *placed], key=lambda event: event[0])
