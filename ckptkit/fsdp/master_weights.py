@@ -244,7 +244,11 @@ class MasterWeightOptimizer(Optimizer):
             yield from group["params"]
 
     def _widens_everything(self, parameters: list[torch.Tensor]) -> bool:
-        return all(MASTER in self.state[parameter] for parameter in parameters if parameter.grad is not None)
+        return all(
+            MASTER in self.state[parameter] and parameter.grad.dtype != torch.float32
+            for parameter in parameters
+            if parameter.grad is not None
+        )
 
     def _paired(self, state_dict: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """Check that groups, counts, shapes and masters match. Return (parameter, its saved state) pairs."""
@@ -377,12 +381,17 @@ class _Lent:
             state[MASTER] = loan.master
 
     def _lend_gradients(self) -> None:
-        """Give all masters their gradients in fp32, using one buffer and one kernel."""
-        have = [loan for loan in self.loans if loan.parameter.grad is not None]
-        for loan in have:
-            if loan.master is None and loan.stepped is not loan.parameter:
-                loan.stepped.grad = _local(loan.parameter.grad)
-        have = [loan for loan in have if loan.master is not None]
+        """Give all masters their gradients in fp32. Those in another dtype are cast with one buffer and one kernel."""
+        have = []
+        for loan in self.loans:
+            gradient = loan.parameter.grad
+            if gradient is None or loan.stepped is loan.parameter:
+                continue
+            if loan.master is None or gradient.dtype == torch.float32:
+                given = _local(gradient) if self.is_local else gradient
+                loan.stepped.grad = given if self.factor == 1.0 or loan.master is None else given * self.factor
+            else:
+                have.append(loan)
         if not have:
             return
         narrow = [_local(loan.parameter.grad) for loan in have]

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ckptkit.arguments import wrong
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.errors import UsageError
+from ckptkit.formats.dcp.fsdp_units import keep_fp32_gradients
 from ckptkit.fsdp.blocks import checkpoint_blocks, compile_blocks, fill_unused_gradients
 from ckptkit.fsdp.config import BackwardPrefetch, FSDPConfig
 from ckptkit.fsdp.groups import clean_fqn
@@ -417,6 +418,8 @@ def _fully_shard(
     if stays is None and not reshard:
         stays = False
     wrap(model, reshard_after_forward=stays, mp_policy=root)
+    if config.precision == "master" and is_training and root.reduce_dtype == torch.float32:
+        keep_fp32_gradients(model)
 
 
 def _last_block(model: nn.Module, units: Units) -> nn.Module | None:

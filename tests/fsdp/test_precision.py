@@ -171,27 +171,33 @@ def test_inputs_are_cast_unless_cast_forward_inputs_is_false(casts, dtype):
     assert model.seen == dtype
 
 
-def _reduced_gradients(precision):
-    """Return the gradients of the optimizer, and the fp32 mean of what two processes compute in bf16."""
-    strategy = FSDPStrategy(FSDPConfig(mixed_precision="bf16", precision=precision))
+@pytest.mark.parametrize(("reduce", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("precision", ["mixed", "master"])
+@on_ranks(2)
+def test_the_optimizer_gets_gradients_as_they_were_reduced(precision, reduce, dtype):
+    """Two passes are compared with the fp32 mean of what two processes compute in bf16."""
+    strategy = FSDPStrategy(FSDPConfig(mixed_precision="bf16", precision=precision, reduce_dtype=reduce))
     plain = models.made(models.untied).to(torch.bfloat16)
     model = models.made(models.untied)
     model.load_state_dict(plain.state_dict())  # the same weights in both precisions
     strategy.prepare_model(model)
-    mine = models.part(models.batch(0), 2, dist.get_rank())
-    for one in (model, plain):
-        models.loss_of(one, mine).backward()
-    expected = {name: parameter.grad.float() for name, parameter in plain.named_parameters()}
-    for gradient in expected.values():
-        dist.all_reduce(gradient, dist.ReduceOp.AVG)
-    return {name: models.whole(parameter.grad) for name, parameter in model.named_parameters()}, expected
-
-
-def test_gradients_are_rounded_for_masters_in_the_optimizer_but_not_for_fp32_shards(ranks):
-    exact, expected = ranks.run(_reduced_gradients, 2, "mixed")[0]
-    rounded, _ = ranks.run(_reduced_gradients, 2, "master")[0]
-    for name, gradient in expected.items():
-        assert torch.equal(exact[name], gradient), name
-        assert rounded[name].dtype == torch.bfloat16
-        assert torch.equal(rounded[name], gradient.to(torch.bfloat16)), name
-    assert any(not torch.equal(rounded[name].float(), gradient) for name, gradient in expected.items())
+    expected = {name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in plain.named_parameters()}
+    for step in (0, 1):
+        mine = models.part(models.batch(step), 2, dist.get_rank())
+        plain.zero_grad()
+        for one in (model, plain):
+            models.loss_of(one, mine).backward()
+        for name, parameter in plain.named_parameters():
+            gradient = parameter.grad.float()
+            dist.all_reduce(gradient, dist.ReduceOp.AVG)
+            expected[name] += gradient
+    found = {name: models.whole(parameter.grad) for name, parameter in model.named_parameters()}
+    kept = torch.float32 if precision == "mixed" else dtype
+    assert {gradient.dtype for gradient in found.values()} == {kept}
+    assert all(torch.equal(found[name], expected[name]) for name in found) == (reduce == "fp32")
+    if precision == "master":  # the optimizer does not change what it was given
+        optimizer = strategy.create_optimizer(model, lr=0.1)
+        masters = {name: optimizer.state[p]["master"].clone() for name, p in model.named_parameters()}
+        optimizer.step_masters()
+        assert all(not torch.equal(optimizer.state[p]["master"], masters[n]) for n, p in model.named_parameters())
+        assert all(torch.equal(models.whole(p.grad), found[name]) for name, p in model.named_parameters())
