@@ -25,14 +25,14 @@ import numpy as np
 def write(path: Path, ranks: int, tensors: int) -> None:
     from ckptkit.catalog.entry import Catalog, CatalogInfo, SliceArray, TensorEntry
     from ckptkit.formats.own.manifest import Manifest
-    from ckptkit.offline.resharding.rank_files import chunked
+    from ckptkit.offline.resharding.mesh import Cut, TargetMesh
 
     names = [f"__{rank}_0.distcp" for rank in range(ranks)]
     cursors = np.zeros(ranks, np.int64)
     entries = {}
     for i in range(tensors):
         shape = (ranks * 8, 1024)
-        boxes = chunked(shape, ranks)
+        boxes = TargetMesh(shard=ranks).boxes(shape, Cut())
         nbytes = boxes.sizes.prod(axis=1) * 2
         slices = SliceArray(
             names, boxes.ranks.astype(np.int32), cursors.copy(), nbytes, boxes.offsets, boxes.sizes,

@@ -18,7 +18,6 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.errors import UsageError
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
-from ckptkit.offline.resharding.rank_files import RankBoxes
 
 Int64 = npt.NDArray[np.int64]
 
@@ -28,6 +27,22 @@ _ALIASES = {
     **dict.fromkeys(("shard", "dp_shard", "fsdp", "dp", "dp_shard_cp", "hsdp_shard", "intra", "data"), "shard"),
     **dict.fromkeys(("tp", "tensor", "tensor_parallel", "model", "mp"), "tp"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RankBoxes:
+    """The rank that stores each box of a tensor.
+
+    Boxes do not repeat, and only a tensor without elements has an empty one.
+
+    Attributes:
+        ranks: [n] the rank.
+        offsets, sizes: [n, ndim] the box, in elements.
+    """
+
+    ranks: Int64
+    offsets: Int64
+    sizes: Int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,17 +428,10 @@ class Cuts:
             )
         dims = {name: plan.dim(entry.fqn, entry.shape) for name, entry in weights.items()}
         modules = {weights[name].fqn.rpartition(".")[0] for name, dim in dims.items() if dim is not None}
-        return {
-            name: replace(cut, tp=dims[name], also=_also(cut, dims[name], weights[name].fqn, modules))
-            for name, cut in cuts.items()
-        }
-
-
-def _also(cut: Cut, dim: int | None, fqn: str, modules: set[str]) -> tuple[str, ...]:
-    """Return the mesh dimensions over which the parameter is a replicated DTensor.
-
-    torch's parallel styles distribute all parameters of a module. If a module's weight is split by rows, its bias is a
-    DTensor replicated over tp, not a plain tensor.
-    """
-    kept = tuple(kind for kind in cut.also if kind != "tp")
-    return (*kept, "tp") if dim is None and fqn.rpartition(".")[0] in modules else kept
+        # torch's parallel styles distribute all parameters of a module: if a module's weight is split by rows, its bias
+        # is a DTensor replicated over tp, not a plain tensor.
+        for name, cut in cuts.items():
+            replicated = dims[name] is None and weights[name].fqn.rpartition(".")[0] in modules
+            kept = tuple(kind for kind in cut.also if kind != "tp") + ("tp",) * replicated
+            cuts[name] = replace(cut, tp=dims[name], also=kept)
+        return cuts

@@ -83,7 +83,6 @@ def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Tr
             values[name] = (entry, read_object(store, entry))
         except CkptkitError as error:
             found.leftovers.append((name, f"it can't be read: {str(error)[:160]}"))
-    known = _Names(catalog)
     groups = _Groups()
     for name, (entry, value) in list(values.items()):
         if entry.role is not Role.OPTIMIZER:
@@ -91,7 +90,7 @@ def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Tr
         del values[name]
         if not groups.take(name, value) and not _take_state(found, name, entry, value, sections):
             found.leftovers.append((name, "torch optimizers have no such entry"))
-    _add_groups(found, groups, known, sections, catalog)
+    _add_groups(found, groups, sections, catalog)
     _add_rest(found, _nested(values))
     return found
 
@@ -125,23 +124,6 @@ class _Groups:
         return True
 
 
-class _Names:
-    """Maps parameter names in the source's settings to the catalog's FQNs."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._known = {entry.fqn for entry in catalog.tensors.values() if entry.fqn}
-        prefix = catalog.info.extra.get("module_prefix")
-        self._prefix = prefix if isinstance(prefix, str) else ""
-
-    def of(self, name: str) -> str | None:
-        """Return a parameter name's FQN; None if there is no such parameter."""
-        plain = strip_infixes([name])[name]
-        for candidate in (name, plain, name.removeprefix(self._prefix), plain.removeprefix(self._prefix)):
-            if candidate in self._known:
-                return candidate
-        return None
-
-
 def _take_state(found: Trees, name: str, entry: ObjectEntry, value: Any, sections: Mapping[str, str]) -> bool:
     """Store the object and return True if it is optimizer state but not a tensor; otherwise return False.
 
@@ -171,11 +153,21 @@ def _optimizer(found: Trees, section: str) -> dict[str, Any]:
     return tree
 
 
-def _add_groups(found: Trees, groups: _Groups, names: _Names, sections: Mapping[str, str], catalog: Catalog) -> None:
+def _add_groups(found: Trees, groups: _Groups, sections: Mapping[str, str], catalog: Catalog) -> None:
+    known = {entry.fqn for entry in catalog.tensors.values() if entry.fqn}
+    stated = catalog.info.extra.get("module_prefix")
+    module = stated if isinstance(stated, str) else ""
+
+    def fqn_of(name: str) -> str | None:
+        """Return a parameter name's FQN in the catalog; None if there is no such parameter."""
+        plain = strip_infixes([name])[name]
+        candidates = (name, plain, name.removeprefix(module), plain.removeprefix(module))
+        return next((candidate for candidate in candidates if candidate in known), None)
+
     for prefix, by_owner in groups.found.items():
         section = sections.get(prefix) or ("optimizer" if len(groups.found) == 1 else prefix.replace(".", "_"))
         listed = _joined(by_owner)
-        unknown = [p for group in listed for p in group["params"] if not isinstance(p, str) or names.of(p) is None]
+        unknown = [p for group in listed for p in group["params"] if not isinstance(p, str) or fqn_of(p) is None]
         if unknown:
             reason = f"the model has no parameter {unknown[0]!r}"
             found.leftovers.append((f"{prefix}.{_GROUPS}", reason))
@@ -185,12 +177,22 @@ def _add_groups(found: Trees, groups: _Groups, names: _Names, sections: Mapping[
             made: dict[str, Any] = {}
             for setting, value in group.items():
                 try:
-                    made[setting] = [names.of(p) for p in value] if setting == "params" else _tree(value)
+                    made[setting] = [fqn_of(p) for p in value] if setting == "params" else _tree(value)
                 except _NoTree as error:
                     found.leftovers.append((f"{prefix}.{_GROUPS}.{index}.{setting}", str(error)))
             tree[_GROUPS].append(made)
+    # Parameters may have state but no settings. If no parameter has settings, drop the tree.
+    having = {e.fqn for e in catalog.tensors.values() if e.role is Role.OPTIMIZER and e.fqn}
     for section in set(sections.values()):
-        _check_covered(found, section, catalog)
+        if not found.trees.get(section, {}).get(_GROUPS):
+            found.trees.pop(section, None)
+            found.notes.append(f"{section}: the source has no settings (lr, betas); the new job's settings stay")
+            continue
+        loose = sorted(having - {fqn for group in found.trees[section][_GROUPS] for fqn in group["params"]})
+        if loose:
+            found.notes.append(
+                f"{section}: {len(loose)} parameters with state are in no group of the source: {loose[0]}, ..."
+            )
 
 
 def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -206,24 +208,6 @@ def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]
             group = merged.setdefault(repr(sorted(mine.items(), key=repr)), {**mine, "params": []})
             group["params"].append(owner)
     return [*groups, *merged.values()]
-
-
-def _check_covered(found: Trees, section: str, catalog: Catalog) -> None:
-    """Add a note if parameters have state but no settings. If no parameter has settings, drop the tree."""
-    tree = found.trees.get(section)
-    if tree is not None and not tree[_GROUPS]:
-        del found.trees[section]
-        tree = None
-    if tree is None:
-        found.notes.append(f"{section}: the source has no settings (lr, betas); the new job's settings stay")
-        return
-    listed = {fqn for group in tree[_GROUPS] for fqn in group["params"]}
-    having = {e.fqn for e in catalog.tensors.values() if e.role is Role.OPTIMIZER and e.fqn}
-    loose = sorted(having - listed)
-    if loose:
-        found.notes.append(
-            f"{section}: {len(loose)} parameters with state are in no group of the source: {loose[0]}, ..."
-        )
 
 
 # --- other objects
@@ -249,7 +233,11 @@ def _nested(values: Mapping[str, tuple[ObjectEntry, Any]]) -> dict[str, Any]:
 def _add_rest(found: Trees, nested: Mapping[str, Any]) -> None:
     for name, value in nested.items():
         scheduler = _scheduler(name, value)
-        own = "scheduler" if scheduler is not None and "scheduler" not in found.trees else f"extra.{_safe(name)}"
+        own = (
+            "scheduler"
+            if scheduler is not None and "scheduler" not in found.trees
+            else f"extra.{name.replace('.', '_')}"
+        )
         try:
             tree = _tree(value if own != "scheduler" else scheduler)
         except _NoTree as error:
@@ -263,10 +251,6 @@ def _add_rest(found: Trees, nested: Mapping[str, Any]) -> None:
             found.notes.append(f"{name} is the state of a torch scheduler: the job's scheduler loads it")
             if isinstance(value, Mapping) and value is not scheduler:
                 found.leftovers.append((f"the rest of {name}", "only the scheduler's state is converted"))
-
-
-def _safe(name: str) -> str:
-    return name.replace(".", "_")
 
 
 def _scheduler(name: str, value: Any) -> Any:
@@ -295,7 +279,9 @@ def _tree(value: Any, depth: int = 0) -> Any:
     if depth > 100:
         raise _NoTree("it is nested more than 100 deep")
     if isinstance(value, dict):
-        return _dict(value, depth)
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: _tree(item, depth + 1) for key, item in value.items()}
+        return {"$dict": [[_tree(key, depth + 1), _tree(item, depth + 1)] for key, item in value.items()]}
     if kind in (list, tuple, set, frozenset):
         items = [_tree(item, depth + 1) for item in (value if kind in (list, tuple) else sorted(value, key=repr))]
         return items if kind is list else {f"${kind.__name__}": items}
@@ -312,12 +298,6 @@ def _tree(value: Any, depth: int = 0) -> Any:
 
 def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
     return {"$tensor": {"dtype": dtype, "shape": list(shape), "data": base64.b64encode(data).decode()}}
-
-
-def _dict(value: Mapping[Any, Any], depth: int) -> Any:
-    if all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: _tree(item, depth + 1) for key, item in value.items()}
-    return {"$dict": [[_tree(key, depth + 1), _tree(item, depth + 1)] for key, item in value.items()]}
 
 
 Key = tuple[str | int, ...]
@@ -375,7 +355,15 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
             f"  {listed}\nLoad the checkpoint in a job that imports these classes, and save it there."
         )
     if as_it_is:
-        return _as_it_is(store, catalog)
+        found = OwnState()
+        for name, entry in catalog.tensors.items():
+            key = entry.key if ".".join(map(str, entry.key)) == name else (name,)
+            found.tensors.append(_copy(entry, name, entry.role, entry.fqn, entry.state, key))
+        found.records = [(item, _record(store, item)) for item in catalog.objects.values()]
+        found.notes.append(
+            "keys and values are unchanged: dcp.load reads the result with the same state dict as the source"
+        )
+        return found
     if catalog.info.format.startswith("ckptkit-") and not is_foreign:
         return _of_ours(store, catalog, untie=sharded)
     return _of_others(store, catalog, step)
@@ -390,26 +378,11 @@ def _is_foreign_dcp(catalog: Catalog) -> bool:
     It may consist of several DCP directories, because LightRFT stores the optimizer in a separate one.
     """
     if catalog.info.format.startswith("ckptkit-"):
-        return catalog.info.format == "ckptkit-sharded" and all(not _is_tree(e) for e in catalog.objects.values())
+        return catalog.info.format == "ckptkit-sharded" and all(
+            entry.path.rpartition("/")[2] != OBJECTS_NAME for entry in catalog.objects.values()
+        )
     paths = catalog.paths()
     return all(path.endswith(".distcp") for path in paths) and any("/" not in path for path in paths)
-
-
-def _is_tree(entry: ObjectEntry) -> bool:
-    return entry.path.rpartition("/")[2] == OBJECTS_NAME
-
-
-def _as_it_is(store: Store, catalog: Catalog) -> OwnState:
-    found = OwnState()
-    for name, entry in catalog.tensors.items():
-        key = entry.key if ".".join(map(str, entry.key)) == name else (name,)
-        found.tensors.append(_copy(entry, name, entry.role, entry.fqn, entry.state, key))
-    for item in catalog.objects.values():
-        found.records.append((item, _record(store, item)))
-    found.notes.append(
-        "keys and values are unchanged: dcp.load reads the result with the same state dict as the source"
-    )
-    return found
 
 
 def _record(store: Store, item: ObjectEntry) -> bytes:
@@ -485,11 +458,11 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
                 f"{used[own]!r} and {name!r} would both become {own!r}: the source contains several models. "
                 "Convert one of them at a time."
             )
-        role, fqn, state = (entry.role, entry.fqn, entry.state) if own != name else role_of(own)
-        if role is not entry.role:
-            role, fqn, state = entry.role, entry.fqn, entry.state
+        role, fqn, state = role_of(own)
+        if own != name or role is not entry.role:
+            fqn, state = entry.fqn, entry.state
         key = entry.key if ".".join(map(str, entry.key)) == own else ()
-        found.tensors.append(_copy(entry, own, role, fqn if fqn in own else "", state, key))
+        found.tensors.append(_copy(entry, own, entry.role, fqn if fqn in own else "", state, key))
     if masters:
         found.notes.append(
             f"{len(masters)} fp32 masters are skipped: the weights are fp32 and equal them. An optimizer with masters "

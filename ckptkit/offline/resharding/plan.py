@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
@@ -26,10 +25,10 @@ from ckptkit.formats.own.record import RECORD_NAME
 from ckptkit.offline.copying.plan import Literal, OutputFile, OutputTensor, Placement, Plan
 from ckptkit.offline.export.base import beside_source
 from ckptkit.offline.export.files import in_disk_order
-from ckptkit.offline.resharding.mesh import Cut, Cuts, TargetMesh, TPPlan
+from ckptkit.offline.resharding.mesh import Cut, Cuts, RankBoxes, TargetMesh, TPPlan
 from ckptkit.offline.resharding.own_state import OwnState, OwnTensor, own_state
-from ckptkit.offline.resharding.rank_files import Laid, RankBoxes, lay_out_dcp
-from ckptkit.offline.resharding.seal import Seal, SealedTensor
+from ckptkit.offline.resharding.rank_files import Laid, lay_out_dcp
+from ckptkit.offline.resharding.seal import Seal
 from ckptkit.offline.vocabulary import VocabSize, resize_state
 
 if TYPE_CHECKING:
@@ -40,36 +39,6 @@ if TYPE_CHECKING:
 
 
 Placed = tuple[int, tuple[str, ...]] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _RankRows:
-    """Each rank's boxes, as (tensor, row) pairs sorted by rank."""
-
-    bounds: npt.NDArray[np.int64]
-    owners: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, boxes: Sequence[RankBoxes], world_size: int) -> _RankRows:
-        empty = np.zeros(0, np.int64)
-        ranks = np.concatenate([empty, *(item.ranks for item in boxes)])
-        owners = np.repeat(np.arange(len(boxes)), [len(item.ranks) for item in boxes])
-        rows = np.concatenate([empty, *(np.arange(len(item.ranks)) for item in boxes)])
-        order = np.lexsort((owners, ranks))
-        return cls(np.searchsorted(ranks[order], np.arange(world_size + 1)), owners[order], rows[order])
-
-    def of_rank(self, rank: int) -> tuple[list[int], list[int]]:
-        part = slice(int(self.bounds[rank]), int(self.bounds[rank + 1]))
-        return self.owners[part].tolist(), self.rows[part].tolist()
-
-
-def turn_of(key: str) -> int:
-    """Return a hash of a tensor's name. Modulo the number of replicas, it is the replica that stores the tensor.
-
-    Training jobs spread replicated tensors in the same way.
-    """
-    return crc32(key.encode("utf-8", "surrogatepass"))
 
 
 def lay_out_local(
@@ -90,12 +59,18 @@ def lay_out_local(
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
     ordered = [boxes[i] for i in order]
     starts = [np.zeros(len(item.ranks), np.int64) for item in ordered]
-    table = _RankRows.of(ordered, world_size)
+    # Each rank's boxes, as (tensor, row) pairs sorted by rank.
+    empty, counts = np.zeros(0, np.int64), [len(item.ranks) for item in ordered]
+    ranks = np.concatenate([empty, *(item.ranks for item in ordered)])
+    owners, rows = np.repeat(np.arange(len(ordered)), counts), np.concatenate([empty, *map(np.arange, counts)])
+    by_rank = np.lexsort((owners, ranks))
+    bounds = np.searchsorted(ranks[by_rank], np.arange(world_size + 1)).tolist()
     files = []
     for rank in range(world_size):
         parts = []
-        owners, rows = table.of_rank(rank)
-        for owner, row in zip(owners, rows, strict=True):
+        own = by_rank[bounds[rank] : bounds[rank + 1]]
+        mine = list(zip(owners[own].tolist(), rows[own].tolist(), strict=True))
+        for owner, row in mine:
             tensor, item = tensors[order[owner]], ordered[owner]
             box = Box(tuple(item.offsets[row].tolist()), tuple(item.sizes[row].tolist()))
             name = tensor.name
@@ -103,7 +78,7 @@ def lay_out_local(
         headers = [TensorToWrite(part.name, part.dtype, part.box.sizes) for part in parts]
         layout = lay_out(headers, file_metadata(rank, world_size, meshes, parts))
         files.append(OutputFile(file_name(rank), layout.nbytes, (Literal(0, layout.header),)))
-        for owner, row, start in zip(owners, rows, layout.starts, strict=True):
+        for (owner, row), start in zip(mine, layout.starts, strict=True):
             starts[owner][row] = start
     placed = [
         Placement(tensors[i], item.ranks.astype(np.int32), start, item.offsets, item.sizes)
@@ -173,21 +148,16 @@ def plan_local(catalog: Catalog, tensors: Sequence[OutputTensor], mesh: TargetMe
     A tensor that is copied unchanged keeps its cut (a whole buffer stays whole). Any other tensor is cut along
     dimension 0 if it contains floats; otherwise it stays whole.
     """
-    known = Cuts(catalog, mesh)
+    known, own = Cuts(catalog, mesh), OwnState(trees={"step": identity.step})
     chosen = []
     for tensor in tensors:
         entry = catalog.tensors[tensor.sources[0]]
-        if isinstance(tensor, Target) and len(tensor.parts) == 1 and tensor.parts[0].is_plain:
-            unchanged = entry.shape == tensor.shape
-        else:
-            unchanged = False
+        plain = isinstance(tensor, Target) and len(tensor.parts) == 1 and tensor.parts[0].is_plain
         sharded = bool(tensor.shape) and dtype_of(tensor.dtype).kind == "float"
+        unchanged = plain and entry.shape == tensor.shape
         chosen.append(known.of(entry) if unchanged else Cut(fsdp=0 if sharded else None))
-    own = OwnState(trees={"step": identity.step})
-    for tensor in tensors:
-        entry, key = catalog.tensors[tensor.sources[0]], ("model", tensor.name)
         named = replace(tensor, name=f"model.{tensor.name}")
-        own.tensors.append(OwnTensor(named, entry, Role.MODEL, tensor.name, "", key))
+        own.tensors.append(OwnTensor(named, entry, Role.MODEL, tensor.name, "", ("model", tensor.name)))
     return _planned(catalog, own, mesh, chosen, "local", identity)
 
 
@@ -205,10 +175,8 @@ def _planned(
     kinds: dict[tuple[str, ...], int] = {}  # index of each distinct mesh
     placements: list[Placed] = []
     placed_by_cut = {cut: mesh.placement(cut) for cut in dict.fromkeys(cuts)}
-    for cut in cuts:
-        placed_on = placed_by_cut[cut]
-        place = None if placed_on is None else (kinds.setdefault(placed_on[0], len(kinds)), placed_on[1])
-        placements.append(place)
+    for on in (placed_by_cut[cut] for cut in cuts):
+        placements.append(None if on is None else (kinds.setdefault(on[0], len(kinds)), on[1]))
     meshes = [mesh.describe(dims) for dims in kinds]
     tensors = [item.tensor for item in own.tensors]
     records: list[Record] = []
@@ -218,8 +186,11 @@ def _planned(
         keys, objects = [item.key for item in own.tensors], [(key, data) for key, _, data in records]
         files, placed, last = lay_out_dcp(catalog, tensors, boxes, keys=keys, objects=objects, save_id="reshard")
     else:
-        pairs = zip(tensors, cuts, strict=True)
-        boxes = [mesh.boxes(tensor.shape, cut, turn=turn_of(tensor.name)) for tensor, cut in pairs]
+        # Training jobs spread replicated tensors over the replicas by the same hash.
+        turns = [crc32(tensor.name.encode("utf-8", "surrogatepass")) for tensor in tensors]
+        boxes = [
+            mesh.boxes(tensor.shape, cut, turn=turn) for tensor, cut, turn in zip(tensors, cuts, turns, strict=True)
+        ]
         files, placed, last = lay_out_local(
             catalog, tensors, boxes, world_size=mesh.size, meshes=meshes, placements=placements
         )
@@ -234,18 +205,23 @@ def _planned(
         files = [*files, OutputFile.of_bytes(OBJECTS_NAME, body)]
         stated["objects"] = OBJECTS_NAME
     notes = tuple(dict.fromkeys((*own.notes, *_resized(own.trees, mesh.size))))
-    plan = Plan(
-        catalog, (*files, *side), tuple(placed), (*last, RECORD_NAME), tuple(own.leftovers), notes=notes
-    )  # fmt: skip
+    plan = Plan(catalog, (*files, *side), tuple(placed), (*last, RECORD_NAME), tuple(own.leftovers), notes=notes)
+    entries: dict[str, ObjectEntry] = {}
+    start = 0
+    for key, role, data in records:  # they are at the beginning of the first file
+        digest = Digest(DIGEST, digest_of(data), start, len(data))
+        name, path = ".".join(map(str, key)), plan.files[0].path
+        entries[name] = ObjectEntry(name, path, start, len(data), role=role, key=tuple(key), digest=digest)
+        start += len(data)
     seal = Seal(
         step=identity.step,
         tag=identity.tag,
         state_dict_type=type,
         world_size=mesh.size,
         mesh=mesh.describe(),
-        tensors={item.tensor.name: SealedTensor(item.role, item.fqn, item.state, item.key) for item in own.tensors},
+        tensors={item.tensor.name: item for item in own.tensors},
         ranks=np.array([_rank(file.path) for file in plan.files], np.int32),
-        objects=_object_entries(plan.files[0].path if plan.files else "", records),
+        objects=entries,
         extra=stated,
         record=identity.record,
     )
@@ -279,7 +255,10 @@ def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
 def _records(catalog: Catalog, own: OwnState) -> list[Record]:
     """Return the records for plain torch: the source's if it is a DCP checkpoint, otherwise the groups' settings."""
     if own.records or not own.trees or catalog.info.format == "ckptkit-sharded":
-        return [(_record_key(entry), entry.role, data) for entry, data in own.records]
+        return [
+            (entry.key if ".".join(map(str, entry.key)) == entry.name else (entry.name,), entry.role, data)
+            for entry, data in own.records
+        ]
     records: list[Record] = []
     for section, tree in own.trees.items():
         if not section.startswith("optimizer") or not isinstance(tree, dict):
@@ -293,18 +272,3 @@ def _records(catalog: Catalog, own: OwnState) -> list[Record]:
                     key = (section, "param_groups", index, setting)
                     records.append((key, Role.OPTIMIZER, frame_object(plain)))
     return records
-
-
-def _record_key(entry: ObjectEntry) -> tuple[str | int, ...]:
-    return entry.key if ".".join(map(str, entry.key)) == entry.name else (entry.name,)
-
-
-def _object_entries(path: str, records: Sequence[Record]) -> dict[str, ObjectEntry]:
-    entries: dict[str, ObjectEntry] = {}
-    start = 0
-    for key, role, data in records:
-        name = ".".join(map(str, key))
-        digest = Digest(DIGEST, digest_of(data), start, len(data))
-        entries[name] = ObjectEntry(name, path, start, len(data), role=role, key=tuple(key), digest=digest)
-        start += len(data)
-    return entries

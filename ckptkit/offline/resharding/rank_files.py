@@ -14,6 +14,7 @@ from ckptkit.formats.dcp.metadata import RecordColumns, encode_metadata
 from ckptkit.formats.dcp.records import RecordFrame, frame_tensor
 from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, OutputTensor, Placement
 from ckptkit.offline.export.files import in_disk_order
+from ckptkit.offline.resharding.mesh import Cut, RankBoxes, TargetMesh
 
 Int64 = npt.NDArray[np.int64]
 Laid = tuple[list[OutputFile], list[Placement], tuple[str, ...]]
@@ -22,44 +23,10 @@ METADATA = ".metadata"
 MODEL = "model"  # the top-level key, as in `dcp.load({"model": model.state_dict()})` and in accelerate
 
 
-@dataclass(frozen=True, slots=True)
-class RankBoxes:
-    """The rank that stores each box of a tensor.
-
-    Boxes do not repeat, and only a tensor without elements has an empty one.
-
-    Attributes:
-        ranks: [n] the rank.
-        offsets, sizes: [n, ndim] the box, in elements.
-    """
-
-    ranks: Int64
-    offsets: Int64
-    sizes: Int64
-
-
-def chunked(shape: tuple[int, ...], world_size: int) -> RankBoxes:
-    """Return the boxes for FSDP2 sharding, which splits dimension 0 like `torch.chunk`. Scalars go to rank 0."""
-    ndim = len(shape)
-    if not shape or 0 in shape or world_size == 1:
-        zeros = np.zeros((1, ndim), np.int64)
-        return RankBoxes(np.zeros(1, np.int64), zeros, np.array([shape], np.int64).reshape(1, ndim))
-    length = -(-shape[0] // world_size)
-    count = -(-shape[0] // length)  # ranks from here on store nothing
-    ranks = np.arange(count)
-    offsets = np.zeros((count, ndim), np.int64)
-    offsets[:, 0] = ranks * length
-    sizes = np.tile(np.array(shape, np.int64), (count, 1))
-    sizes[:, 0] = np.minimum(length, shape[0] - offsets[:, 0])
-    return RankBoxes(ranks, offsets, sizes)
-
-
-# --- DCP
-
-
 def dcp_files(catalog: Catalog, tensors: Sequence[OutputTensor], *, world_size: int) -> Laid:
     """Lay out tensors as a DCP checkpoint for `world_size` FSDP2 ranks, under the key "model"."""
-    boxes = [chunked(tensor.shape, world_size) for tensor in tensors]
+    mesh = TargetMesh(shard=world_size)
+    boxes = [mesh.boxes(tensor.shape, Cut(0 if tensor.shape else None)) for tensor in tensors]
     return lay_out_dcp(catalog, tensors, boxes, keys=[(MODEL, tensor.name) for tensor in tensors])
 
 
@@ -83,75 +50,55 @@ def lay_out_dcp(
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
     count = 1 + max((int(item.ranks.max()) for item in boxes if len(item.ranks)), default=0)
     head = b"".join(record for _, record in objects)
-    records = _Records.laid([tensors[i].dtype for i in order], [boxes[i] for i in order], count, len(head))
-    ranks = np.flatnonzero(records.nbytes)
+    # All records, tensor by tensor: frame, rank and start in the rank's file. Rank 0's file begins with `head`.
+    cursors = [len(head), *[0] * (count - 1)]
+    frames: list[RecordFrame] = []
+    owners: list[int] = []
+    places: list[int] = []
+    known: dict[tuple[str, int], tuple[list[int], list[RecordFrame]]] = {}  # equal shapes share their boxes
+    for i in order:
+        dtype, item = tensors[i].dtype, boxes[i]
+        mine = known.get((dtype, id(item)))
+        if mine is None:
+            mine = item.ranks.tolist(), [frame_tensor(dtype, tuple(sizes)) for sizes in item.sizes.tolist()]
+            known[dtype, id(item)] = mine
+        owners += mine[0]
+        frames += mine[1]
+        for rank, frame in zip(*mine, strict=True):
+            start = -(-cursors[rank] // frame.alignment) * frame.alignment
+            cursors[rank] = start + frame.length
+            places.append(start)
+    all_ranks, starts = np.array(owners, np.int64), np.array(places, np.int64)
+    payloads = starts + np.array([len(frame.prefix) for frame in frames], np.int64)
+    lengths = np.array([frame.length for frame in frames], np.int64)
+    ranks = np.flatnonzero(cursors)
     indexes = np.full(count, -1, np.int32)
     indexes[ranks] = np.arange(len(ranks))
     paths = [f"__{rank}_0.distcp" for rank in ranks.tolist()]
-    frames = _Frames.of(records)
+    by_rank = np.lexsort((starts, all_ranks))
+    bounds = np.searchsorted(all_ranks[by_rank], np.arange(count + 1))
+    ordered = [frames[i] for i in by_rank.tolist()]
+    sorted_frames = _Frames(ordered, bounds, starts[by_rank], payloads[by_rank], lengths[by_rank])
     files = []
     for path, rank in zip(paths, ranks.tolist(), strict=True):
-        literals = _FrameLiterals(frames, rank, b"" if rank else head)
-        files.append(OutputFile(path, int(records.nbytes[rank]), literals, _FrameCrcs(frames, rank)))
+        literals = _FrameLiterals(sorted_frames, rank, b"" if rank else head)
+        files.append(OutputFile(path, cursors[rank], literals, _FrameCrcs(sorted_frames, rank)))
     placements, columns = [], []
-    own_files, payloads, stop = indexes[records.ranks], records.starts + records.heads, 0
+    own_files, stop = indexes[all_ranks], 0
     for i in order:
         tensor, box = tensors[i], boxes[i]
         start, stop = stop, stop + len(box.ranks)
         own = own_files[start:stop]
         placements.append(Placement(tensor, own, payloads[start:stop], box.offsets, box.sizes))
-        starts, lengths = records.starts[start:stop], records.lengths[start:stop]
-        name = ".".join(map(str, keys[i]))
-        columns.append(RecordColumns(name, tensor.dtype, tensor.shape, box.offsets, box.sizes, own, starts, lengths))
+        name, records = ".".join(map(str, keys[i])), (starts[start:stop], lengths[start:stop])
+        columns.append(RecordColumns(name, tensor.dtype, tensor.shape, box.offsets, box.sizes, own, *records))
     planner = {".".join(map(str, key)): key for key in (*keys, *(key for key, _ in objects))}
     ends = np.cumsum([0, *(len(record) for _, record in objects)]).tolist()
-    places = {".".join(map(str, key)): (0, ends[i], len(record)) for i, (key, record) in enumerate(objects)}
+    at = {".".join(map(str, key)): (0, ends[i], len(record)) for i, (key, record) in enumerate(objects)}
     metadata = b"".join(
-        encode_metadata(columns, paths, objects=places, planner_data=planner, checkpoint_id=save_id, save_id=save_id)
+        encode_metadata(columns, paths, objects=at, planner_data=planner, checkpoint_id=save_id, save_id=save_id)
     )
     return [*files, OutputFile.of_bytes(METADATA, metadata)], placements, (METADATA,)
-
-
-@dataclass(frozen=True, slots=True)
-class _Records:
-    """All records, tensor by tensor: rank, frame, start, number of bytes before the payload (`heads`), and length.
-
-    Attributes:
-        nbytes: [ranks] size of each rank's file.
-    """
-
-    frames: list[RecordFrame]
-    ranks: Int64
-    starts: Int64
-    heads: Int64
-    lengths: Int64
-    nbytes: Int64
-
-    @classmethod
-    def laid(cls, dtypes: Sequence[str], boxes: Sequence[RankBoxes], count: int, first: int) -> _Records:
-        """Lay out each tensor's records in the files of `count` ranks. Rank 0's file has `first` bytes before them."""
-        cursors = [0] * count
-        cursors[0] = first
-        frames: list[RecordFrame] = []
-        ranks: list[int] = []
-        starts: list[int] = []
-        known: dict[tuple[str, int], tuple[list[int], list[RecordFrame]]] = {}  # equal shapes share their boxes
-        for dtype, item in zip(dtypes, boxes, strict=True):
-            own = known.get((dtype, id(item)))
-            if own is None:
-                own = item.ranks.tolist(), [frame_tensor(dtype, tuple(sizes)) for sizes in item.sizes.tolist()]
-                known[dtype, id(item)] = own
-            ranks += own[0]
-            frames += own[1]
-            for rank, frame in zip(*own, strict=True):
-                start = -(-cursors[rank] // frame.alignment) * frame.alignment
-                cursors[rank] = start + frame.length
-                starts.append(start)
-        heads = np.array([len(frame.prefix) for frame in frames], np.int64)
-        lengths = np.array([frame.length for frame in frames], np.int64)
-        return cls(
-            frames, np.array(ranks, np.int64), np.array(starts, np.int64), heads, lengths, np.array(cursors, np.int64)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +110,6 @@ class _Frames:
     starts: Int64
     payloads: Int64  # [n] start of the payload
     lengths: Int64  # [n] length of the whole record
-
-    @classmethod
-    def of(cls, records: _Records) -> _Frames:
-        order = np.lexsort((records.starts, records.ranks))
-        bounds = np.searchsorted(records.ranks[order], np.arange(len(records.nbytes) + 1))
-        frames, starts = [records.frames[i] for i in order.tolist()], records.starts[order]
-        return cls(frames, bounds, starts, starts + records.heads[order], records.lengths[order])
 
     def of_rank(self, rank: int) -> Iterator[tuple[int, RecordFrame]]:
         """Yield (start, frame) for each record in a rank's file."""
@@ -235,12 +175,8 @@ def _crc_places(frame: RecordFrame) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _changed(first: bytes, second: bytes) -> tuple[int, ...]:
-    places = []
-    at = 0
-    while at < len(first):
-        if first[at] != second[at]:
+    places: list[int] = []
+    for at, (one, other) in enumerate(zip(first, second, strict=True)):
+        if one != other and not (places and at < places[-1] + 4):
             places.append(at)
-            at += 4
-        else:
-            at += 1
     return tuple(places)

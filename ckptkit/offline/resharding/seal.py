@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, Role, SliceArray, TensorEntry
+from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, SliceArray, TensorEntry
 from ckptkit.digests import DIGEST, digest_of, hex_digest_of, new_hasher
 from ckptkit.formats.own.manifest import Manifest
 from ckptkit.formats.own.outline import LEAST
@@ -20,6 +20,7 @@ from ckptkit.offline.copying.checks import RecordTable
 from ckptkit.offline.copying.copier import Digested
 from ckptkit.offline.copying.plan import Placement, Plan
 from ckptkit.offline.copying.sources import Origin, SourceReader
+from ckptkit.offline.resharding.own_state import OwnTensor
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
@@ -32,22 +33,12 @@ Digests = Sequence[npt.NDArray[np.uint64]]
 
 
 @dataclass(frozen=True, slots=True)
-class SealedTensor:
-    """A tensor's fields in the manifest, without its slices."""
-
-    role: Role
-    fqn: str
-    state: str
-    key: tuple[str | int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Seal:
     """The fields of a new checkpoint's commit record and manifest that its files do not determine.
 
     Attributes:
         tag: The directory's name if it is not named after the step; otherwise None.
-        tensors: Manifest fields of each tensor, by name.
+        tensors: The tensors by name, with their manifest fields.
         ranks: [files] the rank of each file in the plan; -1 for none.
         objects: Manifest entries, with their locations in the new files and their digests.
         extra: More manifest fields: meshes, placements, aliases.
@@ -59,7 +50,7 @@ class Seal:
     state_dict_type: str
     world_size: int
     mesh: Mapping[str, Any] | None
-    tensors: Mapping[str, SealedTensor]
+    tensors: Mapping[str, OwnTensor]
     ranks: npt.NDArray[np.int32]
     objects: Mapping[str, ObjectEntry]
     extra: Mapping[str, Any]

@@ -25,7 +25,8 @@ from ckptkit.offline.copying.checks import RecordTable
 from ckptkit.offline.copying.coverage import check_plan
 from ckptkit.offline.copying.plan import ComputedTensor, OutputFile, Placement, Plan, share_out
 from ckptkit.offline.export.files import hf_files, in_disk_order
-from ckptkit.offline.resharding.rank_files import chunked, dcp_files
+from ckptkit.offline.resharding.mesh import Cut, TargetMesh
+from ckptkit.offline.resharding.rank_files import dcp_files
 
 STORABLE = [d.name for d in DTYPES.values() if d.safetensors and d.kind != "float8"]
 
@@ -97,7 +98,7 @@ def test_tensors_are_planned_in_disk_order():
 @given(st.lists(st.integers(0, 9), max_size=3), st.integers(1, 6))
 def test_chunks_equal_the_shards_of_fsdp2(shape, world_size):
     shape = tuple(shape)
-    boxes = chunked(shape, world_size)
+    boxes = TargetMesh(shard=world_size).boxes(shape, Cut(0 if shape else None))
     found = {
         (int(rank), Box(tuple(o.tolist()), tuple(s.tolist())))
         for rank, o, s in zip(boxes.ranks, boxes.offsets, boxes.sizes, strict=True)
@@ -122,7 +123,9 @@ def test_files_by_rank_are_filled_exactly(shape):
 def plan_of_two() -> Plan:
     catalog = catalog_of("a", "b", "rest")
     first, second = targets_of(catalog)[:2]
-    files, placements, last = hf_files(catalog, [first, replace(second, dtype="bfloat16")], max_shard_size=10**9)
+    files, placements, last = hf_files(
+        catalog, [first, replace(second, dtype="bfloat16")], max_shard_size=10**9, metadata={}
+    )
     return Plan(catalog, tuple(files), tuple(placements), last, (("rest", "no reason"),), ("gone",), ("a note",))
 
 
