@@ -39,8 +39,6 @@ from ckptkit.units import parse_duration, parse_size
 if TYPE_CHECKING:
     from ckptkit.storage.store import Store
 
-__all__ = ["CheckpointManager", "SAVE_SIGNALS", "SignalWatch"]
-
 T = TypeVar("T")
 
 # If any rank receives a signal, all ranks must act on it between the same two training steps.

@@ -21,8 +21,6 @@ from ckptkit.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LoadReport", "Phase", "PhaseClock", "SaveReport", "write_trace_file", "DeferredOptimizer"]
-
 _log = logging.getLogger(__name__)
 _TURNS = ("write", "digest", "sync")
 _NAMED = 3  # `LoadReport.line` names at most this many items of each kind

@@ -13,8 +13,6 @@ from ckptkit.errors import UsageError
 from ckptkit.formats.own.record import CommitRecord
 from ckptkit.units import format_size, parse_size
 
-__all__ = ["Decision", "RetentionPolicy", "decide"]
-
 logger = logging.getLogger(__name__)
 
 

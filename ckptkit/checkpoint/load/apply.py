@@ -19,8 +19,6 @@ from ckptkit.formats.dcp.host_bytes import forget_computed
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Decoded", "DecodedOptimizer", "apply_objects", "apply_tensors", "decode_plan"]
-
 Tensors = Callable[[str], Any]
 
 

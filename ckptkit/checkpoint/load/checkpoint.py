@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ckptkit.formats.dcp.fill import SliceCheck
     from ckptkit.storage.store import Store
 
-__all__ = ["load_checkpoint"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -40,8 +40,6 @@ from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
 
-__all__ = ["Loader", "load_options", "adoptable"]
-
 _log = logging.getLogger(__name__)
 
 _ADVICE = (

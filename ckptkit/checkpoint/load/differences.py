@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 from ckptkit.errors import CheckpointMismatchError
 
-__all__ = ["KeyFilter", "Mismatches", "Sides", "match_tensors"]
-
 _SHOWN = 20
 
 Sides = Mapping[str, tuple[str, tuple[int, ...]]]

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from ckptkit.formats.dcp.fill import Filler, SliceCheck
 
-__all__ = ["add_parts", "add_whole", "check_sizes", "fill", "naming", "read_whole", "share_checks"]
-
 
 def add_parts(filler: Filler, entry: TensorEntry, local: torch.Tensor, parts: Sequence[LocalPart]) -> None:
     """Schedule reads that fill `local`, which consists of `parts` of the full tensor.

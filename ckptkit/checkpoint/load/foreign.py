@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from ckptkit.storage.store import Store
 
-__all__ = ["Adopted", "adopt", "with_files_beside", "foreign_extras", "foreign_rng", "foreign_schedulers"]
-
 # transformers and accelerate store the optimizer, the scheduler and the random state next to an unsharded model.
 
 

@@ -17,8 +17,6 @@ from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, Uns
 from ckptkit.keymaps.keymap import NameMap
 from ckptkit.keymaps.wrappers import strip_infixes
 
-__all__ = ["MappedWeights", "entry_of", "map_weights"]
-
 _SHOWN = 3
 
 

@@ -34,8 +34,6 @@ from ckptkit.units import format_size
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "TensorView", "open_checkpoint"]
-
 _NUMPY = frozenset(
     ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
      "complex64", "complex128")

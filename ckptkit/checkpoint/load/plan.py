@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from ckptkit.catalog.box import Box
     from ckptkit.keymaps.keymap import NameMap
 
-__all__ = ["LoadOptions", "LoadPlan", "ModelTensor", "ObjectTarget", "OptimizerPlan", "plan_load", "Merge"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -29,8 +29,6 @@ from ckptkit.units import format_size
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Reading", "free_memory"]
-
 
 class Reading:
     """Plans reads into the live tensors or, with `atomic`, into a second copy. Reads nothing yet.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from ckptkit.checkpoint.run.coordinator import Coordinator
 
-__all__ = ["exchange", "groups_of"]
-
 _PIECE = 64 << 20  # maximum bytes per message
 _DIRECT = 1 << 20  # tensors of fewer bytes are packed together into messages
 _FLYING = 128 << 20  # bytes in flight per rank; above this, the rank waits for the oldest message

@@ -17,8 +17,6 @@ from ckptkit.errors import CkptkitError, SaveError, UsageError
 from ckptkit.storage.pool import before_end
 from ckptkit.storage.retry import Patience
 
-__all__ = ["SaveHandle", "collecting_later", "report_failure"]
-
 _HEAD_START_S = 1.0
 _LOOK_S = 0.5
 _log = logging.getLogger(__name__)

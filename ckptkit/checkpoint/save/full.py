@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     from ckptkit.storage.store import Store
 
-__all__ = ["FullTensors"]
-
 _CHUNK_BYTES = 16 << 20  # maximum size of one message
 
 

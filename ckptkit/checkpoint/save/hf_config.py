@@ -14,8 +14,6 @@ from ckptkit.errors import UsageError
 from ckptkit.formats.hf.side_files import find_side_files
 from ckptkit.storage.open import open_store
 
-__all__ = ["adapter_configs", "adapter_folder", "adapters_of", "pretrained_class", "read_side_files", "side_files"]
-
 
 def read_side_files(url: str) -> dict[str, bytes]:
     """Return the config, tokenizer, chat template and licence files at `url`: name to bytes.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from ckptkit.storage.store import Store
 
-__all__ = ["LocalTensors"]
-
 
 @dataclass(frozen=True, slots=True)
 class LocalTensors:

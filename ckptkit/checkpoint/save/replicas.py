@@ -28,8 +28,6 @@ from ckptkit.errors import CorruptCheckpointError, SaveError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PER_RANK", "Fingerprints", "OwnCopies", "holding", "own_copies", "part_ways", "refuse_unlike", "warn_of"]
-
 _log = logging.getLogger(__name__)
 
 PER_RANK = "per_rank"

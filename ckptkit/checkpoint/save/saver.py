@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from ckptkit.storage.lock import Lease
     from ckptkit.storage.store import Store
 
-__all__ = ["Prepared", "SaveRequest", "Saver", "TensorPlan", "dcp_state_dict"]
-
 _log = logging.getLogger(__name__)
 
 

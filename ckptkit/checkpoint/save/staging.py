@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["StagingBuffers", "stand_ins"]
-
 _ALIGNMENT = 64
 _log = logging.getLogger(__name__)
 

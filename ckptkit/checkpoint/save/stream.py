@@ -18,8 +18,6 @@ from ckptkit.formats.own.outline import LEAST
 from ckptkit.formats.own.record import FileRecord
 from ckptkit.storage.store import BlobWriter, Store
 
-__all__ = ["FileTensor", "SafetensorsStream", "WrittenFile", "open_stream", "phases_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ckptkit.formats.dcp.files import Written
     from ckptkit.formats.dcp.records import RecordFrame
 
-__all__ = ["READY", "Answer", "Block", "Request", "main", "receive", "send"]
-
 _LENGTH = struct.Struct("<Q")
 _WATCH_MS = 1000
 READY = "ready"

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ckptkit.formats.dcp.records import RecordFrame
     from ckptkit.storage.store import Store
 
-__all__ = ["SharedSnapshot", "WriterProcess"]
-
 _LOOK_S = 0.5  # how often to check whether a silent process is still alive
 _GRACE_S = 5.0
 _READY_S = 10.0

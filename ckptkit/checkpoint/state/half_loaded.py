@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
-__all__ = ["clear", "half_loaded_from", "mark"]
-
 # Keyed by id, because tensors compare element by element. Omits objects that do not support weak references.
 _marks: dict[int, tuple[weakref.ref[object], str]] = {}
 

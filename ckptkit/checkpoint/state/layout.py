@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Layout", "Shard", "as_global", "check_layout", "global_state", "is_per_rank", "shards_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:

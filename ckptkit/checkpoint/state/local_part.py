@@ -22,18 +22,6 @@ if TYPE_CHECKING:
 
     from ckptkit.catalog.entry import TensorEntry
 
-__all__ = [
-    "ShardLayout",
-    "PartView",
-    "boxes_of",
-    "check_safetensors",
-    "dtype_name",
-    "host_bytes",
-    "layout_of",
-    "part_view",
-    "parts_here",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:

@@ -36,20 +36,6 @@ if TYPE_CHECKING:
 
     from ckptkit.checkpoint.state.local_part import ShardLayout
 
-__all__ = [
-    "IMPLEMENTATION_SETTINGS",
-    "CapturedOptimizer",
-    "GroupChanges",
-    "OptimizerTree",
-    "capture_optimizer",
-    "class_name",
-    "group_changes",
-    "named_parameters",
-    "new_state_tensor",
-    "refuse_hidden",
-    "united",
-]
-
 IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that affect how a step is computed, but not its result. A load keeps their live values."""
 

@@ -28,8 +28,6 @@ from ckptkit.formats.dcp.host_bytes import local_part
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PLAIN", "SHARD", "Held", "cuts", "has_plain", "held_nested", "layouts", "new_held", "placed", "shard_names"]
-
 Held = str | list[str]
 """The storage of a state: SHARD, PLAIN, or a DTensor's placements as in the manifest (one string per mesh
 dimension).

@@ -15,8 +15,6 @@ from ckptkit.errors import CorruptCheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["capture_rng", "check_rng", "restore_rng", "reseed", "share_stream", "shared_stream"]
-
 # When `share_stream` was called: the process group, this process's random stream, and the number of streams.
 _shared: tuple[weakref.ref[Any], int, int] | None = None
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from ckptkit.errors import UsageError
 
-__all__ = ["Stages"]
-
 
 class Stages(nn.Module):
     """The union of modules, each with a different part of one model's names. Does not change the modules."""

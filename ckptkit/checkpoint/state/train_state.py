@@ -24,21 +24,6 @@ from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, left_b
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "StateDictType",
-    "TrainState",
-    "PerRank",
-    "Captured",
-    "capture",
-    "check_state",
-    "check_whole",
-    "model_tensors",
-    "computed_state",
-    "same_memory",
-    "parameter_names",
-    "section",
-]
-
 
 class StateDictType(str, enum.Enum):
     """The ways in which a checkpoint stores tensors."""

@@ -31,8 +31,6 @@ from ckptkit.formats.pickles.weights_only import dump_object, parse_object
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["JSON", "INLINE_BYTES", "Seen", "encode", "decode", "in_order", "is_order", "order_of", "references"]
-
 JSON = Any  # None | bool | int | float | str | list[JSON] | dict[str, JSON]
 
 INLINE_BYTES = 1024
