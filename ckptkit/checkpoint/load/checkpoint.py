@@ -19,8 +19,7 @@ from ckptkit.checkpoint.load.read import Reading
 from ckptkit.checkpoint.load.shared_reads import exchange, groups_of
 from ckptkit.checkpoint.report import LoadReport, PhaseClock
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
-from ckptkit.checkpoint.state.half_loaded import clear
-from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.checkpoint.state.train_state import TrainState, clear_half_loaded, mark_half_loaded
 from ckptkit.errors import (
     CheckpointNotFoundError,
     CkptkitError,
@@ -136,7 +135,7 @@ def load_checkpoint(
         state.half_loaded = ""
     else:
         state._half = before
-        clear(item for kind in options.complete(report.missing) for item in state.objects(kind))
+        clear_half_loaded(item for kind in options.complete(report.missing) for item in state.objects(kind))
     report.seconds, report.phases = clock.seconds(), clock.phases
     return report
 
@@ -226,7 +225,7 @@ def _said_if_half(state: TrainState) -> Iterator[None]:
     except BaseException as error:
         if not state.half_loaded:
             raise
-        state.mark_objects_half_loaded()
+        mark_half_loaded(state.objects(), state.half_loaded)  # another `TrainState` may save them
         if not isinstance(error, CkptkitError):
             raise
         _log.error("the state is half loaded from %s; load a checkpoint before it is used or saved", state.half_loaded)

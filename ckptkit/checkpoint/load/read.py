@@ -162,7 +162,7 @@ class Reading:
                     self._fill(local, entry, parts, beside=self._atomic)
                     states[fqn][name] = kept
                     continue
-                new = new_state_tensor(parameter, name, dtype, shape, on_device=on_device[id(parameter)], held=held)
+                new = new_state_tensor(parameter, dtype, shape, on_device=on_device[id(parameter)], held=held)
                 if order is not None and type(new) is torch.Tensor and new.dim() == len(order):
                     new = in_order(new, order)
                 view = self._read(as_global(entry.name, new, shards), entry)

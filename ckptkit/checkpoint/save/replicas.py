@@ -50,12 +50,15 @@ class Fingerprints:
     """
 
     def __init__(self, captured: Captured) -> None:
+        import torch
         from torch.distributed.tensor import DTensor
 
-        found: dict[str, torch.Tensor] = {}
-        if _has_plain(captured):
-            plain = captured.tensors(aliases=False, unlike=DTensor)
-            found = {key: item for key, item in plain if _is_replica(key, item, captured)}
+        found = {
+            key: tensor
+            for key, tensor in captured.tensors(aliases=False, unlike=DTensor)
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+            and not tensor.is_meta and not tensor.is_quantized and key not in captured.own
+        }  # fmt: skip
         unshaped = {key for taken in captured.optimizers.values() for key in taken.unshaped}
         kinds = {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()}
         names = [_name_digest(key, *(kind if key not in unshaped else ())) for key, kind in kinds.items()]
@@ -64,18 +67,28 @@ class Fingerprints:
             content ^ _name_digest("", *kind) if key in unshaped else content
             for (key, kind), content in zip(kinds.items(), contents, strict=True)
         ]
-        trees = _trees(captured)
+        # Parts of the optimizers' JSON that are not already saved per rank.
+        apart = {key for own in captured.rank_objects.values() if isinstance(own, dict) for key in own}
+        trees = {
+            f"{section}.{part}": digest_of(json.dumps(tree).encode())
+            for section, taken in captured.optimizers.items()
+            for part, tree in _parts(taken).items()
+            if f"{section}.{part}" not in apart
+        }
         self.keys = [*found, *trees]
         self._table = np.empty((len(self.keys), 2), "<u8")
         # Hash the parameters' names, too: ranks with different parameters (pipeline stages) have different values.
-        salts = {section: _parameters(taken) for section, taken in captured.optimizers.items()}
+        salts = {
+            section: "".join(f" {fqn}" for group in taken.tree["param_groups"] for fqn in group["params"])
+            for section, taken in captured.optimizers.items()
+        }
         self._table[:, 0] = [*names, *(_name_digest(key + salts[key.rpartition(".")[0]]) for key in trees)]
         self._table[:, 1] = [*contents, *trees.values()]
 
     @property
     def digests(self) -> tuple[bytes, bytes]:
         """A digest of this rank's keys, and a digest of the keys and their contents."""
-        return holding(self.to_bytes()), signature_of(self._table.tobytes())
+        return holding(self.to_bytes()), signature_of(self.to_bytes())
 
     def to_bytes(self) -> bytes:
         """Return the table of fingerprints, for other ranks to pass to `differing`."""
@@ -103,22 +116,6 @@ class Fingerprints:
 @lru_cache(maxsize=1 << 16)
 def _name_digest(key: str, dtype: torch.dtype | None = None, shape: Sequence[int] = ()) -> int:
     return digest_of(f"{key} {dtype} {tuple(shape)}".encode("utf-8", "surrogatepass"))
-
-
-def _parameters(taken: CapturedOptimizer) -> str:
-    """Return the FQNs of an optimizer's parameters, joined into one string."""
-    return "".join(f" {fqn}" for group in taken.tree["param_groups"] for fqn in group["params"])
-
-
-def _trees(captured: Captured) -> dict[str, int]:
-    """Return a digest for each part of the optimizers' JSON that is not already saved per rank."""
-    apart = {key for own in captured.rank_objects.values() if isinstance(own, dict) for key in own}
-    return {
-        f"{section}.{part}": digest_of(json.dumps(tree).encode())
-        for section, taken in captured.optimizers.items()
-        for part, tree in _parts(taken).items()
-        if f"{section}.{part}" not in apart
-    }
 
 
 def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
@@ -202,25 +199,16 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
     own = sorted(keys & bound)
     extra = sorted(key for key in keys if key in captured.loose and key not in bound)
     other = sorted(keys - {*own, *extra})
-    if extra:
-        _log.warning(
-            "%s differ between ranks; one rank's values are saved. To save all, wrap them in ckptkit.PerRank.",
-            _listed(extra),
-        )
-    if own:
-        _log.warning(
-            "%s differ between ranks: each rank's own values are saved. They load only on the same number of ranks "
-            "with the same shards.",
-            _listed(own),
-        )
-    if other:
-        _log.warning(
-            (
-                "%s are not sharded but differ between ranks: each rank's own values are saved, and restored "
-                "on the same number of ranks. On another number of ranks, all get one rank's values."
-            ),
-            _listed(other),
-        )
+    texts = {
+        "%s differ between ranks; one rank's values are saved. To save all, wrap them in ckptkit.PerRank.": extra,
+        "%s differ between ranks: each rank's own values are saved. They load only on the same number of ranks "
+        "with the same shards.": own,
+        "%s are not sharded but differ between ranks: each rank's own values are saved, and restored "
+        "on the same number of ranks. On another number of ranks, all get one rank's values.": other,
+    }
+    for text, found in texts.items():
+        if found:
+            _log.warning(text, _listed(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +241,8 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
             )
     if not saved:
         return OwnCopies(catalog, dict(objects))
-    bound = {key: [tree.get(key) for tree in saved.values()] for key in _bound_keys(saved)}
+    bound_keys = sorted({key for tree in saved.values() for key, value in tree.items() if _is_bound(value)})
+    bound = {key: [tree.get(key) for tree in saved.values()] for key in bound_keys}
     keys = sorted({key for tree in saved.values() for key in tree if key in catalog.tensors} - bound.keys())
     names = [key if key in catalog.tensors else name for key in bound for name in _unlike(key, bound[key])]
     found = OwnCopies(catalog, dict(objects), bound=list(dict.fromkeys(names)), ranks=len(saved))
@@ -264,8 +253,10 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
         )
         return replace(found, note=note if keys else "", fits=False)
     tensors = dict(catalog.tensors)
-    for section, name in _states_of_others(saved, str(rank)):
-        tensors.pop(f"{section}.state.{name}", None)
+    for key, mine in saved[str(rank)].items():  # forget the plain states that only other ranks saved
+        if key.endswith(f".{_NAMES}") and isinstance(mine, list):
+            for name in {name for other in saved.values() for name in other.get(key, ())} - set(mine):
+                tensors.pop(f"{key.removesuffix(_NAMES)}state.{name}", None)
     for key, value in saved[str(rank)].items():
         tree = value[_BOUND] if _is_bound(value) else value
         here = catalog.tensors.get(key)
@@ -276,22 +267,6 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
         elif part in _PARTS and isinstance(objects.get(section), dict):
             found.objects[section] = {**found.objects[section], part: tree}
     return replace(found, catalog=Catalog(tensors, catalog.objects, catalog.info))
-
-
-def _states_of_others(saved: Mapping[str, Mapping[str, Any]], rank: str) -> list[tuple[str, str]]:
-    """Return the plain states that other ranks saved but `rank` did not, as (optimizer, name)."""
-    tables = {
-        key: value for key, value in saved[rank].items() if key.endswith(f".{_NAMES}") and isinstance(value, list)
-    }
-    return [
-        (key.removesuffix(f".{_NAMES}"), name)
-        for key, mine in tables.items()
-        for name in {name for other in saved.values() for name in other.get(key, ())} - set(mine)
-    ]
-
-
-def _bound_keys(saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    return sorted({key for tree in saved.values() for key, value in tree.items() if _is_bound(value)})
 
 
 def _unlike(name: str, trees: Sequence[Any]) -> list[str]:
@@ -310,35 +285,6 @@ def _unlike(name: str, trees: Sequence[Any]) -> list[str]:
 
 def _is_bound(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {_BOUND}
-
-
-# --- which tensors are plain, and where they are captured
-
-
-def _has_plain(captured: Captured) -> bool:
-    """Return whether ranks share any plain tensors. Faster than checking each tensor."""
-    from torch.distributed.tensor import DTensor
-
-    own, cut = captured.own, {DTensor}
-    return any(
-        not cut.issuperset(map(type, table.values() if table is not captured.loose else _others(table, own)))
-        for table in captured.tables()
-    )
-
-
-def _others(table: Mapping[str, torch.Tensor], own: set[str]) -> Iterator[torch.Tensor]:
-    if own:
-        table = dict(table)
-        for key in own:
-            del table[key]
-    return iter(table.values())
-
-
-def _is_replica(key: str, tensor: torch.Tensor, captured: Captured) -> bool:
-    import torch
-
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return plain and not tensor.is_meta and not tensor.is_quantized and key not in captured.own
 
 
 def _places(captured: Captured) -> Iterator[tuple[str, str, dict[Any, Any], Any]]:
@@ -369,44 +315,32 @@ def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
     """Yield a 64-bit fingerprint of each tensor's contents."""
     import torch
 
-    away: dict[int, torch.Tensor] = {}
-    known = _small_contents(tensors)
-    with torch.no_grad():
-        for index, tensor in enumerate(tensors):
-            if tensor.device.type != "cpu":
-                away[index] = _summary(_bytes_of(tensor))
-        sizes = [summary.numel() for summary in away.values()]
-        # Copy all tensors on a device together, so that it is synchronized only once.
-        fetched = dict(zip(away, _fetched(list(away.values()), sizes), strict=True))
-        for index, tensor in enumerate(tensors):
-            if index in known:
-                yield known[index]
-                continue
-            host = fetched.get(index)
-            host = _bytes_of(tensor) if host is None else host
-            yield digest_of(host.numpy().data) if host.numel() else 0
-
-
-def _small_contents(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Return the fingerprints of small contiguous host tensors, by index.
-
-    Tensors of equal shape and dtype, such as step counts, are processed together.
-    """
-    import torch
-
+    # Process small contiguous host tensors of equal shape and dtype together, such as step counts.
     joined_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
     kinds: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if 0 < tensor.numel() <= _SAMPLE and tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in joined_dtypes:
-            kinds.setdefault((tensor.dtype, tensor.shape), []).append(index)
-    found: dict[int, int] = {}
+    away: dict[int, torch.Tensor] = {}
     with torch.no_grad():
+        for index, tensor in enumerate(tensors):
+            if not tensor.is_cpu:
+                away[index] = _summary(_bytes_of(tensor))
+            elif 0 < tensor.numel() <= _SAMPLE and tensor.is_contiguous() and tensor.dtype in joined_dtypes:
+                kinds.setdefault((tensor.dtype, tensor.shape), []).append(index)
+        known: dict[int, int] = {}
         for rows in kinds.values():
             chosen = [tensors[index] for index in rows]
             if len(rows) > 1 and not any(map(torch.Tensor.is_neg, chosen)):
                 joined = torch.stack(chosen).view(len(rows), -1).view(torch.uint8).numpy()
-                found.update(zip(rows, map(digest_of, joined), strict=True))
-    return found
+                known.update(zip(rows, map(digest_of, joined), strict=True))
+        if len({row.device for row in away.values()}) == 1:
+            # Copy all tensors on a device together, so that it is synchronized only once.
+            sizes = [summary.numel() for summary in away.values()]
+            away = dict(zip(away, torch.split(torch.cat(list(away.values())).cpu(), sizes), strict=True))
+        for index, tensor in enumerate(tensors):
+            if index in known:
+                yield known[index]
+                continue
+            host = away[index].cpu() if index in away else _bytes_of(tensor)
+            yield digest_of(host.numpy().data) if host.numel() else 0
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -429,13 +363,3 @@ def _summary(row: torch.Tensor) -> torch.Tensor:
     middle = row.numel() // 2
     total = torch.hash_tensor(words.view(torch.int64)).reshape(1).view(torch.uint8)
     return torch.cat([total, row[:_SAMPLE], row[middle : middle + _SAMPLE], row[-_SAMPLE:]])
-
-
-def _fetched(rows: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-    import torch
-
-    if not rows:
-        return []
-    if len({row.device for row in rows}) > 1:
-        return [row.cpu() for row in rows]
-    return list(torch.split(torch.cat(list(rows)).cpu(), list(sizes)))

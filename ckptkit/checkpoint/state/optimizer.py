@@ -23,6 +23,7 @@ from ckptkit.checkpoint.state.optimizer_layout import (
     held_nested,
     layouts,
     new_held,
+    new_placed,
     placed,
     shard_names,
 )
@@ -108,108 +109,78 @@ def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> Ca
         SaveError: A state is neither a supported tensor nor a value that loads safely.
     """
     parameters = named_parameters(optimizer, names, what)
-    master_name = getattr(optimizer, "master_state_name", None)
-    if master_name is not None:
+    if getattr(optimizer, "master_state_name", None) is not None:
         optimizer.follow_weights()
-    loose: dict[str, torch.Tensor] = {}
-    captured = CapturedOptimizer({}, {}, {}, loose)
-    stateful = {fqn: parameter for fqn, parameter in parameters.items() if parameter in optimizer.state}
-    captured.cut.update(cuts(stateful))
-    capturing = _Capturing(captured, master_name, what)
-    capturing.shards = shard_names((p, optimizer.state[p]) for p in stateful.values())
-    for fqn, parameter in stateful.items():
-        capturing.parameter(fqn, parameter, optimizer.state[parameter])
+    captured = CapturedOptimizer({}, {}, {})
+    loose = captured.loose
+    by_id = {id(parameter): fqn for fqn, parameter in parameters.items()}
+    _capture_states(captured, optimizer, {k: p for k, p in parameters.items() if p in optimizer.state}, what)
     table, recipes, reasons = open_all(captured.tensors)
     captured.recipes.update(recipes)
-    names_of = {key: f"{key[0]}.{key[1]}" for key in table}
-    refuse_hidden(
-        f"{what}.state.",
-        {names_of[key]: item for key, item in table.items()},
-        reasons={names_of.get(key, ".".join(key)): why for key, why in reasons.items()},
-    )
+    opened = {f"{fqn}.{name}": tensor for (fqn, name), tensor in table.items()}
+    refuse_hidden(f"{what}.state.", opened, reasons={".".join(key): why for key, why in reasons.items()})
     captured.tensors.clear()
     captured.tensors.update(table)
     refuse_hidden(f"{what}.master.", captured.masters)
     _check_whole(optimizer, parameters, what)
-    by_id = {id(parameter): fqn for fqn, parameter in parameters.items()}
-    groups = [
-        _capture_group(group, by_id, f"{what}.param_groups.{i}", loose)
+    captured.tree["param_groups"] = [
+        {k: encode(v, f"{what}.param_groups.{i}.{k}", loose) for k, v in group.items() if k not in _GROUP_NAMES}
+        | {"params": [by_id[id(parameter)] for parameter in group["params"]]}
         for i, group in enumerate(optimizer.param_groups)
     ]
     shared = {key: state for key, state in optimizer.state.items() if isinstance(key, str)}
-    captured.tree.update(
-        param_groups=groups,
-        values=capturing.values,
-        shared={key: encode(state, f"{what}.shared.{key}", loose) for key, state in shared.items()},
-    )
-    if capturing.held:
-        captured.tree["held"] = capturing.held
-    if capturing.orders:
-        captured.tree["orders"] = capturing.orders
-    if capturing.plain:
-        captured.tree["own"] = {"layouts": layouts(captured.cut), "states": capturing.plain}
+    captured.tree["shared"] = {key: encode(state, f"{what}.shared.{key}", loose) for key, state in shared.items()}
     captured.unshaped.update(loose)
     return captured
 
 
-class _Capturing:
-    """Sorts the states of an optimizer's parameters into tensors, masters and values.
+def _capture_states(
+    captured: CapturedOptimizer, optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str
+) -> None:
+    """Sort the states of these parameters into tensors, masters, and values in the tree."""
+    import torch
 
-    Attributes:
-        shards: Names of states whose plain tensors are shards.
-        held: How states are stored, by key. Omits states for which the parameter determines that.
-        orders: The memory order of states' dimensions, by key. Omits states whose order is that of a new state.
-        plain: "<fqn>.<name>" of states with plain tensors whose values may differ between ranks.
-    """
-
-    def __init__(self, captured: CapturedOptimizer, master_name: str | None, what: str) -> None:
-        self.captured = captured
-        self.master_name = master_name
-        self.what = what
-        self.shards: frozenset[str] = frozenset()
-        self.values: dict[str, JSON] = {}
-        self.held: dict[str, Held] = {}
-        self.orders: dict[str, list[int]] = {}
-        self.plain: list[str] = []
-
-    def parameter(self, fqn: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-        import torch
-
-        for name, value in state.items():
-            if self.master_name is not None and name == self.master_name:
-                self.captured.masters[fqn] = value
-            elif isinstance(value, torch.Tensor):
-                self.tensor(fqn, name, value, parameter)
-            else:
-                self.value(fqn, name, value)
+    captured.cut.update(cuts(parameters))
+    shards = shard_names((p, optimizer.state[p]) for p in parameters.values())
+    master_name = getattr(optimizer, "master_state_name", None)
+    values: dict[str, dict[str, JSON]] = {}
+    helds: dict[str, Held] = {}
+    orders: dict[str, list[int]] = {}
+    plain: list[str] = []  # states with plain tensors whose values may differ between ranks
+    loose = captured.loose
+    for fqn, parameter in parameters.items():
+        state = optimizer.state[parameter]
         if not state:
-            self.values.setdefault(fqn, {})
-
-    def tensor(self, fqn: str, name: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
-        import torch
-
-        self.captured.tensors[fqn, name], held = placed(value, parameter, name, self.shards)
-        if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested and value.dim() > 1:
-            order, usual = order_of(value), order_of(parameter) if value.shape == parameter.shape else None
-            if order != usual:
-                self.orders[f"{self.what}.state.{fqn}.{name}"] = order or list(range(value.dim()))
-        if held is None and (fqn not in self.captured.cut or value.dim() == 0):
-            return
-        key = f"{self.what}.state.{fqn}.{name}"
-        if held != SHARD and type(value) is torch.Tensor:
-            self.captured.unshaped.add(key)
-        if held is not None:
-            self.held[key] = held
-        if held == PLAIN and value.numel() > 1:
-            self.plain.append(f"{fqn}.{name}")
-
-    def value(self, fqn: str, name: str, value: Any) -> None:
-        loose = self.captured.loose
-        before = len(loose)
-        self.values.setdefault(fqn, {})[name] = encode(value, f"{self.what}.values.{fqn}.{name}", loose)
-        self.held.update(held_nested({key: loose[key] for key in islice(reversed(loose), len(loose) - before)}))
-        if has_plain(value):
-            self.plain.append(f"{fqn}.{name}")
+            values[fqn] = {}
+        for name, value in state.items():
+            if name == master_name:
+                captured.masters[fqn] = value
+                continue
+            if not isinstance(value, torch.Tensor):
+                before = len(loose)
+                values.setdefault(fqn, {})[name] = encode(value, f"{what}.values.{fqn}.{name}", loose)
+                helds.update(held_nested({key: loose[key] for key in islice(reversed(loose), len(loose) - before)}))
+                if has_plain(value):
+                    plain.append(f"{fqn}.{name}")
+                continue
+            captured.tensors[fqn, name], held = placed(value, parameter, name, shards)
+            strided = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested
+            if strided and value.dim() > 1:
+                order, usual = order_of(value), order_of(parameter) if value.shape == parameter.shape else None
+                if order != usual:
+                    orders[f"{what}.state.{fqn}.{name}"] = order or list(range(value.dim()))
+            if held is None and (fqn not in captured.cut or value.dim() == 0):
+                continue
+            key = f"{what}.state.{fqn}.{name}"
+            if held != SHARD and type(value) is torch.Tensor:
+                captured.unshaped.add(key)
+            if held is not None:
+                helds[key] = held
+            if held == PLAIN and value.numel() > 1:
+                plain.append(f"{fqn}.{name}")
+    own = {"layouts": layouts(captured.cut), "states": plain} if plain else {}
+    found = {"held": helds, "orders": orders, "own": own}
+    captured.tree.update(param_groups=[], values=values, shared={}, **{k: v for k, v in found.items() if v})
 
 
 def class_name(item: Any) -> str:
@@ -294,14 +265,8 @@ def _settings(group: Mapping[str, JSON]) -> dict[str, JSON]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _capture_group(group: Mapping[str, Any], by_id: Mapping[int, str], what: str, loose: dict[str, Any]) -> JSON:
-    settings = {key: encode(value, f"{what}.{key}", loose) for key, value in group.items() if key not in _GROUP_NAMES}
-    return {**settings, "params": [by_id[id(parameter)] for parameter in group["params"]]}
-
-
 def new_state_tensor(
     parameter: torch.Tensor,
-    name: str,
     dtype: torch.dtype,
     shape: Sequence[int],
     *,
@@ -314,20 +279,24 @@ def new_state_tensor(
 
     Args:
         held: How the state is stored. None if the parameter determines that.
-        name: The state's name.
         on_device: Whether the group keeps step counts on the device (fused or capturable). If not, a tensor of one
             element is put on the CPU, like torch's step counts.
     """
     import torch
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     shape = tuple(shape)
-    made: torch.Tensor | None = None if held is None else new_held(parameter, held, dtype, shape)
+    made: torch.Tensor | None = new_held(parameter, held, dtype, shape)
     if made is not None:
         return made
     single = torch.Size(shape).numel() == 1
     if isinstance(parameter, DTensor) and shape != tuple(parameter.shape) and not single:
-        return _beside(parameter, dtype, shape)
+        # The state has no entry in `held`, so it was saved as a DTensor. Accept only Shard itself: a strided shard
+        # (FSDP over tensor parallelism) has different parts.
+        least = min(len(shape), parameter.dim())
+        same = {dim for dim in range(least) if shape[dim] == parameter.shape[dim]}
+        placements = [p if type(p) is Shard and p.dim in same else Replicate() for p in parameter.placements]
+        return new_placed(parameter, placements, dtype, shape)
     if shape != tuple(parameter.shape) or parameter.dim() == 0:
         device = parameter.device if on_device or not single else "cpu"
         return torch.empty(shape, dtype=dtype, device=device)
@@ -335,27 +304,6 @@ def new_state_tensor(
         return torch.empty_like(without_subclass(parameter), dtype=dtype, requires_grad=False)
     local = torch.empty_like(without_subclass(local_part(parameter)), dtype=dtype, requires_grad=False)
     return placed_like(parameter, local)
-
-
-def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a DTensor for a state with a different shape than its sharded parameter.
-
-    The state has no entry in `held`, so it was saved as a DTensor.
-    """
-    import torch
-    from torch.distributed.tensor import DTensor, Replicate, Shard, empty
-
-    def follows(placement: Any) -> bool:
-        # Accept only Shard itself: a strided shard (FSDP over tensor parallelism) has different parts.
-        dim = placement.dim if type(placement) is Shard else len(shape)
-        return bool(dim < min(len(shape), parameter.dim()) and shape[dim] == parameter.shape[dim])
-
-    mesh = parameter.device_mesh
-    placements = [placement if follows(placement) else Replicate() for placement in parameter.placements]
-    made = empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
-    # An offloaded parameter is not on the mesh's device.
-    local = torch.empty_like(local_part(made), device=local_part(parameter).device)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=made.shape, stride=made.stride())
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +342,8 @@ class OptimizerTree:
         need(_is_list_of(groups, dict), "'param_groups'", "a list of objects")
         for index, group in enumerate(groups or ()):
             need(_is_list_of(group.get("params"), str), f"'params' of group {index}", "a list of names")
-        need(_is_object_of(values, dict), "'values'", "an object of objects, by parameter")
+        need(isinstance(values, dict), "'values'", "an object of objects, by parameter")
+        need(_is_list_of(list(values.values()), dict), "'values'", "an object of objects, by parameter")
         need(isinstance(shared, dict), "'shared'", "an object")
         held, own = tree.get("held", {}), tree.get("own", {"layouts": [], "states": []})
         need(isinstance(held, dict), "'held'", "an object")
@@ -408,10 +357,6 @@ class OptimizerTree:
 
 def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(isinstance(item, kind) for item in value)
-
-
-def _is_object_of(value: Any, kind: type) -> bool:
-    return isinstance(value, dict) and all(isinstance(item, kind) for item in value.values())
 
 
 @dataclass(slots=True)
@@ -481,7 +426,13 @@ def _group_settings(
     if not sources:
         return {}
     first = settings[sources[0]]
-    _check_joined(changes, f"{what} group {index}", sources, settings)
+    for other in sources[1:]:
+        compared = {key: settings[other].get(key) for key in first if key not in IMPLEMENTATION_SETTINGS}
+        if differing := [key for key, value in compared.items() if not _same(first[key], value)]:
+            changes.conflicts.append(
+                f"{what} group {index} combines parameters of the saved groups {sources[0]} and {other}, which differ "
+                f"in {', '.join(differing)}"
+            )
     new: dict[str, Any] = {}
     for key, value in first.items():
         if key in IMPLEMENTATION_SETTINGS:
@@ -501,21 +452,6 @@ def _group_settings(
         if key not in first and key not in _GROUP_NAMES:
             changes.notes.append(f"{what} group {index}: kept {key}={live[key]!r}; the checkpoint has none")
     return new
-
-
-def _check_joined(
-    changes: GroupChanges, group: str, sources: Sequence[int], settings: Sequence[Mapping[str, Any]]
-) -> None:
-    first = settings[sources[0]]
-    for other in sources[1:]:
-        differing = [
-            k for k in first if k not in IMPLEMENTATION_SETTINGS and not _same(first[k], settings[other].get(k))
-        ]
-        if differing:
-            changes.conflicts.append(
-                f"{group} combines parameters of the saved groups {sources[0]} and {other}, which differ in "
-                f"{', '.join(differing)}"
-            )
 
 
 def _fits(live: Any, value: Any) -> bool:

@@ -27,6 +27,7 @@ from ckptkit.formats.dcp.host_bytes import local_part
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.tensor import DTensor
 
 Held = str | list[str]
 """The storage of a state: SHARD, PLAIN, or a DTensor's placements as in the manifest (one string per mesh
@@ -40,7 +41,14 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 def cuts(parameters: Mapping[str, torch.Tensor]) -> dict[str, ShardLayout]:
     """Return the layouts of those parameters whose parts differ between ranks, by name."""
-    return {name: layout_of(p) for name, p in parameters.items() if _is_cut(p)}  # type: ignore[arg-type]
+    from torch.distributed.tensor import DTensor
+
+    return {
+        name: layout_of(parameter)
+        for name, parameter in parameters.items()
+        if isinstance(parameter, DTensor)
+        and any(parameter.device_mesh.size(d) > 1 and not p.is_replicate() for d, p in enumerate(parameter.placements))
+    }
 
 
 def layouts(cut: Mapping[str, ShardLayout]) -> list[Any]:
@@ -79,7 +87,9 @@ def placed(
         alike = value.placements == parameter.placements and value.device_mesh == parameter.device_mesh
         return value, None if alike and value.shape == parameter.shape else _texts(value)
     if name in shards and _is_sharded(parameter) and value.shape == local_part(parameter).shape:
-        return _like(value, parameter), SHARD
+        mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
+        made = DTensor.from_local(value, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
+        return made, SHARD
     return value, None if value.numel() == 1 and value.shape != parameter.shape else PLAIN
 
 
@@ -87,8 +97,7 @@ def held_nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
     """Return how the DTensors among these tensors are stored, by key. The other tensors are plain."""
     from torch.distributed.tensor import DTensor
 
-    found = {key: _texts(tensor) for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    return {key: held for key, held in found.items() if held is not None}
+    return {k: held for k, t in tensors.items() if isinstance(t, DTensor) and (held := _texts(t)) is not None}
 
 
 def has_plain(value: Any) -> bool:
@@ -103,15 +112,24 @@ def new_held(parameter: torch.Tensor, held: Held | None, dtype: torch.dtype, sha
     the parameter is not a DTensor, or if its mesh has a different number of dimensions.
     """
     import torch
-    from torch.distributed.tensor import DTensor, empty
+    from torch.distributed.tensor import DTensor
 
     if held is None or held == SHARD or not isinstance(parameter, DTensor):
         return None
     if held == PLAIN:
         return torch.empty(shape, dtype=dtype, device=local_part(parameter).device)
-    mesh, placements = parameter.device_mesh, [_placement(text) for text in held]
-    if len(placements) != mesh.ndim:
+    placements = [_placement(text) for text in held]
+    if len(placements) != parameter.device_mesh.ndim:
         return None
+    return new_placed(parameter, placements, dtype, shape)
+
+
+def new_placed(parameter: Any, placements: list[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> DTensor:
+    """Return an uninitialised DTensor on a parameter's mesh and device."""
+    import torch
+    from torch.distributed.tensor import DTensor, empty
+
+    mesh = parameter.device_mesh
     made = empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
     # An offloaded parameter is not on the mesh's device.
     local = torch.empty_like(local_part(made), device=local_part(parameter).device)
@@ -122,14 +140,6 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(parameter, DTensor) and not all(p.is_replicate() for p in parameter.placements)
-
-
-def _is_cut(parameter: torch.Tensor) -> bool:
-    """Return whether ranks have different parts of the parameter."""
-    if not _is_sharded(parameter):
-        return False
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return any(mesh.size(dim) > 1 and not p.is_replicate() for dim, p in enumerate(placements))
 
 
 def _plain_in(value: Any, *, in_object: bool = False) -> Iterator[torch.Tensor]:
@@ -149,15 +159,6 @@ def _plain_in(value: Any, *, in_object: bool = False) -> Iterator[torch.Tensor]:
             yield from _plain_in(item, in_object=in_object)
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         yield from _plain_in(vars(value), in_object=True)
-
-
-def _like(local: torch.Tensor, parameter: Any) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
 
 
 def _texts(tensor: Any) -> Held | None:

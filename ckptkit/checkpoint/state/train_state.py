@@ -6,13 +6,13 @@ import enum
 import inspect
 import re
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.arguments import check_flags, wrong
-from ckptkit.checkpoint.state.half_loaded import clear, half_loaded_from, mark
 from ckptkit.checkpoint.state.layout import Layout, as_global, check_layout, global_state, is_per_rank, shards_of
 from ckptkit.checkpoint.state.optimizer import CapturedOptimizer, capture_optimizer, class_name, refuse_hidden
 from ckptkit.checkpoint.state.rng import capture_rng
@@ -59,6 +59,35 @@ class PerRank:
 _LISTED = 5
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_EXPECTED = {
+    "model": "a module, or several by name. Pass the model itself, not its class or its state dict",
+    "optimizer": "an optimizer with param_groups. Pass the optimizer itself, not its class or its state dict",
+    "scheduler": "an object with state_dict(). Pass the scheduler itself, not its class or its state dict",
+    "grad_scaler": "an object with state_dict(), such as torch.amp.GradScaler()",
+    "dataloader": "an object with state_dict(), such as torchdata's StatefulDataLoader",
+}
+
+# The objects that a failed load left half loaded, even if they are moved to a different `TrainState`, and the URL of
+# the checkpoint. Keyed by id, because tensors compare element by element.
+_half_loaded: dict[int, tuple[weakref.ref[object], str]] = {}
+
+
+def mark_half_loaded(objects: Iterable[object], url: str) -> None:
+    """Record that a load of the checkpoint at `url` failed while filling these objects."""
+    for item in objects:
+        key = id(item)
+        try:
+            found = weakref.ref(item, lambda _, key=key: _half_loaded.pop(key, None))  # type: ignore[misc]
+        except TypeError:
+            continue  # it does not support weak references
+        _half_loaded[key] = found, url
+
+
+def clear_half_loaded(objects: Iterable[object]) -> None:
+    """Record that these objects were loaded completely."""
+    if _half_loaded:
+        for item in objects:
+            _half_loaded.pop(id(item), None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,19 +128,18 @@ class TrainState:
     @property
     def half_loaded(self) -> str:
         """The URL of the checkpoint, if a failed load has filled this state only partly; otherwise ""."""
-        return self._half or half_loaded_from(self.objects())
+        if self._half or not _half_loaded:
+            return self._half
+        marks = ((item, _half_loaded.get(id(item))) for item in self.objects())
+        return next((known[1] for item, known in marks if known and known[0]() is item), "")
 
     @half_loaded.setter
     def half_loaded(self, url: str) -> None:
         self._half = url
         if url:
-            mark(self.objects(), url)
+            mark_half_loaded(self.objects(), url)
         else:
-            clear(self.objects())
-
-    def mark_objects_half_loaded(self) -> None:
-        """Mark each object as half loaded, because a different `TrainState` may save it."""
-        mark(self.objects(), self.half_loaded)
+            clear_half_loaded(self.objects())
 
     def objects(self, *kinds: str) -> Iterator[object]:
         """Yield the objects that a load fills: modules, their tensors, optimizers, schedulers, ...
@@ -209,13 +237,6 @@ class Captured:
         self.rank_objects[key] = encode(value, key, self.loose)
         self.own.update(islice(reversed(self.loose), len(self.loose) - before))
 
-    def tables(self) -> Iterator[Mapping[Any, torch.Tensor]]:
-        """Yield every dict of tensors."""
-        yield from self.models.values()
-        for optimizer in self.optimizers.values():
-            yield from (optimizer.masters, optimizer.tensors)
-        yield self.loose
-
 
 def _unlike(kind: type | None, table: Mapping[Any, torch.Tensor]) -> Iterable[tuple[Any, torch.Tensor]]:
     return table.items() if kind is None else [item for item in table.items() if type(item[1]) is not kind]
@@ -233,29 +254,31 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         UsageError: The optimizer has parameters that are in none of the models.
         SaveError: A value cannot be saved in a form that loads safely, or the state is half loaded.
     """
+    import torch
+    from torch.distributed.tensor import DTensor
+
     check_whole(state)
     captured = Captured()
+    models, optimizers = state.parts("model"), state.parts("optimizer")
     live_tensors: dict[str, dict[str, torch.Tensor]] = {}
     recipes: dict[str, Recipe] = {}
-    for name, module in state.parts("model").items():
+    for name, module in models.items():
         key = section("model", name)
         live = _live_state(module)
-        tensors, extra_state = _by_canonical_name(module, live)
-        live_tensors[key] = tensors
-        aliases = _aliases(module, tensors)
-        captured.models[key], opened, reasons = open_all(tensors)
+        live_tensors[key], extra_state = _by_canonical_name(module, live)
+        captured.models[key], opened, reasons = open_all(live_tensors[key])
         if "bitsandbytes" in sys.modules:
             reasons.update(left_behind(canonical_modules(module)))
         refuse_hidden(f"{key}.", captured.models[key], filled=True, reasons=reasons)
         for stage in getattr(module, "stages", (module,)):
             _refuse_strangers(key, stage, live if stage is module else _live_state(stage))
         recipes.update({f"{key}.{fqn}": recipe for fqn, recipe in opened.items()})
-        captured.aliases[key] = part_aliases(aliases, captured.models[key], opened)
+        captured.aliases[key] = _aliases(module, live_tensors[key], captured.models[key], opened)
         if extra_state:
             # Large tensors in the extra state are not weights, so their keys must not begin with the model's section.
             captured.objects[f"{key}.extra_state"] = encode(extra_state, f"extra_state.{key}", captured.loose)
-    optimizers = state.parts("optimizer")
-    names = parameter_names(state, live_tensors, [p for one in optimizers.values() for p in _parameters_of(one)])
+    stepped = [p for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]]
+    names = parameter_names(state, live_tensors, stepped)
     for name, optimizer in optimizers.items():
         key = section("optimizer", name)
         captured.optimizers[key] = taken = capture_optimizer(optimizer, names, key)
@@ -266,56 +289,43 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         captured.objects[SUBCLASSES] = recipes
     if state.layout:
         _globalize(captured, state)
-    for name in state.parts("model"):
-        captured.alike |= _alike(section("model", name), name, captured, state.layout)
-    classes = {
-        section(kind, name): class_name(item)
-        for kind in ("optimizer", "scheduler")
-        for name, item in state.parts(kind).items()
-    }
-    if classes:
+    for name, (key, tensors) in zip(models, captured.models.items(), strict=True):
+        prefix, plain = f"{name}." if name else "", [k for k, v in tensors.items() if type(v) is torch.nn.Parameter]
+        captured.alike.update(f"{key}.{fqn}" for fqn in plain if not is_per_rank(state.layout, prefix + fqn))
+        # The live tensors keep their class.
+        tensors.update({k: without_subclass(v) for k, v in tensors.items() if not isinstance(v, DTensor)})
+    schedulers, scalers = state.parts("scheduler"), state.parts("grad_scaler")
+    classed = [("optimizer", optimizers), ("scheduler", schedulers)]
+    if classes := {section(kind, name): class_name(item) for kind, items in classed for name, item in items.items()}:
         captured.objects["classes"] = classes
-    for kind in ("scheduler", "grad_scaler"):
-        for name, item in state.parts(kind).items():
-            key = section(kind, name)
-            captured.objects[key] = encode(_state_of(item, key), key, captured.loose)
+    stateful = {section("scheduler", name): item for name, item in schedulers.items()}
+    stateful.update((section("grad_scaler", name), item) for name, item in scalers.items())
+    for key, item in stateful.items():
+        captured.objects[key] = encode(_state_of(item, key), key, captured.loose)
     for name, item in state.parts("dataloader").items():
         key = f"{section('dataloader', name)}.{rank}"
         captured.add_own(key, _state_of(item, key))
     if state.rng:
         captured.add_own(f"rng.{rank}", capture_rng())
-    _capture_extra(captured, state.extra, rank, seen.turn() if seen is not None else None)
+    turn = seen.turn() if seen is not None else None
+    for name, item in state.extra.items():
+        _check_name(name, "extra")
+        own = isinstance(item, PerRank)
+        key, value = (f"extra.{name}.{rank}", item.value) if own else (f"extra.{name}", item)
+        value = value.state_dict() if is_stateful(value) else value
+        if own:
+            captured.add_own(key, value)
+        else:
+            captured.objects[key] = encode(value, key, captured.loose, seen=turn)
     refuse_hidden("", captured.loose)
-    _drop_subclasses(captured.models)
     captured.objects["step"] = int(state.step if step is None else step)
     return captured
-
-
-def part_aliases(aliases: Mapping[str, str], names: Iterable[str], recipes: Mapping[str, Recipe]) -> dict[str, str]:
-    """Return the aliases, with tied tensor subclasses replaced by their parts."""
-    found = {name: holder for name, holder in aliases.items() if name not in recipes}
-    for name in names:
-        outer = outer_name(name, recipes)
-        if outer != name and outer in aliases:
-            found[name] = aliases[outer] + SEPARATOR + name[len(outer) + len(SEPARATOR) :]
-    return found
-
-
-def _alike(key: str, name: str, captured: Captured, layout: Layout) -> set[str]:
-    """Return the keys of a model's plain parameters, except those declared "per_rank".
-
-    If their values differ between ranks, they are parts of a larger tensor, or the job does not synchronize them.
-    """
-    from torch.nn import Parameter
-
-    plain = (fqn for fqn, tensor in captured.models[key].items() if type(tensor) is Parameter)
-    return {f"{key}.{fqn}" for fqn in plain if not is_per_rank(layout, f"{name}.{fqn}" if name else fqn)}
 
 
 def _globalize(captured: Captured, state: TrainState) -> None:
     """Replace each tensor that the layout declares with a DTensor that presents it as a part of a global tensor.
 
-    Must run after names have been looked up by identity, because the DTensors are new objects.
+    Runs after the lookups by identity, because the DTensors are new objects.
     """
     parameters: dict[str, torch.Tensor] = {}
     for name in state.parts("model"):
@@ -335,27 +345,31 @@ def _globalize(captured: Captured, state: TrainState) -> None:
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:
     """Raise SaveError if a state_dict hook adds entries that no load would restore.
 
-    Such entries are non-tensor values, and tensors for which no module overrides loading. The overrides are not called,
-    because loading could change the live module.
+    Such entries are non-tensor values, and tensors for which no module around them overrides loading. The overrides are
+    not called, because loading could change the live module.
     """
-    import torch
+    from torch import Tensor
+    from torch.nn import Module, Parameter
 
-    if type(module).state_dict is not torch.nn.Module.state_dict:
+    if type(module).state_dict is not Module.state_dict:
         return
-    added = {name: value for name, value in live.items() if not isinstance(value, torch.nn.Parameter)}
+    added = {name: value for name, value in live.items() if not isinstance(value, Parameter)}
     own = {id(value) for value in module.buffers()} if added else set()
     added = {name: v for name, v in added.items() if id(v) not in own and name.rpartition(".")[2] != "_extra_state"}
     if not added:
         return
-    modules, prefixes = canonical_modules(module), _canonical_prefixes(module)
+    prefixes = _canonical_prefixes(module)
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     known = {_canonical(name, prefixes) for name, _ in named}
-    lost = [
-        name
-        for name, value in added.items()
-        if not isinstance(value, torch.Tensor)
-        or not (_canonical(name, prefixes) in known or _may_take(modules, _canonical(name, prefixes)))
+    loading = [
+        f"{path}." if path else ""
+        for path, part in canonical_modules(module).items()
+        if type(part)._load_from_state_dict is not Module._load_from_state_dict
+        or type(part).load_state_dict is not Module.load_state_dict
+        or part._load_state_dict_pre_hooks
     ]
+    names = {raw: _canonical(raw, prefixes) for raw, value in added.items() if isinstance(value, Tensor)}
+    lost = [raw for raw in added if raw not in names or not (names[raw] in known or names[raw].startswith((*loading,)))]
     if lost:
         more = f" and {len(lost) - _LISTED} more" if len(lost) > _LISTED else ""
         raise SaveError(
@@ -363,20 +377,6 @@ def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]
             "restore. Make the module's load_state_dict accept the same tensors; pass non-tensor state "
             "through get_extra_state and set_extra_state. Nothing was saved."
         )
-
-
-def _may_take(modules: Mapping[str, torch.nn.Module], name: str) -> bool:
-    """Return whether any module that contains the key `name` overrides loading."""
-    import torch
-
-    plain = torch.nn.Module
-    around = [module for path, module in modules.items() if not path or name.startswith(f"{path}.")]
-    return any(
-        type(module)._load_from_state_dict is not plain._load_from_state_dict
-        or type(module).load_state_dict is not plain.load_state_dict
-        or module._load_state_dict_pre_hooks
-        for module in around
-    )
 
 
 def check_state(state: object, call: str) -> None:
@@ -407,15 +407,6 @@ def _check_parts(state: TrainState) -> None:
     check_flags(rng=state.rng)
 
 
-_EXPECTED = {
-    "model": "a module, or several by name. Pass the model itself, not its class or its state dict",
-    "optimizer": "an optimizer with param_groups. Pass the optimizer itself, not its class or its state dict",
-    "scheduler": "an object with state_dict(). Pass the scheduler itself, not its class or its state dict",
-    "grad_scaler": "an object with state_dict(), such as torch.amp.GradScaler()",
-    "dataloader": "an object with state_dict(), such as torchdata's StatefulDataLoader",
-}
-
-
 def check_whole(state: TrainState) -> None:
     """Raise SaveError if a failed load has left the state or one of its objects half loaded."""
     if state.half_loaded:
@@ -424,27 +415,6 @@ def check_whole(state: TrainState) -> None:
             'before you save, or set TrainState(...).half_loaded = "" if all its values have been '
             "restored since."
         )
-
-
-def _drop_subclasses(models: Mapping[str, dict[str, torch.Tensor]]) -> None:
-    """View tensor subclasses that are plain memory as torch.Tensor. The live tensors keep their class."""
-    from torch.distributed.tensor import DTensor
-
-    for tensors in models.values():
-        tensors.update({k: without_subclass(v) for k, v in tensors.items() if not isinstance(v, DTensor)})
-
-
-def _capture_extra(captured: Captured, extra: Mapping[str, Any], rank: int, seen: Seen | None) -> None:
-    for name, item in extra.items():
-        _check_name(name, "extra")
-        per_rank = isinstance(item, PerRank)
-        value = item.value if per_rank else item
-        key = f"extra.{name}.{rank}" if per_rank else f"extra.{name}"
-        value = _state_of(value, key) if is_stateful(value) else value
-        if per_rank:
-            captured.add_own(key, value)
-        else:
-            captured.objects[key] = encode(value, key, captured.loose, seen=seen)
 
 
 def is_stateful(value: Any) -> bool:
@@ -473,8 +443,7 @@ def computed_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], Mapping[str, Any] | None]:
     """Return `model_tensors`, and the raw state dict if a hook computed any of the tensors (otherwise None).
 
-    Computed tensors do not belong to the module. After a load has filled them, pass the raw state dict to the module's
-    `load_state_dict`, which applies them.
+    Computed tensors do not belong to the module: once filled, they go to its `load_state_dict`, as the raw state dict.
     """
     raw = _live_state(module)
     own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
@@ -557,11 +526,6 @@ def _canonical(key: str, prefixes: Mapping[str, str]) -> str:
     return f"{prefixes[parent]}.{leaf}".lstrip(".")
 
 
-def _parameters_of(optimizer: Any) -> Iterator[Any]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def parameter_names(
     state: TrainState,
     models: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
@@ -576,8 +540,7 @@ def parameter_names(
     import torch
 
     names: dict[int, str] = {}
-    modules = state.parts("model")
-    for name, module in modules.items():
+    for name, module in state.parts("model").items():
         tensors = model_tensors(module)[0] if models is None else models[section("model", name)]
         for fqn, tensor in tensors.items():
             if isinstance(tensor, torch.nn.Parameter):
@@ -591,10 +554,13 @@ def parameter_names(
     return names
 
 
-def _aliases(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _aliases(
+    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], parts: Iterable[str], recipes: Mapping[str, Recipe]
+) -> dict[str, str]:
     """Map each tied tensor's other names to the name under which it is stored.
 
-    That is the first of its names that the model does not list as tied (transformers' `_tied_weights_keys`).
+    That is the first of its names that the model does not list as tied (transformers' `_tied_weights_keys`). Tied
+    tensor subclasses are replaced by their parts.
     """
     names: dict[int, list[str]] = {}
     for fqn, tensor in tensors.items():
@@ -605,4 +571,9 @@ def _aliases(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> di
         if len(group) > 1:
             holder = next((fqn for fqn in group if fqn not in listed), group[0])
             aliases.update({fqn: holder for fqn in group if fqn != holder})
-    return aliases
+    found = {name: holder for name, holder in aliases.items() if name not in recipes}
+    for name in parts if recipes else ():
+        outer = outer_name(name, recipes)
+        if outer != name and outer in aliases:
+            found[name] = aliases[outer] + SEPARATOR + name[len(outer) + len(SEPARATOR) :]
+    return found
