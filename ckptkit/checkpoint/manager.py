@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import operator
 import os
@@ -10,7 +11,6 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -24,7 +24,7 @@ from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.hold import RunHold
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
-from ckptkit.checkpoint.save.background import SaveHandle, collecting_later, report_failure
+from ckptkit.checkpoint.save.background import SaveHandle, report_failure
 from ckptkit.checkpoint.save.hf_config import read_side_files
 from ckptkit.checkpoint.save.saver import Prepared, Saver, SaveRequest
 from ckptkit.checkpoint.save.staging import StagingBuffers, stand_ins
@@ -347,13 +347,21 @@ class CheckpointManager:
                 f"step {step} is not saved: the previous save is still running, and async_policy is 'refuse'."
             )
         self._settle()
-        with collecting_later():
-            request = self._request(step, metrics, client_state, tag, overwrite)
-            prepared = self._saver.prepare(state, request)
+        # Capturing thousands of tensors creates enough objects to trigger a collection, which takes longer than the
+        # capture.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
             self._stage(prepared)
-            publish = partial(self._publish_staged, prepared, prepared.clock.seconds())
-            self._in_flight = SaveHandle(step, publish, self._patience())
+            stall = prepared.clock.seconds()
+            self._in_flight = SaveHandle(
+                step, lambda: self._reported(prepared, self._saver.publish(prepared), stall), self._patience()
+            )
             return self._in_flight.start()
+        finally:
+            if collecting:
+                gc.enable()
 
     def wait(self) -> SaveReport | None:
         """Wait for the running save and return its report, or None if no save is running. Raises the save's error."""
@@ -579,9 +587,6 @@ class CheckpointManager:
                 f"fork, process {os.getpid()}: threads and connections do not survive a fork. Use it in the "
                 "process that created it, or create another manager here."
             )
-
-    def _publish_staged(self, prepared: Prepared, stall: float) -> SaveReport:
-        return self._reported(prepared, self._saver.publish(prepared), stall)
 
     def _reported(self, prepared: Prepared, record: CommitRecord, stall: float | None) -> SaveReport:
         """Rotate after a committed save, and return its report.

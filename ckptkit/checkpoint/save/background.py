@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import gc
 import logging
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ckptkit.checkpoint.report import SaveReport
 from ckptkit.errors import CkptkitError, SaveError, UsageError
@@ -21,22 +19,6 @@ _HEAD_START_S = 1.0
 _LOOK_S = 0.5
 _log = logging.getLogger(__name__)
 _unasked: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
-
-
-@contextlib.contextmanager
-def collecting_later() -> Iterator[None]:
-    """Disable garbage collection during the `with` block.
-
-    Capturing thousands of tensors creates enough objects to trigger a collection, which takes longer than the capture.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class SaveHandle:
@@ -55,7 +37,7 @@ class SaveHandle:
         self._work: Callable[[], SaveReport] | None = work
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
-        self._asked = False
+        self.asked = False  # whether the caller has called `result` and so seen the outcome
         self._pid = os.getpid()
         self._done = threading.Event()
         self._training_goes_on = threading.Event()
@@ -79,18 +61,13 @@ class SaveHandle:
         self._training_goes_on.wait(_HEAD_START_S)
         work, self._work = self._work, None
         try:
-            if work is not None:
-                with self._patience.entered():
-                    self._report = work()
+            assert work is not None  # this thread runs once
+            with self._patience.entered():
+                self._report = work()
         except BaseException as error:  # noqa: BLE001  the boundary of a thread: `result` raises it
             self._error = error
         finally:
             self._done.set()
-
-    def wait_at_end(self) -> None:
-        """Wait for the save's thread, if it belongs to this process."""
-        while self._thread.is_alive() and not self._waited(_LOOK_S):  # in a fork, is_alive() is False
-            pass
 
     def _waited(self, timeout_s: float | None) -> bool:
         try:
@@ -119,24 +96,18 @@ class SaveHandle:
             raise UsageError(f"the save of step {self.step} runs in process {self._pid}; wait for it there.")
         if not self._waited(timeout_s):
             raise TimeoutError(f"the save of step {self.step} is not done after {timeout_s} s; it is still running.")
-        self._asked = True
+        self.asked = True
         _unasked.discard(self)
         if self._error is not None:
             if isinstance(self._error, CkptkitError):
                 raise self._error
             raise SaveError(f"the save of step {self.step} failed: {self._error}") from self._error
-        if self._report is None:
-            raise SaveError(f"the save of step {self.step} ended without a report.")
+        assert self._report is not None
         return self._report
 
     def exception(self) -> BaseException | None:
-        """Return the error; None while the save is running or if it succeeded. Leaves `asked` unchanged."""
+        """Return the error; None while the save is running or if it succeeded."""
         return self._error
-
-    @property
-    def asked(self) -> bool:
-        """Whether the caller has called `result` and so seen the outcome."""
-        return self._asked
 
 
 def _report_unasked() -> None:
@@ -168,7 +139,8 @@ def _is_heard() -> bool:
 def _wait_for_saves() -> None:
     """Wait for running saves when the main thread ends, before Python shuts down modules that the saves use."""
     for handle in list(_unasked):
-        handle.wait_at_end()
+        while handle._thread.is_alive() and not handle._waited(_LOOK_S):  # in a fork, is_alive() is False
+            pass
 
 
 before_end(_wait_for_saves)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -202,21 +203,21 @@ def _describe(views: Any, captured: Captured) -> bytes:
             fields = view.layout
             placements = [[p.kind, p.dim, p.split_factor] for p in fields.placements]
             layouts.append([fields.mesh_shape, fields.mesh_names, fields.mesh_ranks, placements])
-        local = list(view.local.shape) if _is_strided(view) else None
+        # The other ranks cannot compute the local shape of a strided shard.
+        strided = view.layout is not None and any(p.kind == "strided_shard" for p in view.layout.placements)
+        local = list(view.local.shape) if strided else None
         rows.append([view.key, view.dtype, view.shape, layout, local])
     models = sorted(captured.models)
     return json.dumps({"rows": rows, "layouts": layouts, "models": models}, separators=(",", ":")).encode()
 
 
-def _is_strided(view: PartView) -> bool:
-    """Return whether the other ranks need to be told this rank's local shape, because they cannot compute it."""
-    return view.layout is not None and any(p.kind == "strided_shard" for p in view.layout.placements)
-
-
 def _plan(described: Sequence[Mapping[str, Any]], world_size: int, max_shard_bytes: int) -> list[_File]:
     holders: dict[str, list[tuple[int, list[Any], ShardLayout | None]]] = {}
     for rank, body in enumerate(described):
-        layouts = [_layout(fields) for fields in body["layouts"]]
+        layouts = [
+            ShardLayout(tuple(shape), tuple(names), tuple(ranks), tuple(PlacementRecord(*p) for p in placements))
+            for shape, names, ranks, placements in body["layouts"]
+        ]
         for row in body["rows"]:
             holders.setdefault(row[0], []).append((rank, row, None if row[3] < 0 else layouts[row[3]]))
     models = sorted({name for body in described for name in body["models"]})
@@ -233,11 +234,6 @@ def _plan(described: Sequence[Mapping[str, Any]], world_size: int, max_shard_byt
         file.writer = load.index(min(load))
         load[file.writer] += file.nbytes + 1
     return files
-
-
-def _layout(fields: Sequence[Any]) -> ShardLayout:
-    shape, names, ranks, placements = fields
-    return ShardLayout(tuple(shape), tuple(names), tuple(ranks), tuple(PlacementRecord(*p) for p in placements))
 
 
 def _pieces(key: str, held: Sequence[tuple[int, list[Any], ShardLayout | None]]) -> tuple[_Piece, ...]:
@@ -264,34 +260,25 @@ def _files(group: str, items: Sequence[_Item], max_shard_bytes: int) -> list[_Fi
             files.append(_File(""))
         files[-1].items.append(item)
         files[-1].nbytes += item.nbytes
-    stem = "state/state" if group == "state" else _model_folder(group) + "model"
+    name = group.partition("_")[2]  # a single model's files are in the root
+    stem = "state/state" if group == "state" else f"{name}/model" if name else "model"
     for number, file in enumerate(files, 1):
         file.path = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
     return files
 
 
-def _model_folder(group: str) -> str:
-    """Return the folder for a model's files: the root for a single model, otherwise the model's name."""
-    name = group.partition("_")[2]
-    return f"{name}/" if name else ""
-
-
 def _hf_indexes(files: Sequence[_File]) -> dict[str, bytes]:
     """Return the content of each model's `model.safetensors.index.json`, by path."""
-    maps: dict[str, dict[str, str]] = {}
-    sizes: dict[str, list[int]] = {}
+    folders: dict[str, list[tuple[_Item, str]]] = {}
     for file in files:
         folder, _, name = file.path.rpartition("/")
         if name.startswith("model-"):
-            for item in file.items:
-                maps.setdefault(folder, {})[item.name] = name
-                total = sizes.setdefault(folder, [0, 0])
-                total[0] += item.nbytes
-                total[1] += math.prod(item.shape)
+            folders.setdefault(folder, []).extend((item, name) for item in file.items)
     found = {}
-    for folder, weight_map in maps.items():
-        metadata = {"total_size": sizes[folder][0], "total_parameters": sizes[folder][1]}
-        body = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    for folder, held in folders.items():
+        numels = [math.prod(item.shape) for item, _ in held]
+        metadata = {"total_size": sum(item.nbytes for item, _ in held), "total_parameters": sum(numels)}
+        body = {"metadata": metadata, "weight_map": dict(sorted((item.name, name) for item, name in held))}
         path = f"{folder}/model.safetensors.index.json".lstrip("/")
         found[path] = (json.dumps(body, indent=2) + "\n").encode()
     return found
@@ -327,11 +314,11 @@ class _Transfer:
         """Gather and write all tensors. Raises this rank's first error."""
         for file, item in _order(self._plan.files):
             if file.writer == self._plan.rank:
-                whole = self._try(lambda item=item: _target(self._plan, item, self._memory.get(item.key)))  # type: ignore[misc]
+                whole = self._try(partial(_target, self._plan, item, self._memory.get(item.key)))
                 for piece in item.pieces:
                     if piece.rank != self._plan.rank:
                         _receive(self._plan, item, piece, whole)
-                self._try(lambda item=item, file=file, whole=whole: self._write(file, item, whole))  # type: ignore[misc]
+                self._try(partial(self._write, file, item, whole))
             else:
                 for piece in item.pieces:
                     if piece.rank == self._plan.rank:
@@ -366,17 +353,15 @@ class _Transfer:
         import torch
         import torch.distributed as dist
 
+        def sendable(tile: Box) -> torch.Tensor:
+            part = _at(_part(self._plan, item.key, piece, self._memory[item.key]), tile)
+            return row_major(part).to("cpu").view(-1).view(torch.uint8)
+
         for tile in _tiles(piece.box, item):
-            part = self._try(lambda tile=tile: self._sendable(item, piece, tile))  # type: ignore[misc]
+            part = self._try(partial(sendable, tile))
             if part is None:
                 part = torch.zeros(tile.numel * dtype_of(item.dtype).itemsize, dtype=torch.uint8)
             dist.send(part, group_dst=writer, group=self._plan.group)
-
-    def _sendable(self, item: _Item, piece: _Piece, tile: Box) -> torch.Tensor:
-        import torch
-
-        part = _at(_part(self._plan, item.key, piece, self._memory[item.key]), tile)
-        return row_major(part).to("cpu").view(-1).view(torch.uint8)
 
 
 def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:
@@ -415,13 +400,12 @@ def _receive(plan: FullTensors, item: _Item, piece: _Piece, whole: torch.Tensor 
     import torch
     import torch.distributed as dist
 
-    itemsize = dtype_of(item.dtype).itemsize
     for tile in _tiles(piece.box, item):
         part = None if whole is None else _at(_at(whole, piece.box), tile)
         if part is not None and part.is_contiguous():
             dist.recv(part.view(-1).view(torch.uint8), group_src=piece.rank, group=plan.group)
             continue
-        buffer = torch.empty(tile.numel * itemsize, dtype=torch.uint8)
+        buffer = torch.empty(tile.numel * dtype_of(item.dtype).itemsize, dtype=torch.uint8)
         dist.recv(buffer, group_src=piece.rank, group=plan.group)
         if part is not None:
             part.copy_(buffer.view(part.dtype).view(tile.sizes))

@@ -42,6 +42,7 @@ from ckptkit.formats.own.record import (
     checkpoint_name,
 )
 from ckptkit.storage.retry import patient
+from ckptkit.version import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -54,23 +55,16 @@ _log = logging.getLogger(__name__)
 
 
 class TensorPlan(Protocol):
-    """This rank's plan for a save. There is one implementation per state-dict type.
-
-    Attributes:
-        tensors: The tensors to save; staging copies exactly these.
-        nbytes: Approximate number of bytes to write.
-        file_names: A regular expression for the paths of all files that the ranks write; known after `settle`.
-        signature: Equal on ranks that agree about their shared tensors.
-    """
+    """This rank's plan for a save. There is one implementation per state-dict type."""
 
     @property
-    def tensors(self) -> Sequence[torch.Tensor]: ...
+    def tensors(self) -> Sequence[torch.Tensor]: ...  # staging copies exactly these
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int: ...  # approximately what this rank writes
     @property
-    def file_names(self) -> str: ...
+    def file_names(self) -> str: ...  # a regular expression for all ranks' files; known after `settle`
     @property
-    def signature(self) -> bytes: ...
+    def signature(self) -> bytes: ...  # equal on ranks that agree about their shared tensors
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> TensorPlan:
         """Return the plan, adjusted to the other ranks' tensors. Collective if signatures changed."""
@@ -136,28 +130,15 @@ class Prepared:
     written: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Agreed:
-    """The result of comparing the ranks' plans before a save.
-
-    Attributes:
-        alike: Whether plain tensors are known to be equal. That is so if ranks with the same keys have the same
-            contents, and no rank's keys have changed since the last comparison.
-        one_recipe: Whether all ranks split tensor subclasses into the same parts.
-        tellers: The lowest rank of each group of ranks that have the same parameter names, except rank 0's group.
-    """
-
-    alike: bool
-    one_recipe: bool
-    tellers: tuple[int, ...]
-
-
 class Saver:
     """Saves one run's states. Reuses the previous save's plan where possible.
 
     Args:
         side_files: Files to store in every checkpoint, such as a tokenizer: path to bytes. Rank 0's are written.
         extra: JSON for the commit records' `extra`.
+
+    Attributes:
+        seen: On rank 0, the inventory after the last save; None if it must be listed again.
     """
 
     def __init__(
@@ -182,7 +163,6 @@ class Saver:
         self._sync = sync
         self._max_shard_bytes = max_shard_bytes
         self.seen: Inventory | None = None
-        """On rank 0, the inventory after the last save; None if it must be listed again."""
         self._plans: dict[StateDictType, TensorPlan] = {}
         self._seen = Seen()
         import ckptkit.formats.dcp.plan  # noqa: F401  now, so that the first save does not block for it
@@ -200,9 +180,17 @@ class Saver:
             RankFailedError: Some rank could not capture its state. Every rank raises the same error.
             UsageError: The ranks want to save different steps.
         """
-        clock = PhaseClock()
-        if request.state_dict_type is StateDictType.FULL and self._transfers is None:
-            self._open_transfers()
+        clock, what = PhaseClock(), "planning the save"
+        group = self._coordinator.group
+        if request.state_dict_type is StateDictType.FULL and self._transfers is None and group is not None:
+            import torch.distributed as dist
+
+            # A group for gathering full tensors. With local synchronization torch names it after its ranks, so a second
+            # group would get the same name and find what the first left behind. Use it only for a subset of the ranks,
+            # which needs it.
+            ranks = dist.get_process_group_ranks(group)
+            alone, timeout = len(ranks) != dist.get_world_size(), timedelta(seconds=self._coordinator.timeout_s)
+            self._transfers = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=alone)
         captured = Captured()
         with clock.phase("plan"):
             try:
@@ -222,15 +210,15 @@ class Saver:
             else:
                 made, outcome = self._plan(captured, state, request, clock)
         with clock.phase("agree"):
-            signatures, agreed = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
+            signatures, alike, one_recipe, tellers = self._coordinator.settle(outcome, what, then=self._agreed)
             assert made is not None  # if it were None, `settle` would have raised
-            if not agreed.one_recipe:
+            if not one_recipe:
                 self._join_recipes(captured)
-            if not agreed.alike and self._found_differences(captured, made.prints):
+            if not alike and self._found_differences(captured, made.prints):
                 made, outcome = self._plan(captured, state, request, clock)
-                signatures, agreed = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
+                signatures, _, _, tellers = self._coordinator.settle(outcome, what, then=self._agreed)
                 assert made is not None
-            made.tellers = agreed.tellers
+            made.tellers = tellers
             made.plan = made.plan.settle(signatures, self._coordinator.all_gather)
         self._plans[request.state_dict_type] = made.plan
         return made
@@ -244,6 +232,8 @@ class Saver:
         Raises:
             RankFailedError: Some rank failed. Every rank raises the same error. Nothing was published.
         """
+        import torch
+
         request, clock, plan = prepared.request, prepared.clock, prepared.plan
         small = (MANIFEST_NAME, OBJECTS_NAME, *prepared.side_files)
         try:
@@ -278,7 +268,11 @@ class Saver:
                 "metrics": dict(request.metrics or {}),
                 "client_state": request.client_state,
                 "objective": self._objective,
-                "versions": _versions(),
+                "versions": {
+                    "ckptkit": __version__,
+                    "torch": str(torch.__version__),
+                    "python": platform.python_version(),
+                },
                 "extra": {**self._extra, **({"resumed_from": request.resumed_from} if request.resumed_from else {})},
             }
             with clock.phase("commit"):
@@ -286,7 +280,8 @@ class Saver:
                 record = attempt.commit(written.files, fields, payload=payload, complete=complete)
         except BaseException:
             # All ranks get here. The group may still contain messages, so the next FULL save creates a new group.
-            self._drop_transfers()
+            # Destroying this one could wait for messages, and would free its name for reuse.
+            self._transfers = None
             self._plans.clear()
             raise
         self.seen = attempt.after
@@ -303,9 +298,7 @@ class Saver:
     # --- steps
 
     def _check_ranked(self, request: SaveRequest, metric: str) -> None:
-        """Check that the save has `keep_best`'s metric. Raise if the save has no metrics.
-
-        Warn if it has metrics, but not this one.
+        """Raise if the save has no metrics; warn if `keep_best`'s is not among them.
 
         Call it until a save has metrics: later ones may have none, as the last save before a job ends.
         """
@@ -327,6 +320,8 @@ class Saver:
         self, captured: Captured, state: TrainState, request: SaveRequest, clock: PhaseClock
     ) -> tuple[Prepared | None, Outcome]:
         """Return this rank's plan, and the outcome to send to the other ranks. After an error, the plan is None."""
+        from torch.distributed.tensor import DTensor
+
         from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
 
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
@@ -334,11 +329,9 @@ class Saver:
         try:
             part_ways(captured, self._keepers, rank)
             small = {**self._side_files, **side_files(state)} if rank == 0 else {}
-            if kind is StateDictType.FULL and any(
-                key.startswith("model") for key in captured.objects.get(SUBCLASSES, ())
-            ):
-                # If there were a config, from_pretrained would randomly initialize the weights that are stored in
-                # parts.
+            in_parts = any(key.startswith("model") for key in captured.objects.get(SUBCLASSES, ()))
+            if kind is StateDictType.FULL and in_parts:
+                # With a config, from_pretrained would randomly initialize the weights that are stored in parts.
                 small = {path: data for path, data in small.items() if path.rpartition("/")[2] != "config.json"}
             plan: TensorPlan
             if kind is StateDictType.SHARDED:
@@ -359,13 +352,21 @@ class Saver:
                 )
                 small = {}  # the plan writes these with the model's files
             prints = Fingerprints(captured) if world_size > 1 else None
-            mesh = _mesh(captured)
+            every = (tensor for _, tensor in captured.tensors(aliases=True))
+            found = next((layout_of(tensor) for tensor in every if isinstance(tensor, DTensor)), None)
+            mesh = None if found is None else {"shape": list(found.mesh_shape), "names": list(found.mesh_names)}
             made = Prepared(request, plan, captured.objects, captured.rank_objects, mesh, clock, small, prints)
         except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
             return None, Outcome.of_error(error)
         wanted = (request.step, request.tag, kind.value)
         recipes = digest_of(_json(captured.objects.get(SUBCLASSES)))
-        spread = digest_of(_json({key: _names(tree) for key, tree in _spread(captured.objects).items()}))
+        names = {
+            key: [[group["params"] for group in tree["param_groups"]], list(tree["values"])]
+            if "param_groups" in tree
+            else list(tree)
+            for key, tree in _spread(captured.objects).items()
+        }
+        spread = digest_of(_json(names))
         return made, Outcome((plan.signature, wanted, prints and prints.digests, recipes, spread))
 
     def _index(
@@ -378,9 +379,17 @@ class Saver:
             objects.update(json.loads(own))
         told = [json.loads(trees) for *_, trees in answers]
         for key in dict.fromkeys(key for trees in told for key in trees):
-            objects[key] = _united(key, [trees[key] for trees in [prepared.objects, *told] if key in trees])
+            found = [trees[key] for trees in [prepared.objects, *told] if key in trees]
+            joins = key.partition("_")[0] == "optimizer"
+            objects[key] = united(found) if joins else {k: v for tree in reversed(found) for k, v in tree.items()}
         joined = set(_spread(prepared.objects)) if prepared.tellers else set()
-        _warn_of_differences([{k: v for k, v in digests.items() if k not in joined} for _, _, digests, _ in answers])
+        tables = [digests for _, _, digests, _ in answers]
+        for key in sorted({key for table in tables for key in table} - joined):
+            if len({table.get(key) for table in tables}) > 1:
+                _log.warning(
+                    "%s differs between ranks; only rank 0's value was saved. To save all, wrap it in ckptkit.PerRank.",
+                    key,
+                )
         small = {**prepared.side_files, OBJECTS_NAME: _json({"format": 1, "objects": objects})}
         for path, data in small.items():
             attempt.store.write(path, data, sync=self._sync)
@@ -392,18 +401,24 @@ class Saver:
             sync=self._sync,
         )
         records = {path: FileRecord(len(data), hex_digest_of(data)) for path, data in small.items()}
-        found = {**files, **records}
-        nbytes = sum(item.nbytes for item in found.values())
+        nbytes = sum(item.nbytes for item in [*files.values(), *records.values()])
         prepared.written += nbytes
         prepared.clock.add("index", time.perf_counter() - started, nbytes)
-        return found
+        return {**files, **records}
 
     # --- communication
 
     def _agreed(
         self, answers: list[tuple[bytes, Any, tuple[bytes, bytes] | None, int, int]]
-    ) -> tuple[list[bytes], _Agreed]:
-        """Return all ranks' signatures, and what the ranks agree on. Runs on rank 0."""
+    ) -> tuple[list[bytes], bool, bool, tuple[int, ...]]:
+        """Compare the ranks' plans. Runs on rank 0. Returns four values:
+
+        - all ranks' signatures;
+        - whether plain tensors are known to be equal: ranks with the same keys have the same contents, and no rank's
+          keys have changed since the last comparison;
+        - whether all ranks split tensor subclasses into the same parts;
+        - the lowest rank of each group of ranks that have the same parameter names, except rank 0's group.
+        """
         signatures, wanted, prints, recipes, spread = zip(*answers, strict=True)
         check_equal(wanted, "what to save: (step, tag, type)")
         digests = [digest for digest in prints if digest is not None]
@@ -411,7 +426,7 @@ class Saver:
         one_each = len(set(digests)) == len(set(held))
         equal = one_each and (len(set(held)) <= 1 or held == self._holdings)
         tellers = tuple(sorted({spread.index(names) for names in spread} - {0}))
-        return list(signatures), _Agreed(equal, len(set(recipes)) == 1, tellers)
+        return list(signatures), equal, len(set(recipes)) == 1, tellers
 
     def _join_recipes(self, captured: Captured) -> None:
         """Give this rank the recipes of all ranks. Ranks may have different tensors. Collective.
@@ -425,7 +440,7 @@ class Saver:
             found.update({key: (rank, recipe) for key, recipe in table.items() if key not in found})
         mine = {key for key, _ in captured.tensors(aliases=True)} | own.keys()
         differing = [key for key, (_, recipe) in found.items() if key in mine and own.get(key) != recipe]
-        error = None
+        outcome = Outcome()
         if differing:
             rank, recipe = found[differing[0]]
             more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
@@ -433,9 +448,9 @@ class Saver:
                 f"{differing[0]}{more}: it is {describe(own.get(differing[0]))} here, but {describe(recipe)} on rank "
                 f"{rank}. Shard it so that all ranks have the same class and settings."
             )
-        self._coordinator.settle(Outcome() if error is None else Outcome.of_error(error), "planning the save")
-        joined = {key: recipe for key, (_, recipe) in found.items()}
-        captured.objects[SUBCLASSES] = joined
+            outcome = Outcome.of_error(error)
+        self._coordinator.settle(outcome, "planning the save")
+        captured.objects[SUBCLASSES] = {key: recipe for key, (_, recipe) in found.items()}
 
     def _found_differences(self, captured: Captured, prints: Fingerprints | None) -> bool:
         """Compare plain tensors one by one, and remember which differ. Return whether any do on any rank.
@@ -455,23 +470,6 @@ class Saver:
         if anywhere:
             self._keepers = {**(self._keepers or {}), **found}
         return anywhere
-
-    def _open_transfers(self) -> None:
-        """Create the group for gathering full tensors, if there are several ranks. Collective."""
-        if self._coordinator.group is None:
-            return
-        import torch.distributed as dist
-
-        ranks = dist.get_process_group_ranks(self._coordinator.group)
-        # With local synchronization torch names the group after its ranks, so a second group would get the same
-        # name and find what the first left behind. Use it only for a subset of the ranks, which needs it.
-        alone = len(ranks) != dist.get_world_size()
-        timeout = timedelta(seconds=self._coordinator.timeout_s)
-        self._transfers = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=alone)
-
-    def _drop_transfers(self) -> None:
-        """Forget the group without destroying it, which could wait for messages and would free its name for reuse."""
-        self._transfers = None
 
 
 def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
@@ -512,44 +510,5 @@ def _spread(objects: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _names(tree: Any) -> Any:
-    if "param_groups" not in tree:
-        return list(tree)
-    return [[group["params"] for group in tree["param_groups"]], list(tree["values"])]
-
-
-def _united(key: str, trees: Sequence[Any]) -> Any:
-    if key.partition("_")[0] == "optimizer":
-        return united(trees)
-    return {name: value for tree in reversed(trees) for name, value in tree.items()}
-
-
-def _warn_of_differences(digests: Sequence[Mapping[str, str]]) -> None:
-    for key in sorted({key for table in digests for key in table}):
-        if len({table.get(key) for table in digests}) > 1:
-            _log.warning(
-                "%s differs between ranks; only rank 0's value was saved. To save all, wrap it in ckptkit.PerRank.",
-                key,
-            )
-
-
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _mesh(captured: Captured) -> dict[str, Any] | None:
-    from torch.distributed.tensor import DTensor
-
-    for _, tensor in captured.tensors(aliases=True):
-        if isinstance(tensor, DTensor):
-            layout = layout_of(tensor)
-            return {"shape": list(layout.mesh_shape), "names": list(layout.mesh_names)}
-    return None
-
-
-def _versions() -> dict[str, str]:
-    import torch
-
-    from ckptkit.version import __version__
-
-    return {"ckptkit": __version__, "torch": str(torch.__version__), "python": platform.python_version()}

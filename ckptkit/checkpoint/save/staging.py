@@ -134,7 +134,7 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 def _allocate_shared(nbytes: int) -> tuple[int, torch.Tensor]:
-    """Return anonymous memory and its file descriptor. If the process is killed, the memory is freed."""
+    """Return anonymous memory and its file descriptor."""
     import torch
 
     fd = os.memfd_create("ckptkit-snapshot")
