@@ -131,11 +131,12 @@ def load_checkpoint(
         state.step = report.step
     # A load of everything clears the half-loaded mark. A partial load clears it only if the state was whole before its
     # first attempt.
-    if not report.missing and (options.whole or origin == ""):
+    complete = options.complete(report.missing)
+    if len(complete) == 2 or (not report.missing and origin == ""):
         state.half_loaded = ""
     else:
         state._half = before
-        clear_half_loaded(item for kind in options.complete(report.missing) for item in state.objects(kind))
+        clear_half_loaded(item for kind in complete for item in state.objects(kind))
     report.seconds, report.phases = clock.seconds(), clock.phases
     return report
 

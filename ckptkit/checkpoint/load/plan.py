@@ -59,6 +59,13 @@ _log = logging.getLogger(__name__)
 
 
 Merge = Callable[[Sequence[Any], int, int], Any]
+_CHOICES: Mapping[str, tuple[object, ...]] = {
+    "model": ("restore", "skip"),
+    "optimizer": ("restore", "skip", "deferred"),
+    "verify": (True, False, "read"),
+    "replicas": ("auto", "broadcast", "read"),
+    "rng_on_resize": ("reseed", "keep", "error"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,16 +117,6 @@ class LoadOptions:
     rng_on_resize: Literal["reseed", "keep", "error"] = "reseed"
     per_rank_on_resize: Literal["error", "keep"] | Merge = "error"
 
-    @property
-    def max_nbytes(self) -> int | None:
-        """`max_memory` in bytes."""
-        return None if self.max_memory is None else parse_size(self.max_memory)
-
-    @property
-    def whole(self) -> bool:
-        """Whether all models and optimizers are loaded completely."""
-        return self.model == "restore" and self.optimizer == "restore" and not self.include and not self.exclude
-
     def complete(self, missing: Sequence[str]) -> list[str]:
         """Return which of "model" and "optimizer" are loaded completely. `missing`: keys that the checkpoint lacks."""
         if missing or self.include or self.exclude:
@@ -136,18 +133,12 @@ class LoadOptions:
             value = getattr(self, name)
             if not callable(value) and not isinstance(value, Iterable):
                 raise wrong(name, value, "globs of FQNs, such as ['*.lora_*'], or a function of an FQN")
-        if self.model not in ("restore", "skip"):
-            raise UsageError(f"model={self.model!r}: expected 'restore' or 'skip'.")
-        if self.optimizer not in ("restore", "skip", "deferred"):
-            raise UsageError(f"optimizer={self.optimizer!r}: expected 'restore', 'skip' or 'deferred'.")
+        for name, (*others, last) in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in (*others, last):
+                raise UsageError(f"{name}={value!r}: expected {', '.join(map(repr, others))} or {last!r}.")
         if self.key_map is not None and (self.model == "skip" or self.optimizer == "deferred"):
             raise UsageError("key_map= loads weights only: leave model='restore', and pass optimizer='skip'.")
-        if self.verify not in (True, False, "read"):
-            raise UsageError(f"verify={self.verify!r}: expected True, False or 'read'.")
-        if self.replicas not in ("auto", "broadcast", "read"):
-            raise UsageError(f"replicas={self.replicas!r}: expected 'auto', 'broadcast' or 'read'.")
-        if self.rng_on_resize not in ("reseed", "keep", "error"):
-            raise UsageError(f"rng_on_resize={self.rng_on_resize!r}: expected 'reseed', 'keep' or 'error'.")
         if self.per_rank_on_resize not in ("error", "keep") and not callable(self.per_rank_on_resize):
             raise UsageError(f"per_rank_on_resize={self.per_rank_on_resize!r}: expected 'error', 'keep' or a function.")
 
@@ -269,123 +260,118 @@ class LoadPlan:
         return list(dict.fromkeys(key for tree in [*trees, self.rng, self.leftovers] for key in references(tree)))
 
 
+@dataclass(slots=True)
 class _Planner:
-    def __init__(
-        self,
-        state: TrainState,
-        objects: Mapping[str, JSON],
-        options: LoadOptions,
-        rank: int,
-        world_size: int,
-        small: Callable[[str], Any],
-        foreign: bool,
-        plan: LoadPlan,
-        own: OwnCopies,
-    ) -> None:
-        self.state = state
-        self.own = own
-        self.foreign = foreign
-        self.catalog = plan.catalog
-        self.objects = objects
-        self.options = options
-        self.rank = rank
-        self.world_size = world_size
-        self.small = small
-        self.plan = plan
-        self.filter = KeyFilter(options.include, options.exclude)
-        self.by_role: dict[Role, dict[str, TensorEntry]] = {}
-        self.from_masters: set[str] = set()  # FQNs of masters to load into weights
-        self.live: dict[str, dict[str, torch.Tensor]] = {}  # each model's tensors
-        recipes = objects.get(SUBCLASSES, {})
-        if not isinstance(recipes, dict) or not all(map(is_recipe, recipes.values())):
-            raise CorruptCheckpointError(f"objects.json: the value of '{SUBCLASSES}' is malformed.")
-        self.recipes: Mapping[str, Recipe] = recipes
-        self.declared: dict[int, tuple[Shard, ...]] = {}  # by the live tensor's id
+    """Fills `plan`.
+
+    Attributes:
+        objects: JSON by key.
+        small: Reads one tensor.
+        foreign: Whether ckptkit did not write the checkpoint.
+        from_masters: FQNs of masters to load into weights.
+        live: Each model's tensors.
+        declared: Shards that the layout declares, by the live tensor's id.
+    """
+
+    state: TrainState
+    objects: Mapping[str, JSON]
+    options: LoadOptions
+    rank: int
+    world_size: int
+    small: Callable[[str], Any]
+    foreign: bool
+    plan: LoadPlan
+    own: OwnCopies
+    from_masters: set[str] = field(default_factory=set)
+    live: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    declared: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
+    by_role: dict[Role, dict[str, TensorEntry]] = field(default_factory=dict)
+
+    @property
+    def recipes(self) -> Mapping[str, Recipe]:
+        """How the saved tensor subclasses are split, by key."""
+        return self.objects.get(SUBCLASSES, {})  # type: ignore[no-any-return]
 
     def entries(self, role: Role) -> dict[str, TensorEntry]:
         if role not in self.by_role:
-            self.by_role[role] = self.catalog.by_role(role)
+            self.by_role[role] = self.plan.catalog.by_role(role)
         return self.by_role[role]
 
     def run(self) -> None:
+        state, skipped = self.state, self.plan.skipped
+        if not isinstance(self.recipes, dict) or not all(map(is_recipe, self.recipes.values())):
+            raise CorruptCheckpointError(f"objects.json: the value of '{SUBCLASSES}' is malformed.")
         if self.options.model == "restore":
             self.models()
         else:
-            self.plan.skipped.update({section("model", name): 'model="skip"' for name in self.state.parts("model")})
+            skipped.update({section("model", name): 'model="skip"' for name in state.parts("model")})
         if self.from_masters:
-            count = len(self.from_masters)
             self.plan.notes.append(
-                f"weights: {count} were restored from the fp32 masters, because the live dtype differs from "
-                "the saved one."
+                f"weights: {len(self.from_masters)} were restored from the fp32 masters, because the live dtype "
+                "differs from the saved one."
             )
         self.optimizers()
         if self.options.key_map is not None:
-            self.only_weights()
+            kinds = ("scheduler", "grad_scaler", "dataloader")
+            kept = [section(kind, name) for kind in kinds for name in state.parts(kind)]
+            kept += [f"extra.{name}" for name in state.extra] + ["rng"] * state.rng
+            skipped.update(dict.fromkeys(kept, "key_map loads weights only"))
             return
         for kind in ("scheduler", "grad_scaler"):
-            for name, item in self.state.parts(kind).items():
+            for name, item in state.parts(kind).items():
                 self.object(kind, section(kind, name), item)
-        for name, item in self.state.parts("dataloader").items():
+        for name, item in state.parts("dataloader").items():
             self.per_rank("dataloader", section("dataloader", name), item)
-        for name, item in self.state.extra.items():
-            if isinstance(item, PerRank):
-                self.per_rank("extra", f"extra.{name}", item)
-            else:
-                self.object("extra", f"extra.{name}", item)
-        if self.state.rng:
+        for name, item in state.extra.items():
+            plan_one = self.per_rank if isinstance(item, PerRank) else self.object
+            plan_one("extra", f"extra.{name}", item)
+        if state.rng:
             self.rng()
         self.left_out()
-
-    def only_weights(self) -> None:
-        """Report what a load with a key map leaves unchanged."""
-        kept = [
-            section(kind, name)
-            for kind in ("scheduler", "grad_scaler", "dataloader")
-            for name in self.state.parts(kind)
-        ]
-        kept += [f"extra.{name}" for name in self.state.extra] + ["rng"] * self.state.rng
-        self.plan.skipped.update(dict.fromkeys(kept, "key_map loads weights only"))
 
     # --- models
 
     def models(self) -> None:
-        aliases = self.aliases()
+        tables = self.plan.catalog.info.extra.get("aliases", {})
+        for table in tables.values() if isinstance(tables, Mapping) else [tables]:
+            if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table.values()):
+                raise CorruptCheckpointError("the table of tied weights in the manifest is malformed.")
+        chosen = KeyFilter(self.options.include, self.options.exclude)
+        weights, mismatches = self.entries(Role.MODEL), self.plan.mismatches
         names: set[str] = set()
         for name, module in self.state.parts("model").items():
-            key = section("model", name)
-            prefix = f"{name}." if name else ""
-            saved = {
-                fqn[len(prefix) :]: entry
-                for fqn, entry in self.entries(Role.MODEL).items()
-                if fqn.startswith(prefix) and self.take(key, fqn[len(prefix) :])
-            }
+            key, prefix = section("model", name), f"{name}." if name else ""
+            saved = {fqn[len(prefix) :]: entry for fqn, entry in weights.items() if fqn.startswith(prefix)}
             tensors, extra_state, handed = computed_state(module)
             self.live[key] = tensors
             if handed is not None:
                 self.plan.handed.append((module, handed))
-                self.plan.mismatches.add("unexpected", key, _not_taken(module, handed))
-            names.update(tensors, (self.outer(key, fqn.removeprefix(prefix)) for fqn in self.entries(Role.MODEL)))
-            live = {fqn: tensor for fqn, tensor in tensors.items() if self.filter(fqn)}
+                mismatches.add("unexpected", key, _not_taken(module, handed))
+            live = dict(tensors)
+            if not chosen.takes_all:
+                outers = {fqn: outer_name(fqn, self.recipes, f"{key}.") for fqn in saved}
+                names.update(tensors, (outer_name(f.removeprefix(prefix), self.recipes, f"{key}.") for f in weights))
+                live = {fqn: tensor for fqn, tensor in tensors.items() if chosen(fqn)}
+                saved = {fqn: entry for fqn, entry in saved.items() if chosen(outers[fqn])}
+                left = [f"{key}.{fqn}" for fqn in outers if fqn not in saved]
+                self.plan.skipped.update(dict.fromkeys(left, "not included"))
             live, recipes, reasons = open_all(live)
-            live, saved = self.parts(key, live, saved, recipes)
+            if recipes or self.recipes:
+                live, saved = self.parts(key, live, saved, recipes)
             for fqn, tensor in live.items() if self.state.layout else ():
                 self.declared.setdefault(id(tensor), shards_of(self.state.layout, prefix + fqn))
-            hidden = {**hidden_ones(live), **reasons}
-            self.plan.mismatches.add("others", key, [f"{fqn} here {why}" for fqn, why in hidden.items()])
-            live = {fqn: tensor for fqn, tensor in live.items() if fqn not in hidden}
-            saved = {fqn: entry for fqn, entry in saved.items() if fqn not in hidden}
-            self.model(key, prefix, live, saved, aliases.get(key, {}))
-            if self.filter.takes_all:
+            if hidden := {**hidden_ones(live), **reasons}:
+                mismatches.add("others", key, [f"{fqn} here {why}" for fqn, why in hidden.items()])
+                live = {fqn: tensor for fqn, tensor in live.items() if fqn not in hidden}
+                saved = {fqn: entry for fqn, entry in saved.items() if fqn not in hidden}
+            self.model(key, prefix, live, saved, tables.get(key, {}))
+            if chosen.takes_all:
                 self.extra_state(f"{key}.extra_state", module, extra_state)
-        idle = [f"{rule} matches no tensor of the models or the checkpoint" for rule in self.filter.idle(names)]
+        idle = [f"{rule} matches no tensor of the models or the checkpoint" for rule in chosen.idle(names)]
         if self.options.strict:
-            self.plan.mismatches.add("others", "model", idle)
+            mismatches.add("others", "model", idle)
         else:
             self.plan.notes += idle
-
-    def outer(self, key: str, fqn: str) -> str:
-        """Return the name of the saved tensor subclass that `fqn` is a part of, or `fqn` itself."""
-        return outer_name(fqn, self.recipes, f"{key}.")
 
     def parts(
         self, key: str, live: dict[str, torch.Tensor], saved: dict[str, TensorEntry], recipes: Mapping[str, Recipe]
@@ -397,9 +383,8 @@ class _Planner:
         there = {fqn: outer_name(fqn, stored) for fqn in saved}
         both = set(here.values()) & set(there.values()) | {here[fqn] for fqn in live if fqn in saved}
         differing = {fqn for fqn in both if not same_recipe(recipes.get(fqn), stored.get(fqn))}
-        self.plan.mismatches.add(
-            "others", key, [unlike(fqn, recipes.get(fqn), stored.get(fqn)) for fqn in sorted(differing)]
-        )
+        texts = [unlike(fqn, recipes.get(fqn), stored.get(fqn)) for fqn in sorted(differing)]
+        self.plan.mismatches.add("others", key, texts)
         return (
             {fqn: tensor for fqn, tensor in live.items() if here[fqn] not in differing},
             {fqn: entry for fqn, entry in saved.items() if there[fqn] not in differing},
@@ -420,19 +405,6 @@ class _Planner:
         if tree:
             self.plan.objects.append(ObjectTarget("model", key, module, (tree,)))
 
-    def aliases(self) -> Mapping[str, Mapping[str, str]]:
-        found = self.catalog.info.extra.get("aliases", {})
-        tables = found.values() if isinstance(found, Mapping) else [found]
-        if not all(isinstance(t, Mapping) and all(isinstance(name, str) for name in t.values()) for t in tables):
-            raise CorruptCheckpointError("the table of tied weights in the manifest is malformed.")
-        return found  # type: ignore[no-any-return]
-
-    def take(self, key: str, fqn: str) -> bool:
-        if self.filter(outer_name(fqn, self.recipes, f"{key}.")):
-            return True
-        self.plan.skipped[f"{key}.{fqn}"] = "not included"
-        return False
-
     def model(
         self,
         key: str,
@@ -441,47 +413,48 @@ class _Planner:
         saved: dict[str, TensorEntry],
         aliases: Mapping[str, str],
     ) -> None:
+        """Match one model's live and saved tensors."""
+        mismatches, declared, filled = self.plan.mismatches, self.declared, self.plan.filled
+
+        def target(tensor: torch.Tensor, fqn: str, entry: TensorEntry) -> ModelTensor:
+            return ModelTensor(f"{key}.{fqn}", tensor, entry, filled.get(entry.fqn), declared.get(id(tensor), ()))
+
         names: dict[int, list[str]] = {}
         for fqn, tensor in live.items():
             names.setdefault(id(tensor), []).append(fqn)
         wanted: dict[str, torch.Tensor] = {}  # by the checkpoint's name
         claimed: set[str] = set()
+        missing = []
         for group in names.values():
             candidates = [*group, *(aliases[fqn] for fqn in group if fqn in aliases)]
             found = [fqn for fqn in dict.fromkeys(candidates) if fqn in saved]
+            if not found:
+                missing.append(group[0])
+                continue
+            tensor, first = live[group[0]], found[0]
             if len(found) > 1:
-                twins = [self.target(key, live[group[0]], fqn, saved[fqn]) for fqn in found]
-                self.plan.twins.append(twins)
+                self.plan.twins.append([target(tensor, fqn, saved[fqn]) for fqn in found])
             claimed.update(found)
-            if found:
-                saved[found[0]] = self.exact(prefix, candidates, saved[found[0]], live[group[0]])
-            self.claim(key, group, found, live, wanted)
-        shapes = {
-            fqn: tuple(as_global(f"{key}.{fqn}", t, self.declared.get(id(t), ())).shape) for fqn, t in wanted.items()
+            saved[first] = self.exact(prefix, candidates, saved[first], tensor)
+            wanted.setdefault(first, tensor)  # if tied in the checkpoint, but not here: see below
+        mismatches.add("missing", key, missing)
+        sides = {
+            fqn: (dtype_name(t.dtype), tuple(as_global(f"{key}.{fqn}", t, declared.get(id(t), ())).shape))
+            for fqn, t in wanted.items()
         }
-        sides = {fqn: (dtype_name(t.dtype), shapes[fqn]) for fqn, t in wanted.items() if fqn in saved}
         mine = {fqn: (e.dtype, e.shape) for fqn, e in saved.items() if fqn in sides or fqn not in claimed}
-        good = match_tensors(self.plan.mismatches, key, sides, mine, convert_dtype=self.options.convert_dtype)
-        before = len(self.plan.models)
-        self.plan.models += [self.target(key, wanted[fqn], fqn, saved[fqn]) for fqn in good]
-        self.extra_claims(key, prefix, live, saved, aliases, wanted)
-        expanded = expanded_ones({target.key: target.live for target in self.plan.models[before:]})
-        self.plan.mismatches.add("others", key, [f"{name} {why}" for name, why in expanded.items()])
-
-    def target(self, key: str, live: torch.Tensor, fqn: str, entry: TensorEntry) -> ModelTensor:
-        return ModelTensor(
-            f"{key}.{fqn}", live, entry, self.plan.filled.get(entry.fqn), self.declared.get(id(live), ())
-        )
-
-    def claim(
-        self, key: str, group: list[str], found: list[str], live: Mapping[str, Any], wanted: dict[str, torch.Tensor]
-    ) -> None:
-        if not found:
-            self.plan.mismatches.add("missing", key, [group[0]])
-        elif found[0] in wanted:
-            pass  # tied in the checkpoint, but not here: one saved tensor fills two, see extra_claims
-        else:
-            wanted[found[0]] = live[group[0]]
+        good = match_tensors(mismatches, key, sides, mine, convert_dtype=self.options.convert_dtype)
+        targets = [target(wanted[fqn], fqn, saved[fqn]) for fqn in good]
+        for fqn, holder in aliases.items():
+            # Let one saved tensor fill several live ones, if they are tied only in the checkpoint.
+            if fqn not in live or fqn in saved or holder not in saved or wanted.get(holder) is live[fqn]:
+                continue
+            if not any(other.live is live[fqn] for other in [*self.plan.models, *targets]):
+                entry = self.exact(prefix, [fqn, holder], saved[holder], live[fqn])
+                targets.append(target(live[fqn], fqn, entry))
+        self.plan.models += targets
+        expanded = expanded_ones({one.key: one.live for one in targets})
+        mismatches.add("others", key, [f"{name} {why}" for name, why in expanded.items()])
 
     def exact(self, prefix: str, names: Sequence[str], entry: TensorEntry, live: torch.Tensor) -> TensorEntry:
         """Return the saved tensor for a weight. If a load would cast it, return its unrounded fp32 master."""
@@ -493,23 +466,6 @@ class _Planner:
             return entry
         self.from_masters.add(master.fqn)
         return master
-
-    def extra_claims(
-        self,
-        key: str,
-        prefix: str,
-        live: Mapping[str, torch.Tensor],
-        saved: Mapping[str, TensorEntry],
-        aliases: Mapping[str, str],
-        wanted: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Let one saved tensor fill several live ones, for weights that are tied only in the checkpoint."""
-        for fqn, holder in aliases.items():
-            if fqn in live and fqn not in saved and holder in saved and wanted.get(holder) is not live[fqn]:
-                if any(target.live is live[fqn] for target in self.plan.models):
-                    continue
-                entry = self.exact(prefix, [fqn, holder], saved[holder], live[fqn])
-                self.plan.models.append(self.target(key, live[fqn], fqn, entry))
 
     # --- optimizers
 
@@ -539,8 +495,14 @@ class _Planner:
                     plan.masters = dict.fromkeys(plan.parameters)
                 self.plan.optimizers.append(plan)
                 continue
-            left = self.optimizer(plan, names)
-            self.left_masters(key, [fqn for fqn in left if fqn not in self.from_masters])
+            # Master weights that neither an optimizer nor a weight uses count as unexpected, unless weights are skipped
+            # or filtered, or another system wrote the checkpoint.
+            left = [fqn for fqn in self.optimizer(plan, names) if fqn not in self.from_masters]
+            whole = self.options.model == "restore" and not self.options.include and not self.options.exclude
+            if whole and not self.foreign:
+                self.plan.mismatches.add("unexpected", key, [f"master.{fqn}" for fqn in left])
+            elif left:
+                self.plan.notes.append(f"{key}: {len(left)} fp32 masters were skipped: no optimizer here uses masters.")
             self.plan.notes += plan.groups.notes
             self.plan.optimizers.append(plan)
 
@@ -548,7 +510,7 @@ class _Planner:
         """Complete one optimizer's plan. Return the FQNs of unused masters."""
         import torch
 
-        found, catalog, objects = self.plan.mismatches, self.catalog, self.objects
+        found, catalog, objects = self.plan.mismatches, self.plan.catalog, self.objects
         tree = objects.get(plan.key)
         saved = None if tree is None else OptimizerTree.of(tree, plan.key)
         owners = {fqn for group in saved.param_groups for fqn in group["params"]} if saved else set()
@@ -569,8 +531,7 @@ class _Planner:
             return list(masters)
         if saved is not None:
             plan.groups = group_changes(plan.optimizer, names, saved.param_groups, self.small, plan.key)
-            plan.values, plan.shared, plan.held = saved.values, saved.shared, saved.held
-            plan.orders = saved.orders
+            plan.values, plan.shared, plan.held, plan.orders = saved.values, saved.shared, saved.held, saved.orders
             plan.groups.unexpected += [f"{fqn}.{name}" for fqn in states if fqn not in owners for name in states[fqn]]
             if saved.states or self.own.bound:
                 found.add("others", plan.key, self.of_other_ranks(plan, saved))
@@ -582,8 +543,9 @@ class _Planner:
             plan.groups.unexpected = [fqn for fqn in states if fqn not in plan.parameters]
         head = f"{plan.key}.state."
         opaque = catalog.info.extra.get("opaque", {})
-        lost = [f"{name.removeprefix(head)} ({why})" for name, why in opaque.items() if name.startswith(head)]
-        found.add("unexpected", plan.key, [text for text in lost if text.partition(" ")[0] not in _flat(states)])
+        lost = {name.removeprefix(head): why for name, why in opaque.items() if name.startswith(head)}
+        known = {f"{fqn}.{name}" for fqn, entries in states.items() for name in entries} if lost else ()
+        found.add("unexpected", plan.key, [f"{name} ({why})" for name, why in lost.items() if name not in known])
         found.add("missing", plan.key, plan.groups.missing)
         found.add("unexpected", plan.key, plan.groups.unexpected)
         found.add("unexpected", plan.key, plan.groups.switches)
@@ -607,15 +569,17 @@ class _Planner:
 
         live, entries = dict(plan.live[fqn]), plan.states.get(fqn, {})
         head = f"{plan.key}.state.{fqn}."
-        stored = {name: self.recipes[head + name] for name in _outers(entries, self.recipes, head)}
+        outers = dict.fromkeys(outer_name(name, self.recipes, head) for name in entries)
+        stored = {name: self.recipes[head + name] for name in outers if name not in entries}
         tensors = {name: value for name, value in live.items() if isinstance(value, torch.Tensor)}
         _, recipes, reasons = open_all(tensors)
         wholes = {name: live[name] for name in recipes}
         others = [f"{fqn}.{name} here {why}" for name, why in reasons.items()]
         for name, recipe in stored.items():
-            parts = _parts_of(name, entries)
             try:
                 if name not in live:
+                    front = name + SEPARATOR
+                    parts = {part.removeprefix(front): item for part, item in entries.items() if part.startswith(front)}
                     wholes[name] = new_tensor(recipe, parameter, parts)
                 opened, made, _ = open_all({name: wholes.get(name, live.get(name))})
                 if not same_recipe(made.get(name), recipe):
@@ -653,20 +617,10 @@ class _Planner:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return [
             f"{', '.join(names[:5])}{more}: {whose}, so they load only where the parameters are sharded the same way "
-            f"(saved by {self.own.ranks or self.catalog.info.world_size} ranks: {_cuts(saved.layouts)}; here, on "
+            f"(saved by {self.own.ranks or self.plan.catalog.info.world_size} ranks: {_cuts(saved.layouts)}; here, on "
             f"{self.world_size} ranks: {_cuts(here)}). Load them there, or pass "
             'optimizer="skip"'
         ]
-
-    def left_masters(self, key: str, fqns: list[str]) -> None:
-        """Report master weights that neither an optimizer nor a weight uses.
-
-        They count as unexpected, unless weights are skipped or filtered, or another system wrote the checkpoint.
-        """
-        if not self.foreign and self.options.model == "restore" and self.filter.takes_all:
-            self.plan.mismatches.add("unexpected", key, [f"master.{fqn}" for fqn in fqns])
-        elif fqns:
-            self.plan.notes.append(f"{key}: {len(fqns)} fp32 masters were skipped: no optimizer here uses masters.")
 
     # --- other objects
 
@@ -719,14 +673,13 @@ class _Planner:
             return str(dtype).removeprefix("torch."), tuple(getattr(value, "shape", ()))
 
         if isinstance(item, torch.nn.Module) and not self.foreign:
-            saved = decode(tree, self.catalog.tensors.__getitem__)
+            saved = decode(tree, self.plan.catalog.tensors.__getitem__)
             if isinstance(saved, Mapping):
                 live, found = ({name: side(value) for name, value in one.items()} for one in (item.state_dict(), saved))
                 match_tensors(self.plan.mismatches, key, live, found, convert_dtype=self.options.convert_dtype)
 
     def absent(self, kind: str, key: str) -> None:
-        """Report a missing key. In another system's checkpoint that is not an error:
-        not every system saves such values."""
+        """Report a missing key. It is no error in another system's checkpoint: not every system saves such values."""
         if self.foreign:
             self.plan.skipped[key] = "not in the checkpoint, which ckptkit did not write"
         else:
@@ -743,13 +696,12 @@ class _Planner:
             self.absent(kind, key)
             return
         trees = [self.objects[f"{key}.{rank}"] for rank in ranks]
-        equal = all(tree == trees[0] for tree in trees) and not references(trees[0])
         policy = self.options.per_rank_on_resize
         if len(ranks) == self.world_size and ranks[-1] == self.world_size - 1:
             self.plan.objects.append(ObjectTarget(kind, key, item, (trees[self.rank],)))
         elif callable(policy):
             self.plan.objects.append(ObjectTarget(kind, key, item, tuple(trees), policy))
-        elif equal:
+        elif all(tree == trees[0] for tree in trees) and not references(trees[0]):
             self.plan.objects.append(ObjectTarget(kind, key, item, (trees[0],)))
             if kind == "dataloader":
                 note = (
@@ -763,17 +715,12 @@ class _Planner:
         elif policy == "keep":
             self.plan.skipped[key] = f"saved at world size {len(ranks)}, now it is {self.world_size}"
         else:
-            self.plan.mismatches.add(
-                "others",
-                kind,
-                [
-                    (
-                        f"{key} has one state per rank, saved at world size {len(ranks)}; the world size is now "
-                        f"{self.world_size}. Pass per_rank_on_resize='keep', or a function that computes a state from "
-                        "the saved ones"
-                    )
-                ],
+            text = (
+                f"{key} has one state per rank, saved at world size {len(ranks)}; the world size is now "
+                f"{self.world_size}. Pass per_rank_on_resize='keep', or a function that computes a state from "
+                "the saved ones"
             )
+            self.plan.mismatches.add("others", kind, [text])
 
     def rng(self) -> None:
         ranks = self.saved_ranks("rng")
@@ -844,17 +791,6 @@ def _unlike_entry(name: str, here: Recipe, entry: TensorEntry) -> str:
     )
 
 
-def _outers(entries: Mapping[str, TensorEntry], recipes: Mapping[str, Recipe], head: str) -> list[str]:
-    """Return the names of the tensor subclasses that any of these entries are parts of."""
-    outers = dict.fromkeys(outer_name(name, recipes, head) for name in entries)
-    return [name for name in outers if name not in entries]
-
-
-def _parts_of(name: str, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    head = name + SEPARATOR
-    return {key[len(head) :]: entry for key, entry in entries.items() if key.startswith(head)}
-
-
 def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Return the entries in a module's state dict that its `load_state_dict` does not accept.
 
@@ -890,10 +826,6 @@ def of_another_class(key: str, item: Any, objects: Mapping[str, JSON]) -> str:
     return "" if saved == here else f"saved from a {saved}, here it is a {here}"
 
 
-def _flat(states: Mapping[str, Mapping[str, TensorEntry]]) -> set[str]:
-    return {f"{fqn}.{name}" for fqn, entries in states.items() for name in entries}
-
-
 def _owner(entry: TensorEntry) -> str:
     first = entry.name.partition(".")[0]
     return first if first.startswith("optimizer_") else "optimizer"
@@ -922,7 +854,7 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
         same_weight = weight is not None and weight.shape == wanted
         for name, entry in entries.items():
             shape = entry.shape
-            if plan.held.get(f"{plan.key}.state.{fqn}.{name}") == SHARD:
+            if plan.held and plan.held.get(f"{plan.key}.state.{fqn}.{name}") == SHARD:
                 shape = wanted  # the live state is only a shard: take the shape of the whole parameter
             elif name in live:
                 shape = tuple(getattr(live[name], "shape", shape))
@@ -932,11 +864,8 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
                 fits = all(size in (1, whole) for size, whole in zip(shape, wanted, strict=True))
                 shape = shape if fits else wanted
             if shape != entry.shape:
-                found.add(
-                    "shapes",
-                    plan.key,
-                    [f"{fqn}.{name} ({list(entry.shape)} in the checkpoint, expected {list(shape)})"],
-                )
+                text = f"{fqn}.{name} ({list(entry.shape)} in the checkpoint, expected {list(shape)})"
+                found.add("shapes", plan.key, [text])
 
 
 def _lacking_states(plan: OptimizerPlan) -> list[str]:
@@ -1042,7 +971,7 @@ def _plan_mapped(state: TrainState, catalog: Catalog, options: LoadOptions, *, r
     plan = LoadPlan(mapped.catalog, {}, sources=mapped.sources, filled=mapped.filled)
     plan.skipped.update(mapped.dropped)
     own = OwnCopies(mapped.catalog, {})
-    _Planner(state, {}, options, rank, world_size, _no_tensor, True, plan, own).run()
+    _Planner(state, {}, options, rank, world_size, dict[str, Any]().__getitem__, True, plan, own).run()
     plan.notes += mapped.notes
     for target in plan.models:
         if target.filled is not None:
@@ -1076,10 +1005,6 @@ def _hub_map(state: TrainState, catalog: Catalog) -> NameMap | None:
     return chosen if chosen.rules else None
 
 
-def _no_tensor(key: str) -> Any:
-    raise KeyError(key)
-
-
 def _json_objects(catalog: Catalog) -> dict[str, JSON]:
     """Return a ckptkit checkpoint's non-tensor objects; {} for other checkpoints."""
     found = catalog.objects.values()
@@ -1092,22 +1017,27 @@ def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: i
     Raises:
         CheckpointMismatchError: Includes the reshard command for this job.
     """
+    from torch.distributed.tensor import DTensor
+
     if catalog.info.format != "ckptkit-local":
         return
     saved = catalog.info.world_size
-    why = (
-        f"it was saved at world size {saved}, this job has {world_size}"
-        if saved != world_size
-        else _moved(state, catalog)
+    why = f"it was saved at world size {saved}, this job has {world_size}" if saved != world_size else ""
+    why = why or _moved(state, catalog)
+    if not why:
+        return
+    tensors = [t for module in state.parts("model").values() for t in model_tensors(module)[0].values()]
+    found = [layout_of(tensor) for tensor in tensors if isinstance(tensor, DTensor)]
+    wide = next((layout for layout in found if len(layout.mesh_shape) > 1), None)
+    mesh = f"replicate={world_size}" if not found and world_size > 1 else ""  # a mesh of shards is the default
+    if wide is not None:
+        mesh = ",".join(f"{n}={s}" for n, s in zip(wide.mesh_names, wide.mesh_shape, strict=True))
+    flag = ("--mesh", mesh) if mesh else ()
+    line = command_line("reshard", url, "DST", "--world-size", str(world_size), *flag, "--type", "local")
+    raise CheckpointMismatchError(
+        f"{url} is a LOCAL checkpoint, which loads only on the mesh that wrote it: {why}. Reshard it "
+        f"for this job:\n  {line}"
     )
-    if why:
-        mesh = _live_mesh(state, world_size)
-        flag = ("--mesh", mesh) if mesh else ()
-        line = command_line("reshard", url, "DST", "--world-size", str(world_size), *flag, "--type", "local")
-        raise CheckpointMismatchError(
-            f"{url} is a LOCAL checkpoint, which loads only on the mesh that wrote it: {why}. Reshard it "
-            f"for this job:\n  {line}"
-        )
 
 
 def _moved(state: TrainState, catalog: Catalog) -> str:
@@ -1134,17 +1064,3 @@ def _cut(mesh_shape: tuple[int, ...], placements: tuple[str, ...]) -> tuple[Any,
     """Return (mesh shape, placements), or None if every rank has the whole tensor."""
     whole = all(size == 1 or text == "R" for size, text in zip(mesh_shape, placements, strict=True))
     return None if whole else (mesh_shape, placements)
-
-
-def _live_mesh(state: TrainState, world_size: int) -> str:
-    """Return the `--mesh` argument of `ckptkit reshard` for this job; "" for a one-dimensional mesh of shards."""
-    from torch.distributed.tensor import DTensor
-
-    tensors = [t for module in state.parts("model").values() for t in model_tensors(module)[0].values()]
-    layouts = [layout_of(tensor) for tensor in tensors if isinstance(tensor, DTensor)]
-    if not layouts:
-        return f"replicate={world_size}" if world_size > 1 else ""
-    layout = next((layout for layout in layouts if len(layout.mesh_shape) > 1), None)
-    if layout is None:
-        return ""
-    return ",".join(f"{n}={s}" for n, s in zip(layout.mesh_names, layout.mesh_shape, strict=True))

@@ -24,7 +24,7 @@ from ckptkit.formats.dcp.shared_memory import check_claims, overlapping
 from ckptkit.formats.dcp.subclasses import outer_name
 from ckptkit.formats.trainers.shards import LocalPart
 from ckptkit.storage.store import Store
-from ckptkit.units import format_size
+from ckptkit.units import format_size, parse_size
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ class Reading:
         _check_shared_memory(plan, views, store, rank)
         self.states = [self._optimizer(optimizer) for optimizer in plan.optimizers]
         if options.atomic:
-            self._check_memory(options.max_nbytes)
+            self._check_memory(None if options.max_memory is None else parse_size(options.max_memory))
         self.refs = self._references(plan)
         if not options.atomic and store.sizes_are_free:
             # Find short files before anything is read into the live state. Skip this on object stores, where objects
@@ -147,8 +147,10 @@ class Reading:
                     self._read(as_global(entry.name, live[name], shards), entry, beside=self._atomic)
                     continue
                 shards = shards if entry.numel > 1 else ()
-                saved_as = f"{plan.key}.state.{fqn}.{name}"
-                held, order = plan.held.get(saved_as), plan.orders.get(saved_as)
+                held, order = None, None
+                if plan.held or plan.orders:
+                    saved_as = f"{plan.key}.state.{fqn}.{name}"
+                    held, order = plan.held.get(saved_as), plan.orders.get(saved_as)
                 kept: Any = live.get(name)
                 dtype = getattr(torch, entry.dtype)
                 shape = tuple(parameter.shape) if shards else entry.shape
