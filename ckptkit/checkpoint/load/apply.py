@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.load.plan import LoadPlan, ObjectTarget, OptimizerPlan
@@ -19,21 +19,6 @@ from ckptkit.formats.dcp.host_bytes import forget_computed
 if TYPE_CHECKING:
     import torch
 
-Tensors = Callable[[str], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodedOptimizer:
-    """An optimizer's decoded non-tensor state.
-
-    Attributes:
-        values: Non-tensor state, by FQN and state name.
-        shared: State that belongs to no parameter.
-    """
-
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    shared: dict[str, Any] = field(default_factory=dict)
-
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
@@ -41,18 +26,19 @@ class Decoded:
 
     Attributes:
         objects: For each of `plan.objects`, the decoded values of its JSON trees.
-        optimizers: The decoded state of each optimizer, in the order of `plan.optimizers`.
+        optimizers: For each of `plan.optimizers`, the non-tensor state by FQN and name, and the state that belongs to
+            no parameter.
         rng: The argument of `restore_rng`; None if nothing is restored.
         leftovers: Extra state that the training state does not use, by name.
     """
 
     objects: list[list[Any]]
-    optimizers: list[DecodedOptimizer]
+    optimizers: list[tuple[dict[str, dict[str, Any]], dict[str, Any]]]
     rng: Any
     leftovers: dict[str, Any]
 
 
-def decode_plan(plan: LoadPlan, tensor: Tensors) -> Decoded:
+def decode_plan(plan: LoadPlan, tensor: Callable[[str], Any]) -> Decoded:
     """Decode all of the plan's trees.
 
     Args:
@@ -61,42 +47,34 @@ def decode_plan(plan: LoadPlan, tensor: Tensors) -> Decoded:
     Raises:
         CorruptCheckpointError, LoadError: A tree is malformed; names its key.
     """
-    objects = [[_named(target.key, tree, tensor) for tree in target.trees] for target in plan.objects]
-    for target, values in zip(plan.objects, objects, strict=True):
-        if target.merge is None:
-            _check_object(target, values[0])
+
+    def named(key: str, tree: JSON) -> Any:
+        try:
+            return decode(tree, tensor)
+        except (CorruptCheckpointError, LoadError) as error:
+            raise type(error)(f"{key}: {error}") from error
+
+    objects = [[named(target.key, tree) for tree in target.trees] for target in plan.objects]
+    for target, (first, *_) in zip(plan.objects, objects, strict=True):
+        # Other objects check their own state when it is loaded.
+        mapped = target.kind in ("model", "scheduler", "grad_scaler") and target.merge is None
+        if mapped and not isinstance(first, Mapping):
+            raise CorruptCheckpointError(
+                f"{target.key}: the saved state is a {type(first).__name__}, expected a mapping."
+            )
     rng = None
     if plan.rng is not None:
-        rng = _named("rng", plan.rng, tensor)
+        rng = named("rng", plan.rng)
         check_rng(rng)
-    optimizers = [_optimizer(item, tensor) for item in plan.optimizers]
-    leftovers = {name: _named(f"extra.{name}", tree, tensor) for name, tree in plan.leftovers.items()}
-    return Decoded(objects, optimizers, rng, leftovers)
-
-
-def _optimizer(plan: OptimizerPlan, tensor: Tensors) -> DecodedOptimizer:
-    values = {
-        fqn: {name: _named(f"{plan.key}.{fqn}.{name}", tree, tensor) for name, tree in trees.items()}
-        for fqn, trees in plan.values.items()
-        if fqn in plan.parameters
-    }
-    return DecodedOptimizer(values, {name: _named(plan.key, tree, tensor) for name, tree in plan.shared.items()})
-
-
-def _named(key: str, tree: JSON, tensor: Tensors) -> Any:
-    try:
-        return decode(tree, tensor)
-    except (CorruptCheckpointError, LoadError) as error:
-        raise type(error)(f"{key}: {error}") from error
-
-
-def _check_object(target: ObjectTarget, value: Any) -> None:
-    """Check that the saved state of a model, scheduler or scaler is a mapping.
-
-    Other objects check their own state when it is loaded.
-    """
-    if target.kind in ("model", "scheduler", "grad_scaler") and not isinstance(value, Mapping):
-        raise CorruptCheckpointError(f"{target.key}: the saved state is a {type(value).__name__}, expected a mapping.")
+    optimizers = []
+    for one in plan.optimizers:
+        values = {
+            fqn: {name: named(f"{one.key}.{fqn}.{name}", tree) for name, tree in trees.items()}
+            for fqn, trees in one.values.items()
+            if fqn in one.parameters
+        }
+        optimizers.append((values, {name: named(one.key, tree) for name, tree in one.shared.items()}))
+    return Decoded(objects, optimizers, rng, {key: named(f"extra.{key}", tree) for key, tree in plan.leftovers.items()})
 
 
 def apply_objects(state: TrainState, plan: LoadPlan, decoded: Decoded | None, report: LoadReport) -> None:
@@ -125,13 +103,20 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
     with torch.no_grad():
         for module, handed in plan.handed:
             module.load_state_dict(handed, strict=False)
-    loaded = {id(target.live) for target in plan.models}
-    for optimizer, states, other in zip(plan.optimizers, reading.states, decoded.optimizers, strict=True):
-        apply_optimizer(optimizer, states, other, loaded)
-        if not optimizer.skip:
-            report.loaded.append(optimizer.key)
-    if plan.rng is not None:
-        _apply_rng(plan, decoded.rng, report, rank)
+        loaded = {id(target.live) for target in plan.models}
+        for optimizer, states, other in zip(plan.optimizers, reading.states, decoded.optimizers, strict=True):
+            apply_optimizer(optimizer, states, *other, loaded)
+            if not optimizer.skip:
+                report.loaded.append(optimizer.key)
+    if plan.reseed:
+        # Ranks that share a random stream get the same seed.
+        seed = reseed(decoded.rng["torch"].tolist(), shared_stream(rank, 0)[0])
+        report.notes.append(f"rng: seeded with {seed} on rank {rank}")
+    elif plan.rng is not None:
+        lacking = restore_rng(decoded.rng)
+        report.loaded.append("rng")
+        report.notes += [f"rng: the state of {name} was not restored: there is no such generator here"
+                         for name in lacking]  # fmt: skip
 
 
 def _apply_object(state: TrainState, target: ObjectTarget, values: Sequence[Any]) -> None:
@@ -150,8 +135,10 @@ def _apply_object(state: TrainState, target: ObjectTarget, values: Sequence[Any]
         item.load_state_dict(value, strict=False)  # the plan has reported or accepted any differences
     elif target.kind != "extra" or is_stateful(item):
         item.load_state_dict(value)
-        if target.kind == "dataloader":
-            _make_iterator(item)
+        if target.kind == "dataloader" and isinstance(item, torch.utils.data.DataLoader):
+            # Let torchdata's StatefulDataLoader create its iterator now; the next `iter` call returns it. That draws a
+            # random number. The saved run drew it before the save, so draw it before the generators are restored.
+            item.state_dict()  # type: ignore[attr-defined]  # the only way in; torch's own has no state
     else:
         name = target.key.removeprefix("extra.")
         state.extra[name] = PerRank(value) if isinstance(target.item, PerRank) else value
@@ -172,65 +159,30 @@ def _apply_extra_state(module: torch.nn.Module, values: Mapping[str, Any]) -> No
             raise LoadError(f"the model's load_state_dict does not accept {', '.join(left)}, which its state_dict has.")
 
 
-def _make_iterator(dataloader: Any) -> None:
-    """Create the iterator of torchdata's StatefulDataLoader now. The next `iter` call returns it.
-
-    Creating it draws a random number. The saved run drew that number before the save, so a load must draw it before it
-    restores the generators.
-    """
-    from torch.utils.data import DataLoader
-
-    if isinstance(dataloader, DataLoader):
-        dataloader.state_dict()  # type: ignore[attr-defined]  # the only way in; torch's own has no state
-
-
 def apply_optimizer(
-    plan: OptimizerPlan, states: Mapping[str, Any], other: DecodedOptimizer, loaded: Collection[int]
+    plan: OptimizerPlan,
+    states: Mapping[str, Any],
+    values: Mapping[str, Mapping[str, Any]],
+    shared: Mapping[str, Any],
+    loaded: Collection[int],
 ) -> None:
     """Replace an optimizer's state and settings. A master weight that was not saved is copied from the loaded weight.
 
     Args:
         loaded: The ids of the parameters whose weights were loaded.
     """
+    live, name = plan.optimizer.state, plan.master_name
+    # The live master weights that the checkpoint lacks.
+    unsaved = [fqn for fqn, entry in plan.masters.items() if entry is None]
+    masters = {f: live[p][name] for f in unsaved if (p := plan.parameters[f]) in live and name in live[p]}
     if not plan.skip:
         new = {fqn: dict(state) for fqn, state in states.items()}
-        for fqn, values in other.values.items():
-            new.setdefault(fqn, {}).update(values)
-        _kept_masters(plan, new)
-        apply_state(plan.optimizer, plan.parameters, new, other.shared, keep=plan.keep)
+        for fqn, items in values.items():
+            new.setdefault(fqn, {}).update(items)
+        for fqn, master in masters.items():
+            new.setdefault(fqn, {})[str(name)] = master
+        apply_state(plan.optimizer, plan.parameters, new, shared, keep=plan.keep)
         apply_settings(plan.optimizer, plan.groups.settings)
-    _follow_weights(plan, loaded)
-
-
-def _kept_masters(plan: OptimizerPlan, new: dict[str, dict[str, Any]]) -> None:
-    """Add to `new` the live master weights that the checkpoint lacks. `_follow_weights` sets their values."""
-    if plan.master_name is None:
-        return
-    for fqn, entry in plan.masters.items():
-        live = plan.optimizer.state.get(plan.parameters[fqn], {})
-        if entry is None and plan.master_name in live:
-            new.setdefault(fqn, {})[plan.master_name] = live[plan.master_name]
-
-
-def _follow_weights(plan: OptimizerPlan, loaded: Collection[int]) -> None:
-    import torch
-
-    if plan.master_name is None:
-        return
-    with torch.no_grad():
-        for fqn, entry in plan.masters.items():
-            parameter = plan.parameters[fqn]
-            master = plan.optimizer.state.get(parameter, {}).get(plan.master_name)
-            if entry is None and master is not None and id(parameter) in loaded:
-                master.copy_(parameter)  # both have the same placement, so this does not communicate
-
-
-def _apply_rng(plan: LoadPlan, saved: Mapping[str, Any], report: LoadReport, rank: int) -> None:
-    if plan.reseed:
-        # Ranks that share a random stream get the same seed.
-        seed = reseed(saved["torch"].tolist(), shared_stream(rank, 0)[0])
-        report.notes.append(f"rng: seeded with {seed} on rank {rank}")
-        return
-    missing = restore_rng(saved)
-    report.loaded.append("rng")
-    report.notes += [f"rng: the state of {name} was not restored: there is no such generator here" for name in missing]
+    for fqn, master in masters.items():
+        if id(plan.parameters[fqn]) in loaded:
+            master.copy_(plan.parameters[fqn])  # both have the same placement, so this does not communicate

@@ -78,8 +78,7 @@ def naming(filler: Filler) -> Iterator[None]:
 
 
 def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
-    """Choose one rank to check each slice that ranks read only in part: the reader with the fewest bytes to check so
-    far.
+    """Choose one rank to check each slice that ranks read only in part: the reader with the fewest bytes so far.
 
     That rank reads the whole slice and checks it before any rank uses it. Each slice is read at most one extra time.
     """

@@ -70,7 +70,12 @@ class Reading:
         self._atomic = options.atomic
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live tensor, tensor to copy into it)
         views = [self._read(t.view, t.entry, beside=options.atomic, filled=t.filled) for t in plan.models]
-        _check_shared_memory(plan, views, store, rank)
+        pairs = list(zip(plan.models, views, strict=True))
+        groups = [
+            [pairs[i][1].claim(pairs[i][0].entry) for i in rows] for rows in overlapping([v.local for v in views])
+        ]
+        groups += [[part_view(twin.key, twin.view, rank).claim(twin.entry) for twin in twins] for twins in plan.twins]
+        check_claims(store, groups)
         self.states = [self._optimizer(optimizer) for optimizer in plan.optimizers]
         if options.atomic:
             self._check_memory(None if options.max_memory is None else parse_size(options.max_memory))
@@ -186,9 +191,6 @@ class Reading:
         if not wanted:
             return refs
         live = _live_references(plan)
-        for optimizer in plan.optimizers:
-            if optimizer.held:
-                live.update(_held_references(plan, optimizer))
         for key in wanted:
             entry, template = plan.catalog.tensors.get(key), live.get(key)
             if entry is None or not isinstance(template, DTensor) or tuple(template.shape) != entry.shape:
@@ -205,25 +207,21 @@ class Reading:
         most = limit if free is None else free // ranks_here
         if most is not None and self.held > most:
             why = "max_memory allows" if limit is not None else "this rank's share of the free memory is"
+            other = ", or raise max_memory" if limit is not None else ""
             raise LoadError(
-                (
-                    f"atomic=True needs {format_size(self.held)} in addition to this rank's state, but {why} "
-                    f"{format_size(most)}; nothing was loaded. Load without atomic=True, which needs no second "
-                    "copy"
-                )
-                + (", or raise max_memory." if limit is not None else ".")
+                f"atomic=True needs {format_size(self.held)} in addition to this rank's state, but {why} "
+                f"{format_size(most)}; nothing was loaded. Load without atomic=True, which needs no second copy{other}."
             )
 
 
-def _check_shared_memory(plan: LoadPlan, views: Sequence[PartView], store: Store, rank: int) -> None:
-    pairs = list(zip(plan.models, views, strict=True))
-    groups = [[pairs[i][1].claim(pairs[i][0].entry) for i in group] for group in overlapping([v.local for v in views])]
-    groups += [[part_view(twin.key, twin.view, rank).claim(twin.entry) for twin in twins] for twins in plan.twins]
-    check_claims(store, groups)
-
-
 def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
-    """Return the tensors in the live extra state, by the keys that a save would give them."""
+    """Return templates for the tensors in objects, by the keys that a save would give them.
+
+    These are the tensors in the live extra state, and new tensors for the DTensors that optimizers keep in lists and
+    dicts.
+    """
+    import torch
+
     live: dict[str, torch.Tensor] = {}
     for target in plan.objects:
         item = target.item
@@ -231,22 +229,15 @@ def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
             # The live value may be anything, even a value that cannot be saved.
             with contextlib.suppress(SaveError):
                 encode(item.state_dict() if is_stateful(item) else item, target.key, live)
+    for optimizer in plan.optimizers:
+        for fqn, trees in optimizer.values.items() if optimizer.held else ():
+            parameter = optimizer.parameters.get(fqn)
+            for key in references(trees):
+                entry, held = plan.catalog.tensors.get(key), optimizer.held.get(key)
+                if parameter is not None and entry is not None:
+                    made = new_held(parameter, held, getattr(torch, entry.dtype), entry.shape)
+                    live.update({} if made is None else {key: made})
     return live
-
-
-def _held_references(plan: LoadPlan, optimizer: OptimizerPlan) -> dict[str, torch.Tensor]:
-    """Return new tensors, by key, for the DTensors that an optimizer keeps in lists and dicts."""
-    import torch
-
-    found = {}
-    for fqn, trees in optimizer.values.items():
-        parameter = optimizer.parameters.get(fqn)
-        for key in references(trees):
-            entry, held = plan.catalog.tensors.get(key), optimizer.held.get(key)
-            if parameter is not None and entry is not None and held is not None:
-                made = new_held(parameter, held, getattr(torch, entry.dtype), entry.shape)
-                found.update({} if made is None else {key: made})
-    return found
 
 
 def _is_alike(live: torch.Tensor, parameter: torch.Tensor, saved: tuple[int, ...]) -> bool:
@@ -259,16 +250,14 @@ def _is_alike(live: torch.Tensor, parameter: torch.Tensor, saved: tuple[int, ...
         return False
     if live.device != parameter.device or live.is_meta:
         return False
-    if not isinstance(parameter, DTensor) or not isinstance(live, DTensor):
-        return type(live) is torch.Tensor and not isinstance(parameter, DTensor) and _apart(live, parameter)
-    same = live.device_mesh == parameter.device_mesh and live.placements == parameter.placements
-    return same and _apart(local_part(live), local_part(parameter))
-
-
-def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not one.numel():
-        return True
-    return one.stride() == other.stride() and one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+    if isinstance(parameter, DTensor) and isinstance(live, DTensor):
+        if live.device_mesh != parameter.device_mesh or live.placements != parameter.placements:
+            return False
+    elif isinstance(parameter, DTensor) or type(live) is not torch.Tensor:
+        return False
+    one, other = local_part(live), local_part(parameter)
+    apart = one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+    return not one.numel() or (apart and one.stride() == other.stride())
 
 
 # --- free memory
@@ -276,18 +265,7 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def free_memory() -> int | None:
     """Return the free memory in bytes, within the container's limits; None if unknown (not Linux)."""
-    found = [*_system(), *_groups()]
-    return max(0, min(found)) if found else None
-
-
-def _system() -> Iterator[int]:
-    for key, value in _table("/proc/meminfo", ":"):
-        if key == "MemAvailable":
-            yield int(value.split()[0]) << 10
-
-
-def _groups() -> Iterator[int]:
-    """Yield the free memory of each control group that this process is in."""
+    found = [int(value.split()[0]) << 10 for key, value in _table("/proc/meminfo", ":") if key == "MemAvailable"]
     for line in _text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -303,7 +281,8 @@ def _groups() -> Iterator[int]:
             if folder.is_relative_to(top) and most.isdigit() and now.isdigit():
                 # The kernel releases file caches on demand, so they count as free.
                 files = sum(int(value) for key, value in _table(folder / "memory.stat", " ") if key == cache)
-                yield int(most) - int(now) + files
+                found.append(int(most) - int(now) + files)
+    return max(0, min(found)) if found else None
 
 
 def _table(path: str | Path, separator: str) -> Iterator[tuple[str, Any]]:
