@@ -135,7 +135,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tensors that share memory may get different values",
-        READ, "    check_claims(store, groups)\n", "",
+        READ, "        check_claims(store, groups)\n", "",
         "tests/checkpoint/load/test_shared_memory.py",
     ),
     Mutation(

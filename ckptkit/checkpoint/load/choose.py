@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from ckptkit.errors import (
     UsageError,
     command_line,
 )
-from ckptkit.formats.detect import TORCH_ENDINGS, Candidate, Source, format_of, open_source
+from ckptkit.formats.detect import TORCH_ENDINGS, Candidate, format_of, open_source
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.formats.own.record import CommitRecord
 from ckptkit.formats.trainers.steps import ordered, parse_step
@@ -42,10 +42,10 @@ from ckptkit.storage.store import Store
 
 _log = logging.getLogger(__name__)
 
-_ADVICE = (
-    "To see all damage: `{verify}`. To load an older checkpoint: load(..., "
-    "fallback='previous'), or 'latest~1', or a step."
-)
+_WEIGHTS = ("safetensors", "torch")  # formats of published weights, which a new run may start from
+_MAX_LOOKS = 64
+_DCP_DATA = r"__\d+_\d+\.distcp"
+_ANEW = "To start a new run, save to another directory."
 
 
 class Loader:
@@ -92,11 +92,14 @@ class Loader:
     @patient()
     def load(self, state: TrainState, which: str | int, options: LoadOptions, *, fallback: str) -> LoadReport | None:
         """Restore `state` in place; see `CheckpointManager.load`."""
-        if isinstance(which, str) and _is_url(which):
-            url = self._coordinator.decide(lambda: self._exact(which), "choosing a checkpoint")
+        if isinstance(which, str) and ("/" in which or "\\" in which):
+
+            def exact() -> str:  # once, on rank 0, because a run's newest checkpoint may change
+                named = resolve_url(which, storage_options=self._storage_options)
+                return open_source(named, storage_options=self._storage_options).url
+
+            url = self._coordinator.decide(exact, "choosing a checkpoint")
             return self._restore(url, None, state, options)
-        if fallback not in ("error", "previous"):
-            raise UsageError(f"fallback={fallback!r}: expected 'error' or 'previous'.")
         damaged: list[str] = []
         first: CorruptCheckpointError | None = None
         rotated, origin = "", state.half_loaded
@@ -120,8 +123,10 @@ class Loader:
                 rotated = name
             except CorruptCheckpointError as error:
                 if fallback == "error" or not name:
+                    verify = command_line("verify", f"{self._url}/{name}")
                     raise type(error)(
-                        f"{error}\n{_ADVICE.format(verify=command_line('verify', f'{self._url}/{name}'))}"
+                        f"{error}\nTo see all damage: `{verify}`. To load an older checkpoint: load(..., "
+                        "fallback='previous'), or 'latest~1', or a step."
                     ) from error
                 if self._coordinator.is_main:
                     _log.warning(
@@ -152,7 +157,6 @@ class Loader:
 
     def _begin(self, state: TrainState, options: LoadOptions) -> str:
         """Return the URL of another system's checkpoint to resume from, or "" if the run is new. Call on rank 0."""
-
         self.latest()
         wanted = options.optimizer != "skip"
         other = adoptable(self._url, self._root, state, optimizer=wanted, storage_options=self._storage_options)
@@ -171,11 +175,6 @@ class Loader:
             raise StorageError(found.reason)
         return found
 
-    def _exact(self, url: str) -> str:
-        """Resolve a URL to one checkpoint. Call once, on rank 0, because a run's newest checkpoint may change."""
-        named = resolve_url(url, storage_options=self._storage_options)
-        return open_source(named, storage_options=self._storage_options).url
-
     def _restore(
         self,
         place: str,
@@ -188,16 +187,17 @@ class Loader:
     ) -> LoadReport:
         """Load one checkpoint. `place` is its path in this run. If `record` is None, `place` is any URL."""
 
-        def opened() -> tuple[Catalog, Store]:
-            if pinned is not None:
-                store = self._root.child(place)
-                return open_catalog(store, record=pinned), store
-            source = open_source(place, storage_options=self._storage_options)
-            return source.catalog, source.store
-
         with ExitStack() as stack:
             # Rank 0 pins the checkpoint for all ranks until every rank has finished reading.
             pinned, ready = self._pin(place, record, stack, resume=resume)
+
+            def opened() -> tuple[Catalog, Store]:
+                if pinned is not None:
+                    store = self._root.child(place)
+                    return open_catalog(store, record=pinned), store
+                source = open_source(place, storage_options=self._storage_options)
+                return source.catalog, source.store
+
             report = load_checkpoint(state, opened, options, coordinator=self._coordinator, ready=ready, origin=origin)
             if resume and self._coordinator.is_main:
                 self._hold.keep(stack.pop_all())  # protects it from a concurrent `ckptkit prune`, too
@@ -270,10 +270,6 @@ class Loader:
             write_trace_file(self._trace, "load", report, rank=self._coordinator.rank)
 
 
-def _is_url(which: str) -> bool:
-    return "/" in which or "\\" in which
-
-
 def load_options(options: LoadOptions | None, overrides: Mapping[str, Any]) -> LoadOptions:
     """Return `options` with the fields in `overrides` replaced. Raises UsageError if a field is unknown."""
     unknown = [name for name in overrides if name not in LoadOptions.__dataclass_fields__]
@@ -284,12 +280,6 @@ def load_options(options: LoadOptions | None, overrides: Mapping[str, Any]) -> L
 
 
 # --- resuming from another system's checkpoint if the root has no ckptkit checkpoint
-
-
-_WEIGHTS = ("safetensors", "torch")  # formats of published weights, which a new run may start from
-_MAX_LOOKS = 64
-_DCP_DATA = r"__\d+_\d+\.distcp"
-_ANEW = "To start a new run, save to another directory."
 
 
 def adoptable(
@@ -312,7 +302,16 @@ def adoptable(
     inventory = list_checkpoints(root)
     if inventory.committed or not inventory.foreign:
         return ""
-    source = _newest(url, inventory, storage_options)
+    source, top = None, url.rstrip("/")
+    begun = inventory.in_progress or inventory.abandoned or inventory.skipped  # ckptkit has begun to save here
+    for place in [f"{top}/{step.name}" for step in ordered(inventory.foreign)] if begun else [url]:
+        try:
+            source = open_source(place, storage_options=storage_options)
+            break
+        except CheckpointNotFoundError:
+            continue
+        except (UnsupportedFormatError, UsageError) as error:
+            raise type(error)(f"cannot resume from {place}: {error} {_ANEW}") from error
     if source is None:
         _refuse_unread(url, root, inventory, storage_options)
         return ""
@@ -321,30 +320,11 @@ def adoptable(
     if not wanted or _has(catalog, Role.OPTIMIZER) or _has(catalog, Role.MASTER):
         return source.url
     advice = f"To start from them: load(state, {source.url!r}, optimizer='skip')."
-    if _has(catalog, Role.MODEL) and not _may_be_published(source, url):
+    is_step = any(map(parse_step, source.url.removeprefix(top).split("/")))
+    if _has(catalog, Role.MODEL) and (is_step or source.catalog.info.format not in _WEIGHTS):
         raise CheckpointMismatchError(f"{source.url} has weights but no optimizer. {advice} {_ANEW}")
     _log.warning("%s has weights but no optimizer: starting a new run. %s", source.url, advice)
     return ""
-
-
-def _newest(url: str, inventory: Inventory, storage_options: Mapping[str, Any] | None) -> Source | None:
-    for place in _places(url, inventory):
-        try:
-            return open_source(place, storage_options=storage_options)
-        except CheckpointNotFoundError:
-            continue
-        except (UnsupportedFormatError, UsageError) as error:
-            raise type(error)(f"cannot resume from {place}: {error} {_ANEW}") from error
-    return None
-
-
-def _places(url: str, inventory: Inventory) -> Iterator[str]:
-    """Yield the URLs to try: the root, or each foreign folder in it if ckptkit has already begun to save there."""
-    if inventory.in_progress or inventory.abandoned or inventory.skipped:
-        for step in ordered(inventory.foreign):
-            yield f"{url.rstrip('/')}/{step.name}"
-    else:
-        yield url
 
 
 def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options: Mapping[str, Any] | None) -> None:
@@ -360,7 +340,10 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
                 open_source(place, storage_options=storage_options)  # raises and says that the checkpoint is incomplete
             known = form is not None and form.name not in _WEIGHTS
         else:
-            known = name.endswith(TORCH_ENDINGS) and _holds_optimizer(place, storage_options)
+            known = False
+            if name.endswith(TORCH_ENDINGS):
+                with suppress(CkptkitError):  # a .pt file may contain anything
+                    known = _has(open_source(place, storage_options=storage_options).catalog, Role.OPTIMIZER)
         if known:
             found.append(name)
     if found:
@@ -372,19 +355,7 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
         )
 
 
-def _holds_optimizer(file: str, storage_options: Mapping[str, Any] | None) -> bool:
-    try:
-        return _has(open_source(file, storage_options=storage_options).catalog, Role.OPTIMIZER)
-    except CkptkitError:  # a .pt file may contain anything
-        return False
-
-
 def _has(catalog: Catalog, role: Role) -> bool:
     # Look at objects, too: an optimizer without momentum has only settings, and these are objects.
-    roles = {entry.role for entry in catalog.tensors.values()} | {entry.role for entry in catalog.objects.values()}
-    return role in roles
-
-
-def _may_be_published(source: Source, url: str) -> bool:
-    below = source.url.removeprefix(url.rstrip("/"))
-    return source.catalog.info.format in _WEIGHTS and not any(map(parse_step, below.split("/")))
+    tensors, objects = catalog.tensors.values(), catalog.objects.values()
+    return any(entry.role is role for entry in tensors) or any(entry.role is role for entry in objects)

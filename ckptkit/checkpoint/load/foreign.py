@@ -23,13 +23,16 @@ from ckptkit.storage.store import Store
 if TYPE_CHECKING:
     import torch
 
-    from ckptkit.storage.store import Store
-
 # transformers and accelerate store the optimizer, the scheduler and the random state next to an unsharded model.
-
-
 _OPTIMIZER = ("optimizer.bin", "optimizer.pt")
 _OBJECT = re.compile(r"(scheduler|random_states_\d+|rng_state(?:_\d+)?|trainer_state)\.(?:bin|pt|pth|pkl|json)")
+_RNG_FILE = re.compile(r"(?:random_states|rng_state|extra_state)[._](\d+)")
+_SCHEDULER_FILE = re.compile(r"scheduler(?:[._](\d+))?")
+_NAME = re.compile(r"[^A-Za-z0-9_-]+")
+_OWNER = re.compile(r"(.*?)\.?(?<![^.])(?:state|master|param_groups)(?:\.|$)")  # group 1: the optimizer's prefix
+_BITSANDBYTES = "__bnb_optimizer_quant_state__"  # bitsandbytes' state_dict adds this level to its states
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
+_SAMPLES = 8
 
 
 def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
@@ -60,20 +63,8 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
 # --- schedulers, random state and other objects
 
 
-_RNG_FILE = re.compile(r"(?:random_states|rng_state|extra_state)[._](\d+)")
-_SCHEDULER_FILE = re.compile(r"scheduler(?:[._](\d+))?")
-_NAME = re.compile(r"[^A-Za-z0-9_-]+")
-
-
-def foreign_schedulers(values: Mapping[str, Any], live: Sequence[str]) -> dict[str, Any]:
-    """Return each live scheduler's saved state, by key; {} if the numbers of live and saved schedulers differ."""
-    found = _schedulers(values)
-    if not live or len(found) != len(live):
-        return {}
-    return {section("scheduler", name): value for name, value in zip(live, found, strict=True)}
-
-
 def _schedulers(values: Mapping[str, Any]) -> list[Any]:
+    """Return the saved schedulers' states, in order."""
     for holder in (values, values.get("meta")):  # Lightning stores them at the top level, or in meta.pt
         listed = holder.get("lr_schedulers") if isinstance(holder, Mapping) else None
         if isinstance(listed, (list, tuple)):
@@ -91,64 +82,38 @@ def _schedulers(values: Mapping[str, Any]) -> list[Any]:
     return [flat] if flat else []  # torchtitan
 
 
-def foreign_rng(values: Mapping[str, Any]) -> dict[str, Any]:
+def _random_states(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return each rank's random state, by key. Omits states that lack Python's or torch's generator."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        match = _RNG_FILE.fullmatch(name)
-        if match is None or not isinstance(value, Mapping):
-            continue
-        states = value.get("rng", value)
-        made = _rng(states) if isinstance(states, Mapping) else None
-        if made is not None:
-            found[f"rng.{match[1]}"] = made
-    return found
-
-
-def _rng(states: Mapping[str, Any]) -> dict[str, Any] | None:
     import numpy as np
     import torch
 
-    python = states.get("python", states.get("random", states.get("random_state")))
-    cpu = states.get("cpu", states.get("torch_manual_seed"))
-    array = states.get("numpy", states.get("numpy_random_seed"))
-    if python is None or cpu is None:
-        return None
-    version, words, gauss = python
-    made: dict[str, Any] = {
-        "python": {"version": int(version), "words": torch.tensor(list(words), dtype=torch.int64), "gauss": gauss},
-        "torch": torch.as_tensor(np.asarray(cpu)) if not isinstance(cpu, torch.Tensor) else cpu,
-    }
-    if array is not None:
-        name, keys, position, has_gauss, cached = array
-        made["numpy"] = {
-            "name": str(name),
-            "words": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "gauss": float(cached),
-        }
-    return made
-
-
-def foreign_extras(
-    values: Mapping[str, Any], objects: dict[str, JSON], tensors: dict[str, torch.Tensor], notes: list[str]
-) -> None:
-    """Add the remaining objects to `objects` as `extra.<name>`. A load restores or reports them."""
-    for name, value in values.items():
-        if value is None or _RNG_FILE.fullmatch(name) or _SCHEDULER_FILE.fullmatch(name):
+    found: dict[str, Any] = {}
+    for file, value in values.items():
+        match = _RNG_FILE.fullmatch(file)
+        states = value.get("rng", value) if match is not None and isinstance(value, Mapping) else None
+        if match is None or not isinstance(states, Mapping):
             continue
-        key = f"extra.{_NAME.sub('_', name)}"
-        try:
-            objects[key] = encode(value, key, tensors)
-        except CkptkitError as error:
-            notes.append(f"{name} was skipped: {error}")
-
-
-_OWNER = re.compile(r"(.*?)\.?(?<![^.])(?:state|master|param_groups)(?:\.|$)")
-_BITSANDBYTES = "__bnb_optimizer_quant_state__"  # bitsandbytes' state_dict adds this level to its states
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
-_SAMPLES = 8
+        python = states.get("python", states.get("random", states.get("random_state")))
+        cpu = states.get("cpu", states.get("torch_manual_seed"))
+        array = states.get("numpy", states.get("numpy_random_seed"))
+        if python is None or cpu is None:
+            continue
+        version, words, gauss = python
+        made: dict[str, Any] = {
+            "python": {"version": int(version), "words": torch.tensor(list(words), dtype=torch.int64), "gauss": gauss},
+            "torch": torch.as_tensor(np.asarray(cpu)) if not isinstance(cpu, torch.Tensor) else cpu,
+        }
+        if array is not None:
+            name, keys, position, has_gauss, cached = array
+            made["numpy"] = {
+                "name": str(name),
+                "words": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "gauss": float(cached),
+            }
+        found[f"rng.{match[1]}"] = made
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +149,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     catalog = in_parts(store, with_files_beside(catalog, store), optimizer=optimizer)
     rename, notes = _aligned(catalog, state)
     tied = _tied(state)
-    owners = _owners(catalog)
-    sections = _sections(owners, list(state.parts("optimizer")), store.url) if optimizer else {}
+    sections = _sections(catalog, list(state.parts("optimizer")), store.url) if optimizer else {}
     objects: dict[str, JSON] = {}
     refs: dict[str, torch.Tensor] = {}
     unread: dict[str, str] = {}
@@ -209,27 +173,50 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         if numbers[owner]:
             notes.append(f"{key}: the checkpoint numbers its parameters; they were matched by order.")
         named = replace(names, numbers=numbers[owner])
-        numeric = _states(catalog, owner, named, read, _live(state, key))
-        _put_groups(objects, refs, key, groups[owner], named, numeric)
+        states = _states(catalog, owner, named, read, _live(state, key))
+        if not groups[owner]:
+            continue
+        trees = []
+        for index, group in enumerate(groups[owner]):
+            settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            params = [named(name) for name in group.get("params", ())]
+            trees.append({**encode(settings, f"{key}.param_groups.{index}", {}), "params": params})
+        encoded = {fqn: encode(dict(one), f"{key}.values.{fqn}", refs) for fqn, one in states.items()}
+        objects[key] = {"param_groups": trees, "values": encoded, "shared": {}}
     loose = {
         name: entry
         for name, entry in catalog.objects.items()
         if entry.role is not Role.OPTIMIZER and ".param_groups" not in f".{name}" and name != SUBCLASSES
     }
     values = {name: read(entry) for name, entry in loose.items()}
-    for found in (foreign_schedulers(values, list(state.parts("scheduler"))), foreign_rng(values)):
-        for key, value in found.items():
-            objects[key] = encode(value, key, refs)
+    schedulers, saved = [section("scheduler", name) for name in state.parts("scheduler")], _schedulers(values)
+    found = dict(zip(schedulers, saved, strict=True)) if len(schedulers) == len(saved) else {}
+    for key, value in (found | _random_states(values)).items():
+        objects[key] = encode(value, key, refs)
     for name, part in _flattened_extras(values, tensors, store, catalog, state).items():
         objects[f"extra.{name}"] = encode(part, f"extra.{name}", refs)
         values = {key: value for key, value in values.items() if not key.startswith(f"{name}.")}
-    foreign_extras(values, objects, refs, notes)
+    _put_extras(values, objects, refs, notes)
     notes += [f"{name} was not read: {why}" for name, why in unread.items()]
     if doubt := catalog.info.extra.get("unproved"):
         notes.append(f"not proved: {doubt}")
     if catalog.info.step is None and sections:
         notes.append("the checkpoint records no step; TrainState.step is unchanged, set it yourself.")
     return Adopted(Catalog(tensors, catalog.objects, catalog.info), objects, refs, notes)
+
+
+def _put_extras(
+    values: Mapping[str, Any], objects: dict[str, JSON], refs: dict[str, torch.Tensor], notes: list[str]
+) -> None:
+    """Add the remaining objects as `extra.<name>`. A load restores or reports them."""
+    for name, value in values.items():
+        if value is None or _RNG_FILE.fullmatch(name) or _SCHEDULER_FILE.fullmatch(name):
+            continue
+        key = f"extra.{_NAME.sub('_', name)}"
+        try:
+            objects[key] = encode(value, key, refs)
+        except CkptkitError as error:
+            notes.append(f"{name} was skipped: {error}")
 
 
 # --- names
@@ -241,7 +228,13 @@ def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str],
     live = {f"{name}.{fqn}" if name else fqn for name, module in models.items() for fqn in model_tensors(module)[0]}
     saved = {entry.fqn for entry in catalog.by_role(Role.MODEL).values()}
     best, hits = ("", ""), len(saved & live)  # best: (removed prefix, added prefix)
-    for drop, add in _candidates(saved, live):
+    candidates: set[tuple[str, str]] = set()
+    # Try long names first, because they are unlikely to be a suffix of another name by accident.
+    for fqn in sorted(saved, key=lambda name: (-len(name), name))[:_SAMPLES]:
+        candidates |= {("", name[: -len(fqn)]) for name in live if name.endswith(f".{fqn}")}
+    for fqn in sorted(live, key=lambda name: (-len(name), name))[:_SAMPLES]:
+        candidates |= {(name[: -len(fqn)], "") for name in saved if name.endswith(f".{fqn}")}
+    for drop, add in sorted(candidates):  # in the same order on every rank
         fit = sum(1 for fqn in saved if fqn.startswith(drop) and add + fqn[len(drop) :] in live)
         if fit > hits:
             best, hits = (drop, add), fit
@@ -256,18 +249,6 @@ def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str],
     return rename, [f"names: the prefix {how} the checkpoint's names, to match the model's."]
 
 
-def _candidates(saved: set[str], live: set[str]) -> set[tuple[str, str]]:
-    if not saved or not live:
-        return set()
-    found: set[tuple[str, str]] = set()
-    # Try long names first, because they are unlikely to be a suffix of another name by accident.
-    for fqn in sorted(saved, key=lambda name: (-len(name), name))[:_SAMPLES]:
-        found |= {("", name[: -len(fqn)]) for name in live if name.endswith(f".{fqn}")}
-    for fqn in sorted(live, key=lambda name: (-len(name), name))[:_SAMPLES]:
-        found |= {(name[: -len(fqn)], "") for name in saved if name.endswith(f".{fqn}")}
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class _LiveNames:
     """Maps names in param groups, which may include wrapper prefixes, to live FQNs."""
@@ -279,19 +260,15 @@ class _LiveNames:
     numbers: Mapping[Any, str] = field(default_factory=dict)
 
     def __call__(self, name: Any) -> str:
-        fqn = self.numbers.get(name) or self._fqn(str(name))
+        fqn = self.numbers.get(name)
+        if not fqn:
+            clean = str(name)
+            for wrapper in _WRAPPERS:
+                clean = clean.replace(wrapper, "")
+            usual = self.rename(clean.removeprefix(self.prefix))
+            options = (self.rename(clean), usual, self.rename(clean.removeprefix("module.")))
+            fqn = next((option for option in options if option in self.known), usual)
         return self.tied.get(fqn, fqn)
-
-    def _fqn(self, name: str) -> str:
-        clean = name
-        for wrapper in _WRAPPERS:
-            clean = clean.replace(wrapper, "")
-        options = (clean, clean.removeprefix(self.prefix), clean.removeprefix("module."))
-        for option in options:
-            renamed = self.rename(option)
-            if renamed in self.known:
-                return renamed
-        return self.rename(clean.removeprefix(self.prefix))
 
 
 def _tied(state: TrainState) -> dict[str, str]:
@@ -316,15 +293,11 @@ def _owner(name: str) -> str | None:
     return found[1] if found else None
 
 
-def _owners(catalog: Catalog) -> list[str]:
-    """Return the prefixes of the checkpoint's optimizers, in order."""
+def _sections(catalog: Catalog, live: Sequence[str], url: str) -> dict[str, str]:
+    """Map the prefixes of the checkpoint's optimizers, in order, to the keys of the live optimizers."""
     names = [entry.name for entry in catalog.tensors.values() if entry.role in (Role.OPTIMIZER, Role.MASTER)]
-    found = dict.fromkeys(owner for name in names if (owner := _owner(name)) is not None)
-    return sorted(found, key=lambda owner: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", owner)])
-
-
-def _sections(owners: Sequence[str], live: Sequence[str], url: str) -> dict[str, str]:
-    """Map each of the checkpoint's optimizers to the key of the live optimizer."""
+    found = {owner for name in names if (owner := _owner(name)) is not None}
+    owners = sorted(found, key=lambda owner: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", owner)])
     if not owners or not live:
         return {}
     if len(owners) != len(live):
@@ -412,7 +385,8 @@ def _groups(catalog: Catalog, owner: str, read: Callable[[ObjectEntry], Any]) ->
     whole = catalog.objects.get(front)
     if whole is not None:
         value = read(whole)
-        return [dict(group) for group in value] if _are_groups(value) else []
+        fits = isinstance(value, (list, tuple)) and all(isinstance(group, Mapping) for group in value)
+        return [dict(group) for group in value] if fits else []
     numbered: dict[int, dict[str, Any]] = {}
     flattened: dict[str, dict[str, Any]] = {}
     for name, entry in catalog.objects.items():
@@ -424,10 +398,6 @@ def _groups(catalog: Catalog, owner: str, read: Callable[[ObjectEntry], Any]) ->
         elif rest:
             flattened.setdefault(rest, {"params": [rest]})[setting] = read(entry)
     return [numbered[index] for index in sorted(numbered)] or list(flattened.values())
-
-
-def _are_groups(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(group, Mapping) for group in value)
 
 
 def _live(state: TrainState, key: str) -> Any:
@@ -456,25 +426,6 @@ def _states(
     return found
 
 
-def _put_groups(
-    objects: dict[str, JSON],
-    refs: dict[str, torch.Tensor],
-    key: str,
-    groups: Sequence[Mapping[str, Any]],
-    name_of: Callable[[Any], str],
-    states: Mapping[str, Mapping[str, Any]],
-) -> None:
-    if not groups:
-        return
-    trees = []
-    for index, group in enumerate(groups):
-        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        params = [name_of(name) for name in group.get("params", ())]
-        trees.append({**encode(settings, f"{key}.param_groups.{index}", {}), "params": params})
-    values = {fqn: encode(dict(state), f"{key}.values.{fqn}", refs) for fqn, state in states.items()}
-    objects[key] = {"param_groups": trees, "values": values, "shared": {}}
-
-
 def _by_position(
     catalog: Catalog, owner: str, groups: Sequence[Mapping[str, Any]], key: str, state: TrainState
 ) -> dict[Any, str]:
@@ -493,7 +444,10 @@ def _by_position(
         return {}
     names = parameter_names(state)
     live = _live(state, key)
-    shapes = _state_shapes(catalog, owner)
+    shapes: dict[Any, list[tuple[int, ...]]] = {}  # of each number's states, without scalars such as step counts
+    for entry in catalog.tensors.values():
+        if entry.role is Role.OPTIMIZER and len(entry.key) > 1 and entry.shape and _owner(entry.name) == owner:
+            shapes.setdefault(entry.key[-2], []).append(tuple(entry.shape))
     listed = [[p for p in group["params"] if id(p) in names] for group in live.param_groups]
     flat = [p for group in listed for p in group]
     if [len(group) for group in listed] == [len(group) for group in params] and all(
@@ -508,26 +462,14 @@ def _by_position(
         [group.get("weight_decay") == 0 for group in groups],
     )
     if found is None:
+        lengths = [", ".join(str(len(group)) for group in one) for one in (params, listed)]
         raise CheckpointMismatchError(
-            f"{key}: the checkpoint numbers its parameters, in groups of {_lengths(params)}; the live "
-            f"optimizer has groups of {_lengths(listed)}, and the shapes do not determine which is which. "
+            f"{key}: the checkpoint numbers its parameters, in groups of {lengths[0]}; the live "
+            f"optimizer has groups of {lengths[1]}, and the shapes do not determine which is which. "
             "Create the optimizer with the groups that were saved (the Trainer uses decay and no decay), "
             'or skip it: optimizer="skip".'
         )
     return dict(zip(numbers, (fqn for group in found for fqn in group), strict=True))
-
-
-def _lengths(groups: Sequence[Sequence[Any]]) -> str:
-    return ", ".join(str(len(group)) for group in groups)
-
-
-def _state_shapes(catalog: Catalog, owner: str) -> dict[Any, list[tuple[int, ...]]]:
-    """Return the shapes of the optimizer states of each parameter number. Omits scalars, such as step counts."""
-    found: dict[Any, list[tuple[int, ...]]] = {}
-    for entry in catalog.tensors.values():
-        if entry.role is Role.OPTIMIZER and len(entry.key) > 1 and entry.shape and _owner(entry.name) == owner:
-            found.setdefault(entry.key[-2], []).append(tuple(entry.shape))
-    return found
 
 
 def _fits(states: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
