@@ -67,13 +67,7 @@ class SignalWatch:
         every: Communicate only at every `every`-th call of `agreed`. Must be equal on all ranks.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        *,
-        signals: Iterable[int] = SAVE_SIGNALS,
-        every: int = 1,
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, *, signals: Iterable[int] = SAVE_SIGNALS, every: int = 1) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("signal handlers can be installed only in the main thread: create the manager there.")
         if every < 1:

@@ -25,17 +25,14 @@ class Decoded:
     """A plan's decoded values.
 
     Attributes:
-        objects: For each of `plan.objects`, the decoded values of its JSON trees.
         optimizers: For each of `plan.optimizers`, the non-tensor state by FQN and name, and the state that belongs to
             no parameter.
-        rng: The argument of `restore_rng`; None if nothing is restored.
-        leftovers: Extra state that the training state does not use, by name.
     """
 
-    objects: list[list[Any]]
+    objects: list[list[Any]]  # for each of `plan.objects`, the decoded values of its JSON trees
     optimizers: list[tuple[dict[str, dict[str, Any]], dict[str, Any]]]
-    rng: Any
-    leftovers: dict[str, Any]
+    rng: Any  # the argument of `restore_rng`; None if nothing is restored
+    leftovers: dict[str, Any]  # extra state that the training state does not use, by name
 
 
 def decode_plan(plan: LoadPlan, tensor: Callable[[str], Any]) -> Decoded:

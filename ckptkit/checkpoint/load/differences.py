@@ -55,13 +55,11 @@ class Mismatches:
     """Mismatches by section ("model", "optimizer", "extra.ema", ...).
 
     Attributes:
-        missing: Names that the checkpoint lacks.
-        unexpected: Names that the training state lacks.
         shapes, dtypes, others: Descriptions of the mismatches.
     """
 
-    missing: dict[str, list[str]] = field(default_factory=dict)
-    unexpected: dict[str, list[str]] = field(default_factory=dict)
+    missing: dict[str, list[str]] = field(default_factory=dict)  # names that the checkpoint lacks
+    unexpected: dict[str, list[str]] = field(default_factory=dict)  # names that the training state lacks
     shapes: dict[str, list[str]] = field(default_factory=dict)
     dtypes: dict[str, list[str]] = field(default_factory=dict)
     others: dict[str, list[str]] = field(default_factory=dict)

@@ -121,15 +121,12 @@ class Adopted:
     """The result of `adopt`.
 
     Attributes:
-        catalog: The tensors, under ckptkit's names and with the live models' FQNs.
-        objects: JSON by key, as in `objects.json`.
-        tensors: Tensors that the objects refer to.
         notes: Messages about the parts that were adapted, and those that could not be read.
     """
 
-    catalog: Catalog
-    objects: dict[str, JSON] = field(default_factory=dict)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    catalog: Catalog  # the tensors, under ckptkit's names and with the live models' FQNs
+    objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key, as in `objects.json`
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors that the objects refer to
     notes: list[str] = field(default_factory=list)
 
 
@@ -346,11 +343,7 @@ def _state(entry: TensorEntry) -> str:
 
 
 def _flattened_extras(
-    values: Mapping[str, Any],
-    tensors: dict[str, TensorEntry],
-    store: Store,
-    catalog: Catalog,
-    state: TrainState,
+    values: Mapping[str, Any], tensors: dict[str, TensorEntry], store: Store, catalog: Catalog, state: TrainState
 ) -> dict[str, dict[str, Any]]:
     """Return the state of each object in `extra` that torch's DCP stored flattened, under keys such as
     "train_state.step".

@@ -25,18 +25,15 @@ class MappedWeights:
     """A checkpoint's weights after a key map was applied.
 
     Attributes:
-        catalog: The weights under their new names, and nothing else.
         sources: For each new name, the checkpoint's tensors that the weight is made from.
         filled: The boxes that the checkpoint fills, by new name; only for padded tensors.
-        dropped: Tensors that the map drops, with the reason.
-        notes: Rules that matched nothing.
     """
 
-    catalog: Catalog
+    catalog: Catalog  # the weights under their new names, and nothing else
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     filled: dict[str, tuple[Box, ...]] = field(default_factory=dict)
-    dropped: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    dropped: Mapping[str, str] = field(default_factory=dict)  # tensors that the map drops, with the reason
+    notes: tuple[str, ...] = ()  # rules that matched nothing
 
 
 def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: Mapping[str, Any]) -> MappedWeights:

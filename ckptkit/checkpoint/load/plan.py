@@ -169,16 +169,12 @@ class OptimizerPlan:
     """The plan for restoring one optimizer.
 
     Attributes:
-        states: Saved tensors, by FQN and state name.
         masters: Saved master weights, by FQN. None for a master that is set from the loaded weight.
-        values: Non-tensor state as JSON, by FQN and state name.
-        shared: State that belongs to no parameter, as JSON.
         held: How states are stored, by key. Omits states for which the parameter determines that.
         orders: The memory order of plain states' dimensions, by key. Omits states whose order is that of a new state.
         keep: Parameters that the checkpoint's optimizer lacks. They keep their live state.
         live: Live values, by FQN and state name. A tensor subclass is replaced by its parts.
         wholes: Tensor subclasses whose parts are filled in place, by FQN and state name.
-        skip: Whether to restore only master weights, which must follow the weights.
         shards: The shards that the state's layout declares, by FQN.
     """
 
@@ -186,16 +182,16 @@ class OptimizerPlan:
     optimizer: Any
     parameters: dict[str, torch.nn.Parameter]
     groups: GroupChanges = field(default_factory=lambda: GroupChanges([]))
-    states: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
+    states: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)  # saved tensors, by FQN and state name
     masters: dict[str, TensorEntry | None] = field(default_factory=dict)
-    values: dict[str, dict[str, JSON]] = field(default_factory=dict)
-    shared: dict[str, JSON] = field(default_factory=dict)
+    values: dict[str, dict[str, JSON]] = field(default_factory=dict)  # non-tensor state as JSON, by FQN and state name
+    shared: dict[str, JSON] = field(default_factory=dict)  # state that belongs to no parameter, as JSON
     held: dict[str, Held] = field(default_factory=dict)
     orders: dict[str, list[int]] = field(default_factory=dict)
     keep: list[str] = field(default_factory=list)
     live: dict[str, dict[str, Any]] = field(default_factory=dict)
     wholes: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    skip: bool = False
+    skip: bool = False  # whether to restore only master weights, which must follow the weights
     shards: dict[str, tuple[Shard, ...]] = field(default_factory=dict)
 
     def shape(self, fqn: str) -> tuple[int, ...]:
@@ -228,15 +224,12 @@ class LoadPlan:
     """The plan of a load.
 
     Attributes:
-        catalog: The checkpoint as this rank sees it: with its own per-rank copies, and under ckptkit's names.
-        tensors: Tensors in objects that have already been read.
-        padded: The keys of tensors that a key map fills only in part.
         sources: The saved tensors that each weight is made from, by FQN; only with a key map.
         filled: The boxes that are filled, by FQN; only for tensors that a key map pads.
     """
 
-    catalog: Catalog
-    tensors: Mapping[str, torch.Tensor]
+    catalog: Catalog  # the checkpoint as this rank sees it: with its own per-rank copies, and under ckptkit's names
+    tensors: Mapping[str, torch.Tensor]  # tensors in objects that have already been read
     models: list[ModelTensor] = field(default_factory=list)
     twins: list[list[ModelTensor]] = field(default_factory=list)  # each: one live tensor saved under several names
     handed: list[tuple[torch.nn.Module, Mapping[str, Any]]] = field(default_factory=list)  # for load_state_dict
@@ -248,7 +241,7 @@ class LoadPlan:
     skipped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     leftovers: dict[str, JSON] = field(default_factory=dict)
-    padded: list[str] = field(default_factory=list)
+    padded: list[str] = field(default_factory=list)  # the keys of tensors that a key map fills only in part
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
@@ -265,25 +258,20 @@ class _Planner:
     """Fills `plan`.
 
     Attributes:
-        objects: JSON by key.
-        small: Reads one tensor.
-        foreign: Whether ckptkit did not write the checkpoint.
-        from_masters: FQNs of masters to load into weights.
-        live: Each model's tensors.
         declared: Shards that the layout declares, by the live tensor's id.
     """
 
     state: TrainState
-    objects: Mapping[str, JSON]
+    objects: Mapping[str, JSON]  # JSON by key
     options: LoadOptions
     rank: int
     world_size: int
-    small: Callable[[str], Any]
-    foreign: bool
+    small: Callable[[str], Any]  # reads one tensor
+    foreign: bool  # whether ckptkit did not write the checkpoint
     plan: LoadPlan
     own: OwnCopies
-    from_masters: set[str] = field(default_factory=set)
-    live: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    from_masters: set[str] = field(default_factory=set)  # FQNs of masters to load into weights
+    live: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # each model's tensors
     declared: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
     by_role: dict[Role, dict[str, TensorEntry]] = field(default_factory=dict)
 

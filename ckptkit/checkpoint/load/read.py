@@ -48,14 +48,7 @@ class Reading:
     """
 
     def __init__(
-        self,
-        plan: LoadPlan,
-        store: Store,
-        options: LoadOptions,
-        *,
-        rank: int,
-        world_size: int,
-        workers: int = 0,
+        self, plan: LoadPlan, store: Store, options: LoadOptions, *, rank: int, world_size: int, workers: int = 0
     ) -> None:
         from ckptkit.formats.dcp.fill import Filler, Verify
 

@@ -84,19 +84,14 @@ class _File:
 
 @dataclass(slots=True)
 class FullTensors:
-    """This rank's contributions to full tensors, and the files that it writes.
-
-    Attributes:
-        group: A gloo group for sending the pieces; None with a single rank.
-        configs: The models' side files: path to bytes.
-    """
+    """This rank's contributions to full tensors, and the files that it writes."""
 
     rank: int
     world_size: int
     views: dict[str, PartView]
     aliases: Mapping[str, Mapping[str, str]]
-    configs: Mapping[str, bytes]
-    group: Any
+    configs: Mapping[str, bytes]  # the models' side files: path to bytes
+    group: Any  # a gloo group for sending the pieces; None with a single rank
     max_shard_bytes: int
     signature: bytes = b""
     described: bytes = b""

@@ -218,17 +218,14 @@ class OwnCopies:
     Attributes:
         note: If the number of ranks changed, a message that lists the tensors for which all ranks get one rank's
             values.
-        bound: Keys of optimizer states whose values differ between ranks.
-        ranks: How many ranks saved their own values.
-        fits: Whether as many ranks load as saved.
     """
 
     catalog: Catalog
     objects: dict[str, Any]
     note: str = ""
-    bound: list[str] = field(default_factory=list)
-    ranks: int = 0
-    fits: bool = True
+    bound: list[str] = field(default_factory=list)  # keys of optimizer states whose values differ between ranks
+    ranks: int = 0  # how many ranks saved their own values
+    fits: bool = True  # whether as many ranks load as saved
 
 
 def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world_size: int) -> OwnCopies:

@@ -83,24 +83,20 @@ class SaveRequest:
     """The caller's arguments of a save.
 
     Attributes:
-        metrics: Measured values, which determine `best`. None: the caller passed none.
-        client_state: The caller's JSON value, stored in the commit record.
-        overwrite: Replace a committed checkpoint of the same name once the new one is complete.
         given_up: Names of damaged checkpoints that a load fell back from. A save may replace these, too.
         set_aside: Rename a directory that has the name but is not a checkpoint. Set if a load has already reported such
             directories.
-        resumed_from: The checkpoint that the run was resumed from, for the commit record.
     """
 
     step: int
     state_dict_type: StateDictType
     tag: str | None = None
-    metrics: Mapping[str, float] | None = None
-    client_state: Any = None
-    overwrite: bool = False
+    metrics: Mapping[str, float] | None = None  # measured values, which determine `best`. None: the caller passed none
+    client_state: Any = None  # the caller's JSON value, stored in the commit record
+    overwrite: bool = False  # replace a committed checkpoint of the same name once the new one is complete
     given_up: frozenset[str] = frozenset()
     set_aside: bool = False
-    resumed_from: str | None = None
+    resumed_from: str | None = None  # the checkpoint that the run was resumed from, for the commit record
 
 
 @dataclass(slots=True)
@@ -108,12 +104,7 @@ class Prepared:
     """A save that this rank has captured. Objects are already encoded.
 
     Attributes:
-        side_files: On rank 0: additional files that `index` writes.
-        prints: Fingerprints of the plain tensors, if there are several ranks.
-        failure: An error on this rank after the capture; `publish` reports it to all ranks.
-        staged: Copies of `plan.tensors`; None if they were not staged.
         tellers: The ranks that send rank 0 the optimizers and modules that it lacks (pipeline stages).
-        written: Bytes of the files that this rank wrote.
     """
 
     request: SaveRequest
@@ -122,12 +113,12 @@ class Prepared:
     rank_objects: dict[str, Any]
     mesh: dict[str, Any] | None
     clock: PhaseClock
-    side_files: Mapping[str, bytes] = field(default_factory=dict)
-    prints: Fingerprints | None = None
-    failure: Exception | None = None
-    staged: Sequence[torch.Tensor] | None = None
+    side_files: Mapping[str, bytes] = field(default_factory=dict)  # on rank 0: additional files that `index` writes
+    prints: Fingerprints | None = None  # fingerprints of the plain tensors, if there are several ranks
+    failure: Exception | None = None  # an error on this rank after the capture; `publish` reports it to all ranks
+    staged: Sequence[torch.Tensor] | None = None  # copies of `plan.tensors`; None if they were not staged
     tellers: tuple[int, ...] = ()
-    written: int = 0
+    written: int = 0  # bytes of the files that this rank wrote
 
 
 class Saver:

@@ -42,22 +42,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of `write_records`.
-
-    Attributes:
-        starts: Offset of each tensor's bytes in the block.
-        patience_s: How long to retry storage calls, in seconds.
-    """
+    """The arguments of `write_records`."""
 
     url: str
     storage_options: Mapping[str, Any] | None
     prefix: str
     frames: Sequence[RecordFrame]
-    starts: Sequence[int]
+    starts: Sequence[int]  # offset of each tensor's bytes in the block
     records: Sequence[bytes]
     workers: int
     sync: bool
-    patience_s: float
+    patience_s: float  # how long to retry storage calls, in seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,14 +29,12 @@ class ShardLayout:
 
     Attributes:
         mesh_shape, mesh_names: The device mesh's shape and dimension names, outermost dimension first.
-        mesh_ranks: The mesh's ranks, in row-major order.
-        placements: One per mesh dimension.
     """
 
     mesh_shape: tuple[int, ...]
     mesh_names: tuple[str, ...]
-    mesh_ranks: tuple[int, ...]
-    placements: tuple[PlacementRecord, ...]
+    mesh_ranks: tuple[int, ...]  # the mesh's ranks, in row-major order
+    placements: tuple[PlacementRecord, ...]  # one per mesh dimension
 
     def mesh_json(self) -> dict[str, Any]:
         """Return the mesh as in the manifest's `info.extra["meshes"]`."""
@@ -69,21 +67,13 @@ class ShardLayout:
 
 @dataclass(frozen=True, slots=True)
 class PartView:
-    """This rank's part of one tensor.
+    """This rank's part of one tensor."""
 
-    Attributes:
-        key: Name in the checkpoint.
-        shape: The full tensor's shape.
-        local: This rank's elements; shares memory with the live tensor.
-        layout: None for a plain tensor, which is complete on every rank that has the key.
-        parts: This rank's boxes.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    local: torch.Tensor
-    layout: ShardLayout | None
-    parts: tuple[LocalPart, ...]
+    key: str  # name in the checkpoint
+    shape: tuple[int, ...]  # the full tensor's shape
+    local: torch.Tensor  # this rank's elements; shares memory with the live tensor
+    layout: ShardLayout | None  # None for a plain tensor, which is complete on every rank that has the key
+    parts: tuple[LocalPart, ...]  # this rank's boxes
 
     def claim(self, entry: TensorEntry) -> Claim:
         """Return the request to load the saved tensor `entry` into this part."""

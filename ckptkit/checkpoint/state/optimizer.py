@@ -50,24 +50,19 @@ class CapturedOptimizer:
     """An optimizer's captured state.
 
     Attributes:
-        tensors: Live tensors by (fqn, state name); DTensors if the state is sharded.
-        masters: Live fp32 copies of low-precision parameters, by FQN.
         tree: JSON. "param_groups": each with "params", a list of FQNs. "values": non-tensor state, by FQN. "shared":
             state that belongs to no parameter. "held", "orders" and "own", if needed: see `OptimizerTree`.
-        loose: Tensors that `tree` refers to.
         recipes: How tensor subclasses are split into plain tensors (`Recipe`), by (fqn, state name). `tensors` has
             their parts.
-        cut: Layouts of the sharded parameters, by FQN.
-        unshaped: Keys of plain tensors whose shape may differ between ranks.
     """
 
-    tensors: dict[tuple[str, str], torch.Tensor]
-    masters: dict[str, torch.Tensor]
+    tensors: dict[tuple[str, str], torch.Tensor]  # live tensors by (fqn, state name); DTensors if the state is sharded
+    masters: dict[str, torch.Tensor]  # live fp32 copies of low-precision parameters, by FQN
     tree: JSON
-    loose: dict[str, torch.Tensor] = field(default_factory=dict)
+    loose: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors that `tree` refers to
     recipes: dict[tuple[str, str], Recipe] = field(default_factory=dict)
-    cut: dict[str, ShardLayout] = field(default_factory=dict)
-    unshaped: set[str] = field(default_factory=set)
+    cut: dict[str, ShardLayout] = field(default_factory=dict)  # layouts of the sharded parameters, by FQN
+    unshaped: set[str] = field(default_factory=set)  # keys of plain tensors whose shape may differ between ranks
 
 
 def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dict[str, torch.nn.Parameter]:
@@ -266,12 +261,7 @@ def _settings(group: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def new_state_tensor(
-    parameter: torch.Tensor,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    *,
-    on_device: bool,
-    held: Held | None = None,
+    parameter: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool, held: Held | None = None
 ) -> torch.Tensor:
     """Return an uninitialised tensor for one of a parameter's states, placed like the parameter.
 
@@ -311,19 +301,16 @@ class OptimizerTree:
     """An optimizer's validated JSON; see `CapturedOptimizer.tree`.
 
     Attributes:
-        held: How states are stored, by key. Omits states for which the parameter determines that.
         orders: The memory order of plain states' dimensions, by key. Omits states whose order is that of a new state.
-        layouts: How the parameters were sharded, if `states` is not empty.
-        states: "<fqn>.<name>" of states with plain tensors whose values may differ between ranks.
     """
 
     param_groups: list[dict[str, JSON]]
     values: dict[str, dict[str, JSON]]
     shared: dict[str, JSON]
-    held: dict[str, Held]
+    held: dict[str, Held]  # how states are stored, by key. Omits states for which the parameter determines that
     orders: dict[str, list[int]]
-    layouts: list[JSON]
-    states: list[str]
+    layouts: list[JSON]  # how the parameters were sharded, if `states` is not empty
+    states: list[str]  # "<fqn>.<name>" of states with plain tensors whose values may differ between ranks
 
     @classmethod
     def of(cls, tree: JSON, what: str) -> OptimizerTree:
@@ -364,22 +351,18 @@ class GroupChanges:
     """The planned changes to the param groups.
 
     Attributes:
-        settings: The new settings for each live group.
         order: For each live group, the saved group that its settings come from: the first of several, or None.
-        saved: Number of saved groups.
-        missing: Parameters that the checkpoint's optimizer lacks.
-        unexpected: Parameters that the live optimizer lacks.
         notes: Descriptions of settings that only one side has, and of settings that keep their live value.
         switches: Descriptions of settings that only one side has switched on, so that the two sides compute different
             steps.
         conflicts: Descriptions of live groups that combine different saved groups, and of saved values that do not fit.
     """
 
-    settings: list[dict[str, Any]]
+    settings: list[dict[str, Any]]  # the new settings for each live group
     order: list[int | None] = field(default_factory=list)
-    saved: int = 0
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
+    saved: int = 0  # number of saved groups
+    missing: list[str] = field(default_factory=list)  # parameters that the checkpoint's optimizer lacks
+    unexpected: list[str] = field(default_factory=list)  # parameters that the live optimizer lacks
     notes: list[str] = field(default_factory=list)
     switches: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)

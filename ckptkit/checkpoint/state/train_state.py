@@ -193,23 +193,19 @@ class Captured:
     """A captured training state: JSON, and named tensors that share memory with the live ones.
 
     Attributes:
-        models: Tensors by section and FQN.
         aliases: Tied weights, by section and FQN: the FQN under which the tensor is stored.
         optimizers: The results of `capture_optimizer`, by section.
         loose: Tensors that are not in models or optimizers, by full key.
-        objects: JSON by key, the same on every rank.
-        rank_objects: JSON by key; the key contains the rank.
-        own: The keys in `loose` that belong to `rank_objects`.
         alike: The keys of plain parameters that are not declared "per_rank". They must be equal on all ranks.
     """
 
-    models: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    models: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # tensors by section and FQN
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     optimizers: dict[str, CapturedOptimizer] = field(default_factory=dict)
     loose: dict[str, torch.Tensor] = field(default_factory=dict)
-    objects: dict[str, JSON] = field(default_factory=dict)
-    rank_objects: dict[str, JSON] = field(default_factory=dict)
-    own: set[str] = field(default_factory=set)
+    objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key, the same on every rank
+    rank_objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key; the key contains the rank
+    own: set[str] = field(default_factory=set)  # the keys in `loose` that belong to `rank_objects`
     alike: set[str] = field(default_factory=set)
 
     def tensors(self, *, aliases: bool, unlike: type | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -438,9 +434,7 @@ def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
     return _by_canonical_name(module, _live_state(module))
 
 
-def computed_state(
-    module: torch.nn.Module,
-) -> tuple[dict[str, torch.Tensor], dict[str, Any], Mapping[str, Any] | None]:
+def computed_state(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any], Mapping[str, Any] | None]:
     """Return `model_tensors`, and the raw state dict if a hook computed any of the tensors (otherwise None).
 
     Computed tensors do not belong to the module: once filled, they go to its `load_state_dict`, as the raw state dict.
