@@ -200,11 +200,13 @@ def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
 
 def _tensor(entry: TensorEntry, *, slices: bool) -> TensorInfo:
     rows: tuple[SliceInfo, ...] = ()
-    if slices:
-        part = entry.slices
+    part = entry.slices
+    if slices and part.opaque:  # the whole records, because only their class knows where the elements are
         ranks = [-1] * len(part) if part.ranks is None else part.ranks.tolist()
         boxes = zip(map(tuple, part.offsets.tolist()), map(tuple, part.sizes.tolist()), ranks, strict=True)
         rows = tuple(SliceInfo(*box, *record) for box, record in zip(boxes, part.records(), strict=True))
+    elif slices:
+        rows = tuple(SliceInfo(s.box.offsets, s.box.sizes, s.rank, s.path, s.start, s.nbytes) for s in part)
     return TensorInfo(
         entry.name, entry.fqn, entry.role.value, entry.dtype, entry.shape, entry.nbytes, len(entry.slices), rows
     )

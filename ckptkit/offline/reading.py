@@ -40,31 +40,6 @@ def look_at(source: Source) -> Seen:
     return identities(source.store, sorted(source.catalog.paths()))
 
 
-def check_unchanged(source: Source, seen: Seen) -> None:
-    """Compare a source's files with their recorded identities.
-
-    Raises:
-        CorruptCheckpointError: A file was changed or replaced, so the result might mix two checkpoints.
-    """
-    changed = _differing(look_at(source), seen)
-    if changed and source.store.asking_costs:
-        # Some gateways return a new ETag for each request. Ignore the ETags of such files.
-        looks = [look_at(source) for _ in range(2)]
-        restless = _differing(*looks)
-        changed = [path for path in changed if path not in restless or _differs(looks[0], seen, path, tags=False)]
-    if changed:
-        error = CorruptCheckpointError(
-            f"{source.url}/{changed[0]} was changed or replaced while it was read, so the result could "
-            "mix two checkpoints. Nothing was published. Run the command again when no program writes there."
-        )
-        error.checkpoint = source.url
-        raise error
-
-
-def _differing(now: Seen, seen: Seen) -> list[str]:
-    return [path for path in seen if _differs(now, seen, path)]
-
-
 def _differs(now: Seen, seen: Seen, path: str, *, tags: bool = True) -> bool:
     """Return whether a file was replaced; False if that cannot be determined."""
     one, other = now.get(path), seen[path]
@@ -285,13 +260,24 @@ def check_still_there(source: Source) -> None:
 
 
 def check_read_as_seen(source: Source) -> None:
-    """Raise if any file of a source in another format was replaced since `open_pinned`.
+    """Raise CorruptCheckpointError if any file of a source in another format was replaced since `open_pinned`.
 
-    ckptkit's own files have unique names and digests, so they need no check.
+    The result might then mix two checkpoints. ckptkit's own files have unique names and digests, so they need no check.
     """
-    for item, seen in _current.get().seen:
-        if item is source:
-            check_unchanged(source, seen)
+    for seen in [seen for item, seen in _current.get().seen if item is source]:
+        now = look_at(source)
+        changed = [path for path in seen if _differs(now, seen, path)]
+        if changed and source.store.asking_costs:
+            # Some gateways return a new ETag for each request. Ignore the ETags of such files.
+            one, other = (look_at(source) for _ in range(2))
+            changed = [p for p in changed if not _differs(one, other, p) or _differs(one, seen, p, tags=False)]
+        if changed:
+            error = CorruptCheckpointError(
+                f"{source.url}/{changed[0]} was changed or replaced while it was read, so the result could "
+                "mix two checkpoints. Nothing was published. Run the command again when no program writes there."
+            )
+            error.checkpoint = source.url
+            raise error
 
 
 def _is_there(source: Source) -> bool:

@@ -50,19 +50,15 @@ def serving(files: Mapping[str, bytes], names: Collection[str], where: str, *, c
     config = _json(files.get("config.json", b""))
     encoder = any(name.endswith("embeddings.word_embeddings.weight") for name in names)  # BERT and similar models
     known = compared or any(name in names for name in _EMBEDDINGS)
-    if encoder or not known or not _generates(config):
+    architectures = config.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    generates = name.endswith(_CAUSAL) or (name.endswith(_MULTIMODAL) and isinstance(config.get("text_config"), dict))
+    odd = encoder or config.get("is_encoder_decoder") or config.get("auto_map")  # which needs --trust-remote-code
+    if odd or not known or not generates:
         return ""
     if not any(fnmatch.fnmatchcase(name, pattern) for name in files for pattern in _TOKENIZERS):
         return f"vLLM also needs the tokenizer's files in {where}; the source has none"
     return f"serve it with: vllm serve {where}"
-
-
-def _generates(config: Mapping[str, Any]) -> bool:
-    architectures = config.get("architectures")
-    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    if config.get("is_encoder_decoder") or config.get("auto_map"):  # auto_map would need --trust-remote-code
-        return False
-    return name.endswith(_CAUSAL) or (name.endswith(_MULTIMODAL) and isinstance(config.get("text_config"), dict))
 
 
 def _adapter(config: Mapping[str, Any], names: Collection[str], where: str) -> str:

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -112,8 +111,13 @@ def resize(
     made = dict(tensors)
     for name in found.names:
         target = _target(tensors[name], name)
-        row = _new_row(target, size, store, catalog) if size.rows > found.rows else _NOTHING
-        made[name] = _resized(target, size.rows, row, size.new_rows)
+        row = _NOTHING
+        if size.rows > found.rows:
+            row = _row_bytes(
+                _mean(target, store, catalog) if size.new_rows == "mean" and not size.dry else None, target
+            )
+        resized = target.resized(0, size.rows)
+        made[name] = _filled(resized, row, size.new_rows) if resized.is_padded else resized
     changed, notes = _resized_config(config, found.rows, size.rows)
     kinds = [f"{name} ({tensors[name].dtype})" for name in found.names]
     return Resized(made, changed, (_said(kinds, found.rows, size), *notes))
@@ -144,7 +148,13 @@ def resize_state(
     found = _vocabulary({name: item.tensor.shape for name, item in weights.items()}, config)
     check_tokens(config, files, size.rows, found.rows)
     owners = {item.tensor.name: _owner(item, weights) for item in own.tensors}
-    _check_rest(own, owners, found)
+    rest = [item.tensor for item in own.tensors if not owners[item.tensor.name] and found.rows in item.tensor.shape]
+    if rest:
+        shown = _listed(f"{tensor.name} {list(tensor.shape)}" for tensor in rest)
+        raise CheckpointMismatchError(
+            f"--vocab-size: {shown}: ckptkit cannot tell which parameter this belongs to, and so whether its "
+            f"dimension of {found.rows} is the vocabulary. Convert the model alone."
+        )
     masters = {
         owners[i.tensor.name]: i for i in own.tensors if i.role is Role.MASTER and owners[i.tensor.name] in found.names
     }
@@ -159,7 +169,8 @@ def resize_state(
         target = _target(item.tensor, item.tensor.name)
         kind: NewRows = "zeros" if item.role is Role.OPTIMIZER else size.new_rows
         row = _row_bytes(rows.get(fqn) if kind == "mean" else None, target)
-        own.tensors[index] = replace(item, tensor=_resized(target, size.rows, row, kind))
+        resized = target.resized(0, size.rows)
+        own.tensors[index] = replace(item, tensor=_filled(resized, row, kind) if resized.is_padded else resized)
         if item.role is not Role.MODEL:
             what = "masters" if item.role is Role.MASTER else "optimizer states"
             counts[what] = counts.get(what, 0) + 1
@@ -230,20 +241,6 @@ def _owner(item: OwnTensor, weights: Mapping[str, OwnTensor]) -> str:
     return longer[0] if len(longer) == 1 else ""
 
 
-def _check_rest(own: OwnState, owners: Mapping[str, str], found: _Vocabulary) -> None:
-    """Raise if a tensor that belongs to no known parameter has a dimension as large as the vocabulary."""
-    rest = [
-        f"{item.tensor.name} {list(item.tensor.shape)}"
-        for item in own.tensors
-        if not owners[item.tensor.name] and found.rows in item.tensor.shape
-    ]
-    if rest:
-        raise CheckpointMismatchError(
-            f"--vocab-size: {_listed(rest)}: ckptkit cannot tell which parameter this belongs to, and so whether its "
-            f"dimension of {found.rows} is the vocabulary. Convert the model alone."
-        )
-
-
 def _target(tensor: OutputTensor, name: str) -> Target:
     if isinstance(tensor, ComputedTensor):
         raise UnsupportedFormatError(
@@ -275,11 +272,6 @@ def _has_rows(item: OwnTensor, shape: tuple[int, ...]) -> bool:
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
-def _resized(target: Target, rows: int, row: Bytes, kind: NewRows) -> OutputTensor:
-    resized = target.resized(0, rows)
-    return _filled(resized, row, kind) if resized.is_padded else resized
-
-
 def _filled(target: Target, row: Bytes, kind: NewRows) -> ComputedTensor:
     """Return the target with its last rows, which have no source, set to `row` (bytes in the target's dtype)."""
     known = max((part.target_box.stops[0] for part in target.parts if part.source != NO_SOURCE), default=0)
@@ -288,25 +280,21 @@ def _filled(target: Target, row: Bytes, kind: NewRows) -> ComputedTensor:
         return _filled(target.rows(start, stop), row, kind)
 
     nbytes = target.numel * dtype_of(target.dtype).itemsize
+
+    def compute(data: Sequence[Bytes]) -> Computed:
+        out = np.empty(nbytes, np.uint8)
+        end = len(data[0]) if data else 0
+        if data:
+            out[:end] = data[0]
+        if nbytes > end:
+            out[end:].reshape(-1, len(row))[...] = row
+        return out, 0
+
     return ComputedTensor(
         target.name, target.dtype, target.shape, (target.rows(0, known),) if known else (),
-        partial(_with_rows, row=row, nbytes=nbytes), f"W and rows of {'zeros' if kind == 'zeros' else 'its mean'}",
+        compute, f"W and rows of {'zeros' if kind == 'zeros' else 'its mean'}",
         0, cut, True,
     )  # fmt: skip
-
-
-def _with_rows(data: Sequence[Bytes], *, row: Bytes, nbytes: int) -> Computed:
-    out = np.empty(nbytes, np.uint8)
-    known = len(data[0]) if data else 0
-    if data:
-        out[:known] = data[0]
-    if nbytes > known:
-        out[known:].reshape(-1, len(row))[...] = row
-    return out, 0
-
-
-def _new_row(target: Target, size: VocabSize, store: Store, catalog: Catalog) -> Bytes:
-    return _row_bytes(None if size.dry or size.new_rows == "zeros" else _mean(target, store, catalog), target)
 
 
 def _row_bytes(mean: Doubles | None, target: Target) -> Bytes:
@@ -366,18 +354,14 @@ def _state_rows(
     """
     of_weights = {name: _mean(_target(weights[name].tensor, name), store, catalog) for name in found.names}
     rows = {name: _mean(_target(item.tensor, name), store, catalog) for name, item in masters.items()}
-    # Round to the master's dtype, because the weight's new rows must equal the master's, cast.
-    rows = {name: _rounded(mean, masters[name]) for name, mean in rows.items()}
+    for name, mean in rows.items():  # round to the master's dtype: the weight's new rows must equal the master's, cast
+        dtype = masters[name].tensor.dtype
+        rows[name] = float_values(_cast(mean.view(np.uint8), "float64", dtype), dtype).astype(np.float64)
     for name, mean in of_weights.items():
         if name not in rows:
             tied = [other for other in masters if np.array_equal(of_weights[other], mean)]
             rows[name] = rows[tied[0]] if tied else mean
     return rows
-
-
-def _rounded(mean: Doubles, item: OwnTensor) -> Doubles:
-    dtype = item.tensor.dtype
-    return float_values(_cast(mean.view(np.uint8), "float64", dtype), dtype).astype(np.float64)
 
 
 # --- config and tokenizer
@@ -414,14 +398,13 @@ def _resized_config(
 
 
 def _replaced(config: Mapping[str, Any], old: int, new: int, depth: int = 0) -> dict[str, Any]:
-    return {
-        key: new
-        if key == "vocab_size" and type(value) is int and value == old
-        else _replaced(value, old, new, depth + 1)
-        if isinstance(value, Mapping) and depth < 2
-        else value
-        for key, value in config.items()
-    }
+    made = dict(config)
+    for key, value in config.items():
+        if key == "vocab_size" and type(value) is int and value == old:
+            made[key] = new
+        elif isinstance(value, Mapping) and depth < 2:
+            made[key] = _replaced(value, old, new, depth + 1)
+    return made
 
 
 def check_tokens(config: Mapping[str, Any] | None, files: Mapping[str, bytes], rows: int, old: int) -> None:

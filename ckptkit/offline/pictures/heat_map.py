@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ckptkit.offline.pictures.page import Panel, label, rect, svg, text
 
@@ -77,13 +77,6 @@ def _part(name: str) -> tuple[str, str]:
     return match["part"], match["fqn"]
 
 
-def _legend(top: float) -> str:
-    return "".join(
-        _cell(LEFT + i * 110, top, 12, 12, change) + text(LEFT + i * 110 + 17, top + 10, name, kind="soft")
-        for i, (change, name) in enumerate(_LEGEND.items())
-    )
-
-
 def _grid(changes: Mapping[str, float]) -> str:
     """Draw one row per layer, with the column names above and the legend below."""
     modules = list(dict.fromkeys(split_layer(fqn)[1] for fqn in changes))
@@ -95,41 +88,30 @@ def _grid(changes: Mapping[str, float]) -> str:
     parts = []
     for j, module in list(enumerate(modules))[::every]:
         x = LEFT + j * width + width / 2
-        parts.append(
-            f'<g transform="translate({x:.1f} {y - 6:.1f}) rotate(-40)">{text(0, 0, label(module, 195.0))}</g>'
-        )
-    parts.append(_rows(changes, layers, modules, y, width, cell))
-    y += len(layers) * cell
-    parts.append(_legend(y + 12))
-    return svg(WIDTH, y + 32, "".join(parts))
-
-
-def _rows(
-    changes: Mapping[str, float], layers: Sequence[str], modules: Sequence[str], top: float, width: float, cell: float
-) -> str:
+        name = text(0, 0, label(module, 195.0))
+        parts.append(f'<g transform="translate({x:.1f} {y - 6:.1f}) rotate(-40)">{name}</g>')
+    for i, layer in list(enumerate(layers))[:: math.ceil(12 / cell)]:
+        name = label(layer or "outside of layers", LEFT - 12)
+        parts.append(text(LEFT - 8, y + i * cell + cell / 2 + 4, name, anchor="end"))
     row_of, column_of = ({name: i for i, name in enumerate(names)} for names in (layers, modules))
-    every = math.ceil(12 / cell)
-    parts = [
-        text(LEFT - 8, top + i * cell + cell / 2 + 4, label(layer or "outside of layers", LEFT - 12), anchor="end")
-        for i, layer in list(enumerate(layers))[::every]
-    ]
+    gap = 1 if min(width, cell) > 4 else 0
     for fqn, change in changes.items():
         layer, module = split_layer(fqn)
-        x, y = LEFT + column_of[module] * width, top + row_of[layer] * cell
+        place = (LEFT + column_of[module] * width, y + row_of[layer] * cell)
         words = "equal" if change == 0 else f"relative change {change:.3g}"
-        gap = 1 if min(width, cell) > 4 else 0
-        parts.append(_cell(x, y, width - gap, cell - gap, change, title=f"{fqn}\n{words}"))
-    return "".join(parts)
+        parts.append(_cell(*place, width - gap, cell - gap, change, title=f"{fqn}\n{words}"))
+    y += len(layers) * cell
+    for i, (change, name) in enumerate(_LEGEND.items()):
+        x = LEFT + i * 110
+        parts += [_cell(x, y + 12, 12, 12, change), text(x + 17, y + 22, name, kind="soft")]
+    return svg(WIDTH, y + 32, "".join(parts))
 
 
 def _cell(x: float, y: float, width: float, height: float, change: float, *, title: str = "") -> str:
     if change == 0:
         return rect(x, y, width, height, title=title, kind="equal")
-    return rect(x, y, width, height, fill=_heat(change), title=title)
-
-
-def _heat(change: float) -> str:
-    if not math.isfinite(change):
-        return "hsl(300 70% 45%)"
-    heat = min(max((math.log10(change) + 7) / 7, 0.0), 1.0)  # logarithmic: 1e-7 -> 0, 1 -> 1
-    return f"hsl({50 - 50 * heat:.0f} {70 + 15 * heat:.0f}% {82 - 36 * heat:.0f}%)"
+    fill = "hsl(300 70% 45%)"
+    if math.isfinite(change):
+        heat = min(max((math.log10(change) + 7) / 7, 0.0), 1.0)  # logarithmic: 1e-7 -> 0, 1 -> 1
+        fill = f"hsl({50 - 50 * heat:.0f} {70 + 15 * heat:.0f}% {82 - 36 * heat:.0f}%)"
+    return rect(x, y, width, height, fill=fill, title=title)

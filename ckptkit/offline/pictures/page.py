@@ -95,17 +95,14 @@ def _section(panel: Panel) -> str:
         body = f"<details><summary>{heading} {escaped(panel.behind)}</summary>{body}</details>"
     else:
         body = heading + body
-    return f'<section id="{_anchor(panel.heading)}"{long}>{body}</section>'
+    name = panel.heading.lower().replace(" ", "-")
+    anchor = escaped(name) if is_safe_name(name) else "panel"
+    return f'<section id="{anchor}"{long}>{body}</section>'
 
 
 def escaped(words: str) -> str:
     """Return `words` escaped for HTML: tags, quotes and invisible characters."""
     return html.escape(printable(words))
-
-
-def _anchor(heading: str) -> str:
-    name = heading.lower().replace(" ", "-")
-    return escaped(name) if is_safe_name(name) else "panel"
 
 
 def svg(width: float, height: float, content: str) -> str:

@@ -36,9 +36,8 @@ def write_inspect_page(
     source = open_source(address, storage_options=storage_options, options=options or ReadOptions())
     after = None
     if other is not None:
-        after = open_source(
-            resolve_url(other, storage_options=storage_options), storage_options=storage_options
-        ).catalog
+        address = resolve_url(other, storage_options=storage_options)
+        after = open_source(address, storage_options=storage_options).catalog
     Path(path).write_text(inspect_page(source.catalog, source.url, after=after), encoding="utf-8")
 
 

@@ -21,9 +21,7 @@ def flows(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> npt.ND
     """Return how many bytes each old rank sends to each new rank, [before, after]. Replicas count once."""
     old = {_identity(entry): entry for entry in before}
     pairs = [(old[_identity(entry)], entry) for entry in after if _identity(entry) in old]
-    ranks = (
-        [max((_top(e.slices) for e in side), default=0) + 1 for side in zip(*pairs, strict=True)] if pairs else [1, 1]
-    )
+    ranks = [max(_top(e.slices) for e in side) + 1 for side in zip(*pairs, strict=True)] or [1, 1]
     groups = [min(count, MAX_RANKS) for count in ranks]
     total = np.zeros(groups, np.int64)
     for source, target in pairs:
@@ -68,22 +66,13 @@ def reshard_map(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> 
     matrix = flows(list(before), list(after))
     total = max(int(matrix.sum()), 1)
     left, right = _tops(matrix.sum(axis=1), total), _tops(matrix.sum(axis=0), total)
-    parts = [
-        _side(matrix.sum(axis=1), left, 60.0, "before"),
-        _side(matrix.sum(axis=0), right, WIDTH - 60.0 - BAR, "after"),
-    ]
+    parts = [_side(matrix.sum(axis=1), left, 60.0, "before")]
+    parts.append(_side(matrix.sum(axis=0), right, WIDTH - 60.0 - BAR, "after"))
     used_left, used_right = left.copy(), right.copy()
     for i, j in np.argwhere(matrix > 0):
         height = HEIGHT * 0.92 * int(matrix[i, j]) / total
-        parts.append(
-            _ribbon(
-                used_left[i],
-                used_right[j],
-                height,
-                colour(int(i), len(left)),
-                f"rank {i} → rank {j}: {format_size(int(matrix[i, j]))}",
-            )
-        )
+        title = f"rank {i} → rank {j}: {format_size(int(matrix[i, j]))}"
+        parts.append(_ribbon(used_left[i], used_right[j], height, colour(int(i), len(left)), title))
         used_left[i] += height
         used_right[j] += height
     words = (
@@ -104,20 +93,11 @@ def _side(nbytes: npt.NDArray[np.int64], tops: npt.NDArray[np.float64], x: float
     every = max(1, math.ceil(12 * len(nbytes) / HEIGHT))  # if bars are low, label only every n-th one
     parts = []
     for rank, (size, top) in enumerate(zip(nbytes.tolist(), tops.tolist(), strict=True)):
-        height = HEIGHT * 0.92 * size / total
-        parts.append(
-            rect(x, top, BAR, height, fill=colour(rank, len(nbytes)), title=f"rank {rank} {side}: {format_size(size)}")
-        )
+        height, title = HEIGHT * 0.92 * size / total, f"rank {rank} {side}: {format_size(size)}"
+        parts.append(rect(x, top, BAR, height, fill=colour(rank, len(nbytes)), title=title))
         if rank % every == 0:
-            where = x - 6 if side == "before" else x + BAR + 6
-            parts.append(
-                text(
-                    where,
-                    max(top + height / 2 + 4, 10.0),
-                    f"rank {rank}",
-                    anchor="end" if side == "before" else "start",
-                )
-            )
+            where, anchor = (x - 6, "end") if side == "before" else (x + BAR + 6, "start")
+            parts.append(text(where, max(top + height / 2 + 4, 10.0), f"rank {rank}", anchor=anchor))
     return "".join(parts)
 
 

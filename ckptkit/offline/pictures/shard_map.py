@@ -44,27 +44,17 @@ def shard_maps(entries: Iterable[TensorEntry], *, when: str = "") -> list[Panel]
     for role, mine in bars.items():
         drawn, hidden = _longest(mine), len(roles[role]) - sum(map(len, mine))
         summary = f"{len(roles[role])} tensors, {format_size(sum(entry.nbytes for entry in roles[role]))}"
-        panels.append(
-            Panel(
-                f"Shard map{when}: {role.value}",
-                _explanation(mine, drawn, hidden),
-                "".join(_pictures(drawn, ranks)),
-                behind="" if role is first else summary,
-            )
-        )
+        words = "Length shows bytes, colour shows the rank. Hover over a slice for its place and file."
+        shown, count = sum(map(len, drawn)), sum(map(len, mine))
+        if len(drawn) < shown:
+            words += " Tensors with the same shape and sharding share a bar."
+        if shown < count:
+            words += f" The {shown} largest of {count} tensors are drawn."
+        if hidden:
+            words += f" {hidden} scalar {'tensor is' if hidden == 1 else 'tensors are'} hidden."
+        picture, behind = "".join(_pictures(drawn, ranks)), "" if role is first else summary
+        panels.append(Panel(f"Shard map{when}: {role.value}", words, picture, behind=behind))
     return panels
-
-
-def _explanation(bars: Sequence[_Bar], drawn: Sequence[_Bar], hidden: int) -> str:
-    words = ["Length shows bytes, colour shows the rank. Hover over a slice for its place and file."]
-    shown, count = sum(map(len, drawn)), sum(map(len, bars))
-    if len(drawn) < shown:
-        words.append("Tensors with the same shape and sharding share a bar.")
-    if shown < count:
-        words.append(f"The {shown} largest of {count} tensors are drawn.")
-    if hidden:
-        words.append(f"{hidden} scalar {'tensor is' if hidden == 1 else 'tensors are'} hidden.")
-    return " ".join(words)
 
 
 def _bars(entries: Iterable[TensorEntry]) -> list[_Bar]:
@@ -155,7 +145,11 @@ def _row(bar: _Bar, y: float, longest: int, ranks: int) -> str:
     times = f"{len(bar)} of " if len(bar) > 1 else ""
     facts = f"{format_size(nbytes)} · {times}{shape} {entry.dtype}"
     parts.append(text(WIDTH - RIGHT + 10, y + 12, label(facts, RIGHT - 14), kind="soft"))
-    across, down = _split_dimensions(entry)
+    # The dimensions split into the most and the second most parts; -1 if there is no such dimension.
+    counts = [len(set(entry.slices.offsets[:, dim].tolist())) for dim in range(len(entry.shape))]
+    order = sorted(range(len(counts)), key=lambda dim: -counts[dim])
+    across = order[0] if order else -1
+    down = order[1] if len(order) > 1 and counts[order[1]] > 1 else -1
     length = max(SHORTEST, (WIDTH - LEFT - RIGHT) * nbytes / longest)
     alike = f"\nand {len(bar) - 1} like it" if len(bar) > 1 else ""
     for part in () if entry.slices.opaque else entry.slices:
@@ -163,35 +157,15 @@ def _row(bar: _Bar, y: float, longest: int, ranks: int) -> str:
             continue
         x, w = _extent(part, entry, across)
         v, h = _extent(part, entry, down)
-        parts.append(
-            rect(
-                LEFT + x * length,
-                y + 2 + v * (ROW - 4),
-                w * length,
-                h * (ROW - 4),
-                fill=colour(part.rank, ranks),
-                title=_title(entry.name, part) + alike,
-            )
-        )
+        box = ", ".join(f"{o}:{o + s}" for o, s in zip(part.box.offsets, part.box.sizes, strict=True))
+        owner = f"rank {part.rank}" if part.rank >= 0 else "writer not recorded"
+        title = f"{entry.name}[{box}]\n{owner} · {part.nbytes} bytes\n{part.path} @ {part.start}{alike}"
+        place = (LEFT + x * length, y + 2 + v * (ROW - 4), w * length, h * (ROW - 4))
+        parts.append(rect(*place, fill=colour(part.rank, ranks), title=title))
     return "".join(parts)
-
-
-def _split_dimensions(entry: TensorEntry) -> tuple[int, int]:
-    """Return the dimensions split into the most and the second most parts; -1 if there is no such dimension."""
-    parts = [(len(set(entry.slices.offsets[:, d].tolist())), -d) for d in range(len(entry.shape))]
-    order = sorted(range(len(parts)), key=lambda d: parts[d], reverse=True)
-    across = order[0] if order else -1
-    down = order[1] if len(order) > 1 and parts[order[1]][0] > 1 else -1
-    return across, down
 
 
 def _extent(part: TensorSlice, entry: TensorEntry, dim: int) -> tuple[float, float]:
     if dim < 0:
         return 0.0, 1.0
     return part.box.offsets[dim] / entry.shape[dim], part.box.sizes[dim] / entry.shape[dim]
-
-
-def _title(name: str, part: TensorSlice) -> str:
-    box = ", ".join(f"{o}:{o + s}" for o, s in zip(part.box.offsets, part.box.sizes, strict=True))
-    owner = f"rank {part.rank}" if part.rank >= 0 else "writer not recorded"
-    return f"{name}[{box}]\n{owner} · {part.nbytes} bytes\n{part.path} @ {part.start}"

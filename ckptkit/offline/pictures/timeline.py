@@ -59,7 +59,12 @@ def timeline(
         max_num, max_mem: The retention policy's limits, drawn as lines.
         exempt: Descriptions of the policy's exemptions.
     """
-    items = _with_gaps(sorted(items, key=lambda item: (item.step is None, item.step or 0)))  # items without a step last
+    ordered = sorted(items, key=lambda item: (item.step is None, item.step or 0))  # items without a step last
+    items = []
+    for item in ordered:
+        if item.absent_before:  # a gap, whose name is the number of checkpoints that no longer exist
+            items.append(TimelineItem(str(item.absent_before), None, 0, _ABSENT, ""))
+        items.append(item)
     slot = (WIDTH - LEFT - 10) / max(len(items), 1)
     counts = Counter(name for item in items for name in item.metrics)
     metrics = [name for name, _ in counts.most_common(_MAX_METRICS)]
@@ -81,16 +86,6 @@ def timeline(
     if limits or exempt:
         words += f" Policy: {', '.join([*limits, *exempt])}."
     return Panel("Checkpoints of the run", words, svg(WIDTH, base + 42, "".join(parts)))
-
-
-def _with_gaps(items: Sequence[TimelineItem]) -> list[TimelineItem]:
-    """Return the items, plus one for each gap, whose name is the number of checkpoints that no longer exist."""
-    found = []
-    for item in items:
-        if item.absent_before:
-            found.append(TimelineItem(str(item.absent_before), None, 0, _ABSENT, ""))
-        found.append(item)
-    return found
 
 
 def _chart(name: str, items: Sequence[TimelineItem], slot: float, top: float) -> str:
@@ -174,8 +169,7 @@ def _legend(items: Sequence[TimelineItem], top: float) -> list[str]:
     present = {item.state for item in items}
     for state in [*_COLOURS, _ABSENT]:
         if state in present:
-            words = _LEGEND.get(state, state)
-            gone = state == _ABSENT
+            words, gone = _LEGEND.get(state, state), state == _ABSENT
             parts.append(rect(x, top, 10, 10, fill="" if gone else _COLOURS[state], kind="gone" if gone else ""))
             parts.append(text(x + 15, top + 9, words, kind="soft"))
             x += 35 + 6.1 * len(words)

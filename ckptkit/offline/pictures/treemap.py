@@ -17,11 +17,8 @@ def treemap(tree: TreeNode) -> Panel:
     total = max(tree.nbytes, 1)
     body: list[str] = []
     _draw(tree, (0.0, 0.0, WIDTH, HEIGHT), "", 0, total, body)
-    return Panel(
-        "Sizes by module",
-        "Area shows bytes; hover over a module for its share.",
-        svg(WIDTH, HEIGHT, "".join(body)),
-    )
+    words = "Area shows bytes; hover over a module for its share."
+    return Panel("Sizes by module", words, svg(WIDTH, HEIGHT, "".join(body)))
 
 
 def _draw(node: TreeNode, area: Rect, prefix: str, depth: int, total: int, body: list[str]) -> None:
@@ -31,7 +28,11 @@ def _draw(node: TreeNode, area: Rect, prefix: str, depth: int, total: int, body:
         return
     if depth:
         share = f"{format_size(node.nbytes)} · {format_count(node.numel)} elements · {100 * node.nbytes / total:.1f}%"
-        body.append(rect(x, y, w, h, fill=_shade(name, depth), title=f"{name}\n{share}"))
+        # The colour shows the kind of module: it is the same in every layer.
+        kind = ".".join([part for part in name.split(".") if not part.isdecimal()][:3])
+        hue = sum(ord(c) * (i + 1) for i, c in enumerate(kind)) * 47 % 360
+        fill = f"hsl({hue} 45% {min(60 + 8 * depth, 88)}%)"
+        body.append(rect(x, y, w, h, fill=fill, title=f"{name}\n{share}"))
         if w > 24 and h > 15:
             words = f"{node.name} · {format_size(node.nbytes)}"  # always shown, because there is no hover on paper
             body.append(text(x + 4, y + 12, label(words if len(words) * 6.1 < w - 8 else node.name, w - 8), kind="on"))
@@ -41,13 +42,6 @@ def _draw(node: TreeNode, area: Rect, prefix: str, depth: int, total: int, body:
         children.sort(key=lambda child: -child.nbytes)
         for child, place in zip(children, squarify([c.nbytes for c in children], inner), strict=True):
             _draw(child, place, name, depth + 1, total, body)
-
-
-def _shade(name: str, depth: int) -> str:
-    """Return a module's colour. It is the same in every layer, so it shows the kind of module."""
-    kind = [part for part in name.split(".") if not part.isdecimal()]
-    hue = sum(ord(c) * (i + 1) for i, c in enumerate(".".join(kind[:3]))) * 47 % 360
-    return f"hsl({hue} 45% {min(60 + 8 * depth, 88)}%)"
 
 
 def squarify(sizes: Sequence[float], area: Rect) -> list[Rect]:

@@ -75,16 +75,11 @@ def planned_catalog(plan: Plan, what: Seal, digests: Digests | None = None) -> C
         tensors[tensor.name] = TensorEntry(
             tensor.name, tensor.dtype, tensor.shape, slices, about.role, about.fqn, about.state, about.key
         )
-    mesh = what.mesh
+    mesh = None if what.mesh is None else MeshInfo(tuple(what.mesh["shape"]), tuple(what.mesh["names"]))
     info = CatalogInfo(
-        f"ckptkit-{what.state_dict_type}",
-        producer="ckptkit",
-        step=what.step,
-        world_size=what.world_size,
-        mesh=None if mesh is None else MeshInfo(tuple(mesh["shape"]), tuple(mesh["names"])),
-        files={file.path: file.nbytes for file in plan.files},
-        extra=what.extra,
-    )
+        f"ckptkit-{what.state_dict_type}", producer="ckptkit", step=what.step, world_size=what.world_size, mesh=mesh,
+        files={file.path: file.nbytes for file in plan.files}, extra=what.extra,
+    )  # fmt: skip
     return Catalog(tensors, what.objects, info)
 
 
@@ -118,65 +113,36 @@ def seal(plan: Plan, store: Store, what: Seal, *, digested: Digested | None = No
     return record
 
 
-@dataclass(frozen=True, slots=True)
-class _Boxes:
-    """All placed boxes, sorted by file and start.
-
-    Attributes:
-        bounds: [files + 1] where each file's rows begin.
-        owners, rows: [n] index of the placement, and row in it.
-        known: [n] whether the digest is known.
-        digests: [n] digests; undefined where not known.
-    """
-
-    bounds: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    nbytes: npt.NDArray[np.int64]
-    owners: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]
-    known: npt.NDArray[np.bool_]
-    digests: npt.NDArray[np.uint64]
-
-    @classmethod
-    def of(cls, plan: Plan, digested: Digested) -> _Boxes:
-        lengths = [len(placement) for placement in plan.placements]
-        files, starts, nbytes = Placement.joined(plan.placements)
-        rows = np.concatenate([np.zeros(0, np.int64), *map(np.arange, lengths)])
-        owners = np.repeat(np.arange(len(lengths)), lengths)
-        order = np.lexsort((nbytes, starts, files))
-        files, starts, nbytes = files[order], starts[order], nbytes[order]
-        bounds = np.searchsorted(files, np.arange(len(plan.files) + 1))
-        table = digested.table()
-        table = table[np.lexsort((table["start"], table["file"]))]
-        nothing = np.zeros(len(table), np.int64)
-        found = RecordTable(table["file"], table["start"], table["nbytes"], table["digest"], nothing, nothing).find(
-            files, starts, nbytes
-        )
-        values = np.append(table["digest"], np.uint64(0))[found]  # index -1 (unknown) selects the appended 0
-        return cls(bounds, starts, nbytes, owners[order], rows[order], found >= 0, values)
-
-    def of_file(self, index: int) -> list[_Row]:
-        """Return the boxes of one file, in file order."""
-        part = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
-        columns = (self.starts, self.nbytes, self.owners, self.rows, self.known, self.digests)
-        return list(zip(*(column[part].tolist() for column in columns), strict=True))
-
-
 def _hash_files(plan: Plan, store: Store, digested: Digested, workers: int) -> tuple[Digests, dict[str, FileRecord]]:
     """Return the digests of all placed boxes, by placement, and of all files."""
     digests = [np.zeros(len(placement), np.uint64) for placement in plan.placements]
-    boxes = _Boxes.of(plan, digested)
+    lengths = [len(placement) for placement in plan.placements]
+    files, starts, nbytes = Placement.joined(plan.placements)
+    rows = np.concatenate([np.zeros(0, np.int64), *map(np.arange, lengths)])
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    order = np.lexsort((nbytes, starts, files))
+    files, starts, nbytes = files[order], starts[order], nbytes[order]
+    bounds = np.searchsorted(files, np.arange(len(plan.files) + 1)).tolist()
+    table = digested.table()
+    table = table[np.lexsort((table["start"], table["file"]))]
+    nothing = np.zeros(len(table), np.int64)
+    known = RecordTable(table["file"], table["start"], table["nbytes"], table["digest"], nothing, nothing)
+    found = known.find(files, starts, nbytes)
+    values = np.append(table["digest"], np.uint64(0))[found]  # index -1 (unknown) selects the appended 0
+    columns = (starts, nbytes, owners[order], rows[order], found >= 0, values)
     reader = SourceReader(store, [Origin(file.path) for file in plan.files])
 
     def one(index: int) -> FileRecord:
-        return _FileHash(reader, index, plan.files[index].nbytes, digests).hashed(boxes.of_file(index))
+        part = slice(bounds[index], bounds[index + 1])
+        boxes = list(zip(*(column[part].tolist() for column in columns), strict=True))
+        return _FileHash(reader, index, plan.files[index].nbytes, digests).hashed(boxes)
 
     try:
         with WorkerPool(workers or min(8, os.cpu_count() or 1)) as pool:
-            found = list(pool.map(one, range(len(plan.files))))
+            records = list(pool.map(one, range(len(plan.files))))
     finally:
         reader.close()
-    return digests, {file.path: record for file, record in zip(plan.files, found, strict=True)}
+    return digests, {file.path: record for file, record in zip(plan.files, records, strict=True)}
 
 
 class _FileHash:
