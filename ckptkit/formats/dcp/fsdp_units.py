@@ -16,8 +16,6 @@ def keep_fp32_gradients(model: nn.Module) -> None:
 
     Otherwise FSDP2 rounds each sum over the ranks to the parameter's dtype, also when it accumulates several.
     """
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        return  # this torch accepts no gradient that differs from its parameter in dtype
 
     def before_forward(_module: nn.Module, _args: Any) -> None:
         # FSDP2 sets these dtypes before the first forward of the root, in a hook that runs before this one.
