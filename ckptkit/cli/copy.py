@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import click
@@ -17,7 +16,7 @@ from ckptkit.cli.frame import (
     with_storage_options,
 )
 from ckptkit.cli.options import GroupedCommand, allow_pickle, grouped
-from ckptkit.cli.outcome import interrupted_words, outcome_options
+from ckptkit.cli.outcome import interrupted_words, outcome_options, prints
 
 
 @click.command("copy", cls=GroupedCommand)
@@ -36,7 +35,6 @@ def command(src: str, dst: str, *, as_json: bool, storage_options: tuple[str, ..
     of a run are copied oldest first; after an interruption, run the same command again to copy the rest.
     """
     from ckptkit.offline.copy import copy, run_at
-    from ckptkit.offline.publish import is_one_of_many
 
     given = with_storage_options(storage_options)
 
@@ -48,8 +46,8 @@ def command(src: str, dst: str, *, as_json: bool, storage_options: tuple[str, ..
     if_interrupted(words)
     with progress_bar("copy") as progress:
         report = copy(src, dst, storage_options=given, progress=progress, **options)
-    if int(os.environ.get("RANK", "0") or 0) > 0 and is_one_of_many():
-        pass  # rank 0 prints for all ranks
+    if not prints():
+        pass
     elif as_json:
         print_json(report.to_json())
     elif is_quiet() and not report.dry_run:

@@ -36,7 +36,12 @@ def command_frame(function: F) -> F:
     @functools.wraps(function)
     def framed(*args: Any, quiet: bool, verbose: bool, debug: bool, **kwargs: Any) -> None:
         debug = debug or bool(os.environ.get("CKPTKIT_DEBUG"))
-        _set_up_logging(quiet=quiet, verbose=verbose or debug)
+        level = logging.ERROR if quiet else logging.DEBUG if verbose or debug else logging.WARNING
+        rank = "rank %(rank)s " if int(os.environ.get("WORLD_SIZE") or 1) > 1 else ""
+        # Show the module name only with --verbose.
+        words = f"%(levelname)s {rank}%(name)s: " if verbose or debug else f"Warning: {rank}"
+        logging.basicConfig(level=logging.WARNING, format=f"{words}%(message)s", stream=sys.stderr)
+        logging.getLogger("ckptkit").setLevel(level)
         click.get_current_context().meta.update({"ckptkit.quiet": quiet, "ckptkit.verbose": verbose})
         try:
             _refuse_empty(click.get_current_context())
@@ -91,14 +96,10 @@ def _older(error: Exception) -> str:
         return ""
     from ckptkit.offline.reading import earlier_checkpoint
 
-    given = click.get_current_context().params
-    options = {
-        key: value
-        for pairs in (given.get("storage_options"), given.get("src_storage_options"))
-        for key, value in (
-            pairs.items() if isinstance(pairs, Mapping) else (with_storage_options(pairs or ()) or {}).items()
-        )
-    }
+    options: dict[str, Any] = {}
+    for name in ("storage_options", "src_storage_options"):
+        given = click.get_current_context().params.get(name) or ()
+        options.update(given if isinstance(given, Mapping) else with_storage_options(given) or {})
     older = earlier_checkpoint(error.checkpoint, storage_options=options)
     return f"\nThe previous checkpoint: {older}" if older else ""
 
@@ -134,15 +135,6 @@ def _filled(line: str, width: int) -> str:
 
 def _colour(stream: Any) -> bool:
     return bool(stream.isatty()) and not os.environ.get("NO_COLOR")
-
-
-def _set_up_logging(*, quiet: bool, verbose: bool) -> None:
-    level = logging.ERROR if quiet else logging.DEBUG if verbose else logging.WARNING
-    ranks = "rank %(rank)s " if int(os.environ.get("WORLD_SIZE") or 1) > 1 else ""
-    # Show the module name only with --verbose.
-    words = f"%(levelname)s {ranks}%(name)s: %(message)s" if verbose else f"Warning: {ranks}%(message)s"
-    logging.basicConfig(level=logging.WARNING, format=words, stream=sys.stderr)
-    logging.getLogger("ckptkit").setLevel(level)
 
 
 def is_quiet() -> bool:

@@ -12,7 +12,7 @@ from ckptkit.errors import UsageError, command_line
 from ckptkit.units import format_count, format_size
 
 if TYPE_CHECKING:
-    from ckptkit.offline.inspect import InspectReport, RoleSummary, TensorInfo, TreeNode
+    from ckptkit.offline.inspect import InspectReport, TreeNode
 
 
 @click.command("inspect")
@@ -64,25 +64,7 @@ def command(
 
 
 def _lines(report: InspectReport) -> list[str]:
-    notes = [f"  {report.note}"] if report.note and not is_quiet() else []
-    lines = [report.url, *notes, "  " + " · ".join(_facts(report)), ""]
-    for section in report.sections:
-        lines += _section_lines(section)
-    if report.objects:
-        names = ", ".join(report.objects[:4]) + ", ..." * (len(report.objects) > 4)
-        lines.append(f"  {'objects':<10} {len(report.objects):>6}  {names}")
-    lines += [f"  tied: {name} is {kept}" for name, kept in report.tied.items()]
-    if report.tensors:
-        lines += [""] + [line for tensor in report.tensors for line in _tensor_lines(tensor)]
-    else:
-        lines += _overview(report)
-    lines += [f"  not interpreted: {name} {why}" for name, why in report.uninterpreted.items()]
-    return lines + [f"  note: {note}" for note in report.notes]
-
-
-def _facts(report: InspectReport) -> list[str]:
-    by = f" by {report.producer}" if report.producer not in ("", report.format) else ""
-    facts = [report.format + by]
+    facts = [report.format + (f" by {report.producer}" if report.producer not in ("", report.format) else "")]
     if report.step is not None:
         facts.append(f"step {report.step}")
     if report.world_size:
@@ -91,41 +73,40 @@ def _facts(report: InspectReport) -> list[str]:
         facts.append("mesh " + " x ".join(f"{name}={size}" for name, size in report.mesh.items()))
     total, count = sum(report.files.values()), len(report.files)
     facts.append(f"{count} file{'s' * (count != 1)}" + (f", {format_size(total)}" if total > 0 else ""))
-    return facts
-
-
-def _section_lines(section: RoleSummary) -> list[str]:
-    kinds = ", ".join(f"{dtype} {format_size(n)}" for dtype, n in section.dtypes.items())
-    lines = [
-        f"  {section.role:<10} {section.tensors:>6} tensors  {format_count(section.numel):>9} elements  "
-        f"{format_size(section.nbytes):>9}  ({kinds})"
-    ]
-    if list(section.placements) != ["whole"]:
-        cuts = [f"{count} {cut}" for cut, count in sorted(section.placements.items(), key=lambda item: -item[1])]
-        more = f", and {len(cuts) - 4} more" if len(cuts) > 4 else ""
-        lines.append(f"  {'':<10} cut: {', '.join(cuts[:4])}{more}")
-    return lines
-
-
-def _overview(report: InspectReport) -> list[str]:
-    lines = []
-    if report.largest:
-        lines += ["", "  largest"]
-        lines += [
-            f"    {format_size(t.nbytes):>9}  {t.fqn or t.name}  {t.dtype}{list(t.shape)}" for t in report.largest[:5]
-        ]
-    if report.tree is not None:
-        lines += ["", "  modules", *_tree_lines(report.tree, "    ")]
-    return lines
-
-
-def _tensor_lines(tensor: TensorInfo) -> list[str]:
-    lines = [f"  {tensor.name}  {tensor.dtype}{list(tensor.shape)}  {format_size(tensor.nbytes)}  {tensor.role}"]
-    for part in tensor.slices:
-        box = ", ".join(f"{o}:{o + s}" for o, s in zip(part.offsets, part.sizes, strict=True))
-        owner = f"rank {part.rank}" if part.rank >= 0 else "        "
-        lines.append(f"    {owner:<8} [{box}]  {part.path} @ {part.start} + {part.nbytes}")
-    return lines
+    notes = [f"  {report.note}"] if report.note and not is_quiet() else []
+    lines = [report.url, *notes, "  " + " · ".join(facts), ""]
+    for section in report.sections:
+        kinds = ", ".join(f"{dtype} {format_size(n)}" for dtype, n in section.dtypes.items())
+        lines.append(
+            f"  {section.role:<10} {section.tensors:>6} tensors  {format_count(section.numel):>9} elements  "
+            f"{format_size(section.nbytes):>9}  ({kinds})"
+        )
+        if list(section.placements) != ["whole"]:
+            cuts = [f"{count} {cut}" for cut, count in sorted(section.placements.items(), key=lambda item: -item[1])]
+            more = f", and {len(cuts) - 4} more" if len(cuts) > 4 else ""
+            lines.append(f"  {'':<10} cut: {', '.join(cuts[:4])}{more}")
+    if report.objects:
+        names = ", ".join(report.objects[:4]) + ", ..." * (len(report.objects) > 4)
+        lines.append(f"  {'objects':<10} {len(report.objects):>6}  {names}")
+    lines += [f"  tied: {name} is {kept}" for name, kept in report.tied.items()]
+    if report.tensors:
+        lines.append("")
+        for tensor in report.tensors:
+            kind = f"{tensor.dtype}{list(tensor.shape)}"
+            lines.append(f"  {tensor.name}  {kind}  {format_size(tensor.nbytes)}  {tensor.role}")
+            for part in tensor.slices:
+                box = ", ".join(f"{o}:{o + s}" for o, s in zip(part.offsets, part.sizes, strict=True))
+                owner = f"rank {part.rank}" if part.rank >= 0 else "        "
+                lines.append(f"    {owner:<8} [{box}]  {part.path} @ {part.start} + {part.nbytes}")
+    else:
+        if report.largest:
+            lines += ["", "  largest"]
+        for t in report.largest[:5]:
+            lines.append(f"    {format_size(t.nbytes):>9}  {t.fqn or t.name}  {t.dtype}{list(t.shape)}")
+        if report.tree is not None:
+            lines += ["", "  modules", *_tree_lines(report.tree, "    ")]
+    lines += [f"  not interpreted: {name} {why}" for name, why in report.uninterpreted.items()]
+    return lines + [f"  note: {note}" for note in report.notes]
 
 
 def _tree_lines(node: TreeNode, indent: str) -> list[str]:

@@ -68,7 +68,7 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
     ]  # fmt: skip
     table = [["name", "step", "age", "size", "type", "ranks", "metrics", "rotation"]]
     table += [_cells(row) for row in shown]
-    lines = _aligned(table, _columns())
+    lines = _aligned(table, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
     count = sum(row.state == "committed" for row in shown)
     earlier = "earlier checkpoint is" if listing.absent == 1 else "earlier checkpoints are"
     absent = f"; {listing.absent} {earlier} gone" if listing.absent else ""
@@ -82,13 +82,8 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
     return lines
 
 
-def _columns() -> int:
-    """Return the terminal's width; 0 if stdout is not a terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-
-
 def _aligned(table: list[list[str]], columns: int) -> list[str]:
-    """Return the table as aligned lines. If any line is too wide, each row's last cell goes on a line of its own."""
+    """Return the table as aligned lines. If any is wider than `columns` (0: no limit), last cells get own lines."""
     widths = [max(len(cells[i]) for cells in table) for i in range(len(table[0]) - 1)]
     heads = ["  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=False)) for cells in table]
     lines = [f"{head}  {cells[-1]}".rstrip() for head, cells in zip(heads, table, strict=True)]

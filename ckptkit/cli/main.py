@@ -76,7 +76,11 @@ class _Commands(click.Group):
         module = importlib.import_module(f"ckptkit.cli.{cmd_name}")
         command: click.Command = module.command
         command.epilog = _epilog(*_EXAMPLES[cmd_name])
-        return _completing_places(command)
+        for param in command.params:
+            named = isinstance(param, click.Argument) or _PLACE.search(str(param.metavar or ""))
+            if named and type(param.type) is click.types.StringParamType:
+                param.type = _PathArgument()
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -104,14 +108,6 @@ class _PathArgument(click.types.StringParamType):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(incomplete, type="file")]
-
-
-def _completing_places(command: click.Command) -> click.Command:
-    for param in command.params:
-        named = isinstance(param, click.Argument) or _PLACE.search(str(param.metavar or ""))
-        if named and type(param.type) is click.types.StringParamType:
-            param.type = _PathArgument()
-    return command
 
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:

@@ -46,15 +46,10 @@ def outcome_options(function: F) -> F:
 
 def vocabulary_options(function: F) -> F:
     """Add the options that resize the embedding and the output head."""
-    function = _model(
-        "--new-rows",
-        type=OneOf(["mean", "zeros"]),
-        metavar="WHICH",
-        help="Values of the rows that --vocab-size adds: mean (of the old rows, summed in fp64; default) or zeros.",
-    )(function)
-    return _model(
-        "--vocab-size", type=Count(1), metavar="N", help="Trim or pad the rows of embedding and output head to N."
-    )(function)
+    sized = "Trim or pad the rows of embedding and output head to N."
+    fill = "Values of the rows that --vocab-size adds: mean (of the old rows, summed in fp64; default) or zeros."
+    function = _model("--new-rows", type=OneOf(["mean", "zeros"]), metavar="WHICH", help=fill)(function)
+    return _model("--vocab-size", type=Count(1), metavar="N", help=sized)(function)
 
 
 def explain_interrupts(dst: str, *, overwrite: bool) -> None:
@@ -93,17 +88,21 @@ def show_outcome(report: ConvertReport, *, as_json: bool) -> None:
     Raises:
         SystemExit: The dry run found that the real run would fail. The exit code is 1.
     """
-    from ckptkit.offline.publish import is_one_of_many
-
-    if int(os.environ.get("RANK", "0") or 0) > 0 and is_one_of_many():
-        pass  # rank 0 prints for all ranks
+    if not prints():
+        pass
     elif as_json:
         print_json({"schema": "ckptkit.convert/1", **report.to_json()})
     else:
         lines = [*report.lines(), *filter(None, [report.serving])]
         if is_quiet():
             lines = [*(f"warning: {text}" for text in report.warnings), report.proof()]
-        lines = report.plan_lines() if report.dry_run else lines
-        click.echo("\n".join(lines))
+        click.echo("\n".join(report.plan_lines() if report.dry_run else lines))
     if report.faults:
         raise SystemExit(1)
+
+
+def prints() -> bool:
+    """Return whether this process prints: rank 0 prints for all ranks."""
+    from ckptkit.offline.publish import is_one_of_many
+
+    return int(os.environ.get("RANK", "0") or 0) == 0 or not is_one_of_many()

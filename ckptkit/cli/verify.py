@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -62,8 +61,13 @@ def command(
     if as_json:
         print_json(report.to_json())
     else:
-        hints = [] if report.ok or is_quiet() else _what_to_try(report, options)
-        click.echo("\n".join([report.url, *_lines(report), *hints]))
+        lines = [report.url, *_lines(report)]
+        if not (report.ok or is_quiet()):
+            from ckptkit.offline.reading import earlier_checkpoint
+
+            older = earlier_checkpoint(report.url, storage_options=options)
+            lines += [f"check the previous one: {command_line('verify', older)}"] if older else []
+        click.echo("\n".join(lines))
     if not report.ok:
         raise SystemExit(1)
 
@@ -90,11 +94,3 @@ def _lines(report: VerifyReport) -> list[str]:
             lines.append(f"bad: {path}: {len(more)} more problems ({named}); --json lists all")
     lines += [f"not interpreted: {name} {why}" for name, why in report.uninterpreted.items()]
     return [*lines, report.summary()]
-
-
-def _what_to_try(report: VerifyReport, options: Mapping[str, Any] | None) -> list[str]:
-    """Return a hint to verify the previous checkpoint, as a list; empty if there is none."""
-    from ckptkit.offline.reading import earlier_checkpoint
-
-    older = earlier_checkpoint(report.url, storage_options=options)
-    return [f"check the previous one: {command_line('verify', older)}"] if older else []
