@@ -28,7 +28,7 @@ from ckptkit.checkpoint.save.replicas import Fingerprints, holding, part_ways, r
 from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.optimizer import united
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
-from ckptkit.checkpoint.state.values import Seen, decode
+from ckptkit.checkpoint.state.values import decode
 from ckptkit.digests import digest_of, hex_digest_of
 from ckptkit.errors import SaveError, UsageError
 from ckptkit.formats.dcp.subclasses import SUBCLASSES, describe
@@ -155,7 +155,6 @@ class Saver:
         self._max_shard_bytes = max_shard_bytes
         self.seen: Inventory | None = None
         self._plans: dict[StateDictType, TensorPlan] = {}
-        self._seen = Seen()
         import ckptkit.formats.dcp.plan  # noqa: F401  now, so that the first save does not block for it
 
         self._transfers: Any = None
@@ -195,7 +194,7 @@ class Saver:
                 # Copy them, because training continues before the record is written.
                 metrics, client_state = dict(request.metrics or {}), copy.deepcopy(request.client_state)
                 request = replace(request, overwrite=overwrite, metrics=metrics, client_state=client_state)
-                captured = capture(state, rank=self._coordinator.rank, step=request.step, seen=self._seen)
+                captured = capture(state, rank=self._coordinator.rank, step=request.step)
             except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
                 made, outcome = None, Outcome.of_error(error)
             else:

@@ -90,35 +90,31 @@ def restore_rng(state: Mapping[str, Any]) -> list[str]:
     Raises:
         CorruptCheckpointError: As for `check_rng`; no generator was changed.
     """
-    settings, left = _settings(state, "rng")
-    for setting in settings:
-        setting()
-    return left
+    settings = _settings(state, "rng")
+    for setting in settings.values():
+        if setting is not None:
+            setting()
+    return [name for name, setting in settings.items() if setting is None]
 
 
-def _settings(state: Any, what: str) -> tuple[list[Callable[[], None]], list[str]]:
-    """Return functions that set the generators, and the names of missing generators.
+def _settings(state: Any, what: str) -> dict[str, Callable[[], None] | None]:
+    """Return functions that set the generators, by name; None for a generator that this process lacks.
 
     Each state is first tested on a temporary generator.
     """
+    makers: dict[str, Callable[[Any], Callable[[], None] | None]]
     makers = {"python": _python, "torch": _torch, "numpy": _numpy, "cuda": _cuda}
-    settings, left = [], []
+    settings = {}
     for name, maker in makers.items():
-        optional = name in ("numpy", "cuda")
         try:
-            if optional and state.get(name) is None:
-                continue
-            setting = maker(state[name])
+            if name in ("python", "torch") or state.get(name) is not None:
+                settings[name] = maker(state[name])
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise CorruptCheckpointError(
                 f"{what}: the saved state of {name}'s generator is invalid ({reason})."
             ) from error
-        if setting is None:
-            left.append(name)
-        else:
-            settings.append(setting)
-    return settings, left
+    return settings
 
 
 def _python(saved: Any) -> Callable[[], None]:

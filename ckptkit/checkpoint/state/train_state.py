@@ -16,7 +16,7 @@ from ckptkit.arguments import check_flags, wrong
 from ckptkit.checkpoint.state.layout import Layout, as_global, check_layout, global_state, is_per_rank, shards_of
 from ckptkit.checkpoint.state.optimizer import CapturedOptimizer, capture_optimizer, class_name, refuse_hidden
 from ckptkit.checkpoint.state.rng import capture_rng
-from ckptkit.checkpoint.state.values import JSON, Seen, encode
+from ckptkit.checkpoint.state.values import JSON, encode
 from ckptkit.errors import SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import local_part, without_subclass
 from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, left_behind, open_all, outer_name, repeated
@@ -238,13 +238,10 @@ def _unlike(kind: type | None, table: Mapping[Any, torch.Tensor]) -> Iterable[tu
     return table.items() if kind is None else [item for item in table.items() if type(item[1]) is not kind]
 
 
-def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: Seen | None = None) -> Captured:
+def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Captured:
     """Capture this rank's part of `state`. Its tensors share memory with the live ones; nothing is changed.
 
     Does not communicate. (FSDP2 reshards a model's unsharded parameters, but that is local.)
-
-    Args:
-        seen: A cache from earlier captures.
 
     Raises:
         UsageError: The optimizer has parameters that are in none of the models.
@@ -303,7 +300,6 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         captured.add_own(key, _state_of(item, key))
     if state.rng:
         captured.add_own(f"rng.{rank}", capture_rng())
-    turn = seen.turn() if seen is not None else None
     for name, item in state.extra.items():
         _check_name(name, "extra")
         own = isinstance(item, PerRank)
@@ -312,7 +308,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         if own:
             captured.add_own(key, value)
         else:
-            captured.objects[key] = encode(value, key, captured.loose, seen=turn)
+            captured.objects[key] = encode(value, key, captured.loose)
     refuse_hidden("", captured.loose)
     captured.objects["step"] = int(state.step if step is None else step)
     return captured

@@ -21,7 +21,6 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CorruptCheckpointError, SaveError
@@ -40,61 +39,23 @@ _MAX_DEPTH = 200
 _MAX_BITS = 14_283  # integers of at most 4,300 digits, which is Python's limit for reading and writing JSON
 
 
-class Seen:
-    """Caches the last capture's dicts of tensors, so that unchanged dicts are not encoded again."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, _Known] = {}
-        self._now: dict[str, _Known] = {}
-
-    def turn(self) -> Seen:
-        """Start a new capture."""
-        self._before, self._now = self._now, {}
-        return self
-
-    def find(self, path: str, value: dict[Any, Any]) -> _Known | None:
-        """Return the cached result for a dict with the same keys and the very same tensor objects, or None."""
-        known = self._before.get(path)
-        if known is None or len(known.keys) != len(value) or known.keys != list(value):
-            return None
-        if not all(map(operator.is_, known.tensors, value.values())):
-            return None
-        self._now[path] = known
-        return known
-
-    def keep(self, path: str, known: _Known) -> None:
-        self._now[path] = known
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A dict of DTensors: its tensors by checkpoint key, and the JSON that represents it."""
-
-    keys: list[str]
-    tensors: list[torch.Tensor]
-    table: dict[str, torch.Tensor]
-    tree: JSON
-
-
-def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], *, seen: Seen | None = None) -> JSON:
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> JSON:
     """Return `value` as strict JSON. Large tensors are added to `tensors`, under keys that start with `path`.
 
     Tensors are not copied; copy them to keep the result beyond the next training step.
 
     Args:
         path: The path of the value, for example "extra.ema". Also used in errors.
-        seen: A cache from earlier captures.
 
     Raises:
         SaveError: A value's type cannot be loaded safely; names the value's path.
     """
-    return _Encoder(tensors, seen or Seen()).encode(value, path, 0)
+    return _Encoder(tensors).encode(value, path, 0)
 
 
 class _Encoder:
-    def __init__(self, tensors: dict[str, torch.Tensor], seen: Seen) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
-        self._seen = seen
         # Don't import the module: that would take longer than the encoding. If it was not imported, there are no
         # DTensors.
         self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
@@ -118,16 +79,14 @@ class _Encoder:
     def _container(self, value: Any, path: str, depth: int) -> JSON:
         kind = type(value)
         if kind in (dict, collections.OrderedDict):
-            known = self._seen.find(path, value)
-            if known is not None and known.table.keys().isdisjoint(
-                self._tensors
-            ):  # isdisjoint loops over `_tensors`, which has few entries
-                self._tensors.update(known.table)
-                return known.tree
             plain = kind is dict and _STRINGS.issuperset(map(type, value))
             plain = plain and not any(map(str.startswith, value, itertools.repeat("$")))
-            if plain and {self._dtensor}.issuperset(map(type, value.values())):
-                return self._all_apart(value, path)
+            if plain and value and {self._dtensor}.issuperset(map(type, value.values())):
+                # Encode a dict of DTensors with batched operations.
+                names = list(map(f"{path}.".__add__, value))
+                if self._tensors.keys().isdisjoint(names) and not any(map(_is_meta, value.values())):
+                    self._tensors.update(zip(names, value.values(), strict=True))
+                    return {key: {"$ref": name} for key, name in zip(value, names, strict=True)}
             if plain:
                 return {key: self.encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
             pairs = [
@@ -153,7 +112,7 @@ class _Encoder:
             return {"$ndarray": self._tensor(torch.from_numpy(np.array(value, order="C")), path)}
         if isinstance(value, np.generic) and _is_torchs(value):
             return {"$npscalar": self._tensor(torch.from_numpy(np.array(value)), path)}
-        if isinstance(value, (bytes, bytearray)) and type(value) is bytes:
+        if type(value) is bytes:
             return {"$bytes": base64.b64encode(value).decode()}
         if isinstance(value, torch.dtype):
             return {"$dtype": str(value).removeprefix("torch.")}
@@ -179,28 +138,13 @@ class _Encoder:
             )
         value = value.detach() if value.requires_grad else value
         order = order_of(value) if plain else None
-        tree = self._bytes(value, path, plain)
-        return tree if order is None else {"$order": [order, tree]}
-
-    def _bytes(self, value: torch.Tensor, path: str, plain: bool) -> JSON:
-        import torch
-
         if plain and value.numel() * value.element_size() <= INLINE_BYTES:
             raw = row_major(value).to("cpu").reshape(-1).view(torch.uint8).numpy().tobytes()
             fields = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-            return {"$tensor": {**fields, "data": base64.b64encode(raw).decode()}}
-        return self._apart(value, path)
-
-    def _all_apart(self, values: dict[str, torch.Tensor], path: str) -> JSON:
-        """Encode a dict of DTensors with batched operations."""
-        names, tensors = list(map(f"{path}.".__add__, values)), list(values.values())
-        if not self._tensors.keys().isdisjoint(names) or any(map(_is_meta, tensors)):
-            return {key: self.encode(item, f"{path}.{key}", 0) for key, item in values.items()}
-        table = dict(zip(names, tensors, strict=True))
-        self._tensors.update(table)
-        tree = {key: {"$ref": name} for key, name in zip(values, names, strict=True)}
-        self._seen.keep(path, _Known(list(values), tensors, table, tree))
-        return tree
+            tree = {"$tensor": {**fields, "data": base64.b64encode(raw).decode()}}
+        else:
+            tree = self._apart(value, path)
+        return tree if order is None else {"$order": [order, tree]}
 
     def _apart(self, value: torch.Tensor, path: str) -> JSON:
         """Store the tensor in the checkpoint under a unique key."""
@@ -280,7 +224,15 @@ def decode(tree: JSON, tensor: Callable[[str], Any]) -> Any:
     if len(tree) == 1:
         tag, body = next(iter(tree.items()))
         if tag.startswith("$"):
-            return _decode_tagged(tag, body, tensor)
+            if tag not in _TAGS:
+                raise CorruptCheckpointError(f"saved state: unknown tag {tag!r}. Was it written by a newer ckptkit?")
+            try:
+                return _TAGS[tag](body, tensor)
+            except CorruptCheckpointError:
+                raise
+            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+                text = f"saved state: the value of {tag!r} is malformed ({str(error)[:300]})."
+                raise CorruptCheckpointError(text) from error
     return {key: decode(item, tensor) for key, item in tree.items()}
 
 
@@ -293,18 +245,6 @@ def references(tree: JSON) -> list[str]:
     if len(tree) == 1 and isinstance(tree.get("$ref"), str):
         return [tree["$ref"]]
     return [key for item in tree.values() for key in references(item)]
-
-
-def _decode_tagged(tag: str, body: JSON, tensor: Callable[[str], Any]) -> Any:
-    decoder = _TAGS.get(tag)
-    if decoder is None:
-        raise CorruptCheckpointError(f"saved state: unknown tag {tag!r}. Was it written by a newer ckptkit?")
-    try:
-        return decoder(body, tensor)
-    except CorruptCheckpointError:
-        raise
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"saved state: the value of {tag!r} is malformed ({str(error)[:300]}).") from error
 
 
 def _items(body: JSON, tensor: Callable[[str], Any]) -> list[Any]:
@@ -348,20 +288,10 @@ def _torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-def _decode_torch_save(body: JSON, _: Callable[[str], Any]) -> Any:
-    return parse_object(base64.b64decode(body, validate=True), file="saved state", name="$torch_save")
-
-
-def _decode_device(body: JSON, _: Callable[[str], Any]) -> Any:
+def _torch(name: str, *arguments: Any) -> Any:
     import torch
 
-    return torch.device(body)
-
-
-def _decode_size(body: JSON, _: Callable[[str], Any]) -> Any:
-    import torch
-
-    return torch.Size(body)
+    return getattr(torch, name)(*arguments)
 
 
 _TAGS: Mapping[str, Callable[[JSON, Callable[[str], Any]], Any]] = {
@@ -378,7 +308,9 @@ _TAGS: Mapping[str, Callable[[JSON, Callable[[str], Any]], Any]] = {
     "$ndarray": lambda body, tensor: decode(body, tensor).numpy(),
     "$npscalar": lambda body, tensor: decode(body, tensor).numpy()[()],
     "$dtype": lambda body, _: _torch_dtype(body),
-    "$device": _decode_device,
-    "$size": _decode_size,
-    "$torch_save": _decode_torch_save,
+    "$device": lambda body, _: _torch("device", body),
+    "$size": lambda body, _: _torch("Size", body),
+    "$torch_save": lambda body, _: parse_object(
+        base64.b64decode(body, validate=True), file="saved state", name="$torch_save"
+    ),
 }
