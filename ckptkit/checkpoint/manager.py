@@ -41,10 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# If any rank receives a signal, all ranks must act on it between the same two training steps.
-
-
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _HARMLESS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -98,7 +95,7 @@ class SignalWatch:
         seen = self.coordinator.any(self.received is not None)
         if seen:
             received = "a signal" if self.received is None else signal.strsignal(self.received)
-            logger.info("received %s: saving", received or f"signal {self.received}")  # real-time signals have no name
+            _log.info("received %s: saving", received or f"signal {self.received}")  # real-time signals have no name
         return seen
 
     def clear(self) -> None:
@@ -146,9 +143,6 @@ def _in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
-
-
-_log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
@@ -214,7 +208,7 @@ class CheckpointManager:
         alone = async_policy == "refuse" or bool(signals)
         self._control = Coordinator(process_group, timeout_s=60.0) if alone else None
 
-        def prepare() -> tuple[_Checked, Store, Mapping[str, bytes]]:
+        def prepare() -> tuple[tuple[str, StateDictType, int], Store, Mapping[str, bytes]]:
             given = check_options(
                 url,
                 retention=retention,
@@ -236,7 +230,7 @@ class CheckpointManager:
                 self._writer = WriterProcess(storage_options=storage_options)
             if self._control is not None and signals:
                 self._watch = SignalWatch(self._control, signals=signals)
-            root = open_store(given.url, storage_options=storage_options)
+            root = open_store(given[0], storage_options=storage_options)
             carried = side_files is not None and self._coordinator.is_main
             return given, root, read_side_files(str(side_files)) if carried else {}
 
@@ -245,11 +239,10 @@ class CheckpointManager:
         except BaseException:
             self._release()
             raise
-        self.url = given.url
+        self.url, self.state_dict_type, max_shard_bytes = given
         self.retention = retention
         self.rotates: Callable[[CommitRecord], bool] | None = None
         """Returns whether `retention` applies to a checkpoint. None: it applies to all."""
-        self.state_dict_type = given.state_dict_type
         self._async_policy = async_policy
         self._on_commit = on_commit
         self._trace = None if trace is None else Path(trace)
@@ -258,7 +251,7 @@ class CheckpointManager:
         self._saver = Saver(
             self._root,
             self._coordinator,
-            max_shard_bytes=given.max_shard_bytes,
+            max_shard_bytes=max_shard_bytes,
             lease=self._hold.lease,
             objective=objective,
             side_files=carried,
@@ -336,10 +329,12 @@ class CheckpointManager:
             RankFailedError: A rank could not capture its state.
         """
         self._check_open()
-        if self._async_policy == "refuse" and self._busy():
-            raise SaveError(
-                f"step {step} is not saved: the previous save is still running, and async_policy is 'refuse'."
-            )
+        if self._async_policy == "refuse":
+            assert self._control is not None
+            if self._control.any(self._in_flight is not None and not self._in_flight.done()):
+                raise SaveError(
+                    f"step {step} is not saved: the previous save is still running, and async_policy is 'refuse'."
+                )
         self._settle()
         # Capturing thousands of tensors creates enough objects to trigger a collection, which takes longer than the
         # capture.
@@ -349,8 +344,11 @@ class CheckpointManager:
             prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
             self._stage(prepared)
             stall = prepared.clock.seconds()
+            # Retry storage calls for less time than the other ranks wait for this one.
+            limit_s, several = timeout_s(BACKGROUND_S), self._coordinator.world_size > 1
+            patience = Patience(min(limit_s, self._coordinator.timeout_s / 2) if several else limit_s)
             self._in_flight = SaveHandle(
-                step, lambda: self._reported(prepared, self._saver.publish(prepared), stall), self._patience()
+                step, lambda: self._reported(prepared, self._saver.publish(prepared), stall), patience
             )
             return self._in_flight.start()
         finally:
@@ -456,7 +454,6 @@ class CheckpointManager:
 
     def list(self) -> list[CommitRecord]:
         """Return the commit records, without their file lists, oldest first. All ranks must call it."""
-
         self._check_open()
 
         def records() -> Sequence[CommitRecord]:
@@ -545,11 +542,6 @@ class CheckpointManager:
             resumed_from=self._loader.resumed_from,
         )
 
-    def _patience(self) -> Patience:
-        """Return how long a background save retries storage calls. This is shorter than the other ranks' timeout."""
-        limit_s = timeout_s(BACKGROUND_S)
-        return Patience(limit_s if self._coordinator.world_size == 1 else min(limit_s, self._coordinator.timeout_s / 2))
-
     def _stage(self, prepared: Prepared) -> None:
         """Copy the data to host memory. `publish` raises errors, because the other ranks have already started."""
         started = prepared.clock.seconds()
@@ -590,12 +582,10 @@ class CheckpointManager:
         """
         self._last_saved = record.step
         self._loader.given_up.discard(record.name)
-        deleted: tuple[tuple[int, int], ...] = ()
-        kept: int | None = None
-        exempt = 0
+        rotated: tuple[tuple[tuple[int, int], ...], int | None, int] = (), None, 0
         if self._coordinator.is_main:
             with prepared.clock.phase("rotate"):
-                deleted, kept, exempt = self._rotate(record)
+                rotated = self._rotate(record)
         seconds = prepared.clock.seconds()
         report = SaveReport(
             url=f"{self.url}/{record.name}",
@@ -604,10 +594,10 @@ class CheckpointManager:
             rank_bytes=prepared.written,
             stall_seconds=seconds if stall is None else stall,
             seconds=seconds,
-            deleted=deleted,
-            kept=kept,
+            deleted=rotated[0],
+            kept=rotated[1],
+            exempt=rotated[2],
             limit=self.retention.max_num if self.retention is not None else None,
-            exempt=exempt,
             phases=prepared.clock.phases,
         )
         if self._coordinator.is_main and _log.isEnabledFor(logging.INFO):
@@ -644,20 +634,6 @@ class CheckpointManager:
             _log.warning("step %d is saved, but rotation failed; the next save retries: %s", record.step, error)
             return (), None, 0
 
-    def _busy(self) -> bool:
-        """Return whether the previous save is still running on any rank. The answer is the same on all ranks."""
-        under_way = self._in_flight is not None and not self._in_flight.done()
-        return under_way if self._control is None else self._control.any(under_way)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Checked:
-    """The parsed options of a CheckpointManager."""
-
-    url: str
-    state_dict_type: StateDictType
-    max_shard_bytes: int
-
 
 def check_options(
     url: str | Path,
@@ -675,8 +651,10 @@ def check_options(
     side_files: object = None,
     start_fresh: object = "if_empty",
     storage_options: object = None,
-) -> _Checked:
+) -> tuple[str, StateDictType, int]:
     """Check a CheckpointManager's arguments without creating one, for integrations that create it later.
+
+    Returns the parsed URL, type, and maximum size of a file.
 
     Raises:
         UsageError: An argument is wrong.
@@ -684,12 +662,13 @@ def check_options(
     where = location("url", url)
     if retention is not None and not isinstance(retention, RetentionPolicy):
         raise wrong("retention", retention, "RetentionPolicy(max_num=3, ...)")
-    if async_policy not in ("wait", "refuse"):
-        raise UsageError(f"async_policy={async_policy!r}: expected 'wait' or 'refuse'.")
-    if async_mode not in ("thread", "process"):
-        raise UsageError(f"async_mode={async_mode!r}: expected 'thread' or 'process'.")
-    if start_fresh not in ("if_empty", "if_none_committed", "never"):
-        raise UsageError(f"start_fresh={start_fresh!r}: expected 'if_empty', 'if_none_committed' or 'never'.")
+    for name, value, (*others, last) in (
+        ("async_policy", async_policy, ("wait", "refuse")),
+        ("async_mode", async_mode, ("thread", "process")),
+        ("start_fresh", start_fresh, ("if_empty", "if_none_committed", "never")),
+    ):
+        if value not in (*others, last):
+            raise UsageError(f"{name}={value!r}: expected {', '.join(map(repr, others))} or {last!r}.")
     parsed = StateDictType.parse(state_dict_type)
     if async_mode == "process" and parsed is not StateDictType.SHARDED:
         raise UsageError(
@@ -707,7 +686,7 @@ def check_options(
     check_storage_options(storage_options=storage_options)
     parse_duration(timeout_s)
     _signals(on_signal)
-    return _Checked(where, parsed, max_shard_bytes)
+    return where, parsed, max_shard_bytes
 
 
 def _check_group(process_group: object) -> None:

@@ -19,9 +19,10 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
 from ckptkit.checkpoint.save.hf_config import adapter_configs, adapters_of, side_files
-from ckptkit.checkpoint.save.stream import FileTensor, open_stream
+from ckptkit.checkpoint.save.stream import open_stream
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
+from ckptkit.formats.hf.header import TensorToWrite
 from ckptkit.formats.replaceable import check_replaceable
 from ckptkit.fsdp import meta
 from ckptkit.fsdp.hf_model import Exported, adapter_tensors, exported, prove
@@ -192,7 +193,7 @@ def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, t
     with contextlib.ExitStack() as stack:
         stream = None
         if store is not None:
-            head = [FileTensor(target.name, target.dtype, target.shape) for target in file.targets]
+            head = [TensorToWrite(target.name, target.dtype, target.shape) for target in file.targets]
             try:
                 stream = stack.enter_context(open_stream(store, file.path, head, {"format": "pt"}))
             except Exception as caught:  # noqa: BLE001  raised below

@@ -67,7 +67,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         background: bool = False,
         **options: Any,
     ) -> None:
-        self.url = check_options(url, **options).url
+        self.url = check_options(url, **options)[0]
         if save_steps is not None:
             check_int("save_steps", save_steps, least=1)
         check_flags(resume=resume, background=background)

@@ -83,10 +83,12 @@ def load_checkpoint(
                     reading.first.run()
                 decoded = decode_plan(plan, reading.refs.__getitem__)
             checks = reading.filler.unchecked() if options.verify and options.verify != "read" else []
-            signature = reading.filler.signature() if world_size > 1 and _shares(options, store) else b""
+            # Whether ranks that need the same data each read a share of it and send that share to the others.
+            shared = options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)
+            signature = reading.filler.signature() if world_size > 1 and shared else b""
             planned.value = checks, signature, elsewhere, store.url
-        then = partial(_shared, strict=options.strict)
-        shares, alike, left = coordinator.settle(planned.answer, "loading", then=then)
+        combine = partial(_shared, strict=options.strict)
+        shares, alike, left = coordinator.settle(planned.answer, "loading", then=combine)
     plan.mismatches.unexpected = left if world_size > 1 else plan.mismatches.unexpected
     report = LoadReport(
         store.url,
@@ -98,9 +100,8 @@ def load_checkpoint(
         notes=list(plan.notes),
         held=reading.held,
     )
-    members = alike[rank]
+    members, before = alike[rank], state._half
     parts = reading.filler.share_out(members.index(rank), len(members)) if len(members) > 1 else []
-    before = state._half
     if not options.atomic:
         state._half = report.url
     with _said_if_half(state):
@@ -142,13 +143,7 @@ def load_checkpoint(
 
 
 class _RankPart:
-    """A `with` block that runs this rank's part of a step.
-
-    The block sets `value`. An error in the block is kept, not raised.
-
-    Attributes:
-        outcome: The value or the error, for `Coordinator.settle`.
-    """
+    """A `with` block that runs this rank's part of a step and sets `value`. `outcome` keeps its error, if any."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -213,11 +208,6 @@ def _shared(
     return share_checks(checks), groups_of(signatures), left
 
 
-def _shares(options: LoadOptions, store: Store) -> bool:
-    """Return whether ranks that need the same data each read a share of it and send that share to the others."""
-    return options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)
-
-
 @contextmanager
 def _said_if_half(state: TrainState) -> Iterator[None]:
     """If the block fails and leaves the state half loaded, add a sentence that says so to the error."""
@@ -241,18 +231,16 @@ def _said_if_half(state: TrainState) -> Iterator[None]:
 
 def _raise_one(answers: Sequence[Any]) -> None:
     """Raise the ranks' errors as a single error. If all ranks have the same error, raise it unchanged."""
-    errors = [answer if isinstance(answer, CkptkitError) else None for answer in answers]
-    texts: dict[str, list[int]] = {}
-    for rank, error in enumerate(errors):
-        if error is not None:
-            texts.setdefault(str(error), []).append(rank)
-    kinds = {type(error) for error in errors if error is not None}
-    if not kinds:
+    errors = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, CkptkitError)}
+    if not errors:
         return
-    gone = next((error for error in errors if isinstance(error, CheckpointNotFoundError)), None)
-    if gone is not None:
-        raise gone  # it explains why other ranks did not find files
-    lines = [text if len(ranks) == len(errors) else f"rank {ranks}: {text}" for text, ranks in texts.items()]
+    texts: dict[str, list[int]] = {}
+    for rank, error in errors.items():
+        if isinstance(error, CheckpointNotFoundError):
+            raise error  # it explains why other ranks did not find files
+        texts.setdefault(str(error), []).append(rank)
+    kinds = {type(error) for error in errors.values()}
+    lines = [text if len(ranks) == len(answers) else f"rank {ranks}: {text}" for text, ranks in texts.items()]
     kind = kinds.pop() if len(kinds) == 1 else LoadError
     if kinds and all(issubclass(other, CorruptCheckpointError) for other in kinds):
         kind = CorruptCheckpointError

@@ -108,24 +108,19 @@ def entry_of(target: Target, sources: Mapping[str, TensorEntry]) -> TensorEntry:
     if only is not None and only.is_plain and only.source_box == whole and sources[named[0]].shape == target.shape:
         slices = sources[named[0]].slices
     else:
-        slices = SliceArray.of(_slices(target, sources), len(target.shape))
+        by_source: dict[str, list[Part]] = {}
+        for part in target.parts:
+            if part.source != NO_SOURCE:
+                by_source.setdefault(part.source, []).extend(part.rows() if part.unfold else [part])
+        for name in by_source:
+            if why := sources[name].slices.opaque:
+                raise UnsupportedFormatError(f"tensor {name!r} {why}; a key map can only rename it.")
+        found = [piece for name, parts in by_source.items() for piece in _cut(sources[name], parts)]
+        slices = SliceArray.of(found, len(target.shape))
     return TensorEntry(
         target.name if named == (target.name,) else f"{target.name} (from {listed})",
         target.source_dtype, target.shape, slices, Role.MODEL, target.name,
     )  # fmt: skip
-
-
-def _slices(target: Target, sources: Mapping[str, TensorEntry]) -> list[TensorSlice]:
-    by_source: dict[str, list[Part]] = {}
-    for part in target.parts:
-        if part.source != NO_SOURCE:
-            by_source.setdefault(part.source, []).extend(part.rows() if part.unfold else [part])
-    found: list[TensorSlice] = []
-    for name, parts in by_source.items():
-        if why := sources[name].slices.opaque:
-            raise UnsupportedFormatError(f"tensor {name!r} {why}; a key map can only rename it.")
-        found += _cut(sources[name], parts)
-    return found
 
 
 def _cut(entry: TensorEntry, parts: list[Part]) -> list[TensorSlice]:

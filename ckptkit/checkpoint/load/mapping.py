@@ -143,10 +143,10 @@ class TensorView:
         return self.entry.dtype
 
     def __getitem__(self, index: Any) -> Any:
+        if self.dtype not in _NUMPY:
+            return self.to_torch(index)
         raw, rest = self._read(index)
-        if self.dtype in _NUMPY:
-            return raw.view(np.dtype(self.dtype))[..., 0][rest]
-        return self._torch(raw, rest)
+        return raw.view(np.dtype(self.dtype))[..., 0][rest]
 
     def numpy(self) -> npt.NDArray[Any]:
         """Return the whole tensor as a numpy array.
@@ -163,12 +163,9 @@ class TensorView:
 
     def to_torch(self, index: Any = ...) -> torch.Tensor:
         """Return the whole tensor, or the part that `index` selects, as a torch tensor on the CPU."""
-        raw, rest = self._read(index)
-        return self._torch(raw, rest)
-
-    def _torch(self, raw: npt.NDArray[np.uint8], rest: tuple[Any, ...]) -> torch.Tensor:
         import torch
 
+        raw, rest = self._read(index)
         shape = raw.shape[:-1]
         flat = torch.from_numpy(raw.reshape(-1)).view(getattr(torch, self.dtype))
         steps = tuple(slice(None, None, item.step) if isinstance(item, slice) else item for item in rest)

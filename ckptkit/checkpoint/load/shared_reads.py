@@ -52,65 +52,49 @@ def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[
     Raises:
         RuntimeError: A member is lost.
     """
+    import torch.distributed as dist
+
     own = members.index(coordinator.rank)
     messages = [list(_messages(share)) for share in shares]
     others = [coordinator.global_rank(rank) for rank in members if rank != coordinator.rank]
-    flying: deque[_Flight] = deque()
+    # The tag is unique to this exchange. If a rank fails, its next receive must not match messages that were already
+    # sent, because gloo kills the process if such a message is too long.
+    group, tag, limit = coordinator.group, coordinator.step, timedelta(seconds=coordinator.timeout_s)
+    flying: deque[tuple[torch.Tensor, list[Any], Callable[[torch.Tensor], None]]] = deque()
     aloft = received = 0
+
+    def land() -> int:
+        data, works, keep = flying.popleft()
+        for work in works:
+            work.wait(limit)
+        keep(data)
+        return data.numel()
+
     for turn in range(max(map(len, messages), default=0)):
         for member, theirs in enumerate(messages):
             if turn >= len(theirs):
                 continue
-            peers = others if member == own else [coordinator.global_rank(members[member])]
-            flight = _start(theirs[turn], peers, coordinator, sends=member == own)
-            flying.append(flight)
-            aloft += flight.nbytes
-            received += 0 if member == own else flight.nbytes
+            data = theirs[turn].make(member == own)
+            if member == own:
+                flying.append((data, [dist.isend(data, peer, group=group, tag=tag) for peer in others], lambda _: None))
+            else:
+                peer = coordinator.global_rank(members[member])
+                flying.append((data, [dist.irecv(data, peer, group=group, tag=tag)], theirs[turn].keep))
+                received += data.numel()
+            aloft += data.numel()
             while aloft > _FLYING and len(flying) > 1:
-                aloft -= flying.popleft().land(coordinator.timeout_s)
+                aloft -= land()
     while flying:
-        flying.popleft().land(coordinator.timeout_s)
+        land()
     return received
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One message of a share.
+    """One message of a share."""
 
-    `make(True)` returns the bytes to send, `make(False)` memory to receive them. `keep` copies received bytes to the
-    tensors.
-    """
-
-    make: Callable[[bool], torch.Tensor]
-    keep: Callable[[torch.Tensor], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    data: torch.Tensor
-    works: list[Any]
-    keep: Callable[[torch.Tensor], None]
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.numel()
-
-    def land(self, timeout_s: float) -> int:
-        for work in self.works:
-            work.wait(timedelta(seconds=timeout_s))
-        self.keep(self.data)
-        return self.nbytes
-
-
-def _start(message: _Message, peers: Sequence[int], coordinator: Coordinator, *, sends: bool) -> _Flight:
-    import torch.distributed as dist
-
-    # The tag is unique to this exchange. If a rank fails, its next receive must not match messages that were already
-    # sent, because gloo kills the process if such a message is too long.
-    data, group, tag = message.make(sends), coordinator.group, coordinator.step
-    if sends:
-        return _Flight(data, [dist.isend(data, peer, group=group, tag=tag) for peer in peers], lambda _: None)
-    return _Flight(data, [dist.irecv(data, peers[0], group=group, tag=tag)], message.keep)
+    make: Callable[[bool], torch.Tensor]  # True: the bytes to send. False: memory to receive them in
+    keep: Callable[[torch.Tensor], None]  # copies received bytes to the tensors
 
 
 def _messages(share: Sequence[torch.Tensor]) -> Iterator[_Message]:

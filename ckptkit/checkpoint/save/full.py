@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.checkpoint.save.stream import FileTensor, SafetensorsStream, open_stream, phases_of
+from ckptkit.checkpoint.save.stream import SafetensorsStream, open_stream, phases_of
 from ckptkit.checkpoint.state.local_part import (
     PartView,
     ShardLayout,
@@ -35,6 +35,7 @@ from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import hex_digest_of, signature_of
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.host_bytes import row_major
+from ckptkit.formats.hf.header import TensorToWrite
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
 from ckptkit.formats.own.slice_table import SliceRow, TablePart, write_manifest
 from ckptkit.formats.pickles.tensors import PlacementRecord
@@ -58,18 +59,11 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(TensorToWrite):
     """One tensor to write, and the pieces that it is gathered from."""
 
     key: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     pieces: tuple[_Piece, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
 @dataclass(slots=True)
@@ -153,8 +147,7 @@ class FullTensors:
             try:
                 for file in self.files:
                     if file.writer == self.rank:
-                        head = [FileTensor(item.name, item.dtype, item.shape) for item in file.items]
-                        opening = open_stream(store, file.path, head, {"format": "pt"}, sync=sync)
+                        opening = open_stream(store, file.path, file.items, {"format": "pt"}, sync=sync)
                         streams[file.path] = stack.enter_context(opening)
             except Exception as error:  # noqa: BLE001  `_Transfer.run` raises it after the communication
                 failure = error
@@ -222,7 +215,7 @@ def _plan(described: Sequence[Mapping[str, Any]], world_size: int, max_shard_byt
         group = top if top in models else "state"
         name = key.partition(".")[2] if group == top else key
         first = held[0][1]
-        groups[group].append(_Item(key, name, first[1], tuple(first[2]), _pieces(key, held)))
+        groups[group].append(_Item(name, first[1], tuple(first[2]), key, _pieces(key, held)))
     files = [file for group, items in groups.items() for file in _files(group, items, max_shard_bytes)]
     load = [0] * world_size
     for file in sorted(files, key=lambda f: (-f.nbytes, f.path)):  # largest first, to the rank with the least bytes

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.box import Box
-from ckptkit.checkpoint.save.stream import FileTensor, open_stream, phases_of
+from ckptkit.checkpoint.save.stream import open_stream, phases_of
 from ckptkit.checkpoint.state.local_part import PartView, check_safetensors, host_bytes, part_view
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import crc32, signature_of
+from ckptkit.formats.hf.header import TensorToWrite
 from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
 from ckptkit.formats.own.slice_table import SliceRow, TablePart, mesh_index, write_manifest
@@ -78,7 +79,7 @@ class LocalTensors:
         flat = [item for items in stored for item in items]
         path = file_name(self.rank)
         started = time.perf_counter()
-        head = [FileTensor(item.name, item.dtype, item.box.sizes) for item in flat]
+        head = [TensorToWrite(item.name, item.dtype, item.box.sizes) for item in flat]
         with open_stream(store, path, head, file_metadata(self.rank, self.world_size, meshes, flat), sync=sync) as out:
             for view, items, local in zip(self.mine, stored, memory, strict=True):
                 for item, piece in zip(items, _pieces(view, local), strict=True):

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import math
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.digests import new_hasher
-from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats.dcp.host_bytes import PIECE
-from ckptkit.formats.hf.header import encode_names
+from ckptkit.formats.hf.header import TensorToWrite, encode_header
 from ckptkit.formats.own.outline import LEAST
 from ckptkit.formats.own.record import FileRecord
 from ckptkit.storage.store import BlobWriter, Store
-
-
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """A tensor to write to a file: name, dtype and stored shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
 @dataclass(slots=True)
@@ -52,45 +36,16 @@ class WrittenFile:
         return FileRecord(self.nbytes, self.checksum, outlined=True)
 
 
-def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Return a safetensors file's header, and each tensor's offset in the file.
-
-    The header is padded with spaces so that the data starts at a multiple of 8, as in the reference writer.
-
-    Raises:
-        UnsupportedFormatError: safetensors has no name for a dtype.
-    """
-    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    position = 0
-    for tensor in tensors:
-        dtype = dtype_of(tensor.dtype)
-        if dtype.safetensors is None:
-            raise UnsupportedFormatError(
-                f"tensor {tensor.name!r} is {tensor.dtype}, which safetensors cannot store. Save it as SHARDED."
-            )
-        stop = position + tensor.nbytes
-        shape = list(dtype.in_numbers(tensor.shape))
-        table[tensor.name] = {"dtype": dtype.safetensors, "shape": shape, "data_offsets": [position, stop]}
-        position = stop
-    text = encode_names(json.dumps(table, separators=(",", ":"), ensure_ascii=False), table)
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    starts, position = {}, len(head)
-    for tensor in tensors:
-        starts[tensor.name] = position
-        position += tensor.nbytes
-    return head, starts
-
-
 class SafetensorsStream:
     """Writes a file's tensors in the order of its header."""
 
     def __init__(
-        self, writer: BlobWriter, path: str, tensors: Sequence[FileTensor], metadata: Mapping[str, str]
+        self, writer: BlobWriter, path: str, tensors: Sequence[TensorToWrite], metadata: Mapping[str, str]
     ) -> None:
-        head, self._starts = encode_header(tensors, metadata)
+        starts = [0, *itertools.accumulate(tensor.nbytes for tensor in tensors)][:-1]
+        head = encode_header(tensors, starts, metadata or None)
         self._writer = writer
-        self._left = list(reversed(tensors))
+        self._left = list(zip(tensors, (len(head) + start for start in starts), strict=True))[::-1]
         self._outline = new_hasher()
         self._outline.update(head)
         self.written = WrittenFile(path, len(head))
@@ -98,10 +53,11 @@ class SafetensorsStream:
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> None:
         """Append one tensor. `pieces` are its bytes, in row-major order."""
-        tensor = self._left.pop()
-        start, digest, nbytes, clock = self._starts[name], new_hasher(), 0, time.perf_counter
+        tensor, start = self._left.pop()
+        digest, nbytes, clock = new_hasher(), 0, time.perf_counter
         large = tensor.nbytes >= LEAST
-        for piece in _cut(pieces):
+        # Split large pieces, so that hashed bytes are still in the CPU cache when they are written.
+        for piece in (whole[at : at + PIECE] for whole in pieces for at in range(0, len(whole), PIECE)):
             before = clock()
             digest.update(piece)
             if not large:
@@ -123,16 +79,9 @@ class SafetensorsStream:
         self.written.checksum = self._outline.hexdigest()
 
 
-def _cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Split large pieces, so that hashed bytes are still in the CPU cache when they are written."""
-    for piece in pieces:
-        for start in range(0, len(piece), PIECE):
-            yield piece[start : start + PIECE]
-
-
 @contextmanager
 def open_stream(
-    store: Store, path: str, tensors: Sequence[FileTensor], metadata: Mapping[str, str], *, sync: bool = True
+    store: Store, path: str, tensors: Sequence[TensorToWrite], metadata: Mapping[str, str], *, sync: bool = True
 ) -> Iterator[SafetensorsStream]:
     """Open a new safetensors file. The file appears only once every tensor is written."""
     with store.writer(path, sync=sync) as writer:

@@ -106,19 +106,15 @@ def main(fd: int, parent: int) -> None:
                 return
             if isinstance(message, Block):
                 assert passed is not None
-                block = _mapped(passed, message.nbytes)
+                try:
+                    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+                    block = memoryview(mmap.mmap(passed, message.nbytes, flags=flags, prot=mmap.PROT_READ))
+                finally:
+                    os.close(passed)
             else:
                 send(connection, _answer(message, block))
     except (EOFError, OSError):
         return  # the training process is gone, so no other process waits for the save
-
-
-def _mapped(fd: int, nbytes: int) -> memoryview:
-    try:
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        return memoryview(mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ))
-    finally:
-        os.close(fd)
 
 
 def _answer(request: Request, block: memoryview) -> Answer:
@@ -127,15 +123,8 @@ def _answer(request: Request, block: memoryview) -> Answer:
         # Invariant: if a staging directory was removed or unmounted, it is never recreated.
         store = open_store(request.url, storage_options=request.storage_options).existing()
         with Patience(request.patience_s).entered():
-            written = write_records(
-                store,
-                request.prefix,
-                request.frames,
-                pieces,
-                request.records,
-                workers=request.workers,
-                sync=request.sync,
-            )
+            what = (request.prefix, request.frames, pieces, request.records)
+            written = write_records(store, *what, workers=request.workers, sync=request.sync)
     except Exception as error:  # noqa: BLE001  the boundary of a process: the training raises it
         return Answer(None, _portable(error))
     return Answer(written, None)

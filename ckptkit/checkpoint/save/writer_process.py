@@ -54,7 +54,9 @@ class WriterProcess:
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> SharedSnapshot:
         """Copy the tensors to shared memory. The copies are valid until the next call."""
-        return SharedSnapshot(self, self.buffers.copy(tensors))
+        snapshot = SharedSnapshot(self.buffers.copy(tensors))
+        snapshot.write_records = self.write_records
+        return snapshot
 
     def wait_ready(self) -> None:
         """Wait until the process is ready, so that its startup does not slow down the first save.
@@ -97,8 +99,7 @@ class WriterProcess:
             answer = self._child.ask(request, self.buffers)
         if answer.error is not None:
             raise answer.error
-        written: Written = answer.written
-        return written
+        return answer.written  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Stop the process and release the memory. No write may be in progress."""
@@ -108,11 +109,9 @@ class WriterProcess:
 
 
 class SharedSnapshot(list["torch.Tensor"]):
-    """Staged tensors in memory that is shared with the writer process."""
+    """Staged tensors in memory that is shared with the writer process, which `write_records` uses."""
 
-    def __init__(self, writer: WriterProcess, views: Sequence[torch.Tensor]) -> None:
-        super().__init__(views)
-        self.write_records = writer.write_records
+    write_records: Any
 
 
 class _Child:
@@ -133,7 +132,7 @@ class _Child:
         theirs.close()
         self._block = -1
         self._ready = False
-        self._end = weakref.finalize(self, _end, self.process, self.connection, os.getpid())
+        self.end = weakref.finalize(self, _end, self.process, self.connection, os.getpid())
 
     def hear_ready(self, seconds: float) -> None:
         """Wait until the process is ready, but at most `seconds`."""
@@ -173,9 +172,6 @@ class _Child:
             with contextlib.suppress(ValueError):
                 return f"(pid {self.process.pid}) was killed by {signal.Signals(-code).name}"
         return f"(pid {self.process.pid}) ended with exit code {code}"
-
-    def end(self) -> None:
-        self._end()
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
