@@ -39,12 +39,12 @@ EXECUTE, DIGESTS = "offline/copying/execute.py", "digests.py"
 MUTATIONS = (
     Mutation(
         "retention keeps one more than max_num",
-        RETENTION, "newest_first[policy.max_num :]", "newest_first[policy.max_num + 1 :]",
+        RETENTION, "records[::-1][policy.max_num :]", "records[::-1][policy.max_num + 1 :]",
         "tests/checkpoint/test_retention.py",
     ),
     Mutation(
         "retention may delete the newest",
-        RETENTION, "exempt[records[-1].name]", "exempt[records[0].name]",
+        RETENTION, "for record in records[-1:]}", "for record in records[:1]}",
         "tests/checkpoint/test_retention.py",
     ),
     Mutation(

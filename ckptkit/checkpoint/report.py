@@ -127,17 +127,15 @@ class SaveReport:
             f"{format_size(int(rate))}/s",
         ]
         freed = [f"freed step {step} ({format_size(nbytes)})" for step, nbytes in self.deleted]
-        kept = [] if self.kept is None else [self._keeping(self.kept)]
-        return " · ".join([*parts, *([", ".join([*kept, *freed])] if kept or freed else [])])
-
-    def _keeping(self, kept: int) -> str:
-        if self.limit is None:
-            return f"keeping {kept}"
-        if kept <= self.limit:
-            return f"keeping {kept}/{self.limit}"
-        left = kept - self.limit - self.exempt
-        also = f", {left} could not be deleted" if left > 0 else ""
-        return f"keeping {kept} ({min(self.limit, kept - self.exempt)} newest, {self.exempt} exempt{also})"
+        kept, limit = self.kept, self.limit
+        if kept is not None:
+            text = f"keeping {kept}" if limit is None else f"keeping {kept}/{limit}"
+            if limit is not None and kept > limit:
+                left = kept - limit - self.exempt
+                also = f", {left} could not be deleted" if left > 0 else ""
+                text = f"keeping {kept} ({min(limit, kept - self.exempt)} newest, {self.exempt} exempt{also})"
+            freed.insert(0, text)
+        return " · ".join([*parts, *([", ".join(freed)] if freed else [])])
 
     def totals(self) -> dict[str, dict[str, float]]:
         """Return each phase's seconds, bytes and GB/s, for a logger: {"write": {"seconds": ..., ...}}.
@@ -156,31 +154,24 @@ class SaveReport:
 
 
 def _totals(phases: Sequence[Phase]) -> dict[str, dict[str, float]]:
+    own = [phase.seconds for phase in phases]  # not counting the phases nested in it (in the same thread)
+    for phase in phases:
+        stop = phase.start + phase.seconds
+        around = [
+            (other.seconds, row)
+            for row, other in enumerate(phases)
+            if other.thread == phase.thread and other.start < phase.start and stop < other.start + other.seconds
+        ]
+        if around:
+            own[min(around)[1]] -= phase.seconds
     totals: dict[str, dict[str, float]] = {}
-    for phase, seconds in zip(phases, _own_seconds(phases), strict=True):
+    for phase, seconds in zip(phases, own, strict=True):
         entry = totals.setdefault(phase.name, {"seconds": 0.0, "bytes": 0.0})
         entry["seconds"] += seconds
         entry["bytes"] += phase.nbytes
     for entry in totals.values():
         entry["gb_per_s"] = entry["bytes"] / max(entry["seconds"], 1e-9) / 1e9
     return totals
-
-
-def _own_seconds(phases: Sequence[Phase]) -> list[float]:
-    """Return each phase's seconds, not counting the phases nested in it (in the same thread)."""
-    own = [phase.seconds for phase in phases]
-    for row, phase in enumerate(phases):
-        around = [
-            (other.seconds, at)
-            for at, other in enumerate(phases)
-            if at != row
-            and other.thread == phase.thread
-            and other.start < phase.start
-            and phase.start + phase.seconds < other.start + other.seconds
-        ]
-        if around:
-            own[min(around)[1]] -= phase.seconds
-    return own
 
 
 def _phase_line(phases: Sequence[Phase]) -> str:
@@ -198,10 +189,11 @@ def _write_trace(path: str, phases: Sequence[Phase], *, rank: int, step: int | N
         {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
         for name, tid in threads.items()
     ]
-    for phase in phases:
-        times = {"ts": phase.start * 1e6, "dur": phase.seconds * 1e6}
-        args = {"bytes": phase.nbytes, "step": step}
-        events.append({"name": phase.name, "ph": "X", "pid": rank, "tid": threads[phase.thread], **times, "args": args})
+    events += [
+        {"name": phase.name, "ph": "X", "pid": rank, "tid": threads[phase.thread], "ts": phase.start * 1e6,
+         "dur": phase.seconds * 1e6, "args": {"bytes": phase.nbytes, "step": step}}
+        for phase in phases
+    ]  # fmt: skip
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
@@ -286,9 +278,6 @@ def write_trace_file(folder: Path, what: str, report: SaveReport | LoadReport, *
         report.write_trace(str(folder / f"{what}-{report.step or 0:08d}-rank{rank:05d}.json"), rank=rank)
     except OSError as error:
         _log.warning("the trace of a %s could not be written: %s", what, error)
-
-
-# A load can leave the optimizer to be restored later, once adapters have been added and the optimizer exists.
 
 
 class DeferredOptimizer:

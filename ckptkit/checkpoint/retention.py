@@ -41,9 +41,11 @@ class RetentionPolicy:
     keep_daily: int | None = None
 
     def __post_init__(self) -> None:
-        _positive("max_num", self.max_num, "To keep all checkpoints, omit it.")
-        _positive("keep_every", self.keep_every, "To exempt no steps, omit it.")
-        _positive("keep_daily", self.keep_daily, "To exempt no days, omit it.")
+        for name, what in (("max_num", "keep all checkpoints"), ("keep_every", "exempt no steps"),
+                           ("keep_daily", "exempt no days")):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not _is_count(value):
+                raise UsageError(f"{name} is {value!r}, expected an integer of at least 1. To {what}, omit it.")
         if self.max_mem is not None:
             nbytes = parse_size(self.max_mem)
             if nbytes < 1:
@@ -75,14 +77,10 @@ class RetentionPolicy:
     @property
     def exemptions(self) -> tuple[str, ...]:
         """Phrases that say what is kept regardless of the limits."""
-        words = []
-        if self.keep_every is not None:
-            words.append(f"keeps every {self.keep_every} steps")
-        if self.keep_best is not None:
-            words.append(f"keeps the best by {self.keep_best[0]} ({self.keep_best[1]})")
-        if self.keep_daily is not None:
-            words.append(f"keeps the newest of each of the last {self.keep_daily} days")
-        return tuple(words)
+        best = self.keep_best and f"keeps the best by {self.keep_best[0]} ({self.keep_best[1]})"
+        every = self.keep_every and f"keeps every {self.keep_every} steps"
+        daily = self.keep_daily and f"keeps the newest of each of the last {self.keep_daily} days"
+        return tuple(str(words) for words in (every, best, daily) if words)
 
     @property
     def objective(self) -> tuple[str, str] | None:
@@ -90,9 +88,8 @@ class RetentionPolicy:
         return None if self.keep_best is None else (self.keep_best[0], self.keep_best[1])
 
 
-def _positive(name: str, value: int | None, advice: str) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise UsageError(f"{name} is {value!r}, expected an integer of at least 1. {advice}")
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _checked_best(given: object) -> tuple[str, str, int]:
@@ -108,7 +105,7 @@ def _checked_best(given: object) -> tuple[str, str, int]:
             f"keep_best is {given!r}, expected (metric, 'min' or 'max', count), for example ('val_loss', 'min', 2)."
         )
     count = value[2]
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if not _is_count(count):
         raise UsageError(f"keep_best keeps {count!r}, expected an integer of at least 1. To keep none, omit keep_best.")
     return value[0], str(value[1]), count
 
@@ -141,10 +138,9 @@ def decide(
         protected: Names of checkpoints that must stay, each with the reason: pinned, resumed from, being read.
     """
     exempt = _exempt(records, policy, protected or {})
-    newest_first = list(reversed(records))
     doomed: dict[str, str] = {}
     if policy.max_num is not None:
-        for record in newest_first[policy.max_num :]:
+        for record in records[::-1][policy.max_num :]:
             if record.name not in exempt:
                 doomed[record.name] = f"not among the {policy.max_num} newest (max_num)"
     if policy.max_mem is not None:
@@ -155,7 +151,15 @@ def decide(
                 doomed[record.name] = f"{format_size(total)} exceed {format_size(limit)} (max_mem)"
                 total -= record.total_bytes
         if total > limit:
-            _warn(total, limit, [record.name for record in records if record.name not in doomed], exempt)
+            kept = [record.name for record in records if record.name not in doomed]
+            logger.warning(
+                "%s are kept, more than max_mem=%s: %d checkpoints cannot be deleted (%s). Set max_mem to "
+                "several times the size of one checkpoint.",
+                format_size(total),
+                format_size(limit),
+                len(kept),
+                "; ".join(f"{name}: {exempt[name][0]}" for name in kept[-4:]),
+            )
     return [
         Decision(
             record.name,
@@ -172,13 +176,9 @@ def _exempt(
     records: Sequence[CommitRecord], policy: RetentionPolicy, protected: Mapping[str, str]
 ) -> dict[str, list[str]]:
     """Return the checkpoints that are exempt from all limits: name to reasons."""
-    exempt: dict[str, list[str]] = {}
-    if records:
-        exempt[records[-1].name] = ["the newest"]
-    names = {record.name for record in records}
-    for name, reason in protected.items():
-        if name in names:
-            exempt.setdefault(name, []).append(reason)
+    exempt: dict[str, list[str]] = {record.name: ["the newest"] for record in records[-1:]}
+    for name in protected.keys() & {record.name for record in records}:
+        exempt.setdefault(name, []).append(protected[name])
     if policy.keep_best is not None:
         metric, mode, count = _checked_best(policy.keep_best)
         for place, record in enumerate(rank_by(records, metric, mode)[:count], 1):
@@ -189,25 +189,10 @@ def _exempt(
             if record.step % policy.keep_every == 0:
                 exempt.setdefault(record.name, []).append(f"a multiple of {policy.keep_every} (keep_every)")
     if policy.keep_daily is not None:
-        newest = {_day(record): record.name for record in records if record.created}
+        days = {
+            record.name: datetime.fromtimestamp(record.created, timezone.utc) for record in records if record.created
+        }
+        newest = {day.date().isoformat(): name for name, day in days.items()}
         for day in sorted(newest)[-policy.keep_daily :]:
             exempt.setdefault(newest[day], []).append(f"the newest of {day} (keep_daily)")
     return exempt
-
-
-def _day(record: CommitRecord) -> str:
-    return datetime.fromtimestamp(record.created, timezone.utc).date().isoformat()
-
-
-def _warn(total: int, limit: int, kept: list[str], exempt: Mapping[str, list[str]]) -> None:
-    why = "; ".join(f"{name}: {exempt[name][0]}" for name in kept[-4:])
-    logger.warning(
-        (
-            "%s are kept, more than max_mem=%s: %d checkpoints cannot be deleted (%s). Set max_mem to "
-            "several times the size of one checkpoint."
-        ),
-        format_size(total),
-        format_size(limit),
-        len(kept),
-        why,
-    )

@@ -85,27 +85,22 @@ class Mismatches:
         if elsewhere and not any(sections for sections in kinds.values() if sections is not self.unexpected):
             return
         lines = [
-            f"{section}: {len(items)} {title}: {_listed(items)}"
+            # Don't shorten the list, or the user would have to fix one error after the other.
+            f"{section}: {len(items)} {title}: "
+            + (", ".join(items) if len(items) <= _SHOWN else "\n    " + "\n    ".join(items))
             for title, sections in kinds.items()
             for section, items in sections.items()
         ]
         if lines:
+            advice = ["convert_dtype=True casts"] if self.dtypes else []
+            if self.missing or self.unexpected:
+                text = 'strict=False loads what matches, include=[...] names what to load, optimizer="skip" skips '
+                advice.insert(0, f"{text}the optimizer")
             raise CheckpointMismatchError(
                 f"{url} does not fit the training state; nothing was loaded.\n  "
                 + "\n  ".join(sorted(lines))
-                + self._advice()
+                + (f"\nTry: {'; '.join(advice)}." if advice else "")
             )
-
-    def _advice(self) -> str:
-        advice = []
-        if self.missing or self.unexpected:
-            advice.append(
-                'strict=False loads what matches, include=[...] names what to load, optimizer="skip" skips '
-                "the optimizer"
-            )
-        if self.dtypes:
-            advice.append("convert_dtype=True casts")
-        return f"\nTry: {'; '.join(advice)}." if advice else ""
 
     def everything(self, kind: str) -> list[str]:
         """Return the items in all lists `kind`, as "section.item"."""
@@ -124,11 +119,6 @@ def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]
         if left:
             found[section] = left
     return found
-
-
-def _listed(items: Sequence[str]) -> str:
-    # Don't shorten the list, or the user would have to fix one error after the other.
-    return ", ".join(items) if len(items) <= _SHOWN else "\n    " + "\n    ".join(items)
 
 
 def match_tensors(found: Mismatches, section: str, wanted: Sides, saved: Sides, *, convert_dtype: bool) -> list[str]:
