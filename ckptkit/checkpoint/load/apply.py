@@ -40,9 +40,6 @@ def decode_plan(plan: LoadPlan, tensor: Callable[[str], Any]) -> Decoded:
 
     Args:
         tensor: Returns the tensor for a key. Its elements may be read later.
-
-    Raises:
-        CorruptCheckpointError, LoadError: A tree is malformed; names its key.
     """
 
     def named(key: str, tree: JSON) -> Any:

@@ -75,9 +75,6 @@ class Mismatches:
 
         Args:
             elsewhere: If unexpected names are the only mismatches, accept them, because other ranks may have them.
-
-        Raises:
-            CheckpointMismatchError: Lists all mismatches, section by section.
         """
         kinds = {"with another shape": self.shapes, "with another dtype": self.dtypes, "incompatible": self.others}
         if strict:

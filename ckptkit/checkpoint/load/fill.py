@@ -48,11 +48,7 @@ def add_whole(filler: Filler, catalog: Catalog, name: str) -> torch.Tensor:
 
 
 def check_sizes(filler: Filler) -> None:
-    """Check that each file exists and is large enough for the scheduled reads. Reads no data.
-
-    Raises:
-        IncompleteCheckpointError: A file is missing or too short; names tensor and file.
-    """
+    """Check that each file exists and is large enough for the scheduled reads. Reads no data."""
     with naming(filler):
         for path, (stop, _) in filler.last().items():
             found = filler.store.info(path)

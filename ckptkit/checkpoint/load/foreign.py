@@ -138,10 +138,6 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     prefix that makes the most names match is added or removed. Optimizers are matched by order. Settings, schedulers
     and random state are read from where Lightning, transformers, accelerate, verl, LightRFT, DeepSpeed and torchtitan
     store them. Other objects become `extra`.
-
-    Raises:
-        CheckpointMismatchError: The numbers of optimizers differ (and neither is 0), or parameters are numbered and
-            cannot be matched to names.
     """
     catalog = in_parts(store, with_files_beside(catalog, store), optimizer=optimizer)
     rename, notes = _aligned(catalog, state)
@@ -427,9 +423,6 @@ def _by_position(
     If the groups have the same lengths and the shapes match, parameters are matched by order. This assumes that the
     saving job created its optimizer with the same code. Otherwise they are matched to the model's parameters by shape
     and order, if only one assignment is possible.
-
-    Raises:
-        CheckpointMismatchError: The assignment is ambiguous.
     """
     params = [list(group.get("params", ())) for group in groups]
     numbers = [number for listed in params for number in listed]

@@ -43,11 +43,6 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
         live: The live models' tensor names. Some formats store a tied weight under only one of its names. Its other
             name is also mapped if the result is in `live`.
         config: The model's config, which rules may use.
-
-    Raises:
-        CheckpointMismatchError: The map matches nothing, or does not fit the tensors.
-        CheckpointNotFoundError: The checkpoint has no weights.
-        UnsupportedFormatError: The map casts, but in a load the live model determines the dtype.
     """
     weights = catalog.by_role(Role.MODEL)
     if not weights:

@@ -913,10 +913,6 @@ def plan_load(
     """Plan a load without changing anything. Reads objects, and only the tensors that settings or extras need.
 
     The plan's `mismatches` contains all mismatches, except that of a LOCAL checkpoint's mesh, which raises.
-
-    Raises:
-        CheckpointMismatchError: The checkpoint is LOCAL and was saved on a different mesh.
-        CorruptCheckpointError: The checkpoint is damaged.
     """
     for item in state.extra.values():
         if isinstance(item, type) and is_stateful(item):
@@ -1000,11 +996,7 @@ def _json_objects(catalog: Catalog) -> dict[str, JSON]:
 
 
 def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: int) -> None:
-    """Raise if a LOCAL checkpoint was saved on a different number of ranks, or with a different mesh or placements.
-
-    Raises:
-        CheckpointMismatchError: Includes the reshard command for this job.
-    """
+    """Raise if a LOCAL checkpoint was saved on a different number of ranks, or with a different mesh or placements."""
     from torch.distributed.tensor import DTensor
 
     if catalog.info.format != "ckptkit-local":

@@ -40,11 +40,6 @@ class Reading:
         states: The future state of each of the plan's optimizers, by FQN and name.
         refs: The tensors that objects refer to.
         held: Size of the second copy in bytes.
-
-    Raises:
-        CheckpointMismatchError: Tensors that share memory would get different values.
-        IncompleteCheckpointError: A file is missing or too short; names tensor and file.
-        LoadError: The second copy needs more memory than allowed.
     """
 
     def __init__(

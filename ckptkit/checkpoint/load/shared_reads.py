@@ -48,9 +48,6 @@ def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[
     Args:
         members: Ranks in the coordinator's numbering, including this one.
         shares: The tensors that each member reads. Number, shapes, dtypes and order are the same on every member.
-
-    Raises:
-        RuntimeError: A member is lost.
     """
     import torch.distributed as dist
 

@@ -16,11 +16,7 @@ from ckptkit.storage.open import open_store
 
 
 def read_side_files(url: str) -> dict[str, bytes]:
-    """Return the config, tokenizer, chat template and licence files at `url`: name to bytes.
-
-    Raises:
-        UsageError: There are no such files.
-    """
+    """Return the config, tokenizer, chat template and licence files at `url`: name to bytes."""
     store = open_store(url)
     found = find_side_files(store).carried
     if not found:

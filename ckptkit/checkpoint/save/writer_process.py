@@ -81,11 +81,7 @@ class WriterProcess:
         workers: int = 0,
         sync: bool = True,
     ) -> Written:
-        """Run `dcp.files.write_records` on the last snapshot, in the writer process.
-
-        Raises:
-            SaveError: The process died.
-        """
+        """Run `dcp.files.write_records` on the last snapshot, in the writer process."""
         starts = self.buffers.starts
         if len(tensors) != len(starts):
             raise SaveError(f"expected {len(starts)} staged tensors, found {len(tensors)}.")

@@ -82,10 +82,6 @@ def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch
     """Return a DTensor that shares memory with `tensor`, and presents it as a part of a global tensor.
 
     Without shards, return `tensor`.
-
-    Raises:
-        SaveError: The tensor does not have a dimension that the shards declare.
-        UsageError: The local shape is not that of this rank's part.
     """
     if not shards:
         return tensor
@@ -129,11 +125,7 @@ def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch
 
 
 def global_state(what: str, value: Any, parameter: torch.Tensor, shards: Sequence[Shard]) -> Any:
-    """Return a declared parameter's optimizer state as a part of a global state, like the parameter.
-
-    Raises:
-        SaveError: The state's shape is not the parameter's, so it is unknown how the ranks' states combine.
-    """
+    """Return a declared parameter's optimizer state as a part of a global state, like the parameter."""
     if not shards or value.numel() == 1:
         return value
     if value.shape != parameter.shape:

@@ -314,11 +314,7 @@ class OptimizerTree:
 
     @classmethod
     def of(cls, tree: JSON, what: str) -> OptimizerTree:
-        """Validate `tree`, and return its parts.
-
-        Raises:
-            CorruptCheckpointError: `tree` is not an optimizer's; names `what` and the invalid part.
-        """
+        """Validate `tree`, and return its parts."""
 
         def need(holds: bool, part: str, expected: str) -> None:
             if not holds:

@@ -76,11 +76,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def check_rng(state: Any, what: str = "rng") -> None:
-    """Raise unless `restore_rng` would accept every part of `state`. Changes no generator.
-
-    Raises:
-        CorruptCheckpointError: A part is missing or invalid; names `what` and the part.
-    """
+    """Raise unless `restore_rng` would accept every part of `state`. Changes no generator."""
     _settings(state, what)
 
 

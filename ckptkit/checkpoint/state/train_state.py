@@ -372,11 +372,7 @@ def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]
 
 
 def check_state(state: object, call: str) -> None:
-    """Check that a call such as "load(state)" got a TrainState of modules and optimizers.
-
-    Raises:
-        UsageError: It got something else. The error says what to pass.
-    """
+    """Check that a call such as "load(state)" got a TrainState of modules and optimizers."""
     if not isinstance(state, TrainState):
         given = "model=model, optimizer=optimizer"
         if isinstance(state, Mapping) and not state.keys() - TrainState.__slots__:
