@@ -29,7 +29,7 @@ from ckptkit.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckptkit.formats.dcp.fill import SliceCheck
+    from ckptkit.formats.dcp.digests import SliceCheck
     from ckptkit.storage.store import Store
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def load_checkpoint(
     """
     import torch
 
-    from ckptkit.formats.dcp.fill import check_slices
+    from ckptkit.formats.dcp.digests import check_slices
 
     clock = PhaseClock()
     rank, world_size = coordinator.rank, coordinator.world_size

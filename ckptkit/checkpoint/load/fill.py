@@ -15,7 +15,8 @@ from ckptkit.storage.store import Store
 if TYPE_CHECKING:
     import torch
 
-    from ckptkit.formats.dcp.fill import Filler, SliceCheck
+    from ckptkit.formats.dcp.digests import SliceCheck
+    from ckptkit.formats.dcp.fill import Filler
 
 
 def add_parts(filler: Filler, entry: TensorEntry, local: torch.Tensor, parts: Sequence[LocalPart]) -> None:
@@ -102,7 +103,7 @@ def fill(filler: Filler) -> int:
         IntegrityError: A checksum does not match; names tensor and file.
         IncompleteCheckpointError: A file is missing or too short.
     """
-    from ckptkit.formats.dcp.fill import check_slices
+    from ckptkit.formats.dcp.digests import check_slices
 
     checks = filler.unchecked()
     with naming(filler):

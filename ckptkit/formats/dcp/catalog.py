@@ -35,8 +35,6 @@ from ckptkit.formats.pickles.walk import loads
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage.store import FileInfo, Store, checked_path
 
-__all__ = ["METADATA", "metadata_files", "open_catalog"]
-
 METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")

@@ -35,8 +35,6 @@ from ckptkit.formats.pickles.tensors import ClassRecord, StoredTensor
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.storage.store import Store
 
-__all__ = ["in_parts", "opened_entry", "recipes_of", "renamed_recipes", "saved_parts"]
-
 
 def recipes_of(catalog: Catalog) -> Mapping[str, Recipe]:
     """Return a catalog's recipes by tensor name. ckptkit wrote the checkpoint, or `in_parts` returned the catalog."""

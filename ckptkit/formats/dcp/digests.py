@@ -15,8 +15,6 @@ from ckptkit.storage.local import is_directory
 from ckptkit.storage.pool import WorkerPool, result_of
 from ckptkit.storage.store import ReadInto, Store
 
-__all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "read_pieces"]
-
 T = TypeVar("T")
 
 _PIECE = 1 << 20  # bytes hashed at once: more than in the writer, because each piece is also a disk read

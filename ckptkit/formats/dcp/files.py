@@ -26,8 +26,6 @@ from ckptkit.storage.store import Store
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ROW", "FileJob", "Phase", "Written", "default_workers", "write_records"]
-
 Phase = tuple[str, float, int]
 """A phase of a write: (name, seconds, bytes)."""
 ROW = np.dtype(

@@ -24,14 +24,11 @@ from ckptkit.formats.dcp.digests import (
     SliceCheck,
     all_of,
     check_bytes,
-    check_slices,
     read_pieces,
 )
 from ckptkit.formats.dcp.host_bytes import host_view, lies_row_major
 from ckptkit.formats.pickles.objects import decode_zstd
 from ckptkit.storage.store import ReadInto, Store
-
-__all__ = ["Filler", "SliceCheck", "Verify", "add_box", "check_bytes", "check_slices", "part_of", "read_workers"]
 
 _FEW = 16  # for at most this many slices, a loop is faster than numpy
 

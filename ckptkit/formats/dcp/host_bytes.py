@@ -17,26 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "PIECE",
-    "HostBytes",
-    "are_dense",
-    "expanded_ones",
-    "forget_computed",
-    "hidden_ones",
-    "host_view",
-    "is_dense",
-    "is_sparse_or_quantized",
-    "lies_row_major",
-    "local_part",
-    "own_memory",
-    "placed_like",
-    "row_major",
-    "settle_device",
-    "why_not_dense",
-    "without_subclass",
-]
-
 PIECE = 512 << 10  # fits into the CPU cache while it is hashed and written; smaller pieces need more calls
 _STAGE = 16 << 20
 _TILE = 4 << 20  # buffer size for host tensors that are not row-major

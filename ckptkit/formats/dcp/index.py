@@ -27,8 +27,6 @@ from ckptkit.formats.own.reader import role_of
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
 from ckptkit.storage.store import Store
 
-__all__ = ["METADATA_NAME", "SaveIndex", "Kind", "PlannedKey", "RankSlices", "write_index"]
-
 METADATA_NAME = ".metadata"
 Int64 = npt.NDArray[np.int64]
 

@@ -36,11 +36,6 @@ from ckptkit.formats.pickles.tensors import OpaqueTensorError, StoredTensor
 from ckptkit.formats.pickles.zip import Archive, Layout, memory_store, read_archive
 from ckptkit.storage.store import ReadInto, Store
 
-__all__ = [
-    "ENDS", "Frame", "Items", "LocatedSlices", "TensorColumns", "explain_opaque", "find_opaque", "item_batches",
-    "parse_item",
-]  # fmt: skip
-
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 UInt64 = npt.NDArray[np.uint64]

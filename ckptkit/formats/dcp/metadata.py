@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RecordColumns", "encode_metadata"]
-
 Int64 = npt.NDArray[np.int64]
 _MODULE = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"

@@ -45,21 +45,6 @@ from ckptkit.formats.pickles.weights_only import dump_plain
 from ckptkit.formats.trainers.shards import local_parts
 from ckptkit.storage.store import Store
 
-__all__ = [
-    "Path",
-    "PlannedKey",
-    "PlannedSlice",
-    "ShardedPlan",
-    "flatten",
-    "joined_mesh",
-    "local_box",
-    "local_boxes",
-    "partial_holders",
-    "placement_record",
-    "plan_sharded",
-    "whole_record",
-]
-
 _SPLIT = 1 << 20  # smaller replicas are not split
 _DIGEST = 16
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, DTensor))

@@ -26,8 +26,6 @@ from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.plan import ShardedPlan, partial_holders, plan_sharded
 from ckptkit.formats.dcp.read import ReadPlan
 
-__all__ = ["DCPLoadPlanner", "DCPSavePlanner", "WriterMeta", "is_itself"]
-
 _MIXED = "Some ranks plan with DCPSavePlanner, others do not: all ranks must use the same planner."
 _SAVE = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "lookup_object",
          "transform_object")  # fmt: skip

@@ -29,17 +29,6 @@ from ckptkit.formats.pickles.objects import load_object_torch
 from ckptkit.formats.pickles.weights_only import parse_object
 from ckptkit.storage.store import ReadInto, Store
 
-__all__ = [
-    "ReadPlan",
-    "Verify",
-    "plan_read",
-    "add_class",
-    "check_fits",
-    "check_shared_memory",
-    "filled_by",
-    "load_objects",
-]
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _LISTED = 20  # an error lists at most this many keys

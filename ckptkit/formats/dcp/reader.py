@@ -8,8 +8,6 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.reader import open_manifest
 from ckptkit.storage import Store
 
-__all__ = ["open_catalog"]
-
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Return the catalog of the DCP checkpoint at the store's root. Prefers the manifest, which has digests and needs

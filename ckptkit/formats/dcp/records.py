@@ -20,15 +20,6 @@ from ckptkit.digests import crc32
 from ckptkit.formats.pickles.allowed import STORAGE_CLASSES
 from ckptkit.formats.pickles.zip import central_header, end_records, local_header
 
-__all__ = [
-    "ALIGNMENT",
-    "STREAMED",
-    "RecordFrame",
-    "frame_object",
-    "frame_tensor",
-    "is_plain",
-]
-
 ALIGNMENT = 64  # of large payloads, so that they can be mapped, or copied by the kernel
 STREAMED = 64 << 10  # from this size on, the CRC follows the payload, so that one pass can write both
 _ALIGNED = 4 << 10

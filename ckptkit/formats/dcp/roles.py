@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from ckptkit.catalog.entry import Role
 
-__all__ = ["EntryRole", "RoleTable", "optimizer_role"]
-
 Path = tuple[str | int, ...]
 
 _MODEL_KEYS = frozenset(

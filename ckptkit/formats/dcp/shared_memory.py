@@ -14,8 +14,6 @@ from ckptkit.storage.store import Store
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Claim", "check_claims", "overlapping"]
-
 
 @dataclass(frozen=True, slots=True)
 class Claim:

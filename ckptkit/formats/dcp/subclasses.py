@@ -23,26 +23,6 @@ if TYPE_CHECKING:
 
     from ckptkit.catalog.entry import TensorEntry
 
-__all__ = [
-    "CONTEXTS",
-    "ENUMS",
-    "PLACED",
-    "SEPARATOR",
-    "SUBCLASSES",
-    "WEIGHTS",
-    "Opened",
-    "Recipe",
-    "cut_blocks",
-    "describe",
-    "left_behind",
-    "new_tensor",
-    "open_all",
-    "open_tensor",
-    "outer_name",
-    "repeated",
-    "same_recipe",
-]
-
 SEPARATOR = "::"
 SUBCLASSES = "subclasses"
 """The key in objects.json that holds all recipes, by tensor key."""

@@ -84,15 +84,6 @@ from ckptkit.storage import open_store
 from ckptkit.storage.lock import HeldDirectory, hold
 from ckptkit.storage.store import Store
 
-__all__ = [
-    "DCPReader",
-    "DCPWriter",
-    "WrittenItem",
-    "write_finish",
-    "CatalogMetadata",
-    "CatalogPaths",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class WrittenItem:

@@ -18,8 +18,6 @@ import numpy.typing as npt
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.own.json import parse
 
-__all__ = ["Column", "Columns", "fields_of", "pack", "pack_texts", "unpack", "unpack_texts"]
-
 Column = npt.NDArray[Any]
 
 _NAMES = {"uint8": "U8", "int32": "I32", "int64": "I64", "uint64": "U64"}

@@ -9,8 +9,6 @@ from typing import Any
 
 from ckptkit.errors import CorruptCheckpointError
 
-__all__ = ["check_density", "parse"]
-
 # A list or object takes 64 bytes in memory, but may take only two in a file. Real files have at most one per 17 bytes
 # (a safetensors header with very short tensor names).
 _FREE = 1 << 20

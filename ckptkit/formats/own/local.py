@@ -28,8 +28,6 @@ from ckptkit.formats.own.record import NO_RECORD
 from ckptkit.formats.own.slice_table import entries_of
 from ckptkit.storage.store import Store
 
-__all__ = ["METADATA_KEY", "LocalTensor", "file_metadata", "file_name", "is_local", "open_catalog"]
-
 METADATA_KEY = "ckptkit.local"
 _MAX_RANKS = 1 << 20
 _SHOWN = 8  # a message lists at most this many missing ranks

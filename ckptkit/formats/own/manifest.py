@@ -51,16 +51,6 @@ from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError, Usage
 from ckptkit.formats.own.columns import Column, Columns, fields_of, pack, pack_texts, unpack, unpack_texts
 from ckptkit.storage.store import checked_path
 
-__all__ = [
-    "MESHES",
-    "PLACEMENTS",
-    "Entries",
-    "Manifest",
-    "Slices",
-    "Tensors",
-    "format_in_header",
-]
-
 # --- validation of whole columns at a time
 
 

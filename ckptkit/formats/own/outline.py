@@ -11,8 +11,6 @@ from typing import Any
 
 from ckptkit.errors import CorruptCheckpointError
 
-__all__ = ["LEAST", "PREFIX", "SPARES", "Part", "Spare", "outline", "parts_of", "spare_fields", "spares_of"]
-
 LEAST = 64 << 10
 """Slices of at least this many bytes are replaced by their digests."""
 PREFIX = "outline:"

@@ -30,8 +30,6 @@ from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.staging import leftover_of
 from ckptkit.storage.store import Store
 
-__all__ = ["OBJECTS_NAME", "is_of_a_save", "open_catalog", "open_manifest", "role_of"]
-
 OBJECTS_NAME = "objects.json"
 _STORED_AS_OBJECT = "was stored as an object of its class"
 _OBJECTS_FORMAT = 1

@@ -27,26 +27,6 @@ from ckptkit.formats.own.json import parse
 from ckptkit.formats.own.outline import PREFIX
 from ckptkit.storage.store import Store, checked_path, is_safe_name
 
-__all__ = [
-    "FORMAT",
-    "LATEST_HINT",
-    "MANIFEST_NAME",
-    "NO_RECORD",
-    "RECORD_NAME",
-    "CommitRecord",
-    "FileRecord",
-    "WrittenTensors",
-    "checkpoint_name",
-    "check_given",
-    "check_tag",
-    "data_store",
-    "find_record",
-    "read_record",
-    "record_path",
-    "step_name",
-    "step_of_name",
-]
-
 FORMAT = "ckptkit/1"
 RECORD_NAME = "checkpoint.json"
 MANIFEST_NAME = "manifest.safetensors"

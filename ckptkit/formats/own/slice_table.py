@@ -18,8 +18,6 @@ from ckptkit.formats.own.reader import role_of
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
 from ckptkit.storage.store import Store
 
-__all__ = ["SliceRow", "TablePart", "entries_of", "mesh_index", "write_manifest"]
-
 
 class SliceRow(NamedTuple):
     """A slice that a rank wrote: a box's row-major bytes, and their digest."""

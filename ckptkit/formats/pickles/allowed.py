@@ -11,8 +11,6 @@ from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats.pickles import inert as stubs
 from ckptkit.formats.pickles.inert import Function, Record, StateDict, StorageType, TorchDType, record_type
 
-__all__ = ["ALLOWED", "STORAGE_CLASSES", "allowed_global", "checked_key"]
-
 _MAX_KEY_NODES = 64
 _INT_HASH_MODULUS = (1 << 61) - 1  # CPython's hash modulus for int; larger ints as keys can be made to collide
 

@@ -18,8 +18,6 @@ from ckptkit.formats.hf.header import TensorToWrite
 from ckptkit.formats.pickles.allowed import STORAGE_CLASSES
 from ckptkit.formats.pickles.zip import central_header, end_records, local_header
 
-__all__ = ["TorchFile", "encode_torch_file", "pickle_state_dict"]
-
 # --- a state dict's `data.pkl` as torch.save writes it, opcode by opcode
 
 

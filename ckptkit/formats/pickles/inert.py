@@ -9,23 +9,6 @@ from typing import Any, ClassVar
 
 from ckptkit.errors import UnsafePickleError
 
-__all__ = [
-    "ChunkMetadata",
-    "Function",
-    "Index",
-    "NDArray",
-    "Record",
-    "StateDict",
-    "StorageInfo",
-    "StorageType",
-    "Stub",
-    "TensorMetadata",
-    "TorchDType",
-    "UnknownGlobal",
-    "record_type",
-    "unknown_type",
-]
-
 _NESTED = re.compile(r"[A-Z][A-Za-z0-9_]{0,63}")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 

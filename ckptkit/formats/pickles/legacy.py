@@ -23,8 +23,6 @@ from ckptkit.formats.pickles.walk import MAX_PICKLE_BYTES, Unknown, guarded, loa
 from ckptkit.formats.pickles.zip import TorchArchive, file_size
 from ckptkit.storage.store import Store
 
-__all__ = ["is_legacy", "is_tar", "read_legacy", "read_tar"]
-
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
 _TAR_BLOCK = 512

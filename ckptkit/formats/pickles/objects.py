@@ -26,18 +26,6 @@ from ckptkit.formats.pickles.walk import Unknown, guarded, loads
 from ckptkit.formats.pickles.zip import file_size, memory_store, read_archive
 from ckptkit.storage.store import Store
 
-__all__ = [
-    "Inert",
-    "TensorValue",
-    "decode_record",
-    "decode_zstd",
-    "load_object_torch",
-    "plain",
-    "read_object",
-    "read_tensor",
-    "zstd_chunks",
-]
-
 _MAX_OBJECT_BYTES = 4 << 30
 _MAX_JSON_BYTES = 256 << 20
 _MAX_DEPTH = 100

@@ -18,24 +18,6 @@ from ckptkit.digests import CRC
 from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats.pickles.inert import Function, Record, StorageType, Stub, TorchDType
 
-__all__ = [
-    "ClassRecord",
-    "DTensorRecord",
-    "MeshRecord",
-    "ONE_TENSOR",
-    "OpaqueTensorError",
-    "PlacementRecord",
-    "ShardRecord",
-    "ShardedTensorRecord",
-    "Storage",
-    "StoredTensor",
-    "TensorRebuilder",
-    "known_dtype",
-    "read_storage_type",
-    "stored",
-    "tensors_in",
-]
-
 _MAX_NDIM = 64
 _MAX_NUMEL = 1 << 62
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from ckptkit.errors import UnsupportedFormatError
 
-__all__ = ["check_array", "moment", "numpy_array", "numpy_dtype", "numpy_scalar", "timedelta"]
-
 _NUMPY_DTYPE = re.compile(r"[<>|=]?(?:[biufc](?:1|2|4|8|16)|\?|[SU]\d{1,6})")
 _MAX_DIMS = 32
 

@@ -27,8 +27,6 @@ from ckptkit.formats.pickles.inert import (
 )
 from ckptkit.gc_pause import collector_paused
 
-__all__ = ["MAX_PICKLE_BYTES", "PersistentLoad", "Unknown", "guarded", "load_prefix", "loads", "walk"]
-
 MAX_PICKLE_BYTES = 256 << 20
 _MAX_LINE = 1 << 16
 _MAX_INTEGER_BYTES = 256

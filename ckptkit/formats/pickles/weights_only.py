@@ -36,8 +36,6 @@ from ckptkit.formats.pickles.values import check_array, moment, numpy_array, num
 from ckptkit.formats.pickles.walk import guarded, walk
 from ckptkit.formats.pickles.zip import Archive, memory_store, storage_of
 
-__all__ = ["dump_object", "dump_plain", "parse_object"]
-
 _ADVICE = (
     "ckptkit never runs code from pickles. If you trust the source of the file, allow the class with "
     "torch.serialization.add_safe_globals, or load it in your own job with torch.load(weights_only=False) and "

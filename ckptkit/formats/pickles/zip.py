@@ -27,11 +27,6 @@ from ckptkit.formats.pickles.tensors import (
 from ckptkit.formats.pickles.walk import MAX_PICKLE_BYTES, Unknown, loads
 from ckptkit.storage.store import FileInfo, ReadInto, Store
 
-__all__ = [
-    "LOCAL_HEADER", "Archive", "Member", "TorchArchive", "central_header", "end_records", "file_size", "local_header",
-    "memory_store", "parse_directory", "read_archive",
-]  # fmt: skip
-
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # APPNOTE.TXT 4.3.7
 _CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")  # 4.3.12
 _END = struct.Struct("<4s4H2IH")  # 4.3.16
