@@ -44,20 +44,8 @@ def _dict(*args: Any) -> StateDict:
     return made
 
 
-def _default_dict(*args: Any) -> StateDict:
-    return StateDict()
-
-
 def _set(*args: Any) -> set[Any]:
     return {checked_key(item) for item in _sequence(args)}
-
-
-def _frozenset(*args: Any) -> frozenset[Any]:
-    return frozenset(_set(*args))
-
-
-def _list(*args: Any) -> list[Any]:
-    return list(_sequence(args))
 
 
 def _sequence(args: tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
@@ -66,10 +54,6 @@ def _sequence(args: tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
     if len(args) > 1 or not isinstance(args[0], (list, tuple)):
         raise ValueError("expected one list or tuple")
     return args[0]
-
-
-def _deque(*args: Any) -> list[Any]:
-    return list(_sequence(args[:1]))
 
 
 def _bytearray(*args: Any) -> bytearray:
@@ -116,13 +100,9 @@ def _layout(name: Any) -> str:
     return name.removeprefix("torch.")
 
 
-def _numpy_array(*args: Any) -> stubs.NDArray:
-    return stubs.NDArray(*args)
-
-
 def _numpy_frombuffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> stubs.NDArray:
     """Stand in for numpy._core.numeric._frombuffer, which protocol 5 uses."""
-    made = _numpy_array()
+    made = stubs.NDArray()
     made.state = (1, shape, dtype, order == "F", data)
     return made
 
@@ -214,8 +194,8 @@ def _functions() -> dict[tuple[str, str], Any]:
         ("torch.serialization", "_get_layout"): Function("_get_layout", _layout),
         ("collections", "OrderedDict"): Function("OrderedDict", _dict),
         ("collections", "Counter"): Function("Counter", _dict),
-        ("collections", "defaultdict"): Function("defaultdict", _default_dict),
-        ("collections", "deque"): Function("deque", _deque),
+        ("collections", "defaultdict"): Function("defaultdict", lambda *_: StateDict()),
+        ("collections", "deque"): Function("deque", lambda *args: list(_sequence(args[:1]))),
         ("_codecs", "encode"): Function("encode", _encode),
         ("torch._utils", "_rebuild_sparse_tensor"): _refused("sparse tensor"),
         ("torch._utils", "_rebuild_qtensor"): _refused("quantized tensor"),
@@ -224,11 +204,12 @@ def _functions() -> dict[tuple[str, str], Any]:
     for home in ("copyreg", "copy_reg"):
         table[home, "_reconstructor"] = Function("_reconstructor", _reconstructor)
     for core in ("numpy.core", "numpy._core"):
-        table[f"{core}.multiarray", "_reconstruct"] = Function("_reconstruct", _numpy_array)
+        table[f"{core}.multiarray", "_reconstruct"] = Function("_reconstruct", stubs.NDArray)
         table[f"{core}.numeric", "_frombuffer"] = Function("_frombuffer", _numpy_frombuffer)
     for home in ("builtins", "__builtin__"):
         for name, call in (
-            ("set", _set), ("frozenset", _frozenset), ("list", _list), ("dict", _dict), ("complex", _complex),
+            ("set", _set), ("frozenset", lambda *args: frozenset(_set(*args))),
+            ("list", lambda *args: list(_sequence(args))), ("dict", _dict), ("complex", _complex),
             ("bytearray", _bytearray), ("bytes", _bytes), ("getattr", stubs.attribute_of),
         ):  # fmt: skip
             table[home, name] = Function(name, call)

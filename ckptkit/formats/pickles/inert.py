@@ -55,20 +55,14 @@ class Record(Stub):
     def extend(self, values: list[Any]) -> None:
         self.entries.extend(values)
 
-    def add(self, value: Any) -> None:
-        self.entries.append(value)
-
     @property
     def fields(self) -> Mapping[str, Any]:
         """The attributes, if the pickled state is `__dict__` or `(__dict__, slots)`; otherwise {}."""
         state = self.state
         if isinstance(state, dict):
             return state
-        if (
-            isinstance(state, tuple)
-            and len(state) == 2
-            and all(part is None or isinstance(part, dict) for part in state)
-        ):
+        pair = isinstance(state, tuple) and len(state) == 2
+        if pair and all(part is None or isinstance(part, dict) for part in state):
             return {**(state[0] or {}), **(state[1] or {})}
         return {}
 

@@ -18,7 +18,7 @@ from ckptkit.errors import (
     UnsupportedFormatError,
 )
 from ckptkit.formats.own.json import check_density
-from ckptkit.formats.pickles.inert import NDArray, Record, Stub, TorchDType, UnknownGlobal
+from ckptkit.formats.pickles.inert import NDArray, Record, TorchDType, UnknownGlobal
 from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_tar
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, Storage, StoredTensor
 from ckptkit.formats.pickles.values import moment, numpy_array, numpy_dtype, numpy_scalar, timedelta
@@ -78,7 +78,18 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
     if entry.encoding == "value":
         return plain(entry.value, file=label, read=lambda tensor: read_tensor(store, tensor))
     if entry.encoding == "json":
-        return _read_json(store, entry)
+        label = f"{entry.path} ({entry.name})"
+        stop = entry.start + min(entry.nbytes or _MAX_JSON_BYTES + 1, _MAX_JSON_BYTES + 1)
+        raw = store.read(entry.path, entry.start, stop)
+        if len(raw) > _MAX_JSON_BYTES:
+            raise CorruptCheckpointError(
+                f"{label}: more than {_MAX_JSON_BYTES} bytes of JSON, too much for any checkpoint."
+            )
+        check_density(raw, file=label)
+        try:
+            return json.loads(raw)  # not our strict parser, because trainer_state.json may contain NaN
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{label}: it is not JSON: {error}.") from None
     if entry.codec is not None:
         data = _decoded(store, entry, entry.codec)
         store = memory_store(entry.path, data)
@@ -116,21 +127,6 @@ def load_object_torch(store: Store, entry: ObjectEntry) -> Any:
     else:
         data = store.read(entry.path, entry.start, entry.start + entry.nbytes if entry.nbytes else None)
     return parse_object(data, file=entry.path, name=entry.name)
-
-
-def _read_json(store: Store, entry: ObjectEntry) -> Any:
-    stop = entry.start + (entry.nbytes or _MAX_JSON_BYTES + 1)
-    raw = store.read(entry.path, entry.start, min(stop, entry.start + _MAX_JSON_BYTES + 1))
-    label = f"{entry.path} ({entry.name})"
-    if len(raw) > _MAX_JSON_BYTES:
-        raise CorruptCheckpointError(
-            f"{label}: more than {_MAX_JSON_BYTES} bytes of JSON, too much for any checkpoint."
-        )
-    check_density(raw, file=label)
-    try:
-        return json.loads(raw)  # not our strict parser, because trainer_state.json may contain NaN
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{label}: it is not JSON: {error}.") from None
 
 
 def _decoded(store: Store, entry: ObjectEntry, codec: Codec) -> bytes:
@@ -250,9 +246,29 @@ class _Plain:
         if isinstance(value, (set, frozenset)):
             items, n = self._all(list(value), depth)
             return type(value)(items), n
-        if isinstance(value, Stub):
-            return self._stub(value, depth)
-        return (bytes(value) if isinstance(value, bytearray) else _leaf(value)), 1
+        if isinstance(value, (DTensorRecord, ShardedTensorRecord)):
+            return value, 1
+        if isinstance(value, Record) and not isinstance(value, NDArray):
+            return self._record(value, depth)
+        return self._leaf(value), 1
+
+    def _leaf(self, value: Any) -> Any:
+        if isinstance(value, bytearray):
+            return bytes(value)
+        if isinstance(value, StoredTensor):
+            return value if self.read is None else self.read(value)
+        if isinstance(value, TorchDType):
+            return f"torch.{value.name}"
+        if isinstance(value, NDArray):
+            if not isinstance(value.state, tuple) or len(value.state) != 5:
+                raise ValueError("a numpy array has no data")
+            _, shape, dtype, fortran, raw = value.state
+            return numpy_array(shape, _dtype(dtype), fortran, raw)
+        if isinstance(value, type) and issubclass(value, Record):
+            return Inert(value.kind or "object", known=not issubclass(value, UnknownGlobal))
+        if isinstance(value, Storage):
+            return Inert("torch.Storage", (value.dtype, value.nbytes))
+        return Inert(type(value).__name__)
 
     def _all(self, values: Sequence[Any], depth: int) -> tuple[list[Any], int]:
         items, total = [], 1
@@ -261,19 +277,6 @@ class _Plain:
             items.append(item)
             total += size
         return items, total
-
-    def _stub(self, value: Stub, depth: int) -> tuple[Any, int]:
-        if isinstance(value, StoredTensor):
-            return (value if self.read is None else self.read(value)), 1
-        if isinstance(value, (DTensorRecord, ShardedTensorRecord)):
-            return value, 1
-        if isinstance(value, TorchDType):
-            return f"torch.{value.name}", 1
-        if isinstance(value, NDArray):
-            return _array(value), 1
-        if isinstance(value, Record):
-            return self._record(value, depth)
-        return Inert(type(value).__name__), 1
 
     def _record(self, value: Record, depth: int) -> tuple[Any, int]:
         made = _REBUILD[value.kind](value) if value.kind in _REBUILD else NotImplemented
@@ -292,14 +295,6 @@ class _Plain:
         return Inert(value.kind, args, fields, items, not isinstance(value, UnknownGlobal)), a + b + c
 
 
-def _leaf(value: Any) -> Any:
-    if isinstance(value, type) and issubclass(value, Record):
-        return Inert(value.kind or "object", known=not issubclass(value, UnknownGlobal))
-    if isinstance(value, Storage):
-        return Inert("torch.Storage", (value.dtype, value.nbytes))
-    return Inert(type(value).__name__)
-
-
 # --- values that are safe to build, because every argument is checked first
 
 
@@ -310,13 +305,6 @@ def _dtype(value: Any) -> np.dtype[Any]:
     return numpy_dtype(value.args[0], order)
 
 
-def _array(value: NDArray) -> np.ndarray[Any, Any]:
-    if not isinstance(value.state, tuple) or len(value.state) != 5:
-        raise ValueError("a numpy array has no data")
-    _, shape, dtype, fortran, raw = value.state
-    return numpy_array(shape, _dtype(dtype), fortran, raw)
-
-
 def _scalar(value: Record) -> Any:
     return numpy_scalar(_dtype(value.args[0]), value.args[1])
 
@@ -324,10 +312,6 @@ def _scalar(value: Record) -> Any:
 def _path(value: Record) -> Any:
     parts = [part for part in value.args if isinstance(part, str)]
     return posixpath.join(*parts) if parts else "."
-
-
-def _device(value: Record) -> Any:
-    return ":".join(str(arg)[:32] for arg in value.args) or "cpu"
 
 
 def _buffer(value: Record) -> Any:
@@ -364,7 +348,7 @@ _REBUILD: dict[str, Callable[[Record], Any]] = {
     },
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
-    "torch.device": _device,
+    "torch.device": lambda value: ":".join(str(arg)[:32] for arg in value.args) or "cpu",
     "_io.BytesIO": _buffer,
     "datetime.datetime": _checked(moment(datetime.datetime, 10)),
     "datetime.date": _checked(moment(datetime.date, 4)),

@@ -261,7 +261,9 @@ class TensorRebuilder:
             "_rebuild_parameter": _parameter,
             "_rebuild_parameter_with_state": _parameter,
             "_rebuild_device_tensor_from_cpu_tensor": _parameter,
-            "_rebuild_wrapper_subclass": _wrapper,
+            "_rebuild_wrapper_subclass": lambda cls, dtype, size, strides=(), *_: _Wrapper(
+                dtype, _numbers(size), strides
+            ),
             "_rebuild_meta_tensor_no_storage": _meta,
         }
         self.functions: Mapping[tuple[str, str], Any] = {
@@ -371,10 +373,6 @@ def stored(storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any
 
 def _parameter(data: Any, *_: Any) -> Any:
     return data
-
-
-def _wrapper(cls: Any, dtype: Any, size: Any, strides: Any = (), *_: Any) -> _Wrapper:
-    return _Wrapper(dtype, _numbers(size), strides)
 
 
 def _held_by(kind: str, made: Any, state: Any) -> StoredTensor:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from torch.torch_version import TorchVersion
 
 from ckptkit.errors import (
     CkptkitError,
@@ -41,7 +43,6 @@ _ADVICE = (
     "torch.serialization.add_safe_globals, or load it in your own job with torch.load(weights_only=False) and "
     "save it again as plain values."
 )
-_VERSION = "torch.torch_version.TorchVersion"  # the type of torch.__version__, which users save
 _MAX_DEPTH = 200
 _UNFOLDED = 16 << 20  # bytes; up to this size, a tensor may exceed its storage (`expand` repeats elements)
 
@@ -52,8 +53,6 @@ def dump_object(value: Any, *, name: str, advice: str) -> bytes:
     Raises:
         SaveError: The value can't be saved in a way that loads without running code. The message ends with `advice`.
     """
-    import torch
-
     return _dumped(value, lambda data: torch.load(io.BytesIO(data), weights_only=True), name, advice)
 
 
@@ -66,8 +65,6 @@ def dump_plain(value: Any, *, name: str, advice: str) -> bytes:
 
 
 def _dumped(value: Any, read: Callable[[bytes], Any], name: str, advice: str) -> bytes:
-    import torch
-
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -89,8 +86,6 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
         CorruptCheckpointError: The archive is damaged or compressed, or has tensors larger than what is stored.
         LoadError: torch can't load it.
     """
-    import torch
-
     label = f"{file}: the object {name!r:.120}" if name else file
     raw = bytes(data)
     archive = Archive(memory_store(label, raw), label) if raw[:2] == b"PK" else None
@@ -109,7 +104,11 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
         raise CorruptCheckpointError(f"{label} is damaged: {str(error)[:200]}") from error
     except Exception as error:  # torch may raise anything for bytes that torch.save did not write
         raise LoadError(f"{label}: torch can't load it: {' '.join(str(error).split())[:200]}") from error
-    _check_views(value, label)
+    for tensor in _tensors(value, 0):
+        if tensor.layout is torch.strided and not tensor.is_quantized:
+            nbytes, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+            if nbytes > max(stored, _UNFOLDED):
+                raise CorruptCheckpointError(f"{label}: a tensor has {nbytes} bytes, but only {stored} are stored.")
     return value
 
 
@@ -118,20 +117,7 @@ def _refusal(label: str, kind: str) -> UnsafePickleError:
     return UnsafePickleError(f"{label} is not loaded: its pickle {what}; none of it was run. {_ADVICE}")
 
 
-def _check_views(value: Any, label: str) -> None:
-    import torch
-
-    for tensor in _tensors(value, 0):
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            continue
-        nbytes, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
-        if nbytes > max(stored, _UNFOLDED):
-            raise CorruptCheckpointError(f"{label}: a tensor has {nbytes} bytes, but only {stored} are stored.")
-
-
 def _tensors(value: Any, depth: int) -> Iterator[Any]:
-    import torch
-
     if isinstance(value, torch.Tensor):
         yield value
     elif depth > _MAX_DEPTH:
@@ -153,8 +139,6 @@ def _plain_object(archive: Archive) -> Any:
     Raises:
         UnsafePickleError: The archive contains anything else. The message names it.
     """
-    import torch
-
     label, tensors = archive.file, _Tensors(archive)
 
     def resolve(module: str, name: str) -> Any:
@@ -168,18 +152,15 @@ def _plain_object(archive: Archive) -> Any:
         kind = f"{module}.{name}"
         if kind in _TYPES:
             return _TYPES[kind]
-        if kind == _VERSION:
-            return torch.torch_version.TorchVersion
         listed = ALLOWED.get((module, name))
         if isinstance(listed, TorchDType):
-            return _dtype(listed.name)
+            return getattr(torch, listed.name)
         if not isinstance(listed, StorageType):
             raise _refusal(label, kind)
         return listed
 
-    calls = {**_CALLS, **_torch_calls()}
     try:
-        return guarded(label, lambda: walk(archive.pickled(), 0, resolve, tensors.storage, calls, _STATES)[0])
+        return guarded(label, lambda: walk(archive.pickled(), 0, resolve, tensors.storage, _CALLS, _STATES)[0])
     except UnsupportedFormatError as error:
         raise UnsupportedFormatError(f"{error} {_ADVICE}") from None
 
@@ -205,68 +186,38 @@ class _Tensors:
     def storage(self, identity: Any) -> Storage:
         found = storage_of(identity, self._archive.stored, self._archive.path)
         if found.key not in self._memory:
-            self._memory[found.key] = _memory(self._archive.member(f"data/{found.key}"))
+            data = bytearray(self._archive.member(f"data/{found.key}"))
+            memory = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            self._memory[found.key] = memory.untyped_storage()
         return found
 
     def _made(self, tensor: StoredTensor, requires_grad: Any = False) -> Any:
-        import torch
-
-        memory = self._memory[tensor.storage.key]
-        made = torch.empty(0, dtype=_dtype(tensor.dtype)).set_(memory, tensor.offset, tensor.shape, tensor.strides)
+        made = torch.empty(0, dtype=getattr(torch, tensor.dtype))
+        made.set_(self._memory[tensor.storage.key], tensor.offset, tensor.shape, tensor.strides)
         for mark in sorted(tensor.marks):
             made = {"conj": torch.conj, "neg": torch._neg_view}[mark](made)
         return made.requires_grad_() if requires_grad is True else made
 
 
-def _memory(data: bytes) -> Any:
-    import torch
-
-    made = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return made.untyped_storage()
-
-
 def _parameter(data: Any, requires_grad: Any = True, *_: Any) -> Any:
-    import torch
-
     if not isinstance(data, torch.Tensor):
         raise ValueError("a parameter is not a tensor")
     return torch.nn.Parameter(data, requires_grad=requires_grad is True)
 
 
-def _dtype(name: str) -> Any:
-    import torch
-
-    return getattr(torch, name)
-
-
 def _name_of(dtype: Any) -> str:
-    import torch
-
     if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor's dtype is not known")
     return str(dtype).removeprefix("torch.")
 
 
-def _torch_calls() -> dict[Any, Callable[..., Any]]:
-    import torch
-
-    version = torch.torch_version.TorchVersion
-    return {
-        torch.Size: lambda sizes: torch.Size(_sequence(sizes)),
-        torch.device: _device,
-        version: lambda text: version(_text(text)),
-    }
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
+def _version(text: Any) -> Any:
+    if type(text) is not str:
         raise ValueError("a version is not a string")
-    return value
+    return TorchVersion(text)
 
 
 def _device(kind: Any, *index: Any) -> Any:
-    import torch
-
     if type(kind) is not str or not all(type(number) is int for number in index):
         raise ValueError("a device is malformed")
     return torch.device(kind, *index)
@@ -278,13 +229,12 @@ def _sequence(value: Any) -> Any:
     return value
 
 
-def _ordered(pairs: Any = ()) -> Any:
-    return collections.OrderedDict(ALLOWED["collections", "OrderedDict"](pairs))
+_ordered = ALLOWED["collections", "OrderedDict"]
 
 
 def _counter(counts: Any = None) -> Any:
     made: Any = collections.Counter()
-    dict.update(made, ALLOWED["collections", "OrderedDict"](counts))
+    dict.update(made, _ordered(counts))
     return made
 
 
@@ -333,10 +283,6 @@ def _numpy(dtype: Any) -> np.dtype[Any]:
     return dtype
 
 
-def _new_dtype(name: Any, *_: Any) -> np.dtype[Any]:
-    return np.dtype(numpy_dtype(name), copy=True)  # a new object, because its state may be set later
-
-
 def _order_bytes(made: Any, state: Any) -> None:
     """Set the byte order. The state is (version, byte order, ...), but the dtype already determines everything else."""
     if state[1] == ">":
@@ -350,6 +296,7 @@ def _set_attributes(made: Any, state: Any) -> None:
 
 
 _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
+
 _NUMPY: set[type[Any]] = {np.dtype, np.ndarray, *np.sctypeDict.values()}
 
 # What stands in for each global. A type stands in for itself, and `_CALLS` has the function that makes its instances.
@@ -362,10 +309,11 @@ _TYPES: dict[str, Any] = {
                                                       datetime.timedelta, datetime.timezone)},
     **{f"{home}.{kind.__name__}": kind for home in ("pathlib", "pathlib._local") for kind in _PATHS},
     **{f"numpy.{kind.__name__}": kind for kind in _NUMPY},
+    "torch.torch_version.TorchVersion": TorchVersion,  # the type of torch.__version__, which users save
 }  # fmt: skip
 _CALLS: dict[Any, Callable[..., Any]] = {
     **{kind: ALLOWED["builtins", kind.__name__] for kind in (complex, bytes, bytearray, list, set, frozenset)},
-    collections.OrderedDict: _ordered,
+    collections.OrderedDict: lambda *pairs: collections.OrderedDict(_ordered(*pairs)),
     collections.Counter: _counter,
     collections.defaultdict: _default,
     collections.deque: _deque,
@@ -375,7 +323,10 @@ _CALLS: dict[Any, Callable[..., Any]] = {
     datetime.timedelta: timedelta,
     datetime.timezone: _zone,
     **{kind: _path(kind) for kind in _PATHS},
-    np.dtype: _new_dtype,
+    np.dtype: lambda name, *_: np.dtype(numpy_dtype(name), copy=True),  # a new object: its state may be set later
+    torch.Size: lambda sizes: torch.Size(_sequence(sizes)),
+    torch.device: _device,
+    TorchVersion: _version,
 }
 _STATES = ((np.ndarray, _fill_array), (np.dtype, _order_bytes), (collections.OrderedDict, _set_attributes))
 _FUNCTIONS: dict[tuple[str, str], Function] = {

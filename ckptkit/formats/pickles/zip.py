@@ -98,10 +98,8 @@ def file_size(store: Store, path: str) -> int:
         raise FileNotFoundError(f"{path} does not exist")
     if info.kind not in ("file", "symlink"):
         raise CorruptCheckpointError(f"{path}: it is not a regular file.")
-    return _size_by_reading(store, path) if info.kind == "symlink" else info.size
-
-
-def _size_by_reading(store: Store, path: str) -> int:
+    if info.kind == "file":
+        return info.size
     low, step = 0, 1 << 20
     while store.read(path, low + step - 1, low + step):
         low += step
@@ -114,39 +112,6 @@ def _size_by_reading(store: Store, path: str) -> int:
         else:
             high = middle
     return low
-
-
-def parse_directory(tail: bytes, nbytes: int, *, file: str) -> tuple[dict[str, Member], int]:
-    """Return the members of an archive that has `nbytes` bytes and ends with `tail`, and where its directory begins.
-
-    Raises:
-        CorruptCheckpointError: The directory is damaged, has compressed, encrypted, duplicate or overlapping members,
-            or names that are not plain relative paths.
-        ShortTailError: `tail` must be longer.
-    """
-    count, size, offset = _find_directory(tail, nbytes, file)
-    begin = offset - (nbytes - len(tail))
-    if begin < 0:
-        raise ShortTailError(nbytes - offset)
-    members: dict[str, Member] = {}
-    pos, stop = begin, begin + size
-    for _ in range(count):
-        member, pos = _member(tail, pos, stop, file)
-        if member.name in members:
-            raise CorruptCheckpointError(f"{file}: two members are called {member.name!r:.80}.")
-        members[member.name] = member
-    if pos != stop:
-        raise CorruptCheckpointError(f"{file}: its zip directory has {stop - pos} extra bytes.")
-    _check_layout(members, offset, file)
-    return members, offset
-
-
-class ShortTailError(Exception):
-    """Reading the directory requires the archive's last `nbytes` bytes."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self.nbytes = nbytes
 
 
 def _find_directory(tail: bytes, nbytes: int, file: str) -> tuple[int, int, int]:
@@ -239,17 +204,6 @@ def _checked_name(raw: bytes, file: str) -> str:
     return name
 
 
-def _check_layout(members: dict[str, Member], directory: int, file: str) -> None:
-    """Check that the members precede the directory and do not overlap."""
-    stop = 0
-    for member in sorted(members.values(), key=lambda m: m.header):
-        if member.header < stop:
-            raise CorruptCheckpointError(f"{file}: member {member.name!r:.80} overlaps another one.")
-        stop = member.header + LOCAL_HEADER.size + len(member.name.encode()) + member.nbytes
-    if stop > directory:
-        raise CorruptCheckpointError(f"{file}: its members reach past the zip directory.")
-
-
 def data_start(header: bytes, member: Member, *, file: str) -> int:
     """Return where a member's bytes start in the archive, given its local header."""
     if len(header) < LOCAL_HEADER.size:
@@ -264,18 +218,43 @@ def data_start(header: bytes, member: Member, *, file: str) -> int:
 
 
 class Layout:
-    """One archive's members, by their names inside the archive's folder, and where each one ends."""
+    """One archive's members, by their names inside the archive's folder, and where each one ends.
 
-    def __init__(self, members: dict[str, Member], directory: int, nbytes: int, file: str) -> None:
+    Attributes:
+        directory_nbytes: Size of the directory and the end records.
+    """
+
+    def __init__(self, directory: bytes, count: int, size: int, offset: int, file: str) -> None:
+        """Parse `count` entries in `size` bytes of a directory that starts at `offset` in the archive.
+
+        Raises:
+            CorruptCheckpointError: The directory is damaged, has compressed, encrypted, duplicate or overlapping
+                members, or names that are not plain relative paths.
+        """
         self.file = file
-        self.directory_nbytes = nbytes - directory  # including the end records
+        self.directory_nbytes = len(directory)
+        members: dict[str, Member] = {}
+        pos = stop = 0
+        for _ in range(count):
+            member, pos = _member(directory, pos, size, file)
+            if member.name in members:
+                raise CorruptCheckpointError(f"{file}: two members are called {member.name!r:.80}.")
+            members[member.name] = member
+        if pos != size:
+            raise CorruptCheckpointError(f"{file}: its zip directory has {size - pos} extra bytes.")
+        ordered = sorted(members.values(), key=lambda m: m.header)
+        for member in ordered:
+            if member.header < stop:
+                raise CorruptCheckpointError(f"{file}: member {member.name!r:.80} overlaps another one.")
+            stop = member.header + LOCAL_HEADER.size + len(member.name.encode()) + member.nbytes
+        if stop > offset:
+            raise CorruptCheckpointError(f"{file}: its members reach past the zip directory.")
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise CorruptCheckpointError(f"{file}: a zip without the data.pkl of torch.save. Is it a model archive?")
         prefix = pickles[0].removesuffix("data.pkl")
         self.members = {name.removeprefix(prefix): m for name, m in members.items() if name.startswith(prefix)}
-        ordered = sorted(members.values(), key=lambda m: m.header)
-        following = [m.header for m in ordered[1:]] + [directory]
+        following = [m.header for m in ordered[1:]] + [offset]
         self._next = {m.name: stop for m, stop in zip(ordered, following, strict=True)}
         if self.members["data.pkl"].nbytes > MAX_PICKLE_BYTES:
             raise CorruptCheckpointError(f"{file}: a pickle of {self.members['data.pkl'].nbytes} bytes is too large.")
@@ -286,12 +265,6 @@ class Layout:
         if begin + member.nbytes > self._next[member.name]:
             raise CorruptCheckpointError(f"{self.file}: member {member.name!r:.80} overlaps what follows it.")
         return begin
-
-
-def check_byteorder(text: bytes, *, file: str) -> None:
-    """Raise an error if the archive was written on a big-endian machine."""
-    if text != b"little":
-        raise UnsupportedFormatError(f"{file}: its byte order is {text[:16]!r}; only little-endian is supported.")
 
 
 def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, path: str) -> Storage:
@@ -337,7 +310,12 @@ class Archive:
         self.nbytes = file_size(store, path) - start if nbytes is None else nbytes
         self.file = file or (path if start == 0 else f"{path} (item at byte {start})")
         self.storages: dict[str, Storage] = {}
-        self.layout = self._layout(tail)
+        length = min(tail, self.nbytes)
+        end = self.read(self.start + self.nbytes - length, length)
+        count, size, offset = _find_directory(end, self.nbytes, self.file)
+        wanted = self.nbytes - offset
+        end = end[-wanted:] if wanted <= length else self.read(self.start + offset, wanted)
+        self.layout = Layout(end, count, size, offset, self.file)
 
     def members(self) -> list[tuple[int, int, int]]:
         """Return (start in the file, nbytes, CRC-32) for each member, without reading the pickle."""
@@ -360,14 +338,17 @@ class Archive:
             persistent_load=self.storage,
             unknown=unknown,
         )
-        self.locate_storages()
+        self._locate_storages()
         rebuilder.finish(lambda tensor: self.read(tensor.start, tensor.nbytes))
         return value
 
     def pickled(self) -> bytes:
         """Return the archive's pickle, after checking that the archive is little-endian."""
-        if "byteorder" in self.layout.members:
-            check_byteorder(self.member("byteorder"), file=self.file)
+        order = self.member("byteorder") if "byteorder" in self.layout.members else b"little"
+        if order != b"little":
+            raise UnsupportedFormatError(
+                f"{self.file}: its byte order is {order[:16]!r}; only little-endian is supported."
+            )
         return self.member("data.pkl")
 
     def member(self, name: str) -> bytes:
@@ -387,22 +368,11 @@ class Archive:
     def _start(self, member: Member, header: bytes) -> int:
         return self.start + self.layout.start(member, header)
 
-    def _layout(self, want: int) -> Layout:
-        while True:
-            length = min(want, self.nbytes)
-            tail = self.read(self.start + self.nbytes - length, length)
-            try:
-                members, directory = parse_directory(tail, self.nbytes, file=self.file)
-            except ShortTailError as short:
-                want = short.nbytes
-                continue
-            return Layout(members, directory, self.nbytes, self.file)
-
     def _header(self, member: Member) -> bytes:
         return self.read(self.start + member.header, LOCAL_HEADER.size + len(member.name.encode()))
 
     def storage(self, identity: Any) -> Storage:
-        """Return the storage that a persistent id describes. `locate_storages` sets its position later."""
+        """Return the storage that a persistent id describes. `_locate_storages` sets its position later."""
         key = identity[2] if isinstance(identity, tuple) and len(identity) == 5 else None
         if not isinstance(key, str) or key not in self.storages:
             made = storage_of(identity, self.stored, self.path)
@@ -423,7 +393,7 @@ class Archive:
             raise ValueError(f"storage {key!r:.40} is not in the archive")
         return member.nbytes, member.crc32
 
-    def locate_storages(self) -> None:
+    def _locate_storages(self) -> None:
         """Set the positions of all storages that were asked for. Reads their small headers together."""
         storages = list(self.storages.values())
         members = [self.layout.members[f"data/{s.key}"] for s in storages]
@@ -469,38 +439,34 @@ class _Memory:
 
 # --- writing: members are stored uncompressed, and ZIP64 is used only if an offset or a size requires it
 
-_WIDE = _NONE32  # larger numbers, and this one, go into a ZIP64 field, with _NONE32 in their place
-
-
-def _narrow(value: int) -> int:
-    return _NONE32 if value >= _WIDE else value
+# _NONE32 and larger numbers go into a ZIP64 field, with _NONE32 in their place
 
 
 def local_header(name: bytes, crc: int, nbytes: int, *, flags: int = 0, padding: int | None = None) -> bytes:
     """Return the header that precedes a member's bytes. `padding` is the number of zeros that align these bytes."""
-    wide = nbytes >= _WIDE
+    wide = nbytes >= _NONE32
     extra = struct.pack("<HHQQ", _ZIP64, 16, nbytes, nbytes) if wide else b""
     if padding is not None:
         extra += struct.pack("<HH", _PADDING, padding) + bytes(padding)
-    size, version = _narrow(nbytes), 45 if wide else 20
+    size, version = min(nbytes, _NONE32), 45 if wide else 20
     fields = (b"PK\x03\x04", version, flags, 0, 0, _DOS_DATE, crc, size, size, len(name), len(extra))
     return LOCAL_HEADER.pack(*fields) + name + extra
 
 
 def central_header(name: bytes, crc: int, nbytes: int, offset: int, *, flags: int = 0) -> bytes:
     """Return a member's entry in the directory. `offset` is where the member's local header begins."""
-    wide = [value for value in (nbytes, nbytes, offset) if value >= _WIDE]
+    wide = [value for value in (nbytes, nbytes, offset) if value >= _NONE32]
     extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64, 8 * len(wide), *wide) if wide else b""
-    size, version = _narrow(nbytes), 45 if wide else 20
+    size, version = min(nbytes, _NONE32), 45 if wide else 20
     fields = (b"PK\x01\x02", version, version, flags, 0, 0, _DOS_DATE, crc, size, size, len(name), len(extra))
-    return _CENTRAL_HEADER.pack(*fields, 0, 0, 0, 0, _narrow(offset)) + name + extra
+    return _CENTRAL_HEADER.pack(*fields, 0, 0, 0, 0, min(offset, _NONE32)) + name + extra
 
 
 def end_records(entries: int, directory_nbytes: int, directory_at: int) -> bytes:
     """Return the records that follow the directory."""
     end = b""
-    if entries >= _NONE16 or directory_nbytes >= _WIDE or directory_at >= _WIDE:
+    if entries >= _NONE16 or directory_nbytes >= _NONE32 or directory_at >= _NONE32:
         end = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, entries, entries, directory_nbytes, directory_at)
         end += _LOCATOR64.pack(b"PK\x06\x07", 0, directory_at + directory_nbytes, 1)
-    count, nbytes, at = min(entries, _NONE16), _narrow(directory_nbytes), _narrow(directory_at)
+    count, nbytes, at = min(entries, _NONE16), min(directory_nbytes, _NONE32), min(directory_at, _NONE32)
     return end + _END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, at, 0)
