@@ -93,12 +93,27 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
     meshes: list[Any] = []
     world_size = len(found)
     for rank, item in sorted(found.items()):
-        header = read_header(store, item.path)
-        body = _body(header, item.path, rank)
+        path, header = item.path, read_header(store, item.path)
+        body = _body(header, path, rank)
         world_size = max(world_size, body["world_size"])
         shift = len(meshes)
         meshes += body["meshes"]
-        _add_rank(header, body, item.path, slices, about, placements, shift)
+        for name, stored in header.tensors.items():
+            try:
+                key, shape, offsets, placement = body["tensors"][name]
+                shape, offsets = tuple(map(int, shape)), tuple(map(int, offsets))
+                if placement is not None:
+                    placements.setdefault(key, [int(placement[0]) + shift, [str(text) for text in placement[1]]])
+            except (TypeError, ValueError, IndexError) as error:
+                raise CorruptCheckpointError(
+                    f"{path}: tensor {name!r} has a malformed description ({error})."
+                ) from error
+            if about.setdefault(key, (stored.dtype, shape)) != (stored.dtype, shape):
+                raise CorruptCheckpointError(f"{path}: tensor {key!r} has another dtype or shape than on other ranks.")
+            box = Box(offsets, stored.shape)
+            if not box.within(shape):
+                raise CorruptCheckpointError(f"{path}: tensor {name!r} is outside the shape {list(shape)} of {key!r}.")
+            slices.setdefault(key, []).append(TensorSlice(box, path, stored.start, stored.nbytes, rank=rank))
     missing = list(itertools.islice((rank for rank in range(world_size) if rank not in found), _SHOWN))
     if missing:
         raise IncompleteCheckpointError(
@@ -126,28 +141,3 @@ def _body(header: SafetensorsHeader, path: str, rank: int) -> dict[str, Any]:
     except (KeyError, TypeError) as error:
         raise CorruptCheckpointError(f"{path}: its metadata does not describe a rank's tensors ({error!r}).") from error
     raise CorruptCheckpointError(f"{path}: its metadata describes another rank, or other tensors.")
-
-
-def _add_rank(
-    header: SafetensorsHeader,
-    body: Mapping[str, Any],
-    path: str,
-    slices: dict[str, list[TensorSlice]],
-    about: dict[str, tuple[str, tuple[int, ...]]],
-    placements: dict[str, Any],
-    shift: int,
-) -> None:
-    for name, stored in header.tensors.items():
-        try:
-            key, shape, offsets, placement = body["tensors"][name]
-            shape, offsets = tuple(map(int, shape)), tuple(map(int, offsets))
-            if placement is not None:
-                placements.setdefault(key, [int(placement[0]) + shift, [str(text) for text in placement[1]]])
-        except (TypeError, ValueError, IndexError) as error:
-            raise CorruptCheckpointError(f"{path}: tensor {name!r} has a malformed description ({error}).") from error
-        if about.setdefault(key, (stored.dtype, shape)) != (stored.dtype, shape):
-            raise CorruptCheckpointError(f"{path}: tensor {key!r} has another dtype or shape than on other ranks.")
-        box = Box(offsets, stored.shape)
-        if not box.within(shape):
-            raise CorruptCheckpointError(f"{path}: tensor {name!r} is outside the shape {list(shape)} of {key!r}.")
-        slices.setdefault(key, []).append(TensorSlice(box, path, stored.start, stored.nbytes, rank=int(body["rank"])))

@@ -48,7 +48,7 @@ from ckptkit.catalog.entry import (
 )
 from ckptkit.digests import DIGEST
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
-from ckptkit.formats.own.columns import Column, Columns, fields_of, pack, pack_texts, unpack, unpack_texts
+from ckptkit.formats.own.columns import Column, Columns, pack, pack_texts, unpack, unpack_texts
 from ckptkit.storage.store import checked_path
 
 # --- validation of whole columns at a time
@@ -72,12 +72,14 @@ def _check_tables(columns: Columns, version: int) -> None:
             f"{columns.file}: its format is {found}; this ckptkit reads {version}. Update ckptkit."
         )
     for name in ("dtypes", "states"):
-        if not all(isinstance(item, str) for item in columns.field(name, list)):
+        if not _texts(columns.field(name, list)):
             _fail(columns, f"{name!r} in its header has an item that is not a string")
     unknown = [name for name in columns.field("dtypes", list) if name not in DTYPES]
     if unknown:
         raise UnsupportedFormatError(f"{columns.file}: dtype {unknown[0]!r} is unknown.")
-    _check_placements(columns)
+    for item in columns.field("placements", list):
+        if not isinstance(item, list) or len(item) != 2 or type(item[0]) is not int or not _texts(item[1]):
+            _fail(columns, "a placement in its header is malformed")
     _check_info(columns)
     count = len(columns.get("names.ends", "int64"))
     _in_range(columns, "tensor.dtype", "uint8", len(columns.header["dtypes"]), count)
@@ -171,10 +173,8 @@ class _Geometry:
 
     def _refuse(self, bad: npt.NDArray[np.bool_], owner: npt.NDArray[np.int64], what: str) -> None:
         if bad.any():
-            _fail(self.columns, f"a slice of tensor {self._name(int(owner[np.argmax(bad)]))!r} {what}")
-
-    def _name(self, tensor: int) -> str:
-        return self.manifest.tensors.names[tensor]
+            name = self.manifest.tensors.names[int(owner[np.argmax(bad)])]
+            _fail(self.columns, f"a slice of tensor {name!r} {what}")
 
     def check_strided(self) -> None:
         """Check that each slice with strides has as many bytes as its strides span."""
@@ -186,16 +186,8 @@ class _Geometry:
             last = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
             expected = 0 if 0 in sizes else (last + 1) * int(self.itemsizes[owner])
             if expected != int(slices.nbytes[row]):
-                _fail(
-                    self.columns, f"a slice of tensor {self._name(owner)!r} has a size that does not match its strides"
-                )
-
-
-def _check_placements(columns: Columns) -> None:
-    for item in columns.field("placements", list):
-        sound = isinstance(item, list) and len(item) == 2 and type(item[0]) is int and isinstance(item[1], list)
-        if not sound or not all(isinstance(text, str) for text in item[1]):
-            _fail(columns, "a placement in its header is malformed")
+                name = self.manifest.tensors.names[owner]
+                _fail(self.columns, f"a slice of tensor {name!r} has a size that does not match its strides")
 
 
 def _check_info(columns: Columns) -> None:
@@ -209,8 +201,10 @@ def _check_info(columns: Columns) -> None:
         if info.get(name) is not None and type(info[name]) is not int:
             _fail(columns, f"info.{name} in its header is not a number")
     mesh = info.get("mesh")
-    if mesh is not None and not (isinstance(mesh, dict) and _ints(mesh.get("shape")) and _texts(mesh.get("names"))):
-        _fail(columns, "info.mesh in its header is malformed")
+    if mesh is not None:
+        shape = mesh.get("shape") if isinstance(mesh, dict) else None
+        if not isinstance(shape, list) or not all(type(n) is int for n in shape) or not _texts(mesh.get("names")):
+            _fail(columns, "info.mesh in its header is malformed")
     if not all(type(n) is int for n in info.get("files", {}).values()):
         _fail(columns, "info.files in its header is malformed")
     if not _texts(info.get("notes", [])):
@@ -222,10 +216,6 @@ def _check_info(columns: Columns) -> None:
         if not isinstance(path, str):
             _fail(columns, "a path in its header is not a string")
         checked_path(path)
-
-
-def _ints(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def _texts(value: Any) -> bool:
@@ -260,6 +250,15 @@ dimension, for Shard, Replicate, or _StridedShard with its split factor."""
 _ROLES = tuple(Role)
 _SLICE_DIGEST = f"slice.{DIGEST}"
 _ENCODINGS = ("torch_save", "json", "value")
+_OBJECT_COLUMNS = (
+    ("file", "int32"),
+    ("start", "int64"),
+    ("nbytes", "int64"),
+    (DIGEST, "uint64"),
+    ("digested", "uint8"),
+    ("role", "uint8"),
+    ("encoding", "uint8"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,13 +363,6 @@ class Manifest:
         return manifest
 
 
-def format_in_header(header: bytes) -> str:
-    """Return the catalog's `format`, given its manifest's JSON header. Raises CorruptCheckpointError."""
-    fields = fields_of(header, "manifest.safetensors")[1]
-    info = fields.get("info")
-    return str(info.get("format", "")) if isinstance(info, dict) else ""
-
-
 def _decode(columns: Columns) -> Manifest:
     names = unpack_texts(columns, "names")
     count = len(names)
@@ -447,23 +439,15 @@ def _decode_strides(columns: Columns, ndims: Int64, stops: Int64) -> dict[int, t
 
 def _decode_objects(columns: Columns, paths: list[str]) -> dict[str, ObjectEntry]:
     names = unpack_texts(columns, "objects")
-    count = len(names)
-    files = columns.get("object.file", "int32", count).tolist()
-    starts = columns.get("object.start", "int64", count).tolist()
-    sizes = columns.get("object.nbytes", "int64", count).tolist()
-    digests = columns.get(f"object.{DIGEST}", "uint64", count).tolist()
-    known = columns.get("object.digested", "uint8", count).tolist()
-    roles = columns.get("object.role", "uint8", count).tolist()
-    encodings = columns.get("object.encoding", "uint8", count).tolist()
-    keys = _decode_keys(columns, "object", names)
+    found = [columns.get(f"object.{name}", dtype, len(names)).tolist() for name, dtype in _OBJECT_COLUMNS]
     values: dict[str, Any] = columns.field("values", dict)
     entries = {}
-    for i, name in enumerate(names):
-        digest = Digest(DIGEST, digests[i], starts[i], sizes[i]) if known[i] else None
-        path = "" if files[i] < 0 else paths[files[i]]
-        encoding, value = _ENCODINGS[encodings[i]], values.get(name)
+    rows = zip(names, _decode_keys(columns, "object", names), *found, strict=True)
+    for name, key, file, start, nbytes, value, digested, role, encoding in rows:
+        digest = Digest(DIGEST, value, start, nbytes) if digested else None
+        path = "" if file < 0 else paths[file]
         entries[name] = ObjectEntry(
-            name, path, starts[i], sizes[i], None, encoding, value, digest, _ROLES[roles[i]], keys[i]
+            name, path, start, nbytes, None, _ENCODINGS[encoding], values.get(name), digest, _ROLES[role], key
         )
     return entries
 
@@ -569,17 +553,22 @@ class _Placements(Mapping[str, "list[Any]"]):
 # --- from a catalog to columns, and from columns to the arrays to pack
 
 
-_ROLE_CODES = {role: i for i, role in enumerate(Role)}
-_ENCODING_CODES = {"torch_save": 0, "json": 1, "value": 2}
+_SLICE_COLUMNS = {
+    "files": "int32",
+    "starts": "int64",
+    "nbytes": "int64",
+    "offsets": "int64",
+    "sizes": "int64",
+    "ranks": "int32",
+    "digests": "uint64",
+}
 
 
 def _slices(entries: Sequence[TensorEntry], paths: dict[str, int]) -> Slices:
-    parts: dict[str, list[Column]] = {
-        k: [] for k in ("files", "starts", "nbytes", "offsets", "sizes", "ranks", "digests")
-    }
+    parts: dict[str, list[Column]] = {name: [] for name in _SLICE_COLUMNS}
     strides: dict[int, tuple[int, ...]] = {}
     tables: dict[int, Column] = {}  # by id(array.paths): all of a catalog's tensors share one list
-    row, digested, total = 0, 0, 0
+    row = digested = 0
     for entry in entries:
         array = entry.slices
         _check_supported(entry)
@@ -599,25 +588,15 @@ def _slices(entries: Sequence[TensorEntry], paths: dict[str, int]) -> Slices:
             digested += count
         strides.update({row + i: tuple(s) for i, s in array.strides.items()})
         row += count
-        total += count
-    if digested not in (0, total):
+    if digested not in (0, row):
         raise UnsupportedFormatError(
-            f"a manifest needs digests of all slices or of none; {digested} of {total} have one."
+            f"a manifest needs digests of all slices or of none; {digested} of {row} have one."
         )
-    return Slices(
-        _join(parts["files"], np.int32),
-        _join(parts["starts"], np.int64),
-        _join(parts["nbytes"], np.int64),
-        _join(parts["offsets"], np.int64),
-        _join(parts["sizes"], np.int64),
-        _join(parts["ranks"], np.int32),
-        _join(parts["digests"], np.uint64) if digested else None,
-        strides,
-    )
-
-
-def _join(parts: list[Column], dtype: type[Any]) -> Any:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
+    found: dict[str, Any] = {
+        name: np.concatenate([np.zeros(0, dtype), *parts[name]]).astype(dtype, copy=False)
+        for name, dtype in _SLICE_COLUMNS.items()
+    }
+    return Slices(**{**found, "digests": found["digests"] if digested else None}, strides=strides)
 
 
 def _check_supported(entry: TensorEntry) -> None:
@@ -663,7 +642,7 @@ def _encode(manifest: Manifest) -> tuple[dict[str, Column], dict[str, Any]]:
         "tensor.ndim": np.array([len(s) for s in tensors.shapes], np.uint8),
         "tensor.shape": np.array([n for s in tensors.shapes for n in s], np.int64),
         "tensor.stop": tensors.slice_stop,
-        "tensor.role": np.array([_ROLE_CODES[r] for r in tensors.roles], np.uint8),
+        "tensor.role": np.array([_ROLES.index(r) for r in tensors.roles], np.uint8),
         "tensor.state": np.array(state_rows, np.int32),
         "tensor.fqn": _fqn_ranges(tensors.names, tensors.fqns),
         "tensor.placement": tensors.placements,
@@ -723,15 +702,24 @@ def _pack_objects(entries: Mapping[str, ObjectEntry], paths: list[str]) -> tuple
     for entry in items:
         if entry.codec is not None or (entry.digest is not None and entry.digest.algorithm != DIGEST):
             raise UnsupportedFormatError(f"object {entry.name!r}: a manifest can't hold its codec or its digest.")
+    rows = [
+        (
+            index[e.path] if e.path else -1,
+            e.start,
+            e.nbytes,
+            e.digest.value if e.digest else 0,
+            e.digest is not None,
+            _ROLES.index(e.role),
+            _ENCODINGS.index(e.encoding),
+        )
+        for e in items
+    ]
     arrays = {
         **pack_texts([e.name for e in items], "objects"),
-        "object.file": np.array([index[e.path] if e.path else -1 for e in items], np.int32),
-        "object.start": np.array([e.start for e in items], np.int64),
-        "object.nbytes": np.array([e.nbytes for e in items], np.int64),
-        f"object.{DIGEST}": np.array([e.digest.value if e.digest else 0 for e in items], np.uint64),
-        "object.digested": np.array([e.digest is not None for e in items], np.uint8),
-        "object.role": np.array([_ROLE_CODES[e.role] for e in items], np.uint8),
-        "object.encoding": np.array([_ENCODING_CODES[e.encoding] for e in items], np.uint8),
+        **{
+            f"object.{name}": np.array([row[i] for row in rows], dtype)
+            for i, (name, dtype) in enumerate(_OBJECT_COLUMNS)
+        },
         **_pack_keys("object", [e.name for e in items], [tuple(e.key) for e in items]),
     }
     # Objects in separate files stay there. Values are included only if they are stored nowhere else.

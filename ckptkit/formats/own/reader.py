@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,9 @@ from ckptkit.digests import hex_digest_of, new_hasher
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, IntegrityError, UnsafePathError
 from ckptkit.formats.hf.side_files import is_side_file
 from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.own.columns import fields_of
 from ckptkit.formats.own.json import parse
-from ckptkit.formats.own.manifest import Manifest, format_in_header
+from ckptkit.formats.own.manifest import Manifest
 from ckptkit.formats.own.outline import spare_fields, spares_of
 from ckptkit.formats.own.record import (
     MANIFEST_NAME,
@@ -81,7 +83,10 @@ def open_catalog(
     if prefix:
         manifest = replace(manifest, paths=[prefix + path for path in manifest.paths])
     catalog = manifest.catalog()
-    objects = {name: _moved(entry, prefix) for name, entry in catalog.objects.items()}
+    objects = {
+        name: replace(entry, path=prefix + entry.path) if prefix and entry.path else entry
+        for name, entry in catalog.objects.items()
+    }
     info = _info(catalog.info, record, prefix)
     if objects_data is not None:
         trees = _json_objects(objects_data, prefix + OBJECTS_NAME)
@@ -116,7 +121,8 @@ def is_of_a_save(store: Store) -> bool:
         stop = 8 + int.from_bytes(data[:8], "little")
         if len(data) < stop <= _MAX_INDEX_BYTES:
             data += store.read(MANIFEST_NAME, len(data), stop)
-        return format_in_header(data[8:stop]).startswith("ckptkit-")
+        info = fields_of(data[8:stop], MANIFEST_NAME)[1].get("info")
+        return isinstance(info, dict) and str(info.get("format", "")).startswith("ckptkit-")
     except (FileNotFoundError, CorruptCheckpointError):
         return False
 
@@ -234,10 +240,6 @@ def _checked(store: Store, path: str, expected: FileRecord | None, *, most: int 
     return data
 
 
-def _moved(entry: ObjectEntry, prefix: str) -> ObjectEntry:
-    return replace(entry, path=prefix + entry.path) if prefix and entry.path else entry
-
-
 def _differing(names: Iterable[str]) -> tuple[str, ...]:
     """Return a note if ranks saved different values for a model tensor (under `per_rank.<rank>.<key>`)."""
     own = {name.split(".", 2)[2] for name in names if name.startswith("per_rank.") and name.count(".") > 2}
@@ -260,8 +262,12 @@ def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
             f"{path}: expected a JSON object whose format is {_OBJECTS_FORMAT} and which has a dict 'objects'."
         )
     objects: Mapping[str, Any] = found["objects"]
+    roles = {"optimizer": Role.OPTIMIZER, "model": Role.MODEL}
     return {
-        name: ObjectEntry(name, path, encoding="value", value=tree, role=_role(name)) for name, tree in objects.items()
+        name: ObjectEntry(
+            name, path, encoding="value", value=tree, role=roles.get(re.split(r"[._]", name)[0], Role.OTHER)
+        )
+        for name, tree in objects.items()
     }
 
 
@@ -283,11 +289,6 @@ def _opaque(records: Iterable[str], trees: Mapping[str, ObjectEntry]) -> dict[st
             if not any(f"{fqn}.{state}.".startswith(f"{key}.") for key in keys):
                 found[name] = _STORED_AS_OBJECT
     return found
-
-
-def _role(name: str) -> Role:
-    top = name.split(".", 1)[0].split("_", 1)[0]
-    return {"optimizer": Role.OPTIMIZER, "model": Role.MODEL}.get(top, Role.OTHER)
 
 
 def _info(info: CatalogInfo, record: CommitRecord, prefix: str) -> CatalogInfo:

@@ -43,6 +43,7 @@ _FORMAT = re.compile(r"ckptkit/([0-9]{1,6})")
 _STEP = re.compile(r"step_([0-9]{8,18})")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,127}")  # "=" occurs in Lightning's "epoch=1-step=40.ckpt"
 _NONCE = re.compile(r"[0-9a-f]{16}")
+_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
 _MAX_STEP = 10**18 - 1
 _RESERVED = frozenset({"latest", "best", RECORD_NAME, MANIFEST_NAME})
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -189,7 +190,7 @@ class CommitRecord:
             "save_id": self.save_id,
             "sequence": self.sequence,
             "data": self.data,
-            "created": _time_text(self.created),
+            "created": datetime.fromtimestamp(self.created, timezone.utc).strftime(_TIME),
             "state_dict_type": self.state_dict_type,
             "world_size": self.world_size,
             "mesh": None if self.mesh is None else dict(self.mesh),
@@ -269,14 +270,6 @@ def _matching(pattern: str) -> _Check:
     return f"a string that matches {pattern}", (str,), re.compile(pattern).fullmatch
 
 
-def _is_metric(value: Any) -> bool:
-    return value in _NOT_FINITE if isinstance(value, str) else abs(value) < 2**1023
-
-
-def _is_objective(value: Any) -> bool:
-    return len(value) == 2 and isinstance(value[0], str) and value[1] in ("min", "max")
-
-
 def _is_mesh(mesh: Any) -> bool:
     shape, names = mesh.get("shape"), mesh.get("names")
     if not isinstance(shape, list) or not isinstance(names, list) or len(shape) != len(names):
@@ -285,13 +278,9 @@ def _is_mesh(mesh: Any) -> bool:
     return sizes and all(isinstance(name, str) for name in names)
 
 
-def _time_text(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
 def _time_value(text: Any) -> float | None:
     try:
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()
+        return datetime.strptime(text, _TIME).replace(tzinfo=timezone.utc).timestamp()
     except (TypeError, ValueError):
         return None
 
@@ -300,7 +289,11 @@ _NULL = type(None)
 _TEXT: _Check = "a string", (str,), None
 _TEXT_OR_NONE: _Check = "a string or null", (str, _NULL), None
 _TABLE: _Check = "an object", (dict,), None
-_METRIC: _Check = "a number", (int, float, str), _is_metric
+_METRIC: _Check = (
+    "a number",
+    (int, float, str),
+    lambda value: value in _NOT_FINITE if isinstance(value, str) else abs(value) < 2**1023,
+)
 _SELF = _matching(rf"{DIGEST}:[0-9a-f]{{16}}")
 _HEX = _matching("[0-9a-f]{16}")
 _BYTES = _whole(2**62)
@@ -317,7 +310,11 @@ _FIELDS: Mapping[str, _Check] = {
     "manifest": _TEXT_OR_NONE,
     "total_bytes": _BYTES,
     "metrics": _TABLE,
-    "objective": ("[metric, 'min' or 'max']", (list, _NULL), _is_objective),
+    "objective": (
+        "[metric, 'min' or 'max']",
+        (list, _NULL),
+        lambda pair: len(pair) == 2 and isinstance(pair[0], str) and pair[1] in ("min", "max"),
+    ),
     "client_state": ("JSON", (dict, list, str, int, float, bool, _NULL), None),
     "writer": _TABLE,
     "versions": _TABLE,
@@ -417,20 +414,19 @@ def _check_keys(value: Any, place: str) -> None:
 
 def _metrics_json(metrics: Mapping[str, Any]) -> dict[str, float | str]:
     _check_keys(metrics, "metrics")
-    return {name: _number_text(name, value) for name, value in metrics.items()}
-
-
-def _number_text(name: str, value: Any) -> float | str:
-    try:
-        if isinstance(value, (bool, str)):
-            raise TypeError
-        number = float(value)  # also accepts numpy scalars and 0-d tensors
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise UsageError(
-            f"metric {name!r} is {value!r:.80} ({type(value).__name__}), expected a number. Leave it out of `metrics` "
-            "if it has no value yet."
-        ) from error
-    return number if math.isfinite(number) else str(number)
+    found: dict[str, float | str] = {}
+    for name, value in metrics.items():
+        try:
+            if isinstance(value, (bool, str)):
+                raise TypeError
+            number = float(value)  # also accepts numpy scalars and 0-d tensors
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise UsageError(
+                f"metric {name!r} is {value!r:.80} ({type(value).__name__}), expected a number. Leave it out of "
+                "`metrics` if it has no value yet."
+            ) from error
+        found[name] = number if math.isfinite(number) else str(number)
+    return found
 
 
 # --- reading from a store
@@ -445,47 +441,32 @@ def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
     """Return the commit record at `path`, or None if there is none. Raises CorruptCheckpointError."""
     place = f"{store.url}/{path}"
     if store.asking_costs:
-        return _find_remote(store, path, place)
+        try:
+            data = store.read(path, 0, _FIRST_READ)  # a single request; asking for the size first would take three
+        except FileNotFoundError:
+            return None
+        if len(data) < _FIRST_READ:
+            return CommitRecord.from_json(data, file=place)
     found = store.info(path)
     if found is None:
         return None
     if found.kind != "file":
         raise UnsafePathError(f"{place} is a {found.kind}, not a regular file. It was not read.")
-    _check_size(found.size, place)
+    if found.size > MAX_RECORD_BYTES:
+        raise CorruptCheckpointError(f"{place} has {found.size} bytes; no commit record is larger than 256 MiB.")
     return CommitRecord.from_json(store.read(path), file=place)
-
-
-def _find_remote(store: Store, path: str, place: str) -> CommitRecord | None:
-    try:
-        data = store.read(path, 0, _FIRST_READ)  # a single request; asking for the size first would take three
-    except FileNotFoundError:
-        return None
-    if len(data) == _FIRST_READ:
-        found = store.info(path)
-        _check_size(0 if found is None else found.size, place)
-        data = store.read(path)
-    return CommitRecord.from_json(data, file=place)
-
-
-def _check_size(nbytes: int, place: str) -> None:
-    if nbytes > MAX_RECORD_BYTES:
-        raise CorruptCheckpointError(f"{place} has {nbytes} bytes; no commit record is larger than 256 MiB.")
 
 
 def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
     """Return the commit record at `path`. Raises CheckpointNotFoundError or CorruptCheckpointError."""
     record = find_record(store, path)
     if record is None:
+        run = store.url if "/" in path else store.url.rstrip("/").rpartition("/")[0] or "/"
         raise CheckpointNotFoundError(
             f"{store.url.rstrip('/')}/{path} does not exist: no save to this directory was completed. "
-            f"Try: {command_line('ls', _run_of(store, path))}"
+            f"Try: {command_line('ls', run)}"
         )
     return record
-
-
-def _run_of(store: Store, path: str) -> str:
-    """Return a run's URL, given the path to the commit record of one of its checkpoints."""
-    return store.url if "/" in path else store.url.rstrip("/").rpartition("/")[0] or "/"
 
 
 def data_store(store: Store, record: CommitRecord) -> Store:
