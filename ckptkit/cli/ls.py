@@ -30,13 +30,7 @@ if TYPE_CHECKING:
 @storage_option
 @command_frame
 def command(
-    root: str,
-    *,
-    every: bool,
-    as_json: bool,
-    html: str | None,
-    recorded: bool,
-    storage_options: tuple[str, ...],
+    root: str, *, every: bool, as_json: bool, html: str | None, recorded: bool, storage_options: tuple[str, ...]
 ) -> None:
     """List the checkpoints of the run at ROOT: step, age, size, type, ranks, metrics, and why rotation keeps or would
     delete each one.

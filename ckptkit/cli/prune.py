@@ -17,14 +17,7 @@ from ckptkit.units import format_size
 @policy_options
 @storage_option
 @command_frame
-def command(
-    root: str,
-    *,
-    dry_run: bool,
-    as_json: bool,
-    recorded: bool,
-    storage_options: tuple[str, ...],
-) -> None:
+def command(root: str, *, dry_run: bool, as_json: bool, recorded: bool, storage_options: tuple[str, ...]) -> None:
     """Delete the checkpoints of the run at ROOT that its policy does not keep, and the leftovers of killed saves.
 
     Never deletes the newest checkpoint, the best, or a pinned one, nor files that ckptkit did not write. Uses the

@@ -147,11 +147,7 @@ def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | N
     ours = source.catalog.info.format.startswith("ckptkit-")
     origin = find_record(source.store) if ours and not source.joined else None
     if origin is not None:
-        record = {
-            "metrics": dict(origin.metrics),
-            "objective": origin.objective,
-            "client_state": origin.client_state,
-        }
+        record = {"metrics": dict(origin.metrics), "objective": origin.objective, "client_state": origin.client_state}
     parent = head or ("/" if separator else ".")
     record["sequence"] = _sequence(parent, name, step, origin, storage_options)
     return Identity(step, tag, record, known=known or stated is not None)

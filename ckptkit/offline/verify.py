@@ -9,13 +9,7 @@ from typing import Any
 from ckptkit.arguments import Location, check_flags, check_int, location
 from ckptkit.catalog.entry import Catalog, Codec, Digest
 from ckptkit.digests import CRC, DIGEST, SHA256, hash_of, hex_width
-from ckptkit.errors import (
-    CkptkitError,
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    IntegrityError,
-    StorageError,
-)
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, IncompleteCheckpointError, IntegrityError, StorageError
 from ckptkit.formats.detect import Source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.outline import PREFIX, Part, outline, parts_of, spares_of

@@ -47,11 +47,7 @@ class TimelineItem:
 
 
 def timeline(
-    items: Sequence[TimelineItem],
-    *,
-    max_num: int | None = None,
-    max_mem: int | None = None,
-    exempt: Sequence[str] = (),
+    items: Sequence[TimelineItem], *, max_num: int | None = None, max_mem: int | None = None, exempt: Sequence[str] = ()
 ) -> Panel:
     """Draw one column per checkpoint, in the order of steps: a point for each metric, and a bar for the size.
 
