@@ -144,12 +144,26 @@ class Outlook:
 def look_ahead(
     root: Store, view: Store, inventory: Inventory, given: RetentionPolicy | None, *, recorded: bool
 ) -> Outlook:
-    """Return what a rotation with the given policy, or with the recorded one, would do.
+    """Return what a rotation with the given limits and the recorded exemptions, or with the recorded policy, would do.
 
     Args:
         view: The snapshot of `root` from which the inventory was made.
+
+    Raises:
+        UsageError: The given policy keeps the best by a metric that no checkpoint has, or the recorded one has a rule
+            that this version does not know.
     """
-    policy = effective_policy(given, inventory, recorded=recorded)
+    policy = given
+    if given is not None and given.keep_best is not None:  # a misspelt metric must not delete the best checkpoint
+        check_metric(inventory, given.keep_best[0])
+    stated = inventory.latest.record.extra.get("retention") if inventory.latest is not None else None
+    if isinstance(stated, Mapping) and (given is None or recorded):
+        try:
+            own = RetentionPolicy.recorded(stated)
+            policy = own if given is None else given.with_exemptions_of(own)
+        except UsageError as error:
+            if given is not None:
+                raise UsageError(f"{error} To ignore the recorded policy: --forget-recorded.") from error
     origin = inventory.latest.record.extra.get("resumed_from") if inventory.latest else None
     decisions, kept = [], {}
     for item, decision in zip(
@@ -180,31 +194,6 @@ def _attempt(item: Attempt, state: str) -> Listed:
     owner = f"by {item.owner}" if item.owner is not None else "by an unknown process"
     why = f"being written {owner}" if state == "in progress" else f"left {owner}; the next save or prune removes it"
     return Listed(item.name, state, step_of_name(item.name), why=why)
-
-
-def effective_policy(
-    given: RetentionPolicy | None, inventory: Inventory, *, recorded: bool = True
-) -> RetentionPolicy | None:
-    """Return the policy to apply: the given limits plus the run's recorded exemptions, or the recorded policy.
-
-    None if no policy was given, and the run has recorded none that this version can apply.
-
-    Raises:
-        UsageError: The given policy keeps the best by a metric that no checkpoint has, or the recorded one has a rule
-            that this version does not know.
-    """
-    if given is not None and given.keep_best is not None:  # a misspelt metric must not delete the best checkpoint
-        check_metric(inventory, given.keep_best[0])
-    stated = inventory.latest.record.extra.get("retention") if inventory.latest is not None else None
-    if not isinstance(stated, Mapping) or (given is not None and not recorded):
-        return given
-    try:
-        own = RetentionPolicy.recorded(stated)
-    except UsageError as error:
-        if given is None:
-            return None
-        raise UsageError(f"{error} To ignore the recorded policy: --forget-recorded.") from error
-    return own if given is None else given.with_exemptions_of(own)
 
 
 def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:

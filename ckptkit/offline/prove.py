@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,10 +83,8 @@ def prove_equal(
     """
     workers = workers or 4
     prover = _Prover(plan, source, result, max_memory=max_memory, workers=workers, progress=progress)
-    try:
+    with closing(prover):
         Pool(workers).run(prover.compare, range(len(plan.placements)))
-    finally:
-        prover.close()
     if prover.different:
         names = ", ".join(sorted(prover.different)[:10])
         raise IntegrityError(

@@ -22,7 +22,7 @@ from ckptkit.storage.ledger import Finished, Ledger
 from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import check_target, check_writable, stage, sync_files, sync_tree
-from ckptkit.storage.staging import Replaceable, is_interruption, leftover_of, owner_path, write_owner
+from ckptkit.storage.staging import is_interruption, leftover_of, owner_path, write_owner
 from ckptkit.storage.store import Store, split_url
 
 T = TypeVar("T")
@@ -83,25 +83,6 @@ class Session:
         """Run `fn` on rank 0. All ranks return its result or raise its error."""
         return _decide(self._coordinator, fn, "checking the result")
 
-    @contextlib.contextmanager
-    def until_published(self) -> Iterator[None]:
-        """Close the journal when the block ends.
-
-        If a rank other than 0 is interrupted, keep its finished steps for the next command. For rank 0,
-        `OutputPlace.stage` does this.
-        """
-        if self.journal is None:
-            yield
-            return
-        try:
-            yield
-        except BaseException as error:
-            if is_interruption(error) and not self._coordinator.is_main:
-                self.journal.leave()
-            raise
-        finally:
-            self.journal.close()
-
 
 def _decide(coordinator: Coordinator, fn: Callable[[], T], what: str) -> T:
     """Run `fn` on rank 0. All ranks return its result. A single process raises its errors unchanged."""
@@ -122,11 +103,6 @@ class OutputPlace:
     is_file: bool
     overwrite: bool
     storage_options: Mapping[str, Any] | None
-
-    @property
-    def replaceable(self) -> Replaceable | None:
-        """A function that raises if the existing target must not be replaced; None if no target may be replaced."""
-        return check_replaceable if self.overwrite else None
 
     @contextlib.contextmanager
     def stage(self, plan: Plan) -> Iterator[Session]:
@@ -157,9 +133,17 @@ class OutputPlace:
             coordinator.all_ok(lambda: _join(store, coordinator), "opening the staging directory")
             ledger = None if earlier is None else Ledger(store, earlier)
             session = Session(store, plan, coordinator, getattr(store, "ledger", ledger))
-            with session.until_published():
+            try:
                 yield session
                 _decide(coordinator, staging.close, "publishing the result")
+            except BaseException as error:
+                # Keep an interrupted rank's finished steps for the next command. For rank 0, `staging` does this.
+                if session.journal is not None and is_interruption(error) and not coordinator.is_main:
+                    session.journal.leave()
+                raise
+            finally:
+                if session.journal is not None:
+                    session.journal.close()
 
     def local_name(self) -> tuple[str, str]:
         """Return the local directory in which the result is staged, and the result's name; ("", "") if it is remote."""
@@ -205,16 +189,17 @@ class OutputPlace:
     def check_free(self) -> None:
         """Raise CheckpointExistsError if the target exists and must not be replaced."""
         store = open_store(self.url, storage_options=self.storage_options)
+        replaceable = check_replaceable if self.overwrite else None  # None: no target may be replaced
         if is_directory(store):
             folder, name = self.local_name()
-            check_target(LocalStore(folder), name, replaceable=self.replaceable)
+            check_target(LocalStore(folder), name, replaceable=replaceable)
             return
         from ckptkit.storage.publish_remote import check_object, check_remote
 
         if self.is_file:
-            check_object(store, self.file_name, self.replaceable)
+            check_object(store, self.file_name, replaceable)
         else:
-            check_remote(store, self.replaceable)
+            check_remote(store, replaceable)
 
 
 def is_one_of_many() -> bool:

@@ -36,6 +36,7 @@ _ROW = struct.Struct("<qqqQ")
 _COLUMNS = np.dtype([("file", "<i8"), ("start", "<i8"), ("nbytes", "<i8"), ("digest", "<u8")])
 
 
+@dataclass(slots=True)
 class Tally:
     """Counts bytes and reports progress. Also stops a worker after another one has failed.
 
@@ -43,21 +44,20 @@ class Tally:
         nbytes: Number of bytes read so far.
     """
 
-    def __init__(self, total: int, progress: Progress | None, stopped: threading.Event) -> None:
-        self.nbytes = 0
-        self._total = total
-        self._progress = progress
-        self._stopped = stopped
-        self._lock = threading.Lock()
+    total: int
+    progress: Progress | None
+    stopped: threading.Event
+    nbytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, nbytes: int, path: str) -> None:
         """Count bytes read from the file at `path`. Raises `Stopped` if the workers are to stop."""
-        if self._stopped.is_set():
+        if self.stopped.is_set():
             raise Stopped
         with self._lock:
             self.nbytes += nbytes
-            if self._progress is not None:
-                self._progress(min(self.nbytes, self._total), self._total, path)
+            if self.progress is not None:
+                self.progress(min(self.nbytes, self.total), self.total, path)
 
 
 @dataclass(slots=True)
@@ -91,10 +91,8 @@ class BoxDigest:
     """Computes the digest of a box, the bytes [start, end) of a file, from consecutive pieces."""
 
     def __init__(self, digested: Digested, file: int, start: int, end: int) -> None:
-        self._digested = digested
-        self._file, self._start, self._end = file, start, end
-        self._at = start
-        self._state = new_hasher()
+        self._digested, self._file, self._start, self._end = digested, file, start, end
+        self._at, self._state = start, new_hasher()
 
     def take(self, data: Bytes) -> bool:
         """Add the next bytes; return whether the box is complete."""
