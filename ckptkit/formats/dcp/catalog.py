@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, compress, islice
 from operator import attrgetter
 from typing import Any
@@ -84,17 +85,16 @@ def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
                 f"__{missing[0]}.metadata is missing: each of the ranks 0 to {max(ranks)} wrote such a file."
             )
         return [ranks[rank] for rank in sorted(ranks)]
-    unfinished = f"{METADATA}.tmp" in listing
-    data = any(_DATA_FILE.fullmatch(name) for name in listing)
-    if unfinished or data:
-        if unfinished:
-            why = " (only .metadata.tmp is there): the save did not finish. Use an older checkpoint of this run."
-        else:
-            why = (
-                ": the save did not finish, or a copy left out this hidden file, as `cp DIR/*` does. Copy it from the "
-                "original, or use an older checkpoint of this run."
-            )
-        raise IncompleteCheckpointError(f"{METADATA} is missing{why}")
+    if f"{METADATA}.tmp" in listing:
+        raise IncompleteCheckpointError(
+            f"{METADATA} is missing (only .metadata.tmp is there): the save did not finish. Use an older checkpoint of "
+            "this run."
+        )
+    if any(_DATA_FILE.fullmatch(name) for name in listing):
+        raise IncompleteCheckpointError(
+            f"{METADATA} is missing: the save did not finish, or a copy left out this hidden file, as `cp DIR/*` does. "
+            "Copy it from the original, or use an older checkpoint of this run."
+        )
     text = "there is no .metadata and no __0.metadata: this is not a DCP checkpoint."
     steps = [(step, name) for name in listing if (step := step_of_name(name)) is not None]
     raise CheckpointNotFoundError(
@@ -239,20 +239,18 @@ class _Files:
         self.ranks.append(rank)
 
 
+@dataclass(slots=True)
 class _Rows:
     """The slices of one tensor, collected from all metadata files that list it."""
 
-    __slots__ = ("dtype", "files", "lengths", "offsets", "shape", "sizes", "starts", "zstd")
-
-    def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
-        self.dtype = dtype
-        self.shape = shape
-        self.offsets: list[tuple[int, ...]] = []
-        self.sizes: list[tuple[int, ...]] = []
-        self.files: list[int] = []
-        self.starts: list[int] = []
-        self.lengths: list[int] = []
-        self.zstd: list[bool] = []
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: list[tuple[int, ...]] = field(default_factory=list)
+    sizes: list[tuple[int, ...]] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    zstd: list[bool] = field(default_factory=list)
 
 
 class _Builder:
@@ -268,19 +266,15 @@ class _Builder:
     def catalog(self) -> Catalog:
         for part in self.parts:
             self.paths.update(part.paths())
-        columns = self._columns()
+        for part in self.parts:
+            self._gather(part)
+            part.entries, part.storage = {}, {}  # free the unpickled metadata
+        columns = self._joined_rows()
         roles = RoleTable(self.paths, columns.names)
         tensors = self._tensors(columns, roles)
         objects = {name: self._object(name, roles) for name in self.objects}
         check_coverage(list(tensors.values()))
         return Catalog(tensors, objects, self._info())
-
-    def _columns(self) -> TensorColumns:
-        """Return all slices as columns, and free the unpickled metadata."""
-        for part in self.parts:
-            self._gather(part)
-            part.entries, part.storage = {}, {}
-        return self._joined_rows()
 
     # --- gathering
 
@@ -392,7 +386,15 @@ class _Builder:
         )
 
     def _tensors(self, columns: TensorColumns, roles: RoleTable) -> dict[str, TensorEntry]:
-        self._check_ranges(columns.files, columns.starts, columns.lengths)
+        sizes = np.array(self.files.sizes, np.int64)[columns.files] if len(columns.files) else columns.starts
+        bad = np.flatnonzero((sizes >= 0) & (columns.starts + columns.lengths > sizes))
+        if len(bad):
+            row = int(bad[0])
+            path, start = self.files.paths[int(columns.files[row])], int(columns.starts[row])
+            raise IncompleteCheckpointError(
+                f"{path} is truncated: it has {int(sizes[row])} bytes, but an item is at "
+                f"[{start}, {start + int(columns.lengths[row])})."
+            )
         numels, short = self._check_bytes(columns)
         if not numels.all():
             columns = columns.take(numels != 0)
@@ -404,34 +406,18 @@ class _Builder:
                 name, dtype, shape, LocatedSlices(items, i), found.role, found.fqn, found.state,
                 self.paths.get(name, ()),
             )  # fmt: skip
-        for name, error in short.items():
-            self._check_opaque(entries[name], error)
+        for name, error in short.items():  # an error, unless the tensor is of a subclass that may pack its values
+            slices = entries[name].slices
+            assert isinstance(slices, LocatedSlices)
+            try:
+                found_opaque = find_opaque(slices)
+            except CkptkitError:
+                raise error from None
+            if not found_opaque:
+                raise error
+            self.opaque[name] = slices.opaque
         item_batches((entry.role, entry.slices) for entry in entries.values())
         return entries
-
-    def _check_opaque(self, entry: TensorEntry, error: CorruptCheckpointError) -> None:
-        """Raise `error` (too few stored bytes) unless the tensor is of a subclass: such a class may pack its values."""
-        slices = entry.slices
-        assert isinstance(slices, LocatedSlices)
-        try:
-            found = find_opaque(slices)
-        except CkptkitError:
-            raise error from None
-        if not found:
-            raise error
-        self.opaque[entry.name] = slices.opaque
-
-    def _check_ranges(self, files: Int32, starts: Int64, lengths: Int64) -> None:
-        sizes = np.array(self.files.sizes, np.int64)
-        known = sizes[files] >= 0
-        bad = np.flatnonzero(known & (starts + lengths > sizes[files]))
-        if len(bad):
-            row = int(bad[0])
-            path = self.files.paths[int(files[row])]
-            raise IncompleteCheckpointError(
-                f"{path} is truncated: it has {int(sizes[files[row]])} bytes, but an item is at "
-                f"[{int(starts[row])}, {int(starts[row] + lengths[row])})."
-            )
 
     def _check_bytes(self, columns: TensorColumns) -> tuple[npt.NDArray[np.float64], dict[str, CorruptCheckpointError]]:
         """Check that no slice declares more bytes than the file stores for it, because a load allocates the declared

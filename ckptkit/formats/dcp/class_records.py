@@ -17,7 +17,7 @@ from typing import Any
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CorruptCheckpointError, SaveError, UnsafePickleError, UnsupportedFormatError
-from ckptkit.formats.dcp.locate import LocatedSlices, explain_opaque
+from ckptkit.formats.dcp.locate import LocatedSlices
 from ckptkit.formats.dcp.subclasses import (
     CONTEXTS,
     ENUMS,
@@ -66,7 +66,7 @@ def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catal
             except UnsupportedFormatError as error:
                 tensors[entry.name] = entry
                 if isinstance(entry.slices, LocatedSlices):
-                    explain_opaque(entry.slices, str(error))
+                    entry.slices.items.opaque[entry.slices.tensor] += f", and {error}"
         else:
             tensors[entry.name] = entry
     if not found:

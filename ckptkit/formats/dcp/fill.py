@@ -226,11 +226,7 @@ class Filler:
             jobs += [(_BATCH_REMOTE, partial(self._joined, batch)) for _, batch in found]
         self._fills = []
         jobs.sort(key=lambda job: -job[0])
-        if self.workers > 1 and len(jobs) > 1:
-            self.nbytes += sum(all_of([job for _, job in jobs], self.workers))
-        else:
-            for _, job in jobs:
-                self.nbytes += job()
+        self.nbytes += sum(all_of([job for _, job in jobs], self.workers))
         return time.perf_counter() - started
 
     # --- reads straight into the target's memory
@@ -274,14 +270,25 @@ class Filler:
         read = 0
         region = Box(fill.offsets, fill.sizes)
         for tile in region.tiles(max(1, _TILE // fill.itemsize)):
-            for box in _spans(tile, fill):
-                read += self._span(fill, box)
+            read += sum(self._span(fill, box) for box in _spans(tile, fill))
         return read
 
     def _whole_slice(self, fill: _Fill) -> int:
         """Read and check the whole slice, then copy the region out of it."""
         if fill.codec is not None:
-            buffer, read = self._decoded(fill)
+            packed = self.store.read(fill.path, fill.codec.start, fill.codec.start + fill.codec.nbytes)
+            raw = memoryview(
+                decode_zstd(packed, fill.start + fill.nbytes + (64 << 20), file=f"{fill.path} ({fill.name})")
+            )
+            if len(raw) < fill.start + fill.nbytes:
+                raise IncompleteCheckpointError(
+                    f"{fill.path}: the record of tensor {fill.name!r} decodes to too few bytes."
+                )
+            if fill.digest is not None:
+                covered = raw[fill.digest.start : fill.digest.start + fill.digest.nbytes]
+                check_bytes(fill.digest, covered, fill.path, fill.name)
+            data = bytearray(raw[fill.start : fill.start + fill.nbytes])
+            buffer, read = torch.frombuffer(data, dtype=torch.uint8), fill.codec.nbytes
         else:
             buffer, read = torch.empty(fill.nbytes, dtype=torch.uint8), fill.nbytes
             state = Running(fill.digest if fill.checkable else None, fill.path, fill.name)
@@ -291,21 +298,6 @@ class Filler:
         offset = sum(o * s for o, s in zip(fill.offsets, strides, strict=True))
         _copy(fill.target, buffer.view(fill.dtype).as_strided(fill.sizes, strides, offset))
         return read
-
-    def _decoded(self, fill: _Fill) -> tuple[torch.Tensor, int]:
-        codec = fill.codec
-        assert codec is not None
-        packed = self.store.read(fill.path, codec.start, codec.start + codec.nbytes)
-        raw = decode_zstd(packed, fill.start + fill.nbytes + (64 << 20), file=f"{fill.path} ({fill.name})")
-        if len(raw) < fill.start + fill.nbytes:
-            raise IncompleteCheckpointError(
-                f"{fill.path}: the record of tensor {fill.name!r} decodes to too few bytes."
-            )
-        if fill.digest is not None:
-            covered = memoryview(raw)[fill.digest.start : fill.digest.start + fill.digest.nbytes]
-            check_bytes(fill.digest, covered, fill.path, fill.name)
-        data = bytearray(memoryview(raw)[fill.start : fill.start + fill.nbytes])
-        return torch.frombuffer(data, dtype=torch.uint8), codec.nbytes
 
     def _streamed(self, fill: _Fill) -> int:
         """Read a whole row-major slice tile by tile."""
@@ -327,7 +319,11 @@ class Filler:
         strides = fill.strides or row_major_strides(fill.shape)
         at = fill.start + fill.itemsize * sum(o * s for o, s in zip(box.offsets, strides, strict=True))
         target = part_of(fill.target, tuple(o - f for o, f in zip(box.offsets, fill.offsets, strict=True)), box.sizes)
-        run = _run_numel(box, fill) * fill.itemsize
+        run = fill.itemsize  # bytes of each of the box's contiguous runs
+        for size, extent in zip(reversed(box.sizes), reversed(fill.shape), strict=True):
+            run *= size
+            if size != extent:
+                break
         if run >= _RUN and fill.strides is None:
             buffer = _buffer(box.sizes, fill)
             view = host_view(buffer, writable=True)
@@ -387,16 +383,6 @@ def _spans(tile: Box, fill: _Fill) -> Iterator[Box]:
         yield from _spans(cut, fill)
 
 
-def _run_numel(box: Box, fill: _Fill) -> int:
-    """Return how many elements each of the box's contiguous runs in the slice has."""
-    run = 1
-    for size, extent in zip(reversed(box.sizes), reversed(fill.shape), strict=True):
-        run *= size
-        if size != extent:
-            break
-    return run
-
-
 def _run_starts(box: Box, strides: Sequence[int], run: int) -> list[int]:
     """Return each run's first position, relative to the box's first element, in row-major order."""
     starts, left = [0], box.numel // run
@@ -439,7 +425,14 @@ def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) 
         return
     seen: set[Box] = set()
     covered = 0
-    for row, offset, size in _overlapping(entry, box):
+    offsets, sizes = entry.slices.offsets, entry.slices.sizes
+    rows: Sequence[int] = range(len(offsets))
+    if len(offsets) > _FEW:
+        high = np.minimum(offsets + sizes, box.stops)
+        found = np.flatnonzero((high > np.maximum(offsets, box.offsets)).all(axis=1))
+        rows, offsets, sizes = found.tolist(), offsets[found], sizes[found]
+    for row, *place in zip(rows, offsets.tolist(), sizes.tolist(), strict=True):
+        offset, size = map(tuple, place)
         exact = offset == box.offsets and size == box.sizes  # the usual case: sharded as it was saved
         shared = box if exact else Box(offset, size).intersect(box)
         if shared is None or shared in seen:
@@ -453,16 +446,3 @@ def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) 
             f"tensor {entry.name!r}: the checkpoint has only {covered} of the {target.numel()} elements at "
             f"offsets {list(box.offsets)}, sizes {list(box.sizes)}."
         )
-
-
-def _overlapping(entry: TensorEntry, box: Box) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield (row, offsets, sizes) for each slice that may share elements with a box."""
-    offsets, sizes = entry.slices.offsets, entry.slices.sizes
-    rows = range(len(offsets))
-    if len(offsets) > _FEW:
-        low = np.maximum(offsets, box.offsets)
-        high = np.minimum(offsets + sizes, box.stops)
-        found = np.flatnonzero((high > low).all(axis=1))
-        rows, offsets, sizes = found.tolist(), offsets[found], sizes[found]
-    for row, offset, size in zip(rows, offsets.tolist(), sizes.tolist(), strict=True):
-        yield row, tuple(offset), tuple(size)

@@ -238,7 +238,12 @@ class SaveIndex:
             boxes = np.concatenate([offsets, sizes], axis=1)
             first = first_of_equal(boxes) if len(boxes) > 1 and key.shape else None
             if first is not None:
-                self._warn_of_different(key, rows, boxes)
+                digests = zip(map(tuple, boxes.tolist()), self._rows["digest"][rows].tolist(), strict=True)
+                if len(set(digests)) > len(first):
+                    _log.warning(
+                        "%s: ranks that hold the same part have different values; the lowest rank's values are saved.",
+                        key.name,
+                    )
                 keep[rows] = False
                 keep[rows.start + first] = True
         if keep.all():
@@ -268,16 +273,6 @@ class SaveIndex:
             found[alike] = are_rows(owners, self._offsets[index], self._sizes[index], whole)
         plain: list[bool] = found.tolist()
         return plain
-
-    def _warn_of_different(self, key: PlannedKey, rows: slice, boxes: Int64) -> None:
-        digests: dict[tuple[int, ...], int] = {}
-        for box, digest in zip(boxes.tolist(), self._rows["digest"][rows].tolist(), strict=True):
-            if digests.setdefault(tuple(box), digest) != digest:
-                _log.warning(
-                    "%s: ranks that hold the same part have different values; the lowest rank's values are saved.",
-                    key.name,
-                )
-                return
 
     # --- contents
 
@@ -407,8 +402,7 @@ class SaveIndex:
         if kind == "ckptkit-sharded":
             return {name: role_of(name, path) for name, path in paths.items()}
         table = RoleTable(paths, list(self._keys))
-        told = {name: table.of(name) for name in paths}
-        return {name: (found.role, found.fqn, found.state) for name, found in told.items()}
+        return {name: table.of(name) for name in paths}
 
 
 def write_index(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -91,8 +91,10 @@ class TensorColumns:
     def numels(self) -> npt.NDArray[np.float64]:
         """Return [n]: each slice's number of elements. They are floats so that a hostile size can't overflow."""
         result = np.ones(len(self.files), np.float64)
-        for rows, at in _by_ndim(self.ndims[self.owners]):
-            result[rows] = np.prod(self.sizes[at].astype(np.float64), axis=1)
+        widths, begins = self.ndims[self.owners], self.elements()
+        for ndim in distinct(widths).tolist():
+            rows = np.flatnonzero(widths == ndim)
+            result[rows] = np.prod(self.sizes[begins[rows][:, None] + np.arange(ndim)].astype(np.float64), axis=1)
         return result
 
     def take(self, keep: npt.NDArray[np.bool_]) -> TensorColumns:
@@ -104,17 +106,6 @@ class TensorColumns:
             self.files[keep], self.starts[keep], self.lengths[keep], self.zstd[keep],
             self.offsets[wide], self.sizes[wide],
         )  # fmt: skip
-
-
-def _by_ndim(widths: Int64) -> Iterator[tuple[Int64, Int64]]:
-    """Yield (rows, positions) for each distinct number of dimensions.
-
-    `positions` are those of the rows' numbers, [n, ndim].
-    """
-    begins = np.cumsum(widths) - widths
-    for ndim in distinct(widths).tolist():
-        rows = np.flatnonzero(widths == ndim)
-        yield rows, begins[rows][:, None] + np.arange(ndim)
 
 
 class Items:
@@ -254,11 +245,6 @@ def find_opaque(slices: LocatedSlices) -> bool:
     return slices.tensor in slices.items.opaque
 
 
-def explain_opaque(slices: LocatedSlices, reason: str) -> None:
-    """Add to the reason why a tensor can't be read as plain memory."""
-    slices.items.opaque[slices.tensor] += f", and {reason}"
-
-
 def item_batches(tensors: Iterable[tuple[Role, SliceArray]]) -> None:
     """Group slices with the same role into batches of up to 65,536 slices. Each batch is later located as a whole."""
     by_role: dict[Role, _Batch] = {}
@@ -305,8 +291,17 @@ class _Locator:
         for row in self.rows[packed].tolist():
             self._compressed(row)
         rows = self.rows[~packed]
-        self._check_disjoint(rows)
-        blocks = np.cumsum(np.diff(self.columns.files[rows], prepend=-1) != 0) // _BLOCK_FILES
+        columns = self.columns
+        files, starts = columns.files[rows], columns.starts[rows]
+        stops = starts + columns.lengths[rows]
+        # Items that start at the same byte are either the same item or parts of one safetensors blob.
+        bad = (files[1:] == files[:-1]) & (starts[1:] < stops[:-1]) & (starts[1:] != starts[:-1])
+        if bad.any():
+            row = int(rows[int(np.flatnonzero(bad)[0]) + 1])
+            raise CorruptCheckpointError(
+                f"{self._path(row)}: the item of {self._name(row)!r:.80} overlaps the one before it."
+            )
+        blocks = np.cumsum(np.diff(files, prepend=-1) != 0) // _BLOCK_FILES
         for some in np.split(rows, np.flatnonzero(np.diff(blocks)) + 1):
             for at in range(0, len(some), _BLOCK_ROWS):
                 self._read(some[at : at + _BLOCK_ROWS])
@@ -328,16 +323,6 @@ class _Locator:
 
     def _label(self, row: int) -> str:
         return f"{self._path(row)}: the item of {self._name(row)!r:.80} at byte {int(self.columns.starts[row])}"
-
-    def _check_disjoint(self, rows: Int64) -> None:
-        files, starts = self.columns.files[rows], self.columns.starts[rows]
-        stops = starts + self.columns.lengths[rows]
-        # Items that start at the same byte are either the same item or parts of one safetensors blob.
-        bad = (files[1:] == files[:-1]) & (starts[1:] < stops[:-1]) & (starts[1:] != starts[:-1])
-        if bad.any():
-            row = int(rows[int(np.flatnonzero(bad)[0]) + 1])
-            text = f"{self._path(row)}: the item of {self._name(row)!r:.80} overlaps the one before it."
-            raise CorruptCheckpointError(text)
 
     # --- files that consist of one safetensors blob
 
@@ -447,7 +432,8 @@ class _Locator:
         data = decode_zstd(self.store.read(path, start, start + length), wanted + _SLACK, file=label)
         found = one_tensor(read_archive(memory_store(label, data), label).value, label)
         self._check(row, found, label)
-        self._put_codec(row, Codec("zstd", start, length))
+        owner = self._tensor(row)
+        self.items.codecs.setdefault(owner, {})[row - int(columns.bounds[owner])] = Codec("zstd", start, length)
         self._put(np.array([row]), found, found.storage.start, found.storage.crc32)
 
     def _check(self, row: int, tensor: StoredTensor, label: str) -> None:
@@ -469,10 +455,6 @@ class _Locator:
         for row in () if tensor.contiguous else rows.tolist():
             owner = self._tensor(row)
             items.strides.setdefault(owner, {})[row - int(self.columns.bounds[owner])] = tensor.strides
-
-    def _put_codec(self, row: int, codec: Codec) -> None:
-        owner = self._tensor(row)
-        self.items.codecs.setdefault(owner, {})[row - int(self.columns.bounds[owner])] = codec
 
 
 # --- parsing one item from its two ends

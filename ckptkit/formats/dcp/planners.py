@@ -114,8 +114,15 @@ class DCPSavePlanner(DefaultSavePlanner):
             return super().create_global_plan(all_plans)
         if len(shares) < len(all_plans):
             raise SaveError(_MIXED)
-        # The writer fills in the metadata.
-        return [SavePlan([], planner_data=turn) for turn in _turns(shares)], Metadata({})
+        digests = [share.digest for share in shares]
+        first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+        tables = [np.frombuffer(share.hashes, "<u8") for share in shares]
+        partial = partial_holders(tables) if len(first) > 1 else {}
+        turns = [
+            _Turn(rank, len(shares), first[digest] == rank, {key: partial[key] for key in keys if key in partial})
+            for rank, (digest, keys) in enumerate(zip(digests, (t.tolist() for t in tables), strict=True))
+        ]
+        return [SavePlan([], planner_data=turn) for turn in turns], Metadata({})  # the writer fills in the metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         turn, plan = new_plan.planner_data, self._sharded
@@ -127,17 +134,6 @@ class DCPSavePlanner(DefaultSavePlanner):
             holders = {name: turn.holders[key] for name, key in plan.replicated().items() if key in turn.holders}
         plan = plan.placed(rank=turn.rank, world_size=turn.world_size, holders=holders)
         return replace(new_plan, planner_data=replace(plan, sends_table=turn.sends_table))
-
-
-def _turns(shares: Sequence[_Share]) -> list[_Turn]:
-    digests = [share.digest for share in shares]
-    first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
-    tables = [np.frombuffer(share.hashes, "<u8") for share in shares]
-    partial = partial_holders(tables) if len(first) > 1 else {}
-    return [
-        _Turn(rank, len(shares), first[digest] == rank, {key: partial[key] for key in keys if key in partial})
-        for rank, (digest, keys) in enumerate(zip(digests, (t.tolist() for t in tables), strict=True))
-    ]
 
 
 class DCPLoadPlanner(DefaultLoadPlanner):

@@ -76,7 +76,32 @@ def frame_tensor(dtype: str, sizes: tuple[int, ...]) -> RecordFrame:
         dtype: torch's name for it, without "torch.".
     """
     kind = dtype_of(dtype)
-    return _frame(_pickle_tensor(kind.name, sizes, kind.itemsize), math.prod(sizes) * kind.itemsize)
+    pickled, nbytes = _pickle_tensor(kind.name, sizes, kind.itemsize), math.prod(sizes) * kind.itemsize
+    streamed, alignment = nbytes >= STREAMED, ALIGNMENT if nbytes >= _ALIGNED else 1
+    pickle_crc, version = crc32(pickled), b"3\n"
+    head = local_header(_ROOT + b"data.pkl", pickle_crc, len(pickled)) + pickled
+    version_at = len(head)
+    head += local_header(_ROOT + b"version", crc32(version), len(version)) + version
+    storage_at, name = len(head), _ROOT + b"data/0"
+    flags = 0x0008 if streamed else 0  # bit 3: the CRC is in a descriptor after the data
+    unpadded = storage_at + len(local_header(name, 0, nbytes))
+    padding = -(unpadded + 4) % alignment if unpadded % alignment else None
+    head += local_header(name, 0, nbytes, flags=flags, padding=padding)
+    directory = central_header(_ROOT + b"data.pkl", pickle_crc, len(pickled), 0)
+    directory += central_header(_ROOT + b"version", crc32(version), len(version), version_at)
+    crc_in_directory = len(directory) + 16
+    directory += central_header(name, 0, nbytes, storage_at, flags=flags)
+    descriptor = (24 if nbytes >= _MAX32 else 16) if streamed else 0
+    tail = directory + end_records(3, len(directory), len(head) + nbytes + descriptor)
+    return RecordFrame(
+        prefix=head,
+        nbytes=nbytes,
+        length=len(head) + nbytes + descriptor + len(tail),
+        alignment=alignment,
+        streamed=streamed,
+        crc_at=storage_at + 14,
+        tail=(tail[:crc_in_directory], tail[crc_in_directory + 4 :]),
+    )
 
 
 def frame_object(value: Any) -> bytes:
@@ -84,8 +109,11 @@ def frame_object(value: Any) -> bytes:
 
     Uses pickle protocol 2, because `torch.load(weights_only=True)` refuses the framing of later protocols.
     """
-    pickled = pickle.dumps(value, protocol=2)
-    return _zip_objects((b"data.pkl", pickled), (b"version", b"3\n"))
+    body, directory = bytearray(), bytearray()
+    for name, data in ((_ROOT + b"data.pkl", pickle.dumps(value, protocol=2)), (_ROOT + b"version", b"3\n")):
+        directory += central_header(name, crc32(data), len(data), len(body))
+        body += local_header(name, crc32(data), len(data)) + data
+    return bytes(body + directory) + end_records(2, len(directory), len(body))
 
 
 def is_plain(value: Any) -> bool:
@@ -101,9 +129,6 @@ def is_plain(value: Any) -> bool:
     if kind is dict:
         return all(map(is_plain, value)) and all(map(is_plain, value.values()))
     return False
-
-
-# --- data.pkl
 
 
 def _pickle_tensor(name: str, sizes: tuple[int, ...], itemsize: int) -> bytes:
@@ -142,44 +167,3 @@ def _int_tuple(values: tuple[int, ...]) -> bytes:
     if len(values) > 3:
         return b"(" + body + b"t"
     return body + (b")", b"\x85", b"\x86", b"\x87")[len(values)]
-
-
-# --- zip
-
-
-def _frame(pickled: bytes, nbytes: int) -> RecordFrame:
-    """Return the frame of a zip with data.pkl, version and, last, the storage. The payload's CRC is filled in later."""
-    streamed, alignment = nbytes >= STREAMED, ALIGNMENT if nbytes >= _ALIGNED else 1
-    pickle_crc, version = crc32(pickled), b"3\n"
-    head = local_header(_ROOT + b"data.pkl", pickle_crc, len(pickled)) + pickled
-    version_at = len(head)
-    head += local_header(_ROOT + b"version", crc32(version), len(version)) + version
-    storage_at, name = len(head), _ROOT + b"data/0"
-    flags = 0x0008 if streamed else 0  # bit 3: the CRC is in a descriptor after the data
-    unpadded = storage_at + len(local_header(name, 0, nbytes))
-    padding = -(unpadded + 4) % alignment if unpadded % alignment else None
-    head += local_header(name, 0, nbytes, flags=flags, padding=padding)
-    directory = central_header(_ROOT + b"data.pkl", pickle_crc, len(pickled), 0)
-    directory += central_header(_ROOT + b"version", crc32(version), len(version), version_at)
-    crc_in_directory = len(directory) + 16
-    directory += central_header(name, 0, nbytes, storage_at, flags=flags)
-    descriptor = (24 if nbytes >= _MAX32 else 16) if streamed else 0
-    tail = directory + end_records(3, len(directory), len(head) + nbytes + descriptor)
-    return RecordFrame(
-        prefix=head,
-        nbytes=nbytes,
-        length=len(head) + nbytes + descriptor + len(tail),
-        alignment=alignment,
-        streamed=streamed,
-        crc_at=storage_at + 14,
-        tail=(tail[:crc_in_directory], tail[crc_in_directory + 4 :]),
-    )
-
-
-def _zip_objects(*members: tuple[bytes, bytes]) -> bytes:
-    body, directory = bytearray(), bytearray()
-    for short, data in members:
-        crc, name = crc32(data), _ROOT + short
-        directory += central_header(name, crc, len(data), len(body))
-        body += local_header(name, crc, len(data)) + data
-    return bytes(body + directory) + end_records(len(members), len(directory), len(body))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptkit.catalog.entry import Role
 
@@ -31,8 +31,7 @@ _PARTS = ("state", "master", _PARAM_GROUPS)
 _STATES = _MASTER_STATES | {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step", "square_avg"}
 
 
-@dataclass(frozen=True, slots=True)
-class EntryRole:
+class EntryRole(NamedTuple):
     """An entry's role, parameter and state, as in `TensorEntry`."""
 
     role: Role
@@ -53,14 +52,20 @@ class RoleTable:
         # An optimizer's state and param_groups may be at the top level, as in LightRFT's `optim_states/` or a DCP
         # checkpoint of what get_optimizer_state_dict returns.
         alone = "state" in tops and tops <= {"state", _PARAM_GROUPS}
-        self._bare_optimizer = alone and not any(map(_holds_run, paths.values()))
+        # If the key "state" holds a model and optimizers, it is not one optimizer's state.
+        inner = {str(path[1]) for path in paths.values() if len(path) > 2 and path[0] == "state"}
+        self._bare_optimizer = alone and not any(p in _MODEL_KEYS or _OPTIMIZER_KEY.fullmatch(p) for p in inner)
         wrappers = {key: _model_wrapper(paths.get(key) or (key,)) for key in tensors}
         self._inner = _inner_wrappers(paths, wrappers)
         wrappers = {key: self._inner.get(wrapper, wrapper) for key, wrapper in wrappers.items()}
         named = {wrapper for wrapper in wrappers.values() if wrapper}
         known = {wrapper for wrapper in named if set(wrapper) & _MODEL_KEYS}
-        if len(known) > 1 and _collide(paths, wrappers, known):
-            known = set()
+        if len(known) > 1:
+            names = [
+                (paths.get(key) or (key,))[len(w) :] for key, w in wrappers.items() if w in known and w is not None
+            ]
+            if len(set(names)) < len(names):  # two models have parameters with the same name
+                known = set()
         bare = any(wrapper == () for wrapper in wrappers.values())
         # Weights are at the top level or under a known key. A user's own key counts only if it is the only such key.
         self._wrappers = known or (set() if bare else named if len(named) == 1 else set())
@@ -100,19 +105,6 @@ class RoleTable:
             if rest.startswith(("state.", "param_groups.", "master.")) and _OPTIMIZER_KEY.fullmatch(head):
                 return optimizer_role((rest,))
         return None
-
-
-def _holds_run(path: Path) -> bool:
-    """Return whether a path shows that the key "state" holds a model and optimizers, not just one optimizer's state."""
-    part = path[1] if len(path) > 2 and path[0] == "state" else None
-    return isinstance(part, str) and (part in _MODEL_KEYS or bool(_OPTIMIZER_KEY.fullmatch(part)))
-
-
-def _collide(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None], known: Iterable[Path]) -> bool:
-    """Return whether two models under different keys have parameters with the same name."""
-    chosen = set(known)
-    names = [(paths.get(key) or (key,))[len(w) :] for key, w in wrappers.items() if w is not None and w in chosen]
-    return len(set(names)) < len(names)
 
 
 def optimizer_role(path: Path) -> EntryRole:

@@ -43,7 +43,7 @@ class Claim:
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return groups of tensors whose memory overlaps, as lists of indices."""
-    spans = sorted((t.data_ptr(), t.nbytes if t.is_contiguous() else _extent(t), i) for i, t in enumerate(tensors))
+    spans = sorted((t.data_ptr(), _extent(t), i) for i, t in enumerate(tensors))
     groups: list[list[int]] = []
     stop = 0
     for start, nbytes, index in spans:

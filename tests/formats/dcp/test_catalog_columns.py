@@ -25,7 +25,8 @@ def part() -> Any:
 def gathered(only: Any) -> Any:
     store = LocalStore(FOLDER)
     builder = dcp._Builder(store, [only], dcp._Files(store, {info.path: info for info in store.list()}))
-    return builder._columns(), builder.objects
+    builder._gather(only)
+    return builder._joined_rows(), builder.objects
 
 
 def test_the_order_of_storage_entries_does_not_matter() -> None:
