@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -50,28 +50,12 @@ class _NoTree(Exception):
     """The value has a type that `objects.json` cannot represent."""
 
 
-@dataclass(slots=True)
-class Trees:
-    """Trees for `objects.json`.
-
-    Attributes:
-        steps: Step counts that the source stores as numbers, by (optimizer, FQN).
-        leftovers: (name, reason) of each object that was not converted.
-    """
-
-    trees: dict[str, Any] = field(default_factory=dict)
-    steps: dict[tuple[str, str], float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    leftovers: list[tuple[str, str]] = field(default_factory=list)
-
-
-def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Trees:
-    """Return the trees for a source that ckptkit did not write. Reads its objects without running their code.
+def _add_trees(found: OwnState, store: Store, catalog: Catalog, sections: Mapping[str, str]) -> None:
+    """Add the trees for a source that ckptkit did not write. Reads its objects without running their code.
 
     Args:
         sections: An optimizer's key prefix (the part before ".state.") -> ckptkit's name for the optimizer.
     """
-    found = Trees()
     values: dict[str, tuple[ObjectEntry, Any]] = {}
     for name, entry in catalog.objects.items():
         if name == SUBCLASSES:
@@ -83,48 +67,43 @@ def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Tr
             values[name] = (entry, read_object(store, entry))
         except CkptkitError as error:
             found.leftovers.append((name, f"it can't be read: {str(error)[:160]}"))
-    groups = _Groups()
+    groups: _Groups = {}
     for name, (entry, value) in list(values.items()):
         if entry.role is not Role.OPTIMIZER:
             continue
         del values[name]
-        if not groups.take(name, value) and not _take_state(found, name, entry, value, sections):
+        if not _take_group(groups, name, value) and not _take_state(found, name, entry, value, sections):
             found.leftovers.append((name, "torch optimizers have no such entry"))
     _add_groups(found, groups, sections, catalog)
     _add_rest(found, _nested(values))
-    return found
 
 
 # --- optimizers
 
 
-@dataclass(slots=True)
-class _Groups:
-    """Parameter groups' settings: key prefix (before "param_groups") -> group's index or parameter -> settings."""
+# Parameter groups' settings: key prefix (before "param_groups") -> group's index or parameter -> settings.
+_Groups: TypeAlias = dict[str, dict[str | int, dict[str, Any]]]
 
-    found: dict[str, dict[str | int, dict[str, Any]]] = field(default_factory=dict)
 
-    def take(self, name: str, value: Any) -> bool:
-        """Store the object and return True if it is a setting; otherwise return False.
+def _take_group(found: _Groups, name: str, value: Any) -> bool:
+    """Store the object and return True if it is a setting; otherwise return False.
 
-        The object's key contains the group's index or, in a flattened state dict, the parameter's name.
-        """
-        at = name.find(_GROUPS)
-        if at < 0:
-            return False
-        prefix, rest = name[:at].rstrip("."), name[at + len(_GROUPS) + 1 :]
-        if not rest and not isinstance(value, (list, tuple)):
-            return False
-        groups = self.found.setdefault(prefix, {})
-        if not rest:  # a single object contains all groups
-            groups.update(enumerate(dict(group) for group in value if isinstance(group, Mapping)))
-            return True
+    The object's key contains the group's index or, in a flattened state dict, the parameter's name.
+    """
+    at = name.find(_GROUPS)
+    prefix, rest = name[:at].rstrip("."), name[at + len(_GROUPS) + 1 :]
+    if at < 0 or (not rest and not isinstance(value, (list, tuple))):
+        return False
+    groups = found.setdefault(prefix, {})
+    if rest:
         owner, _, setting = rest.rpartition(".")
         groups.setdefault(int(owner) if owner.isdecimal() else owner, {})[setting] = value
-        return True
+    else:  # a single object contains all groups
+        groups.update(enumerate(dict(group) for group in value if isinstance(group, Mapping)))
+    return True
 
 
-def _take_state(found: Trees, name: str, entry: ObjectEntry, value: Any, sections: Mapping[str, str]) -> bool:
+def _take_state(found: OwnState, name: str, entry: ObjectEntry, value: Any, sections: Mapping[str, str]) -> bool:
     """Store the object and return True if it is optimizer state but not a tensor; otherwise return False.
 
     A step count becomes a tensor later. Other values are stored unchanged.
@@ -147,13 +126,13 @@ def _take_state(found: Trees, name: str, entry: ObjectEntry, value: Any, section
     return True
 
 
-def _optimizer(found: Trees, section: str) -> dict[str, Any]:
+def _optimizer(found: OwnState, section: str) -> dict[str, Any]:
     fresh: dict[str, Any] = {_GROUPS: [], "values": {}, "shared": {}}
     tree: dict[str, Any] = found.trees.setdefault(section, fresh)
     return tree
 
 
-def _add_groups(found: Trees, groups: _Groups, sections: Mapping[str, str], catalog: Catalog) -> None:
+def _add_groups(found: OwnState, groups: _Groups, sections: Mapping[str, str], catalog: Catalog) -> None:
     known = {entry.fqn for entry in catalog.tensors.values() if entry.fqn}
     stated = catalog.info.extra.get("module_prefix")
     module = stated if isinstance(stated, str) else ""
@@ -164,8 +143,8 @@ def _add_groups(found: Trees, groups: _Groups, sections: Mapping[str, str], cata
         candidates = (name, plain, name.removeprefix(module), plain.removeprefix(module))
         return next((candidate for candidate in candidates if candidate in known), None)
 
-    for prefix, by_owner in groups.found.items():
-        section = sections.get(prefix) or ("optimizer" if len(groups.found) == 1 else prefix.replace(".", "_"))
+    for prefix, by_owner in groups.items():
+        section = sections.get(prefix) or ("optimizer" if len(groups) == 1 else prefix.replace(".", "_"))
         listed = _joined(by_owner)
         unknown = [p for group in listed for p in group["params"] if not isinstance(p, str) or fqn_of(p) is None]
         if unknown:
@@ -230,7 +209,7 @@ def _nested(values: Mapping[str, tuple[ObjectEntry, Any]]) -> dict[str, Any]:
     return nested
 
 
-def _add_rest(found: Trees, nested: Mapping[str, Any]) -> None:
+def _add_rest(found: OwnState, nested: Mapping[str, Any]) -> None:
     for name, value in nested.items():
         scheduler = _scheduler(name, value)
         own = (
@@ -326,12 +305,14 @@ class OwnState:
 
     Attributes:
         trees: Contents of `objects.json`. The file is written only if there are any.
+        steps: Step counts that the source stores as numbers, by (optimizer, FQN).
         records: Objects that are copied into the DCP checkpoint, with their bytes.
         leftovers: (name, reason) of everything that the result omits.
     """
 
     tensors: list[OwnTensor] = field(default_factory=list)
     trees: dict[str, Any] = field(default_factory=dict)
+    steps: dict[tuple[str, str], float] = field(default_factory=dict)
     records: list[tuple[ObjectEntry, bytes]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     leftovers: list[tuple[str, str]] = field(default_factory=list)
@@ -445,7 +426,6 @@ def _key(name: str, role: Role, fqn: str, state: str) -> Key:
 def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
     found = OwnState()
     sections = _sections(catalog)
-    trees = own_trees(store, catalog, sections)
     masters = _weights_are_masters(catalog)
     used: dict[str, str] = {}
     for name, entry in catalog.tensors.items():
@@ -468,16 +448,27 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
             f"{len(masters)} fp32 masters are skipped: the weights are fp32 and equal them. An optimizer with masters "
             "starts from the weights; if the model has another dtype, load with convert_dtype=True"
         )
-    _add_steps(found, trees, used)
-    found.trees = {**trees.trees, "step": step}
-    if recipes := renamed_recipes(catalog, lambda entry: _own_name(entry, sections)):
-        found.trees[SUBCLASSES] = recipes
+    recipes = renamed_recipes(catalog, lambda entry: _own_name(entry, sections))
+    if recipes:
         found.notes.append(
             f"{len(recipes)} tensors of classes ({next(iter(recipes.values()))['class']}) are stored in parts, as "
             "ckptkit saves them: load them with CheckpointManager or DCPReader"
         )
-    found.notes += trees.notes
-    found.leftovers += trees.leftovers
+    _add_trees(found, store, catalog, sections)
+    found.trees["step"] = step
+    if recipes:
+        found.trees[SUBCLASSES] = recipes
+    for (section, fqn), count in found.steps.items():  # as tensors, which torch's optimizers expect
+        name = f"{section}.state.{fqn}.step"
+        if name in used:
+            continue
+        made = np.array([count], np.float32).view(np.uint8), 0
+        tensor = ComputedTensor(name, "float32", (), (), partial(_constant, made), f"step {count:g}")
+        empty = np.zeros(0, np.int64)
+        nothing = SliceArray([], empty.astype(np.int32), empty, empty, empty.reshape(0, 0), empty.reshape(0, 0))
+        entry = TensorEntry(name, "float32", (), nothing, Role.OPTIMIZER, fqn, "step")
+        key = (section, "state", fqn, "step")
+        found.tensors.append(OwnTensor(tensor, entry, Role.OPTIMIZER, fqn, "step", key))
     return found
 
 
@@ -523,20 +514,5 @@ def _weights_are_masters(catalog: Catalog) -> set[str]:
     return found
 
 
-def _add_steps(found: OwnState, trees: Trees, used: Mapping[str, str]) -> None:
-    """Add the step counts that the source stores as numbers. They become tensors, which torch's optimizers expect."""
-    for (section, fqn), step in trees.steps.items():
-        name = f"{section}.state.{fqn}.step"
-        if name in used:
-            continue
-        data = np.array([step], np.float32).view(np.uint8)
-        tensor = ComputedTensor(name, "float32", (), (), partial(_constant, data), f"step {step:g}")
-        empty = np.zeros(0, np.int64)
-        nothing = SliceArray([], empty.astype(np.int32), empty, empty, empty.reshape(0, 0), empty.reshape(0, 0))
-        entry = TensorEntry(name, "float32", (), nothing, Role.OPTIMIZER, fqn, "step")
-        key = (section, "state", fqn, "step")
-        found.tensors.append(OwnTensor(tensor, entry, Role.OPTIMIZER, fqn, "step", key))
-
-
-def _constant(data: Any, _: Sequence[Any]) -> Computed:
-    return data, 0
+def _constant(made: Computed, _: Sequence[Any]) -> Computed:
+    return made
