@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.host_bytes import is_sparse_or_quantized, row_major, why_not_dense
-from ckptkit.formats.pickles.weights_only import dump_object, parse_object
 
 if TYPE_CHECKING:
     import torch
@@ -203,6 +202,8 @@ def _number(value: int, path: str) -> int:
 
 def _torch_save(value: Any, path: str) -> JSON:
     """Encode the bytes that torch.save writes for the value. Checks that torch.load(weights_only=True) reads them."""
+    from ckptkit.formats.pickles.weights_only import dump_object  # imports torch, which a reshard does without
+
     advice = "give its class state_dict and load_state_dict, or allow it with torch.serialization.add_safe_globals."
     return {"$torch_save": base64.b64encode(dump_object(value, name=path, advice=advice)).decode()}
 
@@ -284,6 +285,12 @@ def _torch_dtype(name: str) -> torch.dtype:
     return found
 
 
+def _decode_torch_save(body: JSON, _: Callable[[str], Any]) -> Any:
+    from ckptkit.formats.pickles.weights_only import parse_object
+
+    return parse_object(base64.b64decode(body, validate=True), file="saved state", name="$torch_save")
+
+
 def _torch(name: str, *arguments: Any) -> Any:
     import torch
 
@@ -306,7 +313,5 @@ _TAGS: Mapping[str, Callable[[JSON, Callable[[str], Any]], Any]] = {
     "$dtype": lambda body, _: _torch_dtype(body),
     "$device": lambda body, _: _torch("device", body),
     "$size": lambda body, _: _torch("Size", body),
-    "$torch_save": lambda body, _: parse_object(
-        base64.b64decode(body, validate=True), file="saved state", name="$torch_save"
-    ),
+    "$torch_save": _decode_torch_save,
 }
