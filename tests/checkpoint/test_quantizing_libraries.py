@@ -383,7 +383,7 @@ def test_transformers_reads_weights_of_torchao_after_every_way_through_ckptkit(t
     with pytest.raises(UnsupportedFormatError, match="no quantization_config with quant_method torchao"):
         convert(run, str(tmp_path / "four"), base=str(tmp_path / "plain"))
     for options in ({"dtype": "bf16"}, {"to": "dcp"}, {"quantize": "fp8-block"}):
-        with pytest.raises(UnsupportedFormatError, match=r"q_proj\.weight is a torchao\.quantization\.Int8Tensor"):
+        with pytest.raises(UnsupportedFormatError, match=r"down_proj\.weight is a torchao\.quantization\.Int8Tensor"):
             convert(theirs, str(tmp_path / "four"), **options)
     assert not (tmp_path / "four").exists()
 
@@ -401,6 +401,64 @@ def test_a_file_that_lacks_an_inner_tensor_of_torchao_is_refused_by_name(tmp_pat
         CorruptCheckpointError, match=r"0\.weight is of the class Int8Tensor, but 0\._weight_scale is missing"
     ):
         convert(str(tmp_path / "export"), str(tmp_path / "again"))
+
+
+DESCRIPTION = {
+    "_type": "Int8Tensor",
+    "_data": {"block_size": [1, 8], "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}},
+    "_tensor_data_names": ["qdata", "scale"],
+}
+
+
+def described_file(folder: Path, described: dict[str, Any], name: str = "model.safetensors", at: str = "a") -> str:
+    """Write a file of torchao's layout with the weight `<at>.weight`; return its directory."""
+    folder.mkdir(exist_ok=True)
+    tensors = {f"{at}._weight_qdata": torch.ones(4, 8, dtype=torch.int8), f"{at}._weight_scale": torch.ones(4, 1)}
+    extra = described.pop("tensors", {})
+    metadata = {f"{at}.weight": json.dumps({**DESCRIPTION, **described})}
+    metadata |= {name: json.dumps(text) for name, text in described.pop("more", {}).items()}
+    save_file({**tensors, **extra}, folder / name, {**metadata, "tensor_names": json.dumps(list(metadata))})
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        *({"_tensor_data_names": names} for names in ([["qdata"]], [1], ["qdata", "qdata"])),
+        *({"_data": {"shape": shape}} for shape in (["x", 8], [-4, 8], [[4], 8])),
+        *({"_data": {"dtype": {"_type": kind, "_data": data}}} for kind, data in (("torch.dtype", 1), (["x"], "y"))),
+        *({"_data": {"block_size": {tag: 5}}} for tag in ("$tuple", "$shape", "$object", "$enum")),
+        {"tensors": {"a.weight::qdata": torch.ones(4)}},
+        {"tensors": {"a.weight": torch.ones(4)}},
+        {"tensors": {"a._weight_x_y": torch.ones(4)}, "_tensor_data_names": ["qdata", "x_y"],
+         "more": {"a.weight_x": {**DESCRIPTION, "_tensor_data_names": ["y"]}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_malformed_description_of_torchao_is_refused_by_name(tmp_path: Path, described: dict[str, Any]) -> None:
+    source = described_file(tmp_path / "a", dict(described))
+    with pytest.raises(CorruptCheckpointError, match=r"description of 'a\.weight"):
+        convert(source, str(tmp_path / "b"))
+
+
+def test_files_of_torchao_may_each_describe_only_their_own_weights(tmp_path: Path) -> None:
+    for index, at in enumerate(("a", "b"), 1):
+        source = described_file(tmp_path / "two", {}, f"model-0000{index}-of-00002.safetensors", at)
+    convert(source, str(tmp_path / "one"))
+    assert of_torchao_file(tmp_path / "one").keys() == {"a.weight", "b.weight"}
+
+
+def test_torchao_weights_with_more_dimensions_inside_than_outside_are_read(tmp_path: Path) -> None:
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import Int4TilePackedTo4dTensor
+
+    packed = torch.arange(8 * 64, dtype=torch.int32).reshape(1, 2, 32, 8)
+    made = Int4TilePackedTo4dTensor(packed, torch.ones(4, 8, 2).bfloat16(), [1, 32], torch.Size([8, 128]))
+    tensors, metadata = flatten_tensor_state_dict({"a.weight": made})
+    (tmp_path / "a").mkdir()
+    save_file(tensors, tmp_path / "a/model.safetensors", metadata)
+    convert(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert as_stored(of_torchao_file(tmp_path / "b")) == as_stored({"a.weight": made})
 
 
 # --- on several ranks

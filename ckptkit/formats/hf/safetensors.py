@@ -76,7 +76,8 @@ def _catalog(
         differing.update(dict.fromkeys(k for k, text in header.metadata.items() if metadata.get(k, text) != text))
         metadata.update(header.metadata)
     columns = (row for header in headers.values() for row in header.tensors.columns()) if DESCRIBED in metadata else ()
-    recipes, names = found_recipes(metadata, {row[0]: (row[1], row[2]) for row in columns}, store.url)
+    described = [header.metadata for header in headers.values()]
+    recipes, names = found_recipes(described, {row[0]: (row[1], row[2]) for row in columns}, store.url)
     if recipes:
         metadata = {}  # the recipes contain it
     if differing and not recipes:

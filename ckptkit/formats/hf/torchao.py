@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ckptkit.catalog.box import row_major_strides
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.dcp.subclasses import SEPARATOR, Recipe
 from ckptkit.formats.own.json import parse
@@ -49,28 +50,25 @@ def stored_name(name: str) -> str:
 
 
 def found_recipes(
-    metadata: Mapping[str, str], tensors: Mapping[str, tuple[str, tuple[int, ...]]], path: str
+    headers: Iterable[Mapping[str, str]], tensors: Mapping[str, tuple[str, tuple[int, ...]]], path: str
 ) -> tuple[dict[str, Recipe], dict[str, str]]:
-    """Return the recipes of a file's quantized weights, and the names of their tensors: stored -> in the catalog.
+    """Return the recipes of a checkpoint's quantized weights, and the names of their tensors: stored -> in the catalog.
 
     Args:
-        metadata: The `__metadata__` of the files, merged.
+        headers: The `__metadata__` of each file.
         tensors: dtype and shape of all stored tensors, by name.
         path: The file or directory, for messages.
 
     Raises:
-        CorruptCheckpointError: A description is malformed, or names a tensor that does not exist.
+        CorruptCheckpointError: A description is malformed, or names a tensor that does not exist or that belongs to
+            another weight too.
         UnsupportedFormatError: A class is not one of `CLASSES`.
     """
     recipes: dict[str, Recipe] = {}
     names: dict[str, str] = {}
-    if DESCRIBED not in metadata:
-        return recipes, names
-    listed = parse(metadata[DESCRIBED].encode(), file=f"{path}: {DESCRIBED} in __metadata__")
-    for name in listed if isinstance(listed, list) else ():
-        if not isinstance(name, str) or name not in metadata:
-            continue
-        value = parse(metadata[name].encode(), file=f"{path}: the description of {name!r} in __metadata__")
+    for name, text in _descriptions(headers, path).items():
+        what = f"{path}: the description of {name!r} in __metadata__"
+        value = parse(text.encode(), file=what)
         if not isinstance(value, dict) or "_tensor_data_names" not in value:
             continue  # a plain tensor, or not torchao's layout
         kind, data, inner = value.get("_type"), value.get("_data"), value["_tensor_data_names"]
@@ -78,26 +76,49 @@ def found_recipes(
             raise UnsupportedFormatError(
                 f"{path}: {name} is of the class {kind!s:.100}, not one of {', '.join(CLASSES)}."
             )
-        if not isinstance(data, dict) or not isinstance(inner, list) or "." not in name or not inner:
-            raise CorruptCheckpointError(f"{path}: the description of {name!r} in __metadata__ is malformed.")
+        are_names = isinstance(inner, list) and all(isinstance(item, str) for item in inner)
+        if not isinstance(data, dict) or not are_names or len(set(inner)) != len(inner) or "." not in name or not inner:
+            raise CorruptCheckpointError(f"{what} is malformed.")
         stored = {attribute: stored_name(f"{name}{SEPARATOR}{attribute}") for attribute in inner}
-        if missing := [text for text in stored.values() if text not in tensors]:
+        if missing := [part for part in stored.values() if part not in tensors]:
             raise CorruptCheckpointError(f"{path}: {name} is of the class {kind}, but {missing[0]} is missing.")
-        names.update({text: f"{name}{SEPARATOR}{attribute}" for attribute, text in stored.items()})
-        recipes[name] = _recipe(kind, data, {attribute: tensors[text] for attribute, text in stored.items()})
+        named = {part: f"{name}{SEPARATOR}{attribute}" for attribute, part in stored.items()}
+        for part, full in named.items():
+            if part in names or full in tensors or name in tensors:
+                other = names.get(part) or (full if full in tensors else name)
+                raise CorruptCheckpointError(f"{what} names {part}, but the file also has {other!r}.")
+        names.update(named)
+        try:
+            recipes[name] = _recipe(kind, data, {attribute: tensors[part] for attribute, part in stored.items()})
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{what} is malformed: {error}.") from None
     return recipes, names
+
+
+def _descriptions(headers: Iterable[Mapping[str, str]], path: str) -> dict[str, str]:
+    """Return the descriptions of all listed tensors. A file of several may list all tensors, or only its own."""
+    found: dict[str, str] = {}
+    for header in headers:
+        listed = (
+            parse(header[DESCRIBED].encode(), file=f"{path}: {DESCRIBED} in __metadata__")
+            if DESCRIBED in header
+            else ()
+        )
+        for name in listed if isinstance(listed, list) else ():
+            if isinstance(name, str) and name in header and found.setdefault(name, header[name]) != header[name]:
+                raise CorruptCheckpointError(f"{path}: the files' descriptions of {name!r} in __metadata__ differ.")
+    return found
 
 
 def _recipe(kind: str, data: Mapping[str, Any], inner: Mapping[str, tuple[str, tuple[int, ...]]]) -> Recipe:
     packed, held = inner.get("qdata", next(iter(inner.values())))
     shape = data.get("shape")
-    if not isinstance(shape, list):
+    if shape is None:
         shape = [*held[:-1], held[-1] * 2] if packed == "uint8" and held else list(held)
+    elif not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"the shape {shape!r:.100}")
     context = {key: _from_json(value, shape) for key, value in data.items()}
-    dtype = context.get("dtype") or context.get("orig_dtype") or {}
-    stride = [1] * len(held)
-    for dim in range(len(held) - 2, -1, -1):
-        stride[dim] = stride[dim + 1] * (held if kind == "MXTensor" else shape)[dim + 1]
+    dtype = context.get("dtype") or context.get("orig_dtype")
     placed = {}
     for name, (_, sizes) in inner.items():
         alike = len(sizes) == len(shape) and all(n and size % n == 0 for size, n in zip(shape, sizes, strict=True))
@@ -106,24 +127,29 @@ def _recipe(kind: str, data: Mapping[str, Any], inner: Mapping[str, tuple[str, t
     return {
         "class": CLASSES[kind],
         "shape": shape,
-        "stride": stride,
-        "dtype": dtype.get("$dtype", ""),
+        "stride": list(row_major_strides(tuple(held if kind == "MXTensor" else shape))),
+        "dtype": dtype.get("$dtype", "") if isinstance(dtype, dict) else "",
         "context": context,
         "inner": placed,
     }
 
 
 def _from_json(value: Any, shape: list[int]) -> Any:
+    """Return a value of a description as a recipe has it. Raises ValueError if it is malformed."""
     if isinstance(value, list):
         return {"$shape": True} if shape and value == shape else [_from_json(item, shape) for item in value]
     if not isinstance(value, dict):
         return value
-    kind, data = value.get("_type"), value.get("_data")
-    if kind == "torch.dtype":
-        return {"$dtype": data}
-    if isinstance(data, dict):
+    if "_type" not in value:
+        if any(key.startswith("$") for key in value):  # recipes use these names
+            raise ValueError(f"the names {list(value)!r:.100}")
+        return {key: _from_json(item, shape) for key, item in value.items()}
+    kind, data = value["_type"], value.get("_data")
+    if isinstance(kind, str) and kind != "torch.dtype" and isinstance(data, dict):
         return {"$object": [kind, {key: _from_json(item, shape) for key, item in data.items()}]}
-    return {"$enum": f"{kind}.{data}"} if kind else {key: _from_json(item, shape) for key, item in value.items()}
+    if not isinstance(kind, str) or not isinstance(data, str):
+        raise ValueError(f"the value {value!r:.100}")
+    return {"$dtype": data} if kind == "torch.dtype" else {"$enum": f"{kind}.{data}"}
 
 
 # --- writing
