@@ -43,7 +43,7 @@ def command(
     For tensors of unknown classes, only checksums are compared. They are listed, and do not count as damage.
     """
     from ckptkit.formats.options import ReadOptions
-    from ckptkit.offline.verify import verify
+    from ckptkit.offline.verify import Problem, VerifyReport, verify
 
     options = with_storage_options(storage_options)
     with progress_bar("verify") as progress:
@@ -57,7 +57,7 @@ def command(
                 options=ReadOptions(layout=layout, allow_pickle=allow_pickle),
             )
         except CorruptCheckpointError as error:  # too damaged to open, which is a result for `verify`, not a failure
-            report = _unreadable(error.checkpoint or url, str(error), quick=quick)
+            report = VerifyReport(error.checkpoint or url, quick=quick, problems=(Problem("", "", str(error)),))
     if as_json:
         print_json(report.to_json())
     else:
@@ -70,15 +70,6 @@ def command(
         click.echo("\n".join(lines))
     if not report.ok:
         raise SystemExit(1)
-
-
-def _unreadable(url: str, message: str, *, quick: bool) -> VerifyReport:
-    from ckptkit.offline.verify import Problem, VerifyReport
-
-    return VerifyReport(
-        url=url, note="", format="", step=None, quick=quick, files=0, tensors=0, digests=0, checked_bytes=0,
-        unproved_bytes=0, unproved_files=(), algorithms=(), problems=(Problem("", "", message),),
-    )  # fmt: skip
 
 
 def _lines(report: VerifyReport) -> list[str]:

@@ -51,18 +51,18 @@ class VerifyReport:
     """The result of `verify`: the checks that were made, and the problems found. `ok` if there are none."""
 
     url: str
-    note: str
-    format: str
-    step: int | None
-    quick: bool
-    files: int
-    tensors: int
-    digests: int  # number of digests compared
-    checked_bytes: int  # number of bytes read and hashed
-    unproved_bytes: int  # number of tensor bytes without a recorded digest
-    unproved_files: tuple[str, ...]  # the files that contain these bytes
-    algorithms: tuple[str, ...]
-    problems: tuple[Problem, ...]
+    note: str = ""
+    format: str = ""
+    step: int | None = None
+    quick: bool = False
+    files: int = 0
+    tensors: int = 0
+    digests: int = 0  # number of digests compared
+    checked_bytes: int = 0  # number of bytes read and hashed
+    unproved_bytes: int = 0  # number of tensor bytes without a recorded digest
+    unproved_files: tuple[str, ...] = ()  # the files that contain these bytes
+    algorithms: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     doubt: str = ""  # what the checkpoint's files cannot prove
     uninterpreted: Mapping[str, str] = field(default_factory=dict)  # tensors of unknown classes -> why not read
 
