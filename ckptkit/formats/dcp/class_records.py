@@ -274,7 +274,13 @@ def _placed(
         raise UnsupportedFormatError(f"has shards whose {name} have a value for each block of {blocks} elements")
     steps = block if rule == "like" else cut_blocks(block, entry.shape)
     for box in boxes if len(boxes) > 1 else ():
-        _check_cuts(entry, name, block, steps, box)
+        for dim, (start, stop, size) in enumerate(zip(box.offsets, box.stops, entry.shape, strict=True)):
+            step = steps[dim]
+            if (start, stop) != (0, size) and (not step or start % step or stop % step or size % step):
+                raise UnsupportedFormatError(
+                    f"has the shape {list(entry.shape)} and a {name} with a value for each block of {block} elements, "
+                    f"but a shard holds [{start}, {stop}) of dimension {dim}: blocks must not be split between ranks"
+                )
     placed = {"placed": rule, "block": block}
     if rule == "like":
         shape = _divided(entry.shape, steps)
@@ -302,16 +308,6 @@ def _block(name: str, rule: str, tensor: StoredTensor, box: Box) -> Any:
     elif rule == "flat" and len(tensor.shape) == 1 and tensor.numel and box.numel % tensor.numel == 0:
         return box.numel // tensor.numel
     raise UnsupportedFormatError(f"has a shard of sizes {list(box.sizes)}, whose {name} is {list(tensor.shape)}")
-
-
-def _check_cuts(entry: TensorEntry, name: str, block: Any, steps: Sequence[int], box: Box) -> None:
-    for dim, (start, stop, size) in enumerate(zip(box.offsets, box.stops, entry.shape, strict=True)):
-        step = steps[dim]
-        if (start, stop) != (0, size) and (not step or start % step or stop % step or size % step):
-            raise UnsupportedFormatError(
-                f"has the shape {list(entry.shape)} and a {name} with a value for each block of {block} elements, but "
-                f"a shard holds [{start}, {stop}) of dimension {dim}: blocks must not be split between ranks"
-            )
 
 
 def _divided(numbers: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:

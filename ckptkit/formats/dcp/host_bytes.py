@@ -159,12 +159,13 @@ def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
 def expanded_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
     """Return the tensors that torch refuses to write into because their elements share memory, with the reason."""
     why = "is an expanded view, whose elements share memory: copy it with .clone()"
-    return {key: why for key, value in tensors.items() if _is_expanded(value)}
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    repeated = any(not stride and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return repeated and tensor.numel() > 0 and not tensor.is_meta
+    return {
+        key: why
+        for key, value in tensors.items()
+        if any(not stride and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+        and value.numel() > 0
+        and not value.is_meta
+    }
 
 
 _layout_of, _dtype_of = operator.attrgetter("layout"), operator.attrgetter("dtype")
@@ -254,25 +255,22 @@ class HostBytes:
                 yield view[start : start + PIECE]
 
     def _views(self, tensor: torch.Tensor | memoryview) -> Iterator[memoryview]:
-        if isinstance(tensor, memoryview):
-            yield tensor
-        elif tensor.device.type != "cpu":
-            yield from self._staged(row_major(tensor))
-        elif lies_row_major(tensor):
-            yield host_view(tensor)
-        else:
-            for part in _parts(tensor.detach()):
-                yield self._copy(part)
-
-    def _copy(self, part: torch.Tensor) -> memoryview:
-        """Copy part of a tensor into a reused buffer. Allocating a buffer per part would fragment memory."""
+        whole = self.at_rest(tensor)
+        if whole is not None:
+            yield whole
+            return
         import torch
 
-        if self._tile is None:
+        assert isinstance(tensor, torch.Tensor)
+        if tensor.device.type != "cpu":
+            yield from self._staged(row_major(tensor))
+            return
+        if self._tile is None:  # reused, because a buffer for each part would fragment memory
             self._tile = torch.empty(_TILE, dtype=torch.uint8)
-        view = self._tile[: part.numel() * part.element_size()]
-        view.view(part.dtype).view(part.shape).copy_(part)
-        return host_view(view)
+        for part in _parts(tensor.detach()):
+            view = self._tile[: part.numel() * part.element_size()]
+            view.view(part.dtype).view(part.shape).copy_(part)
+            yield host_view(view)
 
     def at_rest(self, tensor: torch.Tensor | memoryview) -> memoryview | None:
         """Return a tensor's row-major bytes without a copy, or None if it is on a device or not row-major.
@@ -296,7 +294,10 @@ class HostBytes:
 
         flat = tensor.reshape(-1).view(torch.uint8)
         device = torch.get_device_module(flat.device)
-        buffers = self._buffers(flat.device)
+        if flat.device not in self._stages:
+            pin = flat.device.type == "cuda"
+            self._stages[flat.device] = [torch.empty(_STAGE, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        buffers = self._stages[flat.device]
         stream = self._streams.setdefault(flat.device, device.Stream(flat.device))
         stream.wait_stream(device.current_stream(flat.device))  # start after the kernels that compute the tensor
         starts = range(0, flat.numel(), _STAGE)
@@ -312,14 +313,6 @@ class HostBytes:
                 events[turn - 1].synchronize()
                 nbytes = min(_STAGE, flat.numel() - starts[turn - 1])
                 yield host_view(buffers[(turn - 1) % 2][:nbytes])
-
-    def _buffers(self, device: torch.device) -> list[torch.Tensor]:
-        import torch
-
-        if device not in self._stages:
-            pin = device.type == "cuda"
-            self._stages[device] = [torch.empty(_STAGE, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
-        return self._stages[device]
 
 
 def settle_device() -> None:

@@ -273,19 +273,7 @@ class _Writer:
         self._new("TensorStorageMetadata")
         self._text("properties")
         self._new("TensorProperties", state=b"(")
-        self._properties(dtype)
-        self._text("size")
-        self._global("torch", "Size")
-
-    def _global(self, module: str, name: str) -> None:
-        if not self._get((module, name)):
-            self._text(module)
-            self._text(name)
-            self._out += b"\x93"
-            self._put((module, name))
-
-    def _properties(self, dtype: str) -> None:
-        """Write (dtype, layout, requires_grad, memory format, pin_memory) and BUILD. The caller has written MARK."""
+        # (dtype, layout, requires_grad, memory format, pin_memory) and BUILD
         self._global("torch", dtype)
         if not self._get("strided"):
             self._global("torch.serialization", "_get_layout")
@@ -298,6 +286,15 @@ class _Writer:
             self._out += b"K\x00\x85R"
             self._put("contiguous")
         self._out += b"\x89tb"
+        self._text("size")
+        self._global("torch", "Size")
+
+    def _global(self, module: str, name: str) -> None:
+        if not self._get((module, name)):
+            self._text(module)
+            self._text(name)
+            self._out += b"\x93"
+            self._put((module, name))
 
     def _text(self, text: str) -> None:
         if not self._get(text):

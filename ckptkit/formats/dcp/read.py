@@ -42,7 +42,16 @@ def load_objects(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, 
     Raises:
         UnsafePickleError: Objects need classes that the caller has not allowed. The message names each object.
     """
-    raw = _read(store, entries)
+    raw = {  # the objects that torch.save wrote uncompressed are read in one batch
+        name: bytearray(entry.nbytes)
+        for name, entry in entries.items()
+        if entry.encoding == "torch_save" and entry.codec is None and entry.nbytes
+    }
+    store.read_many([ReadInto(entries[name].path, entries[name].start, memoryview(data)) for name, data in raw.items()])
+    for name, data in raw.items():
+        entry, digest = entries[name], entries[name].digest
+        if digest is not None and digest.start == entry.start and digest.nbytes == entry.nbytes:
+            check_bytes(digest, memoryview(data), entry.path, name)
     values: dict[str, Any] = {}
     unsafe: list[UnsafePickleError] = []
     for name, entry in entries.items():
@@ -58,22 +67,6 @@ def load_objects(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, 
         lines = [*map(str, unsafe[:_LISTED]), *([f"and {len(unsafe) - _LISTED} more"] if len(unsafe) > _LISTED else [])]
         raise UnsafePickleError(f"{len(unsafe)} objects cannot be loaded:\n  " + "\n  ".join(lines))
     return values
-
-
-def _read(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, bytearray]:
-    """Read the objects that torch.save wrote uncompressed, all in one batch. Return their bytes by key."""
-    raw = {
-        name: bytearray(entry.nbytes)
-        for name, entry in entries.items()
-        if entry.encoding == "torch_save" and entry.codec is None and entry.nbytes
-    }
-    store.read_many([ReadInto(entries[name].path, entries[name].start, memoryview(data)) for name, data in raw.items()])
-    for name, data in raw.items():
-        entry = entries[name]
-        digest = entry.digest
-        if digest is not None and digest.start == entry.start and digest.nbytes == entry.nbytes:
-            check_bytes(digest, memoryview(data), entry.path, name)
-    return raw
 
 
 def check_fits(current: Any, value: Any, name: str) -> None:

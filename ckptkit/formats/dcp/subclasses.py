@@ -235,23 +235,9 @@ def _class_of(tensor: Any) -> str:
 
 def _flattened(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """Return a tensor's inner tensors by attribute, and its context."""
-    if _is_4bit(tensor):
-        return _of_4bit(tensor)
-    names, context = tensor.__tensor_flatten__()
-    return {name: getattr(tensor, name) for name in names}, context
-
-
-# bitsandbytes' 4-bit weights do not implement the protocol. They consist of packed values and a `quant_state` with
-# scales and tables.
-_4BIT = "bitsandbytes.nn.modules.Params4bit"
-_4BIT_ENTRIES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-
-
-def _is_4bit(tensor: Any) -> bool:
-    return _class_of(tensor) == _4BIT and getattr(tensor, "quant_state", None) is not None
-
-
-def _of_4bit(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    if not _is_4bit(tensor):
+        names, context = tensor.__tensor_flatten__()
+        return {name: getattr(tensor, name) for name in names}, context
     state = tensor.quant_state
     parts = {"data": without_subclass(tensor), "absmax": state.absmax, "quant_map": state.code}
     context = {name: getattr(state, name) for name in ("quant_type", "blocksize", "dtype", "shape", "nested")}
@@ -263,6 +249,16 @@ def _of_4bit(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
         }
         context |= {"nested_blocksize": state.state2.blocksize, "nested_dtype": state.state2.dtype}
     return parts, context
+
+
+# bitsandbytes' 4-bit weights do not implement the protocol. They consist of packed values and a `quant_state` with
+# scales and tables.
+_4BIT = "bitsandbytes.nn.modules.Params4bit"
+_4BIT_ENTRIES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+
+
+def _is_4bit(tensor: Any) -> bool:
+    return _class_of(tensor) == _4BIT and getattr(tensor, "quant_state", None) is not None
 
 
 def repeated(tensors: Mapping[str, Any]) -> set[str]:
@@ -483,7 +479,10 @@ def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, Te
     from torch.distributed.tensor import DTensor
 
     name = str(recipe.get("class"))
-    cls = next((c for c in _allowed() if f"{c.__module__}.{c.__qualname__}" == name), None)
+    allowed: list[Any] = [c for c in torch.serialization.get_safe_globals() if isinstance(c, type)]
+    cls = next(
+        (c for c in allowed if hasattr(c, "__tensor_unflatten__") and f"{c.__module__}.{c.__qualname__}" == name), None
+    )
     if cls is None:
         raise SaveError(
             f"is a {name}, a class that this job has not allowed. Take an optimizer step before the load, or import "
@@ -507,16 +506,7 @@ def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, Te
         ) from error
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     made: torch.Tensor = cls.__tensor_unflatten__(inner, context, shape, stride)
-    if not isinstance(parameter, DTensor):
-        return made
-    return placed_like(parameter, made)
-
-
-def _allowed() -> list[Any]:
-    import torch
-
-    found = torch.serialization.get_safe_globals()
-    return [item for item in found if isinstance(item, type) and hasattr(item, "__tensor_unflatten__")]
+    return placed_like(parameter, made) if isinstance(parameter, DTensor) else made
 
 
 def _local_shape(

@@ -104,38 +104,15 @@ class WrittenItem:
     is_shard: bool = False
 
 
-def write_finish(
-    store: Store,
-    metadata: Metadata,
-    results: Sequence[Sequence[WriteResult]],
-    *,
-    name: str,
-    sync: bool,
-    manifest: bool,
-) -> None:
-    """Write the manifest, then the metadata file `name`, for a save planned by torch's planner.
-
-    Does not add the storage data to `metadata`: torch would broadcast them to all ranks, which do not need them.
-    """
-    places = {result.index: result.storage_data for found in results for result in found}
-    infos = {index: _StorageInfo(p.path, p.offset, p.length) for index, p in places.items()}
-    data = pickle.dumps(dataclasses.replace(metadata, storage_data=infos), protocol=4)
-    if manifest:
-        files = {place.path: place.file for place in sorted(places.values(), key=lambda place: place.path)}
-        files[name] = FileRecord(len(data), hex_digest_of(data))
-        save_id = str(metadata.storage_meta.save_id) if metadata.storage_meta else ""
-        index = _index(metadata, places, files, len(results))
-        store.write(MANIFEST_NAME, index.manifest(files, save_id, {}, "dcp").to_bytes(), sync=sync)
-    store.write(name, data, sync=sync)
-
-
 def _index(
     metadata: Metadata, places: Mapping[Any, WrittenItem], files: Mapping[str, FileRecord], world_size: int
 ) -> SaveIndex:
     """Return the index of a save planned by torch's planner. Tensors that can't be read as plain memory count as
     objects."""
     paths: Any = metadata.planner_data
-    if not isinstance(paths, dict) or not all(map(_is_path, paths.values())):
+    if not isinstance(paths, dict) or not all(
+        isinstance(path, tuple) and all(type(part) in (str, int) for part in path) for path in paths.values()
+    ):
         paths = {}
     number = {path: i for i, path in enumerate(files)}
     of_name: dict[str, list[tuple[int, WrittenItem]]] = {}
@@ -164,10 +141,6 @@ def _index(
     ranks = np.array([int(p.path[2:].split("_", 1)[0]) for p in placed], np.int32)
     slices = RankSlices(table["key"].astype(np.int64), table, np.array(boxes, np.int64), ranks, 0)
     return SaveIndex.of_slices(slices, keys, objects, files, spares, world_size)
-
-
-def _is_path(path: Any) -> bool:
-    return isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
 
 
 class CatalogMetadata(Mapping[str, Any]):
@@ -436,7 +409,17 @@ class DCPWriter(StorageWriter):
         # A manifest has no entries for shards of tensor subclasses: each is one record, which only torch describes.
         in_records = any(result.storage_data.is_shard for found in results for result in found)
         manifest = name == ".metadata" and not in_records
-        write_finish(self._store(), metadata, results, name=name, sync=self.sync, manifest=manifest)
+        # The storage data are not added to `metadata`, because torch would broadcast them to all ranks.
+        places = {result.index: result.storage_data for found in results for result in found}
+        infos = {index: _StorageInfo(p.path, p.offset, p.length) for index, p in places.items()}
+        data = pickle.dumps(dataclasses.replace(metadata, storage_data=infos), protocol=4)
+        store = self._store()
+        if manifest:
+            files = {place.path: place.file for place in sorted(places.values(), key=lambda place: place.path)}
+            files[name] = FileRecord(len(data), hex_digest_of(data))
+            index = _index(metadata, places, files, len(results))
+            store.write(MANIFEST_NAME, index.manifest(files, self.save_id, {}, "dcp").to_bytes(), sync=self.sync)
+        store.write(name, data, sync=self.sync)
 
 
 class _Resolved(Sequence[torch.Tensor]):
