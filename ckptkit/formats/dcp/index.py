@@ -25,6 +25,7 @@ from ckptkit.formats.own.manifest import MESHES, Manifest, Slices, Tensors
 from ckptkit.formats.own.outline import LEAST, Spare, spare_fields
 from ckptkit.formats.own.reader import role_of
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
+from ckptkit.formats.own.slice_table import mesh_index
 from ckptkit.storage.store import Store
 
 METADATA_NAME = ".metadata"
@@ -196,16 +197,11 @@ class SaveIndex:
             if "table" not in part.arrays:
                 raise SaveError(f"rank {rank} refers to a table of keys that no lower rank has sent.")
             table = unpack(part.get("table", "uint8").tobytes(), file=f"the keys of rank {rank}")
-            meshes = [self._mesh(fields) for fields in table.field("meshes", list)]
+            meshes = [mesh_index(fields, self.meshes) for fields in table.field("meshes", list)]
             keys = zip(unpack_texts(table, "names"), table.field("keys", list), strict=True)
             numbers = [self._add(key, fields, meshes, rank) for key, fields in keys]
             known = self._tables[name] = (np.array(numbers, np.int64), meshes)
         return known
-
-    def _mesh(self, fields: dict[str, Any]) -> int:
-        if fields not in self.meshes:
-            self.meshes.append(fields)
-        return self.meshes.index(fields)
 
     def _add(self, name: str, fields: Sequence[Any], meshes: Sequence[int], rank: int) -> int:
         dtype, shape, path, placed = fields

@@ -190,16 +190,8 @@ class CatalogMetadata(Mapping[str, Any]):
 
     def plan(self, state_dict: dict[str, Any], *, strict: bool) -> ReadPlan:
         """Plan the reads that fill this state."""
-        reader = self._reader
-        return plan_read(
-            reader.catalog,
-            reader.store,
-            state_dict,
-            verify=reader.verify,
-            cast=reader.cast,
-            strict=strict,
-            workers=reader.workers,
-        )
+        r = self._reader
+        return plan_read(r.catalog, r.store, state_dict, verify=r.verify, cast=r.cast, strict=strict, workers=r.workers)
 
 
 class CatalogPaths(Mapping[str, "tuple[str | int, ...]"]):

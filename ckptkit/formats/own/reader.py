@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -135,49 +135,40 @@ def open_manifest(store: Store) -> Catalog | None:
     Raises:
         CorruptCheckpointError: The manifest is damaged.
     """
-    if store.asking_costs:
-        return _open_manifest_remote(store)
-    found = store.info(MANIFEST_NAME)
-    metadata = store.info(_METADATA_NAME)
-    if found is None or found.kind != "file" or metadata is None or found.size > _MAX_INDEX_BYTES:
-        return None
-    data = bytearray(found.size)
-    store.read_into(MANIFEST_NAME, 0, memoryview(data))
+    data: bytes | bytearray
+    stated: bytes | None = None
+    if store.asking_costs:  # two requests in parallel, if both files are small (nearly always)
+        with WorkerPool(1, thread_name_prefix="ckptkit-open") as pool:
+            other = pool.submit(_read_all, store, _METADATA_NAME)
+            try:
+                data = _read_all(store, MANIFEST_NAME)
+                stated = other.result()
+            except FileNotFoundError:
+                return None
+        nbytes = len(stated)
+    else:
+        found, metadata = store.info(MANIFEST_NAME), store.info(_METADATA_NAME)
+        if found is None or found.kind != "file" or metadata is None or found.size > _MAX_INDEX_BYTES:
+            return None
+        data, nbytes = bytearray(found.size), metadata.size
+        store.read_into(MANIFEST_NAME, 0, memoryview(data))
     catalog = Manifest.from_bytes(data, file=MANIFEST_NAME).catalog()
-    return catalog if _is_of(catalog, metadata.size, lambda: _digest(store, _METADATA_NAME, metadata.size)) else None
-
-
-def _is_of(catalog: Catalog, nbytes: int, digest: Callable[[], str]) -> bool:
-    """Return whether the catalog's manifest belongs to a `.metadata` with this size and digest."""
     digests = catalog.info.extra.get("digests")
     expected = digests.get(_METADATA_NAME) if isinstance(digests, dict) else None
-    return expected is not None and catalog.info.files.get(_METADATA_NAME) == nbytes and digest() == expected
+    if expected is None or catalog.info.files.get(_METADATA_NAME) != nbytes:
+        return None
+    digest = _digest(store, _METADATA_NAME, nbytes) if stated is None else hex_digest_of(stated)
+    return catalog if digest == expected else None
 
 
-def _open_manifest_remote(store: Store) -> Catalog | None:
-    """Return the result of `open_manifest`.
-
-    Makes only two requests, in parallel, if both files are small (nearly always).
-    """
-
-    def read(path: str) -> bytes:
-        data = store.read(path, 0, _FIRST_READ)
-        if len(data) < _FIRST_READ:
-            return data
-        found = store.info(path)
-        if found is None or found.size > _MAX_INDEX_BYTES:
-            raise FileNotFoundError
-        return data + store.read(path, len(data), found.size)
-
-    with WorkerPool(1, thread_name_prefix="ckptkit-open") as pool:
-        metadata = pool.submit(read, _METADATA_NAME)
-        try:
-            data = read(MANIFEST_NAME)
-            stated = metadata.result()
-        except FileNotFoundError:
-            return None
-    catalog = Manifest.from_bytes(data, file=MANIFEST_NAME).catalog()
-    return catalog if _is_of(catalog, len(stated), lambda: hex_digest_of(stated)) else None
+def _read_all(store: Store, path: str) -> bytes:
+    data = store.read(path, 0, _FIRST_READ)
+    if len(data) < _FIRST_READ:
+        return data
+    found = store.info(path)
+    if found is None or found.size > _MAX_INDEX_BYTES:
+        raise FileNotFoundError
+    return data + store.read(path, len(data), found.size)
 
 
 def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:

@@ -258,7 +258,10 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
                 if isinstance(target, Stub):
                     target.__setstate__(state)
                 else:
-                    _set_state(target, state, states)
+                    set_state = next((call for kind, call in states if isinstance(target, kind)), None)
+                    if set_state is None:
+                        raise ValueError(f"it sets the state of a {type(target).__name__}")
+                    set_state(target, state)
             elif opcode == 0x7D:  # EMPTY_DICT
                 budget -= 3
                 stack.append({})
@@ -374,7 +377,10 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
                 stack.append(stack[-1])
             elif opcode == 0x67:  # GET
                 line, pos = _line(data, pos)
-                stack.append(_get(memo, _integer(line)))
+                index = _integer(line)
+                if not 0 <= index < len(memo) or memo[index] is _UNSET:
+                    raise ValueError(_NOT_THERE)
+                stack.append(memo[index])
             elif opcode == 0x70:  # PUT
                 line, pos = _line(data, pos)
                 _put(memo, _integer(line), stack[-1], data)
@@ -422,13 +428,6 @@ def _new(cls: Any, args: Any, calls: Calls, keywords: dict[str, Any] | None = No
     return _call(cls, args, calls, keywords)
 
 
-def _set_state(target: Any, state: Any, states: States) -> None:
-    for kind, set_state in states:
-        if isinstance(target, kind):
-            return set_state(target, state)
-    raise ValueError(f"it sets the state of a {type(target).__name__}")
-
-
 # --- containers and the memo
 
 
@@ -454,12 +453,6 @@ def _put(memo: list[Any], index: int, value: Any, data: bytes) -> None:
         return
     memo.extend([_UNSET] * (index - len(memo)))  # real picklers count up by one
     memo.append(value)
-
-
-def _get(memo: list[Any], index: int) -> Any:
-    if not 0 <= index < len(memo) or memo[index] is _UNSET:
-        raise ValueError(_NOT_THERE)
-    return memo[index]
 
 
 # --- protocol 0's lines of text
