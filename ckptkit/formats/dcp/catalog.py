@@ -212,31 +212,27 @@ class _Files:
         if not _are(str, paths):
             raise CorruptCheckpointError(f"{source}: the name of a data file is not a string.")
         for path in dict.fromkeys(path for path in paths if path not in self._index):
-            self._add(path, source)
+            try:
+                checked_path(path)
+            except UnsafePathError:
+                raise UnsafePathError(
+                    f"{source}: it names {path[:200]!r}, which is outside the checkpoint. That file was not read."
+                ) from None
+            info = self._listing.get(path) or self._store.info(path)
+            if info is None:
+                raise IncompleteCheckpointError(
+                    f"{path} is missing: {source} says that it contains tensors. Copy it again from the original."
+                )
+            if info.kind not in ("file", "symlink"):
+                raise CorruptCheckpointError(f"{path}: expected a file, found a {_KINDS.get(info.kind, info.kind)}.")
+            if info.kind == "symlink":
+                self._store.read(path, 0, 1)  # raises if the link leads out of the checkpoint
+            match = _DATA_FILE.fullmatch(path.rpartition("/")[2])
+            self._index[path] = len(self.paths)
+            self.paths.append(path)
+            self.sizes.append(info.size if info.kind == "file" else -1)
+            self.ranks.append(int(match[1]) if match and len(match[1]) < 9 else -1)
         return list(map(self._index.__getitem__, paths))
-
-    def _add(self, path: str, source: str) -> None:
-        try:
-            checked_path(path)
-        except UnsafePathError:
-            raise UnsafePathError(
-                f"{source}: it names {path[:200]!r}, which is outside the checkpoint. That file was not read."
-            ) from None
-        info = self._listing.get(path) or self._store.info(path)
-        if info is None:
-            raise IncompleteCheckpointError(
-                f"{path} is missing: {source} says that it contains tensors. Copy it again from the original."
-            )
-        if info.kind not in ("file", "symlink"):
-            raise CorruptCheckpointError(f"{path}: expected a file, found a {_KINDS.get(info.kind, info.kind)}.")
-        match = _DATA_FILE.fullmatch(path.rpartition("/")[2])
-        rank = int(match[1]) if match and len(match[1]) < 9 else -1
-        if info.kind == "symlink":
-            self._store.read(path, 0, 1)  # raises if the link leads out of the checkpoint
-        self._index[path] = len(self.paths)
-        self.paths.append(path)
-        self.sizes.append(info.size if info.kind == "file" else -1)
-        self.ranks.append(rank)
 
 
 @dataclass(slots=True)

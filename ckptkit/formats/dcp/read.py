@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -278,21 +279,18 @@ def _matched(
             if problem:
                 wrong.append(f"{name}: {problem}")
             found[name] = entry
-    if wrong or (missing and strict):
-        lines = wrong + [f"{name}: {_why_missing(name, catalog)}" for name in (missing if strict else [])]
-        listed = lines[:_LISTED] + ([f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else [])
+    for name in missing if strict else ():
+        heads = itertools.accumulate(name.split("."), "{}.{}".format)
+        outer = next((head for head in heads if head in catalog.objects), None)
+        wrong.append(f"{name}: not in the checkpoint")
+        if outer is not None:
+            wrong[-1] += f", which has {outer!r} as one object (torch < 2.4). Try: planner=DefaultLoadPlanner()"
+    if wrong:
+        listed = wrong[:_LISTED] + ([f"and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else [])
         raise CheckpointMismatchError(
-            f"{len(lines)} keys of the state do not fit the checkpoint; nothing was loaded:\n  " + "\n  ".join(listed)
+            f"{len(wrong)} keys of the state do not fit the checkpoint; nothing was loaded:\n  " + "\n  ".join(listed)
         )
     return found, missing
-
-
-def _why_missing(name: str, catalog: Catalog) -> str:
-    parts = name.split(".")
-    outer = next((key for i in range(1, len(parts)) if (key := ".".join(parts[:i])) in catalog.objects), None)
-    if outer is None:
-        return "not in the checkpoint"
-    return f"not in the checkpoint, which has {outer!r} as one object (torch < 2.4). Try: planner=DefaultLoadPlanner()"
 
 
 def _difference(entry: TensorEntry, value: Any, cast: bool) -> str | None:
