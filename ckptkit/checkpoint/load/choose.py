@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,46 +48,26 @@ _DCP_DATA = r"__\d+_\d+\.distcp"
 _ANEW = "To start a new run, save to another directory."
 
 
+@dataclass(eq=False)
 class Loader:
     """Loads checkpoints from one run, or from any URL. All ranks must create it and call `load` together.
 
-    Args:
-        url: The root, as the user passed it.
-        hold: Keeps the pin on the checkpoint that the run was resumed from.
-        best: What "best" means: a metric, and "min" or "max".
-        start_fresh: As for `CheckpointManager`.
-        trace: A directory for Chrome traces.
-
     Attributes:
-        resumed_from: The name of the last checkpoint that was loaded from the run itself.
-        given_up: Names of damaged checkpoints that a load skipped in favour of an earlier one.
         looked: Whether a load has already searched for the latest checkpoint and reported the directories that it
             skipped.
     """
 
-    def __init__(
-        self,
-        url: str,
-        root: Store,
-        *,
-        coordinator: Coordinator,
-        hold: RunHold,
-        best: tuple[str, str] | None,
-        start_fresh: str,
-        trace: Path | None,
-        storage_options: Mapping[str, Any] | None,
-    ) -> None:
-        self._url = url
-        self._root = root
-        self._coordinator = coordinator
-        self._hold = hold
-        self._best = best
-        self._start_fresh = start_fresh
-        self._trace = trace
-        self._storage_options = storage_options
-        self.resumed_from: str | None = None
-        self.given_up: set[str] = set()
-        self.looked = False
+    url: str  # the root, as the user passed it
+    root: Store
+    coordinator: Coordinator
+    hold: RunHold  # keeps the pin on the checkpoint that the run was resumed from
+    best: tuple[str, str] | None  # what "best" means: a metric, and "min" or "max"
+    start_fresh: str  # as for `CheckpointManager`
+    trace: Path | None  # a directory for Chrome traces
+    storage_options: Mapping[str, Any] | None
+    resumed_from: str | None = None  # the name of the last checkpoint that was loaded from the run itself
+    given_up: set[str] = field(default_factory=set)  # damaged checkpoints that a load skipped for an earlier one
+    looked: bool = False
 
     @patient()
     def load(self, state: TrainState, which: str | int, options: LoadOptions, *, fallback: str) -> LoadReport | None:
@@ -95,10 +75,10 @@ class Loader:
         if isinstance(which, str) and ("/" in which or "\\" in which):
 
             def exact() -> str:  # once, on rank 0, because a run's newest checkpoint may change
-                named = resolve_url(which, storage_options=self._storage_options)
-                return open_source(named, storage_options=self._storage_options).url
+                named = resolve_url(which, storage_options=self.storage_options)
+                return open_source(named, storage_options=self.storage_options).url
 
-            url = self._coordinator.decide(exact, "choosing a checkpoint")
+            url = self.coordinator.decide(exact, "choosing a checkpoint")
             return self._restore(url, None, state, options)
         damaged: list[str] = []
         first: CorruptCheckpointError | None = None
@@ -106,7 +86,7 @@ class Loader:
         while True:
             name = ""
             try:
-                chosen = self._coordinator.decide(lambda: self._choose(which, damaged), "choosing a checkpoint")
+                chosen = self.coordinator.decide(lambda: self._choose(which, damaged), "choosing a checkpoint")
                 if chosen is None:
                     break
                 if isinstance(chosen, Skipped):
@@ -123,15 +103,13 @@ class Loader:
                 rotated = name
             except CorruptCheckpointError as error:
                 if fallback == "error" or not name:
-                    verify = command_line("verify", f"{self._url}/{name}")
+                    verify = command_line("verify", f"{self.url}/{name}")
                     raise type(error)(
                         f"{error}\nTo see all damage: `{verify}`. To load an older checkpoint: load(..., "
                         "fallback='previous'), or 'latest~1', or a step."
                     ) from error
-                if self._coordinator.is_main:
-                    _log.warning(
-                        "%s/%s is damaged, falling back to the previous checkpoint: %s", self._url, name, error
-                    )
+                if self.coordinator.is_main:
+                    _log.warning("%s/%s is damaged, falling back to the previous checkpoint: %s", self.url, name, error)
                 first = first or error
                 damaged.append(name)
             else:
@@ -143,34 +121,34 @@ class Loader:
         if first is not None:
             raise type(first)(f"{first}\nThere is no older checkpoint to fall back to.") from first
         self.looked |= which == "latest"
-        other = self._coordinator.decide(lambda: self._begin(state, options), "beginning a run")
+        other = self.coordinator.decide(lambda: self._begin(state, options), "beginning a run")
         return self._restore(other, None, state, options) if other else None
 
     def latest(self) -> int | None:
         """Return the latest checkpoint's step; None if the run is new. Raises as `load` does. Call on rank 0."""
-        inventory = list_checkpoints(self._root)
+        inventory = list_checkpoints(self.root)
         if inventory.latest is not None:
             return inventory.latest.step
-        if self._start_fresh != "if_none_committed":
-            check_new(self._root, inventory)
+        if self.start_fresh != "if_none_committed":
+            check_new(self.root, inventory)
         return None
 
     def _begin(self, state: TrainState, options: LoadOptions) -> str:
         """Return the URL of another system's checkpoint to resume from, or "" if the run is new. Call on rank 0."""
         self.latest()
         wanted = options.optimizer != "skip"
-        other = adoptable(self._url, self._root, state, optimizer=wanted, storage_options=self._storage_options)
-        text = about_new(self._root, list_checkpoints(self._root))
+        other = adoptable(self.url, self.root, state, optimizer=wanted, storage_options=self.storage_options)
+        text = about_new(self.root, list_checkpoints(self.root))
         if other:
-            _log.info("%s has no checkpoint of ckptkit yet; continuing from %s", self._url, other)
-        elif self._start_fresh == "never":
+            _log.info("%s has no checkpoint of ckptkit yet; continuing from %s", self.url, other)
+        elif self.start_fresh == "never":
             raise CheckpointNotFoundError(f"start_fresh='never' requires a checkpoint, but {text}")
         else:
             _log.log(logging.WARNING if "did you mean" in text.lower() else logging.INFO, "%s", text)
         return other
 
     def _choose(self, which: str | int, damaged: Collection[str] = ()) -> tuple[str, CommitRecord] | Skipped | None:
-        found = choose(self._root, which, damaged=damaged, best=self._best, view=snapshot(self._root))
+        found = choose(self.root, which, damaged=damaged, best=self.best, view=snapshot(self.root))
         if isinstance(found, Skipped) and found.unanswered:  # don't fall back: this checkpoint may be undamaged
             raise StorageError(found.reason)
         return found
@@ -193,14 +171,14 @@ class Loader:
 
             def opened() -> tuple[Catalog, Store]:
                 if pinned is not None:
-                    store = self._root.child(place)
+                    store = self.root.child(place)
                     return open_catalog(store, record=pinned), store
-                source = open_source(place, storage_options=self._storage_options)
+                source = open_source(place, storage_options=self.storage_options)
                 return source.catalog, source.store
 
-            report = load_checkpoint(state, opened, options, coordinator=self._coordinator, ready=ready, origin=origin)
-            if resume and self._coordinator.is_main:
-                self._hold.keep(stack.pop_all())  # protects it from a concurrent `ckptkit prune`, too
+            report = load_checkpoint(state, opened, options, coordinator=self.coordinator, ready=ready, origin=origin)
+            if resume and self.coordinator.is_main:
+                self.hold.keep(stack.pop_all())  # protects it from a concurrent `ckptkit prune`, too
         self._announce_load(report)
         if options.optimizer == "deferred":
             report.deferred = DeferredOptimizer(state, options, partial(self._restore, place, record))
@@ -217,22 +195,22 @@ class Loader:
         """
         why = "resumed from" if resume else "load"
         if chosen is None:
-            foreign = pin_url(place, storage_options=self._storage_options)
-            self._coordinator.decide(lambda: stack.enter_context(foreign), "pinning the checkpoint")
+            foreign = pin_url(place, storage_options=self.storage_options)
+            self.coordinator.decide(lambda: stack.enter_context(foreign), "pinning the checkpoint")
             return None, None
-        if not resume or not self._root.asking_costs:
-            pin = pin_while_reading(self._root, place, why=why)
-            return self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint"), None
-        if not self._coordinator.is_main:
+        if not resume or not self.root.asking_costs:
+            pin = pin_while_reading(self.root, place, why=why)
+            return self.coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint"), None
+        if not self.coordinator.is_main:
             return chosen, lambda sure: None
-        unseen = pin_unseen(self._root, place, why=why)
+        unseen = pin_unseen(self.root, place, why=why)
         pool = WorkerPool(1, thread_name_prefix="ckptkit-pin")
         entered = pool.submit(unseen.__enter__)
 
         def ask() -> CommitRecord:
             return entered.result()()
 
-        looked = pool.submit(ask) if self._coordinator.world_size > 1 else None  # always needed with several ranks
+        looked = pool.submit(ask) if self.coordinator.world_size > 1 else None  # always needed with several ranks
         pool.shutdown(wait=False)
 
         def leave(kind: Any, error: Any, trace: Any) -> None:
@@ -246,14 +224,12 @@ class Loader:
         def pinned(sure: bool) -> None:
             look = entered.result()
             if sure and (look() if looked is None else looked.result()).save_id != chosen.save_id:
-                raise CheckpointNotFoundError(
-                    f"{self._url}/{chosen.name} was replaced while it was opened. Load again."
-                )
+                raise CheckpointNotFoundError(f"{self.url}/{chosen.name} was replaced while it was opened. Load again.")
 
         return chosen, pinned
 
     def _announce_load(self, report: LoadReport) -> None:
-        if self._coordinator.is_main:
+        if self.coordinator.is_main:
             if _log.isEnabledFor(logging.INFO):
                 _log.info("%s", report.line())
             reasons: dict[str, list[str]] = {}
@@ -266,8 +242,8 @@ class Loader:
                 _log.log(logging.WARNING if note.startswith("not proved: ") else logging.INFO, "%s", note)
             if _log.isEnabledFor(logging.DEBUG):
                 _log.debug("step %s: %s", report.step, report.phase_line())
-        if self._trace is not None:
-            write_trace_file(self._trace, "load", report, rank=self._coordinator.rank)
+        if self.trace is not None:
+            write_trace_file(self.trace, "load", report, rank=self.coordinator.rank)
 
 
 def load_options(options: LoadOptions | None, overrides: Mapping[str, Any]) -> LoadOptions:

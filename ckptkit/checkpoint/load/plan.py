@@ -195,9 +195,7 @@ class OptimizerPlan:
     shards: dict[str, tuple[Shard, ...]] = field(default_factory=dict)
 
     def shape(self, fqn: str) -> tuple[int, ...]:
-        """Return a parameter's global shape. The saved parameter, its master weight and its moments must have this
-        shape.
-        """
+        """Return the global shape of a parameter, of its saved weight, and of its master weight."""
         return tuple(as_global(fqn, self.parameters[fqn], self.shards.get(fqn, ())).shape)
 
     @property
@@ -207,10 +205,7 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ObjectTarget:
-    """An object to restore, and its saved state as JSON trees.
-
-    There are several trees only if `merge` combines them.
-    """
+    """An object to restore, and its saved state as JSON trees: several only if `merge` combines them."""
 
     kind: str  # "scheduler", "grad_scaler", "dataloader", "extra", "model"
     key: str
@@ -383,9 +378,8 @@ class _Planner:
         tree = self.objects.get(key, {})
         if self.foreign:
             if live:
-                self.plan.skipped[key] = (
-                    f"{len(live)} values are left unchanged: ckptkit restores only those that it saved"
-                )
+                text = "values are left unchanged: ckptkit restores only those that it saved"
+                self.plan.skipped[key] = f"{len(live)} {text}"
         elif isinstance(tree, dict):
             self.plan.mismatches.add("missing", key, [name for name in live if name not in tree])
             self.plan.mismatches.add("unexpected", key, [name for name in tree if name not in live])
@@ -583,7 +577,15 @@ class _Planner:
                 for part, tensor in opened.items()
                 if part in entries and entries[part].dtype != dtype_name(tensor.dtype)
             ]
-        others += [_unlike_entry(f"{fqn}.{n}", recipe, entries[n]) for n, recipe in recipes.items() if n in entries]
+        for name, recipe in recipes.items():  # a tensor subclass here, but a single tensor in the checkpoint
+            if name in entries and (why := entries[name].slices.opaque):
+                others.append(
+                    f"{fqn}.{name} {why} in the checkpoint: torch's dcp.save pickled each shard as an object of its "
+                    "class, which only the class can read. Load them with torch's dcp.load on as many ranks, and save "
+                    "them again"
+                )
+            elif name in entries:
+                others.append(unlike(f"{fqn}.{name}", recipe, None))
         plan.wholes[fqn] = {name: tensor for name, tensor in wholes.items() if name in stored}
         self.plan.mismatches.add("others", plan.key, others)
 
@@ -767,16 +769,6 @@ def is_recipe(recipe: JSON) -> bool:
 def unlike(name: str, here: Recipe | None, saved: Recipe | None) -> str:
     """Describe a tensor whose live and saved recipes differ. A plain tensor has the recipe None."""
     return f"{name} is {describe(here)} here, but {describe(saved)} in the checkpoint"
-
-
-def _unlike_entry(name: str, here: Recipe, entry: TensorEntry) -> str:
-    """Describe a tensor that is a tensor subclass here, but a single tensor in the checkpoint."""
-    if not entry.slices.opaque:
-        return unlike(name, here, None)
-    return (
-        f"{name} {entry.slices.opaque} in the checkpoint: torch's dcp.save pickled each shard as an object of its "
-        "class, which only the class can read. Load them with torch's dcp.load on as many ranks, and save them again"
-    )
 
 
 def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -1031,16 +1023,14 @@ def _moved(state: TrainState, catalog: Catalog) -> str:
             if key not in catalog.tensors:
                 continue
             saved = placements.get(key)
-            was = None if saved is None else _cut(tuple(meshes[saved[0]]["shape"]), tuple(saved[1]))
+            was = ((), ()) if saved is None else (tuple(meshes[saved[0]]["shape"]), tuple(saved[1]))
             view = as_global(key, tensor, shards_of(state.layout, f"{name}.{fqn}" if name else fqn))
             layout = layout_of(view) if isinstance(view, DTensor) else None
-            now = None if layout is None else _cut(layout.mesh_shape, layout.texts())
-            if was != now:
-                return f"{key} was placed {was or 'whole on each rank'}, but is {now or 'whole on each rank'} here"
+            now = ((), ()) if layout is None else (layout.mesh_shape, layout.texts())
+            placed = [
+                "whole on each rank" if all(n == 1 or text == "R" for n, text in zip(*one, strict=True)) else str(one)
+                for one in (was, now)
+            ]
+            if placed[0] != placed[1]:
+                return f"{key} was placed {placed[0]}, but is {placed[1]} here"
     return ""
-
-
-def _cut(mesh_shape: tuple[int, ...], placements: tuple[str, ...]) -> tuple[Any, ...] | None:
-    """Return (mesh shape, placements), or None if every rank has the whole tensor."""
-    whole = all(size == 1 or text == "R" for size, text in zip(mesh_shape, placements, strict=True))
-    return None if whole else (mesh_shape, placements)

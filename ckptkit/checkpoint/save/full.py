@@ -275,6 +275,7 @@ def _hf_indexes(files: Sequence[_File]) -> dict[str, bytes]:
 # --- moving the bytes
 
 
+@dataclass(slots=True)
 class _Transfer:
     """Gathers and writes every tensor. All ranks iterate over the same list, so messages need no names.
 
@@ -283,57 +284,49 @@ class _Transfer:
     do not wait until the timeout.
     """
 
-    def __init__(
-        self,
-        plan: FullTensors,
-        memory: Mapping[str, torch.Tensor],
-        streams: Mapping[str, SafetensorsStream],
-        pool: WorkerPool,
-        failure: Exception | None,
-    ) -> None:
-        self._plan = plan
-        self._memory = memory
-        self._streams = streams
-        self._pool = pool
-        self._failure = failure
-        self._writing: Future[None] | None = None
+    plan: FullTensors
+    memory: Mapping[str, torch.Tensor]
+    streams: Mapping[str, SafetensorsStream]
+    pool: WorkerPool
+    failure: Exception | None
+    writing: Future[None] | None = None
 
     def run(self) -> None:
         """Gather and write all tensors. Raises this rank's first error."""
-        for file, item in _order(self._plan.files):
-            if file.writer == self._plan.rank:
-                whole = self._try(partial(_target, self._plan, item, self._memory.get(item.key)))
+        for file, item in _order(self.plan.files):
+            if file.writer == self.plan.rank:
+                whole = self._try(partial(_target, self.plan, item, self.memory.get(item.key)))
                 for piece in item.pieces:
-                    if piece.rank != self._plan.rank:
-                        _receive(self._plan, item, piece, whole)
+                    if piece.rank != self.plan.rank:
+                        _receive(self.plan, item, piece, whole)
                 self._try(partial(self._write, file, item, whole))
             else:
                 for piece in item.pieces:
-                    if piece.rank == self._plan.rank:
+                    if piece.rank == self.plan.rank:
                         self._send(item, piece, file.writer)
         self._try(self._written)
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def _try(self, step: Callable[[], Any]) -> Any:
         """Run a step that does not communicate, unless an earlier step failed. Keep its error for `run` to raise."""
-        if self._failure is None:
+        if self.failure is None:
             try:
                 return step()
             except Exception as error:  # noqa: BLE001  `run` raises it
-                self._failure = error
+                self.failure = error
         return None
 
     def _write(self, file: _File, item: _Item, whole: torch.Tensor) -> None:
-        own = self._memory.get(item.key)
+        own = self.memory.get(item.key)
         for piece in item.pieces:
-            if piece.rank == self._plan.rank and own is not None and whole is not own:
-                _at(whole, piece.box).copy_(_part(self._plan, item.key, piece, own))
+            if piece.rank == self.plan.rank and own is not None and whole is not own:
+                _at(whole, piece.box).copy_(_part(self.plan, item.key, piece, own))
         self._written()
-        self._writing = self._pool.submit(self._streams[file.path].write, item.name, host_bytes(whole))
+        self.writing = self.pool.submit(self.streams[file.path].write, item.name, host_bytes(whole))
 
     def _written(self) -> None:
-        writing, self._writing = self._writing, None
+        writing, self.writing = self.writing, None
         if writing is not None:
             writing.result()
 
@@ -342,14 +335,14 @@ class _Transfer:
         import torch.distributed as dist
 
         def sendable(tile: Box) -> torch.Tensor:
-            part = _at(_part(self._plan, item.key, piece, self._memory[item.key]), tile)
+            part = _at(_part(self.plan, item.key, piece, self.memory[item.key]), tile)
             return row_major(part).to("cpu").view(-1).view(torch.uint8)
 
         for tile in _tiles(piece.box, item):
             part = self._try(partial(sendable, tile))
             if part is None:
                 part = torch.zeros(tile.numel * dtype_of(item.dtype).itemsize, dtype=torch.uint8)
-            dist.send(part, group_dst=writer, group=self._plan.group)
+            dist.send(part, group_dst=writer, group=self.plan.group)
 
 
 def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:

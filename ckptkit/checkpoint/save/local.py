@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.catalog.box import Box
 from ckptkit.checkpoint.save.stream import open_stream, phases_of
 from ckptkit.checkpoint.state.local_part import PartView, check_safetensors, host_bytes, part_view
 from ckptkit.checkpoint.state.train_state import Captured
@@ -45,10 +44,15 @@ class LocalTensors:
         check_safetensors(views)
         common = sorted(f"{v.key} {v.dtype} {v.shape}" for v in views if v.layout is None and v.key not in captured.own)
         signature = signature_of("\n".join(common).encode("utf-8", "surrogatepass"))
-        private = {v.key for v in views if v.key in captured.own}
-        mine = tuple(v for v in views if v.key in private or _is_writer(v, rank, world_size))
+        mine = []
+        for view in views:
+            # A checksum of the key chooses one of the ranks that have a replica.
+            turn, layout = crc32(view.key.encode("utf-8", "surrogatepass")), view.layout
+            ours = turn % world_size == rank if layout is None else layout.replica(rank) == turn % layout.replicas
+            if ours or view.key in captured.own:
+                mine.append(view)
         aliases = {name: table for name, table in captured.aliases.items() if table}
-        return cls(rank, world_size, views, mine, aliases, signature)
+        return cls(rank, world_size, views, tuple(mine), aliases, signature)
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -102,14 +106,6 @@ class LocalTensors:
         return {MANIFEST_NAME: files[MANIFEST_NAME]}
 
 
-def _is_writer(view: PartView, rank: int, world_size: int) -> bool:
-    """Return whether this rank writes the part. A checksum of the key chooses one of the ranks that have a replica."""
-    turn = crc32(view.key.encode("utf-8", "surrogatepass"))
-    if view.layout is None:
-        return turn % world_size == rank
-    return view.layout.replica(rank) == turn % view.layout.replicas
-
-
 def _stored(view: PartView, meshes: list[dict[str, Any]]) -> list[LocalTensor]:
     placement = None
     if view.layout is not None:
@@ -124,5 +120,5 @@ def _stored(view: PartView, meshes: list[dict[str, Any]]) -> list[LocalTensor]:
 def _pieces(view: PartView, local: torch.Tensor) -> list[torch.Tensor]:
     if len(view.parts) == 1:
         return [local.reshape(view.parts[0].box.sizes)]
-    boxes = [Box(part.local_offsets, part.box.sizes) for part in view.parts]
-    return [local[tuple(slice(o, o + s) for o, s in zip(b.offsets, b.sizes, strict=True))] for b in boxes]
+    boxes = [zip(part.local_offsets, part.box.sizes, strict=True) for part in view.parts]
+    return [local[tuple(slice(o, o + s) for o, s in box)] for box in boxes]

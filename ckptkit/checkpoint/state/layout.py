@@ -67,10 +67,8 @@ def check_layout(layout: object) -> None:
 
 def shards_of(layout: Layout, fqn: str) -> tuple[Shard, ...]:
     """Return the shards that the first matching glob declares; () if no glob matches."""
-    for glob, declared in layout.items():
-        if fnmatch.fnmatchcase(fqn, glob):
-            return (declared,) if isinstance(declared, Shard) else () if isinstance(declared, str) else tuple(declared)
-    return ()
+    found = next((declared for glob, declared in layout.items() if fnmatch.fnmatchcase(fqn, glob)), ())
+    return (found,) if isinstance(found, Shard) else () if isinstance(found, str) else tuple(found)
 
 
 def is_per_rank(layout: Layout, fqn: str) -> bool:

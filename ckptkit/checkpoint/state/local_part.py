@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -48,10 +49,8 @@ class ShardLayout:
     @property
     def replicas(self) -> int:
         """The number of ranks that have each element."""
-        count = 1
-        for size, placement in zip(self.mesh_shape, self.placements, strict=True):
-            count *= size if placement.kind == "replicate" else 1
-        return count
+        pairs = zip(self.mesh_shape, self.placements, strict=True)
+        return math.prod(size for size, placement in pairs if placement.kind == "replicate")
 
     def replica(self, rank: int) -> int:
         """Return the replica index of `rank`, from 0 to `replicas` - 1; -1 if the rank is not in the mesh."""
@@ -81,13 +80,12 @@ class PartView:
 
     def within(self, boxes: Iterable[Box]) -> PartView:
         """Return the part restricted to the elements in these boxes, which must not overlap."""
-        shared = [
-            (part, found) for part in self.parts for box in boxes if (found := part.box.intersect(box)) is not None
+        inside = [
+            LocalPart(found, tuple(map(operator.add, part.local_offsets, found.relative_to(part.box).offsets)))
+            for part in self.parts
+            for box in boxes
+            if (found := part.box.intersect(box)) is not None
         ]
-        inside = (
-            LocalPart(box, tuple(map(operator.add, part.local_offsets, box.relative_to(part.box).offsets)))
-            for part, box in shared
-        )
         return replace(self, parts=tuple(inside))
 
     @property
