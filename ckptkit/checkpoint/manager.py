@@ -61,18 +61,13 @@ class SignalWatch:
     Args:
         coordinator: Connects the ranks that must agree. No other thread may use it.
         signals: The signals to record. Default: SIGTERM (preemption) and SIGUSR1 (`sbatch --signal=USR1@300`).
-        every: Communicate only at every `every`-th call of `agreed`. Must be equal on all ranks.
     """
 
-    def __init__(self, coordinator: Coordinator, *, signals: Iterable[int] = SAVE_SIGNALS, every: int = 1) -> None:
+    def __init__(self, coordinator: Coordinator, *, signals: Iterable[int] = SAVE_SIGNALS) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("signal handlers can be installed only in the main thread: create the manager there.")
-        if every < 1:
-            raise UsageError(f"every is {every}, expected an integer of at least 1.")
         self.coordinator = coordinator
-        self.every = every
         self.received: int | None = None
-        self._calls = 0
         self._before: dict[int, Any] = {}
         _watches.add(self)
         for number in signals:
@@ -89,9 +84,6 @@ class SignalWatch:
 
         The result stays True until `clear`.
         """
-        self._calls += 1
-        if self._calls % self.every:
-            return False
         seen = self.coordinator.any(self.received is not None)
         if seen:
             received = "a signal" if self.received is None else signal.strsignal(self.received)

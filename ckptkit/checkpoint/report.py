@@ -47,13 +47,13 @@ class PhaseClock:
         self._lock = threading.Lock()
 
     @contextmanager
-    def phase(self, name: str, nbytes: int = 0) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         """Record the `with` block as a phase."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - start, nbytes)
+            self.add(name, time.perf_counter() - start)
 
     def add(self, name: str, seconds: float, nbytes: int = 0) -> None:
         """Record a phase that ends now."""

@@ -57,12 +57,6 @@ def test_only_the_main_thread_can_install_handlers() -> None:
     assert "main thread" in str(caught[0])
 
 
-def test_with_every_3_ranks_agree_on_a_signal_at_every_third_step() -> None:
-    with SignalWatch(Coordinator(), every=3) as watch:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert [watch.agreed() for _ in range(6)] == [False, False, True, False, False, True]
-
-
 def interrupted(url: str) -> tuple[list[bool], list[int]]:
     seen, saves = [], []
     job = jobs.make("1d")

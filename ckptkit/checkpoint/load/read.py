@@ -42,17 +42,15 @@ class Reading:
         held: Size of the second copy in bytes.
     """
 
-    def __init__(
-        self, plan: LoadPlan, store: Store, options: LoadOptions, *, rank: int, world_size: int, workers: int = 0
-    ) -> None:
+    def __init__(self, plan: LoadPlan, store: Store, options: LoadOptions, *, rank: int, world_size: int) -> None:
         from ckptkit.formats.dcp.fill import Filler, Verify
 
         verify = Verify.READ if options.verify else Verify.OFF
-        self.filler = Filler(store, workers=workers, verify=verify, cast=True)
+        self.filler = Filler(store, verify=verify, cast=True)
         # On an object store, read the tensors in objects with the rest, which saves a round trip. With several ranks,
         # read them first: if ranks share reads, a rank gets other ranks' data only after its own reads.
         apart = not store.asking_costs or world_size > 1
-        self.first = Filler(store, workers=workers) if apart else None
+        self.first = Filler(store) if apart else None
         self.held = 0
         self._rank = rank
         self._atomic = options.atomic

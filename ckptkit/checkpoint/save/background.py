@@ -31,9 +31,9 @@ class SaveHandle:
         patience: How long the save retries storage calls. Ctrl-C while waiting for the save ends the retries.
     """
 
-    def __init__(self, step: int, work: Callable[[], SaveReport], patience: Patience | None = None) -> None:
+    def __init__(self, step: int, work: Callable[[], SaveReport], patience: Patience) -> None:
         self.step = step
-        self._patience = patience or Patience()
+        self._patience = patience
         self._work: Callable[[], SaveReport] | None = work
         self._report: SaveReport | None = None
         self._error: BaseException | None = None

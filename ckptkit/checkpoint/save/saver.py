@@ -121,47 +121,34 @@ class Prepared:
     written: int = 0  # bytes of the files that this rank wrote
 
 
+@dataclass(eq=False)
 class Saver:
     """Saves one run's states. Reuses the previous save's plan where possible.
 
-    Args:
-        side_files: Files to store in every checkpoint, such as a tokenizer: path to bytes. Rank 0's are written.
-        extra: JSON for the commit records' `extra`.
-
     Attributes:
+        objective: The (metric, "min" or "max") of `keep_best`.
+        side_files: Files to store in every checkpoint, such as a tokenizer: path to bytes. Rank 0's are written.
         seen: On rank 0, the inventory after the last save; None if it must be listed again.
+        keepers: Plain tensors that differ between ranks, each with the rank that keeps the shared copy; None if there
+            are none.
     """
 
-    def __init__(
-        self,
-        root: Store,
-        coordinator: Coordinator,
-        *,
-        sync: bool = True,
-        max_shard_bytes: int = 5 * 10**9,
-        lease: Lease | Callable[[], Lease] | None = None,
-        objective: tuple[str, str] | None = None,
-        side_files: Mapping[str, bytes] | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._root = root
-        self._side_files = dict(side_files or {})
-        self._extra = dict(extra or {})
-        self._coordinator = coordinator
-        self._lease = lease
-        self._objective = objective
-        self._ranked = False  # whether any save has had metrics
-        self._sync = sync
-        self._max_shard_bytes = max_shard_bytes
-        self.seen: Inventory | None = None
-        self._plans: dict[StateDictType, TensorPlan] = {}
-        import ckptkit.formats.dcp.plan  # noqa: F401  now, so that the first save does not block for it
+    root: Store
+    coordinator: Coordinator
+    max_shard_bytes: int
+    lease: Lease | Callable[[], Lease]
+    objective: tuple[str, str] | None
+    side_files: Mapping[str, bytes]
+    extra: Mapping[str, Any]  # JSON for the commit records' `extra`
+    seen: Inventory | None = None
+    ranked: bool = False  # whether any save has had metrics
+    plans: dict[StateDictType, TensorPlan] = field(default_factory=dict)
+    transfers: Any = None  # the group for gathering full tensors
+    keepers: dict[str, int] | None = None
+    holdings: list[bytes] = field(default_factory=list)  # by rank, a digest of its plain keys at the last comparison
 
-        self._transfers: Any = None
-        # Plain tensors that differ between ranks, each with the rank that keeps the shared copy; None if there are
-        # none.
-        self._keepers: dict[str, int] | None = None
-        self._holdings: list[bytes] = []  # for each rank, a digest of its plain keys at the last comparison
+    def __post_init__(self) -> None:
+        import ckptkit.formats.dcp.plan  # noqa: F401  now, so that the first save does not block for it
 
     def prepare(self, state: TrainState, request: SaveRequest) -> Prepared:
         """Capture, plan and agree, without writing. All ranks must call it, in the training thread.
@@ -171,46 +158,46 @@ class Saver:
             UsageError: The ranks want to save different steps.
         """
         clock, what = PhaseClock(), "planning the save"
-        group = self._coordinator.group
-        if request.state_dict_type is StateDictType.FULL and self._transfers is None and group is not None:
+        group = self.coordinator.group
+        if request.state_dict_type is StateDictType.FULL and self.transfers is None and group is not None:
             import torch.distributed as dist
 
             # A group for gathering full tensors. With local synchronization torch names it after its ranks, so a second
             # group would get the same name and find what the first left behind. Use it only for a subset of the ranks,
             # which needs it.
             ranks = dist.get_process_group_ranks(group)
-            alone, timeout = len(ranks) != dist.get_world_size(), timedelta(seconds=self._coordinator.timeout_s)
-            self._transfers = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=alone)
+            alone, timeout = len(ranks) != dist.get_world_size(), timedelta(seconds=self.coordinator.timeout_s)
+            self.transfers = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=alone)
         captured = Captured()
         with clock.phase("plan"):
             try:
                 check_state(state, "save(step, state)")
                 check_flags(overwrite=request.overwrite)
-                if self._coordinator.is_main:  # other ranks' metrics and client state are not written
+                if self.coordinator.is_main:  # other ranks' metrics and client state are not written
                     check_given(request.metrics or {}, request.client_state)
-                    if self._objective is not None and not self._ranked:
-                        self._check_ranked(request, self._objective[0])
+                    if self.objective is not None and not self.ranked:
+                        self._check_ranked(request, self.objective[0])
                 overwrite = request.overwrite or checkpoint_name(request.step, request.tag) in request.given_up
                 # Copy them, because training continues before the record is written.
                 metrics, client_state = dict(request.metrics or {}), copy.deepcopy(request.client_state)
                 request = replace(request, overwrite=overwrite, metrics=metrics, client_state=client_state)
-                captured = capture(state, rank=self._coordinator.rank, step=request.step)
+                captured = capture(state, rank=self.coordinator.rank, step=request.step)
             except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
                 made, outcome = None, Outcome.of_error(error)
             else:
                 made, outcome = self._plan(captured, state, request, clock)
         with clock.phase("agree"):
-            signatures, alike, one_recipe, tellers = self._coordinator.settle(outcome, what, then=self._agreed)
+            signatures, alike, one_recipe, tellers = self.coordinator.settle(outcome, what, then=self._agreed)
             assert made is not None  # if it were None, `settle` would have raised
             if not one_recipe:
                 self._join_recipes(captured)
             if not alike and self._found_differences(captured, made.prints):
                 made, outcome = self._plan(captured, state, request, clock)
-                signatures, _, _, tellers = self._coordinator.settle(outcome, what, then=self._agreed)
+                signatures, _, _, tellers = self.coordinator.settle(outcome, what, then=self._agreed)
                 assert made is not None
             made.tellers = tellers
-            made.plan = made.plan.settle(signatures, self._coordinator.all_gather)
-        self._plans[request.state_dict_type] = made.plan
+            made.plan = made.plan.settle(signatures, self.coordinator.all_gather)
+        self.plans[request.state_dict_type] = made.plan
         return made
 
     @patient()
@@ -229,25 +216,25 @@ class Saver:
         try:
             with clock.phase("begin"):
                 attempt = begin_save(
-                    self._root,
+                    self.root,
                     request.step,
                     tag=request.tag,
                     planned_bytes=plan.nbytes,
-                    coordinator=self._coordinator,
+                    coordinator=self.coordinator,
                     overwrite=request.overwrite,
                     set_aside=request.set_aside,
                     file_names="|".join([plan.file_names, *map(re.escape, small)]),
-                    lease=self._lease,
+                    lease=self.lease,
                 )
             try:
-                written = plan.write(attempt.store, prepared.staged, sync=self._sync)
+                written = plan.write(attempt.store, prepared.staged, sync=True)
                 clock.add_in_turn(written.phases)
                 prepared.written = sum(item.nbytes for item in written.files.values())
                 if prepared.failure is not None:
                     raise prepared.failure
                 shared = {key: tree for key, tree in prepared.objects.items() if not key.startswith("optimizer")}
                 digests = {key: hex_digest_of(_json(tree)) for key, tree in shared.items()}
-                own = _spread(prepared.objects) if self._coordinator.rank in prepared.tellers else {}
+                own = _spread(prepared.objects) if self.coordinator.rank in prepared.tellers else {}
                 payload = (written.part, _json(prepared.rank_objects), digests, _json(own))
             except BaseException as error:  # noqa: BLE001  `abort` raises it on every rank
                 attempt.abort(prepared.failure or error)
@@ -257,13 +244,13 @@ class Saver:
                 "mesh": prepared.mesh,
                 "metrics": dict(request.metrics or {}),
                 "client_state": request.client_state,
-                "objective": self._objective,
+                "objective": self.objective,
                 "versions": {
                     "ckptkit": __version__,
                     "torch": str(torch.__version__),
                     "python": platform.python_version(),
                 },
-                "extra": {**self._extra, **({"resumed_from": request.resumed_from} if request.resumed_from else {})},
+                "extra": {**self.extra, **({"resumed_from": request.resumed_from} if request.resumed_from else {})},
             }
             with clock.phase("commit"):
                 complete = partial(self._index, prepared, attempt)
@@ -271,19 +258,19 @@ class Saver:
         except BaseException:
             # All ranks get here. The group may still contain messages, so the next FULL save creates a new group.
             # Destroying this one could wait for messages, and would free its name for reuse.
-            self._transfers = None
-            self._plans.clear()
+            self.transfers = None
+            self.plans.clear()
             raise
         self.seen = attempt.after
         return record
 
     def close(self) -> None:
         """Destroy the group for gathering full tensors. Collective."""
-        if self._transfers is not None:
+        if self.transfers is not None:
             import torch.distributed as dist
 
-            dist.destroy_process_group(self._transfers)
-            self._transfers = None
+            dist.destroy_process_group(self.transfers)
+            self.transfers = None
 
     # --- steps
 
@@ -297,7 +284,7 @@ class Saver:
                 f"keep_best ranks checkpoints by {metric!r}, but this save has no metrics. Pass metrics={{{metric!r}: "
                 "...}, or metrics={} if nothing was evaluated."
             )
-        self._ranked = bool(request.metrics)
+        self.ranked = bool(request.metrics)
         if request.metrics and metric not in request.metrics:
             _log.warning(
                 "keep_best ranks checkpoints by %r, but the metrics of step %d are %s",
@@ -314,11 +301,11 @@ class Saver:
 
         from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
 
-        rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        kind, previous = request.state_dict_type, self._plans.get(request.state_dict_type)
+        rank, world_size = self.coordinator.rank, self.coordinator.world_size
+        kind, previous = request.state_dict_type, self.plans.get(request.state_dict_type)
         try:
-            part_ways(captured, self._keepers, rank)
-            small = {**self._side_files, **side_files(state)} if rank == 0 else {}
+            part_ways(captured, self.keepers, rank)
+            small = {**self.side_files, **side_files(state)} if rank == 0 else {}
             in_parts = any(key.startswith("model") for key in captured.objects.get(SUBCLASSES, ()))
             if kind is StateDictType.FULL and in_parts:
                 # With a config, from_pretrained would randomly initialize the weights that are stored in parts.
@@ -336,9 +323,9 @@ class Saver:
                     rank,
                     world_size,
                     previous,
-                    group=self._transfers,
+                    group=self.transfers,
                     configs=small,
-                    max_shard_bytes=self._max_shard_bytes,
+                    max_shard_bytes=self.max_shard_bytes,
                 )
                 small = {}  # the plan writes these with the model's files
             prints = Fingerprints(captured) if world_size > 1 else None
@@ -382,13 +369,13 @@ class Saver:
                 )
         small = {**prepared.side_files, OBJECTS_NAME: _json({"format": 1, "objects": objects})}
         for path, data in small.items():
-            attempt.store.write(path, data, sync=self._sync)
+            attempt.store.write(path, data, sync=True)
         files = prepared.plan.index(
             [part for part, *_ in answers],
             attempt.store,
             save_id=attempt.save_id,
             extra={"step": prepared.request.step, "objects": OBJECTS_NAME},
-            sync=self._sync,
+            sync=True,
         )
         records = {path: FileRecord(len(data), hex_digest_of(data)) for path, data in small.items()}
         nbytes = sum(item.nbytes for item in [*files.values(), *records.values()])
@@ -414,7 +401,7 @@ class Saver:
         digests = [digest for digest in prints if digest is not None]
         held = [which for which, _ in digests]
         one_each = len(set(digests)) == len(set(held))
-        equal = one_each and (len(set(held)) <= 1 or held == self._holdings)
+        equal = one_each and (len(set(held)) <= 1 or held == self.holdings)
         tellers = tuple(sorted({spread.index(names) for names in spread} - {0}))
         return list(signatures), equal, len(set(recipes)) == 1, tellers
 
@@ -426,7 +413,7 @@ class Saver:
         """
         own = captured.objects.get(SUBCLASSES, {})
         found: dict[str, tuple[int, Any]] = {}
-        for rank, table in enumerate(map(json.loads, self._coordinator.all_gather(_json(own)))):
+        for rank, table in enumerate(map(json.loads, self.coordinator.all_gather(_json(own)))):
             found.update({key: (rank, recipe) for key, recipe in table.items() if key not in found})
         mine = {key for key, _ in captured.tensors(aliases=True)} | own.keys()
         differing = [key for key, (_, recipe) in found.items() if key in mine and own.get(key) != recipe]
@@ -439,7 +426,7 @@ class Saver:
                 f"{rank}. Shard it so that all ranks have the same class and settings."
             )
             outcome = Outcome.of_error(error)
-        self._coordinator.settle(outcome, "planning the save")
+        self.coordinator.settle(outcome, "planning the save")
         captured.objects[SUBCLASSES] = {key: recipe for key, (_, recipe) in found.items()}
 
     def _found_differences(self, captured: Captured, prints: Fingerprints | None) -> bool:
@@ -448,17 +435,17 @@ class Saver:
         All ranks must call it.
         """
         assert prints is not None  # it is None only with a single rank
-        tables = self._coordinator.all_gather(prints.to_bytes())
-        self._holdings = [holding(table) for table in tables]
+        tables = self.coordinator.all_gather(prints.to_bytes())
+        self.holdings = [holding(table) for table in tables]
         found, anywhere = prints.differing(tables)
         if anywhere:
-            self._coordinator.run_on_all(
+            self.coordinator.run_on_all(
                 partial(refuse_unlike, found, captured), "comparing the parameters of the ranks"
             )
-        if self._coordinator.is_main:
+        if self.coordinator.is_main:
             warn_of(found, captured)
         if anywhere:
-            self._keepers = {**(self._keepers or {}), **found}
+            self.keepers = {**(self.keepers or {}), **found}
         return anywhere
 
 
