@@ -22,15 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A plan's decoded values.
-
-    Attributes:
-        optimizers: For each of `plan.optimizers`, the non-tensor state by FQN and name, and the state that belongs to
-            no parameter.
-    """
+    """A plan's decoded values."""
 
     objects: list[list[Any]]  # for each of `plan.objects`, the decoded values of its JSON trees
-    optimizers: list[tuple[dict[str, dict[str, Any]], dict[str, Any]]]
+    optimizers: list[tuple[dict[str, dict[str, Any]], dict[str, Any]]]  # each: state by FQN and name, and shared state
     rng: Any  # the argument of `restore_rng`; None if nothing is restored
     leftovers: dict[str, Any]  # extra state that the training state does not use, by name
 

@@ -52,15 +52,11 @@ def _matches(rule: Sequence[str] | Callable[[str], bool], fqn: str) -> bool:
 
 @dataclass(slots=True)
 class Mismatches:
-    """Mismatches by section ("model", "optimizer", "extra.ema", ...).
-
-    Attributes:
-        shapes, dtypes, others: Descriptions of the mismatches.
-    """
+    """Mismatches by section ("model", "optimizer", "extra.ema", ...)."""
 
     missing: dict[str, list[str]] = field(default_factory=dict)  # names that the checkpoint lacks
     unexpected: dict[str, list[str]] = field(default_factory=dict)  # names that the training state lacks
-    shapes: dict[str, list[str]] = field(default_factory=dict)
+    shapes: dict[str, list[str]] = field(default_factory=dict)  # descriptions, as of dtypes and others
     dtypes: dict[str, list[str]] = field(default_factory=dict)
     others: dict[str, list[str]] = field(default_factory=dict)
 

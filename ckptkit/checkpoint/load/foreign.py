@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, TensorEntry
 from ckptkit.checkpoint.load.fill import read_whole
-from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, model_tensors, parameter_names, section
+from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, live_tensors, parameter_names, section
 from ckptkit.checkpoint.state.values import JSON, encode
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
 from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes
@@ -118,16 +118,12 @@ def _random_states(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The result of `adopt`.
-
-    Attributes:
-        notes: Messages about the parts that were adapted, and those that could not be read.
-    """
+    """The result of `adopt`."""
 
     catalog: Catalog  # the tensors, under ckptkit's names and with the live models' FQNs
     objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key, as in `objects.json`
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors that the objects refer to
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what was adapted, and what could not be read
 
 
 def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool = True) -> Adopted:
@@ -217,8 +213,7 @@ def _put_extras(
 
 def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], list[str]]:
     """Return a function that maps saved FQNs to live ones, and notes for the report."""
-    models = state.parts("model")
-    live = {f"{name}.{fqn}" if name else fqn for name, module in models.items() for fqn in model_tensors(module)[0]}
+    live = live_tensors(state).keys()
     saved = {entry.fqn for entry in catalog.by_role(Role.MODEL).values()}
     best, hits = ("", ""), len(saved & live)  # best: (removed prefix, added prefix)
     candidates: set[tuple[str, str]] = set()
@@ -267,14 +262,8 @@ class _LiveNames:
 def _tied(state: TrainState) -> dict[str, str]:
     """Map each alias of a tied parameter to the name under which this job keeps the parameter's optimizer state."""
     names = parameter_names(state)
-    found: dict[str, str] = {}
-    for name, module in state.parts("model").items():
-        for fqn, tensor in model_tensors(module)[0].items():
-            full = f"{name}.{fqn}" if name else fqn
-            holder = names.get(id(tensor), full)
-            if holder != full:
-                found[full] = holder
-    return found
+    holders = {fqn: names.get(id(tensor), fqn) for fqn, tensor in live_tensors(state).items()}
+    return {fqn: holder for fqn, holder in holders.items() if holder != fqn}
 
 
 # --- sections

@@ -22,16 +22,11 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class MappedWeights:
-    """A checkpoint's weights after a key map was applied.
-
-    Attributes:
-        sources: For each new name, the checkpoint's tensors that the weight is made from.
-        filled: The boxes that the checkpoint fills, by new name; only for padded tensors.
-    """
+    """A checkpoint's weights after a key map was applied."""
 
     catalog: Catalog  # the weights under their new names, and nothing else
-    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    filled: dict[str, tuple[Box, ...]] = field(default_factory=dict)
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # each weight's tensors in the checkpoint
+    filled: dict[str, tuple[Box, ...]] = field(default_factory=dict)  # boxes; only if padded
     dropped: Mapping[str, str] = field(default_factory=dict)  # tensors that the map drops, with the reason
     notes: tuple[str, ...] = ()  # rules that matched nothing
 

@@ -27,6 +27,7 @@ from ckptkit.checkpoint.state.train_state import (
     TrainState,
     computed_state,
     is_stateful,
+    live_tensors,
     model_tensors,
     parameter_names,
     section,
@@ -145,18 +146,13 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A live parameter or buffer, and the saved tensor that fills it.
-
-    Attributes:
-        filled: The boxes that are filled, if a key map pads the tensor. None: the whole tensor.
-        shards: The shards that the state's layout declares for the live tensor; () if there are none.
-    """
+    """A live parameter or buffer, and the saved tensor that fills it."""
 
     key: str
     live: torch.Tensor
     entry: TensorEntry
-    filled: tuple[Box, ...] | None = None
-    shards: tuple[Shard, ...] = ()
+    filled: tuple[Box, ...] | None = None  # what is filled, if a key map pads it. None: all
+    shards: tuple[Shard, ...] = ()  # that the state's layout declares for the live tensor
 
     @property
     def view(self) -> torch.Tensor:
@@ -166,33 +162,23 @@ class ModelTensor:
 
 @dataclass(slots=True)
 class OptimizerPlan:
-    """The plan for restoring one optimizer.
-
-    Attributes:
-        masters: Saved master weights, by FQN. None for a master that is set from the loaded weight.
-        held: How states are stored, by key. Omits states for which the parameter determines that.
-        orders: The memory order of plain states' dimensions, by key. Omits states whose order is that of a new state.
-        keep: Parameters that the checkpoint's optimizer lacks. They keep their live state.
-        live: Live values, by FQN and state name. A tensor subclass is replaced by its parts.
-        wholes: Tensor subclasses whose parts are filled in place, by FQN and state name.
-        shards: The shards that the state's layout declares, by FQN.
-    """
+    """The plan for restoring one optimizer."""
 
     key: str
     optimizer: Any
     parameters: dict[str, torch.nn.Parameter]
     groups: GroupChanges = field(default_factory=lambda: GroupChanges([]))
     states: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)  # saved tensors, by FQN and state name
-    masters: dict[str, TensorEntry | None] = field(default_factory=dict)
+    masters: dict[str, TensorEntry | None] = field(default_factory=dict)  # None: set it from the loaded weight
     values: dict[str, dict[str, JSON]] = field(default_factory=dict)  # non-tensor state as JSON, by FQN and state name
     shared: dict[str, JSON] = field(default_factory=dict)  # state that belongs to no parameter, as JSON
-    held: dict[str, Held] = field(default_factory=dict)
-    orders: dict[str, list[int]] = field(default_factory=dict)
-    keep: list[str] = field(default_factory=list)
-    live: dict[str, dict[str, Any]] = field(default_factory=dict)
-    wholes: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    held: dict[str, Held] = field(default_factory=dict)  # how states are stored; see OptimizerTree
+    orders: dict[str, list[int]] = field(default_factory=dict)  # of states' dimensions; see OptimizerTree
+    keep: list[str] = field(default_factory=list)  # lack state in the checkpoint
+    live: dict[str, dict[str, Any]] = field(default_factory=dict)  # tensor subclasses as their parts
+    wholes: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # whose parts are filled in place
     skip: bool = False  # whether to restore only master weights, which must follow the weights
-    shards: dict[str, tuple[Shard, ...]] = field(default_factory=dict)
+    shards: dict[str, tuple[Shard, ...]] = field(default_factory=dict)  # that the layout declares, by FQN
 
     def shape(self, fqn: str) -> tuple[int, ...]:
         """Return the global shape of a parameter, of its saved weight, and of its master weight."""
@@ -216,12 +202,7 @@ class ObjectTarget:
 
 @dataclass(slots=True)
 class LoadPlan:
-    """The plan of a load.
-
-    Attributes:
-        sources: The saved tensors that each weight is made from, by FQN; only with a key map.
-        filled: The boxes that are filled, by FQN; only for tensors that a key map pads.
-    """
+    """The plan of a load."""
 
     catalog: Catalog  # the checkpoint as this rank sees it: with its own per-rank copies, and under ckptkit's names
     tensors: Mapping[str, torch.Tensor]  # tensors in objects that have already been read
@@ -237,8 +218,8 @@ class LoadPlan:
     notes: list[str] = field(default_factory=list)
     leftovers: dict[str, JSON] = field(default_factory=dict)
     padded: list[str] = field(default_factory=list)  # the keys of tensors that a key map fills only in part
-    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # saved tensors of each weight; with a key map
+    filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # boxes that are filled; with padding
 
     def references(self) -> list[str]:
         """Return the keys of the tensors that objects refer to."""
@@ -250,11 +231,7 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class _Planner:
-    """Fills `plan`.
-
-    Attributes:
-        declared: Shards that the layout declares, by the live tensor's id.
-    """
+    """Fills `plan`."""
 
     state: TrainState
     objects: Mapping[str, JSON]  # JSON by key
@@ -267,7 +244,7 @@ class _Planner:
     own: OwnCopies
     from_masters: set[str] = field(default_factory=set)  # FQNs of masters to load into weights
     live: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # each model's tensors
-    declared: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
+    declared: dict[int, tuple[Shard, ...]] = field(default_factory=dict)  # shards in the layout, by id
     by_role: dict[Role, dict[str, TensorEntry]] = field(default_factory=dict)
 
     @property
@@ -959,10 +936,9 @@ def _plan_mapped(state: TrainState, catalog: Catalog, options: LoadOptions, *, r
 
 def _names_and_config(state: TrainState) -> tuple[set[str], Mapping[str, Any]]:
     """Return the live models' tensor names, and the config of the first model that has one."""
-    models = state.parts("model")
-    live = {f"{name}.{fqn}" if name else fqn for name, module in models.items() for fqn in model_tensors(module)[0]}
-    configs = (getattr(getattr(module, "config", None), "to_dict", None) for module in models.values())
-    return live, next((to_dict() for to_dict in configs if callable(to_dict)), {})
+    models = state.parts("model").values()
+    configs = (getattr(getattr(module, "config", None), "to_dict", None) for module in models)
+    return set(live_tensors(state)), next((to_dict() for to_dict in configs if callable(to_dict)), {})
 
 
 def _hub_map(state: TrainState, catalog: Catalog) -> NameMap | None:
@@ -998,8 +974,7 @@ def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: i
     why = why or _moved(state, catalog)
     if not why:
         return
-    tensors = [t for module in state.parts("model").values() for t in model_tensors(module)[0].values()]
-    found = [layout_of(tensor) for tensor in tensors if isinstance(tensor, DTensor)]
+    found = [layout_of(tensor) for tensor in live_tensors(state).values() if isinstance(tensor, DTensor)]
     wide = next((layout for layout in found if len(layout.mesh_shape) > 1), None)
     mesh = f"replicate={world_size}" if not found and world_size > 1 else ""  # a mesh of shards is the default
     if wide is not None:

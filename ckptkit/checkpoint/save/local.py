@@ -118,7 +118,8 @@ def _stored(view: PartView, meshes: list[dict[str, Any]]) -> list[LocalTensor]:
 
 
 def _pieces(view: PartView, local: torch.Tensor) -> list[torch.Tensor]:
+    from ckptkit.formats.dcp.fill import part_of
+
     if len(view.parts) == 1:
         return [local.reshape(view.parts[0].box.sizes)]
-    boxes = [zip(part.local_offsets, part.box.sizes, strict=True) for part in view.parts]
-    return [local[tuple(slice(o, o + s) for o, s in box)] for box in boxes]
+    return [part_of(local, part.local_offsets, part.box.sizes) for part in view.parts]

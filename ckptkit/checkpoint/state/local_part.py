@@ -26,14 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """The sharding of a tensor over ranks.
+    """The sharding of a tensor over ranks."""
 
-    Attributes:
-        mesh_shape, mesh_names: The device mesh's shape and dimension names, outermost dimension first.
-    """
-
-    mesh_shape: tuple[int, ...]
-    mesh_names: tuple[str, ...]
+    mesh_shape: tuple[int, ...]  # the device mesh's shape, outermost dimension first
+    mesh_names: tuple[str, ...]  # of its dimensions
     mesh_ranks: tuple[int, ...]  # the mesh's ranks, in row-major order
     placements: tuple[PlacementRecord, ...]  # one per mesh dimension
 
@@ -193,6 +189,8 @@ def host_bytes(tensor: torch.Tensor, max_bytes: int = 64 << 20) -> Iterator[memo
     """
     import torch
 
+    from ckptkit.formats.dcp.fill import part_of
+
     if tensor.numel() == 0:
         return
     if lies_row_major(tensor):
@@ -201,5 +199,5 @@ def host_bytes(tensor: torch.Tensor, max_bytes: int = 64 << 20) -> Iterator[memo
             yield view[start : start + max_bytes]
         return
     for tile in Box.whole(tuple(tensor.shape)).tiles(max(1, max_bytes // tensor.element_size())):
-        piece = tensor[tuple(slice(o, o + s) for o, s in zip(tile.offsets, tile.sizes, strict=True))]
+        piece = part_of(tensor, tile.offsets, tile.sizes)
         yield memoryview(row_major(piece).to("cpu").reshape(-1).view(torch.uint8).numpy().data)

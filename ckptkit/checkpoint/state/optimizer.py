@@ -298,17 +298,13 @@ def new_state_tensor(
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTree:
-    """An optimizer's validated JSON; see `CapturedOptimizer.tree`.
-
-    Attributes:
-        orders: The memory order of plain states' dimensions, by key. Omits states whose order is that of a new state.
-    """
+    """An optimizer's validated JSON; see `CapturedOptimizer.tree`."""
 
     param_groups: list[dict[str, JSON]]
     values: dict[str, dict[str, JSON]]
     shared: dict[str, JSON]
     held: dict[str, Held]  # how states are stored, by key. Omits states for which the parameter determines that
-    orders: dict[str, list[int]]
+    orders: dict[str, list[int]]  # the memory order of plain states' dimensions; omits those of a new state
     layouts: list[JSON]  # how the parameters were sharded, if `states` is not empty
     states: list[str]  # "<fqn>.<name>" of states with plain tensors whose values may differ between ranks
 
@@ -344,24 +340,16 @@ def _is_list_of(value: Any, kind: type) -> bool:
 
 @dataclass(slots=True)
 class GroupChanges:
-    """The planned changes to the param groups.
-
-    Attributes:
-        order: For each live group, the saved group that its settings come from: the first of several, or None.
-        notes: Descriptions of settings that only one side has, and of settings that keep their live value.
-        switches: Descriptions of settings that only one side has switched on, so that the two sides compute different
-            steps.
-        conflicts: Descriptions of live groups that combine different saved groups, and of saved values that do not fit.
-    """
+    """The planned changes to the param groups."""
 
     settings: list[dict[str, Any]]  # the new settings for each live group
-    order: list[int | None] = field(default_factory=list)
+    order: list[int | None] = field(default_factory=list)  # the saved group of each live one
     saved: int = 0  # number of saved groups
     missing: list[str] = field(default_factory=list)  # parameters that the checkpoint's optimizer lacks
     unexpected: list[str] = field(default_factory=list)  # parameters that the live optimizer lacks
-    notes: list[str] = field(default_factory=list)
-    switches: list[str] = field(default_factory=list)
-    conflicts: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # settings that only one side has, or that are kept
+    switches: list[str] = field(default_factory=list)  # settings that only one side has switched on
+    conflicts: list[str] = field(default_factory=list)  # of saved groups or values
 
 
 def group_changes(

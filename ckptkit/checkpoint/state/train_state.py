@@ -190,23 +190,16 @@ def section(kind: str, name: str) -> str:
 
 @dataclass(slots=True)
 class Captured:
-    """A captured training state: JSON, and named tensors that share memory with the live ones.
-
-    Attributes:
-        aliases: Tied weights, by section and FQN: the FQN under which the tensor is stored.
-        optimizers: The results of `capture_optimizer`, by section.
-        loose: Tensors that are not in models or optimizers, by full key.
-        alike: The keys of plain parameters that are not declared "per_rank". They must be equal on all ranks.
-    """
+    """A captured training state: JSON, and named tensors that share memory with the live ones."""
 
     models: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # tensors by section and FQN
-    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
-    optimizers: dict[str, CapturedOptimizer] = field(default_factory=dict)
-    loose: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)  # by FQN: where it is stored
+    optimizers: dict[str, CapturedOptimizer] = field(default_factory=dict)  # by section
+    loose: dict[str, torch.Tensor] = field(default_factory=dict)  # neither in models nor optimizers
     objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key, the same on every rank
     rank_objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key; the key contains the rank
     own: set[str] = field(default_factory=set)  # the keys in `loose` that belong to `rank_objects`
-    alike: set[str] = field(default_factory=set)
+    alike: set[str] = field(default_factory=set)  # plain parameters that must be equal on all ranks
 
     def tensors(self, *, aliases: bool, unlike: type | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor with its key in the checkpoint.
@@ -253,25 +246,25 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
     check_whole(state)
     captured = Captured()
     models, optimizers = state.parts("model"), state.parts("optimizer")
-    live_tensors: dict[str, dict[str, torch.Tensor]] = {}
+    live_models: dict[str, dict[str, torch.Tensor]] = {}
     recipes: dict[str, Recipe] = {}
     for name, module in models.items():
         key = section("model", name)
         live = _live_state(module)
-        live_tensors[key], extra_state = _by_canonical_name(module, live)
-        captured.models[key], opened, reasons = open_all(live_tensors[key])
+        live_models[key], extra_state = _by_canonical_name(module, live)
+        captured.models[key], opened, reasons = open_all(live_models[key])
         if "bitsandbytes" in sys.modules:
             reasons.update(left_behind(canonical_modules(module)))
         refuse_hidden(f"{key}.", captured.models[key], filled=True, reasons=reasons)
         for stage in getattr(module, "stages", (module,)):
             _refuse_strangers(key, stage, live if stage is module else _live_state(stage))
         recipes.update({f"{key}.{fqn}": recipe for fqn, recipe in opened.items()})
-        captured.aliases[key] = _aliases(module, live_tensors[key], captured.models[key], opened)
+        captured.aliases[key] = _aliases(module, live_models[key], captured.models[key], opened)
         if extra_state:
             # Large tensors in the extra state are not weights, so their keys must not begin with the model's section.
             captured.objects[f"{key}.extra_state"] = encode(extra_state, f"extra_state.{key}", captured.loose)
     stepped = [p for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]]
-    names = parameter_names(state, live_tensors, stepped)
+    names = parameter_names(state, live_models, stepped)
     for name, optimizer in optimizers.items():
         key = section("optimizer", name)
         captured.optimizers[key] = taken = capture_optimizer(optimizer, names, key)
@@ -424,6 +417,12 @@ def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
     included (see `computed_state`).
     """
     return _by_canonical_name(module, _live_state(module))
+
+
+def live_tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    """Return the `model_tensors` of all models. If there are several, names start with the model's name."""
+    models = state.parts("model").items()
+    return {f"{n}.{fqn}" if n else fqn: t for n, module in models for fqn, t in model_tensors(module)[0].items()}
 
 
 def computed_state(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any], Mapping[str, Any] | None]:
