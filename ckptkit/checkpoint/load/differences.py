@@ -56,7 +56,7 @@ class Mismatches:
 
     missing: dict[str, list[str]] = field(default_factory=dict)  # names that the checkpoint lacks
     unexpected: dict[str, list[str]] = field(default_factory=dict)  # names that the training state lacks
-    shapes: dict[str, list[str]] = field(default_factory=dict)  # descriptions, as of dtypes and others
+    shapes: dict[str, list[str]] = field(default_factory=dict)  # shapes, dtypes, others: descriptions
     dtypes: dict[str, list[str]] = field(default_factory=dict)
     others: dict[str, list[str]] = field(default_factory=dict)
 

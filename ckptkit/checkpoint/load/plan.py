@@ -173,12 +173,14 @@ class OptimizerPlan:
     values: dict[str, dict[str, JSON]] = field(default_factory=dict)  # non-tensor state as JSON, by FQN and state name
     shared: dict[str, JSON] = field(default_factory=dict)  # state that belongs to no parameter, as JSON
     held: dict[str, Held] = field(default_factory=dict)  # how states are stored; see OptimizerTree
-    orders: dict[str, list[int]] = field(default_factory=dict)  # of states' dimensions; see OptimizerTree
-    keep: list[str] = field(default_factory=list)  # lack state in the checkpoint
-    live: dict[str, dict[str, Any]] = field(default_factory=dict)  # tensor subclasses as their parts
-    wholes: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # whose parts are filled in place
+    orders: dict[str, list[int]] = field(default_factory=dict)  # memory orders; see OptimizerTree
+    keep: list[str] = field(
+        default_factory=list
+    )  # parameters that the checkpoint's optimizer lacks; they keep their state
+    live: dict[str, dict[str, Any]] = field(default_factory=dict)  # live values; tensor subclasses as their parts
+    wholes: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # tensor subclasses to fill
     skip: bool = False  # whether to restore only master weights, which must follow the weights
-    shards: dict[str, tuple[Shard, ...]] = field(default_factory=dict)  # that the layout declares, by FQN
+    shards: dict[str, tuple[Shard, ...]] = field(default_factory=dict)  # declared by the layout, by FQN
 
     def shape(self, fqn: str) -> tuple[int, ...]:
         """Return the global shape of a parameter, of its saved weight, and of its master weight."""
@@ -244,7 +246,7 @@ class _Planner:
     own: OwnCopies
     from_masters: set[str] = field(default_factory=set)  # FQNs of masters to load into weights
     live: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # each model's tensors
-    declared: dict[int, tuple[Shard, ...]] = field(default_factory=dict)  # shards in the layout, by id
+    declared: dict[int, tuple[Shard, ...]] = field(default_factory=dict)  # the layout's shards, by tensor id
     by_role: dict[Role, dict[str, TensorEntry]] = field(default_factory=dict)
 
     @property

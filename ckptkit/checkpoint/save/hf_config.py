@@ -39,7 +39,14 @@ def side_files(state: TrainState) -> dict[str, bytes]:
         config: Any = getattr(module, "config", None)
         if not callable(getattr(config, "to_json_string", None)):
             continue
-        files[f"{folder}config.json"] = _config(module, config)
+        # As `save_pretrained` writes it, with the model's class and the weights' dtype.
+        config = copy.deepcopy(config)
+        base = module.get_base_model() if adapters_of(module) and hasattr(module, "get_base_model") else module
+        config.architectures = [(pretrained_class(base) or type(base)).__name__]
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        if dtype is not None:
+            config.dtype = str(dtype).removeprefix("torch.")
+        files[f"{folder}config.json"] = str(config.to_json_string()).encode()
         generation: Any = getattr(module, "generation_config", None)
         if callable(getattr(generation, "to_json_string", None)):
             files[f"{folder}generation_config.json"] = generation.to_json_string().encode()
@@ -92,14 +99,3 @@ def adapter_folder(name: str, adapters: Collection[str]) -> str:
     It is "" for the adapter "default", and for a model's only adapter.
     """
     return "" if name == "default" or len(adapters) == 1 else f"{name}/"
-
-
-def _config(module: Any, config: Any) -> bytes:
-    """Return config.json as `save_pretrained` writes it, with the model's class and the weights' dtype."""
-    config = copy.deepcopy(config)
-    base = module.get_base_model() if adapters_of(module) and hasattr(module, "get_base_model") else module
-    config.architectures = [(pretrained_class(base) or type(base)).__name__]
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-    if dtype is not None:
-        config.dtype = str(dtype).removeprefix("torch.")
-    return str(config.to_json_string()).encode()

@@ -349,7 +349,7 @@ class GroupChanges:
     unexpected: list[str] = field(default_factory=list)  # parameters that the live optimizer lacks
     notes: list[str] = field(default_factory=list)  # settings that only one side has, or that are kept
     switches: list[str] = field(default_factory=list)  # settings that only one side has switched on
-    conflicts: list[str] = field(default_factory=list)  # of saved groups or values
+    conflicts: list[str] = field(default_factory=list)  # saved groups that can't be joined, or values
 
 
 def group_changes(

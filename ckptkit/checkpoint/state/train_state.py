@@ -193,9 +193,9 @@ class Captured:
     """A captured training state: JSON, and named tensors that share memory with the live ones."""
 
     models: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # tensors by section and FQN
-    aliases: dict[str, dict[str, str]] = field(default_factory=dict)  # by FQN: where it is stored
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)  # tied weights: the FQN that is stored
     optimizers: dict[str, CapturedOptimizer] = field(default_factory=dict)  # by section
-    loose: dict[str, torch.Tensor] = field(default_factory=dict)  # neither in models nor optimizers
+    loose: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors of other objects, by full key
     objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key, the same on every rank
     rank_objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key; the key contains the rank
     own: set[str] = field(default_factory=set)  # the keys in `loose` that belong to `rank_objects`
