@@ -226,7 +226,11 @@ class Filler:
             jobs += [(_BATCH_REMOTE, partial(self._joined, batch)) for _, batch in found]
         self._fills = []
         jobs.sort(key=lambda job: -job[0])
-        self.nbytes += sum(all_of([job for _, job in jobs], self.workers))
+        if self.workers > 1 and len(jobs) > 1:
+            self.nbytes += sum(all_of([job for _, job in jobs], self.workers))
+        else:
+            for _, job in jobs:
+                self.nbytes += job()
         return time.perf_counter() - started
 
     # --- reads straight into the target's memory
