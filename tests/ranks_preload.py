@@ -28,7 +28,9 @@ import ckptkit.checkpoint.load.checkpoint
 import ckptkit.checkpoint.manager
 import ckptkit.fsdp.strategy
 
-_pytest.assertion.install_importhook(_pytest.config.get_config([]))  # a failed assertion prints its values here too
+config = _pytest.config.get_config([])
+config.parse([])  # pytest 8.0 does not know the names of test files before
+_pytest.assertion.install_importhook(config)  # a failed assertion prints its values here too
 
 with contextlib.suppress(ImportError), warnings.catch_warnings():
     warnings.simplefilter("ignore")
