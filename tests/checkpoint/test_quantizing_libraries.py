@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState, convert, diff, reshard, verify
 from ckptkit.cli.main import main
@@ -735,3 +735,31 @@ def test_shards_of_a_class_that_would_be_split_are_refused_by_name(ranks: Any, t
         *ranks.run(load_on_ranks, 3, f"{tmp_path}-run", name, 0, options, str(tmp_path)),
     ):
         assert "1.weight.exp_avg" in found, found
+
+
+def shard_of_float8(rank: int) -> Any:
+    """Return one of two shards of a weight, with a scale of its own."""
+    from torchao.quantization import Float8Tensor, PerTensor
+
+    torch.manual_seed(rank)
+    return Float8Tensor.from_hp(torch.randn(32, 64).bfloat16() * (rank + 1), granularity=PerTensor())
+
+
+def save_shards_of_float8(url: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    weight = DTensor.from_local(
+        shard_of_float8(dist.get_rank()), mesh, [Shard(0)], run_check=False, shape=torch.Size((64, 64)), stride=(64, 1)
+    )
+    dcp.save({"model": {"a.weight": weight}}, checkpoint_id=f"{url}/theirs")
+    model = nn.ModuleDict({"a": nn.Linear(64, 64, bias=False)})
+    model["a"].weight = nn.Parameter(weight, requires_grad=False)
+    save(Path(f"{url}/run"), TrainState(model=model, rng=False))
+
+
+def test_an_export_of_shards_with_a_scale_each_has_a_block_for_each(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(save_shards_of_float8, 2, str(tmp_path))
+    expected = torch.cat([shard_of_float8(rank).dequantize() for rank in range(2)])
+    for name in ("theirs", "run"):
+        convert(str(tmp_path / name), str(tmp_path / f"{name}_hf"))
+        weight: Any = of_torchao_file(tmp_path / f"{name}_hf")["a.weight"]
+        assert torch.equal(weight.dequantize(), expected) and weight.block_size == [32, 64]

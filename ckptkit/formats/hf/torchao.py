@@ -170,11 +170,18 @@ def describe_tensors(names: Iterable[str], recipes: Mapping[str, Recipe]) -> dic
     for name, recipe in recipes.items():
         value = {
             "_type": recipe["class"].rpartition(".")[2],
-            "_data": {key: _to_json(item, recipe, name) for key, item in recipe["context"].items()},
+            "_data": {key: _to_json(item, recipe, name) for key, item in _context(recipe).items()},
             "_tensor_data_names": list(recipe["inner"]),
         }
         found[name] = json.dumps(value)
     return {**found, DESCRIBED: json.dumps(list(found))}
+
+
+def _context(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe's context. Shards with a scale each were saved with the size of a shard as their block size."""
+    block = recipe["inner"].get("scale", {}).get("block")
+    cut = recipe["context"].get("block_size") == {"$shape": True} and block is not None
+    return {**recipe["context"], **({"block_size": block} if cut else {})}
 
 
 def _to_json(value: Any, recipe: Recipe, name: str) -> Any:
