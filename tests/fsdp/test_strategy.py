@@ -60,6 +60,7 @@ assert not torch.distributed.is_initialized()
 """
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 cannot run backward in this kind of forked process")
 def test_works_without_arguments_and_without_a_process_group(tmp_path):
     code, said = run_script(ALONE, str(tmp_path))
     assert code == 0, said

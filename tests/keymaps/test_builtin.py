@@ -80,6 +80,8 @@ def saved_by_transformers(model: Any, directory: Path) -> tuple[dict[str, Any], 
 )  # fmt: skip
 def test_the_map_of_a_model_type_gives_the_names_that_transformers_saves(model_type: str, tmp_path: Path) -> None:
     memory, hub, config = saved_by_transformers(tiny_model(model_type), tmp_path)
+    if model_type == "granitemoe" and set(memory) == set(hub):
+        pytest.skip("this transformers saves granitemoe under the names in memory")
     key_map = map_for_model_type(model_type)
     assert key_map is not None
     there = key_map.apply(targets_of(memory), config=config)

@@ -439,34 +439,38 @@ class _Memory:
 
 # --- writing: members are stored uncompressed, and ZIP64 is used only if an offset or a size requires it
 
-# _NONE32 and larger numbers go into a ZIP64 field, with _NONE32 in their place
+_WIDE = _NONE32  # larger numbers, and this one, go into a ZIP64 field, with _NONE32 in their place
+
+
+def _narrow(value: int) -> int:
+    return _NONE32 if value >= _WIDE else value
 
 
 def local_header(name: bytes, crc: int, nbytes: int, *, flags: int = 0, padding: int | None = None) -> bytes:
     """Return the header that precedes a member's bytes. `padding` is the number of zeros that align these bytes."""
-    wide = nbytes >= _NONE32
+    wide = nbytes >= _WIDE
     extra = struct.pack("<HHQQ", _ZIP64, 16, nbytes, nbytes) if wide else b""
     if padding is not None:
         extra += struct.pack("<HH", _PADDING, padding) + bytes(padding)
-    size, version = min(nbytes, _NONE32), 45 if wide else 20
+    size, version = _narrow(nbytes), 45 if wide else 20
     fields = (b"PK\x03\x04", version, flags, 0, 0, _DOS_DATE, crc, size, size, len(name), len(extra))
     return LOCAL_HEADER.pack(*fields) + name + extra
 
 
 def central_header(name: bytes, crc: int, nbytes: int, offset: int, *, flags: int = 0) -> bytes:
     """Return a member's entry in the directory. `offset` is where the member's local header begins."""
-    wide = [value for value in (nbytes, nbytes, offset) if value >= _NONE32]
+    wide = [value for value in (nbytes, nbytes, offset) if value >= _WIDE]
     extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64, 8 * len(wide), *wide) if wide else b""
-    size, version = min(nbytes, _NONE32), 45 if wide else 20
+    size, version = _narrow(nbytes), 45 if wide else 20
     fields = (b"PK\x01\x02", version, version, flags, 0, 0, _DOS_DATE, crc, size, size, len(name), len(extra))
-    return _CENTRAL_HEADER.pack(*fields, 0, 0, 0, 0, min(offset, _NONE32)) + name + extra
+    return _CENTRAL_HEADER.pack(*fields, 0, 0, 0, 0, _narrow(offset)) + name + extra
 
 
 def end_records(entries: int, directory_nbytes: int, directory_at: int) -> bytes:
     """Return the records that follow the directory."""
     end = b""
-    if entries >= _NONE16 or directory_nbytes >= _NONE32 or directory_at >= _NONE32:
+    if entries >= _NONE16 or directory_nbytes >= _WIDE or directory_at >= _WIDE:
         end = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, entries, entries, directory_nbytes, directory_at)
         end += _LOCATOR64.pack(b"PK\x06\x07", 0, directory_at + directory_nbytes, 1)
-    count, nbytes, at = min(entries, _NONE16), min(directory_nbytes, _NONE32), min(directory_at, _NONE32)
+    count, nbytes, at = min(entries, _NONE16), _narrow(directory_nbytes), _narrow(directory_at)
     return end + _END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, at, 0)

@@ -39,6 +39,8 @@ KINDS = {
 
 def trained(kind: str, settings: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
     """Save a model as a run and as a release; return the tensors of the release."""
+    if not hasattr(transformers, kind):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     model_class = getattr(transformers, kind)
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**settings))
@@ -98,8 +100,8 @@ def test_fused_tensors_of_unequal_parts_are_split_by_the_shapes_of_the_base(tmp_
     front = "model.layers.0.linear_attn."
     names = [f"{front}{part}_conv1d.weight" for part in "qkv"]
     joined = torch.cat([released[name] for name in names])
-    # transformers saves three almost equal parts of 8 + 8 + 16 rows; releases split them correctly.
-    assert [len(released[name]) for name in names] == [11, 11, 10]
+    # transformers saves three almost equal parts of 8 + 8 + 16 rows (not before 5.20); releases split them correctly.
+    assert [len(released[name]) for name in names] in ([11, 11, 10], [8, 8, 16])
     released.update(zip(names, (part.contiguous() for part in joined.split([8, 8, 16])), strict=True))
     write_model(tmp_path / "base", released)
     assert_same(exported(tmp_path), released)
@@ -154,8 +156,6 @@ OF_SEVERAL_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("family", OF_SEVERAL_PARTS)
 def test_models_of_several_parts_get_the_names_of_their_release(family, tmp_path):
     kind, settings = OF_SEVERAL_PARTS[family]
-    if not hasattr(transformers, kind):
-        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     expected = trained(kind, settings, tmp_path)
     if family == "nemo_speechlm":  # transformers saves one tensor per expert, NVIDIA's releases stack them
         front = "llm.model.layers.3.mixer.experts."
