@@ -468,8 +468,7 @@ def _held(value: DTensor) -> list[tuple[Box, tuple[int, ...]]]:
         records = [placement_record(placement) for placement in placements]
         local = tuple(value._local_tensor.shape)
         parts = local_parts(shape, tuple(mesh.shape), mesh.get_coordinate() or (), records, local_shape=local)
-        if len(parts) > 1:
-            return [(part.box, part.local_offsets) for part in parts]
+        return [(part.box, part.local_offsets) for part in parts]
     sizes, offsets = local_box(value.shape, mesh, placements)
     return [(Box(offsets, sizes), (0,) * len(sizes))]
 

@@ -50,9 +50,9 @@ def local_parts(
     Args:
         shape: The whole tensor's shape.
         local_shape: The shape of the rank's tensor, to check the result against. FSDP2 splits what tensor parallelism
-            has already split. For uneven tensors (7 rows over dp 3, tp 2), the placements may not show this, but the
-            local shape does. If a part has no elements, FSDP2 changes its other dimensions, too. So only its emptiness
-            is checked.
+            has already split. For uneven tensors (7 rows over dp 3, tp 2), torch's own reading of its placements
+            differs from what FSDP2 did, and is used only where FSDP2's does not fit. If a part has no elements, FSDP2
+            changes its other dimensions, too. So only its emptiness is checked.
         order: The mesh dimensions in the order in which they split the tensor; None means from left to right.
 
     Raises:
@@ -81,8 +81,8 @@ def _local_parts(
 ) -> tuple[LocalPart, ...]:
     _check_placements(shape, mesh_shape, coordinate, placements)
     orders: list[tuple[Sequence[int], bool]] = [(order or range(len(placements)), False)]
-    if order is None and any(placement.kind == "strided_shard" for placement in placements):
-        orders.append((range(len(placements) - 1, -1, -1), True))
+    if order is None and local_shape is not None and (nested := _nested(mesh_shape, placements)):
+        orders.insert(0, (nested, True))
     found: tuple[int, ...] = ()
     for mesh_dims, plain in orders:
         rows = _rows(shape, mesh_shape, coordinate, placements, mesh_dims, plain=plain)
@@ -93,6 +93,28 @@ def _local_parts(
         f"the local tensor has shape {list(local_shape or ())}, but {_describe(placements)} of shape {list(shape)} on "
         f"a mesh of shape {list(mesh_shape)} at coordinate {list(coordinate)} gives {list(found)}."
     )
+
+
+def _nested(mesh_shape: Sequence[int], placements: Sequence[PlacementRecord]) -> list[int]:
+    """Return the order in which FSDP2 split a tensor with strided shards, or [] if it did not make these placements.
+
+    FSDP2 splits what the mesh dimensions to the right have already split: as many of them as make up the split factor.
+    """
+    order: list[int] = []
+
+    def split(mesh_dim: int) -> bool:
+        placement, left = placements[mesh_dim], placements[mesh_dim].split_factor
+        if placement.kind == "strided_shard":
+            for inner in range(mesh_dim + 1, len(placements)):
+                if left > 1 and placements[inner].kind != "replicate" and placements[inner].dim == placement.dim:
+                    left = left // mesh_shape[inner] if left % mesh_shape[inner] == 0 else 0
+                    if inner not in order and not split(inner):
+                        return False
+        order.append(mesh_dim)
+        return placement.kind != "strided_shard" or left == 1
+
+    strided = any(placement.kind == "strided_shard" for placement in placements)
+    return order if strided and all(mesh_dim in order or split(mesh_dim) for mesh_dim in range(len(placements))) else []
 
 
 def slices_of(parts: Sequence[LocalPart], local: StoredTensor, rank: int) -> list[TensorSlice]:

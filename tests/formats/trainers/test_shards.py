@@ -146,3 +146,22 @@ def test_placements_with_billions_of_shards_are_refused_at_once(shape, local, pl
     mesh = (2,) * len(placements)
     with pytest.raises(CorruptCheckpointError):
         local_parts(shape, mesh, (0,) * len(mesh), placements, local_shape=local)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "order", "rows"),
+    [
+        ((2, 2, 3), (Placement("strided_shard", 0, 6), S0, S0), (1, 2, 0), 9),
+        ((3, 4), (Placement("strided_shard", 0, 4), S0), (1, 0), 27),
+        ((2, 3, 4), (S0, Placement("strided_shard", 0, 4), S0), (0, 2, 1), 54),
+    ],
+)
+def test_uneven_strided_shards_have_the_rows_that_fsdp2_gave_them(mesh, placements, order, rows) -> None:
+    """Some ranks' sizes fit torch's reading of the placements, too, but not their rows."""
+    for at in itertools.product(*map(range, mesh)):
+        held = torch.arange(rows)
+        for dim in order:
+            chunks = held.chunk(mesh[dim])
+            held = chunks[at[dim]] if at[dim] < len(chunks) else held[:0]
+        parts = local_parts((rows,), mesh, at, placements, local_shape=(len(held),))
+        assert [i for p in parts for i in range(p.box.offsets[0], p.box.stops[0])] == held.tolist()
