@@ -72,10 +72,8 @@ def test_fp8_blocks_have_the_values_of_transformers(tmp_path: Path, kind: str, c
     found = dequantized(tmp_path, tensors, dtype=dtype, verify=True)
     assert "1 FP8 weights dequantized to " + dtype in found.report.notes
     assert found.tensors.keys() == {"a.weight", "norm.weight"}
-    if (
-        kind == "e8m0"
-        and by_transformers(weight, scale, torch.float32).nan_to_num().max() > 100 * torch.finfo(code).max
-    ):
+    plain = by_transformers(weight, scale, torch.float32)
+    if kind == "e8m0" and plain[plain.isfinite()].max() > 100 * torch.finfo(code).max:
         pytest.skip("this transformers takes the exponents of e8m0 scales for values")
     same(found.tensors["a.weight"], by_transformers(weight, scale, DTYPES[dtype]))
     same(found.tensors["norm.weight"], norm.to(DTYPES[dtype]))

@@ -100,8 +100,10 @@ def test_fused_tensors_of_unequal_parts_are_split_by_the_shapes_of_the_base(tmp_
     front = "model.layers.0.linear_attn."
     names = [f"{front}{part}_conv1d.weight" for part in "qkv"]
     joined = torch.cat([released[name] for name in names])
-    # transformers saves three almost equal parts of 8 + 8 + 16 rows (not before 5.20); releases split them correctly.
-    assert [len(released[name]) for name in names] in ([11, 11, 10], [8, 8, 16])
+    # transformers saves three almost equal parts of 8 + 8 + 16 rows; releases split them correctly.
+    if [len(released[name]) for name in names] == [8, 8, 16]:
+        pytest.skip(f"transformers {transformers.__version__} does not save equal parts")
+    assert [len(released[name]) for name in names] == [11, 11, 10]
     released.update(zip(names, (part.contiguous() for part in joined.split([8, 8, 16])), strict=True))
     write_model(tmp_path / "base", released)
     assert_same(exported(tmp_path), released)
