@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -230,10 +231,9 @@ def fail_while_others_send(url: Path) -> str:
     def fail(*args: Any, **more: Any) -> Any:
         raise MemoryError("no room")
 
-    land = shared_reads._Flight.land
-    shared_reads._Flight.land = lambda self, timeout_s: land(self, 0.5)  # does not wait long for missing messages
+    shared_reads.timedelta = lambda seconds: timedelta(seconds=0.5)  # does not wait long for missing messages
     if dist.get_rank() == 1:
-        shared_reads._start = fail
+        shared_reads._messages = fail
     module = Held()
     with pytest.raises(RankFailedError, match="replicated data") as caught:
         load(url, module, {"timeout_s": 40}, replicas="broadcast", atomic=True)
