@@ -53,7 +53,7 @@ def bits(value: Any) -> Any:
         return {key: bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value).__name__, [bits(item) for item in value]
-    if hasattr(value, "__dict__"):
+    if hasattr(value, "__dict__") and not isinstance(value, type):
         return type(value).__name__, bits(vars(value))
     return copy.copy(value)
 

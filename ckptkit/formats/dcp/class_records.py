@@ -224,9 +224,9 @@ def _context(shard: ClassRecord, name: str) -> Any:
 def _context_value(shard: ClassRecord, name: str, value: Any) -> Any:
     if type(value) in (bool, int, str) or value is None:
         return value
-    if isinstance(value, (list, tuple)):
-        if tuple(value) == shard.shape:
-            return {"$shape": True}
+    if isinstance(value, (list, tuple)) and tuple(value) == shard.shape:
+        return {"$shape": True}
+    if isinstance(value, (list, tuple)) and shard.kind not in PLACED:
         items = [_context_value(shard, name, item) for item in value]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, TorchDType):
