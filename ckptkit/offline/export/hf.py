@@ -590,8 +590,8 @@ def _config(draft: _Draft, tensors: Mapping[str, OutputTensor], counts: Mapping[
         return None
     floats = {name: n for name, n in counts.items() if dtype_of(name).kind == "float"}
     quantized = has_quantized(tensors) or bool(draft.described)
-    method = (draft.base.config.get("quantization_config") or {}).get("quant_method")
-    if draft.described and method != "torchao":
+    given = draft.base.config.get("quantization_config")
+    if draft.described and not (isinstance(given, Mapping) and given.get("quant_method") == "torchao"):
         raise UnsupportedFormatError(
             "the weights are torchao's, but config.json has no quantization_config with quant_method torchao: "
             "transformers would replace them with random values. Pass --base with a config.json that has it: "
