@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.inspect import inspect
@@ -42,6 +45,31 @@ def test_inspect_reads_only_metadata_of_every_format(tmp_path: Path) -> None:
         stream.truncate(len(data) - 64 * 64 * 4)
         stream.truncate(len(data))
     assert inspect(str(file)).to_json() == before
+
+
+@pytest.mark.parametrize("name", ["dcp_dtensor_2d", "dcp_fsdp2_uneven_w4"])
+def test_the_bytes_at_the_place_that_inspect_prints_are_the_elements_of_each_shard(
+    zoo: Path, tmp_path: Path, name: str
+) -> None:
+    place = zoo / name / "ckpt"
+    dcp_to_torch_save(place, tmp_path / "whole.pt")
+    expected = dict(_tensors_in(torch.load(tmp_path / "whole.pt", weights_only=False)))
+    shown = inspect(str(place), tensors="*").to_json()["tensors"]
+    assert {tensor["name"] for tensor in shown} == expected.keys()
+    assert any(len(tensor["slices"]) > 1 for tensor in shown)
+    for tensor in shown:
+        whole = expected[tensor["name"]]
+        for part in tensor["slices"]:
+            box = tuple(slice(o, o + n) for o, n in zip(part["offsets"], part["sizes"], strict=True))
+            data = (place / part["path"]).read_bytes()[part["start"] : part["start"] + part["nbytes"]]
+            assert data == whole[box].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), (tensor, part)
+
+
+def _tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    for key, item in value.items() if isinstance(value, dict) else ():
+        yield from _tensors_in(item, f"{name}.{key}" if name else str(key))
 
 
 def test_shards_are_counted_along_each_dimension(zoo: Path) -> None:
