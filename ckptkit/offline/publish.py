@@ -268,9 +268,9 @@ def _join(store: Store, coordinator: Coordinator) -> None:
 
 def _known_dead(place: OutputPlace, coordinator: Coordinator) -> list[str]:
     """Return, on rank 0, the owner files of earlier writers that are dead. Each rank looks on its own machine."""
-    folder, name = place.local_name()
 
     def look() -> list[str]:
+        folder, name = place.local_name()  # in here, because a rank that raises alone would leave the others waiting
         dead = dead_owner_files(LocalStore(folder), name) if name else {}
         if dead and not coordinator.is_main and os.environ.get("LOCAL_RANK", "0") == "0":
             # The data that dead writers wrote may so far be only in this machine's page cache.
