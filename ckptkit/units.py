@@ -6,7 +6,7 @@ import re
 
 from ckptkit.errors import UsageError
 
-__all__ = ["parse_size", "format_size", "parse_duration", "format_duration", "format_count"]
+__all__ = ["counted", "parse_size", "format_size", "parse_duration", "format_duration", "format_count"]
 
 # SI prefixes are powers of ten, IEC prefixes powers of two (ISO 80000-13): 1 GB = 10^9, 1 GiB = 2^30 bytes.
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
@@ -85,3 +85,10 @@ def format_count(count: int) -> str:
         if count >= limit:
             return f"{count / limit:.2f}{suffix}"
     return str(count)
+
+
+def counted(count: int, noun: str, verb: str = "") -> str:
+    """Return a number with its noun, and a verb given in the plural: "1 tensor is", "2 tensors are"."""
+    if count == 1:
+        verb = {"are": "is", "have": "has", "differ": "differs"}.get(verb, verb)
+    return f"{count} {noun}{'s' * (count != 1)}{' ' * bool(verb)}{verb}"

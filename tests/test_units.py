@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import UsageError
-from ckptkit.units import format_count, format_duration, format_size, parse_duration, parse_size
+from ckptkit.units import counted, format_count, format_duration, format_size, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,17 @@ def test_sizes_are_printed_in_powers_of_ten(nbytes: int, text: str) -> None:
 
 def test_counts_are_printed_with_a_letter() -> None:
     assert [format_count(n) for n in (999, 7_241_732_096, 1_500)] == ["999", "7.24B", "1.50K"]
+
+
+@pytest.mark.parametrize(
+    ("count", "verb", "text"),
+    [
+        (1, "", "1 tensor"),
+        (2, "", "2 tensors"),
+        (0, "are", "0 tensors are"),
+        (1, "are", "1 tensor is"),
+        (1, "have", "1 tensor has"),
+    ],
+)
+def test_a_number_agrees_with_its_noun_and_verb(count: int, verb: str, text: str) -> None:
+    assert counted(count, "tensor", verb) == text

@@ -16,6 +16,7 @@ from ckptkit.cli.frame import (
     storage_option,
     with_storage_options,
 )
+from ckptkit.units import counted
 
 if TYPE_CHECKING:
     from ckptkit.offline.diff import DiffReport, LayerDiff, TensorDiff
@@ -91,7 +92,9 @@ def _lines(report: DiffReport, *, every: bool) -> list[str]:
             lines += _table("differs", report.different, [d.name for d in report.different])
     else:
         lines += [*_table("differs, by layer", layers.values(), list(layers))]
-        lines.append(f"  {len(report.different)} tensors differ; --verbose lists them, --exclude skips names")
+        lines.append(
+            f"  {counted(len(report.different), 'tensor', 'differ')}; --verbose lists them, --exclude skips names"
+        )
     if every and 1 < len(layers) < len(report.different):
         lines += ["", *_table("by layer", layers.values(), list(layers)), ""]
     lines.append(report.summary())

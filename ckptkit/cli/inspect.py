@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +14,8 @@ from ckptkit.units import format_count, format_size
 
 if TYPE_CHECKING:
     from ckptkit.offline.inspect import InspectReport, TreeNode
+
+_SIBLINGS = 20  # lines for the modules of one parent
 
 
 @click.command("inspect")
@@ -77,8 +80,9 @@ def _lines(report: InspectReport) -> list[str]:
     lines = [report.url, *notes, "  " + " · ".join(facts), ""]
     for section in report.sections:
         kinds = ", ".join(f"{dtype} {format_size(n)}" for dtype, n in section.dtypes.items())
+        noun = "tensor " if section.tensors == 1 else "tensors"
         lines.append(
-            f"  {section.role:<10} {section.tensors:>6} tensors  {format_count(section.numel):>9} elements  "
+            f"  {section.role:<10} {section.tensors:>6} {noun}  {format_count(section.numel):>9} elements  "
             f"{format_size(section.nbytes):>9}  ({kinds})"
         )
         if list(section.placements) != ["whole"]:
@@ -109,9 +113,23 @@ def _lines(report: InspectReport) -> list[str]:
     return lines + [f"  note: {note}" for note in report.notes]
 
 
+def _place(index: int, child: TreeNode) -> int | str:
+    """Return a value that is equal for consecutive numbers and differs for names."""
+    return int(child.name) - index if child.name.isdigit() else child.name
+
+
 def _tree_lines(node: TreeNode, indent: str) -> list[str]:
+    """Return a line per module. Modules of one size with consecutive numbers, such as layers, share a line."""
     lines = []
-    for child in node.children:
-        lines.append(f"{indent}{child.name:<28} {format_count(child.numel):>9}  {format_size(child.nbytes):>9}")
+    children = sorted(node.children, key=lambda child: int(child.name) if child.name.isdigit() else -1)
+    runs = groupby(enumerate(children), lambda row: (_place(*row), row[1].nbytes))
+    groups = [[child for _, child in run] for _, run in runs]
+    for group in groups[:_SIBLINGS]:
+        child, name = group[0], group[0].name
+        if len(group) > 1:
+            name = f"{name}-{group[-1].name} ({len(group)} modules, each)"
+        lines.append(f"{indent}{name:<28} {format_count(child.numel):>9}  {format_size(child.nbytes):>9}")
         lines += _tree_lines(child, indent + "  ")
+    if len(groups) > _SIBLINGS:
+        lines.append(f"{indent}... {sum(map(len, groups[_SIBLINGS:]))} more; --json lists all")
     return lines

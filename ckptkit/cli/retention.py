@@ -27,7 +27,7 @@ _rule = partial(click.option, expose_value=False, callback=_note)
 # Each option is named after its field of RetentionPolicy.
 _OPTIONS = [
     _rule("--max-num", type=Count(1), metavar="N", help="Keep the N newest."),
-    _rule("--max-mem", metavar="SIZE", help="Keep the total below SIZE, for example 1TB (10^12) or 1TiB (2^40)."),
+    _rule("--max-mem", metavar="SIZE", help="Keep the total at or below SIZE, for example 1TB (10^12) or 1TiB (2^40)."),
     _rule("--keep-every", type=Count(1), metavar="N", help="Keep each checkpoint whose step is a multiple of N."),
     _rule(
         "--keep-daily",

@@ -61,11 +61,12 @@ def shard(
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     is_training: bool = True,
 ) -> M:
-    """Shard `model` in place and return it. All ranks must call this. A sharded model is returned unchanged.
+    """Shard `model` in place and return it. All ranks must call this.
 
-    The steps are, in order: broadcast rank 0's values, cast parameters to their storage dtype, apply tensor
-    parallelism, apply activation checkpointing and compilation to each block, call fully_shard from the innermost unit
-    to the root.
+    A model that is already sharded is returned unchanged, with a warning; any model is, if `config.enable_fsdp` is
+    False. The steps are, in order: broadcast rank 0's values (`sync_module_states`), cast parameters to their storage
+    dtype (only for training), apply tensor parallelism, apply activation checkpointing (only for training) and
+    compilation to each block, call fully_shard from the innermost unit to the root.
 
     Args:
         config: How to shard; default `FSDPConfig()`.

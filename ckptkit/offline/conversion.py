@@ -20,7 +20,7 @@ from ckptkit.offline.publish import Options, OutputPlace, Session
 from ckptkit.offline.reading import check_read_as_seen
 from ckptkit.offline.report import plain
 from ckptkit.offline.verify import check_committed
-from ckptkit.units import format_duration, format_size
+from ckptkit.units import counted, format_duration, format_size
 
 if TYPE_CHECKING:
     from ckptkit.formats.detect import Source
@@ -77,7 +77,7 @@ class ConvertReport:
         """Return the lines for a terminal: notes, what was done and, last, what was checked."""
         rate = format_size(int(self.nbytes / self.seconds)) if self.seconds else "0 B"
         done = (
-            f"{self.opened} ({self.format}) -> {self.dst} ({self.to}) · {self.tensors} tensors · "
+            f"{self.opened} ({self.format}) -> {self.dst} ({self.to}) · {counted(self.tensors, 'tensor')} · "
             f"{format_size(self.nbytes)} · {format_duration(self.seconds)} · {rate}/s · "
             f"peak memory {format_size(self.peak_memory)}"
         )
@@ -95,7 +95,8 @@ class ConvertReport:
             *self.plan.lines(),
             *(f"note: {note}" for note in self.notes if note not in self.plan.notes),
             *(f"would fail: {fault}" for fault in self.faults),
-            f"{self.tensors} tensors, {len(self.plan.files)} files, {format_size(self.nbytes)}; nothing was written",
+            f"{counted(self.tensors, 'tensor')}, {counted(len(self.plan.files), 'file')}, "
+            f"{format_size(self.nbytes)}; nothing was written",
         ]
 
     def to_json(self) -> dict[str, Any]:

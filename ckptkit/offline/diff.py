@@ -33,7 +33,7 @@ from ckptkit.offline.reading import open_pinned, reads_checkpoints, records_of
 from ckptkit.offline.report import plain
 from ckptkit.offline.verify import file_problems
 from ckptkit.storage.store import ReadInto
-from ckptkit.units import parse_size
+from ckptkit.units import counted, parse_size
 
 SCHEMA = "ckptkit.diff/1"
 _TILE = 4 << 20  # bytes read at a time from each side
@@ -116,12 +116,12 @@ class DiffReport:
 
     def summary(self) -> str:
         """Return one line that summarizes the result."""
-        values = f" and {self.same_values} values" if self.same_values else ""
+        values = f" and {counted(self.same_values, 'value')}" if self.same_values else ""
         if not self.differs:
             digests = f" ({self.by_digest} of them by recorded digest only; `verify` reads the bytes)"
             records = f" ({self.by_record} of them of unknown classes, compared byte for byte)"
             told = digests * bool(self.by_digest) + records * bool(self.by_record)
-            what = f"{self.same} tensors{values}, names, shapes, dtypes and bits{told}"
+            what = f"{counted(self.same, 'tensor')}{values}, names, shapes, dtypes and bits{told}"
             if self.left_out:
                 return f"equal weights: {what}; not compared: {len(self.left_out)} that are not weights"
             return f"equal: {what}"
@@ -134,7 +134,7 @@ class DiffReport:
             "in the bytes of tensors of unknown classes": len(self.records),
         }
         different = ", ".join(f"{n} {what}" for what, n in found.items() if n)
-        return f"different: {different}; equal: {self.same} tensors{values}"
+        return f"different: {different}; equal: {counted(self.same, 'tensor')}{values}"
 
     def layers(self) -> dict[str, LayerDiff]:
         """Return the differences by model layer and by optimizer state: the model's first, then by largest change.

@@ -37,7 +37,7 @@ from ckptkit.offline.joined import computed_from, join, taken_from
 from ckptkit.offline.publish import options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.storage.retry import patient
-from ckptkit.units import parse_size
+from ckptkit.units import counted, parse_size
 
 if TYPE_CHECKING:
     from ckptkit.formats.detect import Source
@@ -320,8 +320,9 @@ def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTe
                 shown = ", ".join(sorted(others)[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
                 without = source if of is opened[-1] else opened[-1]
                 raise CheckpointMismatchError(
-                    f"{len(others)} tensors of {of.url} are not in {without.url}: {shown}. Only checkpoints with the "
-                    "same tensors can be merged; --exclude skips some, --key-map and --strip-prefix rename them."
+                    f"{of.url} has {counted(len(others), 'tensor')} that {without.url} does not have: {shown}. Only "
+                    "checkpoints with the same tensors can be merged; --exclude skips some, --key-map and "
+                    "--strip-prefix rename them."
                 )
 
 

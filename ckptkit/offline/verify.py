@@ -24,7 +24,7 @@ from ckptkit.storage.coalesce import BlockReader
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
-from ckptkit.units import format_size, parse_size
+from ckptkit.units import counted, format_size, parse_size
 
 SCHEMA = "ckptkit.verify/1"
 _CHUNK = 4 << 20
@@ -81,9 +81,8 @@ class VerifyReport:
         parts = [f"{n} {what}{'s' * (n != 1)}" for what, n in counts.items()]
         parts[-1] += " complete"
         if self.digests:
-            parts.append(
-                f"{self.digests} digests equal ({', '.join(self.algorithms)}, {format_size(self.checked_bytes)})"
-            )
+            read = format_size(self.checked_bytes)
+            parts.append(f"{counted(self.digests, 'digest')} equal ({', '.join(self.algorithms)}, {read})")
         elif self.quick:
             parts.append("contents not read (--quick)")
         if self.unproved_bytes and not self.quick:

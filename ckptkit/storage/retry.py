@@ -308,7 +308,7 @@ def may_yet_happen(error: BaseException) -> bool:
 
 
 def _is_silence(error: BaseException) -> bool:
-    """Return whether a try timed out after its request had reached the server."""
+    """Return whether a try timed out while it waited for the server, which may not have received the request."""
     names = {base.__name__ for base in type(error).__mro__}
     timed_out = isinstance(error, (SilenceError, TimeoutError)) and not isinstance(error, ConnectionError)
     return timed_out or not names.isdisjoint(("FSTimeoutError", "ReadTimeoutError", "ServerTimeoutError"))

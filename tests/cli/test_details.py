@@ -118,6 +118,16 @@ def test_inspect_shows_how_tensors_are_sharded(zoo: Path) -> None:
     assert "21 dim 0 in 2" in ran("inspect", zoo / "verl_fsdp2_w2")
 
 
+def test_inspect_prints_equal_layers_on_one_line(tmp_path: Path) -> None:
+    weight = np.zeros((2, 2), np.float32)
+    layers = {f"model.layers.{i}.w": weight[: 1 + (i != 11)] for i in (*range(12), 20, 21)}
+    save_file({**layers, **{f"model.z{i}.w": weight for i in range(30)}}, tmp_path / "model.safetensors")
+    lines = [line.split("  ")[0] for line in map(str.strip, ran("inspect", tmp_path, "--depth", "3").splitlines())]
+    at = lines.index("layers")
+    assert lines[at + 1 : at + 4] == ["0-10 (11 modules, each)", "11", "20-21 (2 modules, each)"]
+    assert lines[-1] == "... 11 more; --json lists all"
+
+
 def test_a_narrow_terminal_prints_reasons_on_separate_lines() -> None:
     table = [["name", "rotation"], ["step_00000100", "keep: the newest; a multiple of 400 (keep_every)"]]
     assert len(ls._aligned(table, 0)) == len(ls._aligned(table, 100)) == 2

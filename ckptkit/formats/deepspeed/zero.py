@@ -30,6 +30,7 @@ from ckptkit.formats.trainers.param_order import Param, assign
 from ckptkit.formats.trainers.rank_files import Joined, join
 from ckptkit.formats.trainers.verl import parameters
 from ckptkit.storage import Store
+from ckptkit.units import counted
 
 __all__ = [
     "MODEL_FILE",
@@ -276,4 +277,6 @@ def _check_complete(models: ModelStates, weights: Mapping[str, Joined]) -> None:
         raise IncompleteCheckpointError(
             f"the *_optim_states.pt files are missing; in ZeRO-3 they contain the weights ({missing[0]!r}, ...)."
         )
-    raise IncompleteCheckpointError(f"{len(missing)} parameters are in no file: {', '.join(missing[:4])}.")
+    raise IncompleteCheckpointError(
+        f"{counted(len(missing), 'parameter', 'are')} in no file: {', '.join(missing[:4])}."
+    )

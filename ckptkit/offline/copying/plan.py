@@ -20,7 +20,7 @@ from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import NoSpaceError
 from ckptkit.storage.store import Store
-from ckptkit.units import format_size
+from ckptkit.units import counted, format_size
 
 Bytes = npt.NDArray[np.uint8]
 _Int64 = npt.NDArray[np.int64]
@@ -274,7 +274,7 @@ class Plan:
             if len(names) <= _NAMED:
                 yield from (f"left over: {name} ({reason})" for name in names)
             else:
-                yield f"left over: {len(names)} tensors, {names[0]}, ... ({reason}); --json lists all"
+                yield f"left over: {counted(len(names), 'tensor')}, {names[0]}, ... ({reason}); --json lists all"
         yield from (f"missing: {name}" for name in self.missing)
         yield from (f"note: {note}" for note in self.notes)
 

@@ -18,6 +18,7 @@ from ckptkit.keymaps.builtin import map_for_model_type
 from ckptkit.offline.export.base import BaseModel, WantedTensor
 from ckptkit.offline.export.tied import config_ties, tied_pairs
 from ckptkit.storage.store import Store
+from ckptkit.units import counted
 
 __all__ = [
     "ExportProof",
@@ -116,8 +117,8 @@ def _dtype_note(targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor
             pair = (want.dtype, targets[name].dtype)
             changed[pair] = changed.get(pair, 0) + 1
     return tuple(
-        f"{count} tensors are {found} in the checkpoint and {base} in the base model: the checkpoint's dtype is kept "
-        "unless --dtype says otherwise"
+        f"{counted(count, 'tensor', 'are')} {found} in the checkpoint and {base} in the base model: the checkpoint's "
+        "dtype is kept unless --dtype says otherwise"
         for (base, found), count in changed.items()
     )
 

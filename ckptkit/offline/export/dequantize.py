@@ -20,6 +20,7 @@ from ckptkit.offline.copying.plan import OutputTensor
 from ckptkit.offline.export import dequantize_formulas as formulas
 from ckptkit.offline.export.adapter_merge import Change, Decode, changed
 from ckptkit.offline.export.packed_weights import is_packed_weight, unpacking
+from ckptkit.units import counted
 
 __all__ = ["Dequantized", "dequantize"]
 
@@ -53,7 +54,7 @@ class Dequantized:
 
     def note(self) -> str:
         kinds = " and ".join(dict.fromkeys(change.label.partition(" ")[0] for change in self.changes.values()))
-        return f"{len(self.changes)} {kinds} weights dequantized to {self.dtype}"
+        return f"{counted(len(self.changes), f'{kinds} weight')} dequantized to {self.dtype}"
 
     def computed(self, tensors: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
         """Return the tensors. Those with quantized sources are replaced by dequantized ones."""

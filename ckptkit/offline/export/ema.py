@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
+from ckptkit.units import counted
 
 __all__ = ["averaged"]
 
@@ -95,7 +96,8 @@ def _named(
     if missing:
         shown = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
         notes.append(
-            f"{len(missing)} tensors have no average (buffers, frozen parameters): the model's are used: {shown}"
+            f"{counted(len(missing), 'tensor', 'have')} no average (buffers, frozen parameters): "
+            f"the model's are used: {shown}"
         )
     ordered = {name: chosen.get(name, entry) for name, entry in model.items()} if model else chosen
     return ordered, tuple(notes)

@@ -25,6 +25,7 @@ from ckptkit.offline.copying.plan import OutputFile, OutputTensor
 from ckptkit.offline.export.base import BaseModel, WantedTensor, beside_source, export_config
 from ckptkit.offline.export.weights import ExportOptions, matches, select_targets
 from ckptkit.storage.store import Store
+from ckptkit.units import counted
 
 if TYPE_CHECKING:
     from ckptkit.keymaps.builtin import Choice
@@ -204,7 +205,7 @@ def _map_names(draft: _Draft) -> None:
                 "it keeps the model's own values there. Remove the rule; --vocab-size adds rows."
             )
     if not mapped.targets:
-        raise UsageError(f"nothing to export: the key map {key_map.name} drops all {len(draft.targets)} tensors.")
+        raise UsageError(f"nothing to export: the key map {key_map.name} drops all tensors ({len(draft.targets)}).")
     draft.targets = dict(mapped.targets)
     draft.dropped.update(mapped.dropped)
     draft.key_map = key_map.name
@@ -256,7 +257,7 @@ def _model_tensors(
                 draft.dropped.update(dict.fromkeys(factor.sources if factor else (), "merged into the base weight"))
         for other in split.others.values():
             draft.dropped.update(dict.fromkeys(other.sources, "part of the adapter that was merged"))
-        draft.notes.append(f"adapter merged into {len(split.pairs)} weights")
+        draft.notes.append(f"adapter merged into {counted(len(split.pairs), 'weight')}")
     _map_names(draft)
     _settle_tied(draft, store)
     _drop_buffers(draft)
@@ -328,7 +329,7 @@ def _in_torchao_layout(draft: _Draft, tensors: dict[str, OutputTensor]) -> dict[
     if weights:
         plain_names = [name for name in named if name in tensors]
         draft.described = describe_tensors(plain_names, weights)
-        draft.notes.append(f"{len(weights)} weights of torchao are stored in its safetensors layout")
+        draft.notes.append(f"{counted(len(weights), 'weight', 'are')} stored in torchao's safetensors layout")
     return named
 
 
@@ -533,7 +534,7 @@ def _compare(draft: _Draft) -> None:
     draft.missing = list(result.missing)
     left_out = {name for name in result.missing if _left_out(draft, name)}
     if left_out:
-        draft.notes.append(f"--include and --exclude skipped {len(left_out)} tensors of the base")
+        draft.notes.append(f"--include and --exclude skipped {counted(len(left_out), 'tensor')} of the base")
     draft.faults += [f"missing: {name}" for name in result.missing if name not in left_out]
     if draft.faults or result.shapes:
         draft.faults += [f"unexpected: {name} {list(draft.targets[name].shape)}" for name in result.unexpected]

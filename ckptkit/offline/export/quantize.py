@@ -20,6 +20,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
+from ckptkit.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -81,12 +82,14 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
             f"--quantize fp8-block: none of {len(tensors)} tensors is a matrix of floats inside a layer, with sizes "
             f"that are multiples of {BLOCK}."
         )
-    notes.append(f"{len(chosen)} weights quantized to FP8 in blocks of {BLOCK} x {BLOCK}")
+    notes.append(f"{counted(len(chosen), 'weight')} quantized to FP8 in blocks of {BLOCK} x {BLOCK}")
     if odd:
-        notes.append(f"{odd} weights are not quantized, because their sizes are not multiples of {BLOCK}")
+        notes.append(f"{counted(odd, 'weight', 'are')} not quantized: the sizes are not multiples of {BLOCK}")
     if stacked:
         shown = ", ".join(stacked[:_NAMED]) + (", ..." if len(stacked) > _NAMED else "")
-        notes.append(f"{len(stacked)} tensors that stack the matrices of several experts are not quantized: {shown}")
+        notes.append(
+            f"{counted(len(stacked), 'tensor', 'are')} not quantized; matrices of several experts are stacked: {shown}"
+        )
     made: dict[str, OutputTensor] = {}
     for name, tensor in tensors.items():
         if name not in chosen:

@@ -16,6 +16,7 @@ from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.subclasses import outer_name
 from ckptkit.formats.hf.torchao import CLASSES
 from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
+from ckptkit.units import counted
 
 if TYPE_CHECKING:
     from ckptkit.keymaps.keymap import NameMap
@@ -138,7 +139,7 @@ def select_targets(
     if not found.targets:
         raise UsageError(
             "nothing to export: --include, --exclude and --strip-prefix leave none of "
-            f"{len(chosen.entries)} {chosen.weights} tensors."
+            f"{counted(len(chosen.entries), f'{chosen.weights} tensor')}."
         )
     return found
 
@@ -229,7 +230,10 @@ def choose_weights(
     chosen.update(_tied_masters(model, masters))
     alone = [name for name, entry in chosen.items() if entry.role is Role.MODEL]
     notes = (
-        [(f"{len(alone)} tensors have no fp32 master (buffers, frozen parameters): the model's values are used")]
+        [
+            f"{counted(len(alone), 'tensor', 'have')} no fp32 master (buffers, frozen parameters): the model's values "
+            "are used"
+        ]
         if alone
         else []
     )
@@ -271,4 +275,4 @@ def _roles(catalog: Catalog) -> str:
     counts: dict[str, int] = {}
     for entry in catalog.tensors.values():
         counts[entry.role.value] = counts.get(entry.role.value, 0) + 1
-    return ", ".join(f"{n} {role} tensors" for role, n in counts.items()) or "it holds no tensors"
+    return ", ".join(counted(n, f"{role} tensor") for role, n in counts.items()) or "it holds no tensors"

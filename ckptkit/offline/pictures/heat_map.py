@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from ckptkit.offline.pictures.page import Panel, label, rect, svg, text
+from ckptkit.units import counted
 
 WIDTH, LEFT, RIGHT, CELL = 1100.0, 150.0, 150.0, 18.0  # RIGHT leaves room for the last column's slanted name
 _LEGEND = {0.0: "equal", 1e-6: "1e-6", 1e-4: "1e-4", 1e-2: "0.01", 1.0: "1 and more", math.inf: "NaN or infinite"}
@@ -55,7 +56,7 @@ def heat_maps(changes: Mapping[str, float]) -> list[Panel]:
         "largest value: grey is equal, and each step towards red is ten times more."
     )
     if counters:
-        words += f" {len(counters)} step counters are hidden."
+        words += f" {counted(len(counters), 'step counter', 'are')} hidden."
     return [
         Panel(
             f"Change by layer: {part}",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ckptkit.catalog.entry import Role, TensorEntry, TensorSlice
 from ckptkit.offline.pictures.page import PAGE, Panel, colour, label, rect, svg, text
-from ckptkit.units import format_size
+from ckptkit.units import counted, format_size
 
 WIDTH, LEFT, RIGHT, ROW = 1100, 400, 250, 18
 SHORTEST = 10.0  # minimum length of a bar in user units, so that a layer norm's slices stay visible
@@ -43,7 +43,7 @@ def shard_maps(entries: Iterable[TensorEntry], *, when: str = "") -> list[Panel]
     first = next(iter(bars), None)
     for role, mine in bars.items():
         drawn, hidden = _longest(mine), len(roles[role]) - sum(map(len, mine))
-        summary = f"{len(roles[role])} tensors, {format_size(sum(entry.nbytes for entry in roles[role]))}"
+        summary = f"{counted(len(roles[role]), 'tensor')}, {format_size(sum(entry.nbytes for entry in roles[role]))}"
         words = "Length shows bytes, colour shows the rank. Hover over a slice for its place and file."
         shown, count = sum(map(len, drawn)), sum(map(len, mine))
         if len(drawn) < shown:

@@ -31,6 +31,7 @@ from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_obj
 from ckptkit.formats.pickles.zip import Archive, memory_store
 from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
+from ckptkit.units import counted
 
 if TYPE_CHECKING:
     from ckptkit.storage.store import Store
@@ -450,9 +451,10 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
         )
     recipes = renamed_recipes(catalog, lambda entry: _own_name(entry, sections))
     if recipes:
+        kind = next(iter(recipes.values()))["class"]
         found.notes.append(
-            f"{len(recipes)} tensors of classes ({next(iter(recipes.values()))['class']}) are stored in parts, as "
-            "ckptkit saves them: load them with CheckpointManager or DCPReader"
+            f"{counted(len(recipes), 'tensor', 'are')} of a tensor subclass ({kind}) and stored in parts, as ckptkit "
+            "saves them: load them with CheckpointManager or DCPReader"
         )
     _add_trees(found, store, catalog, sections)
     found.trees["step"] = step

@@ -70,7 +70,7 @@ def test_fp8_blocks_have_the_values_of_transformers(tmp_path: Path, kind: str, c
     weight, scale, norm = codes(256, 384, dtype=code), SCALES[kind](2, 3), torch.rand(8).bfloat16()
     tensors = {"a.weight": weight, "a.weight_scale_inv": scale, "norm.weight": norm}
     found = dequantized(tmp_path, tensors, dtype=dtype, verify=True)
-    assert "1 FP8 weights dequantized to " + dtype in found.report.notes
+    assert "1 FP8 weight dequantized to " + dtype in found.report.notes
     assert found.tensors.keys() == {"a.weight", "norm.weight"}
     plain = by_transformers(weight, scale, torch.float32)
     if kind == "e8m0" and plain[plain.isfinite()].max() > 100 * torch.finfo(code).max:
@@ -147,7 +147,7 @@ def test_mxfp4_has_the_values_of_transformers(tmp_path: Path, dtype: str) -> Non
         pytest.skip("this transformers makes NaN of the largest exponents")
     tensors = {**mxfp4("experts.down_proj"), "experts.down_proj_bias": torch.rand(3, 256).bfloat16()}
     found = dequantized(tmp_path, tensors, MXFP4, dtype=dtype, verify=True, max_memory="16MB")
-    assert "1 MXFP4 weights dequantized to " + dtype in found.report.notes
+    assert "1 MXFP4 weight dequantized to " + dtype in found.report.notes
     wanted = {
         "experts.down_proj": reference.convert_moe_packed_tensors(*list(tensors.values())[:2], dtype=DTYPES[dtype]),
         "experts.down_proj_bias": tensors["experts.down_proj_bias"].to(DTYPES[dtype]),
@@ -223,7 +223,7 @@ def test_packed_integers_have_the_values_of_compressed_tensors(
         tensors["a.weight_zero_point"] = packed(zero.T, bits).T.contiguous()
     settings = by_groups(num_bits=bits, type="int", symmetric=symmetric, strategy=strategy, group_size=32)
     found = dequantized(tmp_path, tensors, settings, dtype="fp32", verify=True)
-    assert f"1 INT{bits} weights dequantized to fp32" in found.report.notes
+    assert f"1 INT{bits} weight dequantized to fp32" in found.report.notes
     wide = [t.repeat_interleave(columns // grid[-1], 1) if t.ndim > 1 else t for t in (scale, zero)]
     expected = (q.to(kind) - wide[1].to(kind) if not symmetric else q.to(kind)) * wide[0]
     assert_same(found.tensors, {"a.weight": expected.float(), "a.bias": tensors["a.bias"]})
@@ -261,7 +261,7 @@ def fp4_values(pairs: torch.Tensor) -> torch.Tensor:
 def test_nvfp4_has_the_values_of_compressed_tensors(tmp_path: Path, dtype: str) -> None:
     tensors = nvfp4()
     found = dequantized(tmp_path, tensors, by_groups(**FP4_WEIGHTS), dtype=dtype, verify=True)
-    assert f"1 NVFP4 weights dequantized to {dtype}" in found.report.notes
+    assert f"1 NVFP4 weight dequantized to {dtype}" in found.report.notes
     scale = tensors["a.weight_scale"].float() / tensors["a.weight_global_scale"]
     expected = fp4_values(tensors["a.weight_packed"]).float() * scale.repeat_interleave(16, 1)
     same(found.tensors["a.weight"], expected.bfloat16().to(DTYPES[dtype]))
@@ -272,7 +272,7 @@ def test_mxfp4_of_compressed_tensors_has_its_values(tmp_path: Path) -> None:
     tensors = {"a.weight_packed": nvfp4()["a.weight_packed"], "a.weight_scale": exponents}
     settings = by_groups(**{**FP4_WEIGHTS, "strategy": "group", "group_size": 32})
     found = dequantized(tmp_path, tensors, settings, verify=True)
-    assert "1 MXFP4 weights dequantized to bf16" in found.report.notes
+    assert "1 MXFP4 weight dequantized to bf16" in found.report.notes
     scale = torch.pow(2.0, exponents.float() - 127).repeat_interleave(32, 1)
     expected = fp4_values(tensors["a.weight_packed"]).float() * scale
     same(found.tensors["a.weight"], expected.bfloat16())

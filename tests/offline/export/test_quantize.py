@@ -55,7 +55,7 @@ def test_codes_and_scales_have_the_bits_of_transformers(tmp_path: Path, dtype: t
     tensors = {LAYER: weight, "model.norm.weight": norm}
     found = quantized(tmp_path, tensors, verify=True, max_memory="16MB", workers=2)
     assert_same(found.tensors, {**by_transformers(weight), "model.norm.weight": norm})
-    assert "1 weights quantized to FP8 in blocks of 128 x 128" in found.report.notes
+    assert "1 weight quantized to FP8 in blocks of 128 x 128" in found.report.notes
     assert found.config["quantization_config"] == {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -115,7 +115,7 @@ def test_weights_that_servers_fuse_are_quantized_together_or_not_at_all(tmp_path
     tensors = {name: torch.rand(64 if "k_proj" in name else 128, 128) for name in names}
     found = quantized(tmp_path, {**tensors, "model.layers.0.mlp.gate.weight": torch.rand(128, 128)})
     assert [name for name, t in found.tensors.items() if t.dtype == torch.float8_e4m3fn] == names[-1:]
-    assert "1 weights are not quantized, because their sizes are not multiples of 128" in found.report.notes
+    assert "1 weight is not quantized: the sizes are not multiples of 128" in found.report.notes
     assert any("chosen by name" in note for note in found.report.notes)
     others = sorted([*(name.removesuffix(".weight") for name in names[:3]), "lm_head", "model.layers.0.mlp.gate"])
     assert kept(found) == others
@@ -155,7 +155,10 @@ def test_stacked_experts_are_kept_and_named(tmp_path: Path) -> None:
     assert found.tensors[LAYER].dtype == torch.float8_e4m3fn
     assert all(torch.equal(found.tensors[name], stacked) for name in names)
     assert kept(found) == ["lm_head", "model.layers.0.mlp.experts"]
-    assert any("2 tensors that stack" in note and all(name in note for name in names) for note in found.report.notes)
+    assert any(
+        "2 tensors are not quantized; matrices of several experts" in note and all(name in note for name in names)
+        for note in found.report.notes
+    )
 
 
 def test_an_adapter_is_merged_into_a_dequantized_fp8_base(tmp_path: Path) -> None:
