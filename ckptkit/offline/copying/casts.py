@@ -71,6 +71,24 @@ def float_values(data: Bytes, dtype: str) -> Array:
     return _to_float32(data.view(np.uint16 if dtype == "bfloat16" else _NUMPY[dtype]), dtype)
 
 
+def split_pairs(data: Bytes, out: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Fill `out` with an even number of bfloat16 elements, and return it: first all even elements, then all odd ones.
+
+    Two elements are one 32-bit word, so this takes half of the time of widening each element in its place.
+    """
+    words = data.view(np.uint32)  # little-endian: the first element is in the low half
+    even, odd = out.view(np.uint32).reshape(2, -1)
+    np.left_shift(words, 16, out=even)
+    np.bitwise_and(words, 0xFFFF0000, out=odd)
+    return out
+
+
+def joined_pairs(halves: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Fill `out` with elements that `split_pairs` separated, in their order, and return it."""
+    out[0::2], out[1::2] = halves.reshape(2, -1)  # a transposed view would take five times as long
+    return out
+
+
 def _cast_block(source: Array, out: Array, source_dtype: str, target_dtype: str) -> int:
     wide = _to_float32(source, source_dtype)
     infinite = 0
