@@ -93,6 +93,44 @@ def test_the_sum_is_cast_once(sources: list[str], tmp_path: Path) -> None:
     assert_same(read_model(tmp_path / "out"), {"cube": sum_of_three()["cube"].bfloat16()})
 
 
+_MI = 1 << 20  # elements that are summed at a time
+_LARGE = {
+    "before": (1,),  # everything after it is at an odd element
+    "one-less": (2 * _MI - 1,),
+    "one-more": (2 * _MI + 1,),
+    "long-row": (1, 2 * _MI + 1),  # one tile of three blocks
+    "odd-rows": (5, 300_001),
+}
+
+
+def any_bits(seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return tensors of random bits: small and large numbers, subnormals, infinities, NaNs."""
+    generator, integer = torch.Generator().manual_seed(seed), {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    least, most = torch.iinfo(integer).min, torch.iinfo(integer).max + 1
+    return {
+        name: torch.randint(least, most, shape, dtype=integer, generator=generator).view(dtype)
+        for name, shape in _LARGE.items()
+    }
+
+
+def bits(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the elements' bits, with the same bits for every NaN, because those of torch depend on the alignment."""
+    integers = {2: torch.int16, 4: torch.int32}
+    return {k: x.view(integers[x.itemsize]).masked_fill(x.isnan(), -1) for k, x in state.items()}
+
+
+@pytest.mark.parametrize("weights", ["uniform", "minus-sqrt", "ema:0.9", (0.2, 0.3, 0.5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_of_any_bits_across_blocks_are_those_of_torch(
+    tmp_path: Path, dtype: torch.dtype, weights: str | tuple[float, ...]
+) -> None:
+    states = [any_bits(seed, dtype) for seed in range(3)]
+    sources = [write_model(tmp_path / f"m{i}", state) for i, state in enumerate(states)]
+    merge(sources, str(tmp_path / "out"), weights=weights)
+    expected = summed(states, weights_of(weights, 3), torch.float32)
+    assert_same(bits(read_model(tmp_path / "out")), bits(expected))
+
+
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch", "local"])
 def test_sources_of_several_formats_and_world_sizes_give_the_same_sum(
     sources: list[str], tmp_path: Path, to: str
