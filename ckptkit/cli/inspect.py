@@ -115,13 +115,19 @@ def _lines(report: InspectReport) -> list[str]:
 
 def _place(index: int, child: TreeNode) -> int | str:
     """Return a value that is equal for consecutive numbers and differs for names."""
-    return int(child.name) - index if child.name.isdigit() else child.name
+    number = _number(child)
+    return child.name if number < 0 else number - index
+
+
+def _number(child: TreeNode) -> int:
+    """Return the number that is a module's name; -1 for names. Python's int refuses "²" and very long numbers."""
+    return int(child.name) if child.name.isdecimal() and len(child.name) < 19 else -1
 
 
 def _tree_lines(node: TreeNode, indent: str) -> list[str]:
     """Return a line per module. Modules of one size with consecutive numbers, such as layers, share a line."""
     lines = []
-    children = sorted(node.children, key=lambda child: int(child.name) if child.name.isdigit() else -1)
+    children = sorted(node.children, key=_number)
     runs = groupby(enumerate(children), lambda row: (_place(*row), row[1].nbytes))
     groups = [[child for _, child in run] for _, run in runs]
     for group in groups[:_SIBLINGS]:

@@ -128,6 +128,14 @@ def test_inspect_prints_equal_layers_on_one_line(tmp_path: Path) -> None:
     assert lines[-1] == "... 11 more; --json lists all"
 
 
+@pytest.mark.parametrize("name", ["²", "9" * 5000])
+def test_inspect_prints_modules_whose_digits_are_no_number(tmp_path: Path, name: str) -> None:
+    weight = np.zeros(2, np.float32)
+    save_file({f"model.{part}.w": weight for part in (name, "0")}, tmp_path / "model.safetensors")
+    modules = ran("inspect", tmp_path).partition("  modules\n")[2]
+    assert [line.split()[0] for line in modules.splitlines()] == ["model", name, "0"]
+
+
 def test_a_narrow_terminal_prints_reasons_on_separate_lines() -> None:
     table = [["name", "rotation"], ["step_00000100", "keep: the newest; a multiple of 400 (keep_every)"]]
     assert len(ls._aligned(table, 0)) == len(ls._aligned(table, 100)) == 2
