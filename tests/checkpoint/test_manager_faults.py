@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.run import commit
+from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.errors import CkptkitError, NoSpaceError, RankFailedError
 from ckptkit.offline.verify import verify
 from tests.checkpoint import full_disk, jobs
@@ -128,9 +129,9 @@ def test_a_raising_rank_fails_all_ranks_and_a_slow_rank_does_not(ranks: Any, tmp
     assert leftovers(tmp_path / "run") == []
 
 
-def hanging_disk(root: str) -> tuple[str, list[int], list[int]]:
-    """Save while rank 1's disk does not respond until rank 0 has given up."""
-    real = os.write
+def hanging_disk(root: str, early_s: float) -> tuple[str, list[int], list[int]]:
+    """Save while rank 1's disk does not respond until rank 0 has given up, `early_s` before its deadline."""
+    real, wait = os.write, Coordinator._wait
 
     def hangs(fd: int, data: Any) -> int:
         if os.readlink(f"/proc/self/fd/{fd}").endswith(".distcp"):
@@ -142,6 +143,7 @@ def hanging_disk(root: str) -> tuple[str, list[int], list[int]]:
         manager.save(1, state(1))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(manager._coordinator, "timeout_s", 2.0)
+            patch.setattr(Coordinator, "_wait", lambda self, work, seconds: wait(self, work, seconds - early_s))
             if dist.get_rank() == 1:
                 patch.setattr(os, "write", hangs)
             text, causes = failure(manager, "sync", 2, state(2))
@@ -151,8 +153,11 @@ def hanging_disk(root: str) -> tuple[str, list[int], list[int]]:
         return text, causes, [record.step for record in manager.list()]
 
 
-def test_a_hanging_disk_fails_all_ranks_in_bounded_time_and_the_next_save_works(ranks: Any, tmp_path: Path) -> None:
-    first, second = ranks.run(hanging_disk, 2, str(tmp_path))
+@pytest.mark.parametrize("early_s", [0.0, 0.1])
+def test_a_hanging_disk_fails_all_ranks_in_bounded_time_and_the_next_save_works(
+    ranks: Any, tmp_path: Path, early_s: float
+) -> None:
+    first, second = ranks.run(hanging_disk, 2, str(tmp_path), early_s)
     assert first == second
     text, causes, steps = first
     assert (causes, steps) == ([1], [1, 3]) and "rank 1" in text and "no answer within 2 s" in text

@@ -25,6 +25,7 @@ _HEAD = 2  # header words: the number of the call, and the message's length in b
 _WORDS = 256  # words in the first part of a message, including the header; most messages fit in it
 _INLINE = 8 * (_WORDS - _HEAD)
 _TAGS = (0, 1)  # gloo tags that distinguish the first part of a message from the rest
+_TIMEOUT = "Timed out waiting"  # how gloo's message of a wait that took too long begins
 _MAX_NAMED = 4  # an error names at most this many ranks; `RankFailedError.causes` has all of them
 
 
@@ -275,7 +276,8 @@ class Coordinator:
                 self._wait(work, deadline - time.monotonic())
                 found[rank] = self._body(rank, header, deadline - time.monotonic())
             except RuntimeError as error:
-                if time.monotonic() < deadline:
+                # gloo counts whole milliseconds, so its timeout may come shortly before the deadline.
+                if time.monotonic() < deadline and _TIMEOUT not in str(error):
                     lost[rank] = f"it died, or its connection broke ({_reason(error)})"
                     continue
                 # After a timeout gloo closes all of the group's connections, so nothing more can arrive.
