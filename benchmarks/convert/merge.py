@@ -39,7 +39,7 @@ import os, sys, threading
 import numpy as np
 *sources, out = sys.argv[1:]
 files = [os.open(f"{source}/model.safetensors", os.O_RDONLY) for source in sources]
-nbytes, tile, block = os.fstat(files[0]).st_size // 4 * 4, 1 << 20, 1 << 16
+nbytes, tile, block = os.fstat(files[0]).st_size // 4 * 4, 1 << 20, 1 << 20
 os.makedirs(out)
 target = os.open(f"{out}/model.safetensors", os.O_RDWR | os.O_CREAT)
 def work(first):
