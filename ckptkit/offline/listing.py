@@ -59,7 +59,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The entries of a run, the newest last.
+    """The entries of a run: committed checkpoints, oldest first, then the others.
 
     Attributes:
         total_bytes: Total size of all committed checkpoints.

@@ -73,9 +73,22 @@ def namespace() -> dict[str, Any]:
     return {"torch": torch, "model": Net(), "steps": 4, "batches": iter([{"x": torch.randn(2, 8)}] * 100)}
 
 
+# Runs before a block that is a part of a script: it uses `strategy`, but does not create one.
+BEGINNING = """
+from ckptkit.fsdp import FSDPStrategy
+strategy = FSDPStrategy()
+strategy.setup_distributed()
+model = strategy.prepare_model(model)
+optimizer = strategy.create_optimizer(model, lr=3e-4)
+"""
+
+
 def run_python(block: str, place: str) -> None:
     """Run a block of the docs as the only rank of a job."""
     import os
 
     os.chdir(place)
-    exec(compile(block, "<docs>", "exec"), namespace())
+    names = namespace()
+    if "strategy." in block and "strategy = " not in block:
+        exec(compile(BEGINNING, "<beginning>", "exec"), names)
+    exec(compile(block, "<docs>", "exec"), names)

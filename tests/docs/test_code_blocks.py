@@ -103,6 +103,32 @@ def test_python_blocks_run(block: str, place: Path) -> None:
     run_ranks(run_python, 2 if "cp=2" in block else 1, block, str(place))
 
 
+MASTERS = """
+from ckptkit import CheckpointManager, TrainState
+from ckptkit.fsdp import FSDPConfig, FSDPStrategy
+
+strategy = FSDPStrategy(FSDPConfig(mixed_precision="bf16", precision="master"))
+model = strategy.prepare_model(model)
+optimizer = strategy.create_optimizer(model, lr=3e-4)
+strategy.backward(model(**next(batches)).loss, model, optimizer)
+strategy.optimizer_step(optimizer, model)
+with CheckpointManager("with-masters") as manager:
+    manager.save(1, TrainState(model=model, optimizer=optimizer))
+
+import torch.distributed.checkpoint as dcp  # from here on without ckptkit
+
+masters = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+dcp.load({"optimizer": {"master": masters}}, checkpoint_id="with-masters/step_00000001")
+for name, p in model.named_parameters():
+    assert masters[name].any() and torch.equal(masters[name].bfloat16(), p.full_tensor())
+"""
+
+
+def test_plain_torch_loads_fp32_masters(place: Path) -> None:
+    """As "Without ckptkit" of docs/how-to-resume.md says."""
+    run_ranks(run_python, 1, MASTERS, str(place))
+
+
 @pytest.mark.parametrize("block", cases("toml"))
 def test_key_maps_parse(block: str) -> None:
     if sys.version_info >= (3, 11):

@@ -24,8 +24,23 @@ TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def section(command: str) -> str:
-    return PAGE.split(f"## ckptkit {command}\n")[1].split("\n## ")[0]
+SHARED = "Fields of several commands"
+
+
+def section(heading: str) -> str:
+    return PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+
+
+def fields(heading: str) -> dict[str, tuple[list[str], str]]:
+    """Return the fields that a section lists: name -> types and the item of the list. An item may list several."""
+    found = {}
+    for item in re.findall(r"^- .*(?:\n  .*)*", section(heading), re.MULTILINE):
+        match = re.match(r"- ((?:`\w+`,? )+)\(([\w, ]+)\)", item)
+        assert match, item
+        names, types = re.findall(r"\w+", match[1]), match[2].split(", ")
+        own = len(names) == len(types) > 1 and "null" not in types  # one type for each field
+        found.update({name: ([types[i]] if own else types, item) for i, name in enumerate(names)})
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +53,15 @@ def run_root(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("ls", "ls {run}"),
-        ("inspect", "inspect {run} --tensors *norm*"),
-        ("verify", "verify {run}"),
-        ("diff", "diff {run} {hf}"),
-        ("convert", "convert {run} {out}"),
-        ("convert", "reshard {run} {out} --world-size 3"),
-        ("copy", "copy {run} {out}"),
-        ("prune", "prune {run} --max-num 1 --dry-run"),
-        ("pin", "pin {run}/latest --why test"),
+        ("ckptkit ls", "ls {run}"),
+        ("ckptkit inspect", "inspect {run} --tensors *norm*"),
+        ("ckptkit verify", "verify {run}"),
+        ("ckptkit diff", "diff {run} {hf}"),
+        ("ckptkit convert, reshard, merge", "convert {run} {out}"),
+        ("ckptkit convert, reshard, merge", "reshard {run} {out} --world-size 3"),
+        ("ckptkit copy", "copy {run} {out}"),
+        ("ckptkit prune", "prune {run} --max-num 1 --dry-run"),
+        ("ckptkit pin, unpin, push", "pin {run}/latest --why test"),
     ],
 )
 def test_a_document_has_the_fields_that_are_documented(
@@ -54,10 +69,14 @@ def test_a_document_has_the_fields_that_are_documented(
 ) -> None:
     places = {"run": run_root, "hf": zoo / "hf_ref_llama_untied", "out": tmp_path / "out"}
     found: dict[str, Any] = json.loads(run(*(word.format(**places) for word in line.split()), "--json").stdout)
-    rows = re.findall(r"^(\| `(\w+)` \| ([\w, ]+) \|.*)$", section(name), re.MULTILINE)
-    assert set(found) == {field for _, field, _ in rows}
-    for row, field, kinds in rows:
-        assert type(found[field]) in [t for kind in kinds.split(", ") for t in TYPES[kind]], field
+    shared, own = fields(SHARED), fields(name)
+    also = re.search(r"^(?:Also|`pin` and `unpin` also print) ([^.]*)", section(name), re.MULTILINE)
+    assert also
+    documented = {**{field: shared[field] for field in re.findall(r"\w+", also[1])}, **own}
+    assert set(found) == set(documented)
+    for field, (kinds, item) in documented.items():
+        assert type(found[field]) in [t for kind in kinds for t in TYPES[kind]], field
         if field in ("checkpoints", "tensors") and isinstance(found[field], list):
-            assert [key for key in found[field][0] if f"`{key}`" not in row] == []
-    assert f"`{found['schema']}`" in PAGE
+            assert [key for key in found[field][0] if f"`{key}`" not in item] == []
+    command = name.removeprefix("ckptkit ").partition(",")[0]
+    assert found["schema"] == f"ckptkit.{command}/1"

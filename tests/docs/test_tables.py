@@ -96,16 +96,19 @@ def test_where_to_change_what_names_files_that_exist() -> None:
 
 
 def test_the_table_of_errors_matches_the_package() -> None:
-    found = {}
-    for row in rows("docs/errors.md")[1:]:
-        found[row[0].strip("`")] = ([cell.strip("` ") for cell in row[1].split(",")], int(row[2]))
+    """An indented class derives from the class above it; parentheses name the built-in base."""
+    page = text_of("docs/errors.md")
     public = {name: getattr(errors, name) for name in errors.__all__ if name != "CkptkitError"}
     classes = {name: item for name, item in public.items() if isinstance(item, type)}
-    assert found.keys() == classes.keys()
-    for name, (also, code) in found.items():
-        assert classes[name].exit_code == code, name
-        bases = {base.__name__ for base in classes[name].__mro__[1:]}
-        assert set(also) <= bases, name
+    listed, above = [], ""
+    for indent, name, builtin in re.findall(r"^( *)(\w+Error)(?: \((\w+)\))?  +\S", page, re.MULTILINE):
+        above = above if indent else name
+        bases = {base.__name__ for base in classes[name].__mro__}
+        assert {above, builtin} - {""} <= bases, name
+        listed.append(name)
+        assert classes[name].exit_code == (2 if name == "UsageError" else 1), name
+    assert sorted(listed) == sorted(classes)
+    assert "exit code of a command is 2 for `UsageError`, and 1 for every other class" in page
 
 
 def test_no_error_is_defined_elsewhere() -> None:
@@ -134,12 +137,8 @@ def _texts(tree: ast.AST) -> list[str]:
 
 def test_the_messages_of_the_troubleshooting_page_exist_in_the_package() -> None:
     said = [text for tree in sources().values() for text in _texts(tree)]
-    wanted = {
-        part.strip(" :`")
-        for row in rows("docs/troubleshooting.md")
-        if row[0] != "Message"
-        for part in re.split(r"\[?\.\.\.\)?| N\b", row[0])
-    }
+    messages = re.findall(r"^- `([^`]+)`:", text_of("docs/troubleshooting.md"), re.MULTILINE)
+    wanted = {part.strip(" :") for message in messages for part in re.split(r"\[?\.\.\.\)?| N\b", message)}
     wanted = {part for part in wanted if len(part.split()) > 1}
     assert len(wanted) > 30
     assert not {part for part in wanted if not any(part in text for text in said)}
