@@ -93,8 +93,8 @@ def test_a_page_is_complete_html_without_scripts_links_or_requests(pages: dict[s
 @pytest.mark.parametrize("name", PAGES)
 def test_a_browser_shows_every_bar_and_sends_no_request(pages: dict[str, Path], tmp_path: Path, name: str) -> None:
     shown, log = dom(pages[name], tmp_path)
-    written = pages[name].read_text(encoding="utf-8")
-    assert shown.count("<rect") == written.count("<rect") > 0
+    drawn = [len(re.findall("<rect|<path", text)) for text in (shown, pages[name].read_text(encoding="utf-8"))]
+    assert drawn[0] == drawn[1] > 0
     assert "Refused to" not in log
     assert "<title>owned</title>" not in shown
 
@@ -108,6 +108,10 @@ def test_no_rectangle_exceeds_its_picture(pages: dict[str, Path], name: str) -> 
         for x, y, w, h in re.findall(r'x="([-\d.]+)" y="([-\d.]+)" width="([\d.]+)" height="([\d.]+)"', body):
             assert float(x) >= -0.1 and float(x) + float(w) <= width + 0.1
             assert float(y) >= -0.1 and float(y) + float(h) <= height + 0.1
+        for thickness, cells in re.findall(r'<g [^>]*stroke-width="([\d.]+)">(.*?)</g>', body):
+            for x, y, w in re.findall(r'd="M([\d.]+) ([\d.]+)h([\d.]+)"', cells):
+                assert float(x) + float(w) <= width + 0.1
+                assert float(y) + float(thickness) / 2 <= height + 0.1
 
 
 def test_a_page_prints_on_paper(pages: dict[str, Path], tmp_path: Path) -> None:
@@ -273,8 +277,29 @@ def test_a_timeline_shows_the_name_of_a_checkpoint_without_a_step() -> None:
 
 def test_equal_small_and_infinite_changes_have_distinct_colours() -> None:
     picture = heat_maps({"layers.0.a": 0.0, "layers.0.b": 1e-5, "layers.0.c": float("inf")})[0].picture
-    looks = re.findall(r'<rect class="(\w+)"[^>]*?(fill="[^"]+")?><title>', picture)
-    assert len(set(looks)) == 3
+    looks = re.findall(r'<g ([^>]+) stroke-width="[\d.]+"><path [^>]*><title>', picture)
+    assert len(looks) == len(set(looks)) == 3
+
+
+def test_a_large_grid_folds_experts_and_then_layers_and_shows_the_largest_change() -> None:
+    changes = {f"layers.{i}.experts.{j}.up": 1e-6 for i in range(40) for j in range(60)}
+    changes["layers.3.experts.7.up"] = 0.5
+    (panel,) = heat_maps(changes)
+    assert "modules that differ only in a number, share a cell" in panel.explanation
+    assert panel.picture.count("<path") == 40 + 6  # and the legend
+    assert "layers.3.experts.*.up\n60 tensors, largest relative change 0.5<" in panel.picture
+
+    (panel,) = heat_maps({f"layers.{i}.{name}": 0.0 for i in range(1001) for name in ("a", "b")})
+    assert "A row shows up to 2 consecutive layers." in panel.explanation
+    assert "layers.0-1.b\n2 tensors, all equal<" in panel.picture
+    assert "layers.1000-1000.b\nequal<" in panel.picture
+
+
+def test_the_page_of_a_large_diff_is_small(tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(1250) for name in "qkvo"]
+    changes = {**dict.fromkeys(names, 0.25), **{f"optimizer: {name} exp_avg": 0.25 for name in names}}
+    write_diff_page("A", changes, [], str(tmp_path / "page.html"))
+    assert (tmp_path / "page.html").stat().st_size < 500_000
 
 
 def test_a_diff_page_says_if_nothing_is_in_common() -> None:

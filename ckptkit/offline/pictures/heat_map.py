@@ -6,15 +6,17 @@ import math
 import re
 from collections.abc import Mapping
 
-from ckptkit.offline.pictures.page import Panel, label, rect, svg, text
+from ckptkit.offline.pictures.page import Panel, escaped, label, svg, text
 from ckptkit.units import counted
 
 WIDTH, LEFT, RIGHT, CELL = 1100.0, 150.0, 150.0, 18.0  # RIGHT leaves room for the last column's slanted name
+MAX_CELLS = 1500  # larger grids show the tensors of experts, and others that are numbered, as one cell
 _LEGEND = {0.0: "equal", 1e-6: "1e-6", 1e-4: "1e-4", 1e-2: "0.01", 1.0: "1 and more", math.inf: "NaN or infinite"}
 _OTHER, _ASIDE = "other state", ("rng.", "extra.")
 _PREFIXED = re.compile(r"(?P<part>optimizer|master): (?P<fqn>\S+)(?: (?P<state>\S+))?$")
 _COUNTER = "step"  # it counts updates, so a difference says nothing about the weights
 _LAYER = re.compile(r"^(.*?)(\d+)\.(.*)$")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a name component that is a number
 
 
 def split_layer(fqn: str) -> tuple[str, str]:
@@ -52,20 +54,24 @@ def heat_maps(changes: Mapping[str, float]) -> list[Panel]:
     if not parts:
         return [Panel("Change by layer", "The checkpoints have no tensor in common (by name and shape).", "")]
     words = (
-        "Rows are layers, columns are modules. Colour shows the largest change relative to the "
-        "largest value: grey is equal, and each step towards red is ten times more."
+        "Rows are layers, columns are modules. Colour shows the largest change relative to the largest value, on a "
+        "logarithmic scale; grey is equal."
     )
     if counters:
         words += f" {counted(len(counters), 'step counter', 'are')} hidden."
-    return [
-        Panel(
-            f"Change by layer: {part}",
-            words,
-            _grid(of_part),
-            behind=f"{sum(map(bool, of_part.values()))} of {len(of_part)} tensors differ" if i else "",
-        )
-        for i, (part, of_part) in enumerate(parts.items())
-    ]
+    panels = []
+    for part, of_part in parts.items():
+        differ = f"{sum(map(bool, of_part.values()))} of {len(of_part)} tensors differ"
+        cells = {fqn: [change] for fqn, change in of_part.items()}
+        more = ""
+        if len(cells) > MAX_CELLS:
+            cells, more = _fold(of_part), " Experts, and other modules that differ only in a number, share a cell."
+        if len(cells) > MAX_CELLS:
+            count = math.ceil(len(cells) / MAX_CELLS)
+            cells = _fold_layers(cells, count)
+            more += f" A row shows up to {count} consecutive layers."
+        panels.append(Panel(f"Change by layer: {part}", words + more, _grid(cells), behind=differ if panels else ""))
+    return panels
 
 
 def _part(name: str) -> tuple[str, str]:
@@ -78,7 +84,34 @@ def _part(name: str) -> tuple[str, str]:
     return match["part"], match["fqn"]
 
 
-def _grid(changes: Mapping[str, float]) -> str:
+def _fold(changes: Mapping[str, float]) -> dict[str, list[float]]:
+    """Return the changes by layer and module, with "*" for numbers in the module's name: "mlp.experts.*.up.weight"."""
+    found: dict[str, list[float]] = {}
+    for fqn, change in changes.items():
+        layer, module = split_layer(fqn)
+        found.setdefault(f"{layer}.{_NUMBER.sub('*', module)}".strip("."), []).append(change)
+    return found
+
+
+def _fold_layers(cells: Mapping[str, list[float]], count: int) -> dict[str, list[float]]:
+    """Return the changes of `count` consecutive layers as those of one layer, "model.layers.0-3"."""
+    matches = {fqn: _LAYER.match(fqn) for fqn in cells}
+    numbered = {fqn: match for fqn, match in matches.items() if match and len(match[2]) < 19}
+    last: dict[str, int] = {}  # the highest number after each prefix
+    for match in numbered.values():
+        last[match[1]] = max(last.get(match[1], 0), int(match[2]))
+    found: dict[str, list[float]] = {}
+    for fqn, changes in cells.items():
+        name = fqn
+        if fqn in numbered:
+            prefix, number, module = numbered[fqn].groups()
+            start = int(number) // count * count
+            name = f"{prefix}{start}-{min(start + count - 1, last[prefix])}.{module}"
+        found.setdefault(name, []).extend(changes)
+    return found
+
+
+def _grid(changes: Mapping[str, list[float]]) -> str:
     """Draw one row per layer, with the column names above and the legend below."""
     modules = list(dict.fromkeys(split_layer(fqn)[1] for fqn in changes))
     layers = list(dict.fromkeys(split_layer(fqn)[0] for fqn in changes))
@@ -96,23 +129,35 @@ def _grid(changes: Mapping[str, float]) -> str:
         parts.append(text(LEFT - 8, y + i * cell + cell / 2 + 4, name, anchor="end"))
     row_of, column_of = ({name: i for i, name in enumerate(names)} for names in (layers, modules))
     gap = 1 if min(width, cell) > 4 else 0
-    for fqn, change in changes.items():
+    cells: dict[str, list[str]] = {}  # by colour
+    for fqn, values in changes.items():
         layer, module = split_layer(fqn)
-        place = (LEFT + column_of[module] * width, y + row_of[layer] * cell)
-        words = "equal" if change == 0 else f"relative change {change:.3g}"
-        parts.append(_cell(*place, width - gap, cell - gap, change, title=f"{fqn}\n{words}"))
+        change = max(values, key=lambda value: (not math.isfinite(value), value))
+        words = "equal" if change == 0 else f"relative change {change:.2g}"
+        if len(values) > 1:
+            words = f"{len(values)} tensors, {'all' if change == 0 else 'largest'} {words}"
+        x, middle = LEFT + column_of[module] * width, y + (row_of[layer] + 0.5) * cell
+        cells.setdefault(_look(change), []).append(_cell(x, middle, width - gap, f"{fqn}\n{words}"))
+    parts += [f'<g {look} stroke-width="{cell - gap:g}">{"".join(mine)}</g>' for look, mine in cells.items()]
     y += len(layers) * cell
     for i, (change, name) in enumerate(_LEGEND.items()):
         x = LEFT + i * 110
-        parts += [_cell(x, y + 12, 12, 12, change), text(x + 17, y + 22, name, kind="soft")]
+        parts.append(f'<g {_look(change)} stroke-width="12">{_cell(x, y + 18, 12)}</g>')
+        parts.append(text(x + 17, y + 22, name, kind="soft"))
     return svg(WIDTH, y + 32, "".join(parts))
 
 
-def _cell(x: float, y: float, width: float, height: float, change: float, *, title: str = "") -> str:
+def _cell(x: float, middle: float, width: float, title: str = "") -> str:
+    """Return a cell as a thick line: its group has the colour and the height, so that large grids stay small files."""
+    inside = f"<title>{escaped(title)}</title>" if title else ""
+    return f'<path d="M{x:.6g} {middle:.6g}h{width:.4g}">{inside}</path>'
+
+
+def _look(change: float) -> str:
+    """Return the attributes of the cells with this change. The colour is logarithmic, in steps of a third of ten."""
     if change == 0:
-        return rect(x, y, width, height, title=title, kind="equal")
-    fill = "hsl(300 70% 45%)"
-    if math.isfinite(change):
-        heat = min(max((math.log10(change) + 7) / 7, 0.0), 1.0)  # logarithmic: 1e-7 -> 0, 1 -> 1
-        fill = f"hsl({50 - 50 * heat:.0f} {70 + 15 * heat:.0f}% {82 - 36 * heat:.0f}%)"
-    return rect(x, y, width, height, fill=fill, title=title)
+        return 'class="equal"'
+    if not math.isfinite(change):
+        return 'stroke="hsl(300 70% 45%)"'
+    heat = min(max(round(3 * math.log10(change) + 21) / 21, 0.0), 1.0)  # 1e-7 -> 0, 1 -> 1
+    return f'stroke="hsl({50 - 50 * heat:.0f} {70 + 15 * heat:.0f}% {82 - 36 * heat:.0f}%)"'

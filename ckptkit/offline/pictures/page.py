@@ -47,10 +47,10 @@ svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
 svg text.soft { fill: var(--soft); }
 svg text.on { fill: #10151d; }
 svg rect.slice { stroke: var(--panel); stroke-width: 0.6; }
-svg rect:hover, svg circle:hover, svg path.ribbon:hover { opacity: 0.7; }
+svg rect:hover, svg circle:hover, svg path.ribbon:hover, svg g > path:hover { opacity: 0.7; }
 svg path.line { fill: none; stroke: var(--soft); stroke-width: 1.2; }
 svg path.limit { stroke: var(--soft); stroke-dasharray: 4 3; }
-svg rect.equal { fill: var(--line); }
+svg g.equal { stroke: var(--line); }
 svg rect.gone { fill: none; stroke: #9aa4b5; stroke-dasharray: 4 3; }
 footer { color: var(--soft); font-size: 12px; }
 """
