@@ -59,7 +59,7 @@ def heat_maps(changes: Mapping[str, float]) -> list[Panel]:
     )
     if counters:
         words += f" {counted(len(counters), 'step counter', 'are')} hidden."
-    panels = []
+    panels: list[Panel] = []
     for part, of_part in parts.items():
         differ = f"{sum(map(bool, of_part.values()))} of {len(of_part)} tensors differ"
         cells = {fqn: [change] for fqn, change in of_part.items()}
