@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ckptkit.errors import UsageError
 
-__all__ = ["counted", "parse_size", "format_size", "parse_duration", "format_duration", "format_count"]
+__all__ = ["counted", "first_few", "parse_size", "format_size", "parse_duration", "format_duration", "format_count"]
 
 # SI prefixes are powers of ten, IEC prefixes powers of two (ISO 80000-13): 1 GB = 10^9, 1 GiB = 2^30 bytes.
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
@@ -92,3 +93,8 @@ def counted(count: int, noun: str, verb: str = "") -> str:
     if count == 1:
         verb = {"are": "is", "have": "has", "differ": "differs"}.get(verb, verb)
     return f"{count} {noun}{'s' * (count != 1)}{' ' * bool(verb)}{verb}"
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """Return names as a list; if there are more than `most`, the first ones and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

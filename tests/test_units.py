@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import UsageError
-from ckptkit.units import counted, format_count, format_duration, format_size, parse_duration, parse_size
+from ckptkit.units import counted, first_few, format_count, format_duration, format_size, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -86,3 +86,10 @@ def test_counts_are_printed_with_a_letter() -> None:
 )
 def test_a_number_agrees_with_its_noun_and_verb(count: int, verb: str, text: str) -> None:
     assert counted(count, "tensor", verb) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, ""), (2, "t0, t1"), (5, "t0, t1, t2, t3, t4"), (7, "t0, t1, t2, t3, t4 and 2 more")]
+)
+def test_long_lists_of_names_show_the_first_five(count: int, text: str) -> None:
+    assert first_few([f"t{i}" for i in range(count)]) == text

@@ -240,7 +240,9 @@ def _of_run(
         raise CheckpointNotFoundError(nothing_of_ours(run, inventory, root))
     if last is not None:
         if not 1 < last <= len(committed):
-            raise CheckpointNotFoundError(f"--last {last}: {run} has {len(committed)} committed checkpoints.")
+            raise CheckpointNotFoundError(
+                f"--last {last}: {run} has {counted(len(committed), 'committed checkpoint')}."
+            )
         chosen = list(committed[-last:])
         begin, end = chosen[0].step, math.inf
     else:

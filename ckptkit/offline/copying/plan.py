@@ -275,7 +275,10 @@ class Plan:
                 yield from (f"left over: {name} ({reason})" for name in names)
             else:
                 yield f"left over: {counted(len(names), 'tensor')}, {names[0]}, ... ({reason}); --json lists all"
-        yield from (f"missing: {name}" for name in self.missing)
+        if len(self.missing) <= _NAMED:
+            yield from (f"missing: {name}" for name in self.missing)
+        else:
+            yield f"missing: {counted(len(self.missing), 'tensor')}, {self.missing[0]}, ...; --json lists all"
         yield from (f"note: {note}" for note in self.notes)
 
     def left_over(self) -> dict[str, list[str]]:

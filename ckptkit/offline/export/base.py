@@ -66,7 +66,7 @@ class BaseModel:
         Files that it lacks are taken from `other`, such as the checkpoint's own config and tokenizer.
         """
         return BaseModel(
-            self.where if self.config is not None or not other.config else other.where,
+            self.where if self.config is not None or self.wanted or not other.config else other.where,
             self.config if self.config is not None else other.config,
             {**other.files, **self.files} if self.config is None else (self.files or other.files),
             self.wanted or other.wanted,
@@ -118,7 +118,7 @@ def beside_source(store: Store, catalog: Catalog) -> BaseModel:
     )
     if adapter is None:
         adapter = _adapter_config(store, notes)
-    return BaseModel("the checkpoint itself", config, contents, {}, adapter, None, tuple(notes))
+    return BaseModel("its own config", config, contents, {}, adapter, None, tuple(notes))
 
 
 def export_config(

@@ -25,7 +25,7 @@ from ckptkit.offline.copying.plan import OutputFile, OutputTensor
 from ckptkit.offline.export.base import BaseModel, WantedTensor, beside_source, export_config
 from ckptkit.offline.export.weights import ExportOptions, matches, select_targets
 from ckptkit.storage.store import Store
-from ckptkit.units import counted
+from ckptkit.units import counted, first_few
 
 if TYPE_CHECKING:
     from ckptkit.keymaps.builtin import Choice
@@ -542,7 +542,7 @@ def _compare(draft: _Draft) -> None:
         # None of the base's tensors is missing, so these were added on purpose and must not be lost.
         draft.extra = list(result.unexpected)
         draft.notes.append(
-            f"kept, although the base has no such tensors: {', '.join(draft.extra)}. Some loaders refuse "
+            f"kept, although the base has no such tensors: {first_few(draft.extra)}. Some loaders refuse "
             "them; --exclude skips them"
         )
     draft.faults += result.shapes
