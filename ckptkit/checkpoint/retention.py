@@ -30,8 +30,8 @@ class RetentionPolicy:
             checkpoint, including exempt ones. The oldest are deleted first.
         keep_every: Keep each checkpoint whose step is a multiple of this.
         keep_best: (metric, "min" | "max", count); the default count is 1.
-        keep_daily: Keep each day's newest checkpoint for this many days, not counting days without a checkpoint. Days
-            are in UTC, according to the time in the commit record.
+        keep_daily: Keep the newest checkpoint of each of the last `keep_daily` days that have one. Days are in UTC, by
+            the time in the commit record.
     """
 
     max_num: int | None = None

@@ -320,7 +320,7 @@ class FSDPConfig:
 
     @property
     def reshard(self) -> bool | int:
-        """The fate of the parameters after forward, in all units but the root.
+        """What happens to the parameters after forward, in all units except the root.
 
         True frees them, False keeps them, a number reshards them to that many ranks.
         """

@@ -107,7 +107,7 @@ class MasterWeightOptimizer(Optimizer):
         """Unscale and clip the gradients, step the masters and round them into the parameters. Return True.
 
         If a gradient on any rank is not finite, return False instead. No parameter, master or moment is then changed,
-        the gradients are cleared, and the loss scale may back off. All ranks must call this.
+        the gradients are cleared, and the loss scale may decrease. All ranks must call this.
         """
         if closure is not None:
             with torch.enable_grad():

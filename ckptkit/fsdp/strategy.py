@@ -281,7 +281,7 @@ class FSDPStrategy:
             model: A module. If it was built on the meta device, it is allocated, but has no values yet.
             is_training: False computes in the stored dtype.
             shard_size: Number of ranks that share one copy. -1 means all ranks, "auto" depends on the model's size, and
-                None is as configured.
+                None uses the configuration.
             reshard_after_forward: Overrides the configuration.
             policy: Chooses the units; overrides the configuration.
             tp_plan: Tensor-parallel styles by module glob.
@@ -466,7 +466,7 @@ class FSDPStrategy:
 
         Returns whether the weights changed. If not, `last_outcome` says why: "accumulating" if the step needs more
         backward passes, "skipped" if a gradient on some rank is not finite. A skipped step changes no weights, moments
-        or scheduler on any rank, but the loss scale may back off. All ranks must call this.
+        or scheduler on any rank, but the loss scale may decrease. All ranks must call this.
 
         Raises:
             UsageError: An argument has the wrong type; the optimizer has no parameter of the model (it was created

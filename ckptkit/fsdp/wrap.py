@@ -63,10 +63,14 @@ def shard(
 ) -> M:
     """Shard `model` in place and return it. All ranks must call this.
 
-    A model that is already sharded is returned unchanged, with a warning; any model is, if `config.enable_fsdp` is
-    False. The steps are, in order: broadcast rank 0's values (`sync_module_states`), cast parameters to their storage
-    dtype (only for training), apply tensor parallelism, apply activation checkpointing (only for training) and
-    compilation to each block, call fully_shard from the innermost unit to the root.
+    A model that is already sharded is returned unchanged, with a warning. If `config.enable_fsdp` is False, every model
+    is returned unchanged. The steps:
+
+    1. Broadcast rank 0's values (`sync_module_states`).
+    2. For training, cast parameters to their storage dtype.
+    3. Apply tensor parallelism.
+    4. Apply activation checkpointing (for training) and compilation to each block.
+    5. Call fully_shard from the innermost unit to the root.
 
     Args:
         config: How to shard; default `FSDPConfig()`.

@@ -100,6 +100,7 @@ class ConvertReport:
         ]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the report as plain JSON values (schema "ckptkit.convert/1")."""
         names = (
             "src", "dst", "opened", "format", "to", "tensors", "nbytes", "nbytes_read", "checked", "verified",
             "seconds", "peak_memory", "dry_run", "proved", "notes", "warnings", "infinite", "faults",

@@ -135,6 +135,7 @@ class TensorView:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
         return self.entry.shape
 
     @property
