@@ -9,16 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
-from ckptkit.cli.frame import (
-    command_frame,
-    if_interrupted,
-    is_quiet,
-    progress_bar,
-    storage_options_of_both,
-    with_storage_options,
-)
+from ckptkit.cli.frame import command_frame, if_interrupted, is_quiet, storage_options_of_both
 from ckptkit.cli.options import Count, GroupedCommand, OneOf, allow_pickle, grouped
-from ckptkit.cli.outcome import explain_interrupts, outcome_options, show_outcome, vocabulary_options
+from ckptkit.cli.outcome import carry_out, outcome_options, vocabulary_options
 from ckptkit.errors import UsageError, command_line
 from ckptkit.redact import without_secrets
 from ckptkit.storage.store import split_url
@@ -111,16 +104,7 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
 @outcome_options
 @storage_options_of_both
 @command_frame
-def command(
-    src: str,
-    dst: str,
-    *,
-    push: str | None,
-    adapter_config: str | None,
-    as_json: bool,
-    storage_options: tuple[str, ...],
-    **options: Any,
-) -> None:
+def command(src: str, dst: str, *, push: str | None, adapter_config: str | None, as_json: bool, **options: Any) -> None:
     """Convert the checkpoint at SRC and write the result to DST.
 
     DST appears complete or not at all. No code from SRC is executed. No GPU, process group or model class is needed,
@@ -132,17 +116,7 @@ def command(
         raise UsageError(f"--push uploads a Hugging Face export; it cannot be combined with --to {options['to']}.")
     if push and split_url(dst)[0] not in ("file", "local"):
         raise UsageError(f"--push uploads a local directory, but {without_secrets(dst)} is remote. Give a local DST.")
-    explain_interrupts(dst, overwrite=options["overwrite"])
-    with progress_bar("convert") as progress:
-        report = convert(
-            src,
-            dst,
-            storage_options=with_storage_options(storage_options),
-            progress=progress,
-            adapter_config=_adapter_config(adapter_config),
-            **options,
-        )
-    show_outcome(report, as_json=as_json)
+    carry_out(convert, src, dst, as_json=as_json, adapter_config=_adapter_config(adapter_config), **options)
     if push and not options["dry_run"]:
         from ckptkit.integrations.hub import push_folder
 

@@ -13,7 +13,6 @@ from ckptkit.cli.frame import (
     print_json,
     progress_bar,
     storage_options_of_both,
-    with_storage_options,
 )
 from ckptkit.cli.options import GroupedCommand, allow_pickle, grouped
 from ckptkit.cli.outcome import interrupted_words, outcome_options, prints
@@ -27,7 +26,7 @@ from ckptkit.cli.outcome import interrupted_words, outcome_options, prints
 @outcome_options
 @storage_options_of_both
 @command_frame
-def command(src: str, dst: str, *, as_json: bool, storage_options: tuple[str, ...], **options: Any) -> None:
+def command(src: str, dst: str, *, as_json: bool, **options: Any) -> None:
     """Copy the checkpoint or the run at SRC to DST, including optimizer states and commit records. Copying a run copies
     all its committed checkpoints.
 
@@ -36,16 +35,15 @@ def command(src: str, dst: str, *, as_json: bool, storage_options: tuple[str, ..
     """
     from ckptkit.offline.copy import copy, run_at
 
-    given = with_storage_options(storage_options)
-
     def words() -> str:
-        if run_at(src, storage_options={**(given or {}), **(options["src_storage_options"] or {})}) is None:
+        there = {**(options["storage_options"] or {}), **(options["src_storage_options"] or {})}
+        if run_at(src, storage_options=there) is None:
             return interrupted_words(dst, overwrite=options["overwrite"])
         return f"The checkpoints in {dst} are complete. Run the same command again to copy the rest."
 
     if_interrupted(words)
     with progress_bar("copy") as progress:
-        report = copy(src, dst, storage_options=given, progress=progress, **options)
+        report = copy(src, dst, progress=progress, **options)
     if not prints():
         pass
     elif as_json:

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli.frame import (
-    command_frame,
-    is_quiet,
-    note,
-    print_json,
-    progress_bar,
-    storage_option,
-    with_storage_options,
-)
+from ckptkit.cli.frame import command_frame, is_quiet, json_option, note, print_json, progress_bar, storage_option
 from ckptkit.units import counted
 
 if TYPE_CHECKING:
@@ -31,20 +23,10 @@ _FIRST = 5  # differences shown per kind, unless --verbose
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Not these names; may be given several times.")
 @click.option("--max-memory", default="512MB", show_default=True, metavar="SIZE", help="Maximum tensor data in memory.")
 @click.option("--html", metavar="OUT.html", help="Write a page with a heat map of the change by layer.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @storage_option
 @command_frame
-def command(
-    a: str,
-    b: str,
-    *,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    max_memory: str,
-    html: str | None,
-    as_json: bool,
-    storage_options: tuple[str, ...],
-) -> None:
+def command(a: str, b: str, *, html: str | None, as_json: bool, **options: Any) -> None:
     """Compare the tensors of the checkpoints at A and B, whose formats and shardings may differ. The exit code is 1 if
     any tensors differ.
 
@@ -52,22 +34,19 @@ def command(
     """
     from ckptkit.offline.diff import diff
 
-    options = with_storage_options(storage_options)
     with progress_bar("diff") as progress:
-        report = diff(
-            a, b, include=include, exclude=exclude, max_memory=max_memory, storage_options=options, progress=progress
-        )
+        report = diff(a, b, progress=progress, **options)
     if html:
         from ckptkit.offline.pictures.pages import write_diff_page
 
-        facts = [("in", report.b), ("equal tensors", str(report.same)), ("different", str(len(report.different)))]
-        write_diff_page(report.a, report.changes, facts, html)
+        write_diff_page(report, html)
         note(f"wrote {html}")
     if as_json:
         print_json(report.to_json())
+    elif is_quiet():
+        click.echo(report.summary())
     else:
-        every = click.get_current_context().meta["ckptkit.verbose"]
-        click.echo("\n".join([report.summary()] if is_quiet() else _lines(report, every=every)))
+        click.echo("\n".join(_lines(report, every=click.get_current_context().meta["ckptkit.verbose"])))
     if report.differs:
         raise SystemExit(1)
 

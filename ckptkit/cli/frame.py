@@ -22,6 +22,7 @@ from ckptkit.redact import keep_secret, printable, without_known_secrets, withou
 from ckptkit.storage.retry import patient, words_of
 
 F = TypeVar("F", bound=Callable[..., Any])
+StorageOptions = Mapping[str, Any] | None
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 PROGRESS_DELAY_S = 1.0  # shorter operations show no bar
 
@@ -96,10 +97,8 @@ def _older(error: Exception) -> str:
         return ""
     from ckptkit.offline.reading import earlier_checkpoint
 
-    options: dict[str, Any] = {}
-    for name in ("storage_options", "src_storage_options"):
-        given = click.get_current_context().params.get(name) or ()
-        options.update(given if isinstance(given, Mapping) else with_storage_options(given) or {})
+    given = click.get_current_context().params
+    options = {**(given.get("storage_options") or {}), **(given.get("src_storage_options") or {})}
     older = earlier_checkpoint(error.checkpoint, storage_options=options)
     return f"\nThe previous checkpoint: {older}" if older else ""
 
@@ -182,43 +181,38 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
         yield update
 
 
-storage_option = grouped("Output")(
-    "--storage-option",
-    "storage_options",
-    multiple=True,
-    metavar="K=V",
-    help="Option of the fsspec file system, such as endpoint_url=http://...; may be given several times.",
-)
-
-
-def storage_options_of_both(function: F) -> F:
-    """Add --storage-option, --src-storage-option and --dst-storage-option to a command."""
-    for which, where in (("dst", "destination"), ("src", "source")):
-        function = grouped("Output")(
-            f"--{which}-storage-option",
-            f"{which}_storage_options",
-            multiple=True,
-            metavar="K=V",
-            help=f"Like --storage-option, for the {where} only.",
-            callback=lambda _context, _option, pairs: with_storage_options(pairs),
-        )(function)
-    return storage_option(function)
-
-
-def with_storage_options(pairs: tuple[str, ...]) -> Mapping[str, Any] | None:
-    """Parse KEY=VALUE pairs into a mapping; return None if there are none. Values that are valid JSON are decoded.
-
-    Raises:
-        UsageError: A pair has no "=" or no key.
-    """
+def _parsed(_context: click.Context, option: click.Parameter, pairs: tuple[str, ...]) -> Mapping[str, Any] | None:
+    """Return KEY=VALUE pairs as a mapping; None if there are none. Values that are valid JSON are decoded."""
     options: dict[str, Any] = {}
     for pair in pairs:
         key, separator, value = pair.partition("=")
         if not separator or not key:
-            raise UsageError("--storage-option takes KEY=VALUE, such as endpoint_url=http://localhost:9000.")
+            raise click.UsageError(f"{option.opts[0]} takes KEY=VALUE, such as endpoint_url=http://localhost:9000.")
         try:
             options[key] = json.loads(value)
         except ValueError:
             options[key] = value
     keep_secret(options)
     return options or None
+
+
+def _storage_option(which: str, about: str) -> Callable[[F], F]:
+    name = f"{which}storage-option"
+    return grouped("Output")(
+        f"--{name}", f"{name.replace('-', '_')}s", multiple=True, metavar="K=V", callback=_parsed, help=about
+    )
+
+
+storage_option = _storage_option(
+    "", "Option of the fsspec file system, such as endpoint_url=http://...; may be given several times."
+)
+
+
+def storage_options_of_both(function: F) -> F:
+    """Add --storage-option, --src-storage-option and --dst-storage-option to a command."""
+    function = _storage_option("dst-", "Like --storage-option, for the destination only.")(function)
+    function = _storage_option("src-", "Like --storage-option, for the source only.")(function)
+    return storage_option(function)
+
+
+json_option = grouped("Output")("--json", "as_json", is_flag=True, help="Print one JSON document.")

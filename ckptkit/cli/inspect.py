@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptkit.cli import options as shared
-from ckptkit.cli.frame import command_frame, is_quiet, note, print_json, storage_option, with_storage_options
+from ckptkit.cli.frame import StorageOptions, command_frame, is_quiet, json_option, note, print_json, storage_option
 from ckptkit.errors import UsageError, command_line
 from ckptkit.units import format_count, format_size
 
@@ -28,7 +28,7 @@ _SIBLINGS = 20  # lines for the modules of one parent
 @click.option("--after", metavar="URL", help="With --html: also draw which bytes a reshard to this checkpoint moves.")
 @shared.allow_pickle()
 @click.option("--layout", metavar="FILE", help="File with the names and shapes of flat parameters (FSDP1 LOCAL).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @storage_option
 @command_frame
 def command(
@@ -40,7 +40,7 @@ def command(
     layout: str | None,
     allow_pickle: bool,
     as_json: bool,
-    storage_options: tuple[str, ...],
+    storage_options: StorageOptions,
 ) -> None:
     """Show the contents of the checkpoint at URL: format, mesh, parameters and bytes by section, the largest tensors,
     and the module tree. Reads only metadata."""
@@ -49,13 +49,12 @@ def command(
 
     if after and not html:
         raise UsageError("--after needs --html OUT.html.")
-    options = with_storage_options(storage_options)
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
-    report = inspect(url, tensors=tensors, depth=depth, storage_options=options, options=reading)
+    report = inspect(url, tensors=tensors, depth=depth, storage_options=storage_options, options=reading)
     if html:
         from ckptkit.offline.pictures.pages import write_inspect_page
 
-        write_inspect_page(url, html, other=after, storage_options=options, options=reading)
+        write_inspect_page(url, html, other=after, storage_options=storage_options, options=reading)
         note(f"wrote {html}")
     if as_json:
         print_json(report.to_json())

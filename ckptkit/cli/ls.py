@@ -6,12 +6,12 @@ import re
 import shutil
 import sys
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli.frame import command_frame, is_quiet, note, print_json, storage_option, with_storage_options
-from ckptkit.cli.retention import policy_options, stated_policy
+from ckptkit.cli.frame import command_frame, is_quiet, json_option, note, print_json, storage_option
+from ckptkit.cli.retention import policy_options, take_policy
 from ckptkit.errors import command_line
 from ckptkit.units import format_duration, format_size
 
@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 @click.command("ls")
 @click.argument("root")
 @click.option("--all", "every", is_flag=True, help="Also show skipped and foreign directories.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @click.option("--html", metavar="OUT.html", help="Write a page with the timeline of the run.")
 @policy_options
 @storage_option
 @command_frame
-def command(
-    root: str, *, every: bool, as_json: bool, html: str | None, recorded: bool, storage_options: tuple[str, ...]
-) -> None:
+def command(root: str, *, every: bool, as_json: bool, html: str | None, **options: Any) -> None:
     """List the checkpoints of the run at ROOT: step, age, size, type, ranks, metrics, and why rotation keeps or would
     delete each one.
 
@@ -39,9 +37,8 @@ def command(
     """
     from ckptkit.offline.listing import list_run
 
-    policy = stated_policy()
-    options = with_storage_options(storage_options)
-    listing = list_run(root, policy=policy, recorded=recorded, storage_options=options)
+    policy = take_policy(options)
+    listing = list_run(root, policy=policy, **options)
     if html:
         from ckptkit.offline.pictures.pages import write_run_page
 

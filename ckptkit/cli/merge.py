@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from ckptkit.cli.convert import export_options
-from ckptkit.cli.frame import command_frame, progress_bar, storage_options_of_both, with_storage_options
+from ckptkit.cli.frame import command_frame, storage_options_of_both
 from ckptkit.cli.options import Count, GroupedCommand, OneOf, grouped
-from ckptkit.cli.outcome import explain_interrupts, outcome_options, show_outcome
+from ckptkit.cli.outcome import carry_out, outcome_options
 
 _what = grouped("What")
 
@@ -39,9 +39,7 @@ _what = grouped("What")
 @outcome_options
 @storage_options_of_both
 @command_frame
-def command(
-    srcs: tuple[str, ...], dst: str, *, as_json: bool, storage_options: tuple[str, ...], **options: Any
-) -> None:
+def command(srcs: tuple[str, ...], dst: str, **options: Any) -> None:
     """Write the weighted average of the checkpoints SRC... (oldest first) to DST.
 
     The sources may have different formats and world sizes, but must have the same tensors. Only model weights are
@@ -49,7 +47,4 @@ def command(
     """
     from ckptkit.offline.merge import merge
 
-    explain_interrupts(dst, overwrite=options["overwrite"])
-    with progress_bar("merge") as progress:
-        report = merge(srcs, dst, storage_options=with_storage_options(storage_options), progress=progress, **options)
-    show_outcome(report, as_json=as_json)
+    carry_out(merge, srcs, dst, **options)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ckptkit.cli.frame import if_interrupted, is_quiet, print_json
+from ckptkit.cli.frame import if_interrupted, is_quiet, json_option, print_json, progress_bar
 from ckptkit.cli.options import Count, OneOf, grouped
 from ckptkit.units import format_size
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_resource, _safety, _output = grouped("Resources"), grouped("Safety"), grouped("Output")
-_model = grouped("Model")
+_resource, _safety, _model = grouped("Resources"), grouped("Safety"), grouped("Model")
 _OPTIONS = [
     _safety("--dry-run", is_flag=True, help="Print the plan; write nothing."),
     _safety("--verify", is_flag=True, help="Read the result back and check that it equals the source."),
@@ -33,7 +32,7 @@ _OPTIONS = [
     _resource(
         "--max-memory", default="512MB", show_default=True, metavar="SIZE", help="Maximum tensor data in memory."
     ),
-    _output("--json", "as_json", is_flag=True, help="Print one JSON document."),
+    json_option,
 ]
 
 
@@ -52,9 +51,27 @@ def vocabulary_options(function: F) -> F:
     return _model("--vocab-size", type=Count(1), metavar="N", help=sized)(function)
 
 
-def explain_interrupts(dst: str, *, overwrite: bool) -> None:
-    """On Ctrl-C, print whether DST changed, what is staged, and how to continue."""
-    if_interrupted(lambda: interrupted_words(dst, overwrite=overwrite))
+def carry_out(function: Callable[..., ConvertReport], src: Any, dst: str, *, as_json: bool, **options: Any) -> None:
+    """Run `convert`, `merge` or `reshard`, and print its report.
+
+    Raises:
+        SystemExit: The dry run found that the real run would fail. The exit code is 1.
+    """
+    if_interrupted(lambda: interrupted_words(dst, overwrite=options["overwrite"]))
+    with progress_bar(function.__name__) as progress:
+        report = function(src, dst, progress=progress, **options)
+    if not prints():
+        pass
+    elif as_json:
+        print_json({"schema": "ckptkit.convert/1", **report.to_json()})
+    elif report.dry_run:
+        click.echo("\n".join(report.plan_lines()))
+    elif is_quiet():
+        click.echo("\n".join([*(f"warning: {text}" for text in report.warnings), report.proof()]))
+    else:
+        click.echo("\n".join([*report.lines(), *filter(None, [report.serving])]))
+    if report.faults:
+        raise SystemExit(1)
 
 
 def interrupted_words(dst: str, *, overwrite: bool) -> str:
@@ -80,25 +97,6 @@ def interrupted_words(dst: str, *, overwrite: bool) -> str:
         f"{untouched}. The finished part is kept in {path} ({format_size(nbytes)}): run the same "
         "command again to continue, or delete it."
     )
-
-
-def show_outcome(report: ConvertReport, *, as_json: bool) -> None:
-    """Print a report: for a dry run, the plan; otherwise what was done and verified, and how to use the result.
-
-    Raises:
-        SystemExit: The dry run found that the real run would fail. The exit code is 1.
-    """
-    if not prints():
-        pass
-    elif as_json:
-        print_json({"schema": "ckptkit.convert/1", **report.to_json()})
-    else:
-        lines = [*report.lines(), *filter(None, [report.serving])]
-        if is_quiet():
-            lines = [*(f"warning: {text}" for text in report.warnings), report.proof()]
-        click.echo("\n".join(report.plan_lines() if report.dry_run else lines))
-    if report.faults:
-        raise SystemExit(1)
 
 
 def prints() -> bool:

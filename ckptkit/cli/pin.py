@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import click
 
-from ckptkit.cli.frame import command_frame, print_json, storage_option, with_storage_options
+from ckptkit.cli.frame import StorageOptions, command_frame, json_option, print_json, storage_option
 
 
 @click.command("pin")
 @click.argument("url")
 @click.option("--why", default="by hand", show_default=True, metavar="TEXT", help="Reason, shown by ls and prune.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @storage_option
 @command_frame
-def command(url: str, why: str, as_json: bool, storage_options: tuple[str, ...]) -> None:
+def command(url: str, why: str, as_json: bool, storage_options: StorageOptions) -> None:
     """Protect the checkpoint at URL from rotation.
 
     URL is RUN/step_..., RUN/latest, RUN/best or RUN/1200. RUN alone means its newest checkpoint.
@@ -24,8 +24,7 @@ def command(url: str, why: str, as_json: bool, storage_options: tuple[str, ...])
 
     if not why.strip():
         raise UsageError("--why is empty: give a reason that others will understand.")
-    options = with_storage_options(storage_options)
-    name = pin_forever(resolve_checkpoint(url, storage_options=options), why, storage_options=options)
+    name = pin_forever(resolve_checkpoint(url, storage_options=storage_options), why, storage_options=storage_options)
     if as_json:
         print_json({"schema": "ckptkit.pin/1", "name": name, "pinned": True, "why": why})
     else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from ckptkit.cli.frame import command_frame, if_interrupted, print_json, storage_option, with_storage_options
-from ckptkit.cli.retention import policy_options, stated_policy
+from ckptkit.cli.frame import command_frame, if_interrupted, json_option, print_json, storage_option
+from ckptkit.cli.retention import policy_options, take_policy
 from ckptkit.errors import command_line
 from ckptkit.units import format_size
 
@@ -13,11 +15,11 @@ from ckptkit.units import format_size
 @click.command("prune")
 @click.argument("root")
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted and why; delete nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @policy_options
 @storage_option
 @command_frame
-def command(root: str, *, dry_run: bool, as_json: bool, recorded: bool, storage_options: tuple[str, ...]) -> None:
+def command(root: str, *, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Delete the checkpoints of the run at ROOT that its policy does not keep, and the leftovers of killed saves.
 
     Never deletes the newest checkpoint, the best, or a pinned one, nor files that ckptkit did not write. Uses the
@@ -25,14 +27,13 @@ def command(root: str, *, dry_run: bool, as_json: bool, recorded: bool, storage_
     """
     from ckptkit.offline.prune import prune
 
-    policy = stated_policy()
-    options = with_storage_options(storage_options)
+    policy = take_policy(options)
     if not dry_run:
         if_interrupted(
             "Deletions so far are final; all other checkpoints are intact. Run the same command again to "
             f"continue, or look first: {command_line('ls', root)}"
         )
-    report = prune(root, policy=policy, recorded=recorded, dry_run=dry_run, storage_options=options)
+    report = prune(root, policy=policy, dry_run=dry_run, **options)
     if as_json:
         print_json(report.to_json())
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptkit.cli.frame import command_frame, if_interrupted, is_quiet, print_json
+from ckptkit.cli.frame import command_frame, if_interrupted, is_quiet, json_option, print_json
 
 
 @click.command("push")
@@ -12,7 +12,7 @@ from ckptkit.cli.frame import command_frame, if_interrupted, is_quiet, print_jso
 @click.argument("repo")
 @click.option("--private/--public", default=None, help="Visibility of a new repo. Default: the owner's setting.")
 @click.option("--revision", metavar="BRANCH", help="Branch to commit to.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @command_frame
 def command(folder: str, repo: str, private: bool | None, revision: str | None, as_json: bool) -> None:
     """Upload the export in FOLDER to the Hugging Face model repo REPO, in one commit."""

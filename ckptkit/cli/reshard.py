@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from ckptkit.cli.frame import command_frame, progress_bar, storage_options_of_both, with_storage_options
+from ckptkit.cli.frame import command_frame, storage_options_of_both
 from ckptkit.cli.options import Count, GroupedCommand, OneOf, allow_pickle, grouped
-from ckptkit.cli.outcome import explain_interrupts, outcome_options, show_outcome, vocabulary_options
+from ckptkit.cli.outcome import carry_out, outcome_options, vocabulary_options
 
 _what = grouped("What")
 
@@ -20,7 +20,6 @@ _what = grouped("What")
 @_what("--mesh", metavar="NAME=N,...", help="Mesh of the new job, such as replicate=2,shard=4,tp=2.")
 @_what(
     "--type",
-    "type_",
     type=OneOf(["sharded", "local"]),
     default="sharded",
     show_default=True,
@@ -36,22 +35,9 @@ _what = grouped("What")
 @outcome_options
 @storage_options_of_both
 @command_frame
-def command(
-    src: str, dst: str, *, world_size: int, type_: str, as_json: bool, storage_options: tuple[str, ...], **options: Any
-) -> None:
+def command(src: str, dst: str, **options: Any) -> None:
     """Rewrite the checkpoint at SRC for a different number of ranks or a different mesh, including optimizer, master
     weights and schedulers. File r of DST contains exactly what rank r of the new job loads."""
     from ckptkit.offline.reshard import reshard
 
-    explain_interrupts(dst, overwrite=options["overwrite"])
-    with progress_bar("reshard") as progress:
-        report = reshard(
-            src,
-            dst,
-            world_size=world_size,
-            type=type_,
-            storage_options=with_storage_options(storage_options),
-            progress=progress,
-            **options,
-        )
-    show_outcome(report, as_json=as_json)
+    carry_out(reshard, src, dst, **options)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import click
 
-from ckptkit.cli.frame import command_frame, print_json, storage_option, with_storage_options
+from ckptkit.cli.frame import StorageOptions, command_frame, json_option, print_json, storage_option
 
 
 @click.command("unpin")
 @click.argument("url")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @storage_option
 @command_frame
-def command(url: str, as_json: bool, storage_options: tuple[str, ...]) -> None:
+def command(url: str, as_json: bool, storage_options: StorageOptions) -> None:
     """Unpin the checkpoint at URL, so that rotation may delete it.
 
     RUN alone means its newest checkpoint.
@@ -21,11 +21,10 @@ def command(url: str, as_json: bool, storage_options: tuple[str, ...]) -> None:
     from ckptkit.checkpoint.run.pins import split_checkpoint_url, unpin
     from ckptkit.errors import CheckpointNotFoundError
 
-    options = with_storage_options(storage_options)
-    address = resolve_checkpoint(url, storage_options=options)
-    was_pinned = unpin(address, storage_options=options)
+    address = resolve_checkpoint(url, storage_options=storage_options)
+    was_pinned = unpin(address, storage_options=storage_options)
     if not was_pinned:
-        root, name = split_checkpoint_url(address, storage_options=options)
+        root, name = split_checkpoint_url(address, storage_options=storage_options)
         if root.info(name) is None and not root.list(name):
             raise CheckpointNotFoundError(f"{address} does not exist, and nothing is pinned under that name.")
     shown = address.rstrip("/").rpartition("/")[2]

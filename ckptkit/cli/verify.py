@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptkit.cli import options as shared
-from ckptkit.cli.frame import command_frame, is_quiet, print_json, progress_bar, storage_option, with_storage_options
+from ckptkit.cli.frame import (
+    StorageOptions,
+    command_frame,
+    is_quiet,
+    json_option,
+    print_json,
+    progress_bar,
+    storage_option,
+)
 from ckptkit.cli.options import Count
 from ckptkit.errors import CorruptCheckpointError, command_line
 
@@ -25,7 +33,7 @@ SHOWN_OF_A_FILE = 10  # problems shown per file; a failing disk may damage ten t
 )
 @shared.allow_pickle()
 @click.option("--layout", metavar="FILE", help="File with the names and shapes of flat parameters (FSDP1 LOCAL).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 @storage_option
 @command_frame
 def command(
@@ -36,7 +44,7 @@ def command(
     layout: str | None,
     allow_pickle: bool,
     as_json: bool,
-    storage_options: tuple[str, ...],
+    storage_options: StorageOptions,
 ) -> None:
     """Check that the checkpoint at URL is complete and undamaged. The exit code is 1 if it is damaged.
 
@@ -45,14 +53,13 @@ def command(
     from ckptkit.formats.options import ReadOptions
     from ckptkit.offline.verify import Problem, VerifyReport, verify
 
-    options = with_storage_options(storage_options)
     with progress_bar("verify") as progress:
         try:
             report = verify(
                 url,
                 quick=quick,
                 workers=workers,
-                storage_options=options,
+                storage_options=storage_options,
                 progress=progress,
                 options=ReadOptions(layout=layout, allow_pickle=allow_pickle),
             )
@@ -65,7 +72,7 @@ def command(
         if not (report.ok or is_quiet()):
             from ckptkit.offline.reading import earlier_checkpoint
 
-            older = earlier_checkpoint(report.url, storage_options=options)
+            older = earlier_checkpoint(report.url, storage_options=storage_options)
             lines += [f"check the previous one: {command_line('verify', older)}"] if older else []
         click.echo("\n".join(lines))
     if not report.ok:

@@ -30,6 +30,8 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
     "an adapter config is an object": (2, "convert a b --adapter-config {here}/list.json", "JSON object"),
     "an unknown tensor tells how to list names": (2, "inspect {dcp} --tensors nothing*", "--tensors '*'"),
     "a page of a reshard needs --html": (2, "inspect {root} --after {root}/100", "--html"),
+    "a storage option is a pair": (2, "ls {root} --storage-option key", "--storage-option takes KEY=VALUE"),
+    "a source's storage option is a pair": (2, "copy {root} out --src-storage-option =1", "--src-storage-option takes"),
     "a pin has a reason": (2, "pin {root}/300 --why ' '", "give a reason"),
     "a protocol has two slashes": (2, "inspect s3:/bucket/run", "Did you mean s3://bucket/run?"),
     "a metric exists": (2, "inspect {root}/best:acc:max", "Existing metrics: loss."),

@@ -19,7 +19,7 @@ DCP = "dcp_fsdp2_uneven_w4/ckpt"
 OWN_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
 WAITING = """
 import contextlib, time
-import ckptkit.cli.convert, ckptkit.cli.main as commands
+import ckptkit.cli.outcome, ckptkit.cli.main as commands
 handle, pressed = commands._InterruptOnce.__call__, []
 def progress(*_):
     print("READY", flush=True)
@@ -29,7 +29,7 @@ def progress(*_):
 def noticed(self, *arguments):
     pressed.append(1)  # no lock: a second signal may come within this line
     handle(self, *arguments)
-ckptkit.cli.convert.progress_bar = lambda title: contextlib.nullcontext(progress)
+ckptkit.cli.outcome.progress_bar = lambda title: contextlib.nullcontext(progress)
 commands._InterruptOnce.__call__ = noticed
 commands.main(["convert", SOURCE, TARGET])
 """

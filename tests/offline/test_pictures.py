@@ -13,14 +13,16 @@ from safetensors.numpy import save_file
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Role, SliceArray, TensorEntry, TensorSlice
+from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.formats.detect import open_source
-from ckptkit.offline.diff import diff
+from ckptkit.offline.diff import DiffReport, diff
+from ckptkit.offline.listing import Listed
 from ckptkit.offline.pictures.heat_map import heat_maps, layer_of
 from ckptkit.offline.pictures.page import PAGE
 from ckptkit.offline.pictures.pages import inspect_page, write_diff_page, write_inspect_page
 from ckptkit.offline.pictures.reshard_map import flows
 from ckptkit.offline.pictures.shard_map import rank_totals, shard_maps
-from ckptkit.offline.pictures.timeline import LEFT, WIDTH, TimelineItem, timeline
+from ckptkit.offline.pictures.timeline import LEFT, WIDTH, timeline
 from ckptkit.offline.pictures.treemap import squarify
 from ckptkit.offline.reshard import reshard
 from tests.offline.browser import dom, printed
@@ -51,11 +53,11 @@ def parsed(page: str) -> _Tags:
     return parser
 
 
-def kept(steps: int) -> list[TimelineItem]:
-    return [TimelineItem(f"step_{i}", i, 100, "kept", "why") for i in range(steps)]
+def kept(steps: int) -> list[Listed]:
+    return [Listed(f"step_{i}", "committed", i, 100, keep=True, why="why") for i in range(steps)]
 
 
-def with_metric(*values: float) -> list[TimelineItem]:
+def with_metric(*values: float) -> list[Listed]:
     return [replace(item, metrics={"loss": value}) for item, value in zip(kept(len(values)), values, strict=True)]
 
 
@@ -74,8 +76,7 @@ def pages(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     write_inspect_page(str(work / "w64"), str(found["w64"]))
     write_inspect_page(str(work / "one.safetensors"), str(found["one"]))
     write_inspect_page(str(work / "many.safetensors"), str(found["many"]))
-    report = diff(str(two), str(zoo / "hf_ref_llama_untied"))
-    write_diff_page(report.a, report.changes, [("B", report.b)], str(found["diff"]))
+    write_diff_page(diff(str(two), str(zoo / "hf_ref_llama_untied")), str(found["diff"]))
     return found
 
 
@@ -190,8 +191,8 @@ def test_step_counters_are_not_drawn_and_other_moments_open_with_a_click() -> No
 
 
 def test_the_timeline_describes_the_exemptions_of_the_policy() -> None:
-    explained = timeline(kept(1), max_num=3, exempt=["keeps every 500 steps"]).explanation
-    assert "Policy: max_num 3, keeps every 500 steps." in explained
+    policy = RetentionPolicy(max_num=3, keep_every=500)
+    assert f"Policy: max_num 3, {policy.exemptions[0]}." in timeline(kept(1), policy).explanation
 
 
 def test_the_totals_of_the_ranks_are_the_bytes_of_the_slices(zoo: Path) -> None:
@@ -221,16 +222,16 @@ def test_areas_are_in_proportion_to_sizes() -> None:
 
 
 def test_the_timeline_draws_each_limit_at_its_position() -> None:
-    items = [TimelineItem(f"step_{i}", i, 100, "kept" if i > 6 else "delete", "why") for i in range(10)]
-    picture = timeline(items, max_num=3, max_mem=500).picture
+    items = [replace(item, keep=i > 6) for i, item in enumerate(kept(10))]
+    picture = timeline(items, RetentionPolicy(max_num=3, max_mem=500)).picture
     lines = [float(x) for x in re.findall(r'class="limit" d="M([\d.]+) ', picture)]
     slot = (WIDTH - LEFT - 10) / 10
     assert lines == pytest.approx([LEFT + 7 * slot, LEFT + 5 * slot], abs=0.1)
 
 
 def test_a_timeline_shows_where_checkpoints_are_absent() -> None:
-    items = [TimelineItem("a", 1, 100, "kept", "why"), TimelineItem("b", 5, 100, "kept", "why", absent_before=3)]
-    picture = timeline(items, max_num=1).picture
+    items = [kept(1)[0], replace(kept(1)[0], step=5, absent_before=3)]
+    picture = timeline(items, RetentionPolicy(max_num=1)).picture
     assert "3 saved in between, now gone" in picture
     assert picture.count('class="gone"') == 2  # the mark, and the legend
     assert picture.count('class="limit"') == 1
@@ -253,7 +254,7 @@ def test_the_line_of_any_metric_fits_its_picture(values: list[float]) -> None:
 
 
 def test_the_labels_of_two_limits_do_not_overlap() -> None:
-    picture = timeline(kept(100), max_num=30, max_mem=3500).picture
+    picture = timeline(kept(100), RetentionPolicy(max_num=30, max_mem=3500)).picture
     assert re.search(r'text-anchor="end">max_mem', picture)
     assert re.search(r'text-anchor="start">max_num', picture)
 
@@ -272,7 +273,7 @@ def test_a_grid_of_many_layers_fits_on_a_page() -> None:
 
 
 def test_a_timeline_shows_the_name_of_a_checkpoint_without_a_step() -> None:
-    assert "half-made" in timeline([TimelineItem("half-made", None, 0, "in progress", "by host")]).picture
+    assert "half-made" in timeline([Listed("half-made", "in progress", why="by host")]).picture
 
 
 def test_equal_small_and_infinite_changes_have_distinct_colours() -> None:
@@ -298,7 +299,7 @@ def test_a_large_grid_folds_experts_and_then_layers_and_shows_the_largest_change
 def test_the_page_of_a_large_diff_is_small(tmp_path: Path) -> None:
     names = [f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(1250) for name in "qkvo"]
     changes = {**dict.fromkeys(names, 0.25), **{f"optimizer: {name} exp_avg": 0.25 for name in names}}
-    write_diff_page("A", changes, [], str(tmp_path / "page.html"))
+    write_diff_page(DiffReport("A", "B", 0, 0, (), (), (), changes=changes), str(tmp_path / "page.html"))
     assert (tmp_path / "page.html").stat().st_size < 500_000
 
 

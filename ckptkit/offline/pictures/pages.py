@@ -15,12 +15,13 @@ from ckptkit.offline.pictures.heat_map import heat_maps
 from ckptkit.offline.pictures.page import page
 from ckptkit.offline.pictures.reshard_map import reshard_map
 from ckptkit.offline.pictures.shard_map import shard_maps
-from ckptkit.offline.pictures.timeline import TimelineItem, timeline
+from ckptkit.offline.pictures.timeline import timeline
 from ckptkit.offline.pictures.treemap import treemap
 from ckptkit.units import format_count, format_size
 
 if TYPE_CHECKING:
-    from ckptkit.offline.listing import Listed, Listing
+    from ckptkit.offline.diff import DiffReport
+    from ckptkit.offline.listing import Listing
 
 
 def write_inspect_page(
@@ -61,28 +62,14 @@ def inspect_page(catalog: Catalog, url: str, *, after: Catalog | None = None) ->
 
 def write_run_page(listing: Listing, path: str) -> None:
     """Write a run's timeline to the file `path`."""
-    items = [
-        TimelineItem(row.name, row.step, row.nbytes or 0, _state(row), row.why, row.absent_before, row.metrics or {})
-        for row in listing.checkpoints
-    ]
-    policy = listing.policy
-    max_mem = None if policy is None or policy.max_mem is None else int(policy.max_mem)
-    exempt = () if policy is None else policy.exemptions
-    panel = timeline(items, max_num=None if policy is None else policy.max_num, max_mem=max_mem, exempt=exempt)
-    facts = [("checkpoints", str(len(items))), ("total", format_size(listing.total_bytes))]
+    facts = [("checkpoints", str(len(listing.checkpoints))), ("total", format_size(listing.total_bytes))]
     facts += [("saved earlier, now gone", str(listing.absent))] * (listing.absent > 0)
+    panel = timeline(listing.checkpoints, listing.policy)
     Path(path).write_text(page(listing.url, [panel], facts=facts), encoding="utf-8")
 
 
-def _state(row: Listed) -> str:
-    if row.state != "committed":
-        return row.state
-    if row.keep is False:
-        return "delete"
-    return "pinned" if "pinned" in row.why else "best" if "best" in row.why else "kept"
-
-
-def write_diff_page(title: str, changes: Mapping[str, float], facts: list[tuple[str, str]], path: str) -> None:
-    """Write a diff's heat maps to the file `path`. `heat_maps` explains `changes`."""
-    shown = page(f"Changed since {title}", heat_maps(changes), facts=facts, source="tensors and digests")
+def write_diff_page(report: DiffReport, path: str) -> None:
+    """Write a diff's heat maps to the file `path`."""
+    facts = [("in", report.b), ("equal tensors", str(report.same)), ("different", str(len(report.different)))]
+    shown = page(f"Changed since {report.a}", heat_maps(report.changes), facts=facts, source="tensors and digests")
     Path(path).write_text(shown, encoding="utf-8")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.offline.listing import Listed
 from ckptkit.offline.pictures.page import Panel, escaped, label, rect, svg, text
 from ckptkit.units import format_size
 
@@ -26,43 +27,21 @@ _COLOURS = {
 }
 _ABSENT = "absent"
 _LEGEND = {"delete": "rotation deletes next", "skipped": "no checkpoint", _ABSENT: "no longer here"}
-_COMMITTED = ("kept", "pinned", "best", "delete")
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineItem:
-    """One checkpoint. `state` is "kept", "pinned", "best", "delete", "in progress", "abandoned" or "skipped".
-
-    Attributes:
-        absent_before: Number of checkpoints saved between the previous one and this one that no longer exist.
-    """
-
-    name: str
-    step: int | None
-    nbytes: int
-    state: str
-    reason: str
-    absent_before: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-def timeline(
-    items: Sequence[TimelineItem], *, max_num: int | None = None, max_mem: int | None = None, exempt: Sequence[str] = ()
-) -> Panel:
+def timeline(rows: Sequence[Listed], policy: RetentionPolicy | None = None) -> Panel:
     """Draw one column per checkpoint, in the order of steps: a point for each metric, and a bar for the size.
 
-    Args:
-        max_num, max_mem: The retention policy's limits, drawn as lines.
-        exempt: Descriptions of the policy's exemptions.
+    The limits of the policy are drawn as lines.
     """
-    ordered = sorted(items, key=lambda item: (item.step is None, item.step or 0))  # items without a step last
+    ordered = sorted(rows, key=lambda row: (row.step is None, row.step or 0))  # rows without a step last
     items = []
-    for item in ordered:
-        if item.absent_before:  # a gap, whose name is the number of checkpoints that no longer exist
-            items.append(TimelineItem(str(item.absent_before), None, 0, _ABSENT, ""))
-        items.append(item)
+    for row in ordered:
+        if row.absent_before:  # a gap, whose name is the number of checkpoints that no longer exist
+            items.append(Listed(str(row.absent_before), _ABSENT))
+        items.append(row)
     slot = (WIDTH - LEFT - 10) / max(len(items), 1)
-    counts = Counter(name for item in items for name in item.metrics)
+    counts = Counter(name for item in items for name in item.metrics or ())
     metrics = [name for name, _ in counts.most_common(_MAX_METRICS)]
     parts, y = [], 0.0
     for name in metrics:
@@ -70,23 +49,35 @@ def timeline(
         y += CHART + _GAP
     base = y + 30 + BARS
     parts += _bars(items, slot, base)
-    parts += _limit_lines(items, slot, max_num, max_mem, y + 4, base)
     parts += _legend(items, base + 28)
-    limits = [f"max_num {max_num}"] * (max_num is not None)
-    limits += [f"max_mem {format_size(max_mem or 0)}"] * (max_mem is not None)
+    rules: list[str] = []
+    if policy is not None:
+        parts += _limit_lines(items, slot, policy, y + 4, base)
+        rules += [f"max_num {policy.max_num}"] * (policy.max_num is not None)
+        rules += [f"max_mem {format_size(int(policy.max_mem or 0))}"] * (policy.max_mem is not None)
+        rules += policy.exemptions
     words = "One bar per checkpoint; its height shows the bytes of all ranks."
     if metrics:
         words += " A point above it shows the value of a metric at that step."
     if len(counts) > len(metrics):
         words += f" {len(counts) - len(metrics)} more metrics are not drawn."
-    if limits or exempt:
-        words += f" Policy: {', '.join([*limits, *exempt])}."
+    if rules:
+        words += f" Policy: {', '.join(rules)}."
     return Panel("Checkpoints of the run", words, svg(WIDTH, base + 42, "".join(parts)))
 
 
-def _chart(name: str, items: Sequence[TimelineItem], slot: float, top: float) -> str:
+def _state(item: Listed) -> str:
+    """Return what the colour of a checkpoint shows."""
+    if item.state != "committed":
+        return item.state
+    if item.keep is False:
+        return "delete"
+    return "pinned" if "pinned" in item.why else "best" if "best" in item.why else "kept"
+
+
+def _chart(name: str, items: Sequence[Listed], slot: float, top: float) -> str:
     """Draw a metric as a line, with its smallest value at the bottom and its largest at the top."""
-    values = [(i, item.metrics[name]) for i, item in enumerate(items) if name in item.metrics]
+    values = [(i, item.metrics[name]) for i, item in enumerate(items) if item.metrics and name in item.metrics]
     finite = [value for _, value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     half = high / 2 - low / 2  # half of the span, because the whole span may overflow a float
@@ -96,7 +87,7 @@ def _chart(name: str, items: Sequence[TimelineItem], slot: float, top: float) ->
         if math.isfinite(value):
             y += CHART * (1 - (value / 2 - low / 2) / half if half else 0.5)
             path += f"{pen}{x:.1f} {y:.1f}"
-            fill = _COLOURS.get(items[i].state, "#9aa4b5")
+            fill = _COLOURS.get(_state(items[i]), "#9aa4b5")
         pen = "L" if math.isfinite(value) else "M"
         words = escaped(f"{items[i].name}\n{name} {value:.6g}")
         radius = min(4.0, slot / 2)
@@ -107,8 +98,8 @@ def _chart(name: str, items: Sequence[TimelineItem], slot: float, top: float) ->
     return text(LEFT, top - 8, label(name, WIDTH - LEFT)) + "".join(named) + line + "".join(dots)
 
 
-def _bars(items: Sequence[TimelineItem], slot: float, base: float) -> list[str]:
-    largest = max((item.nbytes for item in items), default=1) or 1
+def _bars(items: Sequence[Listed], slot: float, base: float) -> list[str]:
+    largest = max((item.nbytes or 0 for item in items), default=1) or 1
     width = min(slot * 0.8, 90.0)
     free = LEFT  # x at which the previous step number ends
     parts = [
@@ -124,9 +115,10 @@ def _bars(items: Sequence[TimelineItem], slot: float, base: float) -> list[str]:
             count = label(item.name, width + 4)
             parts.append(text(x + width / 2, base - BARS / 6 + 4, count, kind="soft", anchor="middle"))
             continue
-        height = max(BARS * item.nbytes / largest, 3)  # entries that are not checkpoints have size 0
-        title = f"{item.name}\n{format_size(item.nbytes)} · {item.state}\n{item.reason}"
-        parts.append(rect(x, base - height, width, height, fill=_COLOURS.get(item.state, "#9aa4b5"), title=title))
+        nbytes, state = item.nbytes or 0, _state(item)
+        height = max(BARS * nbytes / largest, 3)  # entries that are not checkpoints have no size
+        title = f"{item.name}\n{format_size(nbytes)} · {state}\n{item.why}"
+        parts.append(rect(x, base - height, width, height, fill=_COLOURS.get(state, "#9aa4b5"), title=title))
         if x + width / 2 >= free:
             words = label(str(item.step) if item.step is not None else item.name, max(slot, _LABEL))
             parts.append(text(x + width / 2, base + 14, words, anchor="middle"))
@@ -134,18 +126,16 @@ def _bars(items: Sequence[TimelineItem], slot: float, base: float) -> list[str]:
     return parts
 
 
-def _limit_lines(
-    items: Sequence[TimelineItem], slot: float, max_num: int | None, max_mem: int | None, top: float, base: float
-) -> list[str]:
+def _limit_lines(items: Sequence[Listed], slot: float, policy: RetentionPolicy, top: float, base: float) -> list[str]:
     """Draw a line at each limit of the policy. Checkpoints to the left of it are kept only if they are exempt."""
-    committed = [i for i, item in enumerate(items) if item.state in _COMMITTED]
+    committed = [i for i, item in enumerate(items) if item.state == "committed"]
     limits: list[tuple[str, int]] = []
-    if max_num is not None and len(committed) > max_num:
-        limits.append((f"max_num {max_num}", committed[-max_num]))
-    if max_mem is not None:
-        total, first = 0, len(items)
+    if policy.max_num is not None and len(committed) > policy.max_num:
+        limits.append((f"max_num {policy.max_num}", committed[-policy.max_num]))
+    if policy.max_mem is not None:
+        total, first, max_mem = 0, len(items), int(policy.max_mem)
         for i in reversed(committed):
-            total += items[i].nbytes
+            total += items[i].nbytes or 0
             if total > max_mem:
                 limits.append((f"max_mem {format_size(max_mem)}", first))
                 break
@@ -160,9 +150,9 @@ def _limit_lines(
     return lines
 
 
-def _legend(items: Sequence[TimelineItem], top: float) -> list[str]:
+def _legend(items: Sequence[Listed], top: float) -> list[str]:
     parts, x = [], LEFT
-    present = {item.state for item in items}
+    present = set(map(_state, items))
     for state in [*_COLOURS, _ABSENT]:
         if state in present:
             words, gone = _LEGEND.get(state, state), state == _ABSENT
