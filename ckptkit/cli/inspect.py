@@ -10,7 +10,7 @@ import click
 from ckptkit.cli import options as shared
 from ckptkit.cli.frame import StorageOptions, command_frame, is_quiet, json_option, note, print_json, storage_option
 from ckptkit.errors import UsageError, command_line
-from ckptkit.units import format_count, format_size
+from ckptkit.units import counted, first_few, format_count, format_size
 
 if TYPE_CHECKING:
     from ckptkit.offline.inspect import InspectReport, TreeNode
@@ -70,11 +70,11 @@ def _lines(report: InspectReport) -> list[str]:
     if report.step is not None:
         facts.append(f"step {report.step}")
     if report.world_size:
-        facts.append(f"{report.world_size} rank{'s' * (report.world_size != 1)}")
+        facts.append(counted(report.world_size, "rank"))
     if report.mesh:
         facts.append("mesh " + " x ".join(f"{name}={size}" for name, size in report.mesh.items()))
-    total, count = sum(report.files.values()), len(report.files)
-    facts.append(f"{count} file{'s' * (count != 1)}" + (f", {format_size(total)}" if total > 0 else ""))
+    total = sum(report.files.values())
+    facts.append(counted(len(report.files), "file") + (f", {format_size(total)}" if total > 0 else ""))
     notes = [f"  {report.note}"] if report.note and not is_quiet() else []
     lines = [report.url, *notes, "  " + " · ".join(facts), ""]
     for section in report.sections:
@@ -86,8 +86,7 @@ def _lines(report: InspectReport) -> list[str]:
         )
         if list(section.placements) != ["whole"]:
             cuts = [f"{count} {cut}" for cut, count in sorted(section.placements.items(), key=lambda item: -item[1])]
-            more = f", and {len(cuts) - 4} more" if len(cuts) > 4 else ""
-            lines.append(f"  {'':<10} cut: {', '.join(cuts[:4])}{more}")
+            lines.append(f"  {'':<10} cut: {first_few(cuts, 4)}")
     if report.objects:
         names = ", ".join(report.objects[:4]) + ", ..." * (len(report.objects) > 4)
         lines.append(f"  {'objects':<10} {len(report.objects):>6}  {names}")

@@ -13,7 +13,7 @@ import click
 from ckptkit.cli.frame import command_frame, is_quiet, json_option, note, print_json, storage_option
 from ckptkit.cli.retention import policy_options, take_policy
 from ckptkit.errors import command_line
-from ckptkit.units import format_duration, format_size
+from ckptkit.units import counted, format_duration, format_size
 
 _STEP = re.compile(r"step_\d+")
 
@@ -61,9 +61,8 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
     table += [_cells(row) for row in shown]
     lines = _aligned(table, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
     count = sum(row.state == "committed" for row in shown)
-    earlier = "earlier checkpoint is" if listing.absent == 1 else "earlier checkpoints are"
-    absent = f"; {listing.absent} {earlier} gone" if listing.absent else ""
-    lines.append(f"{count} checkpoint{'s' * (count != 1)}, {format_size(listing.total_bytes)}{absent}")
+    absent = f"; {counted(listing.absent, 'earlier checkpoint', 'are')} gone" if listing.absent else ""
+    lines.append(f"{counted(count, 'checkpoint')}, {format_size(listing.total_bytes)}{absent}")
     hidden = len(listing.checkpoints) - len(shown)
     if hidden:
         what = "directory is" if hidden == 1 else "directories are"
