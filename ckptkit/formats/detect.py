@@ -31,23 +31,6 @@ from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import refuse_credentials
 from ckptkit.storage.store import split_url
 
-__all__ = [
-    "Source",
-    "identify",
-    "not_there",
-    "open_source",
-    "FORMATS",
-    "RECORD",
-    "TORCH_ENDINGS",
-    "UNNAMED",
-    "Format",
-    "Candidate",
-    "format_of",
-    "open_torch",
-    "reader",
-    "refuse_packed",
-]
-
 # --- the supported formats in detection order, each with the test that recognizes it and its reader
 
 

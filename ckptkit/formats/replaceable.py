@@ -12,8 +12,6 @@ from ckptkit.formats.hf.side_files import is_code, is_side_file, read_json
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, CommitRecord, find_record
 from ckptkit.storage.store import FileInfo, Store
 
-__all__ = ["check_replaceable", "foreign_paths", "marked", "may_be_saved"]
-
 _SHOWN = 3
 _OURS = re.compile(r"\.ckptkit-(?:owner(?:-\d+)?\.json|done/.*|new/.*)|\.probe-[0-9a-f]{16}\.part", re.DOTALL)
 _HALF_WRITTEN = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)  # LocalStore's names for unfinished files

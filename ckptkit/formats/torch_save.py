@@ -31,17 +31,6 @@ from ckptkit.formats.pickles.walk import Unknown, loads
 from ckptkit.formats.pickles.zip import TorchArchive, read_archive
 from ckptkit.storage.store import Store, is_safe_name
 
-__all__ = [
-    "EXTENSIONS",
-    "INDEX_SUFFIX",
-    "is_torch_file",
-    "open_catalog",
-    "open_file",
-    "read_torch_file",
-    "MODEL_FILES",
-    "numbered_files",
-]
-
 # Files named -00001-of-0000N belong together even without an index. Only models have the names in `MODEL_FILES`.
 
 

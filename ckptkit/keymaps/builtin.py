@@ -27,8 +27,6 @@ from ckptkit.keymaps.rules import (
     written_templates,
 )
 
-__all__ = ["BUILTIN_MAPS", "Choice", "builtin_map", "choose_map", "map_for_model_type"]
-
 
 def _p(template: str) -> NamePattern:
     return NamePattern(template)

@@ -20,8 +20,6 @@ from ckptkit.keymaps.keymap import NameMap
 from ckptkit.keymaps.patterns import NamePattern
 from ckptkit.keymaps.rules import Cast, Concat, Drop, Pad, Rename, RopePermute, Rule, Split, Stack, Transpose, Unstack
 
-__all__ = ["parse_key_map"]
-
 _TOP = {"name", "rest", "note", "rules"}
 
 

@@ -15,9 +15,6 @@ from typing import Any, Literal
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.keymaps.rules import Rule, RuleState, check_rule, inverse_rules, run
-from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
-
-__all__ = ["NameMap", "Mapped", "strip_infixes", "strip_prefix"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from ckptkit.keymaps.builtin import BUILTIN_MAPS, builtin_map
 from ckptkit.keymaps.file import parse_key_map
 from ckptkit.keymaps.keymap import NameMap
 
-__all__ = ["ENTRY_POINTS", "resolve_key_map"]
-
 _MAX_FILE = 4 << 20
 ENTRY_POINTS = "ckptkit.key_maps"  # each refers to a NameMap, or to a function that takes no arguments and returns one
 

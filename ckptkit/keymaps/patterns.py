@@ -11,8 +11,6 @@ import regex
 
 from ckptkit.errors import UsageError
 
-__all__ = ["NamePattern", "compile_regex", "fullmatch", "placeholders", "render"]
-
 _MAX_REGEX = 1000  # characters
 _TIMEOUT_S = 1.0
 

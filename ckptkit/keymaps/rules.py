@@ -12,25 +12,6 @@ from ckptkit.catalog.targets import Target, concatenated
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.keymaps.patterns import NamePattern, placeholders, render
 
-__all__ = [
-    "Rename",
-    "Drop",
-    "Split",
-    "Concat",
-    "Stack",
-    "Unstack",
-    "Transpose",
-    "RopePermute",
-    "Cast",
-    "Pad",
-    "Rule",
-    "Size",
-    "run",
-    "check_rule",
-    "written_templates",
-    "inverse_rules",
-]
-
 # A number, or a product of numbers and config.json keys, such as "num_key_value_heads" or "2*head_dim".
 Size = int | str
 Sizes = tuple[Size, ...] | Literal["equal"] | None

@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterable, Mapping
 
 from ckptkit.errors import CheckpointMismatchError
 
-__all__ = ["strip_infixes", "strip_prefix"]
-
 # Name components that torch.compile, activation checkpointing and FSDP1 insert anywhere in a name.
 _INFIXES = re.compile(r"(?:^|(?<=\.))(?:(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.)+")
 # Prefixes that DistributedDataParallel, DeepSpeed and Lightning add to all names.

@@ -10,7 +10,7 @@ import torch
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.detect import open_source
-from ckptkit.formats.trainers.lightrft import check_masters
+from ckptkit.formats.trainers.master_check import check_masters
 from tests.formats import rank_writers
 from tests.formats.readback import contents, contents_of_state_dict
 

@@ -16,7 +16,7 @@ from ckptkit.errors import CkptkitError, IncompleteCheckpointError, UnsafePathEr
 from ckptkit.formats.detect import identify, open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.objects import read_object
-from ckptkit.formats.trainers.lightrft import check_masters
+from ckptkit.formats.trainers.master_check import check_masters
 from ckptkit.storage import open_store
 from tests.formats.readback import contents, contents_of_file
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UsageError
-from ckptkit.keymaps.keymap import NameMap, check_one_to_one, strip_infixes, strip_prefix
+from ckptkit.keymaps.keymap import NameMap, check_one_to_one
 from ckptkit.keymaps.patterns import NamePattern
 from ckptkit.keymaps.rules import Cast, Concat, Drop, Rename, RopePermute, Rule, Split, Stack, Transpose, Unstack
+from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
 from tests.catalog.materialize import materialize, whole_target
 
 pattern = NamePattern

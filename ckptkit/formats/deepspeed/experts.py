@@ -18,17 +18,6 @@ from ckptkit.formats.pickles.tensors import StoredTensor
 from ckptkit.formats.trainers.rank_files import Joined, join, read_archives
 from ckptkit.storage import Store
 
-__all__ = [
-    "EXPERT_FILE",
-    "EXPERT_OPTIMIZER",
-    "Partition",
-    "data_first",
-    "group_order",
-    "is_expert",
-    "parts_of",
-    "read_experts",
-]
-
 EXPERT_FILE = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")  # for jobs without ZeRO
 _EXPERT = re.compile(r"((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")

@@ -25,8 +25,6 @@ from ckptkit.formats.trainers.rank_files import (
 )
 from ckptkit.storage import Store
 
-__all__ = ["ModelStates", "OptimStates", "read_model_states", "read_optim_states"]
-
 T = TypeVar("T")
 
 _OURS = frozenset(

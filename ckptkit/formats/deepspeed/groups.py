@@ -18,8 +18,6 @@ from ckptkit.formats.trainers.optimizer_files import OptimizerState, group_objec
 from ckptkit.formats.trainers.rank_files import Joined
 from ckptkit.storage import Store
 
-__all__ = ["Groups", "add_moments", "check_experts", "check_layout", "groups_of", "settings"]
-
 Groups: TypeAlias = Sequence[Zero12Group | Zero3Group]
 
 

@@ -18,8 +18,6 @@ from ckptkit.formats.pickles.tensors import StoredTensor
 from ckptkit.formats.trainers.fsdp1_local import FlatVector, range_slices
 from ckptkit.formats.trainers.rank_files import Joined
 
-__all__ = ["Shape", "Zero12Group", "Zero3Group", "flat_states"]
-
 Shape: TypeAlias = tuple[int, ...]
 
 

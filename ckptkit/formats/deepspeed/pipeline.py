@@ -24,8 +24,6 @@ from ckptkit.formats.trainers.optimizer_files import OptimizerState
 from ckptkit.formats.trainers.rank_files import Joined, join, missing_ranks, read_archives
 from ckptkit.storage import Store
 
-__all__ = ["LAYER_FILE", "open_catalog"]
-
 LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 _FILE = "mp_rank_{rank:02d}_model_states.pt"

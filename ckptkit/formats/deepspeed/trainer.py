@@ -10,8 +10,6 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers.steps import ordered
 from ckptkit.storage import Store
 
-__all__ = ["is_trainer_directory", "open_catalog"]
-
 _OBJECTS = {"trainer_state": "trainer_state.json", "scheduler": "scheduler.pt", "rng_state": "rng_state.pth"}
 
 

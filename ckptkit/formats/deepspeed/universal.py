@@ -25,8 +25,6 @@ from ckptkit.formats.trainers.optimizer_files import OptimizerState
 from ckptkit.formats.trainers.rank_files import Joined
 from ckptkit.storage import Store
 
-__all__ = ["open_catalog"]
-
 _ROOT = "zero"
 _STATE_FILE = re.compile(r"([A-Za-z0-9_]+)\.pt")
 _WEIGHT = "fp32"

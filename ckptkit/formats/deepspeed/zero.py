@@ -32,16 +32,6 @@ from ckptkit.formats.trainers.verl import parameters
 from ckptkit.storage import Store
 from ckptkit.units import counted
 
-__all__ = [
-    "MODEL_FILE",
-    "OPTIM_FILE",
-    "frozen_weights",
-    "open_catalog",
-    "weight_entries",
-    "Masters",
-    "read_plain_optimizer",
-]
-
 # Without ZeRO, DeepSpeed stores the optimizer in the model file: torch's optimizer state, and fp32 masters. The masters
 # are full tensors in parameter group order (deepspeed/runtime/fp16/unfused_optimizer.py).
 

@@ -18,8 +18,6 @@ from ckptkit.formats.hf.side_files import SideFiles, find_side_files
 from ckptkit.formats.own.json import parse
 from ckptkit.storage import Store
 
-__all__ = ["SHARD_NAME", "open_shards", "saved_offsets"]
-
 SHARD_NAME = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _MAX_RANKS = 1 << 20
 _KEY = "DCP_SHARDING_INFO"

@@ -31,23 +31,6 @@ from ckptkit.formats.own.json import parse
 from ckptkit.storage import Store
 from ckptkit.storage.pool import WorkerPool
 
-__all__ = [
-    "HeaderTensor",
-    "HeaderTensors",
-    "SafetensorsHeader",
-    "parse_header",
-    "read_header",
-    "read_headers",
-    "TensorToWrite",
-    "FileLayout",
-    "encode_header",
-    "encode_names",
-    "encode_index",
-    "lay_out",
-    "shard_names",
-    "split_into_shards",
-]
-
 MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 64  # torch's own limit; it also bounds the product of a hostile shape
 _MAX_EXTENT = 2**63 - 1

@@ -28,8 +28,6 @@ from ckptkit.formats.torch_save import numbered_files
 from ckptkit.storage import Store
 from ckptkit.storage.store import is_safe_name
 
-__all__ = ["open_catalog", "open_file"]
-
 _INDEX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 96 << 20  # enough for a million tensors
 

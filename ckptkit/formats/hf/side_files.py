@@ -13,8 +13,6 @@ from ckptkit.formats.own.json import check_density
 from ckptkit.storage import FileInfo, Store
 from ckptkit.storage.store import is_safe_name
 
-__all__ = ["SideFiles", "find_side_files", "is_code", "is_side_file", "read_json", "unread_state"]
-
 _CARRIED = (
     "config.json",
     "generation_config.json",

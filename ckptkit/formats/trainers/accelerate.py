@@ -24,8 +24,6 @@ from ckptkit.formats.trainers.rank_files import is_tensor, join, missing_ranks, 
 from ckptkit.formats.trainers.verl import model_entries, parameters
 from ckptkit.storage import Store
 
-__all__ = ["is_accelerate", "open_catalog"]
-
 # This does not match `pytorch_model.bin`, because many systems write that.
 _MODEL = re.compile(
     r"(?=pytorch_model_fsdp|pytorch_model_\d+\Z|pytorch_model(?:_\d+)?_rank)"

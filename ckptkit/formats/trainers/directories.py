@@ -18,8 +18,6 @@ from ckptkit.formats.trainers import megatron
 from ckptkit.formats.trainers.merge import Open, as_optimizer, file_objects, merged, open_part
 from ckptkit.storage import Store
 
-__all__ = ["LAYOUTS", "DirectoryLayout", "layout_of", "open_catalog"]
-
 
 @dataclass(frozen=True, slots=True)
 class DirectoryLayout:

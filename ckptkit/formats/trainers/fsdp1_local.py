@@ -24,8 +24,6 @@ from ckptkit.formats.pickles.tensors import ShardedTensorRecord, StoredTensor
 from ckptkit.formats.trainers.rank_files import Joined, join
 from ckptkit.storage import Store, open_store
 
-__all__ = ["FlatParam", "is_flat", "parse_layout", "read", "FlatVector", "Piece", "range_slices"]
-
 # --- flat vectors that concatenate parameters: FSDP1's flat parameters, ZeRO's partitions
 
 

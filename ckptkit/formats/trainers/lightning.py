@@ -20,8 +20,6 @@ from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.formats.trainers.merge import merged, open_part
 from ckptkit.storage import Store
 
-__all__ = ["META", "module_prefix", "open_catalog", "without_prefix"]
-
 META = "meta.pt"
 _PEFT = "base_model"
 

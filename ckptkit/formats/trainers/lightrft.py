@@ -18,14 +18,12 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.inert import Record
 from ckptkit.formats.pickles.tensors import DTensorRecord
 from ckptkit.formats.pickles.walk import loads
-from ckptkit.formats.trainers.master_check import MasterSampler, check_masters
+from ckptkit.formats.trainers.master_check import MasterSampler
 from ckptkit.formats.trainers.merge import as_optimizer, file_objects, merged, open_part
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, plain_value, read_optimizer
 from ckptkit.formats.trainers.param_order import Param, assign
 from ckptkit.formats.trainers.rank_files import is_tensor, join, missing_ranks, read_archives
 from ckptkit.storage import Store
-
-__all__ = ["check_masters", "is_lightrft", "open_catalog"]
 
 OPTIMIZER_DIRECTORY = "optim_states"
 _RANK_FILE = re.compile(r"_rank(\d+)")

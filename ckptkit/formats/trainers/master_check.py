@@ -14,8 +14,6 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry, TensorSlice
 from ckptkit.storage import Store
 
-__all__ = ["MasterSampler", "check_masters"]
-
 _SAMPLE = 4096  # how many elements are compared
 
 

@@ -16,8 +16,6 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers.merge import file_objects, merged, open_part
 from ckptkit.storage import Store
 
-__all__ = ["METADATA", "is_megatron", "open_catalog"]
-
 METADATA = "metadata.json"
 _STATE = re.compile(r"(?:.*\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
 _MASTER_STATES = frozenset(("fp32_param", "param", "master_param"))

@@ -11,8 +11,6 @@ from ckptkit.errors import CkptkitError, CorruptCheckpointError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.storage import Store
 
-__all__ = ["as_optimizer", "file_objects", "merged", "open_part", "placed", "renamed"]
-
 Open = Callable[..., Catalog]
 
 

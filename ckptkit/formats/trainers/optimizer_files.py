@@ -15,16 +15,6 @@ from ckptkit.formats.trainers.fsdp1_local import FlatVector, Piece
 from ckptkit.formats.trainers.param_order import Param, assign
 from ckptkit.formats.trainers.rank_files import Joined, check_steps, is_tensor, join
 
-__all__ = [
-    "OptimizerState",
-    "group_objects",
-    "is_state_dicts",
-    "plain_value",
-    "read_optimizer",
-    "state_name",
-    "read_flat_optimizer",
-]
-
 PREFIX = "optimizer"
 
 

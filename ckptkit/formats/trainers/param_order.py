@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Param", "assign"]
-
 _NO_DECAY = ("bias", "norm.weight", "layernorm.weight", "layer_norm.weight", "ln_f.weight")
 _MAX_STATES = 256  # most partial assignments to track at once; a real optimizer needs one or two
 Shape = tuple[int, ...] | None  # None: no state at this index has the parameter's shape

@@ -18,8 +18,6 @@ from ckptkit.formats.trainers.rank_files import is_tensor, join, missing_ranks, 
 from ckptkit.formats.trainers.verl import model_entries, parameters
 from ckptkit.storage import Store
 
-__all__ = ["are_rank_files", "is_rank_directory", "open_catalog"]
-
 _RANK = re.compile(r"(.*(?:rank|shard|checkpoint|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
 _KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # only in directories with torch_checkpointing's metadata.pkl
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "app")

@@ -19,19 +19,6 @@ from ckptkit.formats.trainers.shards import local_parts, mesh_coordinate, slices
 from ckptkit.storage import Store
 from ckptkit.storage.pool import WorkerPool
 
-__all__ = [
-    "Joined",
-    "RankTensor",
-    "is_tensor",
-    "join",
-    "missing_ranks",
-    "read_archives",
-    "refuse_bare_parts",
-    "check_copies",
-    "check_counters",
-    "check_steps",
-]
-
 RankTensor: TypeAlias = StoredTensor | DTensorRecord | ShardedTensorRecord
 Key = TypeVar("Key", bound=Hashable)
 _THREADS = 8

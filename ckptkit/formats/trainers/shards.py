@@ -19,8 +19,6 @@ from ckptkit.catalog.entry import TensorSlice
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.pickles.tensors import PlacementRecord, StoredTensor
 
-__all__ = ["LocalPart", "local_parts", "mesh_coordinate", "slices_of"]
-
 _MAX_SPLIT = 1 << 16
 _MAX_RUNS = 1 << 20  # most runs to handle; real tensors have a few per rank
 Run = tuple[int, int]  # rows [start, stop) of the whole tensor

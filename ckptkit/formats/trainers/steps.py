@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["StepName", "parse_step", "ordered"]
-
 _STEP = re.compile(
     r"(?:global_?step|step|iter(?:ation)?|checkpoint|ckpt|batch|(?<![a-z0-9])ba)s?[-_=]?(\d{1,18})", re.IGNORECASE
 )

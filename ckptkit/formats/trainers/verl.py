@@ -21,8 +21,6 @@ from ckptkit.formats.trainers.rank_files import Joined, is_tensor, join, missing
 from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.storage import Store
 
-__all__ = ["MODEL_FILE", "model_entries", "open_catalog", "parameters"]
-
 MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _MODEL = "model_world_size_{size}_rank_{{rank}}.pt"
 _OPTIM = "optim_world_size_{size}_rank_{{rank}}.pt"
