@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
 
 from ckptkit.catalog.entry import ObjectEntry, Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.deepspeed.experts import group_order
-from ckptkit.formats.deepspeed.layout import Shape
 from ckptkit.formats.pickles.inert import Record
 from ckptkit.formats.pickles.tensors import StoredTensor
 from ckptkit.formats.trainers.optimizer_files import plain_value
@@ -26,6 +25,7 @@ from ckptkit.formats.trainers.rank_files import (
 from ckptkit.storage import Store
 
 T = TypeVar("T")
+Shape: TypeAlias = tuple[int, ...]
 
 _OURS = frozenset(
     (
@@ -53,7 +53,6 @@ class ModelStates:
     shared: Mapping[str, str]
     frozen: Mapping[str, Shape]
     file: str
-    notes: list[str] = field(default_factory=list)
 
     @property
     def version(self) -> str:

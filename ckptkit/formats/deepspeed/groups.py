@@ -1,27 +1,96 @@
-"""Reads the flat groups in DeepSpeed's optimizer files: their parameters, moments and settings."""
+"""Reads the flat groups in DeepSpeed's optimizer files: where their parameters are, their moments and settings.
+
+ZeRO-1/2 concatenate a group's parameters and split the resulting vector over the ranks (the last rank's part may lack
+its padding). ZeRO-3 splits each parameter into ceil(numel / ranks) elements per rank, and each rank concatenates its
+parts (deepspeed/utils/zero_to_fp32.py).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from ckptkit.catalog.entry import ObjectEntry, Role, SliceArray
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.catalog.entry import ObjectEntry, Role, SliceArray, TensorSlice
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.deepspeed.experts import Partition, counted, data_first, is_expert, parts_of
-from ckptkit.formats.deepspeed.files import ModelStates, OptimStates
-from ckptkit.formats.deepspeed.layout import Shape, Zero3Group, Zero12Group, flat_states
+from ckptkit.formats.deepspeed.files import ModelStates, OptimStates, Shape
 from ckptkit.formats.pickles.tensors import StoredTensor
-from ckptkit.formats.trainers.fsdp1_local import FlatVector
 from ckptkit.formats.trainers.master_check import MasterSampler
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, group_objects
-from ckptkit.formats.trainers.rank_files import Joined
+from ckptkit.formats.trainers.rank_files import FlatVector, Joined
 from ckptkit.storage import Store
 
-Groups: TypeAlias = Sequence[Zero12Group | Zero3Group]
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """One parameter group of ZeRO-1/2, or all parameters of a ZeRO-3 job.
+
+    Attributes:
+        params: Names and shapes, in flat order.
+        vectors: State -> the flat vectors; "" is the fp32 weights. ZeRO-1/2 have one vector, in one piece per rank.
+            ZeRO-3 has one per rank, in one piece per subgroup.
+        scalars: States that are not flat vectors, such as the step.
+        paddings: The number of padding elements after each parameter.
+        fragments: For each rank, the parameters that it recorded: name -> (numel, start in its partition).
+        slack: The most padding elements that may follow the last parameter.
+    """
+
+    params: Mapping[str, Shape]
+    vectors: Mapping[str, Sequence[FlatVector]]
+    scalars: Mapping[str, Any]
+    paddings: Sequence[int]
+    fragments: Sequence[Mapping[str, tuple[int, int]]] = ()
+    slack: int = 0
+
+    def cut(self, state: str) -> Iterator[tuple[str, Joined]]:
+        """Yield each parameter's name and its parts of the vectors for `state`."""
+        vectors = self.vectors[state]
+        position = 0
+        for (name, shape), padding in zip(self.params.items(), self.paddings, strict=True):
+            numel = math.prod(shape)
+            part = -(-numel // len(vectors))
+            slices: list[TensorSlice] = []
+            for rank, vector in enumerate(vectors):
+                if position + part > vector.numel:
+                    where = f"rank {rank}" if len(vectors) > 1 else "its group"
+                    raise IncompleteCheckpointError(
+                        f"parameter {name!r} ends at element {position + part}, but {where} has {vector.numel}."
+                    )
+                first = min(rank * part, numel)
+                slices += vector.slices(shape, position, first, min(part, numel - first))
+            yield name, Joined(vectors[0].dtype, shape, SliceArray.of(slices, len(shape)))
+            position += part + padding
+        if any(vector.numel - position > self.slack for vector in vectors):
+            numels = [vector.numel for vector in vectors]
+            raise CorruptCheckpointError(
+                f"a parameter group has {position} elements{' per rank' * (len(vectors) > 1)} according to its shapes, "
+                f"but {numels[0] if len(vectors) == 1 else numels[:8]} on the ranks."
+            )
+
+    def agrees(self) -> bool:
+        """Return whether the positions that the ranks recorded (newer versions only) match those computed from shapes.
+
+        A difference alone proves nothing. With round_robin_gradients, DeepSpeed records wrong positions, because
+        link_hp_params gets the parameters in a different order from the flat group's.
+        """
+        position = 0
+        for (name, shape), padding in zip(self.params.items(), self.paddings, strict=True):
+            numel = math.prod(shape)
+            for piece in self.vectors[""][0].pieces if self.fragments else ():
+                recorded = self.fragments[piece.rank] if piece.rank < len(self.fragments) else {}
+                first, last = max(position, piece.start), min(position + numel, piece.stop)
+                wanted = (last - first, first - piece.start) if first < last else None
+                if recorded and recorded.get(name) != wanted:
+                    return False
+            position += numel + padding
+        return True
 
 
-def groups_of(models: ModelStates, optims: OptimStates | None, experts: Iterable[str] = ()) -> Sequence[Groups]:
+def groups_of(
+    models: ModelStates, optims: OptimStates | None, experts: Iterable[str] = ()
+) -> Sequence[Sequence[FlatGroup]]:
     """Return each parameter group's flat groups. There is one, except for experts: one per expert parallel rank.
 
     Args:
@@ -50,45 +119,48 @@ def groups_of(models: ModelStates, optims: OptimStates | None, experts: Iterable
     return found
 
 
-def _zero12(index: int, params: Mapping[str, Shape], optims: OptimStates, part: Partition) -> Zero12Group:
-    vectors = {"": FlatVector.of_ranks((rank, optims.weights[rank][index]) for rank in part.ranks)}
+def _zero12(index: int, params: Mapping[str, Shape], optims: OptimStates, part: Partition) -> FlatGroup:
     states = [optims.states[rank][index] if index < len(optims.states[rank]) else {} for rank in part.ranks]
-    for name in flat_states(states):
-        vectors[name] = FlatVector.of_ranks((rank, state[name]) for rank, state in zip(part.ranks, states, strict=True))
+    vectors = {"": [FlatVector.of_ranks((rank, optims.weights[rank][index]) for rank in part.ranks)]}
+    for name in _flat_states(states):
+        tensors = ((rank, state[name]) for rank, state in zip(part.ranks, states, strict=True))
+        vectors[name] = [FlatVector.of_ranks(tensors)]
     paddings = optims.paddings[index] if index < len(optims.paddings) else [0] * len(params)
     if len(paddings) != len(params):
         raise CorruptCheckpointError(
             f"parameter group {index} has {len(params)} parameters and {len(paddings)} alignment paddings."
         )
-    return Zero12Group(
-        part.renamed(params),
-        vectors,
-        {name: value for name, value in states[0].items() if name not in vectors},
-        paddings,
-        [
-            part.renamed(fragments[index]) if index < len(fragments) and rank in part.ranks else {}
-            for rank, fragments in enumerate(optims.fragments)
-        ],
-        2 * len(part.ranks),
-    )
+    scalars = {name: value for name, value in states[0].items() if name not in vectors}
+    fragments = [
+        part.renamed(fragments[index]) if index < len(fragments) and rank in part.ranks else {}
+        for rank, fragments in enumerate(optims.fragments)
+    ]
+    return FlatGroup(part.renamed(params), vectors, scalars, paddings, fragments, slack=2 * len(part.ranks))
 
 
-def _zero3(models: ModelStates, optims: OptimStates) -> Zero3Group:
+def _zero3(models: ModelStates, optims: OptimStates) -> FlatGroup:
+    """Return all parameters as one group: a parameter may span several of ZeRO-3's subgroups."""
     vectors = {"": [FlatVector.of_ranks((rank, t) for t in flat) for rank, flat in enumerate(optims.weights)]}
     all_states = [state for states in optims.states for state in states]
     if all(len(states) == len(flat) for states, flat in zip(optims.states, optims.weights, strict=True)):
-        for name in flat_states(all_states):
+        for name in _flat_states(all_states):
             vectors[name] = [
                 FlatVector.of_ranks((rank, state[name]) for state in states)
                 for rank, states in enumerate(optims.states)
             ]
     params = {name: shape for group in models.param_shapes for name, shape in group.items()}
     scalars = {name: value for name, value in (all_states[0] if all_states else {}).items() if name not in vectors}
-    return Zero3Group(params, vectors, scalars)
+    return FlatGroup(params, vectors, scalars, [0] * len(params))
+
+
+def _flat_states(states: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of states that are 1-D tensors in every one of `states` (moments, but not steps)."""
+    names = list(states[0]) if states else []
+    return [n for n in names if all(isinstance(s.get(n), StoredTensor) and len(s[n].shape) == 1 for s in states)]
 
 
 def check_layout(
-    store: Store, groups: Groups, masters: Mapping[str, Joined], copies: Callable[[], Mapping[str, Joined]]
+    store: Store, groups: Sequence[FlatGroup], masters: Mapping[str, Joined], copies: Callable[[], Mapping[str, Joined]]
 ) -> None:
     """Compare the parameters whose position in the flat group is in doubt with their low-precision copies.
 
@@ -104,9 +176,9 @@ def check_layout(
     """
     asked: list[str] = []
     for group in groups:
-        if isinstance(group, Zero12Group) and not group.agrees():
+        if not group.agrees():
             asked += group.params
-        elif isinstance(group, Zero12Group) and any(map(is_expert, group.params)):
+        elif any(map(is_expert, group.params)):
             asked.append(max(group.params, key=lambda name: math.prod(group.params[name])))
     whole = copies() if asked else {}
     weights = {name: whole[name].entry(name, Role.MODEL, fqn=name) for name in asked if name in whole}
@@ -130,9 +202,7 @@ def check_experts(experts: Mapping[str, Joined], masters: Mapping[str, Joined]) 
             )
 
 
-def add_moments(
-    optimizer: OptimizerState, group: Zero12Group | Zero3Group, names: Mapping[str, str] | None = None
-) -> None:
+def add_moments(optimizer: OptimizerState, group: FlatGroup, names: Mapping[str, str] | None = None) -> None:
     """Add the moments and steps of a group's parameters to the optimizer.
 
     Args:

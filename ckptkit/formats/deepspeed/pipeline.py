@@ -8,15 +8,14 @@ module contains them as well (deepspeed/runtime/pipe/module.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
+from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
-from ckptkit.formats.deepspeed.files import ModelStates, OptimStates, read_model_states, read_optim_states
-from ckptkit.formats.deepspeed.groups import Groups, add_moments, check_layout, groups_of, settings
-from ckptkit.formats.deepspeed.zero import MODEL_FILE, OPTIM_FILE, weight_entries
-from ckptkit.formats.hf.side_files import file_names, find_side_files
+from ckptkit.formats.deepspeed.files import read_model_states
+from ckptkit.formats.deepspeed.groups import add_moments, settings
+from ckptkit.formats.deepspeed.zero import MODEL_FILE, OPTIM_FILE, Stage, catalog_of, read_stage
+from ckptkit.formats.hf.side_files import file_names
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import StoredTensor
 from ckptkit.formats.trainers.master_check import MasterSampler
@@ -29,20 +28,6 @@ _TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 _FILE = "mp_rank_{rank:02d}_model_states.pt"
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """The contents of one stage's files. `masters` has the names that the files use."""
-
-    models: ModelStates
-    optims: OptimStates | None
-    by_settings: Sequence[Groups]
-    masters: Mapping[str, Joined] = field(default_factory=dict)
-
-    @property
-    def groups(self) -> Groups:
-        return [group for parts in self.by_settings for group in parts]
-
-
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Read one tag's checkpoint at the store's root. It may have any number of stages, but no tensor parallelism.
 
@@ -50,8 +35,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         IncompleteCheckpointError: A file is missing. The message names it.
         UnsupportedFormatError: The layers are split by tensor parallelism.
     """
-    listing = store.list()
-    files = file_names(listing)
+    files = file_names(store.list())
     layers = _layers(store, files)
     stages = [_stage(store, files, number, layers) for number in _numbers(files, store)]
     _check_layers(stages, layers)
@@ -64,26 +48,12 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         for group in stage.groups:
             add_moments(optimizer, group, new)
     _add_settings(optimizer, stages, ties)
-    first = stages[0].models
     shared = {alias: names[0] for names in ties.values() for alias in names[1:]}
     weights = {name: joined for name, joined in {**layers, **masters}.items() if name not in shared}
-    sizes = {item.path: item.size for item in listing if item.path.endswith("_states.pt")}
-    side = find_side_files(store)
-    ranks = [stage.optims.world_size for stage in stages if stage.optims is not None]
-    return Catalog(
-        {**weight_entries(weights, masters, shared), **optimizer.tensors},
-        {**first.objects(), **optimizer.objects},
-        CatalogInfo(
-            "deepspeed",
-            producer=f"deepspeed {first.version}".strip(),
-            step=first.step,
-            world_size=sum(ranks) or None,
-            files=sizes,
-            side_files=side.carried,
-            notes=tuple(optimizer.notes),
-            extra={**side.extra, "pipeline_stages": len(stages)},
-        ),
-    )
+    world_size = sum(stage.optims.world_size for stage in stages if stage.optims is not None) or None
+    extra = {"pipeline_stages": len(stages)}
+    first = stages[0].models
+    return catalog_of(store, first, weights, masters, shared, optimizer, world_size=world_size, extra=extra)
 
 
 def _layers(store: Store, files: Sequence[str]) -> dict[str, Joined]:
@@ -114,24 +84,18 @@ def _numbers(files: Sequence[str], store: Store) -> list[int]:
     return numbers
 
 
-def _stage(store: Store, files: Sequence[str], number: int, layers: Mapping[str, Joined]) -> _Stage:
-    file = _FILE.format(rank=number)
-    models = read_model_states(store, [file], MODEL_FILE, without_module=True)
+def _stage(store: Store, files: Sequence[str], number: int, layers: Mapping[str, Joined]) -> Stage:
+    models = read_model_states(store, [_FILE.format(rank=number)], MODEL_FILE, without_module=True)
     size = models.values[0].get("mp_world_size")
     if type(size) is int and 0 < size < 1 << 16:
         missing_ranks(_numbers(files, store), size, _FILE)
     mine = [name for name in files if (match := OPTIM_FILE.fullmatch(name)) and int(match[3]) == number]
-    optims = read_optim_states(store, mine, OPTIM_FILE, models)
-    if optims is None and models.param_shapes:
+    if not mine and models.param_shapes:
         raise IncompleteCheckpointError(f"zero_pp_rank_0_mp_rank_{number:02d}_optim_states.pt is missing.")
-    by_settings = groups_of(models, optims)
-    groups = [group for parts in by_settings for group in parts]
-    masters = {name: joined for group in groups for name, joined in group.cut("")}
-    check_layout(store, groups, masters, lambda: layers)
-    return _Stage(models, optims, by_settings, masters)
+    return read_stage(store, mine, models, lambda: layers)
 
 
-def _check_layers(stages: Sequence[_Stage], layers: Mapping[str, Joined]) -> None:
+def _check_layers(stages: Sequence[Stage], layers: Mapping[str, Joined]) -> None:
     """Check that each trained parameter is in its layer's file, with the same shape."""
     for stage in stages:
         for name, master in stage.masters.items():
@@ -147,7 +111,7 @@ def _check_layers(stages: Sequence[_Stage], layers: Mapping[str, Joined]) -> Non
                 )
 
 
-def _ties(store: Store, stages: Sequence[_Stage], layers: Mapping[str, Joined]) -> dict[str, list[str]]:
+def _ties(store: Store, stages: Sequence[Stage], layers: Mapping[str, Joined]) -> dict[str, list[str]]:
     """Return, for each parameter of a shared module, its names in the layers that share the module.
 
     Such layers have no parameters of their own. If there are several shared modules, shapes and values tell which of
@@ -181,7 +145,7 @@ def _is_layer(sampler: MasterSampler, layers: Mapping[str, Joined], layer: str, 
     )
 
 
-def _add_settings(optimizer: OptimizerState, stages: Sequence[_Stage], ties: Mapping[str, Sequence[str]]) -> None:
+def _add_settings(optimizer: OptimizerState, stages: Sequence[Stage], ties: Mapping[str, Sequence[str]]) -> None:
     """Add the groups' settings, with all stages' parameters."""
     plain = [stage.models.file for stage in stages if stage.models.values[0].get("optimizer") is not None]
     if plain:
@@ -189,13 +153,8 @@ def _add_settings(optimizer: OptimizerState, stages: Sequence[_Stage], ties: Map
     optims = stages[0].optims
     if optims is None:
         return
-    names: list[list[str]] = [[] for _ in optims.param_groups]
+    names: list[dict[str, None]] = [{} for _ in optims.param_groups]
     for stage in stages:
         for known, parts in zip(names, stage.by_settings, strict=False):
-            known.extend(_unseen(known, (ties.get(name, [name])[0] for group in parts for name in group.params)))
+            known.update((ties.get(name, [name])[0], None) for group in parts for name in group.params)
     optimizer.objects.update(settings(names, optims))
-
-
-def _unseen(there: Sequence[str], names: Iterator[str]) -> list[str]:
-    known = set(there)
-    return [name for name in names if name not in known]

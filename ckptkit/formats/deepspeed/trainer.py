@@ -32,13 +32,10 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     sizes = {item.path: item.size for item in listing if item.kind == "file"}
     state = read_json(store, "trainer_state.json")
     step = state.get("global_step") if isinstance(state, dict) else None
-    side = find_side_files(store)
     info = CatalogInfo(
         "deepspeed",
         producer=f"transformers Trainer, {part.info.producer}",
         step=step if type(step) is int else None,
-        side_files=side.carried,
-        notes=side.notes,
-        extra=side.extra,
     )
+    info = find_side_files(store).described_in(info)
     return merged([part, Catalog({}, file_objects(sizes, _OBJECTS), info)], info)

@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.catalog.box import row_major_strides
-from ckptkit.catalog.entry import Catalog, CatalogInfo, SliceArray
+from ckptkit.catalog.entry import Catalog, SliceArray
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
-from ckptkit.formats.deepspeed.files import read_model_states
-from ckptkit.formats.deepspeed.layout import Shape
-from ckptkit.formats.deepspeed.zero import MODEL_FILE, frozen_weights, weight_entries
+from ckptkit.formats.deepspeed.files import Shape, read_model_states
+from ckptkit.formats.deepspeed.zero import MODEL_FILE, catalog_of, frozen_weights
 from ckptkit.formats.hf.side_files import file_names
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import StoredTensor
@@ -37,12 +36,11 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         IncompleteCheckpointError: A parameter has no weights.
         UnsupportedFormatError: A parameter was padded or split in a way that only a live model can undo.
     """
-    listing = store.list()
-    models = read_model_states(store, file_names(listing), MODEL_FILE)
+    models = read_model_states(store, file_names(store.list()), MODEL_FILE)
     shapes = {name: shape for group in models.param_shapes for name, shape in group.items()}
     optimizer = OptimizerState()
     masters: dict[str, Joined] = {}
-    files = {item.path: item.size for item in listing if item.path.endswith("_states.pt")}
+    files: dict[str, int] = {}
     for name, states in _parameters(store, files):
         for state, value in states.items():
             if isinstance(value, (int, float)):
@@ -57,14 +55,9 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     if missing:
         raise IncompleteCheckpointError(f"{_ROOT}/{missing[0]}/{_WEIGHT}.pt is missing ({len(missing)} in all).")
     weights = {**models.whole(elsewhere=models.trained | masters.keys()), **frozen_weights(models), **masters}
-    info = CatalogInfo(
-        "deepspeed-universal",
-        producer=f"deepspeed {models.version}".strip(),
-        step=models.step,
-        files=files,
+    return catalog_of(
+        store, models, weights, masters, models.shared, optimizer, layout="deepspeed-universal", files=files
     )
-    tensors = weight_entries(weights, masters, models.shared)
-    return Catalog({**tensors, **optimizer.tensors}, {**models.objects(), **optimizer.objects}, info)
 
 
 def _parameters(store: Store, files: dict[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -7,103 +7,78 @@ The low-precision copies in the model file equal the cast masters, and are not l
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, TensorEntry, TensorSlice
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
 from ckptkit.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     UnsupportedFormatError,
 )
 from ckptkit.formats.deepspeed.experts import EXPERT_FILE, EXPERT_OPTIMIZER, read_experts
-from ckptkit.formats.deepspeed.files import ModelStates, read_model_states, read_optim_states
-from ckptkit.formats.deepspeed.groups import add_moments, check_experts, check_layout, groups_of, settings
-from ckptkit.formats.deepspeed.layout import Shape
+from ckptkit.formats.deepspeed.files import ModelStates, OptimStates, read_model_states, read_optim_states
+from ckptkit.formats.deepspeed.groups import FlatGroup, add_moments, check_experts, check_layout, groups_of, settings
 from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import StoredTensor
-from ckptkit.formats.trainers.fsdp1_local import range_slices
-from ckptkit.formats.trainers.master_check import MasterSampler
-from ckptkit.formats.trainers.optimizer_files import OptimizerState, is_state_dicts, read_optimizer
-from ckptkit.formats.trainers.param_order import Param, assign
-from ckptkit.formats.trainers.rank_files import Joined, join
-from ckptkit.formats.trainers.verl import parameters
+from ckptkit.formats.trainers.optimizer_files import (
+    OptimizerState,
+    is_state_dicts,
+    master_entry,
+    match_masters,
+    names_by_key,
+    read_optimizer,
+)
+from ckptkit.formats.trainers.rank_files import FlatVector, Joined, join, parameters
 from ckptkit.storage import Store
 from ckptkit.units import counted
 
-# Without ZeRO, DeepSpeed stores the optimizer in the model file: torch's optimizer state, and fp32 masters. The masters
-# are full tensors in parameter group order (deepspeed/runtime/fp16/unfused_optimizer.py).
-
-
-Masters = dict[str, Joined]
-_MASTERS = "fp32_groups"
-
-
-def read_plain_optimizer(
-    store: Store, model: Mapping[str, Any], weights: Mapping[str, TensorEntry], file: str
-) -> tuple[OptimizerState, Masters]:
-    """Return the optimizer in the model file, and its fp32 masters by parameter.
-
-    Adds a note about state that can't be read, such as a fused optimizer's concatenated state.
-
-    Args:
-        model: The model file's contents.
-        weights: The model's tensors by name.
-    """
-    given = model.get("optimizer")
-    if not isinstance(given, dict):
-        return OptimizerState(), {}
-    inner = given.get("optimizer_state_dict", given)
-    params = parameters(model["module"], weights)
-    groups = given.get(_MASTERS)
-    if groups is None or not _are_masters(groups) or not is_state_dicts([inner]):
-        return read_optimizer([inner], params, what=file), {}
-    assigned = _assigned(store, groups, inner["param_groups"], params, weights, file)
-    if assigned is None:
-        note = "does not prove which weight each fp32 master belongs to; the masters were skipped."
-        found = read_optimizer([inner], params, what=file)
-        return OptimizerState(found.tensors, found.objects, [*found.notes, f"{file} {note}"]), {}
-    names = {
-        key: fqn
-        for group, fqns in zip(inner["param_groups"], assigned, strict=True)
-        for key, fqn in zip(group["params"], fqns, strict=True)
-    }
-    masters = {
-        fqn: joined
-        for tensors, fqns in zip(groups, assigned, strict=True)
-        for fqn, joined in join([dict(zip(fqns, tensors, strict=True))], what=file).items()
-    }
-    return read_optimizer([inner], params, what=file, names=names), masters
-
-
-def _are_masters(groups: Any) -> bool:
-    return isinstance(groups, list) and all(
-        isinstance(group, list) and all(isinstance(tensor, StoredTensor) for tensor in group) for group in groups
-    )
-
-
-def _assigned(
-    store: Store,
-    groups: Sequence[Sequence[StoredTensor]],
-    settings: Sequence[Mapping[str, Any]],
-    params: Sequence[Param],
-    weights: Mapping[str, TensorEntry],
-    file: str,
-) -> list[list[str]] | None:
-    """Return each master's parameter name, or None if names, shapes and the weights' values do not prove it."""
-    if [len(group["params"]) for group in settings] != [len(group) for group in groups]:
-        return None
-    shapes = [[tensor.shape for tensor in group] for group in groups]
-    no_decay = [group.get("weight_decay") == 0 for group in settings]
-    keyed = {(g, i): tensor for g, group in enumerate(groups) for i, tensor in enumerate(group)}
-    entries = {key: joined.entry("master", Role.MASTER) for key, joined in join([keyed], what=file).items()}
-    sampler = MasterSampler(store, weights)
-    return assign(params, shapes, no_decay, lambda group, index, fqn: sampler.fits(entries[group, index], fqn))
-
-
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIM_FILE = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The parameters of a pipeline stage, or of a job without a pipeline.
+
+    Attributes:
+        by_settings: The flat groups in the optimizer files, by parameter group.
+        masters: The fp32 weights, under the names that the files use.
+    """
+
+    models: ModelStates
+    optims: OptimStates | None
+    by_settings: Sequence[Sequence[FlatGroup]]
+    masters: Mapping[str, Joined]
+
+    @property
+    def groups(self) -> list[FlatGroup]:
+        return [group for parts in self.by_settings for group in parts]
+
+
+def read_stage(
+    store: Store,
+    files: Sequence[str],
+    models: ModelStates,
+    copies: Callable[[], Mapping[str, Joined]],
+    experts: Mapping[str, Joined] | None = None,
+) -> Stage:
+    """Read the optimizer files that belong to a model file, and check that they fit its weights.
+
+    Args:
+        files: The names of all files that may be optimizer files.
+        copies: Returns the low-precision weights by name.
+        experts: The weights in the experts' files, if the experts have files of their own.
+    """
+    optims = read_optim_states(store, files, OPTIM_FILE, models)
+    stage = Stage(models, optims, groups_of(models, optims, experts or ()), {})
+    masters = {name: joined for group in stage.groups for name, joined in group.cut("")}
+    if experts is not None:
+        check_experts(experts, masters)
+    check_layout(store, stage.groups, masters, copies)
+    return Stage(models, optims, stage.by_settings, masters)
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
@@ -114,50 +89,70 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         UnsupportedFormatError: The checkpoint was written with tensor parallelism.
         CorruptCheckpointError: The files contradict each other.
     """
-    listing = store.list()
-    files = file_names(listing)
+    files = file_names(store.list())
     _refuse_foreign(store, files)
     models = read_model_states(store, files, MODEL_FILE)
     experts = _experts(store, files, models)
-    optims = read_optim_states(store, files, OPTIM_FILE, models)
-    weights = models.whole(elsewhere=models.trained if optims is not None else frozenset())
-    optimizer = OptimizerState(notes=list(models.notes))
-    by_settings = groups_of(models, optims, experts)
-    groups = [group for parts in by_settings for group in parts]
-    masters = {name: joined for group in groups for name, joined in group.cut("")}
-    weights.update(experts)
-    check_experts(experts, masters)
-    check_layout(store, groups, masters, lambda: {**models.whole(elsewhere=frozenset()), **experts})
-    weights.update(masters)
-    weights.update(frozen_weights(models))
+    stage = read_stage(store, files, models, lambda: {**models.whole(elsewhere=frozenset()), **experts}, experts)
+    optims, masters = stage.optims, stage.masters
+    whole = models.whole(elsewhere=models.trained if optims is not None else frozenset())
+    weights = {**whole, **experts, **masters, **frozen_weights(models)}
+    optimizer = OptimizerState()
     if optims is not None:
-        for group in groups:
+        for group in stage.groups:
             add_moments(optimizer, group)
-        names = [[name for group in parts for name in group.params] for parts in by_settings]
+        names = [[name for group in parts for name in group.params] for parts in stage.by_settings]
         optimizer.objects.update(settings(models.param_shapes if models.stage3 else names, optims))
     elif not models.stage3:
         optimizer.notes.append("there are no *_optim_states.pt files: the weights are those of the model file.")
         masters = _add_plain(store, files, models, weights, optimizer)
     _check_complete(models, weights)
-    side = find_side_files(store)
-    return Catalog(
-        {**weight_entries(weights, masters, models.shared), **optimizer.tensors},
-        {**models.objects(), **optimizer.objects},
-        CatalogInfo(
-            "deepspeed",
-            producer=f"deepspeed {models.version}".strip(),
-            step=models.step,
-            world_size=optims.world_size if optims is not None else models.world_size,
-            files={item.path: item.size for item in listing if item.path.endswith("_states.pt")},
-            side_files=side.carried,
-            notes=tuple(optimizer.notes),
-            extra={
-                **side.extra,
-                "zero_stage": optims.stage if optims is not None else 0,
-                "missing": _missing(models, optims is not None),
-            },
-        ),
+    extra = {"zero_stage": optims.stage if optims is not None else 0, "missing": _missing(models, optims is not None)}
+    world_size = optims.world_size if optims is not None else models.world_size
+    return catalog_of(store, models, weights, masters, models.shared, optimizer, world_size=world_size, extra=extra)
+
+
+def catalog_of(
+    store: Store,
+    models: ModelStates,
+    weights: Mapping[str, Joined],
+    masters: Mapping[str, Joined],
+    shared: Mapping[str, str],
+    optimizer: OptimizerState,
+    *,
+    layout: str = "deepspeed",
+    files: Mapping[str, int] | None = None,
+    world_size: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Catalog:
+    """Return the catalog of a DeepSpeed checkpoint: MODEL entries for all weights, MASTER entries for the fp32 masters,
+    the optimizer, and the model file's values.
+
+    Args:
+        shared: A tied weight's name -> the name under which it is stored.
+        layout: The format's name.
+        files: More files that belong to the checkpoint, with their sizes.
+    """
+    tensors = {name: joined.entry(name, Role.MODEL, fqn=name) for name, joined in weights.items()}
+    for alias, kept in shared.items():
+        if kept in weights:
+            tensors[alias] = weights[kept].entry(alias, Role.MODEL, fqn=alias)
+    aliases = {alias: masters[kept] for alias, kept in shared.items() if kept in masters}
+    for fqn, joined in {**masters, **aliases}.items():
+        entry = master_entry(fqn, joined)
+        tensors[entry.name] = entry
+    sizes = {item.path: item.size for item in store.list() if item.path.endswith("_states.pt")}
+    info = CatalogInfo(
+        layout,
+        producer=f"deepspeed {models.version}".strip(),
+        step=models.step,
+        world_size=world_size,
+        files={**sizes, **(files or {})},
+        notes=tuple(optimizer.notes),
+        extra=dict(extra or {}),
     )
+    objects = {**models.objects(), **optimizer.objects}
+    return Catalog({**tensors, **optimizer.tensors}, objects, find_side_files(store).described_in(info))
 
 
 def _missing(models: ModelStates, has_optimizer: bool) -> list[str]:
@@ -196,65 +191,56 @@ def _experts(store: Store, files: Sequence[str], models: ModelStates) -> dict[st
 
 def _add_plain(
     store: Store, files: Sequence[str], models: ModelStates, weights: Mapping[str, Joined], optimizer: OptimizerState
-) -> dict[str, Joined]:
-    """For a job without ZeRO, add the optimizer, and return its masters."""
+) -> Mapping[str, Joined]:
+    """Add the optimizer of a job without ZeRO, and return its fp32 masters by parameter.
+
+    DeepSpeed stores them in the model file: torch's optimizer state, and full masters in parameter group order
+    (deepspeed/runtime/fp16/unfused_optimizer.py). State that can't be read, such as a fused optimizer's concatenated
+    state, is noted.
+    """
     experts = [name for name in files if EXPERT_OPTIMIZER.fullmatch(name)]
     if experts:
         optimizer.notes.append(
             f"the experts' optimizer files, such as {experts[0]}, were not read: the job ran without ZeRO."
         )
         return {}
+    given = models.values[0].get("optimizer")
+    if not isinstance(given, dict):
+        return {}
     entries = {name: joined.entry(name, Role.MODEL, fqn=name) for name, joined in weights.items()}
-    found, masters = read_plain_optimizer(store, models.values[0], entries, models.file)
+    params = parameters(models.values[0]["module"], entries)
+    inner, groups = given.get("optimizer_state_dict", given), given.get("fp32_groups")
+    names, masters, notes = None, {}, []
+    if is_state_dicts([inner]) and isinstance(groups, list) and _are_masters(groups):
+        keyed = {(g, i): tensor for g, group in enumerate(groups) for i, tensor in enumerate(group)}
+        joined = join([keyed], what=models.file)
+        assigned = match_masters(store, joined, inner["param_groups"], params, entries)
+        if assigned is None:
+            note = "does not prove which weight each fp32 master belongs to; the masters were skipped."
+            notes.append(f"{models.file} {note}")
+        else:
+            names = names_by_key(inner["param_groups"], assigned)
+            masters = {assigned[group][i]: master for (group, i), master in joined.items()}
+    found = read_optimizer([inner], params, what=models.file, names=names)
     optimizer.tensors.update(found.tensors)
     optimizer.objects.update(found.objects)
-    optimizer.notes += found.notes
+    optimizer.notes += [*found.notes, *notes]
     return masters
+
+
+def _are_masters(groups: Sequence[Any]) -> bool:
+    return all(isinstance(group, list) and all(isinstance(t, StoredTensor) for t in group) for group in groups)
 
 
 def frozen_weights(models: ModelStates) -> dict[str, Joined]:
     """Return the frozen parameters. With ZeRO-3, every rank's model file has a part of each."""
-    if not models.stage3:
-        return {}
     found = {}
-    for name, shape in models.frozen.items():
+    for name, shape in models.frozen.items() if models.stage3 else ():
         fragments = [dict(value.get("frozen_param_fragments") or {}).get(name) for value in models.values]
         if not all(isinstance(fragment, StoredTensor) for fragment in fragments):
             raise IncompleteCheckpointError(f"frozen parameter {name!r} is not in the model files of all ranks.")
-        found[name] = _joined_fragments(shape, [f for f in fragments if isinstance(f, StoredTensor)])
-    return found
-
-
-def _joined_fragments(shape: Shape, fragments: Sequence[StoredTensor]) -> Joined:
-    numel = 1
-    for n in shape:
-        numel *= n
-    slices: list[TensorSlice] = []
-    position = 0
-    for rank, fragment in enumerate(fragments):
-        stop = min(position + fragment.numel, numel)
-        if position < stop:
-            slices += range_slices(shape, position, stop, fragment, 0, rank)
-        position += fragment.numel
-    return Joined(fragments[0].dtype, shape, SliceArray.of(slices, len(shape)))
-
-
-def weight_entries(
-    weights: Mapping[str, Joined], masters: Mapping[str, Joined], shared: Mapping[str, str]
-) -> dict[str, TensorEntry]:
-    """Return MODEL entries for all weights, and MASTER entries for the fp32 masters.
-
-    Args:
-        shared: A tied weight's name -> the name under which it is stored.
-    """
-    found = {name: joined.entry(name, Role.MODEL, fqn=name) for name, joined in weights.items()}
-    for alias, kept in shared.items():
-        if kept in weights:
-            found[alias] = weights[kept].entry(alias, Role.MODEL, fqn=alias)
-    aliases = {alias: masters[kept] for alias, kept in shared.items() if kept in masters}
-    for fqn, joined in {**masters, **aliases}.items():
-        name = f"optimizer.master.{fqn}"
-        found[name] = joined.entry(name, Role.MASTER, fqn=fqn, state="master", key=("optimizer", "master", fqn))
+        vector = FlatVector.of_ranks((rank, f) for rank, f in enumerate(fragments) if isinstance(f, StoredTensor))
+        found[name] = vector.tensor(shape)
     return found
 
 

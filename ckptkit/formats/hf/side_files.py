@@ -6,9 +6,10 @@ import fnmatch
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.catalog.entry import CatalogInfo
 from ckptkit.formats.own.json import check_density
 from ckptkit.storage import FileInfo, Store
 from ckptkit.storage.store import is_safe_name
@@ -74,6 +75,11 @@ class SideFiles:
     code: tuple[str, ...] = ()
     config: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
+
+    def described_in(self, info: CatalogInfo) -> CatalogInfo:
+        """Return `info` with these files, what config.json says, and the notes."""
+        extra = {**self.extra, **info.extra}
+        return replace(info, side_files=self.carried, notes=(*info.notes, *self.notes), extra=extra)
 
     @property
     def extra(self) -> dict[str, Any]:

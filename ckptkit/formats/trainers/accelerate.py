@@ -18,10 +18,9 @@ from ckptkit.formats.dcp import catalog
 from ckptkit.formats.hf.side_files import find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers import fsdp1_local
-from ckptkit.formats.trainers.merge import as_optimizer, file_objects, merged, open_part, renamed
+from ckptkit.formats.trainers.merge import file_objects, merged, open_part, renamed
 from ckptkit.formats.trainers.optimizer_files import read_optimizer
-from ckptkit.formats.trainers.rank_files import is_tensor, join, missing_ranks, read_archives, refuse_bare_parts
-from ckptkit.formats.trainers.verl import model_entries, parameters
+from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, read_archives, recorded_ranks
 from ckptkit.storage import Store
 
 # This does not match `pytorch_model.bin`, because many systems write that.
@@ -61,16 +60,13 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     kept = {name.rpartition(".")[0]: name for name in sizes if _OBJECTS.fullmatch(name)}
     state = read_json(store, "trainer_state.json")
     step = state.get("global_step") if isinstance(state, dict) else None
-    side = find_side_files(store)
     info = CatalogInfo(
         "accelerate",
         producer="transformers Trainer" if isinstance(state, dict) else "accelerate",
         step=step if isinstance(step, int) else None,
         files={name: sizes[name] for name in kept.values()},
-        side_files=side.carried,
-        notes=side.notes,
-        extra=side.extra,
     )
+    info = find_side_files(store).described_in(info)
     return merged([*parts, Catalog({}, file_objects(sizes, kept), info)], info)
 
 
@@ -93,38 +89,31 @@ def _open_one(
     """Return the catalogs of one model and its optimizer."""
     directory = next((name for name in models if not name.endswith(".bin")), None)
     state = next((name for name in optimizers if not name.endswith(".bin")), None)
-    parts = [as_optimizer(open_part(catalog.open_catalog, store, state, options))] if state is not None else []
+    parts = []
+    if state is not None:
+        parts.append(renamed(open_part(catalog.open_catalog, store, state, options), "optimizer"))
     if directory is not None:
         return [open_part(catalog.open_catalog, store, directory, options), *parts]
     names, values = _read(store, models)
     what = _template(names)
     if fsdp1_local.is_flat(values):
         return [fsdp1_local.read(store, names, values, sizes, parts[0] if parts else None, options), *parts]
-    for name, value in zip(names, values, strict=True):
-        if not isinstance(value, dict) or not any(is_tensor(item) for item in value.values()):
-            raise CorruptCheckpointError(f"{name} contains no state dict of tensors.")
-    joined = join(values, what=what)
-    refuse_bare_parts(joined, what=what)
-    tensors = model_entries(joined)
-    notes = [note for tensor in joined.values() for note in tensor.notes]
+    model = join_model(values, what=what)
     info = CatalogInfo(
         "accelerate",
         world_size=len(names) if len(names) > 1 or "_rank" in names[0] else None,
-        mesh=next((tensor.mesh for tensor in joined.values() if tensor.mesh is not None), None),
+        mesh=model.mesh,
         files={name: sizes.get(name, -1) for name in names},
-        notes=tuple(notes),
+        notes=model.notes,
     )
-    found = [Catalog(tensors, {}, info), *parts]
+    found = [Catalog(model.tensors, {}, info), *parts]
     if not parts and optimizers:
-        found.append(_optimizer(store, optimizers, parameters(values[0], tensors), sizes))
+        names, values = _read(store, optimizers)
+        optimizer = read_optimizer(values, model.params, what=_template(names))
+        files = {name: sizes.get(name, -1) for name in names}
+        info = CatalogInfo("accelerate", files=files, notes=tuple(optimizer.notes))
+        found.append(Catalog(optimizer.tensors, optimizer.objects, info))
     return found
-
-
-def _optimizer(store: Store, files: Sequence[str], params: Any, sizes: Mapping[str, int]) -> Catalog:
-    names, values = _read(store, files)
-    state = read_optimizer(values, params, what=_template(names))
-    info = CatalogInfo("accelerate", files={name: sizes.get(name, -1) for name in names}, notes=tuple(state.notes))
-    return Catalog(state.tensors, state.objects, info)
 
 
 def _read(store: Store, files: Sequence[str]) -> tuple[list[str], list[Any]]:
@@ -139,21 +128,10 @@ def _read(store: Store, files: Sequence[str]) -> tuple[list[str], list[Any]]:
     if ranks:
         missing_ranks(ranks, max(ranks) + 1, _template(names))
     values = read_archives(store, names)
-    if ranks:
-        missing_ranks(ranks, max(len(ranks), _world_size(values)), _template(names))
+    if ranks and isinstance(values[0], dict):
+        missing_ranks(ranks, max(len(ranks), recorded_ranks(values[0].values())), _template(names))
     return names, values
 
 
 def _template(names: Sequence[str]) -> str:
     return re.sub(r"_rank\d+\.bin$", "_rank{rank}.bin", names[0])
-
-
-def _world_size(values: Sequence[Any]) -> int:
-    """Return the world size that the first file's tensors record."""
-    sizes = [1]
-    for tensor in values[0].values() if isinstance(values[0], dict) else ():
-        mesh = getattr(tensor, "mesh", None)
-        if mesh is not None and mesh.ranks.size:
-            sizes.append(int(mesh.ranks.max()) + 1)
-        sizes.append(getattr(tensor, "world_size", None) or 1)
-    return max(sizes)

@@ -15,7 +15,7 @@ from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.side_files import find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers import megatron
-from ckptkit.formats.trainers.merge import Open, as_optimizer, file_objects, merged, open_part
+from ckptkit.formats.trainers.merge import Open, file_objects, merged, open_part, renamed
 from ckptkit.storage import Store
 
 
@@ -81,18 +81,15 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     parts = [open_part(found[1], store, found[0], options)]
     optimizer = _first(store, layout.optimizers, directories)
     if optimizer is not None:
-        parts.append(as_optimizer(open_part(optimizer[1], store, optimizer[0], options)))
+        parts.append(renamed(open_part(optimizer[1], store, optimizer[0], options), "optimizer"))
     sizes = {path: item.size for path, item in listing.items() if item.kind == "file"}
-    side = find_side_files(store)
     info = CatalogInfo(
         layout.format,
         producer=layout.producer,
         step=_step(store, layout.steps),
         files={path: sizes[path] for _, path in layout.objects if path in sizes},
-        side_files=side.carried,
-        notes=side.notes,
-        extra=side.extra,
     )
+    info = find_side_files(store).described_in(info)
     return merged([*parts, Catalog({}, file_objects(sizes, dict(layout.objects)), info)], info)
 
 

@@ -10,89 +10,18 @@ only with use_orig_params=True).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.catalog.box import flat_range_boxes, row_major_strides
-from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, TensorSlice
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.json import parse
 from ckptkit.formats.pickles.tensors import ShardedTensorRecord, StoredTensor
-from ckptkit.formats.trainers.rank_files import Joined, join
+from ckptkit.formats.trainers.rank_files import FlatVector, Joined, Piece, join
 from ckptkit.storage import Store, open_store
-
-# --- flat vectors that concatenate parameters: FSDP1's flat parameters, ZeRO's partitions
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The elements [start, start + numel) of a flat vector, which one rank stores as the 1-D `tensor`."""
-
-    start: int
-    tensor: StoredTensor
-    rank: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.tensor.numel
-
-
-class FlatVector:
-    """A flat vector, as pieces in order of `start`. It may end with padding."""
-
-    __slots__ = ("pieces",)
-
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self.pieces = sorted(pieces, key=lambda piece: piece.start)
-
-    @classmethod
-    def of_ranks(cls, tensors: Iterable[tuple[int, StoredTensor]]) -> FlatVector:
-        """Concatenate all ranks' tensors."""
-        pieces, position = [], 0
-        for rank, tensor in tensors:
-            pieces.append(Piece(position, tensor, rank))
-            position += tensor.numel
-        return cls(pieces)
-
-    @property
-    def numel(self) -> int:
-        return max((piece.stop for piece in self.pieces), default=0)
-
-    @property
-    def dtype(self) -> str:
-        return self.pieces[0].tensor.dtype
-
-    def slices(self, shape: tuple[int, ...], start: int, numel: int) -> SliceArray:
-        """Return the slices of a tensor with shape `shape` that occupies [start, start + numel) of the vector."""
-        found: list[TensorSlice] = []
-        for piece in self.pieces:
-            a, b = max(start, piece.start), min(start + numel, piece.stop)
-            if a < b:
-                found += range_slices(shape, a - start, b - start, piece.tensor, a - piece.start, piece.rank)
-        return SliceArray.of(found, len(shape))
-
-
-def range_slices(
-    shape: tuple[int, ...], start: int, stop: int, tensor: StoredTensor, offset: int, rank: int
-) -> list[TensorSlice]:
-    """Return file slices for the row-major elements [start, stop) of a tensor with shape `shape`.
-
-    The file stores these elements in the 1-D `tensor`, from its element `offset` on.
-    """
-    if len(tensor.shape) != 1 or not tensor.contiguous or offset + stop - start > tensor.numel:
-        raise CorruptCheckpointError(
-            f"{tensor.path}: a flat tensor has shape {list(tensor.shape)}, expected {offset + stop - start} elements."
-        )
-    found = []
-    for box in flat_range_boxes(shape, start, stop):
-        view = replace(tensor, shape=box.sizes, strides=row_major_strides(box.sizes), offset=tensor.offset + offset)
-        found.append(view.slice(box, rank=rank))
-        offset += box.numel
-    return found
-
 
 _SUFFIX = "_flat_param"
 _MAX_JSON_BYTES = 64 << 20
@@ -140,18 +69,23 @@ def read(
         UnsupportedFormatError: The shapes are unknown. The message says what to pass.
         CorruptCheckpointError: The shapes do not fit the flat parameters.
     """
-    units = {name for name in values[0] if name.endswith(_SUFFIX)}
-    originals = [name for name in values[0] if name not in units]
-    pieces = {unit: _vector(unit, values) for unit in units}
+    units = [name for name in values[0] if name.endswith(_SUFFIX)]
+    originals = [name for name in values[0] if not name.endswith(_SUFFIX)]
+    vectors = {unit: _vector(unit, values) for unit in units}
     with_names = any(
         name.startswith(tuple(_prefix(unit) for unit in units)) and _is_piece(name, values) for name in originals
     )
+    layout, shapes = _described(optimizer, options)
     notes: list[str] = []
     if with_names:
-        joined = _from_pieces(originals, values, _shapes(optimizer, options))
+        if options is not None and options.layout is None and options.shapes is None and options.base is not None:
+            base = safetensors.open_catalog(open_store(options.base))
+            shapes = {**{name: entry.shape for name, entry in base.tensors.items()}, **shapes}
+        for unit in layout.values():
+            shapes.update({name: shape for name, shape, _ in unit.params})
+        joined = _from_pieces(originals, values, shapes)
     else:
-        layout = _layout(units, pieces, optimizer, options)
-        joined = dict(_from_units(layout, pieces))
+        joined = dict(_from_units(layout or _units_of(shapes, vectors), vectors))
         joined.update(join([{name: value[name] for name in originals} for value in values], what=names[0]))
         notes.append("FSDP1 LOCAL: the order of equal-sized parameters in a unit can't be checked against the files.")
     tensors = {name: tensor.entry(name, Role.MODEL, fqn=name) for name, tensor in joined.items()}
@@ -163,6 +97,26 @@ def read(
         notes=tuple(notes),
     )
     return Catalog(tensors, {}, info)
+
+
+def _described(
+    optimizer: Catalog | None, options: ReadOptions | None
+) -> tuple[dict[str, FlatParam], dict[str, tuple[int, ...]]]:
+    """Return what is known of the model: the units in the user's file; or else parameter names and shapes from the
+    user's file or the optimizer, in module order."""
+    given = (options.layout or options.shapes) if options is not None else None
+    if given is None:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for entry in optimizer.tensors.values() if optimizer is not None else ():
+            if entry.role is Role.OPTIMIZER and entry.fqn and entry.state != "step":
+                shapes.setdefault(entry.fqn, entry.shape)
+        return {}, shapes
+    content = _read_json(given)
+    if not isinstance(content, dict) or not content or not all(isinstance(shape, list) for shape in content.values()):
+        return parse_layout(content, given), {}
+    if not all(len(shape) <= 64 and _are_sizes(shape) for shape in content.values()):
+        raise UsageError(f"{given}: expected a JSON object of parameter names and lists of sizes, in module order.")
+    return {}, {name: tuple(shape) for name, shape in content.items()}
 
 
 def parse_layout(content: Any, where: str) -> dict[str, FlatParam]:
@@ -245,28 +199,12 @@ def _from_pieces(
             found.update(join([{name: value[name]} for value in values if name in value], what="rank {rank}"))
             continue
         pieces = [(rank, value[name]) for rank, value in enumerate(values) if isinstance(value.get(name), StoredTensor)]
-        vector = FlatVector.of_ranks((rank, piece) for rank, piece in pieces if piece.numel)
+        vector = FlatVector.of_ranks(pieces)
         if vector.numel != math.prod(shape):
             raise CorruptCheckpointError(
                 f"{name!r}: the ranks have {vector.numel} elements, but its shape {list(shape)} has {math.prod(shape)}."
             )
-        found[name] = Joined(pieces[0][1].dtype, shape, vector.slices(shape, 0, vector.numel))
-    return found
-
-
-def _shapes(optimizer: Catalog | None, options: ReadOptions | None) -> dict[str, tuple[int, ...]]:
-    if options is not None and options.layout is not None:
-        content = _read_json(options.layout)
-        if _is_shapes(content):
-            return _given_shapes(content, options.layout)
-        layout = parse_layout(content, options.layout)
-        return {name: shape for unit in layout.values() for name, shape, _ in unit.params}
-    if options is not None and options.shapes is not None:
-        return _given_shapes(_read_json(options.shapes), options.shapes)
-    found = _optimizer_shapes(optimizer)
-    if options is not None and options.base is not None:
-        base = safetensors.open_catalog(open_store(options.base))
-        found = {**{name: entry.shape for name, entry in base.tensors.items()}, **found}
+        found[name] = vector.tensor(shape)
     return found
 
 
@@ -285,65 +223,29 @@ def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVecto
                 "the layout belongs to another model or another wrapping."
             )
         for name, shape, start in flat.params:
-            yield name, Joined(vector.dtype, shape, vector.slices(shape, start, math.prod(shape)))
+            yield name, vector.tensor(shape, start)
 
 
-def _layout(
-    units: set[str], vectors: Mapping[str, FlatVector], optimizer: Catalog | None, options: ReadOptions | None
-) -> dict[str, FlatParam]:
-    shapes = _optimizer_shapes(optimizer)
-    given = (options.layout or options.shapes) if options is not None else None
-    if given is not None:
-        content = _read_json(given)
-        if not _is_shapes(content):
-            return parse_layout(content, given)
-        shapes = _given_shapes(content, given)
+def _units_of(shapes: Mapping[str, tuple[int, ...]], vectors: Mapping[str, FlatVector]) -> dict[str, FlatParam]:
+    """Return the units' parameters, given those of the model in module order. Units keep this order."""
     if not shapes:
-        names = " and no names" if units else ""
-        raise UnsupportedFormatError(_ADVICE.format(and_names=names))
-    found: dict[str, FlatParam] = {}
-    for unit in units:
-        members = [(name, shape) for name, shape in shapes.items() if _unit_of(name, units) == unit]
-        found[unit] = FlatParam(tuple(_end_to_end(members)))
-        if found[unit].numel != vectors[unit].numel:
+        raise UnsupportedFormatError(_ADVICE.format(and_names=" and no names" if vectors else ""))
+    members: dict[str, list[tuple[str, tuple[int, ...], int]]] = {unit: [] for unit in vectors}
+    ends = dict.fromkeys(vectors, 0)
+    for name, shape in shapes.items():
+        units = [unit for unit in vectors if name.startswith(_prefix(unit))]
+        if units:
+            innermost = max(units, key=len)
+            members[innermost].append((name, shape, ends[innermost]))
+            ends[innermost] += math.prod(shape)
+    for unit, end in ends.items():
+        if end != vectors[unit].numel:
             raise CorruptCheckpointError(
                 f"FSDP unit {unit!r}: the ranks store {vectors[unit].numel} elements, but the known shapes of its "
-                f"{len(members)} parameters add up to {found[unit].numel}. The rest may be frozen parameters, "
+                f"{len(members[unit])} parameters add up to {end}. The rest may be frozen parameters, "
                 "which have no optimizer state. Pass a layout that lists them."
             )
-    return found
-
-
-def _unit_of(name: str, units: set[str]) -> str:
-    """Return the innermost unit that a parameter belongs to."""
-    return max((unit for unit in units if name.startswith(_prefix(unit))), key=len, default="")
-
-
-def _end_to_end(members: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    position = 0
-    for name, shape in members:
-        yield name, shape, position
-        position += math.prod(shape)
-
-
-def _optimizer_shapes(optimizer: Catalog | None) -> dict[str, tuple[int, ...]]:
-    """Return the trained parameters' shapes, in the order of the optimizer's state. Units keep this order."""
-    found: dict[str, tuple[int, ...]] = {}
-    for entry in optimizer.tensors.values() if optimizer is not None else ():
-        if entry.role is Role.OPTIMIZER and entry.fqn and entry.state != "step":
-            found.setdefault(entry.fqn, entry.shape)
-    return found
-
-
-def _is_shapes(content: Any) -> bool:
-    """Return whether a layout only lists shapes: parameter name -> list of sizes."""
-    return isinstance(content, dict) and bool(content) and all(isinstance(shape, list) for shape in content.values())
-
-
-def _given_shapes(content: Any, url: str) -> dict[str, tuple[int, ...]]:
-    if not _is_shapes(content) or not all(len(shape) <= 64 and _are_sizes(shape) for shape in content.values()):
-        raise UsageError(f"{url}: expected a JSON object of parameter names and lists of sizes, in module order.")
-    return {name: tuple(shape) for name, shape in content.items()}
+    return {unit: FlatParam(tuple(params)) for unit, params in members.items()}
 
 
 def _read_json(url: str) -> Any:

@@ -16,13 +16,18 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dcp import catalog
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.inert import Record
-from ckptkit.formats.pickles.tensors import DTensorRecord
 from ckptkit.formats.pickles.walk import loads
-from ckptkit.formats.trainers.master_check import MasterSampler
-from ckptkit.formats.trainers.merge import as_optimizer, file_objects, merged, open_part
-from ckptkit.formats.trainers.optimizer_files import OptimizerState, plain_value, read_optimizer
-from ckptkit.formats.trainers.param_order import Param, assign
-from ckptkit.formats.trainers.rank_files import is_tensor, join, missing_ranks, read_archives
+from ckptkit.formats.trainers.merge import file_objects, merged, open_part, renamed
+from ckptkit.formats.trainers.optimizer_files import (
+    OptimizerState,
+    master_entry,
+    match_masters,
+    names_by_key,
+    plain_value,
+    read_optimizer,
+)
+from ckptkit.formats.trainers.param_order import Param
+from ckptkit.formats.trainers.rank_files import is_tensor, join, missing_ranks, read_archives, recorded_ranks
 from ckptkit.storage import Store
 
 OPTIMIZER_DIRECTORY = "optim_states"
@@ -48,7 +53,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     below = {item.path: item.size for item in store.list(OPTIMIZER_DIRECTORY)}
     parts = [model]
     if f"{OPTIMIZER_DIRECTORY}/{catalog.METADATA}" in below:
-        parts.append(as_optimizer(open_part(catalog.open_catalog, store, OPTIMIZER_DIRECTORY, options)))
+        parts.append(renamed(open_part(catalog.open_catalog, store, OPTIMIZER_DIRECTORY, options), "optimizer"))
     elif below:
         parts.append(_rank_files(store, below, model))
     parts.append(Catalog({}, file_objects(listing, _OBJECTS), CatalogInfo("lightrft")))
@@ -70,16 +75,15 @@ def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catal
     if not ranks:
         raise CorruptCheckpointError(f"{OPTIMIZER_DIRECTORY}/ has neither .metadata nor _rank<R> files.")
     first = read_archives(store, [_PATTERN.format(rank=min(ranks))])[0]
-    world_size = max(_mesh_size(first), max(ranks) + 1)
+    groups = first.get("flat_fp32_weights") if isinstance(first, dict) else None
+    world_size = max(recorded_ranks(t for group in (groups or {}).values() for t in group), max(ranks) + 1)
     missing_ranks(ranks, world_size, _PATTERN)
     values = read_archives(store, [_PATTERN.format(rank=rank) for rank in range(world_size)])
     for rank, value in enumerate(values):
         keys = ("base_optim_states", "flat_fp32_weights")
         if not isinstance(value, dict) or not all(isinstance(value.get(key), dict) for key in keys):
             raise CorruptCheckpointError(f"{_PATTERN.format(rank=rank)} lacks base_optim_states or flat_fp32_weights.")
-    optimizer = _optimizer(
-        values, _params(model, _state_dict_order(store)), MasterSampler(store, model.by_role(Role.MODEL))
-    )
+    optimizer = _optimizer(store, values, model)
     info = CatalogInfo(
         "lightrft",
         world_size=world_size,
@@ -114,34 +118,21 @@ def _params(model: Catalog, order: Sequence[str]) -> list[Param]:
     return found
 
 
-def _optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param], sampler: MasterSampler) -> OptimizerState:
+def _optimizer(store: Store, values: Sequence[Mapping[str, Any]], model: Catalog) -> OptimizerState:
     masters = join([dict(_indexed(value["flat_fp32_weights"])) for value in values], what=_PATTERN)
     base = [value["base_optim_states"] for value in values]
-    settings = base[0].get("param_groups") or []
-    shapes: list[list[tuple[int, ...] | None]] = [[] for _ in range(1 + max((g for g, _ in masters), default=-1))]
-    for (group, _), joined in masters.items():
-        shapes[group].append(joined.shape)
-    no_decay = [group.get("weight_decay") == 0 for group in settings]
-    assigned = assign(params, shapes, no_decay)
+    groups = base[0].get("param_groups") or []
+    params = _params(model, _state_dict_order(store))
+    assigned = match_masters(store, masters, groups, params, model.by_role(Role.MODEL))
     if assigned is None:
-        entries = {key: joined.entry("master", Role.MASTER) for key, joined in masters.items()}
-        assigned = assign(params, shapes, no_decay, lambda group, i, fqn: sampler.fits(entries[group, i], fqn))
-    if assigned is None or [len(group.get("params", ())) for group in settings] != list(map(len, shapes)):
         note = (
             "the optimizer was skipped: the model's names and shapes do not prove which weight each master belongs to."
         )
         return OptimizerState(notes=[f"{OPTIMIZER_DIRECTORY}/_rank*: {note}"])
-    names = {
-        key: fqn
-        for group, fqns in zip(settings, assigned, strict=True)
-        for key, fqn in zip(group["params"], fqns, strict=True)
-    }
-    found = read_optimizer(base, params, what=_PATTERN, names=names)
+    found = read_optimizer(base, params, what=_PATTERN, names=names_by_key(groups, assigned))
     for (group, index), joined in masters.items():
-        fqn = assigned[group][index]
-        name = f"optimizer.master.{fqn}"
-        key = ("optimizer", "master", fqn)
-        found.tensors[name] = joined.entry(name, Role.MASTER, fqn=fqn, state="master", key=key)
+        entry = master_entry(assigned[group][index], joined)
+        found.tensors[entry.name] = entry
         found.notes += joined.notes
     _add_scaler(found, values[0].get("grad_scaler"))
     return found
@@ -166,9 +157,3 @@ def _indexed(groups: Mapping[Any, Any]) -> list[tuple[tuple[int, int], Any]]:
             raise CorruptCheckpointError(f"{OPTIMIZER_DIRECTORY}/_rank*: flat_fp32_weights is not a dict of lists.")
         found += [((group, index), tensor) for index, tensor in enumerate(tensors)]
     return found
-
-
-def _mesh_size(value: Any) -> int:
-    groups = value.get("flat_fp32_weights") if isinstance(value, dict) else None
-    tensors = [t for group in (groups or {}).values() for t in group if isinstance(t, DTensorRecord)]
-    return max((int(t.mesh.ranks.max()) + 1 for t in tensors if t.mesh.ranks.size), default=1)

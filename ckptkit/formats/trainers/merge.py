@@ -83,11 +83,6 @@ def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
     )
 
 
-def as_optimizer(catalog: Catalog) -> Catalog:
-    """Return the catalog of an optimizer's directory, with "optimizer." prepended to its names."""
-    return renamed(catalog, "optimizer")
-
-
 def renamed(catalog: Catalog, prefix: str) -> Catalog:
     """Return the catalog with `prefix.` prepended to names that do not start with it yet. FQNs do not change."""
 

@@ -11,9 +11,10 @@ from typing import Any
 from ckptkit.catalog.entry import ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.pickles.tensors import StoredTensor
-from ckptkit.formats.trainers.fsdp1_local import FlatVector, Piece
+from ckptkit.formats.trainers.master_check import MasterSampler
 from ckptkit.formats.trainers.param_order import Param, assign
-from ckptkit.formats.trainers.rank_files import Joined, check_steps, is_tensor, join
+from ckptkit.formats.trainers.rank_files import FlatVector, Joined, check_steps, is_tensor, join
+from ckptkit.storage import Store
 
 PREFIX = "optimizer"
 
@@ -78,6 +79,50 @@ def read_optimizer(
     return found
 
 
+def match_masters(
+    store: Store,
+    masters: Mapping[tuple[int, int], Joined],
+    groups: Sequence[Mapping[str, Any]],
+    params: Sequence[Param],
+    weights: Mapping[str, TensorEntry],
+) -> list[list[str]] | None:
+    """Return the parameter names of each group's fp32 masters, or None if nothing proves them.
+
+    Shapes and order decide, or, where these allow several assignments, the values of weights and masters.
+
+    Args:
+        masters: By group and index. They have no names, but the order of the optimizer's groups.
+        groups: The optimizer's param_groups.
+        weights: The model's tensors by FQN.
+    """
+    shapes: list[list[tuple[int, ...] | None]] = [[] for _ in groups]
+    for (group, _), joined in masters.items():
+        if group >= len(groups):
+            return None
+        shapes[group].append(joined.shape)
+    if [len(group.get("params", ())) for group in groups] != list(map(len, shapes)):
+        return None
+    no_decay = [group.get("weight_decay") == 0 for group in groups]
+    assigned = assign(params, shapes, no_decay)
+    if assigned is None:
+        sampler = MasterSampler(store, weights)
+        entries = {key: joined.entry("master", Role.MASTER) for key, joined in masters.items()}
+        assigned = assign(params, shapes, no_decay, lambda group, i, fqn: sampler.fits(entries[group, i], fqn))
+    return assigned
+
+
+def names_by_key(groups: Sequence[Mapping[str, Any]], assigned: Sequence[Sequence[str]]) -> dict[Any, str]:
+    """Return the parameter name for each key in the groups' `params`."""
+    keys = [key for group in groups for key in group["params"]]
+    return dict(zip(keys, [fqn for fqns in assigned for fqn in fqns], strict=True))
+
+
+def master_entry(fqn: str, joined: Joined) -> TensorEntry:
+    """Return the catalog entry of a parameter's fp32 master."""
+    key = (PREFIX, "master", fqn)
+    return joined.entry(f"{PREFIX}.master.{fqn}", Role.MASTER, fqn=fqn, state="master", key=key)
+
+
 def group_objects(groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str]) -> dict[str, ObjectEntry]:
     """Return the parameter groups' settings as objects, with names as their `params`."""
     found = {}
@@ -134,11 +179,7 @@ def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict
     assigned = assign(params, shapes, [group.get("weight_decay") == 0 for group in groups])
     if assigned is None:
         return None
-    names = {
-        key: fqn
-        for group, fqns in zip(groups, assigned, strict=True)
-        for key, fqn in zip(group["params"], fqns, strict=True)
-    }
+    names = names_by_key(groups, assigned)
     return names if all(_fits(values, key, by_name[fqn]) for key, fqn in names.items()) else None
 
 
@@ -171,17 +212,6 @@ def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
 _BLOCK = re.compile(r"(.*?\.\d+)\..+")
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """The parameters that are concatenated under one index."""
-
-    params: tuple[Param, ...]
-
-    @property
-    def numel(self) -> int:
-        return sum(math.prod(param.shape) for param in self.params)
-
-
 def read_flat_optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> OptimizerState | None:
     """Return the entries for rank-local flat optimizer state, or None if the sizes do not prove the layout.
 
@@ -190,75 +220,59 @@ def read_flat_optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Pa
         params: The model's parameters in module order.
     """
     indices = [index for group in values[0]["param_groups"] for index in group["params"]]
-    for units in (_each(params), _blocks(params), [_Unit(tuple(params))]):
+    for units in ([[param] for param in params], _blocks(params), [list(params)]):
         if len(units) == len(indices) and all(_flat_fits(values, i, u) for i, u in zip(indices, units, strict=True)):
-            return _entries(values, dict(zip(indices, units, strict=True)))
+            return _flat_entries(values, dict(zip(indices, units, strict=True)))
     return None
 
 
-def _each(params: Sequence[Param]) -> list[_Unit]:
-    """Return one unit per parameter (use_orig_params=True)."""
-    return [_Unit((param,)) for param in params]
-
-
-def _blocks(params: Sequence[Param]) -> list[_Unit]:
+def _blocks(params: Sequence[Param]) -> list[list[Param]]:
     """Return one unit with the root's own parameters, then one per block, as `parameters()` orders nested units."""
     units: dict[str, list[Param]] = {"": []}
     for param in params:
         match = _BLOCK.fullmatch(param.fqn)
         units.setdefault(match[1] if match else "", []).append(param)
-    return [_Unit(tuple(members)) for members in units.values() if members]
+    return [members for members in units.values() if members]
 
 
-def _flat_parameters(values: Sequence[Mapping[str, Any]], index: Any) -> dict[str, list[StoredTensor | None]]:
-    """Return an index's 1-D states by name, one per rank. A rank that has no part of the parameter has None."""
-    found: dict[str, list[StoredTensor | None]] = {}
+def _flat_states(values: Sequence[Mapping[str, Any]], index: Any) -> dict[str, list[tuple[int, StoredTensor]]]:
+    """Return an index's 1-D states by name: (rank, the rank's part). Some ranks may have no part."""
+    found: dict[str, list[tuple[int, StoredTensor]]] = {}
     for rank, value in enumerate(values):
         for name, tensor in value["state"].get(index, {}).items():
             if isinstance(tensor, StoredTensor) and len(tensor.shape) == 1:
-                found.setdefault(name, [None] * len(values))[rank] = tensor
+                found.setdefault(name, []).append((rank, tensor))
     return found
 
 
-def _flat_fits(values: Sequence[Mapping[str, Any]], index: Any, unit: _Unit) -> bool:
-    states = _flat_parameters(values, index)
-    part = -(-unit.numel // len(values))
+def _flat_fits(values: Sequence[Mapping[str, Any]], index: Any, unit: Sequence[Param]) -> bool:
+    states = _flat_states(values, index)
+    total = sum(math.prod(param.shape) for param in unit)
+    padded = [-(-total // len(values))] * len(values)
     for parts in states.values():
-        numels = [tensor.numel if tensor is not None else 0 for tensor in parts]
-        padded = len(unit.params) > 1 and all(numel == part for numel in numels)
-        if not padded and sum(numels) != unit.numel:
+        numels = [tensor.numel for _, tensor in parts]
+        if sum(numels) != total and not (len(unit) > 1 and numels == padded):
             return False
     return bool(states)
 
 
-def _entries(values: Sequence[Mapping[str, Any]], units: Mapping[Any, _Unit]) -> OptimizerState:
+def _flat_entries(values: Sequence[Mapping[str, Any]], units: Mapping[Any, Sequence[Param]]) -> OptimizerState:
     found = OptimizerState()
     for index, unit in units.items():
-        for state, parts in _flat_parameters(values, index).items():
-            vector = FlatVector(_pieces(parts))
+        for state, parts in _flat_states(values, index).items():
+            vector = FlatVector.of_ranks(parts)
             position = 0
-            for param in unit.params:
-                numel = math.prod(param.shape)
-                found.add(
-                    param.fqn, state, Joined(vector.dtype, param.shape, vector.slices(param.shape, position, numel))
-                )
-                position += numel
+            for param in unit:
+                found.add(param.fqn, state, vector.tensor(param.shape, position))
+                position += math.prod(param.shape)
         for state, value in values[0]["state"].get(index, {}).items():
             if isinstance(value, StoredTensor) and not value.shape:
-                for param in unit.params:
+                for param in unit:
                     found.add(param.fqn, state, Joined(value.dtype, (), SliceArray.of([value.slice()], 0)))
     settings = [
-        {**group, "params": [param.fqn for index in group["params"] for param in units[index].params]}
+        {**group, "params": [param.fqn for index in group["params"] for param in units[index]]}
         for group in values[0]["param_groups"]
     ]
     found.objects.update(group_objects(settings, {}))
     found.notes.append("FSDP1 optimizer: the wrapped modules were inferred from the sizes, which all match.")
     return found
-
-
-def _pieces(parts: Sequence[StoredTensor | None]) -> Iterator[Piece]:
-    position = 0
-    for rank, tensor in enumerate(parts):
-        if tensor is not None and tensor.numel:
-            yield Piece(position, tensor, rank)
-            position += tensor.numel

@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError
 from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
-from ckptkit.formats.trainers.rank_files import is_tensor, join, missing_ranks, read_archives, refuse_bare_parts
-from ckptkit.formats.trainers.verl import model_entries, parameters
+from ckptkit.formats.trainers.rank_files import is_tensor, join_model, missing_ranks, read_archives, recorded_ranks
 from ckptkit.storage import Store
 
 _RANK = re.compile(r"(.*(?:rank|shard|checkpoint|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
@@ -66,26 +65,22 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     models = [_below(value, _MODEL_KEYS) for value in values]
     if fsdp1_local.is_flat(models):
         return fsdp1_local.read(store, names, models, sizes, None, options)
-    if not all(isinstance(model, dict) and any(is_tensor(t) for t in model.values()) for model in models):
-        raise CorruptCheckpointError(
-            f"{template.format(rank=0)} contains no state dict of tensors, at the top level or below a known key."
-        )
-    joined = join(models, what=template)
-    refuse_bare_parts(joined, what=template)
-    tensors = model_entries(joined)
-    optimizer = _optimizer(values, models[0], tensors, template)
-    side = find_side_files(store)
+    model = join_model(models, what=template, where=", at the top level or below a known key")
+    optimizer = OptimizerState()
+    for key in _OPTIMIZER_KEYS:
+        if all(isinstance(value, dict) and isinstance(value.get(key), dict) for value in values):
+            optimizer = read_optimizer([value[key] for value in values], model.params, what=template)
+            break
     info = CatalogInfo(
         "rank-files",
         producer="torch.save",
-        world_size=max([len(names), *(int(t.mesh.ranks.max()) + 1 for t in models[0].values() if _has_mesh(t))]),
-        mesh=next((tensor.mesh for tensor in joined.values() if tensor.mesh is not None), None),
+        world_size=max(len(names), recorded_ranks(models[0].values())),
+        mesh=model.mesh,
         files={name: sizes[name] for name in names},
-        side_files=side.carried,
-        notes=(*(note for tensor in joined.values() for note in tensor.notes), *optimizer.notes, *side.notes),
-        extra=side.extra,
+        notes=(*model.notes, *optimizer.notes),
     )
-    return Catalog({**tensors, **optimizer.tensors}, optimizer.objects, info)
+    side = find_side_files(store)
+    return Catalog({**model.tensors, **optimizer.tensors}, optimizer.objects, side.described_in(info))
 
 
 def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
@@ -113,15 +108,3 @@ def _below(value: Any, keys: Sequence[str]) -> Any:
             if isinstance(value.get(key), dict):
                 return _below(value[key], keys)
     return value
-
-
-def _optimizer(values: Sequence[Any], model: Mapping[str, Any], tensors: Any, template: str) -> OptimizerState:
-    for key in _OPTIMIZER_KEYS:
-        if all(isinstance(value, dict) and isinstance(value.get(key), dict) for value in values):
-            return read_optimizer([value[key] for value in values], parameters(model, tensors), what=template)
-    return OptimizerState()
-
-
-def _has_mesh(tensor: Any) -> bool:
-    mesh = getattr(tensor, "mesh", None)
-    return mesh is not None and mesh.ranks.size > 0

@@ -1,21 +1,24 @@
 """Reads checkpoints with one torch.save file per rank, and joins each tensor's parts.
 
-Each rank's value is a DTensor, a ShardedTensor, or a plain tensor that is complete on every rank.
+A rank's value is a DTensor, a ShardedTensor, a plain tensor that is complete on every rank (all by `join`), or a piece
+of a flat vector that concatenates parameters (`FlatVector`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
-from ckptkit.catalog.box import Box
+from ckptkit.catalog.box import Box, flat_range_boxes, row_major_strides
 from ckptkit.catalog.entry import MeshInfo, Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor
-from ckptkit.formats.pickles.zip import TorchArchive, read_archive
+from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.formats.trainers.param_order import Param
 from ckptkit.formats.trainers.shards import local_parts, mesh_coordinate, slices_of
+from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.storage import Store
 from ckptkit.storage.pool import WorkerPool
 
@@ -33,7 +36,7 @@ class Joined:
     shape: tuple[int, ...]
     slices: SliceArray
     mesh: MeshInfo | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     what: str = ""
 
     def entry(
@@ -60,15 +63,92 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, (StoredTensor, DTensorRecord, ShardedTensorRecord))
 
 
-def read_archives(
-    store: Store, paths: Iterable[str], read: Callable[[Store, str], TorchArchive] = read_archive
-) -> list[Any]:
+def read_archives(store: Store, paths: Iterable[str]) -> list[Any]:
     """Return the values in these torch.save files, in order. Reads no tensor bytes."""
     paths = list(paths)
     if len(paths) < 3 or not store.asking_costs:  # parsing holds the GIL, so threads help only while requests wait
-        return [read(store, path).value for path in paths]
+        return [read_archive(store, path).value for path in paths]
     with WorkerPool(min(_THREADS, len(paths)), thread_name_prefix="ckptkit-rank") as pool:
-        return [archive.value for archive in pool.map(lambda path: read(store, path), paths)]
+        return [archive.value for archive in pool.map(lambda path: read_archive(store, path), paths)]
+
+
+def recorded_ranks(tensors: Iterable[Any]) -> int:
+    """Return the world size that these tensors record: the highest rank in a mesh or a process group, plus one."""
+    found = 1
+    for tensor in tensors:
+        if isinstance(tensor, DTensorRecord) and tensor.mesh.ranks.size:
+            found = max(found, int(tensor.mesh.ranks.max()) + 1)
+        elif isinstance(tensor, ShardedTensorRecord):
+            found = max(found, tensor.world_size or 1)
+    return found
+
+
+# --- the model
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """A model, joined over all ranks. `params` are its parameters in module order."""
+
+    tensors: dict[str, TensorEntry]
+    params: list[Param]
+    mesh: MeshInfo | None
+    notes: tuple[str, ...]
+
+
+def join_model(state_dicts: Sequence[Any], *, what: str, where: str = "") -> RankModel:
+    """Join the model's state dicts of all ranks, and check that the parts cover each tensor.
+
+    Args:
+        what: The file name for messages, with "{rank}" in place of the rank.
+        where: Where the state dict was searched for, for messages.
+
+    Raises:
+        CorruptCheckpointError: A file has no state dict, or the files contradict each other.
+        UnsupportedFormatError: The tensors are plain parts, and the files do not say how to join them.
+    """
+    for rank, value in enumerate(state_dicts):
+        if not isinstance(value, dict) or not any(map(is_tensor, value.values())):
+            raise CorruptCheckpointError(f"{what.format(rank=rank)} contains no state dict of tensors{where}.")
+    joined = join(state_dicts, what=what)
+    large = [tensor for tensor in joined.values() if math.prod(tensor.shape) > 1]
+    # If some tensors are equal on all ranks, the model is replicated, and the others are per-rank buffers.
+    if large and all(tensor.notes for tensor in large):
+        raise UnsupportedFormatError(
+            f"{what.format(rank='*')}: the ranks have different plain tensors under the same names. They are shards, "
+            "and the files do not say how to join them. Save DTensors, or use torch DCP."
+        )
+    fqns = strip_infixes(joined)
+    tensors = {name: tensor.entry(name, Role.MODEL, fqn=fqns[name]) for name, tensor in joined.items()}
+    mesh = next((tensor.mesh for tensor in joined.values() if tensor.mesh is not None), None)
+    notes = tuple(note for tensor in joined.values() for note in tensor.notes)
+    return RankModel(tensors, parameters(state_dicts[0], tensors), mesh, notes)
+
+
+def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> list[Param]:
+    """Return the model's parameters in module order, given one rank's state dict.
+
+    If some tensors are distributed, the plain ones are buffers. A tied parameter is listed once, under its first name.
+    """
+    distributed = any(isinstance(value, (DTensorRecord, ShardedTensorRecord)) for value in state_dict.values())
+    found, seen = [], set()
+    for name, value in state_dict.items():
+        if name not in entries or (distributed and isinstance(value, StoredTensor)):
+            continue
+        stored = value
+        if isinstance(value, DTensorRecord):
+            stored = value.local
+        elif isinstance(value, ShardedTensorRecord):
+            stored = value.shards[0].tensor if value.shards else None
+        # Tied names share a storage and an offset. A part without elements shows nothing.
+        identity = (stored.storage.key, stored.offset) if stored is not None and stored.numel else None
+        if identity is None or identity not in seen:
+            seen.add(identity)
+            found.append(Param(entries[name].fqn, entries[name].shape))
+    return found
+
+
+# --- tensors that the ranks hold as DTensors, ShardedTensors or replicas
 
 
 def join(values: Sequence[Mapping[Key, Any]], *, what: str) -> dict[Key, Joined]:
@@ -119,15 +199,16 @@ def _replicated(name: str, parts: Mapping[int, StoredTensor]) -> Joined:
     """Return one rank's copy of a plain tensor. Compares the copies by their recorded CRC-32s, without reading them."""
     rank = min(parts)
     first = parts[rank]
-    differing = [r for r, part in parts.items() if _stored_as(part) != _stored_as(first)]
+    differing = [
+        r
+        for r, part in parts.items()
+        if (part.crc32, part.storage_nbytes, part.offset, part.strides)
+        != (first.crc32, first.storage_nbytes, first.offset, first.strides)
+    ]
     notes: tuple[str, ...] = ()
     if differing and first.crc32 is not None:
         notes = (f"tensor {name!r} differs between rank {rank} and rank {differing[0]}; rank {rank}'s is used.",)
     return Joined(first.dtype, first.shape, SliceArray.of([first.slice(rank=rank)], len(first.shape)), None, notes)
-
-
-def _stored_as(tensor: StoredTensor) -> tuple[Any, ...]:
-    return (tensor.crc32, tensor.storage_nbytes, tensor.offset, tensor.strides)
 
 
 def _dtensor_slices(part: DTensorRecord, rank: int) -> list[TensorSlice]:
@@ -178,18 +259,76 @@ def _kind(part: Any) -> str:
     return names.get(type(part), type(part).__name__)
 
 
-def refuse_bare_parts(joined: Mapping[Any, Joined], *, what: str) -> None:
-    """Raise UnsupportedFormatError if a model's tensors are plain and all differ between ranks.
+# --- flat vectors that concatenate parameters: FSDP1's flat parameters, ZeRO's partitions
 
-    Then they are parts of full tensors, and no file says how to join them. If some tensors are equal, the model is
-    replicated, and the others are per-rank buffers.
-    """
-    large = [tensor for tensor in joined.values() if math.prod(tensor.shape) > 1]
-    if large and all(tensor.notes for tensor in large):
-        raise UnsupportedFormatError(
-            f"{what.format(rank='*')}: the ranks have different plain tensors under the same names. They are shards, "
-            "and the files do not say how to join them. Save DTensors, or use torch DCP."
-        )
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The elements [start, start + numel) of a flat vector, which one rank stores as the 1-D `tensor`."""
+
+    start: int
+    tensor: StoredTensor
+    rank: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tensor.numel
+
+
+class FlatVector:
+    """A flat vector, as pieces in order of `start`. It may end with padding."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.pieces = sorted(pieces, key=lambda piece: piece.start)
+
+    @classmethod
+    def of_ranks(cls, tensors: Iterable[tuple[int, StoredTensor]]) -> FlatVector:
+        """Concatenate the ranks' tensors."""
+        pieces, position = [], 0
+        for rank, tensor in tensors:
+            pieces.append(Piece(position, tensor, rank))
+            position += tensor.numel
+        return cls(pieces)
+
+    @property
+    def numel(self) -> int:
+        return max((piece.stop for piece in self.pieces), default=0)
+
+    @property
+    def dtype(self) -> str:
+        return self.pieces[0].tensor.dtype
+
+    def tensor(self, shape: tuple[int, ...], position: int = 0) -> Joined:
+        """Return the tensor of this shape whose first element is the vector's element `position`."""
+        slices = self.slices(shape, position, 0, math.prod(shape))
+        return Joined(self.dtype, shape, SliceArray.of(slices, len(shape)))
+
+    def slices(self, shape: tuple[int, ...], position: int, first: int, numel: int) -> list[TensorSlice]:
+        """Return where the row-major elements [first, first + numel) of a tensor of this shape are stored.
+
+        The vector has them from its element `position` on.
+        """
+        found = []
+        for piece in self.pieces:
+            start, stop = max(position, piece.start), min(position + numel, piece.stop)
+            if start >= stop:
+                continue
+            tensor, offset = piece.tensor, piece.tensor.offset + start - piece.start
+            if len(tensor.shape) != 1 or not tensor.contiguous:
+                raise CorruptCheckpointError(
+                    f"{tensor.path}: a flat tensor has shape {list(tensor.shape)}, expected {tensor.numel} elements in "
+                    "one dimension."
+                )
+            for box in flat_range_boxes(shape, first + start - position, first + stop - position):
+                view = replace(tensor, shape=box.sizes, strides=row_major_strides(box.sizes), offset=offset)
+                found.append(view.slice(box, rank=piece.rank))
+                offset += box.numel
+        return found
+
+
+# --- checks that the files of all ranks are there
 
 
 def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
@@ -214,7 +353,6 @@ def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
 
 
 # --- checks that all ranks' files belong to one save: they have made the same progress, and none is a copy
-
 
 _TELLING = 16  # two ranks never have this many equal elements by chance
 

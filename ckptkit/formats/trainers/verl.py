@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError
-from ckptkit.formats.hf.side_files import SideFiles, file_names, find_side_files, read_json
+from ckptkit.formats.hf.side_files import file_names, find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, is_state_dicts, read_flat_optimizer, read_optimizer
 from ckptkit.formats.trainers.param_order import Param
-from ckptkit.formats.trainers.rank_files import Joined, is_tensor, join, missing_ranks, read_archives, refuse_bare_parts
-from ckptkit.keymaps.wrappers import strip_infixes
+from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, read_archives
 from ckptkit.storage import Store
 
-MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+_MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _MODEL = "model_world_size_{size}_rank_{{rank}}.pt"
 _OPTIM = "optim_world_size_{size}_rank_{{rank}}.pt"
+_ADAPTERS = ("lora_train_meta.json", "lora_adapter/adapter_config.json")
 _EXTRA = "extra_state_world_size_{size}_rank_{{rank}}.pt"
 
 
@@ -38,76 +36,28 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     files = file_names(store.list())
     world_size = _world_size(store, files)
     pattern = _MODEL.format(size=world_size)
-    ranks = [int(match[2]) for name in files if (match := MODEL_FILE.fullmatch(name))]
-    missing_ranks(ranks, world_size, pattern)
-    values = read_archives(store, [pattern.format(rank=rank) for rank in range(world_size)])
-    joined = join(_state_dicts(values, pattern), what=pattern)
-    refuse_bare_parts(joined, what=pattern)
-    tensors = model_entries(joined)
-    notes = [note for tensor in joined.values() for note in tensor.notes]
-    optimizer = _optimizer(store, files, world_size, parameters(values[0], tensors))
-    objects = _extra_state(sizes, files, world_size)
-    side = _side_files(store)
-    return Catalog(
-        {**tensors, **optimizer.tensors},
-        {**objects, **optimizer.objects},
-        CatalogInfo(
-            "verl",
-            producer="verl",
-            step=_step(store.url),
-            world_size=world_size,
-            mesh=next((tensor.mesh for tensor in joined.values() if tensor.mesh is not None), None),
-            files={name: sizes[name] for name in files if f"_world_size_{world_size}_rank_" in name},
-            side_files=side.carried,
-            notes=(*notes, *optimizer.notes, *side.notes),
-            extra={**side.extra, **_adapter(store)},
-        ),
+    missing_ranks([int(match[2]) for match in map(_MODEL_FILE.fullmatch, files) if match], world_size, pattern)
+    model = join_model(read_archives(store, [pattern.format(rank=rank) for rank in range(world_size)]), what=pattern)
+    optimizer = _optimizer(store, files, world_size, model.params)
+    lora = next((meta for path in _ADAPTERS if isinstance(meta := read_json(store, path), dict)), None)
+    step = re.search(r"global_step_(\d+)(?:/[^/]*)?/?$", store.url)
+    info = CatalogInfo(
+        "verl",
+        producer="verl",
+        step=int(step[1]) if step else None,
+        world_size=world_size,
+        mesh=model.mesh,
+        files={name: sizes[name] for name in files if f"_world_size_{world_size}_rank_" in name},
+        notes=(*model.notes, *optimizer.notes),
+        extra={} if lora is None else {"lora": lora},
     )
-
-
-def model_entries(joined: Mapping[str, Joined]) -> dict[str, TensorEntry]:
-    """Return MODEL entries for joined tensors, after checking their coverage. FQNs do not include wrapper names."""
-    fqns = strip_infixes(joined)
-    return {name: tensor.entry(name, Role.MODEL, fqn=fqns[name]) for name, tensor in joined.items()}
-
-
-def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> list[Param]:
-    """Return the model's parameters in module order, given one rank's state dict.
-
-    If some tensors are distributed, the plain ones are buffers. A tied parameter is listed once, under its first name.
-    """
-    distributed = any(isinstance(value, (DTensorRecord, ShardedTensorRecord)) for value in state_dict.values())
-    found, seen = [], set()
-    for name, value in state_dict.items():
-        if name not in entries or (distributed and isinstance(value, StoredTensor)):
-            continue
-        identity = _identity(value)
-        if identity is None or identity not in seen:
-            seen.add(identity)
-            found.append(Param(entries[name].fqn, entries[name].shape))
-    return found
-
-
-def _identity(value: Any) -> tuple[str, int] | None:
-    """Return a tensor's storage and offset, which tied names share, or None if this rank's part is empty."""
-    if isinstance(value, ShardedTensorRecord):
-        if not value.shards:
-            return None
-        value = value.shards[0].tensor
-    elif isinstance(value, DTensorRecord):
-        value = value.local
-    return (value.storage.key, value.offset) if value.numel else None
-
-
-def _state_dicts(values: Sequence[Any], pattern: str) -> list[Mapping[str, Any]]:
-    for rank, value in enumerate(values):
-        if not isinstance(value, dict) or not any(is_tensor(item) for item in value.values()):
-            raise CorruptCheckpointError(f"{pattern.format(rank=rank)} contains no state dict of tensors.")
-    return list(values)
+    objects = {**_extra_state(sizes, files, world_size), **optimizer.objects}
+    side = find_side_files(store, "huggingface")
+    return Catalog({**model.tensors, **optimizer.tensors}, objects, side.described_in(info))
 
 
 def _world_size(store: Store, files: Sequence[str]) -> int:
-    found = {int(match[1]) for name in files if (match := MODEL_FILE.fullmatch(name))}
+    found = {int(match[1]) for name in files if (match := _MODEL_FILE.fullmatch(name))}
     if not found:
         raise CheckpointNotFoundError(f"{store.url} has no model_world_size_<N>_rank_<R>.pt.")
     if len(found) > 1:
@@ -152,20 +102,3 @@ def _extra_state(sizes: Mapping[str, int], files: Sequence[str], world_size: int
             name = f"extra_state.{rank}"
             found[name] = ObjectEntry(name, path, 0, sizes[path], key=("extra_state", rank))
     return found
-
-
-def _side_files(store: Store) -> SideFiles:
-    return find_side_files(store, "huggingface")
-
-
-def _adapter(store: Store) -> dict[str, Any]:
-    for path in ("lora_train_meta.json", "lora_adapter/adapter_config.json"):
-        meta = read_json(store, path)
-        if isinstance(meta, dict):
-            return {"lora": meta}
-    return {}
-
-
-def _step(url: str) -> int | None:
-    match = re.search(r"global_step_(\d+)(?:/[^/]*)?/?$", url)
-    return int(match[1]) if match else None
