@@ -74,7 +74,7 @@ Test = Callable[[Candidate], bool]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: the test that recognizes it, and its reader module. `path` selects a single file in a directory."""
+    """A format: the test that recognizes it, and its reader module. `path` selects one of the directory's files."""
 
     name: str
     test: Test
@@ -82,10 +82,10 @@ class Format:
     path: str = ""
 
     def open(self, store: Store, options: ReadOptions) -> Catalog:
+        """Read the checkpoint at the store's root. Raises only errors of ours."""
+        one_file = {"path": self.path} if self.path else {}
         try:
-            if self.reader == "torch_save":
-                return open_torch(store, self.path or None, options)
-            catalog: Catalog = reader(self.reader).open_catalog(store, options=options)
+            catalog: Catalog = reader(self.reader).open_catalog(store, options=options, **one_file)
             return catalog
         except CkptkitError:
             raise
@@ -177,21 +177,6 @@ def refuse_packed(names: Sequence[str]) -> None:
         )
 
 
-def open_torch(store: Store, name: str | None, options: ReadOptions) -> Catalog:
-    """Open one torch.save file, or the store's root if `name` is None.
-
-    Strips a LightningModule's attribute from the names, as is done for sharded checkpoints.
-    """
-    refuse_packed([name] if name is not None else [])
-    catalog: Catalog = reader("torch_save").open_catalog(store, path=name, options=options)
-    if not catalog.info.producer.startswith("lightning") or options.strip_prefix is not None:
-        return catalog
-    lightning = reader("trainers.lightning")
-    fqns = [entry.fqn for entry in catalog.tensors.values() if entry.role.value == "model"]
-    stripped: Catalog = lightning.without_prefix(catalog, lightning.module_prefix(fqns))
-    return stripped
-
-
 _MAX_DEPTH = 3
 _MAX_CHILDREN = 32  # most directories without a step to search
 _MAX_STEPS = 64  # how many of the newest step directories to search
@@ -230,7 +215,18 @@ class Source:
         return self.joined or (self,)
 
 
-_Found = tuple[Candidate, str, Format, str]
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The checkpoint to open, its URL, and why it was chosen ("" if the user asked for it)."""
+
+    place: Candidate
+    url: str
+    form: Format
+    note: str = ""
+
+    def because(self, *notes: str) -> _Found:
+        """Return this with more notes, before the one that it has."""
+        return replace(self, note=" ".join(filter(None, (*notes, self.note))))
 
 
 def identify(store: Store) -> str | None:
@@ -262,26 +258,25 @@ def open_source(
     file = _as_file(url, storage_options)
     if file is not None:
         source = _open_file(*file, url, options)
-        return replace(source, catalog=_with_step(source.catalog, url))
+        return replace(source, catalog=_with_step(source.catalog, source.url))
     place = Candidate(open_store(url, storage_options=storage_options))
     if not place.listing:
         _refuse_empty(place.store, url)
     found = _resolve(place, url, 0)
     if found is None:
         raise _unknown(place, url)
-    place, url, form, note = found
     try:
-        catalog = form.open(place.store, options)
+        catalog = found.form.open(found.place.store, options)
     except CkptkitError as error:
-        told = type(error)(f"{error} This is {url}: {note}") if note else error
+        told = type(error)(f"{error} This is {found.url}: {found.note}") if found.note else error
         if isinstance(told, CorruptCheckpointError):
-            told.checkpoint = url
+            told.checkpoint = found.url
         if told is error:
             raise
         raise told from error
-    if form in UNNAMED:
-        _check_weights(catalog, url)
-    return Source(place.store, _with_step(catalog, url), url, note)
+    if found.form in UNNAMED:
+        _check_weights(catalog, found.url)
+    return Source(found.place.store, _with_step(catalog, found.url), found.url, found.note)
 
 
 def _check_weights(catalog: Catalog, url: str) -> None:
@@ -340,7 +335,8 @@ def _open_file(store: Store, name: str, url: str, options: ReadOptions) -> Sourc
             return Source(store, form.open(store, options), parent, f"{name} is a part of the checkpoint in {parent}.")
     if name.endswith(".safetensors"):
         return Source(store, reader("hf.safetensors").open_file(store, name), url)
-    return Source(store, open_torch(store, name, options), url)
+    refuse_packed([name])
+    return Source(store, _torch_file(name).open(store, options), url)
 
 
 def _refuse_empty(store: Store, url: str) -> None:
@@ -380,7 +376,7 @@ def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
     names, or its only child."""
     form = format_of(place)
     if form is not None:
-        return place, url, form, ""
+        return _Found(place, url, form)
     if place.any_file(_DATA.pattern):
         return None  # an unfinished DCP save: everything in this directory belongs to it
     if depth < _MAX_DEPTH:
@@ -389,7 +385,7 @@ def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
             if found is not None:
                 return found
     form = format_of(place, UNNAMED)
-    return (place, url, form, "") if form is not None else None
+    return _Found(place, url, form) if form is not None else None
 
 
 def _enter(place: Candidate, url: str, name: str, depth: int) -> _Found | None:
@@ -399,42 +395,32 @@ def _enter(place: Candidate, url: str, name: str, depth: int) -> _Found | None:
 
 def _newest_step(place: Candidate, url: str, depth: int) -> _Found | None:
     steps = [step.name for step in ordered(place.directories)]
-    resolved: list[tuple[str, _Found]] = []
+    chosen: tuple[str, _Found] | None = None
     skipped: list[str] = []
-    for name in steps[:_MAX_STEPS]:
+    for at, name in enumerate(steps[:_MAX_STEPS]):
         found = _enter(place, url, name, depth)
         if found is None:
             skipped.append(name)
             continue
-        resolved.append((name, found))
-        if found[2].name == "ckptkit" or not _committed_elsewhere(place, steps, name):
+        if chosen is not None:
+            skipped.append(chosen[0])
+        chosen = name, found
+        # If ckptkit committed some of the steps, a step directory without a record is an unfinished save.
+        older = steps[at + 1 :][:_MAX_STEPS]
+        if found.form.name == "ckptkit" or not any(place.store.info(f"{step}/{RECORD}") is not None for step in older):
             break
-    if not resolved:
+    if chosen is None:
         return None
-    # If ckptkit committed some of the steps, a step directory without a record is an unfinished save.
-    name, (inner, inner_url, form, note) = resolved[-1]
-    skipped += [other for other, _ in resolved[:-1]]
+    name, found = chosen
     text = f"the newest of {len(steps)} step directories" if len(steps) > 1 else "the only step"
-    notes = [f"{name} is {text} in {url}.", *([note] if note else []), *_skipped(skipped), *_disagreeing(place, name)]
-    return inner, inner_url, form, " ".join(notes)
-
-
-def _committed_elsewhere(place: Candidate, steps: Sequence[str], name: str) -> bool:
-    older = steps[steps.index(name) + 1 :][:_MAX_STEPS]
-    return any(place.store.info(f"{step}/{RECORD}") is not None for step in older)
-
-
-def _skipped(names: Sequence[str]) -> list[str]:
-    return [f"Skipped because they are not finished checkpoints: {', '.join(names[:4])}."] if names else []
-
-
-def _disagreeing(place: Candidate, name: str) -> list[str]:
-    """Return a note if a pointer file names a different step. The pointer is not followed."""
+    notes = [f"Skipped because they are not finished checkpoints: {', '.join(skipped[:4])}."] if skipped else []
     for pointer, target in _pointers(place):
-        step, chosen = parse_step(target), parse_step(name)
-        if step is not None and chosen is not None and step.step != chosen.step:
-            return [f"{pointer} says {target}."]
-    return []
+        step, own = parse_step(target), parse_step(name)
+        if step is not None and own is not None and step.step != own.step:
+            notes.append(f"{pointer} says {target}.")  # it is not followed
+            break
+    note = " ".join(filter(None, (f"{name} is {text} in {url}.", found.note, *notes)))
+    return replace(found, note=note)
 
 
 def _pointers(place: Candidate) -> list[tuple[str, str]]:
@@ -452,18 +438,16 @@ def _member(place: Candidate, url: str, depth: int) -> _Found | None:
         found = _enter(place, url, name, depth)
         if found is not None:
             others = [f"{other}/" for other in there if other != name]
-            note = f"{name}/ was chosen" + (f"; not read: {', '.join(others)}." if others else ".")
-            return found[0], found[1], found[2], " ".join(filter(None, (note, found[3])))
+            return found.because(f"{name}/ was chosen" + (f"; not read: {', '.join(others)}." if others else "."))
     return None
 
 
 def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
     """Choose the directory that a pointer file names. Called only if no step directory and no model was found."""
     for pointer, target in _pointers(place):
-        if target in place.directories:
-            found = _enter(place, url, target, depth)
-            if found is not None:
-                return found[0], found[1], found[2], f"{pointer} says {target}. {found[3]}".strip()
+        found = _enter(place, url, target, depth) if target in place.directories else None
+        if found is not None:
+            return found.because(f"{pointer} says {target}.")
     return None
 
 
@@ -471,25 +455,24 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
     """Choose the newest numbered file, or the only subdirectory that is a checkpoint."""
     files = _numbered_files(place)
     if files:
-        single = _single_file(files[0])
-        return place, f"{url}/{files[0]}", single, f"{files[0]} is {_among(len(files))} in {url}."
+        among = "the only numbered file" if len(files) == 1 else f"the newest of {len(files)} files"
+        return _Found(place, f"{url}/{files[0]}", _torch_file(files[0]), f"{files[0]} is {among} in {url}.")
     if len(place.directories) > _MAX_CHILDREN:
         return None
     likely = [name for name in place.directories if not name.startswith(_ASIDE)]
-    found = [(name, child) for name in likely if (child := _enter(place, url, name, depth))]
+    found = {name: child for name in likely if (child := _enter(place, url, name, depth))}
     # A directory that matches one of `FORMATS` is surely a checkpoint. Per-rank files may be data loader states.
-    marked = [(name, child) for name, child in found if child[2] in FORMATS]
+    marked = [name for name, child in found.items() if child.form in FORMATS]
     if len(found) > 1 and len(marked) == 1:
-        others = ", ".join(f"{name}/" for name, _ in found if name != marked[0][0])
-        name, (inner, inner_url, form, note) = marked[0]
-        return inner, inner_url, form, f"{name}/ was chosen; not read: {others}. {note}".strip()
+        others = ", ".join(f"{name}/" for name in found if name != marked[0])
+        return found[marked[0]].because(f"{marked[0]}/ was chosen; not read: {others}.")
     if len(found) > 1 and depth == 0:
-        names = ", ".join(name for name, _ in found[:8])
+        names = ", ".join(list(found)[:8])
         raise CheckpointNotFoundError(f"{url} has {len(found)} checkpoints: {names}. Give the one you mean.")
     if len(found) != 1:
         return None
-    name, (inner, inner_url, form, note) = found[0]
-    return inner, inner_url, form, f"{name}/ is the only checkpoint in {url}. {note}".strip()
+    ((name, only),) = found.items()
+    return only.because(f"{name}/ is the only checkpoint in {url}.")
 
 
 def _numbered_files(place: Candidate) -> list[str]:
@@ -508,9 +491,5 @@ def _numbered_files(place: Candidate) -> list[str]:
     return [step.name for step in steps]
 
 
-def _among(count: int) -> str:
-    return "the only numbered file" if count == 1 else f"the newest of {count} files"
-
-
-def _single_file(name: str) -> Format:
-    return Format("torch", lambda p: name in p.files, "torch_save", name)
+def _torch_file(name: str) -> Format:
+    return Format("torch", lambda place: name in place.files, "torch_save", name)

@@ -28,7 +28,7 @@ from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_
 from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor
 from ckptkit.formats.pickles.walk import Unknown, loads
-from ckptkit.formats.pickles.zip import TorchArchive, read_archive
+from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.storage.store import Store, is_safe_name
 
 # Files named -00001-of-0000N belong together even without an index. Only models have the names in `MODEL_FILES`.
@@ -74,11 +74,6 @@ _MAX_INDEX_BYTES = 128 << 20
 Path = tuple[str | int, ...]
 
 
-def is_torch_file(head: bytes) -> bool:
-    """Return whether torch.save may have written a file that begins with `head` (512 bytes)."""
-    return head[:4] == b"PK\x03\x04" or is_legacy(head) or is_tar(head)
-
-
 def open_catalog(
     store: Store,
     *,
@@ -89,7 +84,8 @@ def open_catalog(
 
     Args:
         path: The file to open. By default, the shards that an index names, or all numbered files, or the file that is
-            named like a model, or the only file.
+            named like a model, or the only file. A LightningModule's attribute is stripped from the names, as is done
+            for sharded checkpoints.
 
     Raises:
         CheckpointNotFoundError: There is no such file, or there are several and no index.
@@ -98,12 +94,18 @@ def open_catalog(
         UnsafePickleError, CorruptCheckpointError, UnsupportedFormatError: As for `read_archive`.
     """
     if path is not None:
-        return open_file(store, path, options=options)
-    names = [info.path for info in store.list() if info.kind in ("file", "symlink")]
-    catalog = _open_directory(store, names, options)
-    left = [name for name in names if name not in catalog.info.files]
-    notes = unread_state(left)
-    return replace(catalog, info=replace(catalog.info, notes=(*catalog.info.notes, *notes))) if notes else catalog
+        catalog = open_file(store, path, options=options)
+    else:
+        names = [info.path for info in store.list() if info.kind in ("file", "symlink")]
+        catalog = _open_directory(store, names, options)
+        notes = unread_state(name for name in names if name not in catalog.info.files)
+        catalog = replace(catalog, info=replace(catalog.info, notes=(*catalog.info.notes, *notes)))
+    if not catalog.info.producer.startswith("lightning") or options.strip_prefix is not None:
+        return catalog
+    from ckptkit.formats.trainers import lightning  # lazy, because other files do not need it
+
+    prefix = lightning.module_prefix(entry.fqn for entry in catalog.tensors.values() if entry.role is Role.MODEL)
+    return lightning.without_prefix(catalog, prefix)
 
 
 def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) -> Catalog:
@@ -125,12 +127,12 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
 
 def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
     """Open one torch.save file. Raises the same errors as `open_catalog`."""
-    value = read_torch_file(store, path, allow_pickle=options.allow_pickle).value
+    value = read_torch_file(store, path, allow_pickle=options.allow_pickle)
     return _catalog(store, {path: plain(value, file=path)})
 
 
-def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> TorchArchive:
-    """Parse a file in any format that torch.save has used. A plain pickle has no tensors.
+def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> Any:
+    """Return the value in a file in any format that torch.save has used. A plain pickle has no tensors.
 
     Args:
         allow_pickle: Instances of classes that are not on the allow-list become inert records instead of an error.
@@ -147,7 +149,7 @@ def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> T
         ) from None
 
 
-def _read_any(store: Store, path: str, unknown: Unknown) -> TorchArchive:
+def _read_any(store: Store, path: str, unknown: Unknown) -> Any:
     head = store.read(path, 0, 512)
     if head[:2] == b"PK":
         return read_archive(store, path, unknown=unknown)
@@ -156,7 +158,7 @@ def _read_any(store: Store, path: str, unknown: Unknown) -> TorchArchive:
     if is_tar(head):
         return read_tar(store, path, unknown=unknown)
     if head[:1] == b"\x80":
-        return TorchArchive(loads(store.read(path), file=path, unknown=unknown), path)
+        return loads(store.read(path), file=path, unknown=unknown)
     found = f"{len(head)} bytes" if len(head) < 8 else f"bytes {head[:8]!r}"
     raise CorruptCheckpointError(f"{path}: it begins with {found}, unlike any file of torch.save. Is it truncated?")
 
@@ -185,7 +187,7 @@ def _open_shards(store: Store, index: str, options: ReadOptions) -> Catalog:
 def _shards(store: Store, paths: Sequence[str], options: ReadOptions) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for path in paths:
-        value = plain(read_torch_file(store, path, allow_pickle=options.allow_pickle).value, file=path)
+        value = plain(read_torch_file(store, path, allow_pickle=options.allow_pickle), file=path)
         if not isinstance(value, dict):
             raise CorruptCheckpointError(f"{path}: a shard holds a {type(value).__name__}, not a dict of tensors.")
         values[path] = value

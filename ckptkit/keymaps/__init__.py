@@ -8,22 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_WHERE = {
-    "NameMap": "ckptkit.keymaps.keymap",
-    "NamePattern": "ckptkit.keymaps.patterns",
-    "Rename": "ckptkit.keymaps.rules",
-    "Drop": "ckptkit.keymaps.rules",
-    "Split": "ckptkit.keymaps.rules",
-    "Concat": "ckptkit.keymaps.rules",
-    "Stack": "ckptkit.keymaps.rules",
-    "Unstack": "ckptkit.keymaps.rules",
-    "Transpose": "ckptkit.keymaps.rules",
-    "RopePermute": "ckptkit.keymaps.rules",
-    "Cast": "ckptkit.keymaps.rules",
-    "Pad": "ckptkit.keymaps.rules",
-    "parse_key_map": "ckptkit.keymaps.file",
-}
-
 __all__ = [
     "NameMap",
     "NamePattern",
@@ -48,9 +32,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in __all__:
         raise AttributeError(f"module 'ckptkit.keymaps' has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    module = {"NameMap": "keymap", "NamePattern": "patterns", "parse_key_map": "file"}.get(name, "rules")
+    return getattr(importlib.import_module(f"ckptkit.keymaps.{module}"), name)
 
 
 def __dir__() -> list[str]:

@@ -213,10 +213,10 @@ BUILTIN_MAPS: dict[str, NameMap] = {
         NameMap("hf5-vit", _VIT, note="layers.N to encoder.layer.N, with the hub's names in it (vit, deit)"),
         NameMap("hf5-dinov2", _DINOV2, note="the hub's names for the layers of dinov2"),
         NameMap("vlm-llava", _LLAVA, note="model.language_model.* to language_model.model.* (llava and similar)"),
+        NameMap("vlm-qwen2", _QWEN2_VL, note="model.language_model.* to model.*, model.visual.* to visual.*"),
         NameMap(
             "vlm-vision-model", _VISION_MODEL, note="vision_tower.* to vision_tower.vision_model.* (CLIP and SigLIP)"
         ),
-        NameMap("vlm-qwen2", _QWEN2_VL, note="model.language_model.* to model.*, model.visual.* to visual.*"),
         NameMap("peft", _PEFT, note="PEFT's names: adapters as in an adapter file, base weights without the wrapper"),
         _torchtitan_map(
             "torchtitan-llama3",
@@ -386,15 +386,14 @@ def _may_give(key_map: NameMap, lost: list[str]) -> bool:
 
 
 def _candidates(config: Mapping[str, Any]) -> list[NameMap]:
+    """Return the maps to try: the model type's, all that rename between layouts of the Hub, their inverses, and those
+    from torchtitan's names."""
     by_type = map_for_model_type(_model_type(config))
-    titan = ["torchtitan-llama3"] if config.get("model_type") != "qwen3" else []
-    names = ["hf5-experts", "hf5-mixtral", "hf5-phimoe", "hf5-jamba", "hf5-lfm2-moe", "hf5-ernie4.5-moe",
-             "hf5-exaone-moe", "hf5-granitemoe", "hf5-nemotron-h", "hf5-gpt-neox", "hf5-aria", "hf5-vit", "hf5-dinov2",
-             "vlm-llava", "vlm-qwen2",
-             "vlm-vision-model", *titan]  # fmt: skip
-    if str(config.get("model_type", "")).startswith("qwen3"):
-        names.append("torchtitan-qwen3")
-    maps = [BUILTIN_MAPS[name] for name in names]
+    kind = str(config.get("model_type", ""))
+    other = {"hf", "peft", "torchtitan-llama3" if kind == "qwen3" else ""}
+    if not kind.startswith("qwen3"):
+        other.add("torchtitan-qwen3")
+    maps = [m for m in BUILTIN_MAPS.values() if m.name not in other]
     return ([by_type] if by_type else []) + maps + [m.inverse() for m in maps if not m.name.startswith("torchtitan")]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from typing import Any
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
@@ -76,17 +77,25 @@ def _rule(data: Any, where: str) -> Rule:
     op = data.get("op")
     if not isinstance(op, str) or op not in _OPS:
         raise UsageError(f"{where}: op = {op!r:.80} is not one of {', '.join(_OPS)}.")
-    build, keys = _OPS[op]
+    kind, keys = _OPS[op]
     sources = {"from"} if op == "concat" else {"from", "match"}
-    _only(data, {"op"} | sources | keys, where)
+    _only(data, {"op"} | sources | keys.keys(), where)
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
     try:
-        return build(data, where)
+        values = {key: parse(data, key, where) for key, parse in keys.items() if key in data or key in needed}
+        sizes, names = values.get("sizes"), "from" if op == "concat" else "to"
+        if isinstance(sizes, tuple) and len(sizes) != (count := len(_texts(data, names, where))):
+            raise UsageError(f"{where}: expected {count} 'sizes', one per name in {names!r}, found {len(sizes)}.")
+        made: Rule = kind(source=_source(data, op, where), **values)
+        return made
     except UsageError as error:
         text = str(error)
         raise UsageError(text if text.startswith(where) else f"{where}: {text}") from error
 
 
-def _pattern(data: Mapping[str, Any], where: str) -> NamePattern:
+def _source(data: Mapping[str, Any], op: str, where: str) -> NamePattern | tuple[NamePattern, ...]:
+    if op == "concat":
+        return tuple(NamePattern(text) for text in _texts(data, "from", where))
     if ("from" in data) == ("match" in data):
         raise UsageError(f"{where}: give either 'from' (a template) or 'match' (a regex).")
     if "from" in data:
@@ -94,76 +103,51 @@ def _pattern(data: Mapping[str, Any], where: str) -> NamePattern:
     return NamePattern(regex=_text(data, "match", where))
 
 
-def _rename(data: Mapping[str, Any], where: str) -> Rule:
-    return Rename(_pattern(data, where), _text(data, "to", where))
+# --- the values of a rule's keys
 
 
-def _drop(data: Mapping[str, Any], where: str) -> Rule:
-    pattern = _pattern(data, where)
-    return Drop(pattern, _text(data, "why", where)) if "why" in data else Drop(pattern)
-
-
-def _split(data: Mapping[str, Any], where: str) -> Rule:
-    to = _texts(data, "to", where)
-    sizes = _sizes(data, where)
-    if isinstance(sizes, tuple) and len(sizes) != len(to):
-        raise UsageError(f"{where}: expected {len(to)} 'sizes', one per name in 'to', found {len(sizes)}.")
-    return Split(_pattern(data, where), to, _int(data, "dim", where), "equal" if sizes is None else sizes)
-
-
-def _concat(data: Mapping[str, Any], where: str) -> Rule:
-    sources = tuple(NamePattern(text) for text in _texts(data, "from", where))
-    sizes = _sizes(data, where)
-    if isinstance(sizes, tuple) and len(sizes) != len(sources):
-        raise UsageError(f"{where}: expected {len(sources)} 'sizes', one per name in 'from', found {len(sizes)}.")
-    return Concat(sources, _text(data, "to", where), _int(data, "dim", where), sizes)
-
-
-def _stack(data: Mapping[str, Any], where: str) -> Rule:
-    return Stack(_pattern(data, where), _text(data, "to", where), _int(data, "dim", where), _index(data, where))
-
-
-def _unstack(data: Mapping[str, Any], where: str) -> Rule:
-    return Unstack(_pattern(data, where), _text(data, "to", where), _int(data, "dim", where), _index(data, where))
-
-
-def _transpose(data: Mapping[str, Any], where: str) -> Rule:
-    dims = data.get("dims", [])
-    if not isinstance(dims, list) or any(not isinstance(d, int) or isinstance(d, bool) for d in dims):
-        raise UsageError(f"{where}: 'dims' must be a list of integers.")
-    return Transpose(_pattern(data, where), tuple(dims))
-
-
-def _rope_permute(data: Mapping[str, Any], where: str) -> Rule:
-    heads = _size(data, "heads", "num_attention_heads", where)
-    to = data.get("to", "halves")
+def _direction(data: Mapping[str, Any], key: str, where: str) -> str:
+    to = data[key]
     if to not in ("halves", "interleaved"):
         raise UsageError(
             f"{where}: to = {to!r:.80} is not one of 'halves' (transformers), 'interleaved' (Meta's code)."
         )
-    return RopePermute(_pattern(data, where), heads, to)
+    return str(to)
 
 
-def _cast(data: Mapping[str, Any], where: str) -> Rule:
-    name = _text(data, "dtype", where)
+def _float_dtype(data: Mapping[str, Any], key: str, where: str) -> str:
+    name = _text(data, key, where)
     try:
         known = dtype_of(name).kind == "float"
     except UnsupportedFormatError:
         known = False
     if not known:
         raise UsageError(f"{where}: dtype = {name!r:.80} is not a float dtype such as 'bf16' or 'fp32'.")
-    return Cast(_pattern(data, where), name)
+    return name
 
 
-def _pad(data: Mapping[str, Any], where: str) -> Rule:
-    return Pad(_pattern(data, where), _size(data, "size", "vocab_size", where), _int(data, "dim", where))
+def _dims(data: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
+    dims = data[key]
+    if not isinstance(dims, list) or any(not isinstance(d, int) or isinstance(d, bool) for d in dims):
+        raise UsageError(f"{where}: 'dims' must be a list of integers.")
+    return tuple(dims)
 
 
-def _size(data: Mapping[str, Any], key: str, example: str, where: str) -> int | str:
+def _size(data: Mapping[str, Any], key: str, where: str) -> int | str:
     size = data.get(key)
     if isinstance(size, bool) or not isinstance(size, (int, str)):
+        example = "num_attention_heads" if key == "heads" else "vocab_size"
         raise UsageError(f"{where}: {key!r} must be a number or a key of config.json such as {example!r}.")
     return size
+
+
+def _sizes(data: Mapping[str, Any], key: str, where: str) -> Any:
+    sizes = data[key]
+    if sizes is None or sizes == "equal":
+        return sizes
+    if not isinstance(sizes, list) or any(isinstance(s, bool) or not isinstance(s, (int, str)) for s in sizes):
+        raise UsageError(f"{where}: 'sizes' must be 'equal' or a list of numbers and keys of config.json.")
+    return tuple(sizes)
 
 
 def _text(data: Mapping[str, Any], key: str, where: str) -> str:
@@ -181,23 +165,10 @@ def _texts(data: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
 
 
 def _int(data: Mapping[str, Any], key: str, where: str) -> int:
-    value = data.get(key, 0)
+    value = data[key]
     if not isinstance(value, int) or isinstance(value, bool):
         raise UsageError(f"{where}: {key!r} must be an integer, not {_kind(value)}.")
     return value
-
-
-def _index(data: Mapping[str, Any], where: str) -> str:
-    return _text(data, "index", where) if "index" in data else "i"
-
-
-def _sizes(data: Mapping[str, Any], where: str) -> Any:
-    sizes = data.get("sizes")
-    if sizes is None or sizes == "equal":
-        return sizes
-    if not isinstance(sizes, list) or any(isinstance(s, bool) or not isinstance(s, (int, str)) for s in sizes):
-        raise UsageError(f"{where}: 'sizes' must be 'equal' or a list of numbers and keys of config.json.")
-    return tuple(sizes)
 
 
 def _only(data: Mapping[str, Any], known: set[str], where: str) -> None:
@@ -217,15 +188,16 @@ def _rule_lines(text: str, file: str) -> list[int]:
     return [n for n, line in enumerate(text.splitlines(), start=1) if line.strip().startswith("[[rules]]")]
 
 
-_OPS: dict[str, tuple[Callable[[Mapping[str, Any], str], Rule], set[str]]] = {
-    "rename": (_rename, {"to"}),
-    "drop": (_drop, {"why"}),
-    "split": (_split, {"to", "dim", "sizes"}),
-    "concat": (_concat, {"to", "dim", "sizes"}),
-    "stack": (_stack, {"to", "dim", "index"}),
-    "unstack": (_unstack, {"to", "dim", "index"}),
-    "transpose": (_transpose, {"dims"}),
-    "rope_permute": (_rope_permute, {"heads", "to"}),
-    "cast": (_cast, {"dtype"}),
-    "pad": (_pad, {"size", "dim"}),
+# For each op, its rule, and how to parse the rule's keys. The keys are the names of the rule's fields.
+_OPS: dict[str, tuple[type[Any], dict[str, Callable[[Mapping[str, Any], str, str], Any]]]] = {
+    "rename": (Rename, {"to": _text}),
+    "drop": (Drop, {"why": _text}),
+    "split": (Split, {"to": _texts, "dim": _int, "sizes": _sizes}),
+    "concat": (Concat, {"to": _text, "dim": _int, "sizes": _sizes}),
+    "stack": (Stack, {"to": _text, "dim": _int, "index": _text}),
+    "unstack": (Unstack, {"to": _text, "dim": _int, "index": _text}),
+    "transpose": (Transpose, {"dims": _dims}),
+    "rope_permute": (RopePermute, {"to": _direction, "heads": _size}),
+    "cast": (Cast, {"dtype": _float_dtype}),
+    "pad": (Pad, {"size": _size, "dim": _int}),
 }

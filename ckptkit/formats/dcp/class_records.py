@@ -200,7 +200,7 @@ def _by_its_class(
 
 
 def _read(store: Store, entry: TensorEntry, path: str, start: int, nbytes: int) -> ClassRecord:
-    value = read_archive(store, path, start, nbytes, unknown="record", classes=True).value
+    value = read_archive(store, path, start, nbytes, unknown="record", classes=True)
     if not isinstance(value, ClassRecord):
         raise UnsupportedFormatError(f"has a shard that is a {type(value).__name__.removesuffix('Record')}")
     return value

@@ -430,7 +430,7 @@ class _Locator:
         start, length = int(columns.starts[row]), int(columns.lengths[row])
         wanted = math.prod(self._box(row)[1]) * dtype_of(columns.dtypes[self._tensor(row)]).itemsize
         data = decode_zstd(self.store.read(path, start, start + length), wanted + _SLACK, file=label)
-        found = one_tensor(read_archive(memory_store(label, data), label).value, label)
+        found = one_tensor(read_archive(memory_store(label, data), label), label)
         self._check(row, found, label)
         owner = self._tensor(row)
         self.items.codecs.setdefault(owner, {})[row - int(columns.bounds[owner])] = Codec("zstd", start, length)

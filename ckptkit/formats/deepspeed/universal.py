@@ -70,7 +70,7 @@ def _parameters(store: Store, files: dict[str, int]) -> Iterator[tuple[str, dict
             match = _STATE_FILE.fullmatch(file.path.rpartition("/")[2])
             if match and file.kind == "file":
                 files[file.path] = file.size
-                states[match[1]] = read_archive(store, file.path).value
+                states[match[1]] = read_archive(store, file.path)
         yield item.path[len(_ROOT) + 1 :], states
 
 

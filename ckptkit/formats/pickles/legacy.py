@@ -20,7 +20,7 @@ from ckptkit.formats.pickles.tensors import (
     stored,
 )
 from ckptkit.formats.pickles.walk import MAX_PICKLE_BYTES, Unknown, guarded, load_prefix, loads
-from ckptkit.formats.pickles.zip import TorchArchive, file_size
+from ckptkit.formats.pickles.zip import file_size, storage_of
 from ckptkit.storage.store import Store
 
 _MAGIC = 0x1950A86A20F9469CFC6C
@@ -40,8 +40,8 @@ def is_tar(head: bytes) -> bool:
     return head[257:262] == b"ustar" or head[:100].rstrip(b"\0") in [name.encode() for name in _TAR_MEMBERS]
 
 
-def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> TorchArchive:
-    """Parse the legacy file at `path` without reading tensors.
+def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> Any:
+    """Return the value in the legacy file at `path`, with records in place of tensors.
 
     Raises:
         CorruptCheckpointError: The file is not a legacy file, or is truncated.
@@ -53,7 +53,7 @@ def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> Torc
     while True:
         head = store.read(path, 0, min(window, nbytes))
         try:
-            return _Legacy(store, path, nbytes, head, unknown).archive()
+            return _Legacy(store, path, nbytes, head).value(unknown)
         except CorruptCheckpointError:
             # The pickles may extend past what was read. The next read is 8 times longer, so parsing again is cheap.
             if len(head) >= min(nbytes, MAX_PICKLE_BYTES):
@@ -62,15 +62,14 @@ def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> Torc
 
 
 class _Legacy:
-    def __init__(self, store: Store, path: str, nbytes: int, head: bytes, unknown: Unknown) -> None:
+    def __init__(self, store: Store, path: str, nbytes: int, head: bytes) -> None:
         self.store = store
         self.path = path
         self.nbytes = nbytes
         self.head = head
-        self.unknown: Unknown = unknown
         self.storages: dict[str, Storage] = {}
 
-    def archive(self) -> TorchArchive:
+    def value(self, unknown: Unknown) -> Any:
         head, path = self.head, self.path
         magic, pos = load_prefix(head, file=path)
         version, pos = load_prefix(head, pos, file=path)
@@ -81,12 +80,12 @@ class _Legacy:
             raise UnsupportedFormatError(f"{path}: its tensors are big-endian; only little-endian is supported.")
         rebuilder = TensorRebuilder()
         value, pos = load_prefix(
-            head, pos, file=path, functions=rebuilder.functions, persistent_load=self._storage, unknown=self.unknown
+            head, pos, file=path, functions=rebuilder.functions, persistent_load=self._storage, unknown=unknown
         )
         keys, pos = load_prefix(head, pos, file=path)
         guarded(path, lambda: self._locate(keys, pos))
         guarded(path, lambda: rebuilder.finish(self._read))
-        return TorchArchive(value, path)
+        return value
 
     def _read(self, tensor: StoredTensor) -> bytes:
         buffer = bytearray(tensor.nbytes)
@@ -100,18 +99,12 @@ class _Legacy:
             raise UnsupportedFormatError(
                 "holds views of storages that only torch < 0.4 writes. Save it again with a newer torch."
             )
-        _, kind, key, location, numel = identity[:5]
-        dtype = read_storage_type(kind)
-        if not isinstance(key, str) or not isinstance(location, str) or type(numel) is not int or numel < 0:
-            raise ValueError("a persistent id is not a storage")
-        nbytes = numel * known_dtype(dtype or "uint8").itemsize
-        if nbytes > self.nbytes:
-            raise ValueError(f"storage {key!r:.40} declares {nbytes} bytes, but the file holds {self.nbytes}")
-        known = self.storages.get(key)
-        if known is None:
-            known = self.storages[key] = Storage(self.path, key, nbytes, dtype, location[:32])
-        elif (known.nbytes, known.dtype) != (nbytes, dtype):
-            raise ValueError(f"storage {key!r:.40} has two different descriptions")
+        made = storage_of(identity[:5], None, self.path)
+        if made.nbytes > self.nbytes:
+            raise ValueError(f"storage {made.key!r:.40} declares {made.nbytes} bytes, but the file holds {self.nbytes}")
+        known = self.storages.setdefault(made.key, made)
+        if (known.nbytes, known.dtype) != (made.nbytes, made.dtype):
+            raise ValueError(f"storage {made.key!r:.40} has two different descriptions")
         return known
 
     def _locate(self, keys: Any, pos: int) -> None:
@@ -137,10 +130,10 @@ class _Legacy:
             raise ValueError(f"storage {min(missing)!r:.40} is not in the file")
 
 
-def read_tar(store: Store, path: str, *, unknown: Unknown = "refuse") -> TorchArchive:
-    """Parse a tar file from an old torch.save without reading tensors. Raises the same errors as `read_legacy`."""
+def read_tar(store: Store, path: str, *, unknown: Unknown = "refuse") -> Any:
+    """Return the value in a tar file from an old torch.save. Raises the same errors as `read_legacy`."""
     members = _tar_members(store, path)
-    return guarded(path, lambda: _Tar(store, path, members, unknown).archive())  # type: ignore[no-any-return]
+    return guarded(path, lambda: _Tar(store, path, members).value(unknown))
 
 
 def _tar_members(store: Store, path: str) -> dict[str, tuple[int, int]]:
@@ -175,31 +168,25 @@ def _octal(text: bytes) -> bool:
 
 
 class _Tar:
-    def __init__(self, store: Store, path: str, members: dict[str, tuple[int, int]], unknown: Unknown) -> None:
+    def __init__(self, store: Store, path: str, members: dict[str, tuple[int, int]]) -> None:
         self.store = store
         self.path = path
         self.members = members
-        self.unknown: Unknown = unknown
         self.objects: dict[str, Any] = {}
 
-    def archive(self) -> TorchArchive:
+    def value(self, unknown: Unknown) -> Any:
         self._storages()
         self._tensors()
-        rebuilder = TensorRebuilder()
-        value = loads(
-            self._bytes("pickle"),
-            file=self.path,
-            functions=rebuilder.functions,
-            persistent_load=self._object,
-            unknown=self.unknown,
-        )
-        return TorchArchive(value, self.path)
-
-    def _bytes(self, name: str) -> bytes:
-        start, nbytes = self.members[name]
+        start, nbytes = self.members["pickle"]
         if nbytes > MAX_PICKLE_BYTES:
-            raise ValueError(f"member {name!r} is too large")
-        return self.store.read(self.path, start, start + nbytes)
+            raise ValueError("member 'pickle' is too large")
+        return loads(
+            self.store.read(self.path, start, start + nbytes),
+            file=self.path,
+            functions=TensorRebuilder().functions,
+            persistent_load=self._object,
+            unknown=unknown,
+        )
 
     def _object(self, identity: Any) -> Any:
         if isinstance(identity, tuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import posixpath
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,8 +79,8 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
         return plain(entry.value, file=label, read=lambda tensor: read_tensor(store, tensor))
     if entry.encoding == "json":
         label = f"{entry.path} ({entry.name})"
-        stop = entry.start + min(entry.nbytes or _MAX_JSON_BYTES + 1, _MAX_JSON_BYTES + 1)
-        raw = store.read(entry.path, entry.start, stop)
+        end = entry.start + min(entry.nbytes or _MAX_JSON_BYTES + 1, _MAX_JSON_BYTES + 1)
+        raw = store.read(entry.path, entry.start, end)
         if len(raw) > _MAX_JSON_BYTES:
             raise CorruptCheckpointError(
                 f"{label}: more than {_MAX_JSON_BYTES} bytes of JSON, too much for any checkpoint."
@@ -91,7 +91,8 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(f"{label}: it is not JSON: {error}.") from None
     if entry.codec is not None:
-        data = _decoded(store, entry, entry.codec)
+        stop = entry.start + entry.nbytes if entry.nbytes else None
+        data = decode_record(store, entry.path, entry.codec, limit=stop)
         store = memory_store(entry.path, data)
         start, nbytes = entry.start, entry.nbytes or len(data) - entry.start
     else:
@@ -101,11 +102,11 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
     unknown: Unknown = "record" if allow_pickle else "refuse"
     head = store.read(entry.path, start, start + min(nbytes, 512))
     if head[:2] == b"PK":
-        value = read_archive(store, entry.path, start, nbytes, unknown=unknown).value
+        value = read_archive(store, entry.path, start, nbytes, unknown=unknown)
     elif start == 0 and is_legacy(head):
-        value = read_legacy(store, entry.path, unknown=unknown).value
+        value = read_legacy(store, entry.path, unknown=unknown)
     elif start == 0 and is_tar(head):
-        value = read_tar(store, entry.path, unknown=unknown).value
+        value = read_tar(store, entry.path, unknown=unknown)
     else:
         value = loads(store.read(entry.path, start, start + nbytes), file=label, unknown=unknown)
     return plain(value, file=label, read=lambda tensor: read_tensor(store, tensor))
@@ -122,20 +123,12 @@ def load_object_torch(store: Store, entry: ObjectEntry) -> Any:
         return read_object(store, entry)
     from ckptkit.formats.pickles.weights_only import parse_object
 
+    stop = entry.start + entry.nbytes if entry.nbytes else None
     if entry.codec:
-        data = _decoded(store, entry, entry.codec)
+        data = decode_record(store, entry.path, entry.codec, limit=stop)
     else:
-        data = store.read(entry.path, entry.start, entry.start + entry.nbytes if entry.nbytes else None)
+        data = store.read(entry.path, entry.start, stop)
     return parse_object(data, file=entry.path, name=entry.name)
-
-
-def _decoded(store: Store, entry: ObjectEntry, codec: Codec) -> bytes:
-    return decode_record(store, entry.path, codec, limit=entry.start + entry.nbytes if entry.nbytes else None)
-
-
-def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
-    """Return the decompressed bytes. Stops with an error before they exceed `limit`."""
-    return b"".join(zstd_chunks(packed, limit, file=file))
 
 
 def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = None) -> bytes:
@@ -152,25 +145,25 @@ def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = 
     return decode_zstd(packed, limit, file=f"{path} at byte {codec.start}")
 
 
-def zstd_chunks(packed: bytes, limit: int, *, file: str) -> Iterator[bytes]:
-    """Yield the decompressed bytes, a megabyte at a time. Raises an error if they exceed `limit`."""
-    done = 0
+def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
+    """Return the decompressed bytes. Stops with an error before they exceed `limit`."""
     try:
         import zstandard
     except ImportError:
         raise MissingExtraError(
             f"{file} is compressed with zstd. Install it from the checkout with: pip install -e '.[zstd]'"
         ) from None
+    done = bytearray()
     try:
         # The maximum window size limits how much memory a hostile frame can make the decoder allocate.
         reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(packed, read_across_frames=True)
         while chunk := reader.read(1 << 20):
-            done += len(chunk)
-            if done > limit:
+            done += chunk
+            if len(done) > limit:
                 raise CorruptCheckpointError(f"{file}: it decodes to more than the {limit} bytes it should have.")
-            yield chunk
     except zstandard.ZstdError as error:
         raise CorruptCheckpointError(f"{file}: its zstd data are damaged: {error}.") from None
+    return bytes(done)
 
 
 def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | TensorValue:

@@ -513,26 +513,6 @@ def _flat(value: Any) -> tuple[int, ...]:
     return _numbers((value,) if type(value) is int else value, 1 << 31)
 
 
-def tensors_in(value: Any) -> Iterator[StoredTensor | DTensorRecord | ShardedTensorRecord]:
-    """Yield each tensor inside nested dicts, lists, tuples and records once."""
-    pending, seen = [value], set()
-    while pending:
-        item = pending.pop()
-        if isinstance(item, (StoredTensor, DTensorRecord, ShardedTensorRecord)):
-            yield item
-            continue
-        if id(item) in seen:
-            continue
-        if isinstance(item, (dict, list, tuple, Record)):
-            seen.add(id(item))
-        if isinstance(item, dict):
-            pending.extend(reversed(item.values()))
-        elif isinstance(item, (list, tuple)):
-            pending.extend(reversed(item))
-        elif isinstance(item, Record):
-            pending.extend((item.state, item.args, item.kwargs, item.items, item.entries))
-
-
 def read_storage_type(value: Any) -> str | None:
     """Return the dtype that a persistent id's storage class stands for."""
     if not isinstance(value, StorageType):

@@ -8,22 +8,13 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from ckptkit.digests import crc32
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
-from ckptkit.formats.pickles.tensors import (
-    DTensorRecord,
-    ShardedTensorRecord,
-    Storage,
-    StoredTensor,
-    TensorRebuilder,
-    known_dtype,
-    read_storage_type,
-    tensors_in,
-)
+from ckptkit.formats.pickles.tensors import Storage, TensorRebuilder, known_dtype, read_storage_type
 from ckptkit.formats.pickles.walk import MAX_PICKLE_BYTES, Unknown, loads
 from ckptkit.storage.store import FileInfo, ReadInto, Store
 
@@ -53,18 +44,6 @@ class Member:
     header: int
 
 
-@dataclass(frozen=True, slots=True)
-class TorchArchive:
-    """A parsed torch.save file. `value` is the saved value. Its tensors are records without their bytes."""
-
-    value: Any
-    path: str
-
-    def tensors(self) -> Iterator[StoredTensor | DTensorRecord | ShardedTensorRecord]:
-        """Yield every tensor in `value`, however deeply it is nested."""
-        return tensors_in(self.value)
-
-
 def read_archive(
     store: Store,
     path: str,
@@ -73,10 +52,10 @@ def read_archive(
     *,
     unknown: Unknown = "refuse",
     classes: bool = False,
-) -> TorchArchive:
-    """Return the contents of the torch.save zip at bytes [start, start + nbytes) of `path`, without reading tensors.
+) -> Any:
+    """Return the value in the torch.save zip at bytes [start, start + nbytes) of `path`. Its tensors are records.
 
-    Reads only the zip directory, the pickle, and a small header per storage.
+    Reads only the zip directory, the pickle, and a small header per storage, but no tensor bytes.
 
     Args:
         nbytes: The zip's length. By default, it extends to the end of the file.
@@ -88,7 +67,7 @@ def read_archive(
         UnsafePickleError: The pickle names a global that is not allowed.
         UnsupportedFormatError: The archive is big-endian, or has tensors that are not dense.
     """
-    return TorchArchive(Archive(store, path, start, nbytes).value(unknown=unknown, classes=classes), path)
+    return Archive(store, path, start, nbytes).value(unknown=unknown, classes=classes)
 
 
 def file_size(store: Store, path: str) -> int:
@@ -204,19 +183,6 @@ def _checked_name(raw: bytes, file: str) -> str:
     return name
 
 
-def data_start(header: bytes, member: Member, *, file: str) -> int:
-    """Return where a member's bytes start in the archive, given its local header."""
-    if len(header) < LOCAL_HEADER.size:
-        raise CorruptCheckpointError(f"{file}: member {member.name!r:.80} is cut short.")
-    fields = LOCAL_HEADER.unpack_from(header)
-    name = member.name.encode()
-    if fields[0] != b"PK\x03\x04" or fields[3] != 0 or fields[9] != len(name) or fields[2] & _ENCRYPTED:
-        raise CorruptCheckpointError(f"{file}: the header of member {member.name!r:.80} is damaged.")
-    if header[LOCAL_HEADER.size : LOCAL_HEADER.size + len(name)] != name:
-        raise CorruptCheckpointError(f"{file}: the header of member {member.name!r:.80} names another member.")
-    return member.header + LOCAL_HEADER.size + len(name) + int(fields[10])
-
-
 class Layout:
     """One archive's members, by their names inside the archive's folder, and where each one ends.
 
@@ -260,10 +226,18 @@ class Layout:
             raise CorruptCheckpointError(f"{file}: a pickle of {self.members['data.pkl'].nbytes} bytes is too large.")
 
     def start(self, member: Member, header: bytes) -> int:
-        """Return where a member's bytes start, given its local header. Checks that they do not overlap what follows."""
-        begin = data_start(header, member, file=self.file)
+        """Return where a member's bytes start in the archive, given its local header, which is checked."""
+        shown, name = f"member {member.name!r:.80}", member.name.encode()
+        if len(header) < LOCAL_HEADER.size:
+            raise CorruptCheckpointError(f"{self.file}: {shown} is cut short.")
+        fields = LOCAL_HEADER.unpack_from(header)
+        if fields[0] != b"PK\x03\x04" or fields[3] != 0 or fields[9] != len(name) or fields[2] & _ENCRYPTED:
+            raise CorruptCheckpointError(f"{self.file}: the header of {shown} is damaged.")
+        if header[LOCAL_HEADER.size : LOCAL_HEADER.size + len(name)] != name:
+            raise CorruptCheckpointError(f"{self.file}: the header of {shown} names another member.")
+        begin = member.header + LOCAL_HEADER.size + len(name) + int(fields[10])
         if begin + member.nbytes > self._next[member.name]:
-            raise CorruptCheckpointError(f"{self.file}: member {member.name!r:.80} overlaps what follows it.")
+            raise CorruptCheckpointError(f"{self.file}: {shown} overlaps what follows it.")
         return begin
 
 

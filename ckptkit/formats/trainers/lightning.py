@@ -116,7 +116,7 @@ def _strip(entry: TensorEntry, prefix: str) -> TensorEntry:
 def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the contents of meta.pt, and notes. Instances of user classes (hyperparameters) stay inert records."""
     try:
-        value = read_archive(store, META, unknown="record").value
+        value = read_archive(store, META, unknown="record")
     except (CkptkitError, FileNotFoundError) as error:
         return {}, (f"{META} was not read: {error}",)
     return (value if isinstance(value, dict) else {}), ()

@@ -57,11 +57,9 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     elif below:
         parts.append(_rank_files(store, below, model))
     parts.append(Catalog({}, file_objects(listing, _OBJECTS), CatalogInfo("lightrft")))
-    match = re.search(r"global_step_?(\d+)/?$", store.url)
     info = CatalogInfo(
         "lightrft",
         producer="lightrft",
-        step=int(match[1]) if match else None,
         files={path: listing[path] for path in _OBJECTS.values() if path in listing},
     )
     return merged(parts, info)

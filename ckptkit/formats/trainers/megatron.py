@@ -45,11 +45,9 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         )
     part = open_part(catalog.open_catalog, store, "", options)
     sizes = {item.path: item.size for item in store.list() if item.kind == "file"}
-    match = re.search(r"iter_(\d+)/?$", store.url)
     info = CatalogInfo(
         "megatron",
         producer="megatron-core",
-        step=int(match[1]) if match else None,
         files={name: sizes[name] for name in (METADATA, *_OBJECTS.values()) if name in sizes},
         notes=("names are Megatron's, with the layers stacked on dimension 0; a key map renames them.",),
     )

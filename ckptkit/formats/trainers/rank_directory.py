@@ -38,7 +38,7 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
     if template is None or sorted(groups[template]) != list(range(len(groups[template]))):
         return False
     try:
-        value = _below(read_archive(store, groups[template][0]).value, _MODEL_KEYS)
+        value = _below(read_archive(store, groups[template][0]), _MODEL_KEYS)
     except CkptkitError:
         return False  # unreadable: treat the numbers as steps, so that file 0 is not opened
     tensors = value.values() if isinstance(value, dict) else ()

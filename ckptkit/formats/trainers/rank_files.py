@@ -67,9 +67,9 @@ def read_archives(store: Store, paths: Iterable[str]) -> list[Any]:
     """Return the values in these torch.save files, in order. Reads no tensor bytes."""
     paths = list(paths)
     if len(paths) < 3 or not store.asking_costs:  # parsing holds the GIL, so threads help only while requests wait
-        return [read_archive(store, path).value for path in paths]
+        return [read_archive(store, path) for path in paths]
     with WorkerPool(min(_THREADS, len(paths)), thread_name_prefix="ckptkit-rank") as pool:
-        return [archive.value for archive in pool.map(lambda path: read_archive(store, path), paths)]
+        return list(pool.map(lambda path: read_archive(store, path), paths))
 
 
 def recorded_ranks(tensors: Iterable[Any]) -> int:

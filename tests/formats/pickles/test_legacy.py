@@ -20,7 +20,7 @@ from ckptkit.storage.local import LocalStore
 
 def test_every_tensor_of_a_legacy_file_is_bit_exact(zoo: Path) -> None:
     store = LocalStore(zoo / "torchsave_legacy_nonzip")
-    value = read_legacy(store, "pytorch_model.bin").value
+    value = read_legacy(store, "pytorch_model.bin")
     expected = load_file(zoo / "torchsave_legacy_nonzip" / "EXPECTED.safetensors")
     assert value.keys() >= expected.keys()
     for name, array in expected.items():
@@ -111,7 +111,7 @@ def test_a_tar_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(tar_of(old_tar()))
     assert is_tar((tmp_path / "x.pt").read_bytes()[:512])
     store = LocalStore(tmp_path)
-    value = read_tar(store, "x.pt").value
+    value = read_tar(store, "x.pt")
     assert value["epoch"] == 3
     assert (read_tensor(store, value["w"]) == np.arange(8, dtype=np.float32).reshape(2, 4)).all()
 

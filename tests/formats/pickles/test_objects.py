@@ -142,6 +142,6 @@ def test_tensors_in_a_part_of_a_file_are_read(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.save({"rng": {"cpu": torch.arange(5), "seed": 3}}, tmp_path / "x.pt")
     store = LocalStore(str(tmp_path))
-    part = read_archive(store, "x.pt").value["rng"]
+    part = read_archive(store, "x.pt")["rng"]
     value = read_object(store, ObjectEntry("rng", "x.pt", encoding="value", value=part))
     assert value["seed"] == 3 and value["cpu"].tolist() == [0, 1, 2, 3, 4]

@@ -26,7 +26,7 @@ ARCHIVES = (
 
 @pytest.mark.parametrize("path", ARCHIVES)
 def test_dtensors_are_read_with_mesh_placements_and_rank(zoo: Path, path: str) -> None:
-    value = read_archive(LocalStore(zoo), path).value
+    value = read_archive(LocalStore(zoo), path)
     record = value["model.embed_tokens.weight"]
     assert isinstance(record, DTensorRecord)
     assert record.shape == (128, 32)
@@ -38,7 +38,7 @@ def test_dtensors_are_read_with_mesh_placements_and_rank(zoo: Path, path: str) -
 
 def test_sharded_tensors_are_read_without_a_process_group(zoo: Path) -> None:
     path = "verl_fsdp1_nomesh_w2/global_step_4/actor/model_world_size_2_rank_1.pt"
-    record = read_archive(LocalStore(zoo), path).value["model.embed_tokens.weight"]
+    record = read_archive(LocalStore(zoo), path)["model.embed_tokens.weight"]
     assert isinstance(record, ShardedTensorRecord)
     assert (record.rank, record.world_size) == (1, 2)
     assert [b.offsets for b in record.boxes] == [(0, 0), (64, 0)]
@@ -48,7 +48,7 @@ def test_sharded_tensors_are_read_without_a_process_group(zoo: Path) -> None:
 def test_a_tensor_is_the_byte_range_that_torch_reads(tmp_path: Path) -> None:
     base = torch.arange(60, dtype=torch.float32).reshape(3, 4, 5)
     torch.save({"view": base[1:, :, 2], "t": base.transpose(0, 2)}, tmp_path / "x.pt")
-    value = read_archive(LocalStore(tmp_path), "x.pt").value
+    value = read_archive(LocalStore(tmp_path), "x.pt")
     raw = (tmp_path / "x.pt").read_bytes()
     for name, expected in (("view", base[1:, :, 2]), ("t", base.transpose(0, 2))):
         tensor: StoredTensor = value[name]
@@ -66,7 +66,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_an_archive_rezipped_by_python_is_read(saved: Path) -> None:
     saved.write_bytes(rezip(lambda n, d: [(n, d)])(saved.read_bytes()))
-    assert read_archive(LocalStore(saved.parent), "x.pt").value["w"].shape == (6,)
+    assert read_archive(LocalStore(saved.parent), "x.pt")["w"].shape == (6,)
 
 
 def rezip(change, method: int = zipfile.ZIP_STORED) -> Callable[[bytes], bytes]:
@@ -131,7 +131,7 @@ def test_an_archive_behind_a_symlink_of_a_hub_cache_is_read(saved: Path, tmp_pat
     snapshot.mkdir(parents=True)
     saved.rename(blobs / "1234")
     (snapshot / "x.pt").symlink_to("../../blobs/1234")
-    assert read_archive(LocalStore(snapshot), "x.pt").value["w"].shape == (6,)
+    assert read_archive(LocalStore(snapshot), "x.pt")["w"].shape == (6,)
 
 
 def patched(raw: bytes, magic: bytes, offset: int, value: bytes) -> bytes:
@@ -169,7 +169,7 @@ def test_a_zip_directory_rewritten_unchanged_is_accepted(saved: Path) -> None:
     raw = saved.read_bytes()
     at = raw.index(b"PK\x01\x02")
     saved.write_bytes(patched(raw, b"PK\x01\x02", 16, raw[at + 16 : at + 20]))
-    assert read_archive(LocalStore(saved.parent), "x.pt").value["w"].shape == (6,)
+    assert read_archive(LocalStore(saved.parent), "x.pt")["w"].shape == (6,)
 
 
 def test_storages_that_overlap_are_refused(tmp_path: Path) -> None:
