@@ -21,21 +21,12 @@ def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bo
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Read the newest `global_step<N>/`, with the side files at the root."""
     from ckptkit.formats.deepspeed import zero  # lazy, because `is_trainer_directory` is called for every directory
-    from ckptkit.formats.hf.side_files import find_side_files, read_json
-    from ckptkit.formats.trainers.merge import file_objects, merged, open_part
+    from ckptkit.formats.trainers.merge import assembled, open_part, step_in
 
-    listing = store.list()
-    steps = ordered(i.path for i in listing if i.kind == "directory" and i.path.startswith("global_step"))
+    steps = ordered(i.path for i in store.list() if i.kind == "directory" and i.path.startswith("global_step"))
     if not steps:
         raise CheckpointNotFoundError(f"{store.url} has no global_step<N>/.")
     part = open_part(zero.open_catalog, store, steps[0].name, options)
-    sizes = {item.path: item.size for item in listing if item.kind == "file"}
-    state = read_json(store, "trainer_state.json")
-    step = state.get("global_step") if isinstance(state, dict) else None
-    info = CatalogInfo(
-        "deepspeed",
-        producer=f"transformers Trainer, {part.info.producer}",
-        step=step if type(step) is int else None,
-    )
-    info = find_side_files(store).described_in(info)
-    return merged([part, Catalog({}, file_objects(sizes, _OBJECTS), info)], info)
+    producer = f"transformers Trainer, {part.info.producer}"
+    info = CatalogInfo("deepspeed", producer=producer, step=step_in(store, _OBJECTS["trainer_state"]))
+    return assembled(store, [part], info, _OBJECTS)

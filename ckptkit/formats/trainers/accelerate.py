@@ -15,10 +15,10 @@ from typing import Any
 from ckptkit.catalog.entry import Catalog, CatalogInfo
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptkit.formats.dcp import catalog
-from ckptkit.formats.hf.side_files import find_side_files, read_json
+from ckptkit.formats.hf.side_files import read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers import fsdp1_local
-from ckptkit.formats.trainers.merge import file_objects, merged, open_part, renamed
+from ckptkit.formats.trainers.merge import assembled, open_part, renamed, step_in
 from ckptkit.formats.trainers.optimizer_files import read_optimizer
 from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, read_archives, recorded_ranks
 from ckptkit.storage import Store
@@ -29,6 +29,7 @@ _MODEL = re.compile(
     r"pytorch_model(?:_fsdp)?(?:_(\d+))?(?:_rank(\d+))?(\.bin)?"
 )
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?(?:_rank(\d+))?(\.bin)?")
+_STATE = "trainer_state.json"
 _OBJECTS = re.compile(
     r"scheduler(?:_\d+)?\.(?:bin|pt)|random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth|trainer_state\.json|"
     r"sampler(?:_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt|dl_state_dict(?:_\d+)?\.bin"
@@ -58,16 +59,8 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         found = _open_one(store, names, optimizers.get(index, []), sizes, options)
         parts += found if index == min(models) else [renamed(part, f"model_{index}") for part in found]
     kept = {name.rpartition(".")[0]: name for name in sizes if _OBJECTS.fullmatch(name)}
-    state = read_json(store, "trainer_state.json")
-    step = state.get("global_step") if isinstance(state, dict) else None
-    info = CatalogInfo(
-        "accelerate",
-        producer="transformers Trainer" if isinstance(state, dict) else "accelerate",
-        step=step if isinstance(step, int) else None,
-        files={name: sizes[name] for name in kept.values()},
-    )
-    info = find_side_files(store).described_in(info)
-    return merged([*parts, Catalog({}, file_objects(sizes, kept), info)], info)
+    producer = "transformers Trainer" if isinstance(read_json(store, _STATE), dict) else "accelerate"
+    return assembled(store, parts, CatalogInfo("accelerate", producer=producer, step=step_in(store, _STATE)), kept)
 
 
 def _by_index(listing: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, list[str]]:

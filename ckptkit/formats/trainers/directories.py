@@ -12,10 +12,9 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo
 from ckptkit.errors import CheckpointNotFoundError
 from ckptkit.formats.dcp import catalog
 from ckptkit.formats.hf import safetensors
-from ckptkit.formats.hf.side_files import find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers import megatron
-from ckptkit.formats.trainers.merge import Open, file_objects, merged, open_part, renamed
+from ckptkit.formats.trainers.merge import Open, assembled, open_part, renamed, step_in
 from ckptkit.storage import Store
 
 
@@ -72,8 +71,7 @@ def layout_of(store: Store, directories: Sequence[str]) -> DirectoryLayout | Non
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Read the parts, and return them as one catalog. Paths are relative to the checkpoint's root."""
-    listing = {item.path: item for item in store.list()}
-    directories = [path for path, item in listing.items() if item.kind == "directory"]
+    directories = [item.path for item in store.list() if item.kind == "directory"]
     layout = layout_of(store, directories)
     found = _first(store, layout.models, directories) if layout is not None else None
     if layout is None or found is None:
@@ -82,15 +80,9 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     optimizer = _first(store, layout.optimizers, directories)
     if optimizer is not None:
         parts.append(renamed(open_part(optimizer[1], store, optimizer[0], options), "optimizer"))
-    sizes = {path: item.size for path, item in listing.items() if item.kind == "file"}
-    info = CatalogInfo(
-        layout.format,
-        producer=layout.producer,
-        step=_step(store, layout.steps),
-        files={path: sizes[path] for _, path in layout.objects if path in sizes},
-    )
-    info = find_side_files(store).described_in(info)
-    return merged([*parts, Catalog({}, file_objects(sizes, dict(layout.objects)), info)], info)
+    step = step_in(store, *layout.steps) if layout.steps is not None else None
+    info = CatalogInfo(layout.format, producer=layout.producer, step=step)
+    return assembled(store, parts, info, dict(layout.objects))
 
 
 def _first(store: Store, names: Sequence[str], directories: Sequence[str]) -> tuple[str, Open] | None:
@@ -109,9 +101,3 @@ def _reader(store: Store, directory: str, files: Mapping[str, int]) -> Open | No
         child = store.child(directory)
         return megatron.open_catalog if megatron.is_megatron(child, list(files)) else catalog.open_catalog
     return safetensors.open_catalog if any(name.endswith(".safetensors") for name in files) else None
-
-
-def _step(store: Store, place: tuple[str, str] | None) -> int | None:
-    content = read_json(store, place[0]) if place is not None else None
-    step = content.get(place[1]) if isinstance(content, dict) and place is not None else None
-    return step if type(step) is int else None

@@ -17,7 +17,7 @@ from ckptkit.formats.dcp import catalog
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.inert import Record
 from ckptkit.formats.pickles.walk import loads
-from ckptkit.formats.trainers.merge import file_objects, merged, open_part, renamed
+from ckptkit.formats.trainers.merge import assembled, open_part, renamed
 from ckptkit.formats.trainers.optimizer_files import (
     OptimizerState,
     master_entry,
@@ -48,7 +48,6 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         IncompleteCheckpointError: A file is missing. The message names it.
         CorruptCheckpointError: The files contradict each other.
     """
-    listing = {item.path: item.size for item in store.list() if item.kind == "file"}
     model = open_part(catalog.open_catalog, store, "", options)
     below = {item.path: item.size for item in store.list(OPTIMIZER_DIRECTORY)}
     parts = [model]
@@ -56,13 +55,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         parts.append(renamed(open_part(catalog.open_catalog, store, OPTIMIZER_DIRECTORY, options), "optimizer"))
     elif below:
         parts.append(_rank_files(store, below, model))
-    parts.append(Catalog({}, file_objects(listing, _OBJECTS), CatalogInfo("lightrft")))
-    info = CatalogInfo(
-        "lightrft",
-        producer="lightrft",
-        files={path: listing[path] for path in _OBJECTS.values() if path in listing},
-    )
-    return merged(parts, info)
+    return assembled(store, parts, CatalogInfo("lightrft", producer="lightrft"), _OBJECTS)
 
 
 # --- an optimizer with one file per rank

@@ -13,7 +13,7 @@ from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats.dcp import catalog
 from ckptkit.formats.hf.side_files import read_json
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.trainers.merge import file_objects, merged, open_part
+from ckptkit.formats.trainers.merge import assembled, open_part
 from ckptkit.storage import Store
 
 METADATA = "metadata.json"
@@ -44,15 +44,15 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
             "--dist-ckpt-format torch_dist, or convert it with Megatron's own tools first."
         )
     part = open_part(catalog.open_catalog, store, "", options)
-    sizes = {item.path: item.size for item in store.list() if item.kind == "file"}
-    info = CatalogInfo(
-        "megatron",
-        producer="megatron-core",
-        files={name: sizes[name] for name in (METADATA, *_OBJECTS.values()) if name in sizes},
-        notes=("names are Megatron's, with the layers stacked on dimension 0; a key map renames them.",),
+    part = replace(part, tensors={name: _with_role(entry) for name, entry in part.tensors.items()})
+    size = info.size if (info := store.info(METADATA)) is not None else -1
+    note = "names are Megatron's, with the layers stacked on dimension 0; a key map renames them."
+    return assembled(
+        store,
+        [part],
+        CatalogInfo("megatron", producer="megatron-core", files={METADATA: size}, notes=(note,)),
+        _OBJECTS,
     )
-    tensors = {name: _with_role(entry) for name, entry in part.tensors.items()}
-    return merged([replace(part, tensors=tensors), Catalog({}, file_objects(sizes, _OBJECTS), info)], info)
 
 
 def _with_role(entry: TensorEntry) -> TensorEntry:

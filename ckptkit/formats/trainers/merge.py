@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, TensorEntry
 from ckptkit.errors import CkptkitError, CorruptCheckpointError
+from ckptkit.formats.hf.side_files import find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.storage import Store
 
@@ -52,6 +53,32 @@ def placed(catalog: Catalog, directory: str) -> Catalog:
     )
 
 
+def assembled(store: Store, parts: Sequence[Catalog], info: CatalogInfo, objects: Mapping[str, str]) -> Catalog:
+    """Return the catalog of a checkpoint that consists of these parts, and of files at the store's root.
+
+    Args:
+        info: The whole checkpoint's info. What it lacks is taken from the parts.
+        objects: Object name -> file, such as a scheduler. Files that do not exist are left out.
+    """
+    sizes = {item.path: item.size for item in store.list() if item.kind == "file"}
+    found = {
+        name: ObjectEntry(name, path, 0, sizes[path], encoding="json" if path.endswith(".json") else "torch_save")
+        for name, path in objects.items()
+        if path in sizes
+    }
+    info = find_side_files(store).described_in(
+        replace(info, files={**info.files, **{item.path: item.nbytes for item in found.values()}})
+    )
+    return merged([*parts, Catalog({}, found, info)], info)
+
+
+def step_in(store: Store, file: str, key: str = "global_step") -> int | None:
+    """Return the step in a JSON file, or None if the file or the step is missing."""
+    content = read_json(store, file)
+    step = content.get(key) if isinstance(content, dict) else None
+    return step if type(step) is int else None
+
+
 def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
     """Merge catalogs that have no name in common, with all their files, notes and side files.
 
@@ -92,17 +119,6 @@ def renamed(catalog: Catalog, prefix: str) -> Catalog:
     tensors = {name_of(name): replace(entry, name=name_of(name)) for name, entry in catalog.tensors.items()}
     objects = {name_of(name): replace(item, name=name_of(name)) for name, item in catalog.objects.items()}
     return Catalog(tensors, objects, catalog.info)
-
-
-def file_objects(files: Mapping[str, int], names: Mapping[str, str]) -> dict[str, ObjectEntry]:
-    """Return an object for each of these files that exists. `names` maps an object's name to its file."""
-    return {
-        name: ObjectEntry(
-            name, path, 0, files[path], encoding="json" if path.endswith(".json") else "torch_save", role=Role.OTHER
-        )
-        for name, path in names.items()
-        if path in files
-    }
 
 
 def _first(values: Iterable[Any]) -> Any:
