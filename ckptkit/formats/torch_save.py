@@ -6,8 +6,6 @@ How the saved value is nested tells weights, optimizer state and other values ap
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,55 +19,22 @@ from ckptkit.errors import (
     UnsafePickleError,
 )
 from ckptkit.formats.dcp.roles import EntryRole, RoleTable
+from ckptkit.formats.hf.shard_files import check_index, numbered_files, read_index
 from ckptkit.formats.hf.side_files import find_side_files, unread_state
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.own.json import parse
 from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_tar
 from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor
 from ckptkit.formats.pickles.walk import Unknown, loads
 from ckptkit.formats.pickles.zip import read_archive
-from ckptkit.storage.store import Store, is_safe_name
+from ckptkit.storage.store import Store
 
-# Files named -00001-of-0000N belong together even without an index. Only models have the names in `MODEL_FILES`.
-
-
-MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model.ckpt")  # written by torch.save
-
-_NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.(\w+)")
-
-
-def numbered_files(names: Sequence[str], extension: str) -> list[str] | None:
-    """Return the files named -0000i-of-0000n.`extension`, in order, or None if there are none.
-
-    Raises:
-        IncompleteCheckpointError: Some of the n files are missing. The message names them.
-        CorruptCheckpointError: The directory contains files from two checkpoints.
-    """
-    matches = [match for name in names if (match := _NUMBERED.fullmatch(name)) and match[4] == extension]
-    if not matches:
-        return None
-    sets = {(match[1], match[3]) for match in matches}
-    if len(sets) > 1:
-        raise CorruptCheckpointError(f"the directory has numbered files of {len(sets)} checkpoints: {sorted(sets)}.")
-    stem, total = sets.pop()
-    have = {int(match[2]) for match in matches}
-    first = 0 if 0 in have else 1  # some tools count from 0
-    wanted = range(first, first + int(total))
-    if len(have) != len(wanted) or have != set(wanted):
-        absent = itertools.islice((i for i in wanted if i not in have), 8)
-        gone = [f"{stem}-{i:0{len(total)}d}-of-{total}.{extension}" for i in absent]
-        there = f"{len(have)} of {int(total)} shards were found; "
-        raise IncompleteCheckpointError(
-            there + (f"missing: {', '.join(gone)}." if gone else "some have other numbers.")
-        )
-    return sorted(match[0] for match in matches)
-
+# Names that torch.save's users give only to models.
+MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model.ckpt")
 
 EXTENSIONS = (".pt", ".bin", ".ckpt", ".pth", ".pth.tar", ".th")
 INDEX_SUFFIX = ".bin.index.json"
 _STEPS = ("global_step", "step", "iteration", "iter", "iter_num")  # keys under which scripts save the step
-_MAX_INDEX_BYTES = 128 << 20
 
 Path = tuple[str | int, ...]
 
@@ -111,7 +76,15 @@ def open_catalog(
 def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) -> Catalog:
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if indices:
-        return _open_shards(store, sorted(indices)[0], options)
+        index = min(indices)
+        weight_map = read_index(store, index, names)
+        values = _shards(store, list(dict.fromkeys(weight_map.values())), options)
+        listed = {
+            path: {name for name, item in value.items() if _is_tensor(item) or weight_map.get(name) == path}
+            for path, value in values.items()
+        }
+        check_index(index, weight_map, listed)
+        return _catalog(store, values, index)
     numbered = numbered_files(names, "bin") if "pytorch_model.bin" not in names else None
     if numbered is not None:
         return _catalog(store, _shards(store, numbered, options))
@@ -163,27 +136,6 @@ def _read_any(store: Store, path: str, unknown: Unknown) -> Any:
     raise CorruptCheckpointError(f"{path}: it begins with {found}, unlike any file of torch.save. Is it truncated?")
 
 
-# --- shards with an index
-
-
-def _open_shards(store: Store, index: str, options: ReadOptions) -> Catalog:
-    weight_map = _weight_map(store, index)
-    paths = list(dict.fromkeys(weight_map.values()))
-    for path in paths:
-        if store.info(path) is None:
-            raise IncompleteCheckpointError(f"{path} is missing: {index} says that it contains tensors.")
-    values = _shards(store, paths, options)
-    for name, path in weight_map.items():
-        if name not in values[path]:
-            raise IncompleteCheckpointError(f"{path}: tensor {name!r:.120} is missing, but {index} lists it.")
-    for path, value in values.items():
-        for name, item in value.items():
-            if _is_tensor(item) and weight_map.get(name) != path:
-                where = f"places it in {weight_map[name]}" if name in weight_map else "does not list it"
-                raise CorruptCheckpointError(f"{path} holds tensor {name!r:.120}, but {index} {where}.")
-    return _catalog(store, values, index)
-
-
 def _shards(store: Store, paths: Sequence[str], options: ReadOptions) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for path in paths:
@@ -192,19 +144,6 @@ def _shards(store: Store, paths: Sequence[str], options: ReadOptions) -> dict[st
             raise CorruptCheckpointError(f"{path}: a shard holds a {type(value).__name__}, not a dict of tensors.")
         values[path] = value
     return values
-
-
-def _weight_map(store: Store, index: str) -> dict[str, str]:
-    try:
-        items = list(parse(store.read(index, 0, _MAX_INDEX_BYTES), file=index)["weight_map"].items())
-    except (TypeError, KeyError, AttributeError):
-        raise CorruptCheckpointError(f"{index}: it is not JSON with a weight_map.") from None
-    for name, path in items:
-        if not isinstance(path, str) or not is_safe_name(path):
-            raise CorruptCheckpointError(
-                f"{index}: tensor {name!r:.120} should be in {path!r:.120}, which is not a plain file name."
-            )
-    return dict(items)
 
 
 # --- turning values into entries

@@ -14,22 +14,19 @@ from ckptkit.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
-    UnsafePathError,
     UnsupportedFormatError,
 )
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.hf.dcp_shards import SHARD_NAME, open_shards
 from ckptkit.formats.hf.header import HeaderTensors, SafetensorsHeader, read_headers
+from ckptkit.formats.hf.shard_files import check_index, numbered_files, read_index
 from ckptkit.formats.hf.side_files import SideFiles, file_names, find_side_files, read_json, unread_state
 from ckptkit.formats.hf.torchao import DESCRIBED, found_recipes
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.own.json import parse
-from ckptkit.formats.torch_save import numbered_files
 from ckptkit.storage import Store
 from ckptkit.storage.store import is_safe_name
 
 _INDEX = ".safetensors.index.json"
-_MAX_INDEX_BYTES = 96 << 20  # enough for a million tensors
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
@@ -192,7 +189,9 @@ def _choose(store: Store, names: list[str]) -> tuple[dict[str, SafetensorsHeader
         index = "model" + _INDEX if "model" + _INDEX in indices else indices[0]
         if index != "model" + _INDEX and len(indices) > 1:
             raise CorruptCheckpointError(f"{store.url} has several indexes: {', '.join(indices)}. Keep one.")
-        headers = _indexed(store, index, tensors)
+        weight_map = read_index(store, index, tensors)
+        headers = read_headers(store, sorted(set(weight_map.values())))
+        check_index(index, weight_map, {path: header.tensors for path, header in headers.items()})
         return headers, _unused(names, [index, *headers])
     chosen = _without_index(store, tensors)
     notes = (f"there is no index; all {len(chosen)} numbered files were used.",) if len(chosen) > 1 else ()
@@ -224,41 +223,3 @@ def _without_index(store: Store, tensors: list[str]) -> list[str]:
 def _unused(names: list[str], used: list[str]) -> tuple[str, ...]:
     left = [name for name in names if name not in used]
     return (f"not read: {', '.join(left)}.",) if left else ()
-
-
-def _indexed(store: Store, index: str, tensors: list[str]) -> dict[str, SafetensorsHeader]:
-    """Return the headers of the shards that an index lists. Index and shards must match exactly."""
-    weight_map = _weight_map(store, index)
-    shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if shard not in tensors]
-    if missing:
-        raise IncompleteCheckpointError(
-            f"{index} names {len(shards)} files; missing: {', '.join(missing[:8])}{'...' if len(missing) > 8 else ''}."
-        )
-    headers = read_headers(store, shards)
-    for name, shard in weight_map.items():
-        if name not in headers[shard].tensors:
-            raise IncompleteCheckpointError(f"{index} says that tensor {name!r} is in {shard}, but it is not.")
-    for shard, header in headers.items():
-        for name in header.tensors:
-            if weight_map.get(name) != shard:
-                where = f"places it in {weight_map[name]}" if name in weight_map else "does not list it"
-                raise CorruptCheckpointError(f"{shard} holds tensor {name!r}, but {index} {where}.")
-    return headers
-
-
-def _weight_map(store: Store, index: str) -> dict[str, str]:
-    info = store.info(index)
-    if info is not None and info.size > _MAX_INDEX_BYTES:
-        raise CorruptCheckpointError(
-            f"{index} has {info.size} bytes; an index of a million tensors has at most {_MAX_INDEX_BYTES}. "
-            "It is damaged, or is not an index."
-        )
-    content = parse(store.read(index), file=index)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CorruptCheckpointError(f"{index} is not an index: expected a JSON object with a weight_map of files.")
-    for shard in set(weight_map.values()):
-        if not is_safe_name(shard):
-            raise UnsafePathError(f"{index} names the file {shard!r:.200}; only files in its directory are allowed.")
-    return weight_map

@@ -216,9 +216,9 @@ FAULTS = [
     ("a tensor that its shard lacks", _listing(c=SHARDS["a"]), IncompleteCheckpointError, "'c'"),
     ("a tensor that is not listed", _stores_more, CorruptCheckpointError, "'z'"),
     *((f"the path {path!r}", _listing(a=path), UnsafePathError, "index")
-      for path in ("../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "a\\b", "", "..")),
-    *((f"the index {text}", written(INDEX, text), CorruptCheckpointError, "weight_map")
-      for text in ("[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "{}")),
+      for path in ("../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "a\\b", "", "..", "x\0", "c:x")),
+    *((f"the index {text:.40}", written(INDEX, text), CorruptCheckpointError, "index")
+      for text in ("", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "{}", "[" * 100_000)),
 ]  # fmt: skip
 
 
