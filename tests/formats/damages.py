@@ -13,8 +13,6 @@ import pytest
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.detect import open_source
 
-__all__ = ["Damage", "Refusal", "assert_refused", "each", "edited", "replaced", "rezipped", "without", "written"]
-
 Damage = Callable[[Path], object]
 Refusal = tuple[str, str, Damage, type[CkptkitError], str]  # the fault, a checkpoint, what is done to a copy, the error
 

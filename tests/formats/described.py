@@ -9,8 +9,6 @@ import numpy as np
 from ckptkit.formats.pickles.inert import Record, Stub
 from ckptkit.formats.pickles.tensors import Storage, StoredTensor
 
-__all__ = ["described", "shown"]
-
 
 def shown(value: Any) -> Any:
     """Return a stub as plain values, to compare two results."""

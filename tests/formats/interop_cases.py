@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["CODE", "Case", "OBJECTS", "REFUSED", "TENSORS", "blank", "raw", "same"]
-
 Case = tuple[str, Callable[[], Any]]
 BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
          "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",

@@ -1,4 +1,4 @@
-"""Run every fuzzer for long: `python -m tests.fuzz --seconds 600 --target deepspeed`.
+"""Run every fuzzer for long: `python -m tests.fuzz --seconds 600 --target rank_files`.
 
 Prints each finding with the seed that reproduces it, and at the end the number of inputs. The exit code is 1 if there
 was a finding. `--seed N --count 1` runs one input again and shows where it failed.

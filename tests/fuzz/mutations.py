@@ -12,8 +12,6 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["json_text", "mutate", "mutate_tree", "mutate_zip"]
-
 _INTERESTING = [0, 1, 2, 7, 8, 127, 128, 255, 256, 65535, 65536]
 _INTERESTING += [2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1]
 _OPCODES = (

@@ -40,8 +40,6 @@ from tests.fuzz.mutations import json_text, mutate, mutate_tree
 from tests.fuzz.running import Finding, Target, check_message
 from tests.hostile.records import reseal
 
-__all__ = ["OWN"]
-
 
 def commit_records(rng: random.Random, _: Path) -> None:
     """Require an accepted record to be written again unchanged."""

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from ckptkit.errors import CkptkitError
 
-__all__ = ["Finding", "Target", "check_message", "run_input"]
-
 MAX_SECONDS = 10.0  # of CPU time
 MAX_BYTES = 256 << 20
 _ADDRESS_SPACE = 4 << 30

@@ -15,7 +15,7 @@ INPUTS = {
     "metadata_pickles": 150, "metadata_and_c": 150, "archives_and_c": 150, "torch_files": 150,
     "catalogs_of_files": 150, "dcp_directories": 30, "archives_of_items": 150,
     "commit_records": 120, "manifests": 120, "run_directories": 25, "local_files": 60,
-    "safetensors_files": 60, "indexes": 40, "configs": 40, "rank_files": 6, "deepspeed": 6, "tar_files": 50,
+    "safetensors_files": 60, "indexes": 40, "configs": 40, "rank_files": 12, "tar_files": 50,
     "key_maps": 200, "layouts": 60,
 }  # fmt: skip
 PAST = [

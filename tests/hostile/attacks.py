@@ -23,8 +23,6 @@ from tests.hostile.harness import Place
 from tests.hostile.records import edit_json
 from tests.hostile.sources import header, safetensors
 
-__all__ = ["ATTACKS", "Attack"]
-
 Build = Callable[[Place], None]
 
 

@@ -19,8 +19,6 @@ from tests.hostile.harness import Place
 from tests.hostile.records import edit_json, edit_record, reseal
 from tests.hostile.sources import changed, changed_metadata, changed_steps, header
 
-__all__ = ["BOMBS", "HEAVY"]
-
 Build = Callable[[Place], None]
 _ZERO = b"\x80\x02"
 

@@ -18,8 +18,6 @@ from tests.hostile.harness import Place
 from tests.hostile.records import edit_json, edit_record, reseal
 from tests.hostile.sources import changed, changed_steps, header, safetensors
 
-__all__ = ["ALLOWED", "ESCAPES", "NAMES", "POINTERS"]
-
 Build = Callable[[Place], None]
 
 NAMES = (

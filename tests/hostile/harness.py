@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COMMANDS", "LIMIT_BYTES", "LIMIT_SECONDS", "Outcome", "Place", "run_commands", "tree"]
-
 LIMIT_SECONDS = 10.0  # CPU time, so that a busy machine does not matter
 _HANGS_SECONDS = 300  # wall time: for commands that wait for ever, for example on a FIFO
 # Twice a good run plus 256 MiB: a good run without torch takes 64 MiB, and these commands add little.

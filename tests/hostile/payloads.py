@@ -18,8 +18,6 @@ from tests.hostile.harness import Place
 from tests.hostile.records import edit_json, reseal
 from tests.hostile.sources import Evil, changed
 
-__all__ = ["GLOBALS", "PAYLOADS"]
-
 Build = Callable[[Place], None]
 
 

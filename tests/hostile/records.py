@@ -11,8 +11,6 @@ import xxhash
 
 from ckptkit.formats.own.record import _self_digest
 
-__all__ = ["edit_json", "edit_record", "reseal"]
-
 
 def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
     body = json.loads(path.read_text())

@@ -283,7 +283,7 @@ class Archive:
         self.start = start
         self.nbytes = file_size(store, path) - start if nbytes is None else nbytes
         self.file = file or (path if start == 0 else f"{path} (item at byte {start})")
-        self.storages: dict[str, Storage] = {}
+        self.storages: dict[tuple[str, str | None], Storage] = {}
         length = min(tail, self.nbytes)
         end = self.read(self.start + self.nbytes - length, length)
         count, size, offset = _find_directory(end, self.nbytes, self.file)
@@ -346,20 +346,12 @@ class Archive:
         return self.read(self.start + member.header, LOCAL_HEADER.size + len(member.name.encode()))
 
     def storage(self, identity: Any) -> Storage:
-        """Return the storage that a persistent id describes. `_locate_storages` sets its position later."""
-        key = identity[2] if isinstance(identity, tuple) and len(identity) == 5 else None
-        if not isinstance(key, str) or key not in self.storages:
-            made = storage_of(identity, self.stored, self.path)
-            self.storages[made.key] = made
-            return made
-        again = storage_of(identity, self.stored, self.path)
-        known = self.storages[key]
-        if again.dtype == known.dtype:
-            return known
-        # The same storage occurs with two dtypes: one tensor is a view of the other's bytes with a different dtype.
-        again.key = known.key
-        self.storages[f"{key}\n{again.dtype}"] = again
-        return again
+        """Return the storage that a persistent id describes. `_locate_storages` sets its position later.
+
+        A storage may occur with two dtypes: one tensor is a view of the other's bytes with a different dtype.
+        """
+        made = storage_of(identity, self.stored, self.path)
+        return self.storages.setdefault((made.key, made.dtype), made)
 
     def stored(self, key: str) -> tuple[int, int]:
         member = self.layout.members.get(f"data/{key}")

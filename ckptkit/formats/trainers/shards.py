@@ -57,15 +57,8 @@ def local_parts(
         UnsupportedFormatError: A placement is partial: the values must still be summed over ranks.
         CorruptCheckpointError: The placements do not fit the mesh, the tensor, or the local shape.
     """
-    parts = _local_parts(
-        shape,
-        tuple(mesh_shape),
-        tuple(coordinate),
-        tuple(placements),
-        local_shape,
-        None if order is None else tuple(order),
-    )
-    return list(parts)
+    shard_order = None if order is None else tuple(order)
+    return list(_local_parts(shape, tuple(mesh_shape), tuple(coordinate), tuple(placements), local_shape, shard_order))
 
 
 @functools.lru_cache(maxsize=1024)  # a model's thousands of tensors have few distinct shapes and placements

@@ -12,8 +12,6 @@ from ckptkit.formats.pickles.allowed import allowed_global
 from ckptkit.formats.pickles.inert import unknown_type
 from ckptkit.formats.pickles.walk import PersistentLoad, Unknown, guarded
 
-__all__ = ["loads_in_c"]
-
 
 class _Reference(pickle.Unpickler):
     functions: Mapping[tuple[str, str], Any]
