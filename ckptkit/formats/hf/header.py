@@ -109,12 +109,11 @@ class SafetensorsHeader:
     nbytes: int
 
 
-def read_header(store: Store, path: str, *, start: int = 0, nbytes: int | None = None) -> SafetensorsHeader:
+def read_header(store: Store, path: str, *, start: int = 0) -> SafetensorsHeader:
     """Read and check the header of `path`. Reads no tensor bytes.
 
     Args:
-        start: Where the safetensors blob starts in the file.
-        nbytes: The blob's length. By default, it extends to the end of the file.
+        start: Where the safetensors blob starts in the file. It extends to the end of the file.
 
     Raises:
         IncompleteCheckpointError: The file is shorter than its header says.
@@ -135,7 +134,7 @@ def read_header(store: Store, path: str, *, start: int = 0, nbytes: int | None =
             f"{path}: the header is {length} bytes long, but the file ends after {len(raw)} of them. It is truncated."
         )
     header = parse_header(raw, path, start=start)
-    _check_end(store, path, start + header.nbytes, None if nbytes is None else start + nbytes)
+    _check_end(store, path, start + header.nbytes)
     return header
 
 
@@ -329,14 +328,13 @@ def _check_contiguous(tensors: HeaderTensors, data_start: int, path: str) -> int
     return int(ends[-1])
 
 
-def _check_end(store: Store, path: str, end: int, expected: int | None) -> None:
-    """Check that the file (or the blob) ends where the header says."""
-    if expected is None:
-        info = store.info(path)
-        if info is not None and info.kind == "file":
-            expected = info.size
-        else:  # a symlink's size is unknown: read the last byte and the one after it
-            expected = end - 1 + len(store.read(path, end - 1, end + 1))
+def _check_end(store: Store, path: str, end: int) -> None:
+    """Check that the file ends where the header says."""
+    info = store.info(path)
+    if info is not None and info.kind == "file":
+        expected = info.size
+    else:  # a symlink's size is unknown: read the last byte and the one after it
+        expected = end - 1 + len(store.read(path, end - 1, end + 1))
     if expected < end:
         raise IncompleteCheckpointError(
             f"{path}: the header describes {end} bytes, but the file has {expected}. It is truncated."

@@ -23,7 +23,6 @@ _CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")  # 4.3.12
 _END = struct.Struct("<4s4H2IH")  # 4.3.16
 _END64 = struct.Struct("<4sQ2H2I4Q")  # 4.3.14
 _LOCATOR64 = struct.Struct("<4sIQI")  # 4.3.15
-_END_BYTES = _END64.size + _LOCATOR64.size + _END.size
 _MAX_DIRECTORY_BYTES = 256 << 20
 _MAX_NAME_BYTES = 1024
 _NONE16, _NONE32 = 0xFFFF, 0xFFFFFFFF
