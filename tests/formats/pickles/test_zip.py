@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import io
+import pickle
+import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +71,32 @@ def saved(tmp_path: Path) -> Path:
 def test_an_archive_rezipped_by_python_is_read(saved: Path) -> None:
     saved.write_bytes(rezip(lambda n, d: [(n, d)])(saved.read_bytes()))
     assert read_archive(LocalStore(saved.parent), "x.pt")["w"].shape == (6,)
+
+
+class _View:
+    """Pickled as a tensor of four elements in storage "0", of a storage class."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def __reduce__(self) -> Any:
+        storage = types.SimpleNamespace(kind=self.kind)
+        return torch._utils._rebuild_tensor_v2, (storage, 0, (4,), (1,), False, collections.OrderedDict())
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, item: Any) -> Any:
+        return ("storage", item.kind, "0", "cpu", 4) if isinstance(item, types.SimpleNamespace) else None
+
+
+def test_every_view_of_a_storage_with_two_dtypes_is_located(saved: Path) -> None:
+    out = io.BytesIO()
+    kinds = {"a": torch.FloatStorage, "b": torch.IntStorage, "c": torch.IntStorage}
+    _Pickler(out, 2).dump({name: _View(kind) for name, kind in kinds.items()})
+    saved.write_bytes(rezipped(saved.read_bytes(), lambda n, d: [(n, out.getvalue() if n.endswith(".pkl") else d)]))
+    found = read_archive(LocalStore(saved.parent), "x.pt")
+    assert [found[name].dtype for name in kinds] == ["float32", "int32", "int32"]
+    assert len({found[name].start for name in kinds}) == 1 and found["a"].start > 0
 
 
 def rezip(change, method: int = zipfile.ZIP_STORED) -> Callable[[bytes], bytes]:
