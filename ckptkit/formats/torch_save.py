@@ -167,7 +167,11 @@ def _catalog(store: Store, values: Mapping[str, Any], index: str | None = None) 
     table = RoleTable({name: leaf.path for name, leaf in leaves.items()}, tensors)
     names = _parameter_names(leaves)
     entries = {name: _entry(name, leaf, _named(table.of(name), leaf.path, names)) for name, leaf in tensors.items()}
-    objects = {name: _object(name, leaf, table.of(name).role) for name, leaf in leaves.items() if name not in tensors}
+    objects: dict[str, ObjectEntry] = {}
+    for name, leaf in leaves.items():
+        if name not in tensors:
+            role = Role.OPTIMIZER if table.of(name).role is Role.OPTIMIZER else Role.OTHER
+            objects[name] = ObjectEntry(name, leaf.file, encoding="value", value=leaf.value, role=role, key=leaf.path)
     return Catalog(entries, objects, _info(store, values, index, entries))
 
 
@@ -244,11 +248,6 @@ def _whole(leaf: _Leaf) -> StoredTensor:
         f"{leaf.file}: {name!r:.120} of shape {list(value.shape)} is only the part of rank {rank} of {world}. "
         "Give the directory that holds the files of all ranks."
     )
-
-
-def _object(name: str, leaf: _Leaf, role: Role) -> ObjectEntry:
-    role = role if role is Role.OPTIMIZER else Role.OTHER
-    return ObjectEntry(name, leaf.file, encoding="value", value=leaf.value, role=role, key=leaf.path)
 
 
 # --- numbered optimizer states, for which param_groups may hold the parameters' names

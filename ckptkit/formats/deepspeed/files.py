@@ -131,7 +131,8 @@ def read_model_states(
     """Read the model files at the root. Pass `without_module` if the weights are in other files."""
     matches = [match for name in files if (match := pattern.fullmatch(name))]
     stage3 = all(match[1] is not None for match in matches)
-    names = sorted((match[0] for match in matches if stage3 or match[1] is None), key=_numbers)
+    chosen = sorted((m for m in matches if stage3 or m[1] is None), key=lambda m: (int(m[1] or 0), int(m[2])))
+    names = [match[0] for match in chosen]
     template = f"zero_pp_rank_{{rank}}_mp_rank_{matches[0][2]}_model_states.pt"
     ranks = [int(match[1] or 0) for match in matches]
     if stage3:
@@ -187,7 +188,11 @@ def read_optim_states(
             states[rank] = _in_order(states[rank], order)
             fragments[rank] = _in_order(fragments[rank], order)
     check_steps(states, [match[0] for match in matches])
-    check_copies([_flats(*rank) for rank in zip(weights, states, strict=True)], [match[0] for match in matches])
+    moments = [
+        [t for state in rank for t in state.values() if isinstance(t, StoredTensor) and t.shape] for rank in states
+    ]
+    flats = [[*flat, *more] for flat, more in zip(weights, moments, strict=True)]
+    check_copies(flats, [match[0] for match in matches])
     return OptimStates(
         world_size,
         _stage(inner[0], models.stage3),
@@ -198,15 +203,6 @@ def read_optim_states(
         [] if models.stage3 else fragments,
         partitions if len(partitions) == len(weights[0]) else [world_size] * len(weights[0]),
     )
-
-
-def _flats(weights: Sequence[StoredTensor], states: Sequence[Mapping[str, Any]]) -> list[StoredTensor]:
-    tensors = (value for state in states for value in state.values() if isinstance(value, StoredTensor))
-    return [*weights, *(tensor for tensor in tensors if tensor.shape)]
-
-
-def _numbers(name: str) -> list[int]:
-    return [int(digits) for digits in re.findall(r"\d+", name)]
 
 
 def _shapes(group: Any, file: str) -> dict[str, Shape]:

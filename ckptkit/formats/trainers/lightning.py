@@ -101,16 +101,12 @@ def without_prefix(catalog: Catalog, prefix: str) -> Catalog:
     """Return the catalog with `prefix` removed from the FQNs that start with it, and a note that says so."""
     if not prefix:
         return catalog
-    tensors = {name: _strip(entry, prefix) for name, entry in catalog.tensors.items()}
+    tensors = {name: replace(entry, fqn=entry.fqn.removeprefix(prefix)) for name, entry in catalog.tensors.items()}
     note = f"{prefix!r}, the LightningModule's attribute, was stripped from the names."
     info = replace(
         catalog.info, notes=(*catalog.info.notes, note), extra={**catalog.info.extra, "module_prefix": prefix}
     )
     return Catalog(tensors, catalog.objects, info)
-
-
-def _strip(entry: TensorEntry, prefix: str) -> TensorEntry:
-    return replace(entry, fqn=entry.fqn.removeprefix(prefix)) if entry.fqn.startswith(prefix) else entry
 
 
 def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:
