@@ -24,6 +24,8 @@ from ckptkit.formats.trainers.rank_files import (
 )
 from ckptkit.storage import Store
 
+MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+OPTIM_FILE = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 T = TypeVar("T")
 Shape: TypeAlias = tuple[int, ...]
 
@@ -125,11 +127,9 @@ class OptimStates:
     partitions: Sequence[int]
 
 
-def read_model_states(
-    store: Store, files: Sequence[str], pattern: re.Pattern[str], *, without_module: bool = False
-) -> ModelStates:
+def read_model_states(store: Store, files: Sequence[str], *, without_module: bool = False) -> ModelStates:
     """Read the model files at the root. Pass `without_module` if the weights are in other files."""
-    matches = [match for name in files if (match := pattern.fullmatch(name))]
+    matches = [match for name in files if (match := MODEL_FILE.fullmatch(name))]
     stage3 = all(match[1] is not None for match in matches)
     chosen = sorted((m for m in matches if stage3 or m[1] is None), key=lambda m: (int(m[1] or 0), int(m[2])))
     names = [match[0] for match in chosen]
@@ -160,11 +160,9 @@ def read_model_states(
     )
 
 
-def read_optim_states(
-    store: Store, files: Sequence[str], pattern: re.Pattern[str], models: ModelStates
-) -> OptimStates | None:
+def read_optim_states(store: Store, files: Sequence[str], models: ModelStates) -> OptimStates | None:
     """Read the optimizer files at the root, or return None if there are none."""
-    matches = sorted((m for name in files if (m := pattern.fullmatch(name))), key=lambda m: int(m[2]))
+    matches = sorted((m for name in files if (m := OPTIM_FILE.fullmatch(name))), key=lambda m: int(m[2]))
     if not matches:
         return None
     values = read_archives(store, [match[0] for match in matches])

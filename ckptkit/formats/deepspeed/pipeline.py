@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
-from ckptkit.formats.deepspeed.files import read_model_states
+from ckptkit.formats.deepspeed.files import MODEL_FILE, OPTIM_FILE, read_model_states
 from ckptkit.formats.deepspeed.groups import add_moments, settings
-from ckptkit.formats.deepspeed.zero import MODEL_FILE, OPTIM_FILE, Stage, catalog_of, read_stage
+from ckptkit.formats.deepspeed.zero import Stage, catalog_of, read_stage
 from ckptkit.formats.hf.side_files import file_names
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import StoredTensor
@@ -85,7 +85,7 @@ def _numbers(files: Sequence[str], store: Store) -> list[int]:
 
 
 def _stage(store: Store, files: Sequence[str], number: int, layers: Mapping[str, Joined]) -> Stage:
-    models = read_model_states(store, [_FILE.format(rank=number)], MODEL_FILE, without_module=True)
+    models = read_model_states(store, [_FILE.format(rank=number)], without_module=True)
     size = models.values[0].get("mp_world_size")
     if type(size) is int and 0 < size < 1 << 16:
         missing_ranks(_numbers(files, store), size, _FILE)

@@ -15,7 +15,7 @@ from ckptkit.catalog.box import row_major_strides
 from ckptkit.catalog.entry import Catalog, SliceArray
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.deepspeed.files import Shape, read_model_states
-from ckptkit.formats.deepspeed.zero import MODEL_FILE, catalog_of, frozen_weights
+from ckptkit.formats.deepspeed.zero import catalog_of, frozen_weights
 from ckptkit.formats.hf.side_files import file_names
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import StoredTensor
@@ -36,7 +36,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         IncompleteCheckpointError: A parameter has no weights.
         UnsupportedFormatError: A parameter was padded or split in a way that only a live model can undo.
     """
-    models = read_model_states(store, file_names(store.list()), MODEL_FILE)
+    models = read_model_states(store, file_names(store.list()))
     shapes = {name: shape for group in models.param_shapes for name, shape in group.items()}
     optimizer = OptimizerState()
     masters: dict[str, Joined] = {}

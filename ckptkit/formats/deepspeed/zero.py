@@ -6,7 +6,6 @@ The low-precision copies in the model file equal the cast masters, and are not l
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from ckptkit.errors import (
     UnsupportedFormatError,
 )
 from ckptkit.formats.deepspeed.experts import EXPERT_FILE, EXPERT_OPTIMIZER, read_experts
-from ckptkit.formats.deepspeed.files import ModelStates, OptimStates, read_model_states, read_optim_states
+from ckptkit.formats.deepspeed.files import MODEL_FILE, ModelStates, OptimStates, read_model_states, read_optim_states
 from ckptkit.formats.deepspeed.groups import FlatGroup, add_moments, check_experts, check_layout, groups_of, settings
 from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import ReadOptions
@@ -34,9 +33,6 @@ from ckptkit.formats.trainers.optimizer_files import (
 from ckptkit.formats.trainers.rank_files import FlatVector, Joined, join, parameters
 from ckptkit.storage import Store
 from ckptkit.units import counted
-
-MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-OPTIM_FILE = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,7 @@ def read_stage(
         copies: Returns the low-precision weights by name.
         experts: The weights in the experts' files, if the experts have files of their own.
     """
-    optims = read_optim_states(store, files, OPTIM_FILE, models)
+    optims = read_optim_states(store, files, models)
     stage = Stage(models, optims, groups_of(models, optims, experts or ()), {})
     masters = {name: joined for group in stage.groups for name, joined in group.cut("")}
     if experts is not None:
@@ -91,7 +87,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """
     files = file_names(store.list())
     _refuse_foreign(store, files)
-    models = read_model_states(store, files, MODEL_FILE)
+    models = read_model_states(store, files)
     experts = _experts(store, files, models)
     stage = read_stage(store, files, models, lambda: {**models.whole(elsewhere=frozenset()), **experts}, experts)
     optims, masters = stage.optims, stage.masters
