@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from ckptkit.catalog.entry import ObjectEntry, Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
@@ -26,7 +26,7 @@ from ckptkit.storage import Store
 
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIM_FILE = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-T = TypeVar("T")
+_WEIGHTS = {False: "single_partition_of_fp32_groups", True: "fp32_flat_groups"}  # by whether it is ZeRO-3
 Shape: TypeAlias = tuple[int, ...]
 
 _OURS = frozenset(
@@ -105,25 +105,40 @@ class ModelStates:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimStates:
-    """The optimizer files' contents, in rank order.
+class FlatPart:
+    """One rank's part of a parameter group.
 
     Attributes:
-        weights: Each rank's flat fp32 tensors, one per group.
-        states: Each rank's base optimizer states, one dict per group.
+        weights: Flat fp32 weights.
+        states: The base optimizer's states.
+        fragments: name -> (numel, start), for the parameters in this part; {} if not recorded.
+    """
+
+    weights: StoredTensor
+    states: Mapping[str, Any]
+    fragments: Mapping[str, tuple[int, int]]
+
+    def flats(self) -> list[StoredTensor]:
+        """Return the weights and the moments, but no step counts."""
+        return [self.weights, *(t for t in self.states.values() if isinstance(t, StoredTensor) and t.shape)]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStates:
+    """The optimizer files' contents.
+
+    Attributes:
+        parts: By rank, then by group.
         param_groups: The settings of the base optimizer's groups.
         paddings: Alignment padding after each parameter, by group; [] if not recorded.
-        fragments: For each rank, by group: name -> (numel, start); [] if not recorded.
         partitions: Each group's number of partitions. Groups of experts have fewer partitions than there are ranks.
     """
 
     world_size: int
     stage: int
-    weights: Sequence[Sequence[StoredTensor]]
-    states: Sequence[Sequence[Mapping[str, Any]]]
+    parts: Sequence[Sequence[FlatPart]]
     param_groups: Sequence[Mapping[str, Any]]
     paddings: Sequence[Sequence[int]]
-    fragments: Sequence[Sequence[Mapping[str, tuple[int, int]]]]
     partitions: Sequence[int]
 
 
@@ -165,42 +180,53 @@ def read_optim_states(store: Store, files: Sequence[str], models: ModelStates) -
     matches = sorted((m for name in files if (m := OPTIM_FILE.fullmatch(name))), key=lambda m: int(m[2]))
     if not matches:
         return None
-    values = read_archives(store, [match[0] for match in matches])
-    inner = [_optimizer_dict(value, match[0]) for value, match in zip(values, matches, strict=True)]
-    partitions = _partitions(inner[0], len(matches), matches[0][0])
+    names = [match[0] for match in matches]
+    inner = [_optimizer_dict(value, name) for name, value in zip(names, read_archives(store, names), strict=True)]
+    partitions = _partitions(inner[0], len(names), names[0])
     world_size = max(partitions)
-    template = matches[0][0].replace(f"rank_{matches[0][2]}_", "rank_{rank}_", 1)
+    template = names[0].replace(f"rank_{matches[0][2]}_", "rank_{rank}_", 1)
     missing_ranks([int(match[2]) for match in matches], world_size, template)
-    key = "fp32_flat_groups" if models.stage3 else "single_partition_of_fp32_groups"
-    weights = [_flat_list(value.get(key), match[0], key) for value, match in zip(inner, matches, strict=True)]
-    if len({len(flat) for flat in weights}) > 1:
-        raise CorruptCheckpointError(f"the ranks have {sorted({len(flat) for flat in weights})} groups in {key}.")
-    base = [value.get("optimizer_state_dict" if models.stage3 else "base_optimizer_state") for value in inner]
-    groups = base[0].get("param_groups") if isinstance(base[0], dict) else None
-    states = [_states(state) for state in base]
-    fragments = [[_fragments(group) for group in value.get("param_slice_mappings") or []] for value in inner]
+    parts = [_parts(value, name, models.stage3) for name, value in zip(names, inner, strict=True)]
+    if len({len(of_rank) for of_rank in parts}) > 1:
+        raise CorruptCheckpointError(
+            f"the ranks have {sorted({len(of_rank) for of_rank in parts})} groups in {_WEIGHTS[models.stage3]}."
+        )
     if len(set(partitions)) > 1:  # with experts, the groups' order may differ between ranks
-        for rank, value in enumerate(inner):
-            order = group_order(inner[0], value, file=matches[rank][0])
-            weights[rank] = _in_order(weights[rank], order)
-            states[rank] = _in_order(states[rank], order)
-            fragments[rank] = _in_order(fragments[rank], order)
-    check_steps(states, [match[0] for match in matches])
-    moments = [
-        [t for state in rank for t in state.values() if isinstance(t, StoredTensor) and t.shape] for rank in states
-    ]
-    flats = [[*flat, *more] for flat, more in zip(weights, moments, strict=True)]
-    check_copies(flats, [match[0] for match in matches])
+        for rank, (name, value) in enumerate(zip(names, inner, strict=True)):
+            order = group_order(inner[0], value, file=name)
+            if len(order) == len(parts[rank]):
+                parts[rank] = [parts[rank][index] for index in order]
+    check_steps([[part.states for part in of_rank] for of_rank in parts], names)
+    check_copies([[tensor for part in of_rank for tensor in part.flats()] for of_rank in parts], names)
+    groups = inner[0].get("optimizer_state_dict" if models.stage3 else "base_optimizer_state")
+    groups = groups.get("param_groups") if isinstance(groups, dict) else None
     return OptimStates(
         world_size,
         _stage(inner[0], models.stage3),
-        weights,
-        states,
+        parts,
         groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else [],
         [] if models.stage3 else [list(group) for group in inner[0].get("param_alignment_paddings") or []],
-        [] if models.stage3 else fragments,
-        partitions if len(partitions) == len(weights[0]) else [world_size] * len(weights[0]),
+        partitions if len(partitions) == len(parts[0]) else [world_size] * len(parts[0]),
     )
+
+
+def _parts(inner: Mapping[str, Any], file: str, stage3: bool) -> list[FlatPart]:
+    key = _WEIGHTS[stage3]
+    weights = inner.get(key)
+    if isinstance(weights, StoredTensor):
+        weights = [weights]
+    elif not isinstance(weights, list) or not all(isinstance(t, StoredTensor) and len(t.shape) == 1 for t in weights):
+        raise IncompleteCheckpointError(
+            f"{file}: {key} is not a list of flat tensors. Was it saved without the weights?"
+        )
+    states = _states(inner.get("optimizer_state_dict" if stage3 else "base_optimizer_state"))
+    if stage3 and len(states) != len(weights):
+        states = []  # they do not belong to the subgroups
+    fragments = [_fragments(group) for group in inner.get("param_slice_mappings") or []]
+    return [
+        FlatPart(flat, states[i] if i < len(states) else {}, fragments[i] if i < len(fragments) else {})
+        for i, flat in enumerate(weights)
+    ]
 
 
 def _shapes(group: Any, file: str) -> dict[str, Shape]:
@@ -244,20 +270,6 @@ def _stage(inner: Mapping[str, Any], stage3: bool) -> int:
     if isinstance(stage, Record) and stage.args:
         stage = stage.args[0]
     return stage if isinstance(stage, int) else (3 if stage3 else 1)
-
-
-def _in_order(of_rank: list[T], order: Sequence[int]) -> list[T]:
-    return [of_rank[index] for index in order] if len(of_rank) == len(order) else of_rank
-
-
-def _flat_list(value: Any, file: str, key: str) -> list[StoredTensor]:
-    if isinstance(value, StoredTensor):
-        return [value]
-    if not isinstance(value, list) or not all(isinstance(t, StoredTensor) and len(t.shape) == 1 for t in value):
-        raise IncompleteCheckpointError(
-            f"{file}: {key} is not a list of flat tensors. Was it saved without the weights?"
-        )
-    return value
 
 
 def _states(base: Any) -> list[Mapping[str, Any]]:

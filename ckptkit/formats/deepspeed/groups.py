@@ -100,10 +100,10 @@ def groups_of(
         return []
     if models.stage3:
         return [[_zero3(models, optims)]]
-    if len(models.param_shapes) != len(optims.weights[0]):
+    if len(models.param_shapes) != len(optims.parts[0]):
         raise CorruptCheckpointError(
             f"the model file has {len(models.param_shapes)} parameter groups, but the optimizer files have "
-            f"{len(optims.weights[0])}. Are all files from one save?"
+            f"{len(optims.parts[0])}. Are all files from one save?"
         )
     first, counts = data_first(models.values[0]), counted(experts)
     found = []
@@ -120,34 +120,29 @@ def groups_of(
 
 
 def _zero12(index: int, params: Mapping[str, Shape], optims: OptimStates, part: Partition) -> FlatGroup:
-    states = [optims.states[rank][index] if index < len(optims.states[rank]) else {} for rank in part.ranks]
-    vectors = {"": [FlatVector.of_ranks((rank, optims.weights[rank][index]) for rank in part.ranks)]}
-    for name in _flat_states(states):
-        tensors = ((rank, state[name]) for rank, state in zip(part.ranks, states, strict=True))
-        vectors[name] = [FlatVector.of_ranks(tensors)]
+    parts = [(rank, optims.parts[rank][index]) for rank in part.ranks]
+    vectors = {"": [FlatVector.of_ranks((rank, flat.weights) for rank, flat in parts)]}
+    for name in _flat_states([flat.states for _, flat in parts]):
+        vectors[name] = [FlatVector.of_ranks((rank, flat.states[name]) for rank, flat in parts)]
     paddings = optims.paddings[index] if index < len(optims.paddings) else [0] * len(params)
     if len(paddings) != len(params):
         raise CorruptCheckpointError(
             f"parameter group {index} has {len(params)} parameters and {len(paddings)} alignment paddings."
         )
-    scalars = {name: value for name, value in states[0].items() if name not in vectors}
+    scalars = {name: value for name, value in parts[0][1].states.items() if name not in vectors}
     fragments = [
-        part.renamed(fragments[index]) if index < len(fragments) and rank in part.ranks else {}
-        for rank, fragments in enumerate(optims.fragments)
+        part.renamed(flats[index].fragments) if rank in part.ranks else {} for rank, flats in enumerate(optims.parts)
     ]
     return FlatGroup(part.renamed(params), vectors, scalars, paddings, fragments, slack=2 * len(part.ranks))
 
 
 def _zero3(models: ModelStates, optims: OptimStates) -> FlatGroup:
     """Return all parameters as one group: a parameter may span several of ZeRO-3's subgroups."""
-    vectors = {"": [FlatVector.of_ranks((rank, t) for t in flat) for rank, flat in enumerate(optims.weights)]}
-    all_states = [state for states in optims.states for state in states]
-    if all(len(states) == len(flat) for states, flat in zip(optims.states, optims.weights, strict=True)):
-        for name in _flat_states(all_states):
-            vectors[name] = [
-                FlatVector.of_ranks((rank, state[name]) for state in states)
-                for rank, states in enumerate(optims.states)
-            ]
+    ranks = list(enumerate(optims.parts))
+    vectors = {"": [FlatVector.of_ranks((rank, flat.weights) for flat in flats) for rank, flats in ranks]}
+    all_states = [flat.states for _, flats in ranks for flat in flats]
+    for name in _flat_states(all_states):
+        vectors[name] = [FlatVector.of_ranks((rank, flat.states[name]) for flat in flats) for rank, flats in ranks]
     params = {name: shape for group in models.param_shapes for name, shape in group.items()}
     scalars = {name: value for name, value in (all_states[0] if all_states else {}).items() if name not in vectors}
     return FlatGroup(params, vectors, scalars, [0] * len(params))
