@@ -102,9 +102,9 @@ def match_masters(
         shapes[group].append(joined.shape)
     if [len(group.get("params", ())) for group in groups] != list(map(len, shapes)):
         return None
-    no_decay = [group.get("weight_decay") == 0 for group in groups]
-    assigned = assign(params, shapes, no_decay)
-    if assigned is None:
+    assigned = assign(params, shapes)
+    if assigned is None:  # weight decay is only a hint, so the values must prove it
+        no_decay = [group.get("weight_decay") == 0 for group in groups]
         sampler = MasterSampler(store, weights)
         entries = {key: joined.entry("master", Role.MASTER) for key, joined in masters.items()}
         assigned = assign(params, shapes, no_decay, lambda group, i, fqn: sampler.fits(entries[group, i], fqn))
