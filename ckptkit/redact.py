@@ -8,16 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-__all__ = [
-    "MASK",
-    "carries_credentials",
-    "keep_secret",
-    "masked",
-    "printable",
-    "without_known_secrets",
-    "without_secrets",
-]
-
 MASK = "***"
 _MAX_KNOWN = 4096
 

@@ -11,8 +11,6 @@ from typing import Any
 from ckptkit.storage.body import Body, Content
 from ckptkit.storage.requests import FsspecApi, LostUploadError, Upload
 
-__all__ = ["AzureApi"]
-
 
 class AzureApi(FsspecApi):
     """Sends conditional puts and block uploads through adlfs's client. All other requests go through fsspec."""

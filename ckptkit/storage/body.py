@@ -11,8 +11,6 @@ from types import TracebackType
 
 from ckptkit.digests import crc32
 
-__all__ = ["Body", "Collected", "Content"]
-
 _LITTLE = 256 << 10
 _BLOCK = 4 << 20
 _PIECE = 512 << 10  # target size of the pieces that `read` returns, because each piece has a fixed cost

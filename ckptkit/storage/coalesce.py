@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import ReadInto, Store
 
-__all__ = ["Job", "Scatter", "Span", "coalesce", "cut_reads", "BlockReader"]
-
 _MAX_GAP = 512 << 10  # reading this many bytes takes about as long as one more request
 _LITTLE = 24 << 20  # if the reads total at most this many bytes, requests may be smaller than `large`
 _LEAST = 4 << 20  # the lowest size limit of these smaller requests

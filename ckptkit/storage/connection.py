@@ -20,8 +20,6 @@ from ckptkit.storage.pool import WorkerPool, result_of
 from ckptkit.storage.retry import BACKSTOP_S, BODY_S, SOON_S, hurry, patient, patiently
 from ckptkit.storage.store import SERVICES
 
-__all__ = ["LARGE_BODY", "PART_BYTES", "UPLOAD_BYTES", "Connection"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -17,8 +17,6 @@ from ckptkit.errors import StorageError
 from ckptkit.storage.body import Body, Content
 from ckptkit.storage.requests import Entries, Entry, FsspecApi, LostUploadError
 
-__all__ = ["GcsApi", "MOST", "batch_answers", "batch_of_deletions"]
-
 MOST = 100  # deletions that Google accepts per batch
 _BATCH_BOUNDARY = "ckptkit-batch-5d1e0c7ab39f4286"
 _STATUS = re.compile(rb"HTTP/[0-9.]+ ([0-9]{3})")

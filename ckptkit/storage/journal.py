@@ -20,8 +20,6 @@ from ckptkit.storage.local import LocalStore
 from ckptkit.storage.owner import owner_json, this_process
 from ckptkit.storage.staging import Leftover, leftovers, owner_files, owner_path, read_owner, staging_name
 
-__all__ = ["Journal", "Section", "adopt", "dead_owner_files", "give_up", "resumable"]
-
 logger = logging.getLogger(__name__)
 
 _HEAD = re.compile(r"([0-9a-f]{32}) (\d{1,6}) (\d{1,6})")

@@ -16,8 +16,6 @@ from ckptkit.digests import hex_digest_of
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import FileInfo, Store
 
-__all__ = ["FOLDER", "Finished", "Ledger", "read_ledger"]
-
 logger = logging.getLogger(__name__)
 
 FOLDER = ".ckptkit-done"

@@ -12,8 +12,6 @@ from ckptkit.storage.store import BlobWriter, FileInfo, ReadInto, Store, Unfinis
 if TYPE_CHECKING:
     from ckptkit.storage.objects import RemoteStore
 
-__all__ = ["Snapshot", "snapshot", "View"]
-
 
 class View:
     """A Store that forwards every call to another store. Subclasses override some methods."""

@@ -20,8 +20,6 @@ from ckptkit.errors import IncompleteCheckpointError, NoSpaceError, StorageError
 from ckptkit.storage.coalesce import Span, coalesce
 from ckptkit.storage.store import FileInfo, ReadInto, Store, checked_path, is_path
 
-__all__ = ["LocalStore", "OpenDirectory", "is_directory", "renameat2", "start_writing"]
-
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 

@@ -28,18 +28,6 @@ from ckptkit.storage.store import Store
 if sys.platform != "win32":
     import fcntl
 
-__all__ = [
-    "Attempts",
-    "HeldDirectory",
-    "hold",
-    "STATE_DIRECTORY",
-    "Lease",
-    "acquire_lease",
-    "check_state_directory",
-    "lease_holder",
-    "open_attempts",
-    "store_clock",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from ckptkit.redact import keep_secret, without_secrets
 from ckptkit.storage.body import Content
 from ckptkit.storage.coalesce import Job, Scatter, cut_reads
 from ckptkit.storage.connection import PART_BYTES, Connection
-from ckptkit.storage.requests import Entries, Entry, FsspecApi, NotConditionalError, Uploads
+from ckptkit.storage.requests import Entries, Entry, FsspecApi, NotConditionalError
 from ckptkit.storage.retry import advice_on, call_with_retries, hurry, is_outage, is_transient, patient, words_of
 from ckptkit.storage.store import (
     SERVICES,
@@ -29,13 +29,12 @@ from ckptkit.storage.store import (
     ReadInto,
     Store,
     UnfinishedUpload,
+    Uploads,
     checked_path,
     is_path,
     split_url,
 )
 from ckptkit.storage.upload import PartWriter
-
-__all__ = ["RemoteStore"]
 
 logger = logging.getLogger(__name__)
 

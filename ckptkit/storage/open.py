@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ckptkit.storage.local import LocalStore
     from ckptkit.storage.objects import RemoteStore
 
-__all__ = ["open_store", "refuse_credentials"]
-
 
 def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) -> LocalStore | RemoteStore:
     """Return the store at `url`: a path, "file://...", or anything else that fsspec opens ("s3://", "gs://", ...).

@@ -14,8 +14,6 @@ from ckptkit.storage.local import is_directory
 if TYPE_CHECKING:
     from ckptkit.storage.store import Store
 
-__all__ = ["Owner", "owner_in", "owner_json", "this_process"]
-
 
 @dataclass(frozen=True, slots=True)
 class Owner:

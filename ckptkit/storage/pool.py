@@ -17,8 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from ckptkit.storage.retry import hurry
 
-__all__ = ["WorkerPool", "before_end", "result_of", "start_or_do_without"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 _MAY_START = sys.version_info < (3, 12)  # later versions start no threads once the main thread has ended

@@ -10,8 +10,6 @@ from ckptkit.storage.body import Content
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.store import FileInfo, ReadInto, Store
 
-__all__ = ["AttemptStore", "attempt_store"]
-
 
 def attempt_store(root: Store, path: str) -> Store:
     """Return a store for the folder `path` under `root`, which has no other writer."""

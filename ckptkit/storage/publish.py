@@ -34,22 +34,6 @@ from ckptkit.storage.staging import (
 )
 from ckptkit.storage.store import Store
 
-__all__ = [
-    "check_target",
-    "check_writable",
-    "clean_siblings",
-    "close_staging",
-    "drop",
-    "exchange",
-    "finish_replacement",
-    "open_staging",
-    "publish",
-    "stage",
-    "sync_directories",
-    "sync_files",
-    "sync_tree",
-]
-
 logger = logging.getLogger(__name__)
 _RENAME_EXCHANGE = 2  # linux/fs.h
 

@@ -32,8 +32,6 @@ from ckptkit.storage.retry import may_yet_happen
 from ckptkit.storage.staging import Replaceable, Writer, is_interruption, new_nonce, read_owner, write_owner
 from ckptkit.storage.store import BlobWriter, FileInfo, ReadInto, Store
 
-__all__ = ["OWNER_NAME", "check_object", "check_remote", "stage_object", "stage_remote"]
-
 logger = logging.getLogger(__name__)
 
 NEW = ".ckptkit-new"  # staging folder inside a directory that is being replaced

@@ -14,19 +14,6 @@ from ckptkit.storage.body import Content
 from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.store import UnfinishedUpload, Uploads
 
-__all__ = [
-    "ConcurrentRequests",
-    "Entries",
-    "Entry",
-    "FsspecApi",
-    "LostUploadError",
-    "NotConditionalError",
-    "Range",
-    "Sink",
-    "Upload",
-    "Uploads",
-]
-
 T = TypeVar("T")
 
 Entry = Mapping[str, Any]

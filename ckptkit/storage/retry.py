@@ -18,32 +18,6 @@ from ckptkit.redact import without_secrets
 from ckptkit.storage.store import SERVICES
 from ckptkit.units import parse_duration
 
-__all__ = [
-    "BACKGROUND_S",
-    "BRIEF_S",
-    "Patience",
-    "call_with_retries",
-    "current_limit_s",
-    "error_code",
-    "http_status",
-    "hurry",
-    "is_outage",
-    "is_transient",
-    "may_yet_happen",
-    "patient",
-    "timeout_s",
-    "BACKSTOP_S",
-    "BODY_S",
-    "SOON_S",
-    "WHOLE_S",
-    "Progress",
-    "SilenceError",
-    "patiently",
-    "silences",
-    "advice_on",
-    "words_of",
-]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -22,12 +22,9 @@ from ckptkit.storage.requests import (
     NotConditionalError,
     Range,
     Sink,
-    Uploads,
 )
 from ckptkit.storage.retry import BODY_S, SOON_S, WHOLE_S, error_code, http_status, patiently
-from ckptkit.storage.store import UnfinishedUpload
-
-__all__ = ["S3Api"]
+from ckptkit.storage.store import UnfinishedUpload, Uploads
 
 _GONE = ("NoSuchKey", "NoSuchUpload")
 _HEAD_BYTES = 16 << 20  # first range when a whole object is read; nearly all objects are smaller

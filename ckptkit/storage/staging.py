@@ -15,25 +15,6 @@ from ckptkit.storage.local import LocalStore
 from ckptkit.storage.owner import Owner, owner_in, owner_json, this_process
 from ckptkit.storage.store import Store
 
-__all__ = [
-    "Leftover",
-    "Replaceable",
-    "STARTING_S",
-    "Writer",
-    "is_abandoned",
-    "is_dead",
-    "is_interruption",
-    "leftover_of",
-    "leftovers",
-    "new_nonce",
-    "owner_files",
-    "owner_path",
-    "read_owner",
-    "staging_name",
-    "trash_name",
-    "write_owner",
-]
-
 STARTING_S = 60.0  # how long a writer may take between creating its owner file and filling it
 _LEFTOVER = re.compile(r"\.(tmp|trash)-(.+)-([0-9a-f]{16})((?:\.[0-9]{1,6})?\.owner)?", re.DOTALL)
 

@@ -10,22 +10,6 @@ from typing import Protocol
 
 from ckptkit.errors import UnsafePathError, UsageError
 
-__all__ = [
-    "BlobWriter",
-    "FileInfo",
-    "ReadInto",
-    "SERVICES",
-    "Service",
-    "Store",
-    "UnfinishedUpload",
-    "Uploads",
-    "require_bucket",
-    "split_url",
-    "checked_path",
-    "is_path",
-    "is_safe_name",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:

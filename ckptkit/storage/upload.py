@@ -15,8 +15,6 @@ from ckptkit.storage.connection import UPLOAD_BYTES, Connection
 from ckptkit.storage.pool import result_of
 from ckptkit.storage.requests import FsspecApi, LostUploadError, Upload
 
-__all__ = ["PartWriter"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
