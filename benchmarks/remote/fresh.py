@@ -122,7 +122,7 @@ def our_puts(url: str, options: Options, model: Holder) -> Steps:
     data = [memoryview(p.detach().view(torch.uint8).numpy()).cast("B") for p in model.parameters()]
     root = open_store(url, storage_options=options)
     assert isinstance(root, RemoteStore)
-    store = AttemptStore.of(root, "puts")
+    store = AttemptStore(root.child("puts"))
     for turn in range(2):
         for number in range(6):
             with store.writer(f"{turn}/{number}") as writer:

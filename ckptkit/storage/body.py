@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import mmap
 import sys
+from bisect import bisect_right
 from collections.abc import Sequence
-from types import TracebackType
+from itertools import accumulate
 
 from ckptkit.digests import crc32
 
-_LITTLE = 256 << 10
 _BLOCK = 4 << 20
 _PIECE = 512 << 10  # target size of the pieces that `read` returns, because each piece has a fixed cost
 
@@ -20,30 +21,32 @@ class Content:
     """The content of an object, or of one of its upload parts.
 
     Attributes:
+        pieces: The buffers, none of them empty.
         nbytes: Size of the whole content in bytes.
         copied: How many bytes were copied for this request, which is its cost in memory.
-        crc32: CRC-32 of the whole content if it was computed during the writes; otherwise None.
     """
 
-    __slots__ = ("_owners", "copied", "crc32", "nbytes", "pieces")
+    __slots__ = ("_owners", "_stops", "copied", "nbytes", "pieces")
 
-    def __init__(
-        self,
-        pieces: Sequence[bytes | memoryview],
-        *,
-        copied: int,
-        crc32: int | None = None,
-        owners: Sequence[object] = (),
-    ) -> None:
-        self.pieces = pieces
-        self.nbytes = sum(len(piece) for piece in pieces)
+    def __init__(self, pieces: Sequence[bytes | memoryview], *, copied: int, owners: Sequence[object] = ()) -> None:
+        self.pieces = [piece for piece in pieces if piece]
         self.copied = copied
-        self.crc32 = crc32
+        self._stops = list(accumulate(map(len, self.pieces)))
+        self.nbytes = self._stops[-1] if self._stops else 0
         self._owners = owners
 
     @classmethod
     def of(cls, data: bytes | Content) -> Content:
         return data if isinstance(data, Content) else cls([data], copied=len(data))
+
+    def between(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes [start, stop) as views of the pieces."""
+        found, index = list[memoryview](), bisect_right(self._stops, start)
+        while start < stop:
+            piece, end = memoryview(self.pieces[index]), self._stops[index]
+            found.append(piece[len(piece) + start - end : len(piece) + stop - end if stop < end else len(piece)])
+            start, index = end, index + 1
+        return found
 
     def joined(self) -> bytes:
         """Return the content as one bytes object, copying only if necessary."""
@@ -53,93 +56,53 @@ class Content:
 
     def crc32_base64(self) -> str:
         """Return the CRC-32 in base64, as HTTP headers carry it."""
-        found = self.crc32
-        if found is None:
-            found = 0
-            for piece in self.pieces:
-                found = crc32(piece, found)
+        found = 0
+        for piece in self.pieces:
+            found = crc32(piece, found)
         return base64.b64encode(found.to_bytes(4, "big")).decode()
 
 
 class Collected:
     """Collects the pieces of one request. Each piece is either copied or lent (used in place)."""
 
-    def __init__(self, *, checked: bool) -> None:
+    def __init__(self) -> None:
         self.nbytes = 0
-        self.crc32 = 0
-        self._checked = checked
-        self._copied = 0
-        self._pieces: list[bytes | memoryview] = []
+        self.copied = 0
+        self._pieces: list[tuple[memoryview, int, int]] = []  # (buffer, start, stop)
         self._owners: list[object] = []
-        self._buffer = io.BytesIO()  # for small writes
-        self._block: memoryview | None = None  # for large writes
+        self._block = memoryview(b"")  # holds the next copies, from `_filled` on
         self._filled = 0
-        self._lent: tuple[memoryview, int, int] | None = None  # the last lent piece; the next one may extend it
 
     def copy(self, data: memoryview) -> None:
         """Append a copy of `data`."""
-        self._flush_lent()
-        self._copied += len(data)
-        self._count(data)
-        if self._block is None and self._buffer.tell() + len(data) <= _LITTLE:
-            self._buffer.write(data)
-            return
+        self.copied += len(data)
         while data:
-            if self._block is None or self._filled == len(self._block):
-                self._flush_buffer()
-                self._block = _block()
-            room = self._block[self._filled : self._filled + len(data)]
-            room[:] = data[: len(room)]
-            self._filled += len(room)
-            data = data[len(room) :]
+            if self._filled == len(self._block):
+                self._block, self._filled = _block(), 0
+            stop = min(len(self._block), self._filled + len(data))
+            count = stop - self._filled
+            self._block[self._filled : stop] = data[:count]
+            self._append(self._block, self._filled, stop)
+            self._filled, data = stop, data[count:]
 
     def lend(self, source: memoryview, start: int, stop: int, owner: object) -> None:
         """Append source[start:stop] without copying it. The memory must not change until it has been sent."""
-        self._flush_buffer()
-        if self._lent is not None and self._lent[0] is source and self._lent[2] == start:
-            self._lent = (source, self._lent[1], stop)
-        else:
-            self._flush_lent()
-            self._lent = (source, start, stop)
+        if self._append(source, start, stop):
             self._owners.append(owner)
-        self._count(source[start:stop])
 
-    def _count(self, data: memoryview) -> None:
-        self.nbytes += len(data)
-        if self._checked:
-            self.crc32 = crc32(data, self.crc32)
+    def _append(self, source: memoryview, start: int, stop: int) -> bool:
+        """Append a piece, and return True. If it only extends the last piece, return False."""
+        self.nbytes += stop - start
+        if self._pieces and self._pieces[-1][0] is source and self._pieces[-1][2] == start:
+            self._pieces[-1] = (source, self._pieces[-1][1], stop)
+            return False
+        self._pieces.append((source, start, stop))
+        return True
 
-    def _flush_lent(self) -> None:
-        if self._lent is not None:
-            source, start, stop = self._lent
-            self._pieces.append(source[start:stop])
-            self._lent = None
-
-    def _flush_buffer(self) -> None:
-        if self._buffer.tell():
-            self._pieces.append(self._buffer.getvalue())
-            self._buffer = io.BytesIO()
-        if self._block is not None:
-            self._pieces.append(self._block[: self._filled].toreadonly())
-            self._block, self._filled = None, 0
-
-    def content(self, *, after: Sequence[Collected] = (), crc32: int | None = None) -> Content:
-        """Return a Content with the pieces of `after`, followed by our own.
-
-        Args:
-            crc32: CRC-32 of all these pieces together. Not needed if `after` is empty.
-        """
-        collected = (*after, self)
-        for one in collected:
-            one._flush_lent()
-            one._flush_buffer()
-        crc = crc32 if after else self.crc32
-        return Content(
-            [piece for one in collected for piece in one._pieces],
-            copied=sum(one._copied for one in collected),
-            crc32=crc if self._checked else None,
-            owners=[owner for one in collected for owner in one._owners],
-        )
+    def content(self) -> Content:
+        """Return everything collected."""
+        pieces = [source[start:stop].toreadonly() for source, start, stop in self._pieces]
+        return Content(pieces, copied=self.copied, owners=self._owners)
 
 
 def _block() -> memoryview:
@@ -157,17 +120,12 @@ class Body(io.BytesIO):
     def __init__(self, content: Content) -> None:
         super().__init__()
         self._content = content
-        self._at = 0  # position in the content
-        self._piece = 0
-        self._inside = 0  # position in the piece
-
-    @property
-    def nbytes(self) -> int:
-        return self._content.nbytes
+        self._at = 0
+        self.nbytes = content.nbytes
 
     def getbuffer(self) -> memoryview:
-        # HTTP clients use this buffer only to get the length.
-        return _Length(self._content.nbytes)  # type: ignore[return-value]
+        # aiohttp uses this buffer only to get the length: with body.getbuffer() as buffer: len(buffer)
+        return contextlib.nullcontext(range(self.nbytes))  # type: ignore[return-value]
 
     def seekable(self) -> bool:
         return True
@@ -176,46 +134,15 @@ class Body(io.BytesIO):
         return self._at
 
     def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._content.nbytes}[whence]
-        self._at = self._inside = max(0, min(self._content.nbytes, base + position))
-        self._piece = 0
-        pieces = self._content.pieces
-        while self._piece < len(pieces) and self._inside >= len(pieces[self._piece]):
-            self._inside -= len(pieces[self._piece])
-            self._piece += 1
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence]
+        self._at = max(0, min(self.nbytes, base + position))
         return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Return the next bytes: at least _PIECE / 2 if that many remain, even if fewer were requested."""
-        if size is None or size < 0:
-            size = self._content.nbytes
-        wanted, found = max(size, _PIECE), list[memoryview]()
-        while wanted > 0 and self._piece < len(self._content.pieces):
-            piece = memoryview(self._content.pieces[self._piece])[self._inside : self._inside + wanted]
-            found.append(piece)
-            wanted -= len(piece)
-            self._at += len(piece)
-            self._inside += len(piece)
-            if self._inside >= len(self._content.pieces[self._piece]):
-                self._piece, self._inside = self._piece + 1, 0
-            if len(found) == 1 and len(piece) >= _PIECE // 2:
-                return piece  # type: ignore[return-value]  # callers also accept a view
-        return b"".join(found)
-
-
-class _Length:
-    """A stand-in for a buffer: it has a length but no content."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-
-    def __len__(self) -> int:
-        return self._nbytes
-
-    def __enter__(self) -> _Length:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
+        wanted = self.nbytes if size is None or size < 0 else max(size, _PIECE)
+        found = self._content.between(self._at, min(self.nbytes, self._at + wanted))
+        if found and len(found[0]) >= _PIECE // 2:
+            found = found[:1]
+        self._at += sum(map(len, found))
+        return found[0] if len(found) == 1 else b"".join(found)  # type: ignore[return-value]  # a view will do, too

@@ -1,4 +1,4 @@
-"""Opens one fsspec file system per process, with its threads and memory budget. A forked child opens its own."""
+"""Opens fsspec file systems, each with its threads, its memory budget and its cache of small files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,27 +23,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 PART_BYTES = 16 << 20  # size of one ranged read if there are few reads
-UPLOAD_BYTES = 36 << 20  # size of an upload part; a small object is sent as one request of up to two parts
 LARGE_BODY = 1 << 20  # after receiving at least this many bytes, a server may wait for its disk before it responds
 _THREADS = 16
-_READS = _THREADS + 4  # concurrent ranged reads
+_READS = 20  # concurrent ranged reads
 _UPLOADS = 8  # concurrent upload requests per process
-_HELD_BYTES = 144 << 20  # memory that these requests may hold: four parts, or two single-request objects
+_HELD_BYTES = 144 << 20  # copies that they may hold
 _WORKS = "Use a path, s3://, gs:// or abfs://; for reading also hf://, http:// or https://."
 
 # Prefixes of the environment variables that file systems read when they connect.
 _ENVIRONMENT = ("HF_", "FSSPEC_", "HOME", *(name for service in SERVICES.values() for name in service.environment))
-_inherited: list[Any] = []  # kept alive in a child: closing its parent's file systems would use the parent's sockets
 _connections: weakref.WeakValueDictionary[bytes, Connection] = weakref.WeakValueDictionary()
 _latest: collections.deque[Connection] = collections.deque(maxlen=2)  # kept open for the next store
-
-
-def _keep_inherited() -> None:
-    _inherited.extend(connection._held for connection in list(_connections.values()))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_inherited)
 
 
 class Known:
@@ -75,80 +64,55 @@ class Known:
 
 
 class Budget:
-    """Limits the number of concurrent uploads and their memory. Also counts the bytes that writers have buffered."""
+    """Limits the memory of concurrent uploads."""
 
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self._free, self._free_bytes = most, most_bytes
-        self._most, self._most_bytes = most, most_bytes
-        self.collected = 0  # bytes that writers have buffered and not yet sent
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held_bytes = 0
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> None:
-        """Wait until there is room for one more request of `nbytes`. A request above the limit runs alone."""
+        """Wait until there is room for `nbytes` more. A request above the limit waits until nothing else is held."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._free == self._most or (self._free > 0 and (not nbytes or nbytes <= self._free_bytes))
-            )
-            self._free -= 1
-            self._free_bytes -= nbytes
+            self._changed.wait_for(lambda: not self._held_bytes or self._held_bytes + nbytes <= self._most_bytes)
+            self._held_bytes += nbytes
 
     def release(self, nbytes: int) -> None:
-        """Release the room that a request of `nbytes` took."""
+        """Return what `acquire` took."""
         with self._changed:
-            self._free += 1
-            self._free_bytes += nbytes
+            self._held_bytes -= nbytes
             self._changed.notify_all()
-
-    def collect(self, nbytes: int) -> None:
-        """Add `nbytes` to the count of buffered bytes. It is negative when a writer releases its buffers."""
-        with self._changed:
-            self.collected += nbytes
-
-    @property
-    def crowded(self) -> bool:
-        """Whether writers have buffered more bytes than all requests together may hold."""
-        return self.collected > self._most_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _OfProcess:
-    """A connection's state in one process.
-
-    Attributes:
-        budget: Limits the memory of uploads.
-        known: Caches small files that were recently read or written.
-        turns: Limits the number of concurrent ranged reads. Without this limit, the wait for a free HTTP connection
-            would count as silence of the server, and the read would time out.
-    """
-
-    pid: int
-    fs: Any
-    pool: WorkerPool
-    budget: Budget
-    known: Known
-    turns: asyncio.Semaphore
 
 
 class Connection:
-    """A connection shared by all stores with the same protocol and options. A forked child opens its own at first use.
+    """A file system with its threads, shared by all stores with the same protocol and options. Does not cross a fork.
 
-    A child lacks the thread that runs fsspec's event loop. A lock that another thread held during the fork stays locked
-    in the child. So everything, including the locks, is kept per process id.
+    Attributes:
+        known: Caches small files that were recently read or written.
+        turns: Limits the number of concurrent ranged reads. Without this limit, the wait for a free HTTP connection
+            would count as silence of the server, and the read would time out.
+        conditional: Whether put-if-absent works, by bucket, once it has been tried. A server may support it in only
+            some buckets.
     """
 
     def __init__(self, protocol: str, options: Mapping[str, Any]) -> None:
         self.protocol = protocol
         self.options = dict(options)
-        self._locks: dict[int, threading.Lock] = {}
-        self._held: _OfProcess | None = None
-        # Whether put-if-absent works, by bucket, once it has been tried. A server may support it in only some buckets.
+        self.known = Known()
+        self.turns = asyncio.Semaphore(_READS)
         self.conditional: dict[str, bool] = {}
+        self._pid = os.getpid()
+        self._fs: Any = None
+        self._lock = threading.Lock()
+        self._readers = WorkerPool(_THREADS, thread_name_prefix="ckptkit-remote")
+        self._uploaders = WorkerPool(_UPLOADS, thread_name_prefix="ckptkit-upload")
+        self._budget = Budget(_HELD_BYTES)
 
     @classmethod
     def shared(cls, protocol: str, options: Mapping[str, Any]) -> Connection:
-        """Return the open connection for these options and the current environment, or a new one."""
+        """Return this process's connection for these options and the current environment, or a new one."""
         given = [(name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)]
-        text = repr((protocol, sorted(options.items(), key=lambda item: item[0]), sorted(given)))
+        text = repr((os.getpid(), protocol, sorted(options.items(), key=lambda item: item[0]), sorted(given)))
         key = sha256_of(text.encode(errors="surrogateescape"))  # hashed, so that no secret is stored
         found = _connections.get(key)
         if found is None:  # no lock, because a fork could leave it locked; two connections at once are harmless
@@ -158,42 +122,30 @@ class Connection:
         return found
 
     @property
-    def own(self) -> _OfProcess:
-        """This process's state of the connection, created at first use."""
-        held, pid = self._held, os.getpid()
-        if held is not None and held.pid == pid:
-            return held
-        with self._locks.setdefault(pid, threading.Lock()):
-            if self._held is None or self._held.pid != pid:
-                _inherited.append(self._held)
-                self._held = _OfProcess(
-                    pid,
-                    _open_file_system(self.protocol, self.options),
-                    WorkerPool(_THREADS, thread_name_prefix="ckptkit-remote"),
-                    Budget(_UPLOADS, _HELD_BYTES),
-                    Known(),
-                    asyncio.Semaphore(_READS),
-                )
-            return self._held
-
-    @property
     def fs(self) -> Any:
-        """This process's fsspec file system."""
-        return self.own.fs
+        """The fsspec file system, opened at first use. Raises UsageError in a forked process."""
+        if self._pid != os.getpid():  # a fork has neither the threads nor connections of its own
+            raise UsageError(
+                f"This {self.protocol}:// store was opened by process {self._pid}, before a fork. Open it again in "
+                f"process {os.getpid()}: connections do not survive a fork."
+            )
+        with self._lock:
+            if self._fs is None:
+                self._fs = _open_file_system(self.protocol, self.options)
+            return self._fs
 
     def upload(self, function: Callable[[], T], nbytes: int) -> Future[T]:
         """Run `function` in a thread once the budget has room for `nbytes`.
 
-        The room is taken until `function` returns. `function` must not wait for other work in the pool.
+        The room is taken until `function` returns. `function` must not wait for other uploads.
         """
-        own = self.own
-        own.budget.acquire(nbytes)
+        self._budget.acquire(nbytes)
         try:
-            future = own.pool.submit(function)
+            future = self._uploaders.submit(function)
         except BaseException:
-            own.budget.release(nbytes)
+            self._budget.release(nbytes)
             raise
-        future.add_done_callback(lambda _: own.budget.release(nbytes))
+        future.add_done_callback(lambda _: self._budget.release(nbytes))
         return future
 
     def each(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -205,7 +157,7 @@ class Connection:
         if len(todo) <= 1:
             return [function(item) for item in todo]
         with patient():
-            futures = [self.own.pool.submit(function, item) for item in todo]
+            futures = [self._readers.submit(function, item) for item in todo]
             try:
                 return list(map(result_of, futures))
             except BaseException as error:
@@ -250,25 +202,11 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
             f"{protocol}:// can't be opened with its URL alone: {error}. Pass what is missing as storage options "
             f"(--storage-option NAME=VALUE). {_WORKS}"
         ) from error
-    _close_only_here(made)
     if protocol in ("s3", "s3a"):
         made.retries = 1
     if protocol in ("gs", "gcs"):
         _without_inner_retries(made, given="requests_timeout" in options)
     return made
-
-
-def _close_only_here(fs: Any) -> None:
-    """Keep a forked child from closing its parent's sessions at exit: both share the selector and the sockets."""
-    close, mine = getattr(type(fs), "close_session", None), os.getpid()
-    if close is None:
-        return
-
-    def close_session(*args: Any, **kwargs: Any) -> None:
-        if os.getpid() == mine:
-            close(*args, **kwargs)
-
-    fs.close_session = close_session  # s3fs and gcsfs call it from weakref.finalize
 
 
 def _leave_unsigned(settings: Mapping[str, Any]) -> None:

@@ -206,7 +206,8 @@ class GcsUpload:
         at = self._received(start, stop, last=last) if number in self._tried else start
         self._tried.add(number)
         if at < stop:
-            self._send(_after(content, at - start), at, stop, last=last)
+            left = content.between(at - start, content.nbytes)
+            self._send(Content(left, copied=0, owners=[content]), at, stop, last=last)
         self._starts[number + 1] = stop
         self._nbytes = stop
 
@@ -278,15 +279,6 @@ class GcsUpload:
         with contextlib.suppress(FileNotFoundError):  # the session has ended
             self._api.fs.call("DELETE", self._place)
         self._take_back()  # an emulator publishes an incomplete upload when queried for its state
-
-
-def _after(content: Content, skipped: int) -> Content:
-    """Return the content without its first `skipped` bytes."""
-    pieces: list[memoryview] = []
-    for piece in content.pieces:
-        pieces.append(memoryview(piece)[min(skipped, len(piece)) :])
-        skipped -= min(skipped, len(piece))
-    return Content([piece for piece in pieces if piece], copied=0, owners=[content])
 
 
 def _size(body: bytes) -> int:

@@ -3,95 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
-from ckptkit.storage.store import BlobWriter, FileInfo, ReadInto, Store, UnfinishedUpload, Uploads, checked_path
-
-if TYPE_CHECKING:
-    from ckptkit.storage.objects import RemoteStore
-
-
-class View:
-    """A Store that forwards every call to another store. Subclasses override some methods."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.url, self.asking_costs, self.sizes_are_free = store.url, store.asking_costs, store.sizes_are_free
-
-    def child(self, path: str) -> Store:
-        return self._store.child(path)
-
-    def info(self, path: str) -> FileInfo | None:
-        return self._store.info(path)
-
-    def exists(self, path: str) -> bool:
-        return self._store.exists(path)
-
-    def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
-        return self._store.list(path, recursive=recursive)
-
-    def free_bytes(self) -> int | None:
-        return self._store.free_bytes()
-
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        return self._store.read(path, start, stop)
-
-    def read_into(self, path: str, start: int, view: memoryview) -> None:
-        self._store.read_into(path, start, view)
-
-    def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
-        self._store.read_many(reads, workers=workers)
-
-    def fetch(self, paths: Iterable[str]) -> None:
-        self._store.fetch(paths)
-
-    def writer(self, path: str, *, sync: bool = True) -> AbstractContextManager[BlobWriter]:
-        return self._store.writer(path, sync=sync)
-
-    def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
-        self._store.write(path, data, overwrite=overwrite, sync=sync)
-
-    def delete(self, paths: Iterable[str]) -> None:
-        self._store.delete(paths)
-
-    def delete_tree(self, path: str) -> None:
-        self._store.delete_tree(path)
-
-    def existing(self) -> Store:
-        return self._store.existing()
-
-    def with_free_names(self) -> Store:
-        return self._store.with_free_names()
-
-    def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
-        return self._store.with_each_put(around)
-
-    @property
-    def has_conditional_writes(self) -> bool | None:
-        return self._store.has_conditional_writes
-
-    def try_conditional(self, path: str, data: bytes) -> None:
-        self._store.try_conditional(path, data)
-
-    def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        self._store.claim(path, data, looked=looked)
-
-    def settle(self) -> None:
-        self._store.settle()
-
-    def arrived(self) -> dict[str, int]:
-        return self._store.arrived()
-
-    def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
-        return self._store.unfinished_uploads(path, older_than_s=older_than_s)
-
-    def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
-        self._store.end_uploads(found)
-
-    def sync_directory(self, path: str = "") -> None:
-        self._store.sync_directory(path)
+from ckptkit.storage.objects import KNOWN_BYTES, RemoteStore
+from ckptkit.storage.store import FileInfo, ReadInto, Store, checked_path
 
 
 def snapshot(store: Store, below: str = "") -> Store:
@@ -100,16 +15,14 @@ def snapshot(store: Store, below: str = "") -> Store:
     Makes one request per thousand objects. Returns `store` itself if lookups are free, as on a file system, or if the
     listing would take too many requests.
     """
-    from ckptkit.storage.objects import RemoteStore
-
-    if not isinstance(store, RemoteStore):
+    if not isinstance(store, RemoteStore) or isinstance(store, Snapshot):
         return store
     found = store.list_at_once(below)
     return store if found is None else Snapshot(store, below, found)
 
 
-class Snapshot(View):
-    """A Store that answers `info` and `list` from one listing, and downloads each version of a small file only once.
+class Snapshot(RemoteStore):
+    """Answers `info` and `list` from one listing, and downloads each version of a small file only once.
 
     Paths outside the listing are looked up in the store, and all writes go there. Writes do not change the snapshot.
 
@@ -117,13 +30,13 @@ class Snapshot(View):
         found: All files under `below`, sorted by path. Paths are relative to the store.
     """
 
+    sizes_are_free = True
+
     def __init__(self, store: RemoteStore, below: str, found: Sequence[FileInfo]) -> None:
-        super().__init__(store)
-        self._remote = store
+        self.__dict__.update(store.__dict__)  # the same place, over the same connection
         self._below = f"{below}/" if below else ""
         self._names = [item.path for item in found]
         self._found = found
-        self.sizes_are_free = True
 
     def _file(self, path: str) -> FileInfo | None:
         at = bisect_left(self._names, path)
@@ -141,14 +54,14 @@ class Snapshot(View):
 
     def info(self, path: str) -> FileInfo | None:
         if not path.startswith(self._below):
-            return self._store.info(path)
+            return super().info(path)
         checked_path(path, root_allowed=True)
         found = self._file(path)
         return FileInfo(path, "directory", 0, 0.0) if found is None and self._inside(path) else found
 
     def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
         if not f"{path}/".startswith(self._below):
-            return self._store.list(path, recursive=recursive)
+            return super().list(path, recursive=recursive)
         checked_path(path, root_allowed=True)
         start = len(path) + 1 if path else 0
         found: dict[tuple[str, bool], FileInfo] = {}  # an object and a folder can have the same name
@@ -163,14 +76,32 @@ class Snapshot(View):
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         if not path.startswith(self._below):
-            return self._store.read(path, start, stop)
+            return super().read(path, start, stop)
         checked_path(path)
-        found = self._file(path)
-        if found is None:
+        item = self._file(path)
+        if item is None:
             raise FileNotFoundError(f"{self.url}/{path} does not exist")
-        return self._remote.read_listed(found, start, stop)
+        if item.size > KNOWN_BYTES:
+            return super().read(path, start, stop)
+        full, known = self._full(path), self._connection.known
+        data = known.get(full, item.tag)
+        if data is None:
+            data = super().read(path, 0, item.size + 1) if item.size else super().read(path)
+            # If the length differs, the file was replaced after the listing, and `data` has another tag.
+            if len(data) == item.size:
+                known.put(full, item.tag, data)
+            else:
+                data = super().read(path)
+        return data[start:stop]
 
     def fetch(self, paths: Iterable[str]) -> None:
         """Download small files concurrently, before they are read. Skips files that are already cached."""
-        found = [self._file(path) for path in paths]
-        self._remote.fetch_listed([item for item in found if item is not None])
+        known = self._connection.known
+        items = [item for path in paths if (item := self._file(path)) and item.tag and 0 < item.size <= KNOWN_BYTES]
+        new = [item for item in items if known.get(self._full(item.path), item.tag) is None]
+        views = [memoryview(bytearray(item.size)) for item in new]
+        jobs = [(i.path, 0, i.size, [ReadInto(i.path, 0, view)]) for i, view in zip(new, views, strict=True)]
+        answers = self._at_once(jobs) or ()
+        for item, view, answer in zip(new, views, answers, strict=False):
+            if answer == (item.size, item.size):
+                known.put(self._full(item.path), item.tag, bytes(view))

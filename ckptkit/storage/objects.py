@@ -47,7 +47,7 @@ _ERRNO: dict[type[OSError], int] = {  # fsspec's errors have no errno
     PermissionError: errno.EACCES,
 }
 _PASSED_ON = tuple(_ERRNO)
-_KNOWN_BYTES = 4 << 20  # larger files are not cached
+KNOWN_BYTES = 4 << 20  # larger files are not cached
 _Infos = list[FileInfo]  # inside the class, `list` is a method
 
 
@@ -193,21 +193,6 @@ class RemoteStore(Store):
             if not after:
                 return
 
-    def read_listed(self, item: FileInfo, start: int = 0, stop: int | None = None) -> bytes:
-        """Return bytes of a listed file. A small file is downloaded only if this version of it is not cached."""
-        if item.size > _KNOWN_BYTES:
-            return self.read(item.path, start, stop)
-        full, known = self._full(item.path), self._connection.own.known
-        data = known.get(full, item.tag)
-        if data is None:
-            data = self.read(item.path, 0, item.size + 1) if item.size else self.read(item.path)
-            # If the length differs, the file was replaced after the listing, and `data` has another tag.
-            if len(data) == item.size:
-                known.put(full, item.tag, data)
-            else:
-                data = self.read(item.path)
-        return data[start:stop]
-
     # --- reading
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -248,23 +233,7 @@ class RemoteStore(Store):
         if len(jobs) <= 1:
             return None
         ranges = [(self._full(path), start, stop, Scatter(items, start)) for path, start, stop, items in jobs]
-        begun = self._api.begin(ranges)
-        return None if begun is None else begun.answers()
-
-    def fetch_listed(self, items: Sequence[FileInfo]) -> None:
-        """Download small listed files concurrently into the cache of `read_listed`.
-
-        Skips files that are already cached.
-        """
-        known = self._connection.own.known
-        new = [(item, self._full(item.path)) for item in items if item.tag and 0 < item.size <= _KNOWN_BYTES]
-        new = [(item, full) for item, full in new if known.get(full, item.tag) is None]
-        views = [memoryview(bytearray(item.size)) for item, _ in new]
-        jobs = [(i.path, 0, i.size, [ReadInto(i.path, 0, view)]) for (i, _), view in zip(new, views, strict=True)]
-        answers = self._at_once(jobs) or ()
-        for (item, full), view, answer in zip(new, views, answers, strict=False):
-            if answer == (item.size, item.size):
-                known.put(full, item.tag, bytes(view))
+        return self._api.get_ranges(ranges)
 
     def _read_job(self, job: Job, first: int | BaseException | None = None) -> None:
         """Read a range, with retries. `first` is the result of the first try, if that was already made."""
@@ -340,8 +309,8 @@ class RemoteStore(Store):
         return self._connection.conditional.get(self._bucket)
 
     def _note(self, full: str, tag: str, data: bytes) -> None:
-        if len(data) <= _KNOWN_BYTES:
-            self._connection.own.known.put(full, _plain(tag), data)
+        if len(data) <= KNOWN_BYTES:
+            self._connection.known.put(full, _plain(tag), data)
 
     def _put(self, path: str, full: str, data: bytes | Content) -> str:
         """Create an object and return its tag, "" if unknown.

@@ -15,22 +15,19 @@ import io
 import json
 import logging
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 from ckptkit.errors import CheckpointExistsError, StorageError
 from ckptkit.storage import ledger
 from ckptkit.storage.ledger import FOLDER, Finished, Ledger, read_ledger
-from ckptkit.storage.listing import View
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.owner import owner_json
 from ckptkit.storage.retry import may_yet_happen
 from ckptkit.storage.staging import Replaceable, Writer, is_interruption, new_nonce, read_owner, write_owner
-from ckptkit.storage.store import BlobWriter, FileInfo, ReadInto, Store
+from ckptkit.storage.store import FileInfo, ReadInto, Store
 
 logger = logging.getLogger(__name__)
 
@@ -402,13 +399,14 @@ class _Place:
         self.store.delete([*names, *records, *self._probes, self._own])
 
 
-class _Staged(View):
+class _Staged(RemoteStore):
     """A store that remembers what it wrote. Files named in `last` stay in memory until `put_last`."""
 
     def __init__(
-        self, inner: Store, last: frozenset[str], prefix: str = "", root: _Staged | None = None, *, ledger: Ledger
+        self, store: RemoteStore, last: frozenset[str], prefix: str = "", root: _Staged | None = None, *, ledger: Ledger
     ) -> None:
-        super().__init__(inner)
+        self.__dict__.update(store.__dict__)  # the same place, over the same connection
+        self._plain = store
         self.ledger = ledger
         self.prefix = prefix
         self.root = root or self
@@ -417,21 +415,19 @@ class _Staged(View):
         self.held: dict[str, bytes] = {}
         self.may_appear = False
         """Whether a put of a name in `last` failed but may still take effect."""
-        self._lock = threading.Lock()
 
     def child(self, path: str) -> _Staged:
-        return _Staged(self._store.child(path), self.last, f"{self.prefix}{path}/", self.root, ledger=self.ledger)
+        return _Staged(super().child(path), self.last, f"{self.prefix}{path}/", self.root, ledger=self.ledger)
 
-    def _note(self, path: str) -> None:
-        with self.root._lock:
-            self.root.written.append(self.prefix + path)
+    def with_free_names(self) -> _Staged:
+        return self
 
     def put_last(self) -> None:
         """Write the files that were held back."""
-        inner = self._store.with_each_put(self._try)
+        plain = self._plain.with_each_put(self._try)
         for path, data in sorted(self.held.items()):
-            self._note(path)
-            inner.write(path, data)
+            self.written.append(path)
+            plain.write(path, data)
 
     def _try(self, put: Callable[[], str]) -> str:
         try:
@@ -444,17 +440,14 @@ class _Staged(View):
 
     def info(self, path: str) -> FileInfo | None:
         held = self.root.held.get(self.prefix + path)
-        return self._store.info(path) if held is None else FileInfo(path, "file", len(held), 0.0)
+        return super().info(path) if held is None else FileInfo(path, "file", len(held), 0.0)
 
     def exists(self, path: str) -> bool:
-        return self.prefix + path in self.root.held or self._store.exists(path)
+        return self.prefix + path in self.root.held or super().exists(path)
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         held = self.root.held.get(self.prefix + path)
-        return self._store.read(path, start, stop) if held is None else held[start:stop]
-
-    def read_into(self, path: str, start: int, view: memoryview) -> None:
-        self.read_many([ReadInto(path, start, view)])
+        return super().read(path, start, stop) if held is None else held[start:stop]
 
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
         rest = []
@@ -464,35 +457,24 @@ class _Staged(View):
                 read.view[:] = held[: len(read.view)]
             else:
                 rest.append(read)
-        if rest:
-            self._store.read_many(rest, workers=workers)
+        super().read_many(rest, workers=workers)
 
     # --- writing
 
-    def writer(self, path: str, *, sync: bool = True) -> AbstractContextManager[BlobWriter]:
-        if self.prefix + path in self.last:
-            return self._hold(path)
-        self._note(path)
-        return self._store.writer(path, sync=sync)
-
     @contextlib.contextmanager
-    def _hold(self, path: str) -> Iterator[BlobWriter]:
-        buffer = io.BytesIO()
-        yield cast("BlobWriter", buffer)
-        self.write(path, buffer.getvalue())
+    def writer(self, path: str, *, sync: bool = True) -> Iterator[Any]:
+        if self.prefix + path in self.last:
+            buffer = io.BytesIO()
+            yield buffer
+            self.write(path, buffer.getvalue())
+            return
+        self.root.written.append(self.prefix + path)
+        with super().writer(path) as writer:
+            yield writer
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         if self.prefix + path in self.last:
             self.root.held[self.prefix + path] = bytes(data)
             return
-        self._note(path)
-        self._store.write(path, data, overwrite=overwrite, sync=sync)
-
-    def existing(self) -> _Staged:
-        return self
-
-    def with_free_names(self) -> _Staged:
-        return self
-
-    def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> _Staged:
-        return self
+        self.root.written.append(self.prefix + path)
+        super().write(path, data, overwrite=overwrite)

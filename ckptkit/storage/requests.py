@@ -7,7 +7,7 @@ import contextlib
 import errno
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ckptkit.errors import StorageError
 from ckptkit.storage.body import Content
@@ -36,60 +36,44 @@ class LostUploadError(StorageError, FileNotFoundError):
     """The store has lost an upload, or refuses to complete it. All parts must be sent again."""
 
 
-class ConcurrentRequests(Generic[T]):
-    """Requests that run concurrently on an event loop in another thread.
+def run_together(
+    loop: asyncio.AbstractEventLoop, requests: Sequence[Callable[[], Coroutine[Any, Any, T]]]
+) -> list[T | BaseException]:
+    """Run requests concurrently on the event loop of another thread. Return their results or errors, in order.
+
+    No request is still running afterwards, even after Ctrl-C.
 
     Args:
         requests: Functions, each of which returns one request's coroutine.
-        most: How many requests run at a time.
     """
+    answers: list[T | BaseException] = []
+    tasks: list[asyncio.Task[Any] | None] = []
+    stopped, ended = False, threading.Event()
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        requests: Sequence[Callable[[], Coroutine[Any, Any, T]]],
-        *,
-        most: int,
-    ) -> None:
-        self._loop = loop
-        self._answers: list[T | BaseException] = []
-        self._ended = threading.Event()
-        self._task: asyncio.Task[Any] | None = None
-        self._stopped = False
-        asyncio.run_coroutine_threadsafe(self._all(requests, most), loop)
-
-    async def _all(self, requests: Sequence[Callable[[], Coroutine[Any, Any, T]]], most: int) -> None:
-        turns = asyncio.Semaphore(most)
-
-        async def one(request: Callable[[], Coroutine[Any, Any, T]]) -> T:
-            async with turns:
-                return await request()
-
-        self._task = asyncio.current_task()
+    async def run() -> None:
+        tasks.append(asyncio.current_task())
         try:
-            if not self._stopped:
-                self._answers = await asyncio.gather(*map(one, requests), return_exceptions=True)
+            if not stopped:
+                answers.extend(await asyncio.gather(*(request() for request in requests), return_exceptions=True))
         finally:
-            self._ended.set()
+            ended.set()
 
-    def _stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        for task in tasks:
+            assert task is not None
+            task.cancel()
 
-    def answers(self) -> list[T | BaseException]:
-        """Wait for all requests and return their results or errors, in order.
-
-        No request is still running afterwards, even after Ctrl-C.
-        """
-        try:
-            while not self._ended.wait(1):  # with a timeout, so that signals are handled
-                pass
-        except BaseException:
-            self._stopped = True
-            self._loop.call_soon_threadsafe(self._stop)
-            self._ended.wait()
-            raise
-        return self._answers
+    asyncio.run_coroutine_threadsafe(run(), loop)
+    try:
+        while not ended.wait(1):  # with a timeout, so that signals are handled
+            pass
+    except BaseException:
+        loop.call_soon_threadsafe(stop)
+        ended.wait()
+        raise
+    return answers
 
 
 class Upload(Protocol):
@@ -121,9 +105,6 @@ class FsspecApi:
 
     read_bytes = PART_BYTES
     """Size of one ranged read in bytes, if there are few reads."""
-
-    checked = False
-    """Whether a CRC-32 is sent with each put."""
 
     paged = False
     """Whether `page` returns a listing page by page, with one request per page."""
@@ -203,10 +184,10 @@ class FsspecApi:
         sink(0, data)
         return len(data)
 
-    def begin(self, ranges: Sequence[Range]) -> ConcurrentRequests[tuple[int, int]] | None:
-        """Start reading all ranges without threads. Return None if each range needs a thread.
+    def get_ranges(self, ranges: Sequence[Range]) -> list[tuple[int, int] | BaseException] | None:
+        """Read all ranges concurrently, without threads. Return None if each range needs a thread.
 
-        Each result is (bytes read, size of the object).
+        Each result is (bytes read, size of the object), or an error.
         """
         return None
 

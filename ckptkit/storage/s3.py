@@ -12,9 +12,8 @@ from urllib.parse import urlsplit
 
 from ckptkit.errors import StorageError
 from ckptkit.storage.body import Body, Content
-from ckptkit.storage.connection import LARGE_BODY, UPLOAD_BYTES, Connection
+from ckptkit.storage.connection import LARGE_BODY, Connection
 from ckptkit.storage.requests import (
-    ConcurrentRequests,
     Entries,
     Entry,
     FsspecApi,
@@ -22,6 +21,7 @@ from ckptkit.storage.requests import (
     NotConditionalError,
     Range,
     Sink,
+    run_together,
 )
 from ckptkit.storage.retry import BODY_S, SOON_S, WHOLE_S, error_code, http_status, patiently
 from ckptkit.storage.store import UnfinishedUpload, Uploads
@@ -31,7 +31,6 @@ _HEAD_BYTES = 16 << 20  # first range when a whole object is read; nearly all ob
 _MARK = "ckptkit-put"  # metadata key: identifies the call that put an object
 _PER_REQUEST = 1000  # keys to delete per request
 _CHUNK = 1 << 20  # bytes of a response to read at a time
-_AT_ONCE = 16  # concurrent ranges per caller
 
 
 class S3Api(FsspecApi):
@@ -40,8 +39,7 @@ class S3Api(FsspecApi):
     The session, the credentials and the translation of errors are always s3fs's.
     """
 
-    read_bytes = UPLOAD_BYTES  # large, because the bytes need no buffer: they go to their destination as they arrive
-    checked = True
+    read_bytes = 36 << 20  # large, because the bytes need no buffer: they go to their destination as they arrive
     paged = True
     streams = True
 
@@ -139,17 +137,17 @@ class S3Api(FsspecApi):
 
     def _get_into(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
         # Not fsspec's `sync`, which would leave the read running after Ctrl-C.
-        (answer,) = self.begin([(name, start, stop, sink)]).answers()
+        (answer,) = self.get_ranges([(name, start, stop, sink)])
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
-    def begin(self, ranges: Sequence[Range]) -> ConcurrentRequests[tuple[int, int]]:
-        return ConcurrentRequests(self.fs.loop, [partial(self._range, *item) for item in ranges], most=_AT_ONCE)
+    def get_ranges(self, ranges: Sequence[Range]) -> list[tuple[int, int] | BaseException]:
+        return run_together(self.fs.loop, [partial(self._range, *item) for item in ranges])
 
     async def _range(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
         try:
-            async with self.connection.own.turns:
+            async with self.connection.turns:
                 return await self._fetch(name, start, stop, sink)
         except OSError as error:
             # The range starts past the end of the object.

@@ -30,8 +30,8 @@ from tests.remote.slow import Late
 from tests.storage import servers
 from tests.storage.proxy import PASS, Answer, Proxy, Reply, Rule, proxy_of
 
-PART = 2 << 20  # lent memory is sent in parts of three times this; S3 accepts no less than 5 MiB
-BIG = 15 << 20
+PART = 2 << 20  # lent memory is sent in parts of 4.5 times this; S3 accepts no less than 5 MiB
+BIG = 20 << 20
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def written(store: RemoteStore) -> None:
 def test_a_put_passes_at_most_eight_of_our_functions(moto: dict[str, Any], how: str) -> None:
     store = RemoteStore(f"s3://bucket/depth-{how[-3:]}", storage_options=moto)
     store.write("before", b"")  # whether the store has conditional writes is known from now on
-    store = AttemptStore.of(store, "attempt") if how.endswith("attempt") else store
+    store = AttemptStore(store.child("attempt")) if how.endswith("attempt") else store
     names = hops(store, lambda: store.write("whole", b"abc") if how == "write" else written(store))
     assert len(names) <= MOST, names
     if how == "write":

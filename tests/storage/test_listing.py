@@ -100,7 +100,7 @@ def test_the_cache_of_contents_is_bounded() -> None:
 def test_small_files_of_an_attempt_are_sent_in_parallel_and_settle_raises_failures(
     store: RemoteStore,
 ) -> None:
-    attempt = AttemptStore.of(store, "step/id")
+    attempt = AttemptStore(store.child("step/id"))
     for i in range(20):
         attempt.write(f"f{i}", bytes([i]))
     with attempt.child("sub").writer("x") as out:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptkit.storage.requests import ConcurrentRequests
+from ckptkit.storage.requests import run_together
 
 
 @pytest.fixture
@@ -30,51 +30,36 @@ def test_answers_and_errors_are_in_order(loop: asyncio.AbstractEventLoop) -> Non
         await asyncio.sleep(0)
         return 7
 
-    first, second, third = ConcurrentRequests(loop, [give, fail, give], most=2).answers()
+    first, second, third = run_together(loop, [give, fail, give])
     assert (first, third) == (7, 7) and isinstance(second, ValueError)
 
 
-def test_no_more_requests_run_than_allowed(loop: asyncio.AbstractEventLoop) -> None:
-    now, most = 0, 0
+@pytest.mark.parametrize("when", ["before they begin", "while they run"])
+def test_after_an_interrupt_no_request_is_running(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    began, free, running, wait = threading.Event(), threading.Event(), [0], threading.Event.wait
 
-    async def one() -> int:
-        nonlocal now, most
-        now += 1
-        most = max(most, now)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        now -= 1
-        return 0
-
-    ConcurrentRequests(loop, [one] * 20, most=3).answers()
-    assert most == 3
-
-
-def test_after_an_interrupt_no_request_is_running(loop: asyncio.AbstractEventLoop) -> None:
-    began, ended = threading.Event(), []
-
-    async def endless() -> int:
+    async def endless() -> None:
+        running[0] += 1
+        began.set()
         try:
-            began.set()
             await asyncio.sleep(3600)
         finally:
-            ended.append(True)
-        return 0
+            running[0] -= 1
 
-    running = ConcurrentRequests(loop, [endless, endless], most=2)
-    real, interrupted = running._ended, []
-
-    class Ended:  # raises as a signal during the wait would
-        def wait(self, seconds: float | None = None) -> bool:
-            if interrupted:
-                return real.wait(seconds)
-            interrupted.append(began.wait())
+    def interrupted(event: threading.Event, seconds: float | None = None) -> bool:
+        if seconds == 1:  # raises as a signal during the wait would
+            if when == "while they run":
+                wait(began)
+            loop.call_later(0.05, free.set)
             raise KeyboardInterrupt
+        free.set()
+        return wait(event, seconds)
 
-        def set(self) -> None:
-            real.set()
-
-    running._ended = Ended()
+    if when == "before they begin":
+        loop.call_soon_threadsafe(wait, free)  # the loop is busy
+    monkeypatch.setattr(threading.Event, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        running.answers()
-    assert len(ended) in (1, 2) and real.is_set()  # the second one need not have begun
+        run_together(loop, [endless, endless])
+    assert running == [0]
