@@ -29,7 +29,7 @@ class AzureApi(FsspecApi):
     def upload(self, name: str) -> Upload:
         return AzureUpload(self, name)
 
-    def is_conditional(self) -> bool | None:
+    def is_conditional(self) -> bool:
         return True
 
     def call(self, name: str, request: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import ipaddress
+import logging
 import os
 import threading
 import weakref
@@ -18,6 +19,8 @@ from ckptkit.errors import MissingExtraError, UsageError
 from ckptkit.storage.pool import WorkerPool, result_of
 from ckptkit.storage.retry import BACKSTOP_S, BODY_S, SOON_S, hurry, patient, patiently
 from ckptkit.storage.store import SERVICES
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -91,8 +94,8 @@ class Connection:
         known: Caches small files that were recently read or written.
         turns: Limits the number of concurrent ranged reads. Without this limit, the wait for a free HTTP connection
             would count as silence of the server, and the read would time out.
-        conditional: Whether put-if-absent works, by bucket, once it has been tried. A server may support it in only
-            some buckets.
+        conditional: Whether put-if-absent works, by bucket, once that is known (`learn`). A server may support it in
+            only some buckets.
     """
 
     def __init__(self, protocol: str, options: Mapping[str, Any]) -> None:
@@ -133,6 +136,17 @@ class Connection:
             if self._fs is None:
                 self._fs = _open_file_system(self.protocol, self.options)
             return self._fs
+
+    def learn(self, bucket: str, *, conditional: bool) -> None:
+        """Remember whether put-if-absent works in a bucket. Warns if it does not."""
+        self.conditional[bucket] = conditional
+        if not conditional:
+            logger.warning(
+                "%s://%s has no conditional writes: only the lease, which can be lost, keeps two jobs from committing "
+                "the same checkpoint. Let one job at a time write there.",
+                self.protocol,
+                bucket,
+            )
 
     def upload(self, function: Callable[[], T], nbytes: int) -> Future[T]:
         """Run `function` in a thread once the budget has room for `nbytes`.

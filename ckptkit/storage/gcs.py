@@ -4,57 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
-import re
 import secrets
-from collections.abc import Iterator, Sequence
-from email.parser import BytesParser
+from collections.abc import Iterator
 from typing import Any, cast
 from urllib.parse import quote
 
 from ckptkit.errors import StorageError
 from ckptkit.storage.body import Body, Content
 from ckptkit.storage.requests import Entries, Entry, FsspecApi, LostUploadError
-
-MOST = 100  # deletions that Google accepts per batch
-_BATCH_BOUNDARY = "ckptkit-batch-5d1e0c7ab39f4286"
-_STATUS = re.compile(rb"HTTP/[0-9.]+ ([0-9]{3})")
-_NUMBER = re.compile(r"\+([0-9]{1,3})>?$")
-
-
-def batch_of_deletions(objects: Sequence[tuple[str, str]]) -> tuple[str, bytes]:
-    """Return the content type and body of a batch request that deletes `objects`, given as (bucket, key)."""
-    body = b""
-    for i, (bucket, key) in enumerate(objects):
-        lines = (
-            f"--{_BATCH_BOUNDARY}",
-            "Content-Type: application/http",
-            "Content-Transfer-Encoding: binary",
-            f"Content-ID: <{_BATCH_BOUNDARY}+{i}>",
-            "",
-            f"DELETE /storage/v1/b/{quote(bucket, safe='')}/o/{quote(key, safe='')} HTTP/1.1",
-            "Content-Length: 0",
-            "",
-            "",
-        )
-        body += "\r\n".join(lines).encode() + b"\r\n"
-    return f"multipart/mixed; boundary={_BATCH_BOUNDARY}", body + f"--{_BATCH_BOUNDARY}--\r\n".encode()
-
-
-def batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, str]]:
-    """Parse the response to a batch request into {request number: (status, message)}. Numbers may be missing."""
-    message = BytesParser().parsebytes(f"Content-Type: {content_type}\r\n\r\n".encode() + body)
-    found = {}
-    for i, part in enumerate(message.get_payload() if message.is_multipart() else ()):
-        number = _NUMBER.search(str(part.get("Content-ID", "")).strip())
-        payload = part.get_payload(decode=True)
-        status = _STATUS.match(payload.lstrip()) if isinstance(payload, bytes) else None
-        if status and isinstance(payload, bytes):
-            text = payload.replace(b"\r\n", b"\n").partition(b"\n\n")[2]
-            found[int(number[1]) if number else i] = int(status[1]), text.decode(errors="replace").strip()
-    return found
-
 
 _MARK = "ckptkit-put"  # metadata key: identifies the call that put an object
 _BOUNDARY = "ckptkit-7f3a9c51e8d24b06"
@@ -149,39 +107,12 @@ class GcsApi(FsspecApi):
             place = sync(self.fs.loop, initiate_upload, self.fs, bucket, key, metadata={_MARK: mark}, mode="create")
         return GcsUpload(self, name, place, mark)
 
-    def delete(self, names: Sequence[str], *, folder: str = "") -> None:
-        objects = [self.fs.split_path(name)[:2] for name in names]
-        for i in range(0, len(objects), MOST):
-            some = objects[i : i + MOST]
-            if len(some) == 1 or not self._delete_batch(some):
-                for bucket, key in some:
-                    with _denied(), contextlib.suppress(FileNotFoundError):
-                        self.fs.call("DELETE", "b/{}/o/{}", bucket, key)
+    def delete_one(self, name: str) -> None:
+        bucket, key, _ = self.fs.split_path(name)
+        with _denied():
+            self.fs.call("DELETE", "b/{}/o/{}", bucket, key)
 
-    def _delete_batch(self, objects: Sequence[tuple[str, str]]) -> bool:
-        """Delete objects in one request. Return False if the server does not support batches, as some emulators don't.
-
-        gcsfs's own batch deletion is not used, because it treats a missing object as a failure and has its own retries.
-        """
-        kind, body = batch_of_deletions(objects)
-        url = self.fs.base.removesuffix("/storage/v1/") + "/batch/storage/v1"  # old gcsfs has no attribute for this URL
-        try:
-            with _denied():
-                headers, answer = self.fs.call("POST", url, headers={"Content-Type": kind}, data=io.BytesIO(body))
-        except FileNotFoundError:
-            return False
-        except Exception as error:  # gcsfs's HttpError is not an OSError
-            if str(getattr(error, "code", "")) in ("405", "501"):
-                return False
-            raise
-        answers = batch_answers(str(headers.get("Content-Type", "")), bytes(answer))
-        for i, (bucket, key) in enumerate(objects):
-            status, text = answers.get(i, (503, "no answer"))
-            if status >= 300 and status != 404:
-                _raise_refused(f"{bucket}/{key}", status, text)
-        return True
-
-    def is_conditional(self) -> bool | None:
+    def is_conditional(self) -> bool:
         return True
 
 
@@ -289,14 +220,6 @@ def _stop_of(answer: Any) -> int | None:
     """Return how many bytes the server has, according to the Range header; None if there is no such header."""
     kept = answer.get("Range")
     return int(kept.rpartition("-")[2]) + 1 if kept else None
-
-
-def _raise_refused(name: str, status: int, text: str) -> None:
-    words = f"{name} was not deleted: {status}: {text}"
-    if status in (401, 403):
-        raise PermissionError(errno.EACCES, words)
-    transient = status >= 500 or status in (408, 429)
-    raise OSError(errno.EBUSY if transient else errno.EINVAL, words)
 
 
 @contextlib.contextmanager

@@ -282,7 +282,7 @@ class RemoteStore(Store):
             put = partial(self._api.put, full, body, if_absent=False)
             self._note(full, self._call(path, put if self._around is None else partial(self._around, put)), body)
             return
-        if not self._names_are_free and not self._conditional() and self.exists(path):
+        if not self._names_are_free and not self._knows_conditional() and self.exists(path):
             raise FileExistsError(errno.EEXIST, f"{self._shown(path)} exists already")
         self._note(full, self._put(path, full, body), body)
 
@@ -300,13 +300,30 @@ class RemoteStore(Store):
             self._note(full, self._put(path, full, data), data)
 
     def try_conditional(self, path: str, data: bytes) -> None:
-        # Put the same content again, so that nothing changes even if the store accepts the put.
-        if self.has_conditional_writes is None:
-            self._learn(lambda: self._refuses(path, data))
+        if self._knows_conditional() is not None:
+            return
+        full, known = self._full(path), False
+        try:
+            # Put the same content again, so that nothing changes even if the store accepts the put. Tried on an
+            # existing object, whatever the server claims to support.
+            self._note(full, self._call(path, lambda: self._api.put(full, data, if_absent=True)), data)
+        except FileExistsError:
+            known = True
+        except StorageError as error:
+            logger.debug("%s refuses conditional writes: %s", self.url, error)
+            if is_outage(error):
+                return
+        self._connection.learn(self._bucket, conditional=known)
 
     @property
     def has_conditional_writes(self) -> bool | None:
         return self._connection.conditional.get(self._bucket)
+
+    def _knows_conditional(self) -> bool | None:
+        """Return whether the store has conditional writes; None if that must be tried. Makes no request."""
+        if self.has_conditional_writes is None and self._call("", self._api.is_conditional):
+            self._connection.learn(self._bucket, conditional=True)
+        return self.has_conditional_writes
 
     def _note(self, full: str, tag: str, data: bytes) -> None:
         if len(data) <= KNOWN_BYTES:
@@ -325,6 +342,7 @@ class RemoteStore(Store):
             try:
                 return self._api.put(full, data, if_absent=True, mark=mark)
             except NotConditionalError:
+                self._connection.learn(self._bucket, conditional=False)
                 return self._api.put(full, data, if_absent=False)
             except FileExistsError:
                 # An earlier try may have succeeded, but its response was lost.
@@ -334,50 +352,6 @@ class RemoteStore(Store):
 
         with self._errors(path):  # not `_call`: a put's call stack may have at most eight of our functions
             return call_with_retries(put if around is None else partial(around, put), place=self._server())
-
-    def _conditional(self) -> bool:
-        """Return whether this store has conditional writes. Tested once per connection and bucket."""
-        known = self.has_conditional_writes
-        return self._learn(self._probe) if known is None else known
-
-    def _learn(self, probe: Callable[[], bool | None]) -> bool:
-        known = self._call("", self._api.is_conditional)
-        if known is None:
-            known = probe()
-        if known is not None:
-            self._connection.conditional[self._bucket] = known
-        if known is False:
-            logger.warning(
-                "%s has no conditional writes: only the lease, which can be lost, keeps two jobs from committing the "
-                "same checkpoint. Let one job at a time write there.",
-                self.url,
-            )
-        return known is True
-
-    def _probe(self) -> bool | None:
-        path = f".probe-{secrets.token_hex(8)}.part"  # discovery ignores this name
-        full = self._full(path)
-        self._call(path, lambda: self._api.put(full, b"?", if_absent=False))
-        try:
-            return self._refuses(path, b"!")
-        finally:
-            self.delete([path])
-
-    def _refuses(self, path: str, data: bytes) -> bool | None:
-        """Return whether the store refuses to replace the object at `path`; None if the store can't be reached.
-
-        Tries it on an existing object, whatever the server claims to support.
-        """
-        full = self._full(path)
-        try:
-            tag = self._call(path, lambda: self._api.put(full, data, if_absent=True))
-        except FileExistsError:
-            return True
-        except StorageError as error:
-            logger.debug("%s refuses conditional writes: %s", self.url, error)
-            return None if is_outage(error) else False
-        self._note(full, tag, data)
-        return False
 
     # --- deleting
 

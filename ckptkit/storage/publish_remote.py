@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 NEW = ".ckptkit-new"  # staging folder inside a directory that is being replaced
 OWNER_NAME = ".ckptkit-owner.json"  # written first and deleted last: it marks an unfinished directory
 _OWNER = re.compile(r"\.ckptkit-owner(?:-(\d{1,9}))?\.json")  # the n-th takeover writes the file with the number n
-_PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")
 _LOOKED_FOR = frozenset(["checkpoint.json", ".metadata", "manifest.safetensors", "config.json", "adapter_config.json"])
 _TURNS = 3  # how often to try to take a directory; a try fails if another writer came and went meanwhile
 
@@ -95,7 +94,7 @@ def check_remote(target: RemoteStore, replaceable: Replaceable | None) -> None:
 
 def _is_finished(target: RemoteStore) -> bool:
     """Return whether the directory has content but no owner file."""
-    paths = [item.path for item in target.list(recursive=True) if not _PROBE.fullmatch(item.path)]
+    paths = [item.path for item in target.list(recursive=True)]
     return bool(paths) and not any(_OWNER.fullmatch(path) for path in paths)
 
 
@@ -215,7 +214,6 @@ class _Place:
         self._names = names
         self._own = OWNER_NAME
         self._body = b""
-        self._probes: list[str] = []
 
     def take(self, *, replaceable: Replaceable | None, resume: bool, private: bool) -> dict[str, Finished]:
         """Make this process the directory's owner. Return the objects that a dead writer finished, by path.
@@ -256,11 +254,8 @@ class _Place:
         self._check(items, self._previous(items), overwrite=replaceable is not None)
 
     def look(self) -> dict[str, FileInfo]:
-        """Return the directory's objects, by path, without probe objects."""
-        found = {item.path: item for item in self.store.list(recursive=True)}
-        # A process that is killed while testing for conditional writes leaves a probe object behind.
-        self._probes = [path for path in found if _PROBE.fullmatch(path)]
-        return {path: item for path, item in found.items() if path not in self._probes}
+        """Return the directory's objects, by path."""
+        return {item.path: item for item in self.store.list(recursive=True)}
 
     def _take_over(self, items: Mapping[str, FileInfo], previous: _Previous, *, resume: bool) -> dict[str, Finished]:
         """Keep the objects that a dead writer finished, and delete the rest of its objects.
@@ -337,7 +332,7 @@ class _Place:
 
     def check_copies(self) -> None:
         """Raise StorageError if the store can't copy objects. Call this before touching any old object."""
-        probe = f".probe-{new_nonce()}.part"
+        probe = f"{FOLDER}/copy"
         try:
             self.store.copy_to(self._own, self.store, probe)
         finally:
@@ -349,7 +344,7 @@ class _Place:
         Raises:
             StorageError: Another process writes here, or an object was replaced.
         """
-        items = {item.path: item for item in self.store.list(recursive=True)}
+        items = self.look()
         wanted = {path: n for path, n in (self._names or {}).items() if n >= 0 and path not in self._last}
         wrong = [path for path, n in wanted.items() if path not in items or items[path].size != n]
         records = [record for record in finished.done.values() if record.path not in wrong]
@@ -396,7 +391,7 @@ class _Place:
             return
         has_records = any(n >= ledger.WORTH for n in (self._names or {}).values())
         records = [item.path for item in self.store.list(FOLDER)] if has_records else []
-        self.store.delete([*names, *records, *self._probes, self._own])
+        self.store.delete([*names, *records, self._own])
 
 
 class _Staged(RemoteStore):

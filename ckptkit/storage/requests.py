@@ -232,9 +232,25 @@ class FsspecApi:
 
     def delete(self, names: Sequence[str], *, folder: str = "") -> None:
         """Delete objects. Ignores missing objects, and any failure to delete `folder`, which is one of `names`."""
-        for name in names:
-            with contextlib.suppress(OSError if name == folder else FileNotFoundError):
-                self.fs.rm_file(name)
+
+        def failure(name: str) -> Exception | None:
+            try:
+                self.delete_one(name)
+            except FileNotFoundError:
+                pass
+            except PermissionError as error:
+                return PermissionError(errno.EACCES, f"{name} was not deleted: {error}")
+            except Exception as error:  # noqa: BLE001 - raised below
+                return None if name == folder and isinstance(error, OSError) else error
+            return None
+
+        # All are tried before the first failure is raised: so the next try of thousands has few left.
+        for error in filter(None, self.connection.each(failure, names)):
+            raise error
+
+    def delete_one(self, name: str) -> None:
+        """Delete an object. Raises FileNotFoundError if the store reports that it is missing."""
+        self.fs.rm_file(name)
 
     def unfinished(self, name: str) -> Uploads:
         """Return the unfinished uploads under `name`."""
@@ -244,9 +260,9 @@ class FsspecApi:
         """Abort an unfinished upload."""
         raise StorageError(errno.ENOTSUP, f"{upload.name}: fsspec can't abort uploads here")
 
-    def is_conditional(self) -> bool | None:
-        """Return whether put-if-absent is known to work (True) or to fail (False); None if the caller must try."""
-        return None
+    def is_conditional(self) -> bool:
+        """Return whether put-if-absent is known to work. Otherwise the caller must try it."""
+        return False
 
 
 class _FileUpload:

@@ -245,9 +245,9 @@ class S3Api(FsspecApi):
         with contextlib.suppress(FileNotFoundError):
             self._call("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload.upload_id)
 
-    def is_conditional(self) -> bool | None:
+    def is_conditional(self) -> bool:
         host = urlsplit(self.fs.s3.meta.endpoint_url).hostname or ""
-        return True if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else None
+        return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
 
 def _sign_by_crc(params: Any, context: Any, **_: Any) -> None:
@@ -325,6 +325,9 @@ class S3Upload:
                     **self._where,
                 )
             return str(answer.get("ETag", ""))
+        except NotConditionalError:
+            self._api.connection.learn(self._where["Bucket"], conditional=False)
+            return self.complete()
         except OSError as error:
             lost = isinstance(error, FileNotFoundError) or error_code(error) == "InvalidPart"
             if not lost and not isinstance(error, FileExistsError):

@@ -53,9 +53,11 @@ def url(versioned: str) -> str:
 def test_conditional_writes_are_tested_per_bucket(options: Options, url: str) -> None:
     plain = RemoteStore(f"s3://remote/conditions{next(_counter)}", storage_options=options)
     plain.write("x", b"1")
+    plain.try_conditional("x", b"1")
     assert plain.has_conditional_writes is True
     kept = RemoteStore(url, storage_options=options)
     kept.write("x", b"1")
+    kept.try_conditional("x", b"1")
     assert kept.has_conditional_writes is False
     with pytest.raises(FileExistsError):
         kept.write("x", b"2")

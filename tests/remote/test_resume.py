@@ -120,12 +120,6 @@ def test_a_replaced_object_is_written_again(source: Path, url: str, s3: Options)
     is_whole(source, url, s3)
 
 
-def test_a_probe_of_a_killed_process_is_ignored(source: Path, url: str, s3: Options) -> None:
-    open_store(url, storage_options=s3).write(f".probe-{16 * 'a'}.part", b"?")
-    command(source, url, s3, MANY)
-    assert not [name for name in names(url, s3) if name.startswith(".")]
-
-
 @pytest.mark.parametrize("change", ["source", "plan", "check"])
 def test_objects_of_another_source_or_plan_are_written_again(source: Path, url: str, s3: Options, change: str) -> None:
     killed(source, url, s3, 3, **MANY)

@@ -108,6 +108,19 @@ def test_a_server_that_refuses_conditions_is_used_without_them(
         store.write("large", b"1")
 
 
+def test_a_large_object_may_be_the_first_that_a_server_without_conditions_gets(
+    proxy: Proxy, options: Options, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 5 << 20)
+    proxy.rule = lambda number, method, path: (
+        Answer(501, "NotImplemented") if "if-none-match" in proxy.headers[number - 1] else "pass"
+    )
+    store = open_store(url, storage_options={**options, "default_cache_type": "none"})  # a connection of its own
+    with store.writer("large") as out:
+        out.write(bytes(12 << 20))
+    assert store.read("large") == bytes(12 << 20) and store.has_conditional_writes is False
+
+
 def test_an_outage_does_not_trigger_the_fallback_to_an_older_checkpoint(
     proxy: Proxy, options: Options, s3: Options, url: str, at_once: None
 ) -> None:

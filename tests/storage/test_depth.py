@@ -64,7 +64,8 @@ def written(store: RemoteStore) -> None:
 @pytest.mark.parametrize("how", ["write", "writer", "writer of an attempt"])
 def test_a_put_passes_at_most_eight_of_our_functions(moto: dict[str, Any], how: str) -> None:
     store = RemoteStore(f"s3://bucket/depth-{how[-3:]}", storage_options=moto)
-    store.write("before", b"")  # whether the store has conditional writes is known from now on
+    store.write("before", b"")
+    store.try_conditional("before", b"")
     store = AttemptStore(store.child("attempt")) if how.endswith("attempt") else store
     names = hops(store, lambda: store.write("whole", b"abc") if how == "write" else written(store))
     assert len(names) <= MOST, names

@@ -10,10 +10,9 @@ import pytest
 
 from ckptkit.errors import StorageError
 from ckptkit.storage import open_store
-from ckptkit.storage.gcs import batch_answers
 from ckptkit.storage.objects import RemoteStore
 from tests.storage.google import Sessions
-from tests.storage.proxy import PASS, Answer, Changed, Proxy, first_of_each, proxy_of
+from tests.storage.proxy import PASS, Answer, Proxy, first_of_each, proxy_of
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +33,10 @@ def filled(store: RemoteStore, count: int) -> list[str]:
     return names
 
 
-def test_deletions_are_batched_and_missing_objects_are_ignored(store: RemoteStore, via: Proxy) -> None:
-    names = filled(store, 120)
+def test_missing_objects_are_not_deleted(store: RemoteStore) -> None:
+    names = filled(store, 20)
     store.write("stays", b"1")
-    via.clear()
-    store.delete([*names[:60], "d", "never/was", *names[60:]])
-    assert via.count == 2
+    store.delete([*names[:10], "d", "never/was", *names[10:]])
     assert [item.path for item in store.list(recursive=True)] == ["stays"]
 
 
@@ -49,49 +46,21 @@ def test_a_tree_without_a_marker_object_is_deleted(store: RemoteStore) -> None:
     assert store.list(recursive=True) == []
 
 
-def test_a_failed_deletion_in_a_batch_is_retried(store: RemoteStore, via: Proxy) -> None:
-    names = filled(store, 3)
-    failed: list[str] = []
-
-    def rule(number: int, method: str, path: str) -> str | Changed:
-        if "/batch/" not in path or failed:
-            return "pass"
-        failed.append(path)
-        return Changed(lambda data: data.replace(b"HTTP/1.1 200 OK", b"HTTP/1.1 503 Backend Error", 1))
-
-    via.rule = rule
+def test_only_failed_deletions_are_repeated_with_effect(store: RemoteStore, via: Proxy) -> None:
+    names = filled(store, 40)
+    via.clear()
+    via.rule = lambda number, method, path: "503" if number <= 40 and number % 2 else "pass"
     store.delete(names)
-    assert failed and store.list() == []
+    assert store.list() == [] and via.kinds()["DELETE"] == 80  # a second pass, whatever failed in the first
 
 
-def test_a_denied_deletion_in_a_batch_names_the_object(store: RemoteStore, via: Proxy) -> None:
+def test_a_denied_deletion_names_the_object(store: RemoteStore, via: Proxy) -> None:
     names = filled(store, 3)
-    via.rule = lambda number, method, path: (
-        Changed(lambda data: data.replace(b"HTTP/1.1 200 OK", b"HTTP/1.1 403 Forbidden", 1))
-        if "/batch/" in path
-        else "pass"
-    )
-    with pytest.raises(PermissionError, match=r"d/0 .*was not deleted: 403"):
+    via.rule = lambda number, method, path: Answer(403, "Forbidden") if "d%2F1%20" in path else "pass"
+    with pytest.raises(PermissionError, match=r"d/1 .*was not deleted: "):
         store.delete(names)
-
-
-@pytest.mark.parametrize("status", [404, 405, 501])
-def test_without_batch_support_objects_are_deleted_one_by_one(store: RemoteStore, via: Proxy, status: int) -> None:
-    names = filled(store, 3)
-    via.rule = lambda number, method, path: Answer(status, "NoBatches") if "/batch/" in path else "pass"
-    store.delete(names)
-    assert store.list(recursive=True) == []
-
-
-def test_a_batch_answer_of_google_is_parsed() -> None:
-    said = (
-        b"--batch_x\r\nContent-Type: application/http\r\nContent-ID: <response-ckptkit+1>\r\n\r\n"
-        b"HTTP/1.1 404 Not Found\r\nContent-Type: application/json\r\n\r\n{}\r\n"
-        b"--batch_x\r\nContent-Type: application/http\r\nContent-ID: <response-ckptkit+0>\r\n\r\n"
-        b"HTTP/1.1 204 No Content\r\nContent-Length: 0\r\n\r\n\r\n--batch_x--\r\n"
-    )
-    assert batch_answers("multipart/mixed; boundary=batch_x", said) == {0: (204, ""), 1: (404, "{}")}
-    assert batch_answers("text/html", b"<html>") == {}
+    via.rule = PASS
+    assert [item.path for item in store.list("d")] == [names[1]]  # the others were
 
 
 def test_a_lookup_of_a_missing_object_makes_two_requests(store: RemoteStore, via: Proxy) -> None:

@@ -306,15 +306,22 @@ def test_missing_conditional_writes_are_detected_and_warned_about_once(
         root = open_store("s3://bucket/run", storage_options=options)
         root.write("a", b"1")
         root.child("d").write("b", b"1")
+        with pytest.raises(FileExistsError):  # also before that is known
+            root.write("a", b"2")
+        for store, path in ((root, "a"), (root.child("d"), "b")):
+            store.try_conditional(path, b"1")
+            assert store.has_conditional_writes is False
         with pytest.raises(FileExistsError):
             root.write("a", b"2")
         assert len([record for record in caplog.records if "conditional" in record.message]) == 1
         assert [item.path for item in root.list(recursive=True)] == ["a", "d/b"]
 
 
-def test_conditional_writes_are_detected_without_a_warning(moto: Options, caplog: pytest.LogCaptureFixture) -> None:
-    store = RemoteStore("s3://bucket/faults-conditional", storage_options=moto)
+def test_conditional_writes_are_detected_without_a_warning(
+    store: RemoteStore, caplog: pytest.LogCaptureFixture
+) -> None:
     store.write("a", b"1")
+    store.try_conditional("a", b"1")
     assert store.has_conditional_writes is True
     assert not [record for record in caplog.records if record.name.startswith("ckptkit")]
 
