@@ -196,7 +196,7 @@ class LocalStore(Store):
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         fd = self.open_file(path)
         try:
-            with _errors(path):
+            with _errors(self.path_of(path)):
                 size = os.fstat(fd).st_size
                 length = max(0, min(size if stop is None else stop, size) - start)
                 parts = [os.pread(fd, length, start)]  # up to 2 GiB, this is one call without a copy
@@ -217,7 +217,7 @@ class LocalStore(Store):
 
     def _read_exactly(self, fd: int, path: str, start: int, view: memoryview) -> None:
         view, done = view.cast("B"), 0
-        with _errors(path):
+        with _errors(self.path_of(path)):
             while done < len(view) and (got := os.preadv(fd, [view[done:]], start + done)):
                 done += got
         if done != len(view):
@@ -344,7 +344,7 @@ class LocalStore(Store):
             finally:
                 os.close(fd)
             if overwrite:
-                with _errors(path):
+                with _errors(full):
                     os.replace(self.path_of(part), full)
             else:
                 self.rename(part, path)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ckptkit.errors import NoSpaceError, UnsafePathError
+from ckptkit.errors import NoSpaceError, StorageError, UnsafePathError
 from ckptkit.storage import local
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import ReadInto
@@ -98,6 +101,22 @@ def test_a_reservation_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(NoSpaceError):
         LocalStore(tmp_path).create("huge", 1 << 60)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "read", [lambda store: store.read("x"), lambda store: store.read_into("x", 0, memoryview(bytearray(1)))]
+)
+def test_an_error_of_the_disk_names_the_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[LocalStore], object]
+) -> None:
+    def fails(*args: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / "x").write_bytes(b"1")
+    monkeypatch.setattr(os, "pread", fails)
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(StorageError, match=re.escape(f"{tmp_path}/x: Input/output error")):
+        read(LocalStore(tmp_path))
 
 
 class TestLocalStore(StoreTests):
