@@ -8,11 +8,13 @@ contestant. Prints one JSON line per contestant: the best and the median of the 
 torch's best, the number of requests (counted by a proxy in a separate run), and the CPU seconds of client and server
 (from /proc/PID/stat) of the best round.
 
-Two baselines: `floor` sends plain presigned puts of as many bytes; `puts` does the same with our client.
+Baselines: `floor` sends plain presigned puts of as many bytes; `puts` does the same with our client; `gets` gets the
+saved objects with the client alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import statistics
@@ -26,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import s3fs  # noqa: F401  each process has these modules, as a job has
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.asyn import sync
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import ckptkit.checkpoint.load.choose
@@ -132,6 +135,31 @@ def our_puts(url: str, options: Options, model: Holder) -> Steps:
         yield
 
 
+def bare_gets(url: str, options: Options, model: Holder) -> Steps:
+    """The objects of `dcp_saves` by s3fs's client alone: one get for each, all at once."""
+    other = open_store(url, storage_options={**options, "requester_pays": False})  # creates another client
+    listed = [[item.path for item in other.list(f"dcp{turn}") if item.path.endswith(".distcp")] for turn in range(2)]
+    return _gets(url, options, listed, sum(p.nbytes for p in model.parameters()))
+
+
+def _gets(url: str, options: Options, listed: list[list[str]], nbytes: int) -> Steps:
+    store = open_store(url, storage_options=options)
+    assert isinstance(store, RemoteStore)
+    fs = store.fs
+
+    async def get(path: str) -> int:
+        bucket, key, _ = fs.split_path(f"{url}/{path}")
+        answer = await fs._call_s3("get_object", Bucket=bucket, Key=key)
+        return len(await answer["Body"].read())
+
+    async def gets(paths: list[str]) -> int:
+        return sum(await asyncio.gather(*map(get, paths)))
+
+    for paths in listed:
+        assert sync(fs.loop, gets, paths) >= nbytes
+        yield
+
+
 SAVES: dict[str, Callable[[str, Options, Holder], Steps]] = {
     "floor": floor,
     "puts": our_puts,
@@ -141,7 +169,7 @@ SAVES: dict[str, Callable[[str, Options, Holder], Steps]] = {
     "manager_save": manager_saves,
     "one_save": one_save,
 }
-LOADS = {"torch_load": torch_loads, "dcp_load": dcp_loads, "manager_load": manager_loads}
+LOADS = {"gets": bare_gets, "torch_load": torch_loads, "dcp_load": dcp_loads, "manager_load": manager_loads}
 
 
 # --- measuring
