@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from ckptkit.digests import sha256_of
 from ckptkit.errors import MissingExtraError, UsageError
 from ckptkit.storage.pool import WorkerPool, result_of
-from ckptkit.storage.retry import BACKSTOP_S, BODY_S, SOON_S, hurry, patient, patiently
+from ckptkit.storage.retry import BODY_S, SOON_S, WHOLE_S, hurry, patient, patiently
 from ckptkit.storage.store import SERVICES
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
             # With a range, some servers send the checksum of the whole object, which never matches the range.
             "response_checksum_validation": "when_required",
             "max_pool_connections": _READS + 4,  # a few more for the callers' threads
-            "read_timeout": BACKSTOP_S,
+            "read_timeout": WHOLE_S,
             # retry.py retries for all stores. Nested retries would add up to minutes.
             "retries": {"max_attempts": 0, "mode": "standard"},
             **settings.get("config_kwargs", {}),

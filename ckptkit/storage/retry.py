@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ckptkit.errors import StorageError, UsageError
 from ckptkit.redact import without_secrets
@@ -25,8 +25,7 @@ T = TypeVar("T")
 # Timeouts of one try. A slow server is tolerated; a silent one fails after a bounded time.
 SOON_S = 15.0  # for the response to a small request; leaves time for a second try within a lease's 45 s
 BODY_S = 60.0  # for progress of an upload, and for the response after its end: the server may wait for its disk
-WHOLE_S = 300.0  # for completing an upload: some stores assemble the object before they respond
-BACKSTOP_S = 300.0  # for the HTTP client, which does not know the kind of request
+WHOLE_S = 300.0  # for completing an upload: some stores assemble the object first. HTTP clients wait so long, too
 
 silences: ContextVar[int] = ContextVar("ckptkit_silences", default=0)
 """The number of tries of the current call that timed out. Each doubles the next timeout, up to four times the first.
@@ -39,25 +38,19 @@ class SilenceError(OSError):
     """A try timed out. Not a TimeoutError, because fsspec replaces those with an error that has no message."""
 
 
-class Progress(Protocol):
-    """A body that is being transferred. `tell` returns the position that the transfer has reached."""
-
-    def tell(self) -> int: ...
-
-
 async def patiently(
     request: Coroutine[Any, Any, T],
     *,
     least_s: float = SOON_S,
-    body: Progress | None = None,
+    body: Any = None,
     given_s: float | None = None,
 ) -> T:
     """Await `request` as long as it makes progress.
 
     Args:
         least_s: Timeout of the first try. Later tries wait up to four times as long.
-        body: The body that is being transferred. The request does not time out while the body's position advances. This
-            is needed because HTTP clients have a timeout for the response, but none for an upload to a server that
+        body: The body that is being transferred, if any. The request does not time out while `body.tell()` advances.
+            This is needed because HTTP clients have a timeout for the response, but none for an upload to a server that
             stops reading.
         given_s: The user's own timeout, which replaces all others.
 
