@@ -361,7 +361,7 @@ class RemoteStore(Store):
     def _delete(self, names: Sequence[str], *, folder: str = "") -> None:
         full = [self._full(path) for path in names]
         if full:
-            self._call(names[0], lambda: self._api.delete(full, folder=folder))
+            self._call(names[0], lambda: self._api.delete(full, folder=folder))  # a retry has only those that are left
 
     def delete_tree(self, path: str) -> None:
         """Delete everything under `path`, and abort its unfinished uploads."""

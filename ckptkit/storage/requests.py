@@ -230,8 +230,11 @@ class FsspecApi:
         """Begin an upload in parts. It is create-only if the store supports that."""
         return _FileUpload(self.fs.open(name, "wb", autocommit=False, block_size=PART_BYTES))
 
-    def delete(self, names: Sequence[str], *, folder: str = "") -> None:
-        """Delete objects. Ignores missing objects, and any failure to delete `folder`, which is one of `names`."""
+    def delete(self, names: list[str], *, folder: str = "") -> None:
+        """Delete objects and remove them from `names`, so that the next try continues after a failure.
+
+        Ignores missing objects, and any failure to delete `folder`, which is one of `names`.
+        """
 
         def failure(name: str) -> Exception | None:
             try:
@@ -244,8 +247,9 @@ class FsspecApi:
                 return None if name == folder and isinstance(error, OSError) else error
             return None
 
-        # All are tried before the first failure is raised: so the next try of thousands has few left.
-        for error in filter(None, self.connection.each(failure, names)):
+        errors = self.connection.each(failure, names)
+        names[:] = [name for name, error in zip(names, errors, strict=True) if error is not None]
+        for error in filter(None, errors):
             raise error
 
     def delete_one(self, name: str) -> None:

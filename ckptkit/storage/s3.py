@@ -211,11 +211,11 @@ class S3Api(FsspecApi):
         upload_id = self._call("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
         return S3Upload(self, bucket, key, upload_id)
 
-    def delete(self, names: Sequence[str], *, folder: str = "") -> None:
-        split = [self._split(name) for name in names]
-        for i in range(0, len(split), _PER_REQUEST):
-            bucket = split[i][0]
-            keys = [{"Key": key} for _, key in split[i : i + _PER_REQUEST]]
+    def delete(self, names: list[str], *, folder: str = "") -> None:
+        while names:
+            some = names[:_PER_REQUEST]
+            bucket = self._split(some[0])[0]
+            keys = [{"Key": self._split(name)[1]} for name in some]
             answer = self._call("delete_objects", Bucket=bucket, Delete={"Objects": keys, "Quiet": True})
             # s3fs's own rm ignores these errors, so an object that could not be deleted would count as deleted.
             failed = [
@@ -225,6 +225,7 @@ class S3Api(FsspecApi):
             ]
             if failed:
                 _raise_refused(bucket, failed[0])
+            del names[: len(some)]
 
     def unfinished(self, name: str) -> Uploads:
         bucket, key = self._split(name)
