@@ -56,7 +56,6 @@ class AzureUpload:
         self._name = name
         self._own = secrets.token_hex(8)  # unique per upload, because all uploads to a blob share its block ids
         self._nbytes: dict[int, int] = {}
-        self._completing = False
 
     def _block(self, number: int) -> str:
         return base64.b64encode(f"{self._own}-{number:08d}".encode()).decode()
@@ -69,20 +68,22 @@ class AzureUpload:
     def complete(self) -> str:
         from azure.storage.blob import BlobBlock
 
-        again, self._completing = self._completing, True
         blocks = [BlobBlock(self._block(number)) for number in sorted(self._nbytes)]
         absent = {"If-None-Match": "*"}
         try:
             self._api.call(self._name, lambda blob: blob.commit_block_list(blocks, headers=absent))
         except (FileExistsError, LostUploadError):
-            # An earlier try may have succeeded, but its response was lost.
-            if not (again and self._is_ours()):
+            # An earlier try may have succeeded, but its response was lost. It may have been Azure's client that tried.
+            if not self._is_ours():
                 raise
         return ""
 
     def _is_ours(self) -> bool:
-        """Return whether the existing blob consists of exactly our blocks."""
-        committed, _ = self._api.call(self._name, lambda blob: blob.get_block_list("committed"))
+        """Return whether a blob exists that consists of exactly our blocks."""
+        try:
+            committed, _ = self._api.call(self._name, lambda blob: blob.get_block_list("committed"))
+        except FileNotFoundError:
+            return False
         return [item.id for item in committed] == [self._block(number) for number in sorted(self._nbytes)]
 
     def anew(self) -> Upload:
@@ -94,12 +95,19 @@ class AzureUpload:
 
 @contextlib.contextmanager
 def _translated(name: str) -> Iterator[None]:
-    from azure.core.exceptions import ClientAuthenticationError, HttpResponseError, ResourceExistsError
+    from azure.core.exceptions import (
+        ClientAuthenticationError,
+        HttpResponseError,
+        ResourceExistsError,
+        ResourceNotFoundError,
+    )
 
     try:
         yield
     except ResourceExistsError as error:
         raise FileExistsError(f"{name} exists already") from error
+    except ResourceNotFoundError as error:
+        raise FileNotFoundError(f"{name} does not exist") from error
     except ClientAuthenticationError as error:
         raise PermissionError(str(error)) from error
     except HttpResponseError as error:
