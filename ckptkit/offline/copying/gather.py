@@ -161,15 +161,16 @@ class Gatherer:
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
         """Return how many rows to compute at once.
 
-        They need at most half of the memory. The result and the first input take at most `most` bytes each.
+        They need at most half of the memory; if each element is computed alone, at most `big`, so that all workers can
+        compute at once. The result and the first input take at most `most` bytes each.
         """
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:
             return rows
-        step = rows
+        step, limit = rows, self.big if tensor.by_element else self.max_bytes // 2
         while step > 1:
             part = tensor.cut(0, step)
-            if _taken(part) <= self.max_bytes // 2 and max(_nbytes(part), _nbytes(part.inputs[0])) <= most:
+            if _taken(part) <= limit and max(_nbytes(part), _nbytes(part.inputs[0])) <= most:
                 break
             step = (step + 1) // 2
         # Use multiples of a block, because matrix kernels may round the rows of a partial block differently.
