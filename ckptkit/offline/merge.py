@@ -29,10 +29,11 @@ from ckptkit.errors import (
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.conversion import ConvertReport, How
 from ckptkit.offline.convert import Format, Output, Weights, choose, key_map_of, write
-from ckptkit.offline.copying.casts import cast_into, float_values, joined_pairs, split_pairs
+from ckptkit.offline.copying.casts import cast_into, float_values, round_pairs, split_pairs
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
-from ckptkit.offline.export.hf import ExportOptions, HFExport
+from ckptkit.offline.export.hf import HFExport
+from ckptkit.offline.export.weights import ExportOptions
 from ckptkit.offline.joined import computed_from, join, taken_from
 from ckptkit.offline.publish import options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 Sums: TypeAlias = Literal["fp32", "fp64"]
-_BLOCK = 1 << 20  # elements summed at a time; with fewer, threads wait for the GIL more than the cache saves
+# Elements summed at a time. They stay in the second-level cache; with fewer, threads would mostly wait for the GIL.
+_BLOCK = 1 << 17
 _NAMED = 5
 
 
@@ -386,19 +388,20 @@ def _summed(
     sizes = [dtype_of(term.dtype).itemsize for term in terms]
     size, numel = dtype_of(target).itemsize, terms[0].numel
     out = np.empty(numel * size, np.uint8)
-    total, wide = (np.empty(min(numel, _BLOCK), kind) for _ in range(2))
-    in_pairs = kind is np.float32 and all(term.dtype == "bfloat16" for term in terms)
+    sum_of_block, product_of_block = (np.empty(min(numel, _BLOCK), kind) for _ in range(2))
+    in_pairs = kind is np.float32 and all(dtype == "bfloat16" for dtype in (target, *(term.dtype for term in terms)))
     infinite = 0
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for start in range(0, numel, _BLOCK):
             n = min(_BLOCK, numel - start)
             apart = in_pairs and n % 2 == 0
+            total, product = sum_of_block[:n], product_of_block[:n]
             for i, (term, factor, raw) in enumerate(zip(terms, factors, values, strict=True)):
-                block, product = raw[start * sizes[i] : (start + n) * sizes[i]], (wide if i else total)[:n]
-                read = split_pairs(block, product) if apart else float_values(block, term.dtype)
-                np.multiply(read, kind(factor), out=product, dtype=kind)
+                block, into = raw[start * sizes[i] : (start + n) * sizes[i]], product if i else total
+                read = split_pairs(block, into) if apart else float_values(block, term.dtype)
+                np.multiply(read, kind(factor), out=into, dtype=kind)
                 if i:
-                    total[:n] += product
-            made = joined_pairs(total[:n], wide[:n]) if apart else total[:n]
-            infinite += cast_into(made.view(np.uint8), out[start * size : (start + n) * size], sums, target)
+                    np.add(total, product, out=total)
+            made = out[start * size : (start + n) * size]
+            infinite += round_pairs(total, made) if apart else cast_into(total.view(np.uint8), made, sums, target)
     return out, infinite

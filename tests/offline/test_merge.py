@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from ckptkit import CheckpointManager, TrainState
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.targets import Part, Target
 from ckptkit.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -21,7 +23,8 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.offline.convert import convert
-from ckptkit.offline.merge import merge, weights_of
+from ckptkit.offline.copying.gather import Gatherer
+from ckptkit.offline.merge import _sum, merge, weights_of
 from tests.cli.commands import ran
 from tests.offline.export.test_dequantize import FP4_WEIGHTS, by_groups, fp4_values, packed
 from tests.offline.exports import assert_same, read_model, write_model
@@ -93,12 +96,12 @@ def test_the_sum_is_cast_once(sources: list[str], tmp_path: Path) -> None:
     assert_same(read_model(tmp_path / "out"), {"cube": sum_of_three()["cube"].bfloat16()})
 
 
-_MI = 1 << 20  # elements that are summed at a time
+_BLOCK = 1 << 17  # elements that are summed at a time
 _LARGE = {
     "before": (1,),  # everything after it is at an odd element
-    "one-less": (2 * _MI - 1,),
-    "one-more": (2 * _MI + 1,),
-    "long-row": (1, 2 * _MI + 1),  # one tile of three blocks
+    "one-less": (2 * _BLOCK - 1,),
+    "one-more": (2 * _BLOCK + 1,),
+    "long-row": (1, 2 * _BLOCK + 1),  # one tile of three blocks
     "odd-rows": (5, 300_001),
 }
 
@@ -129,6 +132,21 @@ def test_sums_of_any_bits_across_blocks_are_those_of_torch(
     merge(sources, str(tmp_path / "out"), weights=weights)
     expected = summed(states, weights_of(weights, 3), torch.float32)
     assert_same(bits(read_model(tmp_path / "out")), bits(expected))
+
+
+@pytest.mark.parametrize("count", [2, 14, 40])
+def test_a_tile_of_many_sources_fits_into_a_workers_share_of_the_memory(count: int) -> None:
+    shape = (8192, 4096)
+    parts = [(Part(Box.whole(shape), f"s{i}", Box.whole(shape)),) for i in range(count)]
+    terms = [Target("w", "bfloat16", shape, part, "bfloat16") for part in parts]
+    total = _sum(terms, (1 / count,) * count, "bfloat16", "float32")
+    share = 64 << 20
+    reader: Any = None
+    gatherer = Gatherer(reader, {}, None, max_bytes=8 * share, small=4 << 20, big=share)
+    rows = gatherer.tile_numel(total) // shape[1]
+    tile = total.rows(0, rows)
+    nbytes = 2 * shape[1] * rows
+    assert nbytes * (count + 1) + tile.scratch <= share < 2 * nbytes * (count + 1) or nbytes == gatherer.small
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch", "local"])

@@ -83,10 +83,18 @@ def split_pairs(data: Bytes, out: npt.NDArray[np.float32]) -> npt.NDArray[np.flo
     return out
 
 
-def joined_pairs(halves: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Fill `out` with elements that `split_pairs` separated, in their order, and return it."""
-    out[0::2], out[1::2] = halves.reshape(2, -1)  # a transposed view would take five times as long
-    return out
+def round_pairs(halves: npt.NDArray[np.float32], out: Bytes) -> int:
+    """Round elements that `split_pairs` separated to bfloat16, and put them back in order.
+
+    Returns:
+        How many finite elements became infinite.
+    """
+    rounded, infinite = _rounded_to_bfloat16(halves)
+    even, odd = rounded.reshape(2, -1)
+    even >>= 16
+    odd &= 0xFFFF0000
+    np.bitwise_or(even, odd, out=out.view(np.uint32))
+    return infinite
 
 
 def _cast_block(source: Array, out: Array, source_dtype: str, target_dtype: str) -> int:
@@ -95,7 +103,9 @@ def _cast_block(source: Array, out: Array, source_dtype: str, target_dtype: str)
     if source_dtype == "float64":
         infinite = int(np.isinf(wide).sum()) - int(np.isinf(source).sum())
     if target_dtype == "bfloat16":
-        return infinite + _round_to_bfloat16(wide, out)
+        rounded, beyond = _rounded_to_bfloat16(wide)
+        out[...] = rounded.view(np.uint16)[1::2]  # the upper halves
+        return infinite + beyond
     if target_dtype == "float16":
         return infinite + _round_to_float16(wide, out.view(np.uint16))
     out[...] = wide
@@ -143,18 +153,18 @@ def _float8_values(dtype: str) -> Array:
     return narrow
 
 
-def _round_to_bfloat16(source: Array, out: Array) -> int:
-    bits = source.view(np.uint32)
-    rounded = bits >> 16
+def _rounded_to_bfloat16(source: Array) -> tuple[npt.NDArray[np.uint32], int]:
+    """Return words whose upper halves are float32 elements rounded to bfloat16, and how many became infinite."""
+    bits: npt.NDArray[np.uint32] = source.view(np.uint32)
+    rounded = np.right_shift(bits, 16, dtype=np.uint32)
     rounded &= 1
     rounded += 0x7FFF
     rounded += bits
-    rounded >>= 16
-    out[...] = rounded
     if source.max() < _BEYOND_BFLOAT16 and source.min() > -_BEYOND_BFLOAT16:  # also False if there is a NaN
-        return 0
-    out[np.isnan(source)] = 0x7FC0  # c10::BFloat16 maps every NaN to 0x7FC0; rounding could turn a NaN into infinity
-    return int(((np.abs(source) >= _BEYOND_BFLOAT16) & np.isfinite(source)).sum())
+        return rounded, 0
+    # c10::BFloat16 maps every NaN to 0x7FC0; rounding could turn a NaN into infinity.
+    rounded[np.isnan(source)] = 0x7FC00000
+    return rounded, int(((np.abs(source) >= _BEYOND_BFLOAT16) & np.isfinite(source)).sum())
 
 
 def _round_to_float16(source: Array, out: Array) -> int:
