@@ -4,13 +4,18 @@ Each formula is a function (stored weight, inputs, first row) -> weight in the w
 only some rows, starting at `first`. Inputs are complete, except that scales with one row per row of the weight are
 sliced like the weight.
 
+All formulas share one mechanism, `_decoded`. A quantized element is a code, and belongs to a group that shares a scale.
+It has few possible values, so these are computed once for each group, and elements are looked up. This takes a third
+of the time of decoding, multiplying and rounding each element.
+
 Nothing here imports torch, because torch alone takes more memory than a conversion.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,13 +27,12 @@ from ckptkit.errors import UnsupportedFormatError
 from ckptkit.offline.copying.casts import cast_into, float_values
 from ckptkit.offline.copying.plan import Computed
 
-__all__ = ["E2M1", "Dequantization", "Stored", "by_block", "by_row", "fp4", "integers", "mxfp4", "whole"]
-
 Array = npt.NDArray[Any]
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 Indices: TypeAlias = npt.NDArray[np.intp]
 
-_BLOCK = 1 << 16  # elements at a time; temporaries stay in the cache
+_BLOCK = 1 << 16  # codes at a time; temporaries stay in the cache
+_UNITS: dict[int, Any] = {2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 # The values of FP4 codes (E2M1) without their sign, which is in bit 3.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -46,9 +50,10 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
 
-    def bytes_of_rows(self) -> npt.NDArray[np.uint8]:
-        """Return the bytes as [rows, bytes per row]. A scalar is one row."""
-        return self.data.reshape(self.shape[0] if self.shape else 1, -1)
+    def rows(self) -> npt.NDArray[np.uint8]:
+        """Return the bytes as a matrix whose rows are those of the last dimension. A vector is one column."""
+        count = math.prod(self.shape[:-1]) if len(self.shape) > 1 else math.prod(self.shape)
+        return self.data.reshape(count, len(self.data) // max(1, count))
 
     def numbers(self) -> Array:
         """Return the elements in the tensor's shape. Integers keep their dtype; floats become float32 or float64."""
@@ -64,7 +69,7 @@ def whole(dtype: str) -> Dequantization:
     """Return the formula W * scale. Inputs: the tensor's scale."""
 
     def scaled(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
-        return _scaled(w, _factors(inputs[0]), lambda rows: np.zeros((1, 1), np.intp), dtype)
+        return _scaled(w, inputs[0], np.zeros((len(w.rows()), 1), np.intp), _ONE_COLUMN, dtype)
 
     return scaled
 
@@ -73,9 +78,7 @@ def by_row(dtype: str) -> Dequantization:
     """Return the formula that multiplies each row of W by its scale. Inputs: the scales of all rows."""
 
     def scaled(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
-        return _scaled(
-            w, _factors(inputs[0]), lambda rows: np.arange(first + rows.start, first + rows.stop)[:, None], dtype
-        )
+        return _scaled(w, inputs[0], np.arange(first, first + w.shape[0])[:, None], _ONE_COLUMN, dtype)
 
     return scaled
 
@@ -90,19 +93,10 @@ def by_block(high: int, wide: int, dtype: str) -> Dequantization:
     def scaled(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
         start = first if len(w.shape) == 2 and high > 1 else 0  # in higher dimensions, only the outermost is sliced
         height, width = w.shape[-2:]
-        scales = _factors(inputs[0])
-        down, across = scales.shape[-2:]
-        columns = np.arange(width) // wide
-
-        def of_rows(rows: slice) -> Indices:
-            at = np.arange(rows.start, rows.stop)
-            at = at // height * down + (start + at % height) // high
-            if at[0] == at[-1]:
-                at = at[:1]
-            index: Indices = at[:, None] * across + columns
-            return index
-
-        return _scaled(w, scales, of_rows, dtype)
+        down, across = inputs[0].shape[-2:]
+        row = np.arange(math.prod(w.shape[:-1]))
+        block_row = row // height * down + (start + row % height) // high
+        return _scaled(w, inputs[0], block_row[:, None] * across, np.arange(width)[None] // wide, dtype)
 
     return scaled
 
@@ -118,18 +112,11 @@ def mxfp4(dtype: str) -> Dequantization:
 
     def unpacked(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
         experts, out, groups, _ = w.shape
-        # Two weights depend on only two bytes, so looking them up is many times as fast as computing them.
-        table, beyond = _pairs_by_exponent(dtype)
-        rows, exponents = w.data.reshape(-1, 16), inputs[0].data.reshape(-1, 1)
-        made = np.empty(rows.shape, table.dtype)
-        infinite = 0
-        step = _BLOCK // 4 // 16
-        for start in range(0, len(rows), step):  # indices are eight times as wide as these bytes
-            index = exponents[start : start + step].astype(np.intp) << 8
-            index = index | rows[start : start + step]
-            np.take(table, index, out=made[start : start + step], mode="clip")
-            if beyond is not None:
-                infinite += int(np.take(beyond, index).sum())
+        powers = np.ldexp(1.0, np.arange(256) - 127)  # in float64, because the last is beyond float32
+        exponents = inputs[0].data.reshape(-1, 1).astype(np.intp)
+        made, infinite = _decoded(
+            w.rows(), exponents, _ONE_COLUMN, _pairs().astype(np.float64), lambda v, group: v * powers[group], dtype
+        )
         unit = _UNITS[dtype_of(dtype).itemsize]
         values = made.view(unit).reshape(experts, out, groups * 32)
         turned = np.empty((experts, groups * 32, out), unit)
@@ -174,27 +161,28 @@ def integers(
                 f"{name!r} records the shape {inputs[-1].numbers().tolist()} for its weight, but its scales imply "
                 f"{list(shape)}. Keep it with --dtype keep."
             )
-        height, width, held = w.shape[0], shape[1], inputs[0].dtype
-        scale = inputs[0].numbers()
-        scale = scale if group else scale.reshape(-1, 1) if by_rows else scale.reshape(1, 1)
-        zero = None
-        if has_zero:
-            zero = _integers(inputs[1], bits, shape[0], columns=True) if packed_zero else inputs[1].numbers()
-            zero = zero.astype(scale.dtype)
-            zero = zero[first : first + height] if group else _per_row(zero, first, height, shape[0])
-        numbers = _integers(w, bits, width) if packed else w.numbers()
-        result = _Result(height * width, dtype)
-        for rows in _blocks(height, width):
+        height, width = w.shape[0], shape[1]
+        scales = inputs[0].numbers().reshape(-1)
+        across = width // group if group else 1  # groups per row
+        values = np.arange(1 << bits).astype(scales.dtype) - (1 << bits - 1)
+        codes = _unpacked(w.rows(), bits)[:, :width] if packed else np.bitwise_xor(w.rows(), 128, dtype=np.uint8)
+        codes = codes.reshape(height, across, -1)
+        groups = np.arange(height * across).reshape(height, across, 1) * int(by_rows)
+        zero: Array | None = None
+        if has_zero and packed_zero:  # along columns
+            words = np.ascontiguousarray(inputs[1].numbers().T)
+            zero = _unpacked(words.view(np.uint8), bits)[:, : shape[0]].T.astype(scales.dtype) - (1 << bits - 1)
+        elif has_zero:
+            zero = inputs[1].numbers().astype(scales.dtype)
+        if zero is not None:
+            zero = (zero.reshape(shape[0], -1)[first : first + height] if by_rows else zero).reshape(-1)
+
+        def product(values: Floats, groups: Indices) -> Floats:
             # This is exact even in 16 bits: differences of 8-bit integers, and their products in float32.
-            made = numbers[rows].astype(scale.dtype)
-            made = made.reshape(len(made), -1, group) if group else made
-            if zero is not None:
-                of_rows = zero if len(zero) == 1 and not group else zero[rows]
-                made -= of_rows[:, :, None] if group else of_rows
-            of_rows = scale[rows] if len(scale) > 1 or group else scale
-            made *= of_rows[:, :, None] if group else of_rows
-            result.add(made, held)
-        return result.done()
+            made: Floats = (values if zero is None else values - zero[groups]) * scales[groups]
+            return made
+
+        return _decoded(codes, groups, _ONE_COLUMN[None], values, product, dtype, held=inputs[0].dtype)
 
     return unpacked
 
@@ -208,25 +196,18 @@ def fp4(group: int, dtype: str) -> Dequantization:
     """
 
     def unpacked(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
-        exponents = inputs[0].dtype == "uint8"
-        scale = _powers()[inputs[0].numbers()] if exponents else inputs[0].numbers()
+        # There are only 256 different scales, so these are the groups, not their places.
+        scales = _scales(Stored(np.arange(256, dtype=np.uint8), inputs[0].dtype, (256,)))
         if len(inputs) > 1:
             overall = inputs[1]
             with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-                scale = scale / overall.numbers().reshape(())
+                scales = scales / overall.numbers().reshape(())
             if not overall.shape or overall.dtype == "bfloat16":  # in this case, torch does not divide in float32
-                scale = _held(scale, "bfloat16")
-        height, width = w.shape[0], w.shape[1] * 2
-        result = _Result(height * width, dtype)
-        codes = w.data.reshape(w.shape)
-        for rows in _blocks(height, width):
-            pairs = np.empty(codes[rows].shape, np.complex64)
-            np.take(_pairs(), codes[rows], out=pairs, mode="clip")
-            made = pairs.view(np.float32).astype(scale.dtype, copy=False).reshape(len(pairs), -1, group)
-            with np.errstate(invalid="ignore", over="ignore"):
-                made *= scale[rows][:, :, None]
-            result.add(made, "bfloat16")
-        return result.done()
+                scales = _held(scales, "bfloat16")
+        codes = w.data.reshape(w.shape[0], -1, group // 2)
+        groups = inputs[0].data.reshape(*codes.shape[:2], 1).astype(np.intp)
+        values = _pairs().astype(scales.dtype)
+        return _decoded(codes, groups, _ONE_COLUMN[None], values, lambda v, at: v * scales[at], dtype, held="bfloat16")
 
     return unpacked
 
@@ -234,104 +215,83 @@ def fp4(group: int, dtype: str) -> Dequantization:
 # --- what the formulas share
 
 _ROWS = 64
-_UNITS: dict[int, type[np.unsignedinteger[Any]]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+_ONE_COLUMN: Indices = np.zeros((1, 1), np.intp)
 
 
-class _Result:
-    """A result's bytes in its dtype, filled from the first element to the last.
-
-    Attributes:
-        infinite: How many finite elements became infinite.
-    """
-
-    def __init__(self, numel: int, dtype: str) -> None:
-        self._dtype, self._itemsize = dtype, dtype_of(dtype).itemsize
-        self._data = np.empty(numel * self._itemsize, np.uint8)
-        self._at = self.infinite = 0
-
-    def add(self, values: Floats, held: str = "") -> None:
-        """Add the next elements, in float32 or float64. They are first rounded to `held`, if given."""
-        if dtype_of(held or self._dtype).itemsize == 2 and held not in ("", self._dtype):
-            before = np.isfinite(values)
-            values = _held(values, held)
-            self.infinite += int((before & np.isinf(values)).sum())
-        raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        self.infinite += cast_into(raw, self.room(values.size), values.dtype.name, self._dtype)
-
-    def room(self, numel: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of the next `numel` elements, for the caller to fill."""
-        start, self._at = self._at, self._at + numel * self._itemsize
-        return self._data[start : self._at]
-
-    def done(self) -> Computed:
-        return self._data, self.infinite
+def _scaled(w: Stored, scale: Stored, rows: Indices, columns: Indices, dtype: str) -> Computed:
+    """Return W, in an 8-bit float, times its scales, computed in float32 and rounded to `dtype`."""
+    scales = _scales(scale).reshape(-1)
+    values = float_values(np.arange(256, dtype=np.uint8), w.dtype)
+    return _decoded(w.rows(), rows, columns, values, lambda v, group: v * scales[group], dtype)
 
 
-def _scaled(w: Stored, scales: Array, of_rows: Callable[[slice], Indices], dtype: str) -> Computed:
-    """Return W times its scales, computed in float32 and rounded to `dtype`.
+def _decoded(
+    codes: npt.NDArray[np.uint8],
+    rows: Indices,
+    columns: Indices,
+    values: Floats,
+    product: Callable[[Floats, Indices], Floats],
+    dtype: str,
+    held: str = "",
+) -> Computed:
+    """Return what the codes stand for, in `dtype`, and how many finite elements became infinite.
 
     Args:
-        of_rows: Returns the index of the scale of each of these rows' elements: [rows or 1, columns or 1].
+        codes: [rows, ...] codes. Each is one element, or two neighbours.
+        rows, columns: The group of each code is the sum of both, which have its shape or are broadcast to it. `rows`
+            has as many rows as `codes`.
+        values: The value of each code: [codes], or [codes, 2].
+        product: Returns the elements with these values in these groups, in float32 or float64.
+        held: The dtype to which products are rounded first; "" for none.
     """
-    rows, scales = w.bytes_of_rows() if len(w.shape) < 3 else w.data.reshape(-1, w.shape[-1]), scales.reshape(-1)
-    result = _Result(rows.size, dtype)
-    products = _Products(scales, w.dtype, dtype)
-    for part in _blocks(*rows.shape):
-        index = of_rows(part)
-        codes, bounds = rows[part], (int(index.min()), int(index.max()) + 1) if index.size else (0, 0)
-        if products.are_few(bounds, codes.size):
-            result.infinite += products.of(codes, index, bounds, result.room(codes.size))
-            continue
-        values = float_values(rows[part].reshape(-1), w.dtype).reshape(-1, rows.shape[1])
-        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-            values *= scales[index]
-        result.add(values)
-    return result.done()
+    each, itemsize = values.size // len(values), dtype_of(dtype).itemsize
+    out = np.empty(codes.size * each * itemsize, np.uint8)
+    if not codes.size:
+        return out, 0
+    step, infinite = max(1, _BLOCK // codes[0].size), 0
+    blocks = [slice(start, start + step) for start in range(0, len(codes), step)]
+    nbytes = step * codes[0].size * each * itemsize
+    first, last = int(rows.min() + columns.min()), int(rows.max() + columns.max())
+    if 2 * len(values) * (last + 1 - first) > codes.size:  # computing a product costs about four look-ups
+        for i, block in enumerate(blocks):
+            found = np.take(values, codes[block], axis=0, mode="clip").reshape(*codes[block].shape[:-1], -1)
+            with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+                found = product(found, rows[block] + columns)
+            infinite += _round_into(out[i * nbytes : (i + 1) * nbytes], found, held, dtype)
+        return out, infinite
+    groups = np.arange(first, last + 1)[:, None]
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        products = product(values.reshape(1, -1), groups)
+    table = np.empty(products.size * itemsize, np.uint8)
+    beyond = None  # how many elements of each entry became infinite
+    if _round_into(table, products, held, dtype):
+        beyond = (np.isfinite(products).reshape(-1) & np.isinf(float_values(table, dtype))).reshape(-1, each).sum(1)
+    unit = _UNITS[each * itemsize]
+    table, made = table.view(unit), out.view(unit).reshape(codes.shape)
+    # Narrow indices, because most of the time goes into computing them.
+    index = np.uint16 if len(table) <= 1 << 16 else np.uint32
+    of_rows = ((rows - first) * len(values)).astype(index)
+    of_columns = (columns * len(values)).astype(index)
+    places = np.empty((step, *codes.shape[1:]), np.intp)
+    for block in blocks:
+        at = places[: len(codes[block])]
+        at[...] = of_rows[block] + of_columns + codes[block]
+        # Every index is in the table, so clipping changes nothing. The default mode checks bounds, which is slow.
+        np.take(table, at, out=made[block], mode="clip")
+        if beyond is not None:
+            infinite += int(np.take(beyond, at).sum())
+    return out, infinite
 
 
-class _Products:
-    """All products of an 8-bit float's 256 values and some scales, in the wanted dtype.
-
-    Looking up a product takes a third of the time of decoding, multiplying and rounding.
-    """
-
-    def __init__(self, scales: Array, dtype: str, target: str) -> None:
-        self._scales, self._dtype, self._target = scales, dtype, target
-        self._bounds = (0, 0)  # the scales in the table: [first, stop)
-        self._table = self._beyond = np.empty(0)
-
-    def are_few(self, bounds: tuple[int, int], numel: int) -> bool:
-        """Return whether a table of these scales' products costs little in comparison with `numel` look-ups."""
-        return dtype_of(self._dtype).kind == "float8" and 4 * 256 * (bounds[1] - bounds[0]) <= max(numel, _BLOCK)
-
-    def of(self, codes: Array, index: Indices, bounds: tuple[int, int], out: npt.NDArray[np.uint8]) -> int:
-        """Write the products of codes [rows, columns] and their scales; return how many became infinite.
-
-        Args:
-            index: Index of each code's scale: [rows or 1, columns or 1].
-            bounds: The range [first, stop) of these indices.
-        """
-        if not codes.size:
-            return 0
-        if bounds != self._bounds:
-            self._make(*bounds)
-        at = (index - bounds[0] << 8) + codes
-        np.take(self._table, at, out=out.view(self._table.dtype).reshape(codes.shape), mode="clip")
-        return int(np.take(self._beyond, at).sum()) if self._beyond.any() else 0
-
-    def _make(self, first: int, stop: int) -> None:
-        self._bounds = first, stop
-        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-            values = float_values(np.arange(256, dtype=np.uint8), self._dtype) * self._scales[first:stop, None]
-        data = np.empty(values.size * dtype_of(self._target).itemsize, np.uint8)
-        cast_into(values.reshape(-1).view(np.uint8), data, "float32", self._target)
-        self._beyond = np.isfinite(values).reshape(-1) & np.isinf(float_values(data, self._target))
-        self._table = data.view(_UNITS[dtype_of(self._target).itemsize])
-
-
-def _blocks(rows: int, columns: int) -> Iterator[slice]:
-    step = max(1, _BLOCK // max(1, columns))
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+def _round_into(out: npt.NDArray[np.uint8], values: Floats, held: str, dtype: str) -> int:
+    """Round values to `held`, if given, then to `dtype`; return how many finite ones became infinite."""
+    infinite = 0
+    if held not in ("", dtype) and dtype_of(held).itemsize == 2:
+        before = np.isfinite(values)
+        values = _held(values, held)
+        infinite = int((before & np.isinf(values)).sum())
+    raw = np.ascontiguousarray(values).reshape(-1)
+    return infinite + cast_into(raw.view(np.uint8), out, raw.dtype.name, dtype)
 
 
 def _held(values: Floats, dtype: str) -> Floats:
@@ -342,62 +302,30 @@ def _held(values: Floats, dtype: str) -> Floats:
     return float_values(data, dtype).reshape(values.shape)
 
 
-def _integers(words: Stored, bits: int, count: int, *, columns: bool = False) -> Array:
-    """Unpack 32-bit words. Return the first `count` integers of each row (or column) as int8.
-
-    An integer has 2, 4 or 8 bits. The lowest bits of a word come first.
-    """
-    made: Array
-    if columns:
-        turned = np.ascontiguousarray(words.numbers().T)
-        made = _integers(Stored(turned.reshape(-1).view(np.uint8), words.dtype, turned.shape), bits, count).T
-        return made
-    stored = words.bytes_of_rows()  # little-endian, like every machine that torch runs on
-    if bits == 8:
-        made = (stored ^ 128).view(np.int8)
-        return made[:, :count]
-    codes = [stored >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
-    made = np.stack(codes, axis=-1).view(np.int8).reshape(len(stored), -1)[:, :count]
-    made -= np.int8(1 << bits - 1)
-    return made
+def _unpacked(stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """Return the unsigned integers of 2, 4 or 8 bits in each row of little-endian words, the lowest bits first."""
+    codes, width = stored, 8
+    while width > bits:  # halve the width: the upper half of each byte becomes a byte of its own
+        width //= 2
+        pairs = codes.astype(np.uint16)
+        pairs |= pairs << (8 - width)
+        pairs &= ((1 << width) - 1) * 0x101
+        codes = pairs.view(np.uint8)
+    return codes
 
 
-def _per_row(values: Array, first: int, height: int, rows: int) -> Array:
-    """Return the zero points of some rows as a column; if all rows share one zero point, return only that."""
-    values = values.reshape(-1, 1)
-    return values[first : first + height] if len(values) == rows and rows > 1 else values[:1]
-
-
-def _factors(scale: Stored) -> Array:
-    """Return scales as float32. Bytes are exponents of two (E8M0)."""
-    return _powers()[scale.numbers()] if scale.dtype == "uint8" else scale.numbers().astype(np.float32, copy=False)
-
-
-@functools.cache
-def _powers() -> npt.NDArray[np.float32]:
-    """Return 2 ** (code - 127) for each of the 256 codes in a byte. The last is infinite in float32."""
+def _scales(scale: Stored) -> Floats:
+    """Return scales as float32. Bytes are exponents of two (E8M0), of which the last is infinite in float32."""
+    if scale.dtype != "uint8":
+        return scale.numbers().astype(np.float32, copy=False)
     with np.errstate(over="ignore"):
-        powers: npt.NDArray[np.float32] = np.ldexp(1.0, np.arange(256) - 127).astype(np.float32)
+        powers: Floats = np.ldexp(1.0, scale.numbers().astype(np.int64) - 127).astype(np.float32)
     return powers
 
 
 @functools.cache
-def _pairs() -> npt.NDArray[np.complex64]:
-    """Return, for each byte of two FP4 codes, both values as the two halves of a complex number."""
+def _pairs() -> npt.NDArray[np.float32]:
+    """Return, for each byte of two FP4 codes, both values: [256, 2]."""
     codes = np.array((*E2M1, *(-value for value in E2M1)), np.float32)
     byte = np.arange(256)
-    return np.stack((codes[byte & 15], codes[byte >> 4]), axis=-1).view(np.complex64).reshape(-1)
-
-
-@functools.cache
-def _pairs_by_exponent(dtype: str) -> tuple[Array, npt.NDArray[np.uint8] | None]:
-    """Return a table of pairs of values in a dtype, and how many values of each pair are infinite in that dtype.
-
-    The index is (group exponent + 127) * 256 + byte. The second result is None if no value is infinite.
-    """
-    values = np.ldexp(_pairs().view(np.float32).astype(np.float64), np.arange(-127, 129)[:, None]).reshape(-1)
-    data = np.empty(values.size * dtype_of(dtype).itemsize, np.uint8)
-    cast_into(values.view(np.uint8), data, "float64", dtype)
-    unit = {4: np.uint32, 8: np.uint64, 16: np.complex128}[2 * dtype_of(dtype).itemsize]
-    infinite = np.isinf(float_values(data, dtype)).reshape(-1, 2).sum(axis=1).astype(np.uint8)
-    return data.view(unit), infinite if infinite.any() else None
+    return np.stack((codes[byte & 15], codes[byte >> 4]), axis=-1)
