@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
 from ckptkit.errors import (
@@ -27,10 +27,10 @@ from ckptkit.keymaps.builtin import builtin_map
 from ckptkit.keymaps.keymap import NameMap
 from ckptkit.keymaps.patterns import NamePattern
 from ckptkit.keymaps.rules import Cast, Drop
-from ckptkit.offline.export.base import BaseModel, WantedTensor, open_base
-from ckptkit.offline.export.check import check_export
-from ckptkit.offline.export.hf import ExportOptions, HFExport, export_tensors, plan_export
+from ckptkit.offline.export.base import WantedTensor, open_base
+from ckptkit.offline.export.hf import HFExport, export_tensors, plan_export
 from ckptkit.offline.export.model_card import CardFacts, model_card
+from ckptkit.offline.export.weights import ExportOptions
 from ckptkit.storage.open import open_store
 from tests.catalog.materialize import materialize
 from tests.offline.exports import Planned, bits_of, planned, same_bits, write_model
@@ -475,70 +475,3 @@ def test_the_fingerprint_changes_with_a_digest(zoo: Path) -> None:
     assert before is not None and entry.slices.digests is not None
     entry.slices.digests[:] ^= np.uint64(1)
     assert source_fingerprint(replace(catalog, tensors={**catalog.tensors, name: entry})) != before
-
-
-# --- a written export
-
-
-def two_files(path: Path) -> dict[str, Any]:
-    save_file(ones("a"), path / "model-00001-of-00002.safetensors")
-    save_file(ones("b", "c"), path / "model-00002-of-00002.safetensors")
-    where = {"a": 1, "b": 2, "c": 2}
-    weight_map = {name: f"model-0000{n}-of-00002.safetensors" for name, n in where.items()}
-    return {"metadata": {"total_size": 24, "total_parameters": 6}, "weight_map": weight_map}
-
-
-def check(path: Path, **options: Any) -> Any:
-    return check_export(open_store(str(path)), **options)
-
-
-def test_an_exact_index_is_proved(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(two_files(tmp_path)))
-    wanted = {name: WantedTensor(None, (2,)) for name in "abc"}
-    proof = check(tmp_path, base=BaseModel("the base", None, {}, wanted))
-    assert proof.phrases() == ("names and shapes match the base", "index matches the files")
-
-
-@pytest.mark.parametrize(
-    ("totals", "said"),
-    [
-        ({"total_size": 23, "total_parameters": 6}, "total_size is 23, expected 24"),
-        ({"total_size": 24}, "total_parameters is None, expected 6"),
-    ],
-)
-def test_an_index_with_wrong_totals_is_refused(tmp_path: Path, totals: Any, said: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({**two_files(tmp_path), "metadata": totals}))
-    with pytest.raises(CorruptCheckpointError, match=said):
-        check(tmp_path)
-
-
-def test_a_file_that_no_index_names_is_refused(tmp_path: Path) -> None:
-    write_model(tmp_path, ones("a"))
-    save_file(ones("x"), tmp_path / "consolidated.safetensors")
-    with pytest.raises(CorruptCheckpointError, match=r"consolidated\.safetensors: loaders"):
-        check(tmp_path)
-
-
-@pytest.mark.parametrize("case", ["hf_ref_llama_tied", "hf_ref_llama_untied", "hf_ref_qwen3moe"])
-def test_an_export_is_compared_with_the_model_of_its_config(zoo: Path, case: str) -> None:
-    pytest.importorskip("transformers")
-    assert check(zoo / case, use_config=True).matches == "the config"
-
-
-def test_a_remaining_prefix_is_found_by_the_check_against_the_config(zoo: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    tensors = load_file(zoo / "hf_ref_llama_untied" / "model.safetensors")
-    config = json.loads((zoo / "hf_ref_llama_untied" / "config.json").read_text())
-    write_model(tmp_path, {f"_orig_mod.{name}": value for name, value in tensors.items()}, config)
-    with pytest.raises(CheckpointMismatchError, match=r"missing: model\.embed_tokens\.weight") as caught:
-        check(tmp_path, use_config=True)
-    assert "unexpected: _orig_mod.model.embed_tokens.weight" in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["pipeline", "AutoModel", "NoSuchModel", "__class__"])
-def test_only_model_classes_are_resolved_from_a_config(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("transformers")
-    from ckptkit.offline.export.check import names_of_config
-
-    write_model(tmp_path, ones("a"), {"architectures": [name], "model_type": "llama"})
-    assert names_of_config(open_store(str(tmp_path)))[0] == {}
