@@ -1,24 +1,33 @@
-"""Compare `merge` with reading and copying, the bare sums in numpy, and a plain loop in torch, on the same bytes.
+"""Compare `merge` with reading and copying, with the bare sums in numpy, and with other tools, on the same bytes.
 
-    python -m benchmarks.convert.merge --size 1GB --sources 8 --where /dev/shm [--repeat 3]
+    python -m benchmarks.convert.merge --size 1GB --sources 8 --where /dev/shm [--repeat 3] [--mergekit PYTHON]
+        [--adapter]
 
 Every command runs in a fresh process, and its time includes the start of Python. The sources are Hugging Face
 directories in bf16 with the shapes of a llama. The baseline reads all of them and copies one. Peak memory is ru_maxrss
 of the process. All files are deleted at the end.
+
+`--mergekit` names the Python of an environment that has mergekit: its linear method then runs too. `--adapter` also
+merges a LoRA adapter of rank 16 on all matrices into one of the sources, and compares with PEFT.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
 from benchmarks.convert.bench import compare
 
-# The plain loop: all tensors of the result in memory, summed in fp32 in the order of the sources.
+# A plain loop, with the weights multiplied as `merge` does. All tensors of the result are in memory.
 LOOP = """
 import os, sys, torch
 from safetensors import safe_open
@@ -32,6 +41,35 @@ for name in files[0].keys():
 os.makedirs(out)
 save_file(made, f"{out}/model.safetensors", {"format": "pt"})
 """
+
+# What OLMo-core's src/scripts/average_hf_safetensors.py does, written anew: an in-place sum of each tensor, divided.
+OLMO = """
+import os, sys, torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+*sources, out = sys.argv[1:]
+files = [safe_open(f"{source}/model.safetensors", "pt") for source in sources]
+made = {}
+for name in sorted(files[0].keys()):
+    first = files[0].get_tensor(name)
+    mean = first.float()
+    for file in files[1:]:
+        mean += file.get_tensor(name).float()
+    mean /= len(files)
+    made[name] = mean.to(first.dtype)
+os.makedirs(out)
+save_file(made, f"{out}/model.safetensors")
+"""
+
+PEFT = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base, adapter, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(out)
+"""
+RANK = 16
 
 # The least that the same sums take in numpy: no plan, no names, no checks; two threads, buffers that are reused.
 BARE = """
@@ -83,6 +121,8 @@ def main() -> None:
     parser.add_argument("--sources", type=int, default=8)
     parser.add_argument("--where", default="/dev/shm")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--mergekit", metavar="PYTHON", help="of an environment that has mergekit")
+    parser.add_argument("--adapter", action="store_true", help="merge an adapter too, and compare with PEFT")
     options = parser.parse_args()
     root = Path(options.where) / f"ckptkit-bench-{os.getpid()}"
     try:
@@ -104,8 +144,44 @@ def measure(root: Path, options: argparse.Namespace) -> None:
         "ckptkit merge": [sys.executable, "-m", "ckptkit", "merge", *names, str(out), "--max-shard-size", "1TB"],
         "bare numpy": [sys.executable, "-c", BARE, *names, str(out)],
         "loop in torch": [sys.executable, "-c", LOOP, *names, str(out)],
+        "as OLMo-core": [sys.executable, "-c", OLMO, *names, str(out)],
     }
+    if options.mergekit:
+        recipe = root / "linear.yaml"
+        models = [{"model": name, "parameters": {"weight": 1 / len(names)}} for name in names]
+        recipe.write_text(json.dumps({"merge_method": "linear", "dtype": "bfloat16", "models": models}))  # also YAML
+        run = [options.mergekit, "-m", "mergekit.scripts.run_yaml", str(recipe), str(out), "--no-copy-tokenizer"]
+        commands["mergekit linear"] = run
     compare(commands, out, options.repeat, f"{len(names)} sources of {options.size} in bf16, {options.where}")
+    if options.adapter:
+        adapter = root / "adapter"
+        make_adapter(sources[0], adapter)
+        merge = [sys.executable, "-m", "ckptkit", "convert", str(adapter), str(out), "--merge-adapter"]
+        merges = {
+            "cp of the base": ["cp", "-r", names[0], str(out)],
+            "ckptkit convert": [*merge, "--base", names[0], "--max-shard-size", "1TB"],
+            "PEFT": [sys.executable, "-c", PEFT, names[0], str(adapter), str(out)],
+        }
+        compare(merges, out, options.repeat, f"LoRA of rank {RANK} on all matrices, base of {options.size} in bf16")
+
+
+def make_adapter(base: Path, folder: Path) -> None:
+    """Write a LoRA adapter in fp32 for all matrices in the base's layers, as PEFT would."""
+    with safe_open(base / "model.safetensors", "np") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a dict
+    matrices = {
+        name.removesuffix(".weight"): shape for name, shape in shapes.items() if ".layers." in name and len(shape) > 1
+    }
+    random = np.random.default_rng(0)
+    factors = {}
+    for name, (rows, columns) in matrices.items():
+        factors[f"base_model.model.{name}.lora_A.weight"] = random.standard_normal((RANK, columns), np.float32)
+        factors[f"base_model.model.{name}.lora_B.weight"] = random.standard_normal((rows, RANK), np.float32) * 1e-3
+    folder.mkdir()
+    save_file(factors, folder / "adapter_model.safetensors", {"format": "pt"})
+    modules = sorted({name.rpartition(".")[2] for name in matrices})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "target_modules": modules}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":
