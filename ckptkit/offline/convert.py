@@ -19,7 +19,8 @@ from ckptkit.offline.conversion import ConvertReport, How, conclude
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import OutputFile, Plan
 from ckptkit.offline.export.files import check_headers
-from ckptkit.offline.export.hf import ExportOptions, HFExport, export_tensors, has_quantized, plan_export
+from ckptkit.offline.export.hf import HFExport, export_tensors, has_quantized, plan_export
+from ckptkit.offline.export.weights import ExportOptions
 from ckptkit.offline.publish import Options, OutputPlace, open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.serving import serving

@@ -21,8 +21,9 @@ from ckptkit.formats.hf import safetensors
 from ckptkit.offline.convert import convert
 from ckptkit.offline.copying.plan import ComputedTensor, Literal
 from ckptkit.offline.export.base import BaseModel, open_base
-from ckptkit.offline.export.hf import ExportOptions, HFExport, plan_export
+from ckptkit.offline.export.hf import HFExport, plan_export
 from ckptkit.offline.export.tied import _read_box
+from ckptkit.offline.export.weights import ExportOptions
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 from tests.catalog.materialize import materialize

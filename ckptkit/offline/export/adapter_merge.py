@@ -26,8 +26,6 @@ from ckptkit.offline.export.merge_formulas import Formula
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["merge_adapter", "Change", "Decode", "changed"]
-
 # --- tensors assembled (split, joined, permuted) from sources to which a formula is applied first, in full or by rows
 
 

@@ -13,23 +13,6 @@ from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
 from ckptkit.keymaps.patterns import compile_regex, fullmatch
 
-__all__ = [
-    "AdapterSplit",
-    "LoraPair",
-    "adapter_config",
-    "base_name",
-    "changes_base",
-    "export_adapter",
-    "is_of_parameter",
-    "named_base",
-    "refuse_other_kinds",
-    "repo_of",
-    "scaling",
-    "split_adapter",
-    "target_parameters",
-    "without_base",
-]
-
 _ROOT = "base_model.model."
 _WRAPPED = re.compile(r"(?:.+?\.)?base_model\.model\.")  # may follow the name of a trainer's attribute
 # base_model.model.<module>.lora_A.<adapter>.weight, but without <adapter> in adapter files.

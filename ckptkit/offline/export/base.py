@@ -18,8 +18,6 @@ from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store, split_url
 
-__all__ = ["BaseModel", "WantedTensor", "beside_source", "export_config", "open_base"]
-
 _MAX_FILE = 256 << 20
 # Files that are never copied: weights in any format, and files that run code when they are loaded.
 _WEIGHTS = re.compile(

@@ -11,8 +11,6 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import Store, checked_path
 
-__all__ = ["SUMS_NAME", "read_checksums", "write_checksums"]
-
 SUMS_NAME = "SHA256SUMS"
 _CHUNK = 16 << 20
 _MAX_BYTES = 1 << 20  # enough for about 10,000 files

@@ -11,8 +11,6 @@ from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
 from ckptkit.units import counted
 
-__all__ = ["averaged"]
-
 # Prefixes of averaged tensors: ckptkit's `extra`, timm's state_dict_ema, LitEma's buffers, and others.
 _FRONT = re.compile(r"(?:.*?[._])??(?:ema|model_ema|ema_model|ema_weights|(?:model_)?ema_state_dict|state_dict_ema)\.")
 _LIGHTNING = "current_model_state."  # where Lightning's WeightAveraging stores the trained weights

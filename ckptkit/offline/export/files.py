@@ -22,8 +22,6 @@ from ckptkit.formats.hf.header import (
 from ckptkit.offline.copying.plan import Literal, OutputFile, OutputTensor, Placement, Plan
 from ckptkit.storage.store import Store
 
-__all__ = ["adapter_files", "check_headers", "hf_files", "in_disk_order"]
-
 Placed: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, byte offset in the file
 
 METADATA = {"format": "pt"}

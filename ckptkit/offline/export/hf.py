@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from ckptkit.offline.export.adapters import AdapterSplit
     from ckptkit.offline.export.dequantize import Dequantized
 
-__all__ = ["ExportOptions", "HFExport", "export_tensors", "has_quantized", "plan_export"]
-
-
 # If no name contains any of these strings, there is neither an adapter nor a layout that needs a built-in key map. The
 # modules for both are then not imported, which makes a small export a tenth faster.
 _ADAPTER = ".lora_"

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Formula", "bias", "block_diagonal", "conv", "diagonal", "dora", "experts", "linear", "rounded", "tokens"]
-
 Formula: TypeAlias = "Callable[[torch.Tensor, Sequence[torch.Tensor], int], torch.Tensor]"
 
 

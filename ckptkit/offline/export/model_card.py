@@ -14,8 +14,6 @@ from ckptkit.digests import SHA256, new_hasher
 from ckptkit.formats.replaceable import marked
 from ckptkit.units import format_count, format_size
 
-__all__ = ["CardFacts", "model_card", "source_fingerprint"]
-
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~])")
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 

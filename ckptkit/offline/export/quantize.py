@@ -25,8 +25,6 @@ from ckptkit.units import counted
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BLOCK", "Quantized", "quantize"]
-
 Bytes = npt.NDArray[np.uint8]
 Compute = Callable[["torch.Tensor", str], Bytes]
 

@@ -17,8 +17,6 @@ from ckptkit.errors import CheckpointMismatchError
 from ckptkit.offline.copying.sources import Origin, SourceReader
 from ckptkit.storage.store import Store
 
-__all__ = ["TiedOutcome", "config_ties", "is_embedding", "is_head", "same_values", "settle_tied", "tied_pairs"]
-
 # Names of heads and embeddings that transformers' models list in `_tied_weights_keys`.
 _HEADS = (
     "lm_head.weight",

@@ -10,8 +10,6 @@ from ckptkit.formats.pickles.encode import encode_torch_file
 from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, OutputTensor, Placement
 from ckptkit.offline.export.files import in_disk_order
 
-__all__ = ["torch_file"]
-
 
 def torch_file(
     catalog: Catalog, tensors: Sequence[OutputTensor], *, path: str

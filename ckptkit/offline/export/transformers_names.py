@@ -22,8 +22,6 @@ from ckptkit.keymaps.keymap import Mapped, NameMap, check_one_to_one
 if TYPE_CHECKING:
     from ckptkit.offline.export.base import WantedTensor
 
-__all__ = ["LiveModel", "live_model", "quantized_by_transformers"]
-
 logger = logging.getLogger(__name__)
 
 _COUNTS = re.compile(r".*(layers?|depths?|blocks?)$")

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ckptkit.keymaps.keymap import NameMap
     from ckptkit.offline.vocabulary import VocabSize
 
-__all__ = ["Selection", "Weights", "choose_weights", "matches", "select_targets", "ExportOptions"]
-
 _log = logging.getLogger(__name__)
 _SHOWN = 5  # how many tensors an error lists
 
