@@ -52,13 +52,13 @@ def saves_and_loads(where: str, gigabytes: float, repeat: int) -> Iterator[Row]:
 
 def stalls(where: str, gigabytes: float, repeat: int) -> Iterator[Row]:
     best: dict[str, list[float]] = {}
-    for peer in ("clone", "ckptkit thread", "torch thread"):
+    for peer in ("clone", "ckptkit", "torch thread"):
         for _ in range(repeat):
             root = f"{where}/ckptkit-stall"
             found = run_ranks(stall.measure, RANKS, peer, gigabytes, 0, "large", root, 4, timeout=900)[0]
             shutil.rmtree(root, ignore_errors=True)
             best.setdefault(peer, []).append(min(found[1:]))
-    ours, torch, clone = (min(best[peer]) for peer in ("ckptkit thread", "torch thread", "clone"))
+    ours, torch, clone = (min(best[peer]) for peer in ("ckptkit", "torch thread", "clone"))
     yield Row(
         f"`CheckpointManager.save_async`, {gigabytes:g} GiB, {RANKS} ranks, {where}: how long training waits, from the "
         "second save on",

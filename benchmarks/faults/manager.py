@@ -2,10 +2,10 @@
 
 python -m benchmarks.faults.manager --kills 200 --ranks 2
 
-Each row of the table is a way to save (sync, `save_async` in a thread or in a process) and a victim: all ranks, one
-rank, or the process that writes for one. The kills of a row are spread evenly over all file operations of the victim
-between the first save and the last deletion. After each kill: every listed checkpoint was saved, no save that had
-returned is lost, the next job resumes from the newest, and its save or a prune removes all leftovers.
+Each row of the table is a way to save (sync or `save_async`) and a victim: all ranks or one rank. The kills of a row
+are spread evenly over all file operations of the victim between the first save and the last deletion. After each kill:
+every listed checkpoint was saved, no save that had returned is lost, the next job resumes from the newest, and its save
+or a prune removes all leftovers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from tests.checkpoint.killed import MODES, Plan, count, kill
 def plans(ranks: int) -> list[Plan]:
     """Return one plan per row of the table, without a kill."""
     victims = ["all", *(str(rank) for rank in range(ranks))]
-    found = [Plan(mode, victim, 0, ranks, keep=1 + 2 * (i % 2)) for i, mode in enumerate(MODES) for victim in victims]
-    return found + [Plan("process", f"writer {rank}", 0, ranks) for rank in range(ranks)]
+    return [Plan(mode, victim, 0, ranks, keep=1 + 2 * (i % 2)) for i, mode in enumerate(MODES) for victim in victims]
 
 
 def points(operations: int, kills: int, seed: int) -> list[int]:

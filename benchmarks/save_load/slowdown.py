@@ -25,7 +25,7 @@ from benchmarks.save_load.measure import make_state, timed
 from benchmarks.save_load.stall import hush, starter
 from tests.ranks import run_ranks
 
-PEERS = ("ckptkit thread", "ckptkit process", "torch thread", "torch process")
+PEERS = ("ckptkit", "torch thread", "torch process")
 EVERY = 10
 
 

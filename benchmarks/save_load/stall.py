@@ -1,4 +1,4 @@
-"""Measure how long `save_async` stops training: both modes, compared with a clone of the state and `dcp.async_save`.
+"""Measure how long `save_async` stops training, compared with a clone of the state and `dcp.async_save`.
 
     python -m benchmarks.save_load.stall [--ranks 2] [--where /dev/shm] [--gigabytes 1] [--saves 4] [--repeat 3] \
         [--device cuda]
@@ -31,7 +31,7 @@ from benchmarks.save_load.job import Job
 from benchmarks.save_load.measure import make_state, timed
 from tests.ranks import run_ranks
 
-PEERS = ("clone", "ckptkit thread", "ckptkit process", "torch thread", "torch process")
+PEERS = ("clone", "ckptkit", "torch thread", "torch process")
 Save = Callable[[int], Callable[[], Any]]
 
 
@@ -40,8 +40,7 @@ def starter(peer: str, state: dict[str, Any] | Job, root: str) -> tuple[Save, Ca
     if peer.startswith("ckptkit"):
         from ckptkit import CheckpointManager, RetentionPolicy, TrainState
 
-        mode: Any = peer.split()[1]
-        manager = CheckpointManager(root, async_mode=mode, retention=RetentionPolicy(max_num=1))
+        manager = CheckpointManager(root, retention=RetentionPolicy(max_num=1))
         if isinstance(state, Job):
             held = TrainState(model=state.model, optimizer=state.optimizer)
         else:

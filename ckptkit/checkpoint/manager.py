@@ -28,7 +28,6 @@ from ckptkit.checkpoint.save.background import SaveHandle, report_failure
 from ckptkit.checkpoint.save.hf_config import read_side_files
 from ckptkit.checkpoint.save.saver import Prepared, Saver, SaveRequest
 from ckptkit.checkpoint.save.staging import StagingBuffers, stand_ins
-from ckptkit.checkpoint.save.writer_process import WriterProcess
 from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, check_state
 from ckptkit.errors import CkptkitError, SaveError, UsageError
 from ckptkit.formats.own.record import CommitRecord
@@ -149,8 +148,7 @@ class CheckpointManager:
         max_shard_size: Maximum size of one file of a FULL checkpoint.
         timeout_s: How long to wait for a rank before all ranks raise: seconds, or a string such as "30min".
         async_policy: What `save_async` does while another save is running: "wait" for it, or "refuse" and raise.
-        async_mode: How `save_async` writes staged data: in a "thread" or in a "process". A process does not share the
-            interpreter lock with training (SHARDED and Linux only).
+        async_mode: How `save_async` writes staged data. "thread" is the only mode.
         on_signal: The signals that `interrupted` and `save_on_signal` react to. "save" means SIGTERM (preemption) and
             SIGUSR1 (`sbatch --signal=USR1@300`).
         on_commit: A function that is called on every rank with the report of each committed save, for logging (W&B,
@@ -165,7 +163,6 @@ class CheckpointManager:
         storage_options: Passed to fsspec.
     """
 
-    _writer: WriterProcess | None = None
     _watch: SignalWatch | None = None
 
     def __init__(
@@ -177,7 +174,7 @@ class CheckpointManager:
         max_shard_size: int | str = "5GB",
         timeout_s: float | str = 1800.0,
         async_policy: Literal["wait", "refuse"] = "wait",
-        async_mode: Literal["thread", "process"] = "thread",
+        async_mode: Literal["thread"] = "thread",
         on_signal: Sequence[int] | Literal["save"] = (),
         on_commit: Callable[[SaveReport], None] | None = None,
         trace: str | Path | None = None,
@@ -218,8 +215,6 @@ class CheckpointManager:
                 storage_options=storage_options,
             )
             Patience()  # raises if CKPTKIT_STORAGE_TIMEOUT is malformed
-            if async_mode == "process":
-                self._writer = WriterProcess(storage_options=storage_options)
             if self._control is not None and signals:
                 self._watch = SignalWatch(self._control, signals=signals)
             root = open_store(given[0], storage_options=storage_options)
@@ -260,8 +255,6 @@ class CheckpointManager:
             trace=self._trace,
             storage_options=storage_options,
         )
-        if self._writer is not None:
-            self._writer.wait_ready()
 
     def run_on_all(self, fn: Callable[[], T], what: str) -> T:
         """Run `fn` on every rank. Return this rank's result once all have succeeded. All ranks must call it.
@@ -487,8 +480,6 @@ class CheckpointManager:
     def _release(self) -> None:
         self._closed = True
         self._buffers.release()
-        if self._writer is not None:
-            self._writer.close()
         if self._watch is not None:
             self._watch.close()  # from now on a signal ends the process again
         self._coordinator.close()
@@ -538,12 +529,11 @@ class CheckpointManager:
         """Copy the data to host memory. `publish` raises errors, because the other ranks have already started."""
         started = prepared.clock.seconds()
         try:
-            prepared.staged = (self._writer or self._buffers).copy(prepared.plan.tensors)
+            prepared.staged = self._buffers.copy(prepared.plan.tensors)
         except Exception as error:  # noqa: BLE001  probably out of memory: `publish` raises it on every rank
             prepared.failure = error
             prepared.staged = stand_ins(prepared.plan.tensors)
-        buffers = self._writer.buffers if self._writer else self._buffers
-        prepared.clock.add("stage", prepared.clock.seconds() - started, buffers.staged)
+        prepared.clock.add("stage", prepared.clock.seconds() - started, self._buffers.staged)
 
     def _settle(self) -> None:
         """Wait for the running save. Raise its error unless the caller has already seen it."""
@@ -656,16 +646,18 @@ def check_options(
         raise wrong("retention", retention, "RetentionPolicy(max_num=3, ...)")
     for name, value, (*others, last) in (
         ("async_policy", async_policy, ("wait", "refuse")),
-        ("async_mode", async_mode, ("thread", "process")),
         ("start_fresh", start_fresh, ("if_empty", "if_none_committed", "never")),
     ):
         if value not in (*others, last):
             raise UsageError(f"{name}={value!r}: expected {', '.join(map(repr, others))} or {last!r}.")
-    parsed = StateDictType.parse(state_dict_type)
-    if async_mode == "process" and parsed is not StateDictType.SHARDED:
+    if async_mode == "process":
         raise UsageError(
-            f"async_mode='process' writes SHARDED checkpoints only, not {parsed.value}. Use async_mode='thread'."
+            "async_mode='process' was removed, because training lost more time with it than with a thread. Use "
+            "async_mode='thread', the default."
         )
+    if async_mode != "thread":
+        raise UsageError(f"async_mode={async_mode!r}: expected 'thread'.")
+    parsed = StateDictType.parse(state_dict_type)
     max_shard_bytes = parse_size(max_shard_size)
     if max_shard_bytes < 1:
         raise wrong("max_shard_size", max_shard_size, "more than 0 bytes")

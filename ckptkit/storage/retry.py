@@ -393,12 +393,6 @@ def patient() -> Iterator[Patience]:
         yield patience
 
 
-def current_limit_s() -> float:
-    """Return for how many seconds a call in the current operation is retried."""
-    patience = _current.get()
-    return timeout_s() if patience is None else patience.limit_s
-
-
 def hurry() -> None:
     """Tell the current operation to stop waiting for the store, because it should end."""
     patience = _current.get()

@@ -25,7 +25,6 @@ from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.save import writer_process
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError, RankFailedError
 from ckptkit.formats.own.record import data_store
@@ -34,13 +33,11 @@ from ckptkit.storage.open import open_store
 from tests.checkpoint import crash
 from tests.checkpoint.saving import leftovers
 
-MODES = ("sync", "thread", "process")
+MODES = ("sync", "async")
 ROWS, COLUMNS = 6, 3
 COUNT = 1 << 30  # an operation that is never reached: the job reports how many there were
-_WRITER_OPERATIONS = 25  # of the writing process in the three saves of `job`; too large a number shows in the table
 DEADLINE_S = 60.0
 _RANK_TIMEOUT_S = 20.0
-_CODE = writer_process._CODE
 Say = Callable[[str], Any]
 
 
@@ -49,8 +46,8 @@ class Plan:
     """One job and one kill.
 
     Attributes:
-        mode: How the job saves: "sync", or `save_async` in a "thread" or a "process".
-        victim: "all" ranks at once, one rank by its number, or "writer N", the writing process of rank N.
+        mode: How the job saves: "sync", or "async" with `save_async`.
+        victim: "all" ranks at once, or one rank by its number.
         nth: The file operation of the victim (of rank 0 for "all") before which it is killed; 0: never.
         keep: `max_num` of the rotation after each save.
     """
@@ -99,7 +96,6 @@ def job(say: Say, root: str, plan: Plan, rank: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", (plan.ranks,))
-    _arm_writer(plan, rank)
     counted = None
     with _manager(root, plan) as manager:
         if plan.victim == str(rank) or (plan.victim == "all" and rank == 0):
@@ -110,14 +106,7 @@ def job(say: Say, root: str, plan: Plan, rank: int) -> None:
             manager.load(loaded)
             same_as_saved(loaded, start)
         for step, variant in ((start + 1, 0), (start + 2, 0), (start + 2, 1)):
-            try:
-                _save(manager, plan, state(step, variant, mesh), step, overwrite=variant > 0)
-            except CkptkitError as error:
-                if not plan.victim.startswith("writer"):
-                    raise
-                say(f"failed {error}")
-                writer_process._CODE = _CODE  # the replacement of the dead process is not killed
-                _save(manager, plan, state(step, variant, mesh), step, overwrite=variant > 0)
+            _save(manager, plan, state(step, variant, mesh), step, overwrite=variant > 0)
             say(f"saved {step} {variant}")
         steps = [record.step for record in manager.list()]
         if len(steps) > 2:
@@ -126,20 +115,12 @@ def job(say: Say, root: str, plan: Plan, rank: int) -> None:
             say(f"counted {counted() if counted else 0}")
 
 
-def _arm_writer(plan: Plan, rank: int) -> None:
-    if plan.victim != f"writer {rank}":
-        return
-    armed = f"from tests.checkpoint.crash import kill_at; kill_at({plan.nth}); main("
-    writer_process._CODE = armed.join(_CODE.rsplit("main(", 1))
-
-
 def _manager(root: str, plan: Plan) -> CheckpointManager:
     return CheckpointManager(
         root,
         retention=RetentionPolicy(max_num=plan.keep),
         state_dict_type=plan.kind,
         timeout_s=_RANK_TIMEOUT_S,
-        async_mode="process" if plan.mode == "process" else "thread",
     )
 
 
@@ -284,7 +265,7 @@ def kill(folder: Path, plan: Plan, *, by_prune: bool) -> bool:
     codes, said = run(root, plan, folder / "rendezvous")
     try:
         victims = [r for r in range(plan.ranks) if plan.victim in ("all", str(r))]
-        dead = any(codes[rank] == -signal.SIGKILL for rank in victims) or any(" failed " in line for line in said)
+        dead = any(codes[rank] == -signal.SIGKILL for rank in victims)
         for rank, code in enumerate(codes):
             allowed = (-signal.SIGKILL,) if rank in victims else (3,)
             assert code == 0 or (dead and code in allowed), f"rank {rank} ended with {code}"
@@ -299,8 +280,6 @@ def kill(folder: Path, plan: Plan, *, by_prune: bool) -> bool:
 
 def count(folder: Path, plan: Plan) -> int:
     """Return the number of file operations of the victim of a plan."""
-    if plan.victim.startswith("writer"):
-        return _WRITER_OPERATIONS
     root = folder / "counted"
     with CheckpointManager(root) as manager:
         manager.save(1, state(1))

@@ -60,9 +60,8 @@ def test_a_model_with_a_tensor_that_hides_its_values_is_not_saved(tmp_path: Path
     check_refused(tmp_path, in_model(make()), rf"(?s)model\.odd .*{said}", kind)
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_model_with_a_tensor_that_hides_its_values_is_not_saved_in_the_background(tmp_path: Path, mode: str) -> None:
-    with CheckpointManager(tmp_path, async_mode=mode) as manager:
+def test_a_model_with_a_tensor_that_hides_its_values_is_not_saved_in_the_background(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
         with pytest.raises(SaveError, match=r"model\.odd .*Opaque"):
             manager.save_async(1, in_model(scaled(Opaque))).result()
         assert manager.latest() is None

@@ -60,7 +60,7 @@ def faulty_disk(root: str, mode: str) -> list[tuple[str, list[int], list[int]]]:
     return seen
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_disk_fault_on_one_rank_is_the_same_error_on_all_ranks_and_the_next_save_works(
     ranks: Any, tmp_path: Path, mode: str
 ) -> None:
@@ -111,7 +111,7 @@ def odd_ranks(root: str) -> list[tuple[str, list[int]]]:
                     patch.setattr(os, "write", write)
                 if step == 3 and dist.get_rank() == 0:
                     (Path(root) / "others are done").touch()
-                said.append(failure(manager, "thread", step, saved))
+                said.append(failure(manager, "async", step, saved))
         loaded = state(0)
         for step in (2, 3):
             manager.load(loaded, step)
@@ -170,8 +170,7 @@ def test_a_hanging_disk_fails_all_ranks_in_bounded_time_and_the_next_save_works(
 def fill_up(url: str, kind: str, mode: str) -> tuple[str, list[int]]:
     """Save on a full disk, load what is there, and save again with enough space."""
     job, ballast = jobs.make("1d"), Path(url).parent / "ballast"
-    options: dict[str, Any] = {"state_dict_type": kind, "async_mode": "process" if mode == "process" else "thread"}
-    with CheckpointManager(url, **options) as manager, pytest.MonkeyPatch.context() as patch:
+    with CheckpointManager(url, state_dict_type=kind) as manager, pytest.MonkeyPatch.context() as patch:
         manager.save(1, job.state())
         dist.barrier()
         if dist.get_rank() == 0:
@@ -193,8 +192,6 @@ def fill_up(url: str, kind: str, mode: str) -> tuple[str, list[int]]:
 def test_a_disk_that_fills_up_is_an_error_and_the_managers_next_save_works(
     ranks: Any, tmp_path: Path, kind: str, mode: str
 ) -> None:
-    if mode == "process" and kind != "sharded":
-        pytest.skip("async_mode='process' writes SHARDED checkpoints only")
     with disk(tmp_path / "disk", kib=4096) as place:
         first, second = ranks.run(fill_up, 2, str(place / "run"), kind, mode)
         assert first == second and "No space left on device" in first[0] and first[1] == [1, 3]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +10,6 @@ if TYPE_CHECKING:
     import torch
 
 _ALIGNMENT = 64
-_log = logging.getLogger(__name__)
 
 
 class StagingBuffers:
@@ -22,20 +19,11 @@ class StagingBuffers:
     the next `copy`; the caller must make sure that nobody still reads it then.
 
     Attributes:
-        fd: With `shared`: a file descriptor for the memory, to send to another process. -1 if there is no memory.
-        generation: Number of blocks allocated so far.
-        starts: Offset of each copy in the block.
         staged: Size of the last snapshot in bytes.
     """
 
-    def __init__(self, *, shared: bool = False) -> None:
-        self.fd = -1
-        self.generation = 0
-        self.starts: list[int] = []
+    def __init__(self) -> None:
         self.staged = 0
-        self._shared = shared
-        self._owner = os.getpid()
-        self._registered = 0
         self._block: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._looks: list[tuple[torch.Size, torch.dtype]] = []
@@ -67,43 +55,21 @@ class StagingBuffers:
 
     def release(self) -> None:
         """Release the memory."""
-        self._drop()
-        self._views, self._looks, self.starts = [], [], []
-
-    def _drop(self) -> None:
-        if self._registered:
-            import torch
-
-            torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
-            self._registered = 0
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-        self._block = None
-
-    def __del__(self) -> None:
-        if self.fd >= 0 and self._owner == os.getpid():  # a forked process must not release the memory
-            self._drop()
+        self._block, self._views, self._looks = None, [], []
 
     def _lay_out(self, looks: Sequence[tuple[torch.Size, torch.dtype]], on_gpu: bool) -> None:
         """Assign a part of the block to each tensor."""
-        self.starts, total = [], 0
+        starts, total = [], 0
         for shape, dtype in looks:
-            self.starts.append(total)
+            starts.append(total)
             total += -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         if self._block is None or self._block.numel() < total or on_gpu != self._on_gpu:
-            self._views = []
-            self._drop()  # free the old block before allocating the new one
-            if self._shared and total:
-                self.fd, self._block = _allocate_shared(total)
-                self._registered = _register(self._block) if on_gpu else 0
-            else:
-                self._block = _allocate(total, pinned=on_gpu)
-            self.generation += 1
+            self._block, self._views = None, []  # free the old block before allocating the new one
+            self._block = _allocate(total, pinned=on_gpu)
         self.staged = total
         self._views = [
             self._block[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            for start, (shape, dtype) in zip(self.starts, looks, strict=True)
+            for start, (shape, dtype) in zip(starts, looks, strict=True)
         ]
 
 
@@ -131,29 +97,3 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
     return torch.frombuffer(
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate), dtype=torch.uint8
     )
-
-
-def _allocate_shared(nbytes: int) -> tuple[int, torch.Tensor]:
-    """Return anonymous memory and its file descriptor."""
-    import torch
-
-    fd = os.memfd_create("ckptkit-snapshot")
-    try:
-        os.ftruncate(fd, nbytes)
-        block = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, torch.frombuffer(block, dtype=torch.uint8)
-
-
-def _register(block: torch.Tensor) -> int:
-    """Pin existing memory. Return its address, or 0 if the driver refuses."""
-    import torch
-
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(cudart.cudaHostRegister(block.data_ptr(), block.numel(), 0))
-    if code:
-        _log.warning("the shared staging memory could not be pinned (CUDA error %d): copies to it are slower", code)
-        return 0
-    return block.data_ptr()

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ckptkit.digests import crc32, digest_of, new_hasher
 from ckptkit.errors import NoSpaceError, StorageError
 from ckptkit.formats.dcp.digests import all_of
+from ckptkit.formats.dcp.host_bytes import HostBytes, lies_row_major, settle_device
 from ckptkit.formats.dcp.records import RecordFrame
 from ckptkit.formats.own.record import FileRecord
 from ckptkit.storage.local import is_directory, start_writing
@@ -67,15 +68,13 @@ def default_workers(store: Store) -> int:
     return 8 if store.asking_costs else _cores()
 
 
-def _workers(store: Store, tensors: Sequence[torch.Tensor] | Sequence[memoryview]) -> int:
+def _workers(store: Store, tensors: Sequence[torch.Tensor]) -> int:
     if not store.asking_costs:
         return default_workers(store)
-    from ckptkit.formats.dcp.host_bytes import lies_row_major
-
     nbytes = copied = 0
     for tensor in tensors:  # iterate only once: some sequences create their tensors on access
         nbytes += tensor.nbytes
-        copied += 0 if isinstance(tensor, memoryview) or lies_row_major(tensor) else tensor.nbytes
+        copied += 0 if lies_row_major(tensor) else tensor.nbytes
     return _COPIED_FILES if 2 * copied > nbytes else default_workers(store)
 
 
@@ -89,7 +88,7 @@ def write_records(
     store: Store,
     prefix: str,
     frames: Sequence[RecordFrame],
-    tensors: Sequence[torch.Tensor] | Sequence[memoryview],
+    tensors: Sequence[torch.Tensor],
     records: Sequence[bytes],
     *,
     workers: int = 0,
@@ -104,8 +103,6 @@ def write_records(
         frames, tensors: The tensors, and each tensor's frame.
         records: Objects, already framed.
     """
-    from ckptkit.formats.dcp.host_bytes import settle_device
-
     settle_device()
     started = time.perf_counter()
     lengths = [frame.length for frame in frames] + [len(record) for record in records]
@@ -171,7 +168,7 @@ class FileJob:
     number: int
     rows: Sequence[int]
     frames: Sequence[RecordFrame]
-    tensors: Sequence[torch.Tensor] | Sequence[memoryview]
+    tensors: Sequence[torch.Tensor]
     records: Sequence[bytes]
     result: Written
     sync: bool
@@ -183,8 +180,6 @@ class FileJob:
 
     def run(self) -> None:
         """Write the file, and fsync it if `sync` is set. If writing fails, remove the file."""
-        from ckptkit.formats.dcp.host_bytes import HostBytes
-
         result, clock, source = self.result, time.perf_counter, HostBytes()
         outline, pending, at = new_hasher(), bytearray(), 0
         with self._open():

@@ -238,8 +238,7 @@ def forget_computed(tensor: Any) -> None:
 class HostBytes:
     """Returns tensors' bytes in pieces. Not thread-safe: each writing thread needs its own instance.
 
-    On first use, allocates two pinned buffers for device tensors, and one buffer for tensors that are not row-major. A
-    memoryview is returned unchanged: processes without torch pass memoryviews instead of tensors.
+    On first use, allocates two pinned buffers for device tensors, and one buffer for tensors that are not row-major.
     """
 
     def __init__(self) -> None:
@@ -248,20 +247,19 @@ class HostBytes:
         self._kept: torch.Tensor | None = None
         self._tile: torch.Tensor | None = None
 
-    def pieces(self, tensor: torch.Tensor | memoryview) -> Iterator[memoryview]:
+    def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
         """Yield a tensor's row-major bytes. Each piece is valid until the next one is requested."""
         for view in self._views(tensor):
             for start in range(0, len(view), PIECE):
                 yield view[start : start + PIECE]
 
-    def _views(self, tensor: torch.Tensor | memoryview) -> Iterator[memoryview]:
+    def _views(self, tensor: torch.Tensor) -> Iterator[memoryview]:
         whole = self.at_rest(tensor)
         if whole is not None:
             yield whole
             return
         import torch
 
-        assert isinstance(tensor, torch.Tensor)
         if tensor.device.type != "cpu":
             yield from self._staged(row_major(tensor))
             return
@@ -272,19 +270,15 @@ class HostBytes:
             view.view(part.dtype).view(part.shape).copy_(part)
             yield host_view(view)
 
-    def at_rest(self, tensor: torch.Tensor | memoryview) -> memoryview | None:
+    def at_rest(self, tensor: torch.Tensor) -> memoryview | None:
         """Return a tensor's row-major bytes without a copy, or None if it is on a device or not row-major.
 
         The caller must keep the tensor alive.
         """
-        if isinstance(tensor, memoryview):
-            return tensor
         return host_view(tensor) if lies_row_major(tensor) else None
 
-    def whole(self, tensor: torch.Tensor | memoryview) -> memoryview:
+    def whole(self, tensor: torch.Tensor) -> memoryview:
         """Return all bytes of a small tensor. They are valid until the next call."""
-        if isinstance(tensor, memoryview):
-            return tensor
         self._kept = row_major(tensor).cpu()
         return host_view(self._kept)
 

@@ -182,8 +182,7 @@ class ShardedPlan:
         """Write this rank's files `__<rank>_<n>.distcp`. Does not communicate.
 
         Args:
-            tensors: Copies of the planned tensors, in the same order, to write in their place. If this sequence has a
-                method `write_records`, that method writes them (in another process).
+            tensors: Copies of the planned tensors, in the same order, to write in their place.
             sync: Fsync the files and their directory.
             workers: How many files to write at once; 0 means `default_workers`.
 
@@ -202,8 +201,7 @@ class ShardedPlan:
                     f"{self.keys[item.key].name}: expected {frame.nbytes} staged bytes, "
                     f"found {tensor.numel() * tensor.element_size()}."
                 )
-        write = getattr(tensors, "write_records", write_records)
-        written: Written = write(store, f"__{self.rank}_", frames, chosen, self.records, workers=workers, sync=sync)
+        written = write_records(store, f"__{self.rank}_", frames, chosen, self.records, workers=workers, sync=sync)
         return WrittenTensors(self._part(written), written.files, written.phases)
 
     def _part(self, written: Written) -> bytes:

@@ -146,8 +146,8 @@ def test_values_that_need_code_to_load_are_not_saved() -> None:
     assert parse_object(dump_object({"a": 1}, name="x", advice=""), file="f") == {"a": 1}
 
 
-# Allowed: pickles between the processes of one job, over their own connections.
-OF_ONE_JOB = {"checkpoint/run/coordinator.py", "checkpoint/save/writer_child.py"}
+# Allowed: pickles between the ranks of one job, over their own connections.
+OF_ONE_JOB = {"checkpoint/run/coordinator.py"}
 
 
 def test_torch_load_is_called_in_one_place_and_with_weights_only() -> None:
