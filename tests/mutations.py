@@ -76,14 +76,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a save does not look for the files of its record",
-        COMMIT, "            self._place.check_all(files, own)\n", "",
+        COMMIT, "            place.check(own, files)\n", "",
         "tests/checkpoint/run/test_commit.py",
     ),
     Mutation(
         "a save goes on without the rank that failed",
         COMMIT,
-        "outcome = Outcome.of_error(error)\n            slim",
-        "outcome = Outcome(({}, payload))\n            slim",
+        "outcome = Outcome.of_error(error)\n        try:\n            # 4.",
+        "outcome = Outcome(({}, payload))\n        try:\n            # 4.",
         "tests/checkpoint/run/test_commit.py tests/checkpoint/test_faults.py",
     ),
     Mutation(
@@ -93,12 +93,12 @@ MUTATIONS = (
     ),
     Mutation(
         "a save that has lost its lease commits",
-        COMMIT, "if lease is not None and not fresh:", "if False:",
+        COMMIT, "if not looks or time.monotonic() - started >= LOOK_S:", "if False:",
         "tests/checkpoint/run/test_commit.py tests/checkpoint/run/test_hold.py",
     ),
     Mutation(
         "all saves have the same sequence",
-        COMMIT, "max(self._opening.inventory.next_sequence, 1 + last)", "1",
+        COMMIT, "max(self._inventory.next_sequence, 1 + lease.sequence)", "1",
         "tests/checkpoint/run/test_commit.py tests/checkpoint/run/test_inventory.py tests/checkpoint/test_manager.py",
     ),
     Mutation(

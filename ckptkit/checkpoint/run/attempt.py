@@ -8,22 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from ckptkit.checkpoint.run.unnamed import (
-    carry_over,
-    clear,
-    delete_marked,
-    deleted_records,
-    give_up,
-    mark_of,
-    others_in,
-)
+from ckptkit.checkpoint.run.unnamed import clear, delete_marked, deleted_records, give_up, mark_of, others_in
 from ckptkit.errors import CheckpointExistsError, CkptkitError, CorruptCheckpointError, SaveError
 from ckptkit.formats.own.record import (
     LATEST_HINT,
@@ -41,74 +32,11 @@ from ckptkit.storage.private_keys import attempt_store
 from ckptkit.storage.retry import may_yet_happen
 from ckptkit.storage.store import Store
 
-__all__ = [
-    "LOOK_S",
-    "LocalPlace",
-    "Place",
-    "RemotePlace",
-    "Witness",
-    "check_names",
-    "place_of",
-    "settle_replacements",
-    "write_hint",
-]
-
 logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0  # how old a check of the lease or the name may be when the record is uploaded
 
 _witnessed: weakref.WeakKeyDictionary[Store, Witness] = weakref.WeakKeyDictionary()
-
-
-class Place:
-    """The location of one attempt's files until they are published. Methods that a store does not need do nothing.
-
-    Attributes:
-        store: Where the files are written.
-        data: `CommitRecord.data`.
-    """
-
-    name: str
-    data: str
-    store: Store
-
-    def open(self) -> None:
-        """Create the location, and record its owner. Call on rank 0."""
-
-    def look(self) -> None:
-        """Raise SaveError unless this rank sees the location that rank 0 created. Any rank may call it at any time."""
-
-    def sync(self, paths: Iterable[str]) -> None:
-        """Make the given files, which this rank wrote, durable."""
-
-    def check_own(self, files: Mapping[str, FileRecord]) -> None:
-        """Raise SaveError unless this rank's files are exactly `files`, each with its size. Call on every rank.
-
-        Does nothing on a file system, where `check_all` checks the files of all ranks.
-        """
-
-    def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
-        """Check all ranks' files like `check_own`. Call on rank 0, which wrote `own`."""
-
-    def was_free(self, when: float) -> None:
-        """Record that no checkpoint had this name at `when` (`time.monotonic`). Call on rank 0."""
-
-    def look_free(self) -> None:
-        """Raise CheckpointExistsError if a checkpoint has this name. Call on rank 0, just before `publish`.
-
-        Skips the check if `publish` itself detects such a checkpoint, or if a recent check found the name free.
-        """
-
-    def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
-        """Write the record and make the checkpoint visible. On return, the checkpoint is durable. Call on rank 0.
-
-        Args:
-            again: Called before the record's upload is retried, which may be a minute after the first try. Raises if
-                this writer may no longer write.
-        """
-
-    def close(self) -> None:
-        """Delete everything that was not published. Call on rank 0; may be called again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,29 +50,15 @@ class Witness:
     nonce: str
 
 
-def place_of(root: Store, name: str, save_id: str, *, witness: Witness | None = None) -> Place:
-    """Return the location for an attempt to save `name`, without creating it.
+class LocalPlace:
+    """A staging directory next to the checkpoint, on a file system. A single rename publishes it.
 
-    Args:
-        witness: Lets a rank check that it writes to the same store as rank 0; None on rank 0.
+    `look`, `sync` and `check` are for every rank, all other methods for rank 0.
+
+    Attributes:
+        store: Where the files are written.
+        data: `CommitRecord.data`.
     """
-    if is_directory(root):
-        return LocalPlace(root, name, save_id)
-    return RemotePlace(root, name, save_id, witness=witness)
-
-
-def _check_owner(root: Store, path: str, save_id: str) -> None:
-    stated = staging.read_owner(root, path)
-    if stated is None or stated.nonce != save_id:
-        raise SaveError(
-            f"{root.url} is not shared by all ranks, or was replaced: this rank does not see the save that rank 0 "
-            f"began there ({path}). All ranks need the same shared directory or bucket. Was a mount lost, or the "
-            "directory removed?"
-        )
-
-
-class LocalPlace(Place):
-    """A staging directory next to the checkpoint, on a file system. A single rename publishes it."""
 
     data = ""
 
@@ -154,102 +68,95 @@ class LocalPlace(Place):
         self.root, self.name, self.save_id = root.existing(), name, save_id
         self.path = staging.staging_name(name, save_id)
         self.store: LocalStore = root.child(self.path).existing()
-        self._replacement = f"{name}@{save_id}"  # is listed as a checkpoint; "@" cannot be part of a tag
+        self._renamed = False
 
     def open(self) -> None:
+        """Create the location, and record its owner."""
         publish.open_staging(self.root, self.name, self.save_id, leased=True)
 
     def look(self) -> None:
+        """Raise SaveError unless this rank sees the location that rank 0 created."""
         _check_owner(self.root, staging.owner_path(self.path), self.save_id)
         if self.root.info(self.path) is None:
             raise SaveError(f"{self.store.url} was removed while it was being written.")
 
     def sync(self, paths: Iterable[str]) -> None:
+        """Make the given files, which this rank wrote, durable."""
         # Syncs even files that were already synced: that costs nothing, but a missing sync may lose the checkpoint.
         for path in paths:
             self.store.sync_file(path)
 
-    def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
-        _check_files(self.store.url, files, {item.path: item.size for item in self.store.list(recursive=True)})
+    def check(self, own: Mapping[str, FileRecord], every: Mapping[str, FileRecord] | None = None) -> None:
+        """Raise SaveError if a file is missing, has another size, or was written by nobody.
+
+        Args:
+            own: This rank's files.
+            every: All ranks' files, on rank 0 once all ranks have written.
+        """
+        if every is not None:
+            _check_files(self.store.url, every, {item.path: item.size for item in self.store.list(recursive=True)})
 
     def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
+        """Write the record and make the checkpoint visible. On return, the checkpoint is durable.
+
+        Args:
+            again: For an object store; see `RemotePlace.publish`.
+
+        Raises:
+            CheckpointExistsError: The name is taken, or a foreign file is in the way.
+        """
         self.store.write(RECORD_NAME, record)
-        replaces = self.root.info(self.name) is not None and (overwrite or self._is_deleted())
-        if replaces:
-            self._carry_over()
+        replaces = self.root.info(self.name) is not None
+        if replaces and not overwrite:  # only what is left of a deleted checkpoint may be replaced
+            gone = find_record(self.root, record_path(self.name)) is None
+            replaces = gone and bool(deleted_records(self.root, self.name))
+        if replaces:  # link the replaced directory's foreign files, so that after a kill either directory has them
+            others = others_in(self.root, self.name)
+            try:
+                for path in others:
+                    self.root.link(f"{self.name}/{path}", f"{self.path}/{path}")
+            except FileExistsError as error:
+                raise would_replace(self.root, self.name, str(error)) from error
+            if others:
+                text = "kept files in %s/%s that its commit record does not name: %s"
+                logger.info(text, self.root.url, self.name, others[:5])
         # Invariant: from here on the staging directory is complete, but not yet listed as a checkpoint.
         publish.sync_directories(self.store)
         self.root.sync_directory()
         # Invariant: all bytes and file names in the staging directory survive a power failure.
-        if replaces:
-            self._replace()
-            return
-        try:
-            publish.publish(self.root, self.path, self.name)  # the commit point
-        except (FileExistsError, FileNotFoundError) as error:
-            raise CheckpointExistsError(
-                f"{self.root.path_of(self.name)} appeared during the save; it was left unchanged, and nothing was "
-                "published."
-            ) from error
-
-    def _is_deleted(self) -> bool:
-        return find_record(self.root, record_path(self.name)) is None and bool(deleted_records(self.root, self.name))
-
-    def _carry_over(self) -> None:
-        """Hard-link the replaced directory's foreign files into the new one."""
-        others = others_in(self.root, self.name)
-        try:
-            carry_over(self.root, self.name, self.path, others)
-        except FileExistsError as error:
-            raise _would_replace(self.root, self.name, str(error)) from error
-        if others:
-            text = "kept files in %s/%s that its commit record does not name: %s"
-            logger.info(text, self.root.url, self.name, others[:5])
-
-    def _replace(self) -> None:
-        """Replace the checkpoint of this name. At every moment, either the old or the new one exists."""
-        if publish.exchange(self.root, self.path, self.name):  # the commit point, synced to disk
-            return
-        # NFS cannot swap directories atomically. List the new checkpoint under a second name until the old one is
-        # removed.
-        publish.publish(self.root, self.path, self._replacement)  # the commit point
-        _settle(self.root, self._replacement, self.name)
+        if not replaces:
+            try:
+                publish.publish(self.root, self.path, self.name)  # the commit point
+            except (FileExistsError, FileNotFoundError) as error:
+                raise CheckpointExistsError(
+                    f"{self.root.path_of(self.name)} appeared during the save; it was left unchanged, and nothing was "
+                    "published."
+                ) from error
+            self._renamed = True
+        elif not publish.exchange(self.root, self.path, self.name):  # the commit point, synced to disk
+            # NFS cannot swap directories atomically. List the new checkpoint under a second name until the old one is
+            # removed. It is listed as a checkpoint; "@" cannot be part of a tag.
+            second = f"{self.name}@{self.save_id}"
+            publish.publish(self.root, self.path, second)  # the commit point
+            take_name(self.root, second, self.name)
 
     def close(self) -> None:
-        # Needed even after publishing: a swap moved the old checkpoint into the staging directory.
-        give_up(self.root, self.path, self.name)
+        """Delete everything that was not published. May be called again."""
+        if not self._renamed:  # after a swap, the staging directory contains the old checkpoint
+            give_up(self.root, self.path, self.name)
         self.root.delete(reversed(staging.owner_files(self.root, self.path)))
 
 
-def check_names(root: Store, name: str, file_names: str) -> None:
-    """Raise CheckpointExistsError if the save would overwrite a foreign file in the directory `name`.
-
-    Args:
-        file_names: A regular expression for the paths that the save writes.
-    """
-    if not is_directory(root):  # on an object store, each attempt has its own folder
-        return
-    taken = [path for path in others_in(root, name) if re.fullmatch(file_names, path)]
-    if taken:
-        raise _would_replace(root, name, ", ".join(taken[:3]))
-
-
-def _would_replace(root: LocalStore, name: str, what: str) -> CheckpointExistsError:
+def would_replace(root: LocalStore, name: str, what: str) -> CheckpointExistsError:
+    """Return the error for a save that would overwrite a foreign file in the directory `name`."""
     return CheckpointExistsError(
         f"{root.path_of(name)}: this save would overwrite a file that its commit record does not name: {what}. "
         "Nothing was published. Move that file away."
     )
 
 
-def settle_replacements(root: Store, paths: Mapping[str, str]) -> None:
-    """Finish replacements that were killed between their two renames. `paths` maps directories to checkpoint names."""
-    if is_directory(root):
-        for path, name in paths.items():
-            if path != name:
-                _settle(root, path, name)
-
-
-def _settle(root: LocalStore, path: str, name: str) -> None:
+def take_name(root: LocalStore, path: str, name: str) -> None:
+    """Give the checkpoint at `path` its name, which a replaced checkpoint may still have."""
     trash = publish.drop(root, name)
     root.rename(path, name)
     root.sync_directory()
@@ -257,13 +164,16 @@ def _settle(root: LocalStore, path: str, name: str) -> None:
         give_up(root, trash, name)
 
 
-class RemotePlace(Place):
+class RemotePlace:
     """One attempt's keys on an object store, under the checkpoint's prefix. Uploading the record publishes them.
 
     `step_N/checkpoint.json` names the save id; the files are `step_N/<save id>/...`. So late uploads from a dead
     attempt cannot overwrite another attempt's files, and a single put replaces a checkpoint. The lease records which
     process owns the attempt. It is acquired before the attempt's first file is written, and held until all files are
-    committed or deleted.
+    committed or deleted. The methods are those of `LocalPlace`.
+
+    Args:
+        witness: Lets a rank check that it writes to the same store as rank 0; None on rank 0.
     """
 
     def __init__(self, root: Store, name: str, save_id: str, *, witness: Witness | None = None) -> None:
@@ -272,11 +182,15 @@ class RemotePlace(Place):
         self.data = save_id
         self.path = f"{name}/{save_id}"
         self.store = attempt_store(root, self.path)
+        self.free_at = -LOOK_S
+        """When no checkpoint had this name (`time.monotonic`)."""
         self._replaced: CommitRecord | None = None
         self._published = False
         self._may_appear = False  # whether a failed upload of the record may still take effect
         self._tried = False
-        self._free_at = -LOOK_S  # when the name was last seen to be free
+
+    def open(self) -> None:
+        """Do nothing: the prefix needs no object of its own."""
 
     def look(self) -> None:
         # Once per lease is enough, because a key prefix, unlike a directory, cannot be moved or unmounted.
@@ -289,43 +203,46 @@ class RemotePlace(Place):
         # Wait for small objects that are still uploading. An object is durable as soon as it exists.
         self.store.settle()
 
-    def check_own(self, files: Mapping[str, FileRecord]) -> None:
+    def check(self, own: Mapping[str, FileRecord], every: Mapping[str, FileRecord] | None = None) -> None:
         # An object exists if its put returned the ETag of the whole object. The ETag may be missing: lost, sent to
-        # another process, or not provided by fsspec. Then list once; listings of S3 and GCS are consistent.
+        # another process, or not provided by fsspec. Then list once; listings of S3 and GCS are consistent. Each rank
+        # checks its own files.
         found = self.store.arrived()
-        if not found.keys() >= files.keys():
+        if not found.keys() >= own.keys():
             start = len(self.path) + 1
             listed = snapshot(self.root, self.name).list(self.path, recursive=True)
             sizes = {item.path[start:]: item.size for item in listed}
-            found = {path: sizes[path] for path in found.keys() | files.keys() if path in sizes}
-        _check_files(self.store.url, files, found)
-
-    def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
-        self.check_own(own)
-
-    def was_free(self, when: float) -> None:
-        self._free_at = when
+            found = {path: sizes[path] for path in found.keys() | own.keys() if path in sizes}
+        _check_files(self.store.url, own, found)
 
     def look_free(self) -> None:
-        if self.root.has_conditional_writes is True or self._is_known_free():
-            return
-        started = time.monotonic()
-        path = record_path(self.name)
-        if self.root.exists(path):
-            raise self._was_taken()
-        self._free_at = started
+        """Raise CheckpointExistsError if a checkpoint has this name.
 
-    def _is_known_free(self) -> bool:
-        return time.monotonic() - self._free_at < LOOK_S
+        Skips the check if `publish` itself detects such a checkpoint, or if a recent check found the name free.
+        """
+        started = time.monotonic()
+        if self.root.has_conditional_writes is True or started - self.free_at < LOOK_S:
+            return
+        if self.root.exists(record_path(self.name)):
+            raise self._was_taken()
+        self.free_at = started
 
     def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
+        """Upload the record.
+
+        Args:
+            again: Called before the upload is retried, which may be a minute after the first try. Raises if this writer
+                may no longer write.
+        """
         # Invariant: all objects that the record names are complete, and no other process writes to their keys.
-        old = self._old() if overwrite else None
-        if old is not None and old.data:
-            self.root.write(f"{self.name}/{mark_of(old)}", old.to_json(), overwrite=True)
-            self._replaced = old
+        if overwrite:
+            with contextlib.suppress(CorruptCheckpointError):  # the names of a damaged record's files are unknown
+                old = find_record(self.root, record_path(self.name))
+                if old is not None and old.data:
+                    self.root.write(f"{self.name}/{mark_of(old)}", old.to_json(), overwrite=True)
+                    self._replaced = old
         root = self.root
-        if self._is_known_free():
+        if time.monotonic() - self.free_at < LOOK_S:
             root = root.with_free_names()
         root = root.with_each_put(partial(self._try, again))
         try:
@@ -334,27 +251,15 @@ class RemotePlace(Place):
             # The put may have succeeded although its answer was lost. Then its retry failed because our own record
             # exists.
             self._may_appear |= may_yet_happen(error)
-            found = find_record(self.root, record_path(self.name))
-            if found is None or found.save_id != self.save_id:
+            if not self._is_record_ours():
                 if not isinstance(error, FileExistsError):
                     raise
                 raise self._was_taken() from error
         else:
-            self._read_back()
-        self._published = True
-
-    def _old(self) -> CommitRecord | None:
-        try:
-            return find_record(self.root, record_path(self.name))
-        except CorruptCheckpointError:  # the names of the record's files are unknown
-            return None
-
-    def _read_back(self) -> None:
-        """Raise if another writer replaced our record. A store without conditional writes does not detect that."""
-        if self.root.has_conditional_writes is not True:
-            found = find_record(self.root, record_path(self.name))
-            if found is None or found.save_id != self.save_id:
+            # A store without conditional writes does not detect that another writer has replaced our record.
+            if self.root.has_conditional_writes is not True and not self._is_record_ours():
                 raise self._was_taken()
+        self._published = True
 
     def _try(self, again: Callable[[], None] | None, put: Callable[[], str]) -> str:
         """Try to upload the record. Even if this try fails, an earlier one may still take effect."""
@@ -372,6 +277,10 @@ class RemotePlace(Place):
             f"{self.root.url}/{self.name} was committed by another writer first; nothing was published."
         )
 
+    def _is_record_ours(self) -> bool:
+        found = find_record(self.root, record_path(self.name))
+        return found is not None and found.save_id == self.save_id
+
     def close(self) -> None:
         with contextlib.suppress(OSError, CkptkitError):
             self.sync(())  # an upload that finishes after the deletion would leave its object behind
@@ -385,9 +294,34 @@ class RemotePlace(Place):
         elif old is not None and old.data != self.save_id:
             delete_marked(self.root, snapshot(self.root, self.name), self.name, old)
 
-    def _is_record_ours(self) -> bool:
-        found = find_record(self.root, record_path(self.name))
-        return found is not None and found.save_id == self.save_id
+
+Place = LocalPlace | RemotePlace
+
+
+def _check_owner(root: Store, path: str, save_id: str) -> None:
+    stated = staging.read_owner(root, path)
+    if stated is None or stated.nonce != save_id:
+        raise SaveError(
+            f"{root.url} is not shared by all ranks, or was replaced: this rank does not see the save that rank 0 "
+            f"began there ({path}). All ranks need the same shared directory or bucket. Was a mount lost, or the "
+            "directory removed?"
+        )
+
+
+def _check_files(url: str, files: Mapping[str, FileRecord], found: Mapping[str, int]) -> None:
+    """Raise SaveError unless `found` (path to size) has exactly the paths and sizes in `files`."""
+    for path, item in sorted(files.items()):
+        if path not in found:
+            raise SaveError(f"{url}/{path} is missing, although a rank wrote it. Nothing was published.")
+        if found[path] != item.nbytes:
+            raise SaveError(
+                f"{url}/{path} has {found[path]} bytes, but {item.nbytes} were written. Nothing was published."
+            )
+    stray = sorted(found.keys() - files.keys())
+    if stray:
+        raise SaveError(
+            f"{url}/{stray[0]} is in the checkpoint's directory, but no rank wrote it. Nothing was published."
+        )
 
 
 def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool = False) -> bool:
@@ -413,19 +347,3 @@ def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool 
         root.write(LATEST_HINT, f"{name}\n".encode(), overwrite=True, sync=False)
         return True
     return False
-
-
-def _check_files(url: str, files: Mapping[str, FileRecord], found: Mapping[str, int]) -> None:
-    """Raise SaveError unless `found` (path to size) has exactly the paths and sizes in `files`."""
-    for path, item in sorted(files.items()):
-        if path not in found:
-            raise SaveError(f"{url}/{path} is missing, although a rank wrote it. Nothing was published.")
-        if found[path] != item.nbytes:
-            raise SaveError(
-                f"{url}/{path} has {found[path]} bytes, but {item.nbytes} were written. Nothing was published."
-            )
-    stray = sorted(found.keys() - files.keys())
-    if stray:
-        raise SaveError(
-            f"{url}/{stray[0]} is in the checkpoint's directory, but no rank wrote it. Nothing was published."
-        )

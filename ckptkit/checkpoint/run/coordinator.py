@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from ckptkit import errors
 from ckptkit.errors import CkptkitError, RankFailedError, UsageError
-
-__all__ = ["Coordinator", "Outcome", "check_equal"]
 
 T = TypeVar("T")
 _GRACE_S = 10.0
@@ -142,12 +141,6 @@ class Coordinator:
                 dist.destroy_process_group(self.group)
             self.group = None
 
-    def _give_up(self) -> None:
-        """Close this rank's connections, so that ranks waiting for this one fail at once."""
-        self._kept.clear()
-        self._leave()
-        self._lost = self.world_size > 1
-
     # --- agreeing
 
     def all_gather(self, value: T) -> list[T]:
@@ -175,7 +168,7 @@ class Coordinator:
         error that is the same on all ranks is raised unchanged, too.
         """
         if self.world_size == 1:
-            self._check_open()
+            self._begin()
             return fn()
         own = Outcome.of(fn)
         try:
@@ -200,17 +193,29 @@ class Coordinator:
             RankFailedError: As for `all_ok`.
         """
         self._begin()
-        value = None
-        if self.is_main:
-            verdict, value, outcome = self._judge(outcome, what, then)
-            self._tell_all(verdict)
-        else:
-            self._tell_main(outcome)
+        if not self.is_main:
+            # Don't wait, because rank 0 may be busy. If the message is lost, `_hear` notices that nobody answers.
+            self._post(dataclasses.replace(outcome, cause=None), [0])
             verdict = self._hear()
+            value = verdict.value
+        else:
+            outcomes = self._collect(outcome)
+            if bad := {rank: item for rank, item in outcomes.items() if item.error is not None}:
+                verdict, value = _verdict(what, bad), None
+            else:
+                verdict, value = Outcome(), [outcomes[rank].value for rank in range(self.world_size)]
+                if then is not None:
+                    verdict = outcome = Outcome.of(partial(then, value))
+                    value = verdict.value
+                # Raise a ckptkit error from `then` unchanged. Report any other error as a failure of rank 0.
+                refused = verdict.kind and not (isinstance(verdict.cause, OSError) and verdict.cause.errno is not None)
+                if verdict.error is not None and not refused:
+                    verdict = _verdict(what, {0: verdict})
+            self._tell_all(verdict)
         if isinstance(outcome.cause, _STOPS):
             raise outcome.cause
         if verdict.error is None:
-            return value if self.is_main else verdict.value
+            return value
         if self.world_size == 1 and isinstance(outcome.cause, CkptkitError):
             raise outcome.cause
         raise _exception(verdict) from outcome.cause
@@ -232,7 +237,7 @@ class Coordinator:
 
     def any(self, flag: bool) -> bool:
         """Return whether any rank sets `flag`. One small all-reduce, cheap enough for every training step."""
-        self._check_open()
+        self._begin()
         if self.world_size == 1:
             return flag
         import torch
@@ -245,30 +250,11 @@ class Coordinator:
             raise RankFailedError(f"the connection to a rank was lost: {_reason(error)}") from error
         return bool(seen.item())
 
-    # --- how rank 0 decides
+    # --- messages, always between rank 0 and one other rank, so that losing a rank does not affect the others
 
-    def _judge(self, own: Outcome, what: str, then: Callable[[list[Any]], Any] | None) -> tuple[Outcome, Any, Outcome]:
-        outcomes, lost = self._collect(own)
-        bad = {rank: item for rank, item in outcomes.items() if item.error is not None}
-        bad |= {rank: Outcome(error=text, interrupted=True) for rank, text in lost.items()}
-        if bad:
-            return _verdict(what, bad), None, own
-        values = [outcomes[rank].value for rank in range(self.world_size)]
-        if then is None:
-            return Outcome(), values, own
-        try:
-            done = Outcome(then(values))
-        except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it again
-            done = Outcome.of_error(error)
-        if done.error is not None:
-            # Raise a ckptkit error from `then` unchanged. Report any other error as a failure of rank 0.
-            failed = not done.kind or (isinstance(done.cause, OSError) and done.cause.errno is not None)
-            return _verdict(what, {0: done}) if failed else done, None, done
-        return done, done.value, own
-
-    def _collect(self, own: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
-        """Return the outcomes by rank, and the reasons why other ranks sent none."""
-        found, lost = {0: own}, {}
+    def _collect(self, own: Outcome) -> dict[int, Outcome]:
+        """Return the outcomes by rank, on rank 0. A rank that sent none has failed."""
+        found = {0: own}
         deadline = time.monotonic() + self.timeout_s
         headers = {rank: self._expect(rank) for rank in range(1, self.world_size)}
         for rank, (header, work) in headers.items():
@@ -278,25 +264,21 @@ class Coordinator:
             except RuntimeError as error:
                 # gloo counts whole milliseconds, so its timeout may come shortly before the deadline.
                 if time.monotonic() < deadline and _TIMEOUT not in str(error):
-                    lost[rank] = f"it died, or its connection broke ({_reason(error)})"
+                    text = f"it died, or its connection broke ({_reason(error)})"
+                    found[rank] = Outcome(error=text, interrupted=True)
                     continue
                 # After a timeout gloo closes all of the group's connections, so nothing more can arrive.
                 self._broken = True
                 silent = [other for other, (head, _) in headers.items() if other not in found and int(head[0]) < 0]
                 text = f"no answer within {self.timeout_s:g} s: it hangs, or needs a longer timeout_s"
-                return found, lost | dict.fromkeys(silent or [rank], text)
-        return found, lost
+                return {**found, **dict.fromkeys(silent or [rank], Outcome(error=text, interrupted=True))}
+        return found
 
-    # --- messages, always between rank 0 and one other rank, so that losing a rank does not affect the others
-
-    def _check_open(self) -> None:
+    def _begin(self) -> None:
         if self._closed:  # the group is gone, and torch would use training's group instead
             raise UsageError("the CheckpointManager is closed. Create a new one.")
         if self._lost:
             raise RankFailedError("an earlier call lost the connection to rank 0. Restart the job.")
-
-    def _begin(self) -> None:
-        self._check_open()
         if self._broken:  # rank 0's last message said so, and every rank creates a new group here
             self._leave()
             self._join()
@@ -338,17 +320,6 @@ class Coordinator:
         self._wait(work, seconds)
         return pickle.loads(start + body.numpy().tobytes())
 
-    def _send(self, value: Any, ranks: list[int], seconds: float) -> bool:
-        """Send `value` to `ranks`. Return False if any of them could not be reached."""
-        deadline = time.monotonic() + seconds
-        works, reached = self._post(value, ranks)
-        for work in works:
-            try:
-                self._wait(work, deadline - time.monotonic())
-            except RuntimeError:
-                reached = False
-        return reached
-
     def _post(self, value: Any, ranks: list[int]) -> tuple[list[Any], bool]:
         """Start to send `value` to `ranks`. Return the works to wait for, and whether all ranks are connected."""
         import numpy as np
@@ -372,17 +343,23 @@ class Coordinator:
         self._kept.append((header, body, works))
         return works, reached
 
-    def _tell_main(self, outcome: Outcome) -> None:
-        # Don't wait, because rank 0 may be busy. If the message is lost, `_hear` notices that rank 0 does not answer.
-        self._post(dataclasses.replace(outcome, cause=None), [0])
-
     def _tell_all(self, verdict: Outcome) -> None:
+        """Send `verdict` to all ranks. If one of them can't be reached, post it in the group's store, too."""
         if self.world_size == 1:
             return
-        message = dataclasses.replace(verdict, cause=None)
-        if self._broken or not self._send(message, list(range(1, self.world_size)), self.timeout_s):
+        message, reached = dataclasses.replace(verdict, cause=None), not self._broken
+        if reached:
+            deadline = time.monotonic() + self.timeout_s
+            works, reached = self._post(message, list(range(1, self.world_size)))
+            for work in works:
+                try:
+                    self._wait(work, deadline - time.monotonic())
+                except RuntimeError:
+                    reached = False
+        if not reached:
             with contextlib.suppress(RuntimeError):
-                self._board().set(self._key(), pickle.dumps((message, self._broken)))
+                board, key = self._board()
+                board.set(key, pickle.dumps((message, self._broken)))
 
     def _hear(self) -> Any:
         """Return rank 0's message. If the connection broke, return the message that rank 0 posted in the store."""
@@ -392,12 +369,16 @@ class Coordinator:
             return self._body(0, header, self.timeout_s)
         except RuntimeError as error:
             try:
-                self._board().wait([self._key()], timedelta(seconds=_BOARD_S))
-                value, self._broken = pickle.loads(self._board().get(self._key()))
+                board, key = self._board()
+                board.wait([key], timedelta(seconds=_BOARD_S))
+                value, self._broken = pickle.loads(board.get(key))
             except RuntimeError:
-                # The traceback refers to these buffers, and they keep the connections open.
+                # Close the connections, so that ranks waiting for this one fail at once. The traceback refers to these
+                # buffers, and they keep the connections open.
                 del header, work
-                self._give_up()
+                self._kept.clear()
+                self._leave()
+                self._lost = True
                 raise RankFailedError(
                     f"rank 0 died or hung ({_reason(error)}). The checkpoint may or may not be published: resume from "
                     "the latest one.",
@@ -406,12 +387,12 @@ class Coordinator:
                 ) from error.with_traceback(None)
             return value
 
-    def _board(self) -> Any:
-        """Return the key-value store that the group was created with. It still works after the connections break."""
-        return self.group.get_group_store()
+    def _board(self) -> tuple[Any, str]:
+        """Return the key-value store that the group was created with, and this call's key.
 
-    def _key(self) -> str:
-        return f"ckptkit/{self.group.group_name}/{self._step}"
+        The store still works after the connections break.
+        """
+        return self.group.get_group_store(), f"ckptkit/{self.group.group_name}/{self._step}"
 
 
 def check_equal(values: Sequence[Any], what: str) -> None:

@@ -7,7 +7,6 @@ import filecmp
 import logging
 import os
 import re
-from collections.abc import Iterable
 
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError
 from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, find_record, record_path
@@ -18,7 +17,6 @@ from ckptkit.storage.store import Store
 
 __all__ = [
     "DELETING",
-    "carry_over",
     "clear",
     "delete_in_place",
     "delete_marked",
@@ -189,15 +187,3 @@ def _delete_named(folder: OpenDirectory, record: CommitRecord) -> None:
     folder.delete(named_paths(record))
     with contextlib.suppress(FileNotFoundError):  # another process has already finished the deletion
         folder.rename(DELETING, _DELETED)
-
-
-def carry_over(root: LocalStore, source: str, target: str, paths: Iterable[str]) -> None:
-    """Hard-link files from one directory into another, at the same paths.
-
-    Links them instead of renaming them, so that after a kill either directory contains the files.
-
-    Raises:
-        FileExistsError: The other directory already has a file of that name.
-    """
-    for path in paths:
-        root.link(f"{source}/{path}", f"{target}/{path}")
