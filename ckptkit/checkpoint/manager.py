@@ -580,7 +580,7 @@ class CheckpointManager:
             kept=rotated[1],
             exempt=rotated[2],
             limit=self.retention.max_num if self.retention is not None else None,
-            phases=prepared.clock.phases,
+            phases=tuple(prepared.clock.phases),
         )
         if self._coordinator.is_main and _log.isEnabledFor(logging.INFO):
             _log.info("%s", report.line())

@@ -43,8 +43,7 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
-        self._phases: list[Phase] = []
-        self._lock = threading.Lock()
+        self.phases: list[Phase] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -57,9 +56,8 @@ class PhaseClock:
 
     def add(self, name: str, seconds: float, nbytes: int = 0) -> None:
         """Record a phase that ends now."""
-        phase = Phase(name, time.perf_counter() - seconds, seconds, nbytes, threading.current_thread().name)
-        with self._lock:
-            self._phases.append(phase)
+        start, thread = time.perf_counter() - seconds, threading.current_thread().name
+        self.phases.append(Phase(name, start, seconds, nbytes, thread))
 
     def add_in_turn(self, found: Sequence[tuple[str, float, int]]) -> None:
         """Record consecutive phases (name, seconds, bytes) of this thread. The last phase ends now.
@@ -68,28 +66,77 @@ class PhaseClock:
         are scaled down.
         """
         thread, now = threading.current_thread().name, time.perf_counter()
-        with self._lock:
-            since = max((p.start + p.seconds for p in self._phases if p.thread == thread), default=self.started)
-            total = sum(seconds for _, seconds, _ in found)
-            scale = min(1.0, (now - since) / total) if total else 1.0
-            at = now - total * scale
-            others = [item for item in found if item[0] not in _TURNS]
-            for name, seconds, nbytes in [*others, *(item for turn in _TURNS for item in found if item[0] == turn)]:
-                self._phases.append(Phase(name, at, seconds * scale, nbytes, thread))
-                at += seconds * scale
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        with self._lock:
-            return tuple(self._phases)
+        since = max((p.start + p.seconds for p in self.phases if p.thread == thread), default=self.started)
+        total = sum(seconds for _, seconds, _ in found)
+        scale = min(1.0, (now - since) / total) if total else 1.0
+        at = now - total * scale
+        others = [item for item in found if item[0] not in _TURNS]
+        for name, seconds, nbytes in [*others, *(item for turn in _TURNS for item in found if item[0] == turn)]:
+            self.phases.append(Phase(name, at, seconds * scale, nbytes, thread))
+            at += seconds * scale
 
     def seconds(self) -> float:
         """Return the seconds since the operation began."""
         return time.perf_counter() - self.started
 
 
+class TimedReport:
+    """The part of a report that says where the time went."""
+
+    __slots__ = ()
+    step: Any
+    phases: tuple[Phase, ...]
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """Return each phase's seconds, bytes and GB/s, for a logger: {"write": {"seconds": ..., ...}}.
+
+        The time of a nested phase ("index" in "commit") is counted only once, so the seconds add up.
+        """
+        own = [phase.seconds for phase in self.phases]  # not counting the phases nested in it (in the same thread)
+        for phase in self.phases:
+            stop = phase.start + phase.seconds
+            around = [
+                (other.seconds, row)
+                for row, other in enumerate(self.phases)
+                if other.thread == phase.thread and other.start < phase.start and stop < other.start + other.seconds
+            ]
+            if around:
+                own[min(around)[1]] -= phase.seconds
+        totals: dict[str, dict[str, float]] = {}
+        for phase, seconds in zip(self.phases, own, strict=True):
+            entry = totals.setdefault(phase.name, {"seconds": 0.0, "bytes": 0.0})
+            entry["seconds"] += seconds
+            entry["bytes"] += phase.nbytes
+        for entry in totals.values():
+            entry["gb_per_s"] = entry["bytes"] / max(entry["seconds"], 1e-9) / 1e9
+        return totals
+
+    def phase_line(self) -> str:
+        """Return a one-line summary of the phases and their times."""
+        parts = []
+        for name, entry in self.totals().items():
+            rate = f", {entry['gb_per_s']:.2f} GB/s" if entry["seconds"] >= _TOLD else ""
+            moved = f" ({format_size(int(entry['bytes']))}{rate})" if entry["bytes"] else ""
+            parts.append(f"{name} {entry['seconds']:.3f} s{moved}")
+        return ", ".join(parts)
+
+    def write_trace(self, path: str, *, rank: int = 0) -> None:
+        """Write the phases as a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
+        threads = {name: i for i, name in enumerate(dict.fromkeys(phase.thread for phase in self.phases))}
+        events: list[dict[str, Any]] = [
+            {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
+            for name, tid in threads.items()
+        ]
+        events += [
+            {"name": phase.name, "ph": "X", "pid": rank, "tid": threads[phase.thread], "ts": phase.start * 1e6,
+             "dur": phase.seconds * 1e6, "args": {"bytes": phase.nbytes, "step": self.step}}
+            for phase in self.phases
+        ]  # fmt: skip
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
 @dataclass(frozen=True, slots=True)
-class SaveReport:
+class SaveReport(TimedReport):
     """A committed save, as seen by this rank.
 
     Attributes:
@@ -137,68 +184,9 @@ class SaveReport:
             freed.insert(0, text)
         return " · ".join([*parts, *([", ".join(freed)] if freed else [])])
 
-    def totals(self) -> dict[str, dict[str, float]]:
-        """Return each phase's seconds, bytes and GB/s, for a logger: {"write": {"seconds": ..., ...}}.
-
-        The time of a nested phase ("index" in "commit") is counted only once, so the seconds add up.
-        """
-        return _totals(self.phases)
-
-    def phase_line(self) -> str:
-        """Return a one-line summary of the phases and their times."""
-        return _phase_line(self.phases)
-
-    def write_trace(self, path: str, *, rank: int = 0) -> None:
-        """Write the phases as a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
-        _write_trace(path, self.phases, rank=rank, step=self.step)
-
-
-def _totals(phases: Sequence[Phase]) -> dict[str, dict[str, float]]:
-    own = [phase.seconds for phase in phases]  # not counting the phases nested in it (in the same thread)
-    for phase in phases:
-        stop = phase.start + phase.seconds
-        around = [
-            (other.seconds, row)
-            for row, other in enumerate(phases)
-            if other.thread == phase.thread and other.start < phase.start and stop < other.start + other.seconds
-        ]
-        if around:
-            own[min(around)[1]] -= phase.seconds
-    totals: dict[str, dict[str, float]] = {}
-    for phase, seconds in zip(phases, own, strict=True):
-        entry = totals.setdefault(phase.name, {"seconds": 0.0, "bytes": 0.0})
-        entry["seconds"] += seconds
-        entry["bytes"] += phase.nbytes
-    for entry in totals.values():
-        entry["gb_per_s"] = entry["bytes"] / max(entry["seconds"], 1e-9) / 1e9
-    return totals
-
-
-def _phase_line(phases: Sequence[Phase]) -> str:
-    parts = []
-    for name, entry in _totals(phases).items():
-        rate = f", {entry['gb_per_s']:.2f} GB/s" if entry["seconds"] >= _TOLD else ""
-        moved = f" ({format_size(int(entry['bytes']))}{rate})" if entry["bytes"] else ""
-        parts.append(f"{name} {entry['seconds']:.3f} s{moved}")
-    return ", ".join(parts)
-
-
-def _write_trace(path: str, phases: Sequence[Phase], *, rank: int, step: int | None) -> None:
-    threads = {name: i for i, name in enumerate(dict.fromkeys(phase.thread for phase in phases))}
-    events: list[dict[str, Any]] = [
-        {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
-        for name, tid in threads.items()
-    ]
-    events += [
-        {"name": phase.name, "ph": "X", "pid": rank, "tid": threads[phase.thread], "ts": phase.start * 1e6,
-         "dur": phase.seconds * 1e6, "args": {"bytes": phase.nbytes, "step": step}}
-        for phase in phases
-    ]  # fmt: skip
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
 
 @dataclass(slots=True)
-class LoadReport:
+class LoadReport(TimedReport):
     """The result of a load. Keys are named as in the checkpoint.
 
     Attributes:
@@ -254,18 +242,6 @@ class LoadReport:
                 more = ", ..." if len(items) > _NAMED else ""
                 parts.append(f"{len(items)} {name} ({', '.join(list(items)[:_NAMED])}{more})")
         return " · ".join(parts)
-
-    def totals(self) -> dict[str, dict[str, float]]:
-        """Return each phase's seconds, bytes and GB/s, for a logger."""
-        return _totals(self.phases)
-
-    def phase_line(self) -> str:
-        """Return a one-line summary of the phases and their times."""
-        return _phase_line(self.phases)
-
-    def write_trace(self, path: str, *, rank: int = 0) -> None:
-        """Write the phases as a Chrome trace."""
-        _write_trace(path, self.phases, rank=rank, step=self.step)
 
 
 def write_trace_file(folder: Path, what: str, report: SaveReport | LoadReport, *, rank: int) -> None:

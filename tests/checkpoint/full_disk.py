@@ -109,7 +109,7 @@ def same(step: int, loaded: Any) -> None:
 def _threads(workers: int, *, known: bool) -> Iterator[None]:
     """Let each rank write `workers` files at once; `known`: check the free space first, as by default."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "default_workers", lambda store: workers)
+        patch.setattr(files, "default_workers", lambda store, tensors: workers)
         patch.setattr(files, "_FILE", 1)
         if not known:
             patch.setattr(commit, "_check_space", lambda *args: None)  # the space is used up after the check

@@ -138,7 +138,7 @@ def load_checkpoint(
     else:
         state._half = before
         clear_half_loaded(item for kind in complete for item in state.objects(kind))
-    report.seconds, report.phases = clock.seconds(), clock.phases
+    report.seconds, report.phases = clock.seconds(), tuple(clock.phases)
     return report
 
 

@@ -511,14 +511,15 @@ class SaveAttempt:
         place.look()
         # 6. and 7.: the commit. Invariant: when `save` returns, the checkpoint survives a power failure.
         data = record.to_json()
+        known = CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # the record as a reader gets it
         place.publish(data, overwrite=self._overwrite, again=lease.make_sure)
         lease.sequence = record.sequence
-        self._record = CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # the record as a reader gets it
+        self._record = known
         if remote:
             others = [item for item in self._inventory.committed if item.name != self.name]
-            committed = in_order([*others, Committed(self.name, self._record)])
+            committed = in_order([*others, Committed(self.name, known)])
             self.after = replace(self._inventory, committed=committed)
-        return self._record.without_files()
+        return known.without_files()
 
     def close(self) -> None:
         """Write the hint `latest` after a commit, clean up, and end the turn. Does nothing on ranks other than 0.

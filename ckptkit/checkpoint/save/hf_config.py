@@ -34,8 +34,8 @@ def side_files(state: TrainState) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for name, module in state.parts("model").items():
         folder = f"{name}/" if name else ""
-        for adapter, data in adapter_configs(module).items():
-            files[f"{folder}{adapter}adapter_config.json"] = data
+        if "peft" in sys.modules:
+            files |= {f"{folder}{at}adapter_config.json": data for at, data in adapter_configs(module).items()}
         config: Any = getattr(module, "config", None)
         if not callable(getattr(config, "to_json_string", None)):
             continue

@@ -51,11 +51,10 @@ class Fingerprints:
 
     def __init__(self, captured: Captured) -> None:
         import torch
-        from torch.distributed.tensor import DTensor
 
         found = {
             key: tensor
-            for key, tensor in captured.tensors(aliases=False, unlike=DTensor)
+            for key, tensor in captured.tensors(aliases=False)
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
             and not tensor.is_meta and not tensor.is_quantized and key not in captured.own
         }  # fmt: skip
@@ -131,18 +130,15 @@ def holding(table: bytes) -> bytes:
     return signature_of(np.frombuffer(table, "<u8").reshape(-1, 2)[:, 0].tobytes())[:8]
 
 
-def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) -> None:
+def part_ways(captured: Captured, keepers: Mapping[str, int], rank: int) -> None:
     """Rename tensors that differ between ranks: one rank's copy keeps the shared key, the others get per-rank keys.
 
     Optimizer values that differ are saved for every rank. Tensors in `extra` get no per-rank copy; use `PerRank` for
     them.
 
     Args:
-        keepers: This rank's keys that differ between ranks, each with the rank that keeps the shared copy. None if no
-            rank has such a key.
+        keepers: This rank's keys that differ between ranks, each with the rank that keeps the shared copy.
     """
-    if keepers is None:
-        return
     # Every rank saves this dict, even if it is empty, because a load counts these dicts to get the number of ranks.
     own = captured.rank_objects.setdefault(f"{PER_RANK}.{rank}", {})
     for section, taken in captured.optimizers.items():

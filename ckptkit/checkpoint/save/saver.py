@@ -304,7 +304,8 @@ class Saver:
         rank, world_size = self.coordinator.rank, self.coordinator.world_size
         kind, previous = request.state_dict_type, self.plans.get(request.state_dict_type)
         try:
-            part_ways(captured, self.keepers, rank)
+            if self.keepers is not None:
+                part_ways(captured, self.keepers, rank)
             small = {**self.side_files, **side_files(state)} if rank == 0 else {}
             in_parts = any(key.startswith("model") for key in captured.objects.get(SUBCLASSES, ()))
             if kind is StateDictType.FULL and in_parts:

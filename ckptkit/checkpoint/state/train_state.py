@@ -122,7 +122,7 @@ class TrainState:
     _half: str = field(default="", init=False, repr=False, compare=False)  # set while a load fills this state
 
     def __post_init__(self) -> None:
-        _check_parts(self)
+        check_state(self, "TrainState")
         check_layout(self.layout)
 
     @property
@@ -148,26 +148,14 @@ class TrainState:
             kinds: Yield only objects of these kinds. If none are given, yield all.
         """
         for kind in kinds or ("model", "optimizer", "scheduler", "grad_scaler", "dataloader", "extra"):
-            # Don't check names here: if one rank raised, the others would wait for it.
-            for item in self._named(kind).values():
+            for item in self.parts(kind).values():
                 if kind == "model" and hasattr(item, "modules"):
                     yield from (*item.modules(), *item.parameters(), *item.buffers())
                 else:
                     yield item.value if isinstance(item, PerRank) else item
 
     def parts(self, kind: str) -> dict[str, Any]:
-        """Return the objects of one kind ("model", "optimizer", ...) by name. A single object has the name "".
-
-        Raises:
-            UsageError: A name contains characters other than letters, digits, "_" and "-".
-        """
-        found = self._named(kind)
-        if isinstance(getattr(self, kind), Mapping):
-            for name in found:
-                _check_name(name, kind)
-        return found
-
-    def _named(self, kind: str) -> dict[Any, Any]:
+        """Return the objects of one kind ("model", "optimizer", ...) by name. A single object has the name ""."""
         value = getattr(self, kind)
         if value is None:
             return {}
@@ -201,34 +189,25 @@ class Captured:
     own: set[str] = field(default_factory=set)  # the keys in `loose` that belong to `rank_objects`
     alike: set[str] = field(default_factory=set)  # plain parameters that must be equal on all ranks
 
-    def tensors(self, *, aliases: bool, unlike: type | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor with its key in the checkpoint.
-
-        Args:
-            aliases: Yield tied weights under each of their names.
-            unlike: Skip tensors of exactly this type.
-        """
+    def tensors(self, *, aliases: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor with its key in the checkpoint; with `aliases`, tied weights under each of their names."""
         for name, tensors in self.models.items():
             tied = {} if aliases else self.aliases.get(name, {})
-            for fqn, tensor in _unlike(unlike, tensors):
+            for fqn, tensor in tensors.items():
                 if fqn not in tied:
                     yield f"{name}.{fqn}", tensor
         for name, optimizer in self.optimizers.items():
-            for fqn, tensor in _unlike(unlike, optimizer.masters):
+            for fqn, tensor in optimizer.masters.items():
                 yield f"{name}.master.{fqn}", tensor
-            for (fqn, state), tensor in _unlike(unlike, optimizer.tensors):
+            for (fqn, state), tensor in optimizer.tensors.items():
                 yield f"{name}.state.{fqn}.{state}", tensor
-        yield from _unlike(unlike, self.loose)
+        yield from self.loose.items()
 
     def add_own(self, key: str, value: Any) -> None:
         """Add state that belongs to only this rank."""
         before = len(self.loose)
         self.rank_objects[key] = encode(value, key, self.loose)
         self.own.update(islice(reversed(self.loose), len(self.loose) - before))
-
-
-def _unlike(kind: type | None, table: Mapping[Any, torch.Tensor]) -> Iterable[tuple[Any, torch.Tensor]]:
-    return table.items() if kind is None else [item for item in table.items() if type(item[1]) is not kind]
 
 
 def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Captured:
@@ -365,24 +344,27 @@ def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]
 
 
 def check_state(state: object, call: str) -> None:
-    """Check that a call such as "load(state)" got a TrainState of modules and optimizers."""
+    """Check that a call such as "load(state)" got a TrainState of modules and optimizers.
+
+    Raises:
+        UsageError: It got something else; or a field has a class, a state dict or a plain value where an object is
+            needed; or a name contains characters other than letters, digits, "_" and "-".
+    """
     if not isinstance(state, TrainState):
         given = "model=model, optimizer=optimizer"
         if isinstance(state, Mapping) and not state.keys() - TrainState.__slots__:
             given = ", ".join(f"{name}=..." for name in state) or given
         hint = " The step comes first." if isinstance(state, int) else ""
         raise UsageError(f"{wrong(f'{call}: state', state, f'TrainState({given})')}{hint}")
-    _check_parts(state)
-
-
-def _check_parts(state: TrainState) -> None:
-    """Raise UsageError if a field has a class, a state dict or a plain value where an object is needed."""
-    for kind in ("model", "optimizer", "scheduler", "grad_scaler", "dataloader"):
-        for name, item in state._named(kind).items():
+    for kind, expected in _EXPECTED.items():
+        named = isinstance(getattr(state, kind), Mapping)
+        for name, item in state.parts(kind).items():
+            if named:
+                _check_name(name, kind)
             bare = kind == "optimizer" and not hasattr(item, "param_groups")
             if bare or isinstance(item, type) or not callable(getattr(item, "state_dict", None)):
                 where = kind if name == "" else f"{kind}[{name!r}]"
-                raise wrong(f"TrainState: {where}", item, _EXPECTED[kind])
+                raise wrong(f"TrainState: {where}", item, expected)
     if not isinstance(state.extra, dict):
         raise wrong("TrainState: extra", state.extra, "a dict of objects or values by name")
     check_flags(rng=state.rng)

@@ -41,6 +41,7 @@ _PACK = 1 << 20  # small records are joined into writes of this size
 _FILE = 16 << 20  # fewer bytes are not worth an additional file, or an additional request to an object store
 _SMALL_FILE = 1 << 20  # on an object store, a smaller file is merged into a larger one
 _ONE_REQUEST = 216 << 20  # a larger file is uploaded in parts while it is written
+_FILES = 8  # concurrent uploads
 _COPIED_FILES = 4  # concurrent uploads if tensors must be copied, because the copies take up memory
 _DIRTY = 16 << 20  # bytes between writebacks: 1 GiB took 0.36 s on a disk (32 MiB: 0.38 s; fsync alone: 0.47 s)
 _FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
@@ -63,19 +64,15 @@ class Written:
     phases: list[Phase] = field(default_factory=list)
 
 
-def default_workers(store: Store) -> int:
-    """Return how many files a rank writes at once: 8 on an object store, else its share of the cores, up to 4."""
-    return 8 if store.asking_costs else _cores()
-
-
-def _workers(store: Store, tensors: Sequence[torch.Tensor]) -> int:
+def default_workers(store: Store, tensors: Sequence[torch.Tensor]) -> int:
+    """Return how many files a rank writes at once: up to 8 on an object store, else its share of the cores."""
     if not store.asking_costs:
-        return default_workers(store)
+        return _cores()
     nbytes = copied = 0
     for tensor in tensors:  # iterate only once: some sequences create their tensors on access
         nbytes += tensor.nbytes
         copied += 0 if lies_row_major(tensor) else tensor.nbytes
-    return _COPIED_FILES if 2 * copied > nbytes else default_workers(store)
+    return _COPIED_FILES if 2 * copied > nbytes else _FILES
 
 
 def _cores() -> int:
@@ -106,13 +103,16 @@ def write_records(
     settle_device()
     started = time.perf_counter()
     lengths = [frame.length for frame in frames] + [len(record) for record in records]
-    bins = _bins(lengths, min(workers or _workers(store, tensors), 1 + sum(lengths) // _FILE))
+    bins = _bins(lengths, min(workers or default_workers(store, tensors), 1 + sum(lengths) // _FILE))
     if store.asking_costs:
         bins = _worth_a_request(bins, lengths)
     paths = [f"{prefix}{number}.distcp" for number in range(len(bins))]
     result = Written(paths, {}, np.zeros(len(lengths), ROW))
     turn = threading.BoundedSemaphore(_cores())
-    jobs = [FileJob(store, i, rows, frames, tensors, records, result, sync, turn) for i, rows in enumerate(bins)]
+    jobs = [
+        FileJob(store, path, number, rows, frames, tensors, records, result, sync, turn)
+        for number, (path, rows) in enumerate(zip(paths, bins, strict=True))
+    ]
     if len(jobs) == 1:
         jobs[0].run()  # the usual case: no threads
     else:
@@ -120,7 +120,8 @@ def write_records(
     if sync and jobs:
         store.sync_directory()
     seconds, nbytes = time.perf_counter() - started, sum(lengths)
-    digest_s, sync_s = (max((job.seconds[phase] for job in jobs), default=0.0) for phase in ("digest", "sync"))
+    digest_s = max((job.digest_s for job in jobs), default=0.0)
+    sync_s = max((job.sync_s for job in jobs), default=0.0)
     write_s = max(0.0, seconds - digest_s - sync_s)
     result.phases += [("digest", digest_s, nbytes), ("sync", sync_s, nbytes), ("write", write_s, nbytes)]
     return result
@@ -161,10 +162,11 @@ class FileJob:
         result: Filled in with each record's location.
         turn: Limits how many files are hashed at once, if each is uploaded in a single request. So the first files are
             uploaded while others are still being hashed.
-        seconds: The time spent so far in the phases "digest" and "sync".
+        digest_s, sync_s: The seconds spent so far in these phases.
     """
 
     store: Store
+    path: str
     number: int
     rows: Sequence[int]
     frames: Sequence[RecordFrame]
@@ -173,7 +175,8 @@ class FileJob:
     result: Written
     sync: bool
     turn: AbstractContextManager[object]
-    seconds: dict[str, float] = field(default_factory=lambda: {"digest": 0.0, "sync": 0.0})
+    digest_s: float = 0.0
+    sync_s: float = 0.0
     _fd: int = -1
     _remote: Any = None
     _dirty: int = 0
@@ -205,7 +208,7 @@ class FileJob:
                             before = clock()
                             state.update(piece)
                             crc = crc32(piece, crc)
-                            self.seconds["digest"] += clock() - before
+                            self.digest_s += clock() - before
                             if lend is None or whole is None:
                                 self.append(piece)
                             else:
@@ -243,10 +246,6 @@ class FileJob:
             self._dirty = 0
             start_writing(self._fd)
 
-    @property
-    def path(self) -> str:
-        return self.result.paths[self.number]
-
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
         if not is_directory(self.store):
@@ -264,7 +263,7 @@ class FileJob:
                 started = time.perf_counter()
                 with _naming(self.path):
                     os.fsync(self._fd)
-                self.seconds["sync"] = time.perf_counter() - started
+                self.sync_s = time.perf_counter() - started
         except BaseException:
             os.close(self._fd)
             self.store.delete([self.path])

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from ckptkit.catalog.box import Box
 from ckptkit.digests import crc32, digest_of, signature_of
 from ckptkit.errors import SaveError, UsageError
-from ckptkit.formats.dcp.files import Written, write_records
+from ckptkit.formats.dcp.files import write_records
 from ckptkit.formats.dcp.fill import part_of
 from ckptkit.formats.dcp.host_bytes import (
     are_dense,
@@ -37,7 +37,7 @@ from ckptkit.formats.dcp.host_bytes import (
     without_subclass,
 )
 from ckptkit.formats.dcp.index import METADATA_NAME, Path, PlannedKey, write_index
-from ckptkit.formats.dcp.records import frame_object, frame_tensor, is_plain
+from ckptkit.formats.dcp.records import RecordFrame, frame_object, frame_tensor, is_plain
 from ckptkit.formats.own.columns import Column, pack, pack_texts
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
 from ckptkit.formats.pickles.tensors import PlacementRecord
@@ -88,6 +88,7 @@ class ShardedPlan:
         keys: The tensors in this rank's state. The first `shared` keys also exist on other ranks; private keys follow.
         meshes: The meshes that placements refer to.
         slices: The boxes of these tensors that this rank writes.
+        frames: The bytes around each slice in its file.
         tensors: The memory of each slice: the live state's local tensors, or views of them.
         objects: (name, path) of each object that this rank writes.
         records: Each object's encoded bytes.
@@ -105,6 +106,7 @@ class ShardedPlan:
     shared: int
     meshes: list[dict[str, Any]]
     slices: list[PlannedSlice]
+    frames: list[RecordFrame]
     tensors: list[torch.Tensor]
     objects: list[tuple[str, Path]]
     records: list[bytes]
@@ -117,11 +119,13 @@ class ShardedPlan:
     settled: tuple[bytes, ...] = field(default=(), repr=False)
     sends_table: bool = True
 
+    file_names = r"__\d+_\d+\.distcp|\.metadata"
+    """A pattern that matches the paths of all the checkpoint's files except the manifest and the commit record."""
+
     @property
     def nbytes(self) -> int:
         """The number of bytes that this rank writes, including frames but not alignment."""
-        frames = (frame_tensor(self.keys[s.key].dtype, s.sizes) for s in self.slices)
-        return sum(frame.length for frame in frames) + sum(map(len, self.records))
+        return sum(frame.length for frame in self.frames) + sum(map(len, self.records))
 
     @property
     def signature(self) -> bytes:
@@ -171,15 +175,14 @@ class ShardedPlan:
             return self
         return _laid_out(self.flat, self.paths, rank, world_size, self.private, holders)
 
-    @property
-    def file_names(self) -> str:
-        """A pattern that matches the paths of all the checkpoint's files except the manifest and the commit record."""
-        return r"__\d+_\d+\.distcp|\.metadata"
-
     def write(
         self, store: Store, tensors: Sequence[torch.Tensor] | None = None, *, sync: bool = True, workers: int = 0
     ) -> WrittenTensors:
         """Write this rank's files `__<rank>_<n>.distcp`. Does not communicate.
+
+        The result's `part` is what rank 0 needs for the index: 40 bytes per slice, plus 16 per dimension of each slice.
+        Rows have a fixed width, so rank 0 can concatenate all ranks' rows at once. If several ranks have the same table
+        of keys, only the lowest of them sends it.
 
         Args:
             tensors: Copies of the planned tensors, in the same order, to write in their place.
@@ -194,22 +197,13 @@ class ShardedPlan:
         chosen = self.tensors if tensors is None else tensors
         if len(chosen) != len(self.slices):
             raise SaveError(f"expected {len(self.slices)} staged tensors, one per planned slice, found {len(chosen)}.")
-        frames = [frame_tensor(self.keys[s.key].dtype, s.sizes) for s in self.slices]
-        for frame, tensor, item in zip(frames, chosen, self.slices, strict=True):
-            if tensor.numel() * tensor.element_size() != frame.nbytes:
-                raise SaveError(
-                    f"{self.keys[item.key].name}: expected {frame.nbytes} staged bytes, "
-                    f"found {tensor.numel() * tensor.element_size()}."
-                )
-        written = write_records(store, f"__{self.rank}_", frames, chosen, self.records, workers=workers, sync=sync)
-        return WrittenTensors(self._part(written), written.files, written.phases)
-
-    def _part(self, written: Written) -> bytes:
-        """Return what rank 0 needs for the index: 40 bytes per slice, plus 16 per dimension of each slice.
-
-        Rows have a fixed width, so rank 0 can concatenate all ranks' rows at once. If several ranks have the same table
-        of keys, only the lowest of them sends it.
-        """
+        for frame, tensor, item in zip(self.frames, chosen, self.slices, strict=True):
+            nbytes = tensor.numel() * tensor.element_size()
+            if nbytes != frame.nbytes:
+                name = self.keys[item.key].name
+                raise SaveError(f"{name}: expected {frame.nbytes} staged bytes, found {nbytes}.")
+        prefix = f"__{self.rank}_"
+        written = write_records(store, prefix, self.frames, chosen, self.records, workers=workers, sync=sync)
         slices, private = self.slices, self.keys[self.shared :]
         rows = written.rows
         rows["key"][: len(slices)] = [s.key for s in slices]
@@ -229,7 +223,7 @@ class ShardedPlan:
             "objects": [path for _, path in self.objects],
             "files": {path: [item.nbytes, item.checksum, item.outlined] for path, item in written.files.items()},
         }
-        return pack(arrays, header)
+        return WrittenTensors(pack(arrays, header), written.files, written.phases)
 
     def index(
         self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
@@ -303,6 +297,7 @@ def _laid_out(
     """Return this rank's plan. `holders` has the ranks that hold a replicated key, if only some ranks hold it."""
     keys: list[PlannedKey] = []
     slices: list[PlannedSlice] = []
+    frames: list[RecordFrame] = []
     tensors: list[torch.Tensor] = []
     objects: list[tuple[str, Path]] = []
     cuts: dict[Any, _Cut | None] = {}
@@ -348,6 +343,7 @@ def _laid_out(
             if local.shape != own_sizes:
                 raise SaveError(f"{name}: this rank should hold {list(own_sizes)}, found {list(local.shape)}.")
             slices.append(PlannedSlice(len(keys), own_offsets, own_sizes))
+            frames.append(frame_tensor(cut.dtype_name, own_sizes))
             tensors.append(local)
         keys.append(PlannedKey(name, cut.dtype_name, cut.shape, path, cut.placement))
         shared += name not in private
@@ -362,6 +358,7 @@ def _laid_out(
         shared,
         mesh_fields,
         slices,
+        frames,
         tensors,
         objects,
         [_encode(name, flat[name]) for name, _ in objects],

@@ -135,21 +135,17 @@ def _pickle_tensor(name: str, sizes: tuple[int, ...], itemsize: int) -> bytes:
     numel = math.prod(sizes)
     storage = STORAGE_CLASSES.get(name)
     if storage:  # not "_v2": its flag and hooks would take 36 more bytes per record
-        parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor\n((", _text(b"storage"), f"ctorch\n{storage}\n".encode()]
+        parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor\n((U\x07storage", f"ctorch\n{storage}\n".encode()]
     else:
-        parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n((", _text(b"storage")]
-        parts.append(b"ctorch.storage\nUntypedStorage\n")
-    parts += [_text(b"0"), _text(b"cpu"), _int(numel if storage else numel * itemsize), b"tQK\x00"]
+        parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n((U\x07storage", b"ctorch.storage\nUntypedStorage\n"]
+    # SHORT_BINSTRING (U): a Python 2 string with a one-byte length
+    parts += [b"U\x010", b"U\x03cpu", _int(numel if storage else numel * itemsize), b"tQK\x00"]
     parts += [_int_tuple(sizes), _int_tuple(row_major_strides(sizes))]
     if not storage:
         parts.append(b"\x89ccollections\nOrderedDict\n)R")  # requires_grad=False, no backward hooks
         parts.append(b"ctorch\n" + name.encode() + b"\n")
     parts.append(b"tR.")
     return b"".join(parts)
-
-
-def _text(value: bytes) -> bytes:
-    return b"U" + struct.pack("<B", len(value)) + value  # SHORT_BINSTRING: a Python 2 string with a one-byte length
 
 
 def _int(value: int) -> bytes:

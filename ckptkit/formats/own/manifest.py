@@ -344,8 +344,63 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the bytes of `manifest.safetensors`. Raises UsageError if a value in `info.extra` is not JSON."""
-        arrays, header = _encode(self)
-        return pack(arrays, {"format": VERSION, **header})
+        tensors, slices, info = self.tensors, self.slices, self.info
+        dtypes, dtype_rows = _distinct(tensors.dtypes)
+        states, state_rows = _distinct(tensors.states)
+        fqns: list[int] = []
+        for name, fqn in zip(tensors.names, tensors.fqns, strict=True):
+            start = len(name) - len(fqn) if name.endswith(fqn) else name.find(fqn)
+            if start < 0:
+                raise UnsupportedFormatError(
+                    f"tensor {name!r}: a manifest needs its FQN {fqn!r} to be a part of its name."
+                )
+            fqns += [start, start + len(fqn)] if fqn else [0, 0]
+        arrays: dict[str, Column] = {
+            **pack_texts(tensors.names, "names"),
+            **pack_texts(self.paths, "paths"),
+            "tensor.dtype": np.array(dtype_rows, np.uint8),
+            "tensor.ndim": np.array([len(s) for s in tensors.shapes], np.uint8),
+            "tensor.shape": np.array([n for s in tensors.shapes for n in s], np.int64),
+            "tensor.stop": tensors.slice_stop,
+            "tensor.role": np.array([_ROLES.index(r) for r in tensors.roles], np.uint8),
+            "tensor.state": np.array(state_rows, np.int32),
+            "tensor.fqn": np.array(fqns, np.int32),
+            "tensor.placement": tensors.placements,
+            **_pack_keys("tensor", tensors.names, tensors.keys),
+            "slice.file": slices.files,
+            "slice.start": slices.starts,
+            "slice.nbytes": slices.nbytes,
+            "slice.offset": slices.offsets,
+            "slice.size": slices.sizes,
+            "slice.rank": slices.ranks,
+            "stride.row": np.array(sorted(slices.strides), np.int64),
+            "stride.value": np.array([n for row in sorted(slices.strides) for n in slices.strides[row]], np.int64),
+        }
+        if slices.digests is not None:
+            arrays[_SLICE_DIGEST] = slices.digests
+        objects, values = _pack_objects(self.objects, self.paths)
+        arrays.update(objects)
+        fields: dict[str, Any] = {
+            "format": info.format,
+            "producer": info.producer,
+            "step": info.step,
+            "world_size": info.world_size,
+            **({} if info.mesh is None else {"mesh": {"shape": info.mesh.shape, "names": info.mesh.names}}),
+            "files": dict(info.files),
+            "side_files": info.side_files,
+            "notes": info.notes,
+            "extra": {key: value for key, value in info.extra.items() if key != PLACEMENTS},
+        }
+        _check_json(fields)
+        header = {
+            "format": VERSION,
+            "dtypes": dtypes,
+            "states": states,
+            "placements": self.placements,
+            "values": values,
+            "info": fields,
+        }
+        return pack(arrays, header)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, *, file: str = "manifest.safetensors") -> Manifest:
@@ -630,60 +685,10 @@ def _placements(
 # --- packing
 
 
-def _encode(manifest: Manifest) -> tuple[dict[str, Column], dict[str, Any]]:
-    """Return the columns by name, and the header."""
-    tensors, slices = manifest.tensors, manifest.slices
-    dtypes, dtype_rows = _distinct(tensors.dtypes)
-    states, state_rows = _distinct(tensors.states)
-    arrays: dict[str, Column] = {
-        **pack_texts(tensors.names, "names"),
-        **pack_texts(manifest.paths, "paths"),
-        "tensor.dtype": np.array(dtype_rows, np.uint8),
-        "tensor.ndim": np.array([len(s) for s in tensors.shapes], np.uint8),
-        "tensor.shape": np.array([n for s in tensors.shapes for n in s], np.int64),
-        "tensor.stop": tensors.slice_stop,
-        "tensor.role": np.array([_ROLES.index(r) for r in tensors.roles], np.uint8),
-        "tensor.state": np.array(state_rows, np.int32),
-        "tensor.fqn": _fqn_ranges(tensors.names, tensors.fqns),
-        "tensor.placement": tensors.placements,
-        **_pack_keys("tensor", tensors.names, tensors.keys),
-        "slice.file": slices.files,
-        "slice.start": slices.starts,
-        "slice.nbytes": slices.nbytes,
-        "slice.offset": slices.offsets,
-        "slice.size": slices.sizes,
-        "slice.rank": slices.ranks,
-        "stride.row": np.array(sorted(slices.strides), np.int64),
-        "stride.value": np.array([n for row in sorted(slices.strides) for n in slices.strides[row]], np.int64),
-    }
-    if slices.digests is not None:
-        arrays[_SLICE_DIGEST] = slices.digests
-    objects, values = _pack_objects(manifest.objects, manifest.paths)
-    arrays.update(objects)
-    header = {
-        "dtypes": dtypes,
-        "states": states,
-        "placements": [[mesh, list(texts)] for mesh, texts in manifest.placements],
-        "values": values,
-        "info": _pack_info(manifest.info),
-    }
-    return arrays, header
-
-
 def _distinct(values: Sequence[str]) -> tuple[list[str], list[int]]:
     table: dict[str, int] = {}
     rows = [table.setdefault(value, len(table)) for value in values]
     return list(table), rows
-
-
-def _fqn_ranges(names: Sequence[str], fqns: Sequence[str]) -> Column:
-    ranges = []
-    for name, fqn in zip(names, fqns, strict=True):
-        start = len(name) - len(fqn) if name.endswith(fqn) else name.find(fqn)
-        if start < 0:
-            raise UnsupportedFormatError(f"tensor {name!r}: a manifest needs its FQN {fqn!r} to be a part of its name.")
-        ranges += [start, start + len(fqn)] if fqn else [0, 0]
-    return np.array(ranges, np.int32)
 
 
 def _pack_keys(prefix: str, names: Sequence[str], keys: Sequence[tuple[str | int, ...]]) -> dict[str, Column]:
@@ -724,18 +729,6 @@ def _pack_objects(entries: Mapping[str, ObjectEntry], paths: list[str]) -> tuple
     }
     # Objects in separate files stay there. Values are included only if they are stored nowhere else.
     return arrays, {e.name: e.value for e in items if e.encoding != "torch_save" and not e.path}
-
-
-def _pack_info(info: CatalogInfo) -> dict[str, Any]:
-    fields: dict[str, Any] = {"format": info.format, "producer": info.producer}
-    fields["step"], fields["world_size"] = info.step, info.world_size
-    if info.mesh is not None:
-        fields["mesh"] = {"shape": list(info.mesh.shape), "names": list(info.mesh.names)}
-    fields["files"] = dict(info.files)
-    fields["side_files"], fields["notes"] = list(info.side_files), list(info.notes)
-    fields["extra"] = {key: value for key, value in info.extra.items() if key != PLACEMENTS}
-    _check_json(fields)
-    return fields
 
 
 def _check_json(value: Any, path: str = "info") -> None:

@@ -106,10 +106,6 @@ class FileRecord:
         """The digest as a string, prefixed with "outline:" if it is the outline's."""
         return f"{PREFIX}{self.checksum}" if self.outlined else self.checksum
 
-    def to_json(self) -> dict[str, int | str]:
-        """Return the file's entry in the commit record."""
-        return {"nbytes": self.nbytes, "outline" if self.outlined else DIGEST: self.checksum}
-
 
 @dataclass(frozen=True, slots=True)
 class WrittenTensors:
@@ -182,7 +178,10 @@ class CommitRecord:
         return dataclasses.replace(self, files={})
 
     def to_json(self) -> bytes:
-        """Return the bytes of `checkpoint.json`. Raises UsageError if a field is not JSON."""
+        """Return the bytes of `checkpoint.json`. Raises UsageError if a field is not JSON.
+
+        Parse the result before writing it, so that a field with a wrong type fails the save instead of a later load.
+        """
         body = {
             "format": FORMAT,
             "step": self.step,
@@ -202,7 +201,10 @@ class CommitRecord:
             "writer": dict(self.writer),
             "versions": dict(self.versions),
             "extra": dict(self.extra),
-            "files": {path: item.to_json() for path, item in sorted(self.files.items())},
+            "files": {
+                path: {"nbytes": item.nbytes, "outline" if item.outlined else DIGEST: item.checksum}
+                for path, item in sorted(self.files.items())
+            },
         }
         _check_keys(self.client_state, "client_state")
         _check_keys(self.extra, "extra")
@@ -214,10 +216,7 @@ class CommitRecord:
                 f"the record of step {self.step} can't be written as JSON: {error}. Metrics must be numbers, and "
                 "client_state JSON: strings, finite numbers, lists, dicts with string keys, None."
             ) from error
-        # Parse the result, so that a field with a wrong type fails the save instead of a later load.
-        data = (text + "\n").encode()
-        CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")
-        return data
+        return (text + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes, *, file: str) -> CommitRecord:
@@ -236,7 +235,14 @@ class CommitRecord:
         body = parse(data, file=file)
         if not isinstance(body, dict):
             raise CorruptCheckpointError(f"{file} contains a JSON {type(body).__name__}, expected an object.")
-        _check_format(body, file)
+        match = _FORMAT.fullmatch(_field(body, "format", _TEXT, file))
+        if match is None or int(match[1]) < 1:
+            raise CorruptCheckpointError(f"{file}: format is {body['format']!r}, expected {FORMAT!r}.")
+        if int(match[1]) > 1:
+            raise UnsupportedFormatError(
+                f"{file} has format {body['format']!r}; this ckptkit reads {FORMAT!r}. A newer ckptkit wrote it: "
+                "upgrade."
+            )
         stated = _field(body, "self", _SELF, file)
         found = _self_digest({name: value for name, value in body.items() if name != "self"})
         if stated != found:
@@ -247,10 +253,20 @@ class CommitRecord:
         for name, check in (("metrics", _METRIC), ("versions", _TEXT)):
             for item in known[name]:
                 _field(known[name], item, check, f"{file}: {name}")
+        files = {}
+        for path in known["files"]:
+            try:
+                checked_path(path)
+            except UnsafePathError as error:
+                raise UnsafePathError(f"{file}: {error}") from error
+            item, where = _field(known["files"], path, _TABLE, f"{file}: files"), f"{file}: files[{path!r}]"
+            outlined = "outline" in item and DIGEST not in item
+            digest = _field(item, "outline" if outlined else DIGEST, _HEX, where)
+            files[path] = FileRecord(_field(item, "nbytes", _BYTES, where), digest, outlined)
         record = cls(**{
             **known,
             "created": _time_value(known["created"]),
-            "files": _files(known["files"], file),
+            "files": files,
             "metrics": {name: float(_NOT_FINITE.get(value, value)) for name, value in known["metrics"].items()},
             "objective": None if known["objective"] is None else tuple(known["objective"]),
         })  # fmt: skip
@@ -334,17 +350,6 @@ def _field(body: Mapping[str, Any], name: str, check: _Check, file: str) -> Any:
     return value
 
 
-def _check_format(body: Mapping[str, Any], file: str) -> None:
-    found = _field(body, "format", _TEXT, file)
-    match = _FORMAT.fullmatch(found)
-    if match is None or int(match[1]) < 1:
-        raise CorruptCheckpointError(f"{file}: format is {found!r}, expected {FORMAT!r}.")
-    if int(match[1]) > 1:
-        raise UnsupportedFormatError(
-            f"{file} has format {found!r}; this ckptkit reads {FORMAT!r}. A newer ckptkit wrote it: upgrade."
-        )
-
-
 def _check_record(record: CommitRecord, file: str) -> None:
     try:
         checkpoint_name(record.step, record.tag)
@@ -359,20 +364,6 @@ def _check_record(record: CommitRecord, file: str) -> None:
     total = sum(item.nbytes for item in record.files.values())
     if record.total_bytes != total:
         raise CorruptCheckpointError(f"{file}: total_bytes is {record.total_bytes}, but the files add up to {total}.")
-
-
-def _files(table: Mapping[str, Any], file: str) -> Mapping[str, FileRecord]:
-    files = {}
-    for path, item in table.items():
-        try:
-            checked_path(path)
-        except UnsafePathError as error:
-            raise UnsafePathError(f"{file}: {error}") from error
-        _field(table, path, _TABLE, f"{file}: files")
-        where, outlined = f"{file}: files[{path!r}]", "outline" in item and DIGEST not in item
-        digest = _field(item, "outline" if outlined else DIGEST, _HEX, where)
-        files[path] = FileRecord(_field(item, "nbytes", _BYTES, where), digest, outlined)
-    return files
 
 
 def _self_digest(body: Mapping[str, Any]) -> str:

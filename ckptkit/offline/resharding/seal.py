@@ -109,7 +109,9 @@ def seal(plan: Plan, store: Store, what: Seal, *, digested: Digested | None = No
         versions={"ckptkit": __version__},
         **what.record,
     )
-    store.write(RECORD_NAME, record.to_json())
+    data = record.to_json()
+    CommitRecord.from_json(data, file=RECORD_NAME)  # before it is written: a reader must accept it
+    store.write(RECORD_NAME, data)
     return record
 
 
