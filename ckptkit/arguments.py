@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 
 from ckptkit.errors import UsageError
 
-__all__ = ["Location", "check_flags", "check_int", "check_storage_options", "globs", "location", "wrong"]
-
 Location: TypeAlias = str | os.PathLike[str]
 
 _COLLAPSED = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")  # Path("s3://bucket") is "s3:/bucket"

@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from ckptkit.errors import UsageError
 
-__all__ = ["Window", "Windows", "StepCounter"]
-
 
 @dataclass(slots=True)
 class Window:

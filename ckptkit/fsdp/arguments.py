@@ -10,8 +10,6 @@ from torch import nn
 
 from ckptkit.errors import UsageError
 
-__all__ = ["check_arguments"]
-
 _WANTED = {
     "loss": "a tensor",
     "model": "a module",

@@ -12,8 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["checkpoint_blocks", "compile_blocks", "fill_unused_gradients", "fill_unused_gradients_by_hook"]
-
 
 def checkpoint_blocks(model: Any, modules: Sequence[nn.Module]) -> None:
     """Recompute the activations of `modules` in backward. transformers models use their own implementation.

@@ -22,18 +22,6 @@ from ckptkit.errors import MissingExtraError, UsageError
 if TYPE_CHECKING:
     pass
 
-__all__ = [
-    "ShardingStrategy",
-    "WrapPolicy",
-    "BackwardPrefetch",
-    "FSDPConfig",
-    "MixedPrecision",
-    "Precision",
-    "Offload",
-    "Size",
-    "to_env",
-    "from_env",
-]
 
 Size = int | Literal["auto"]
 MixedPrecision = Literal["bf16", "fp16"]

@@ -9,8 +9,6 @@ import torch
 
 from ckptkit.errors import CheckpointMismatchError, UsageError
 
-__all__ = ["DynamicGradScaler"]
-
 _KEYS = ("_scale", "_growth_step", "_hysteresis_step")
 
 

@@ -17,20 +17,6 @@ from ckptkit.arguments import check_flags
 from ckptkit.errors import NonFiniteGradientError, UsageError
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
 
-__all__ = [
-    "grad_norm",
-    "clip_grad_norm",
-    "scale_gradients",
-    "is_finite_everywhere",
-    "inspect_gradients",
-    "GradientReport",
-    "checked_max_norm",
-    "checked_norm_type",
-    "named_parameters_of",
-    "refuse_nonfinite",
-    "widened",
-]
-
 _Key = tuple[DeviceMesh, tuple[int, ...]]
 
 

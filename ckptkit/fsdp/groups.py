@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.errors import UsageError
 
-__all__ = ["NO_DECAY", "NoDecay", "is_norm", "param_groups", "clean_fqn"]
-
 NoDecay = str | type[nn.Module] | Callable[[str, nn.Module, nn.Parameter], bool]
 """A choice of parameters to exclude from weight decay.
 

@@ -26,8 +26,6 @@ from ckptkit.keymaps.builtin import choose_map
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 
-__all__ = ["HFLoad", "HFLoadReport", "load_hf", "plan_load"]
-
 
 @dataclass(frozen=True, slots=True)
 class HFLoadReport:

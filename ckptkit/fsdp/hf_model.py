@@ -23,8 +23,6 @@ from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.fsdp.groups import clean_fqn
 from ckptkit.fsdp.wrap import unwrap_model
 
-__all__ = ["Exported", "adapter_tensors", "exported", "prove"]
-
 _log = logging.getLogger(__name__)
 _FSDP1 = "_fsdp_wrapped_module"
 _PEFT_ROOT = "base_model.model."

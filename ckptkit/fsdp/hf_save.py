@@ -31,8 +31,6 @@ from ckptkit.storage.publish import stage
 from ckptkit.storage.store import Store
 from ckptkit.units import parse_size
 
-__all__ = ["save_hf"]
-
 _INDEX = "model.safetensors.index.json"
 _LAST = (_INDEX, "adapter_config.json", "config.json")
 _DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

@@ -26,8 +26,6 @@ from ckptkit.fsdp.gradients import (
     widened,
 )
 
-__all__ = ["MasterWeightOptimizer"]
-
 _log = logging.getLogger(__name__)
 
 MASTER = "master"

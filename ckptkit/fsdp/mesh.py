@@ -15,16 +15,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "ParallelPlan",
-    "TrainingMesh",
-    "auto_shard_size",
-    "make_mesh",
-    "make_sample_mesh",
-    "plan_for",
-    "device_type_of",
-    "ensure_process_group",
-]
 
 _BILLION = 10**9
 

@@ -12,16 +12,6 @@ from torch import nn
 from ckptkit.errors import SaveError
 from ckptkit.fsdp.groups import clean_fqn
 
-__all__ = [
-    "parameters_on_meta",
-    "materialize",
-    "uninitialized",
-    "mark_initialized",
-    "require_initialized",
-    "restore_buffers",
-    "unsaved_buffers",
-]
-
 # Names of the tensors that have no values, by model. The keys are weak, so deleted models are forgotten.
 _uninitialized: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 from ckptkit.errors import UsageError
 
-__all__ = ["offload_optimizer", "load_optimizer", "offload_model", "reload_model"]
-
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - the one-letter name of a type variable
 T = TypeVar("T")
 

@@ -14,7 +14,6 @@ from ckptkit.errors import UsageError
 if TYPE_CHECKING:
     from ckptkit.fsdp.config import FSDPConfig
 
-__all__ = ["mixed_precision_policy", "offload_policy", "set_storage_dtype", "storage_dtype", "check_unit_dtypes"]
 
 _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

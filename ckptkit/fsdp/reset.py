@@ -14,8 +14,6 @@ from ckptkit.checkpoint.state.local_part import part_view
 from ckptkit.fsdp import meta
 from ckptkit.fsdp.groups import clean_fqn
 
-__all__ = ["reset_parameters"]
-
 
 @torch.no_grad()
 def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:

@@ -21,7 +21,6 @@ from ckptkit.fsdp import meta
 if TYPE_CHECKING:
     from ckptkit.keymaps.keymap import NameMap
 
-__all__ = ["CheckpointOptions", "save_checkpoint", "load_checkpoint"]
 
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"(\d+)$")

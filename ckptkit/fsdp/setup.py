@@ -13,8 +13,6 @@ from ckptkit.errors import UsageError
 from ckptkit.fsdp.config import FSDPConfig, ShardingStrategy
 from ckptkit.fsdp.mesh import auto_shard_size
 
-__all__ = ["accumulation_steps", "check_batch_sizes", "configured", "set_seed"]
-
 
 def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: int) -> int:
     """Return how many backward passes each rank makes per optimizer step.

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.report import LoadReport, SaveReport
     from ckptkit.keymaps.keymap import NameMap
 
-__all__ = ["FSDPStrategy", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer"]
 
 logger = logging.getLogger(__name__)
 ModelOptimPair = tuple[nn.Module, Optimizer]

@@ -20,8 +20,6 @@ from torch.distributed.tensor.parallel import (
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.units import tied_parameters
 
-__all__ = ["TPPlan", "apply_tensor_parallel", "tensor_parallel_plan", "translate_style"]
-
 logger = logging.getLogger(__name__)
 TPPlan = Mapping[str, "ParallelStyle | str"]
 """Maps module globs to torch ParallelStyles, or to transformers' names for them."""

@@ -13,22 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.config import FSDPConfig, WrapPolicy
 
-__all__ = [
-    "Units",
-    "Policy",
-    "DEFAULT_CLASSES",
-    "VISION_NAMES",
-    "plan_units",
-    "policy_of",
-    "by_class",
-    "by_name",
-    "by_size",
-    "by_rule",
-    "blocks",
-    "no_wrap",
-    "tied_parameters",
-]
-
 Policy = Callable[[nn.Module], list[str]]
 """Returns the names of the modules to wrap. The root is always wrapped and need not be named."""
 

@@ -39,8 +39,6 @@ from ckptkit.fsdp.precision import (
 from ckptkit.fsdp.tensor_parallel import TPPlan, apply_tensor_parallel
 from ckptkit.fsdp.units import VISION_NAMES, Policy, Units, blocks, plan_units, policy_of
 
-__all__ = ["NotShardableError", "shard", "unwrap_model", "sync_module_states", "fsdp_units"]
-
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
 _INNER = ("module", "_orig_mod", "_checkpoint_wrapped_module")

@@ -18,8 +18,6 @@ from ckptkit.checkpoint.report import LoadReport, SaveReport
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState
 from ckptkit.errors import UsageError
 
-__all__ = ["AcceleratorCheckpoints"]
-
 
 class AcceleratorCheckpoints:
     """Saves and loads everything that an Accelerator has prepared or registered.

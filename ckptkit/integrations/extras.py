@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ckptkit.errors import MissingExtraError
 
-__all__ = ["missing"]
-
 
 def missing(package: str, extra: str) -> MissingExtraError:
     """Return an error that names the package and the extra that installs it."""

@@ -17,8 +17,6 @@ from ckptkit.redact import keep_secret, without_secrets
 from ckptkit.storage.retry import call_with_retries
 from ckptkit.storage.store import split_url
 
-__all__ = ["push_folder"]
-
 
 def push_folder(
     folder: str,

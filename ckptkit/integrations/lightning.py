@@ -17,7 +17,8 @@ except ImportError as error:
 from ckptkit.integrations.lightning_callback import ManagedCheckpoint
 from ckptkit.integrations.lightning_fabric import FSDP2FabricStrategy, register_fabric_strategies
 from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
-from ckptkit.integrations.lightning_strategy import FSDP2Strategy, fsdp2_strategy_parallelize, register_strategies
+from ckptkit.integrations.lightning_setup import fsdp2_strategy_parallelize
+from ckptkit.integrations.lightning_strategy import FSDP2Strategy, register_strategies
 
 __all__ = [
     "FSDP2FabricStrategy",

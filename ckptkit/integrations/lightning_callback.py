@@ -31,8 +31,6 @@ from ckptkit.integrations.lightning_state import (
 from ckptkit.integrations.lightning_strategy import FSDP2Strategy
 from ckptkit.storage.open import open_store
 
-__all__ = ["ManagedCheckpoint"]
-
 
 class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's types are not followed
     """Lightning's ModelCheckpoint, saved through a CheckpointManager and rotated by a RetentionPolicy.

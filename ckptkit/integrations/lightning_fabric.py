@@ -23,8 +23,6 @@ from ckptkit.fsdp.wrap import shard
 from ckptkit.integrations.lightning_state import LightningCheckpoints, StateView, lightning_extras
 from ckptkit.integrations.lightning_strategy import fill_meta
 
-__all__ = ["FSDP2FabricStrategy", "register_fabric_strategies"]
-
 _TIMEOUT = timedelta(minutes=30)
 _STEPS = ("global_step", "step", "iteration", "iter_num")
 

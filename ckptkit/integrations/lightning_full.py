@@ -17,8 +17,6 @@ from ckptkit.checkpoint.state.train_state import TrainState, check_whole, model_
 from ckptkit.checkpoint.state.values import decode
 from ckptkit.errors import CheckpointMismatchError
 
-__all__ = ["gathered", "gathered_optimizer", "placed_like", "scatter_model", "scatter_optimizer", "sharded_optimizer"]
-
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 

@@ -23,8 +23,6 @@ from ckptkit.integrations.lightning_state import (
     remove_checkpoint,
 )
 
-__all__ = ["CkptkitCheckpointIO"]
-
 
 class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's types are not followed
     """Saves the dictionary that a strategy gathers on rank 0. Each save is a committed checkpoint.

@@ -14,16 +14,6 @@ from ckptkit.fsdp.config import FSDPConfig, ShardingStrategy, WrapPolicy
 from ckptkit.fsdp.units import Policy
 from ckptkit.fsdp.wrap import shard
 
-__all__ = [
-    "group_sizes",
-    "fsdp_config",
-    "wrap_policy",
-    "modules_of",
-    "roots",
-    "loose_parameters",
-    "fsdp2_strategy_parallelize",
-]
-
 Size = int | Literal["auto"]
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

@@ -34,8 +34,6 @@ from ckptkit.integrations.lightning_state import (
     remove_checkpoint,
 )
 
-__all__ = ["ShardedCheckpoints"]
-
 _LIVE = "ckptkit_live"  # marks a dictionary as containing live tensors that are about to be saved
 
 

@@ -28,8 +28,6 @@ from ckptkit.storage.local import LocalStore
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import split_url
 
-__all__ = ["LightningCheckpoints", "StateView", "inside_an_epoch", "lightning_extras", "remove_checkpoint", "set_epoch"]
-
 _log = logging.getLogger(__name__)
 _KEY = "lightning"
 _LOADERS = "lightning_loaders"

@@ -30,11 +30,8 @@ from ckptkit.fsdp.meta import materialize, uninitialized
 from ckptkit.fsdp.reset import reset_parameters
 from ckptkit.fsdp.wrap import shard
 from ckptkit.integrations import lightning_setup as arguments
-from ckptkit.integrations.lightning_setup import fsdp2_strategy_parallelize
 from ckptkit.integrations.lightning_sharded import ShardedCheckpoints
 from ckptkit.integrations.lightning_state import set_epoch
-
-__all__ = ["FSDP2Strategy", "fill_meta", "fsdp2_strategy_parallelize", "register_strategies"]
 
 _TIMEOUT = timedelta(minutes=30)
 

@@ -29,8 +29,6 @@ from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, is_stateful
 from ckptkit.errors import UsageError
 
-__all__ = ["TorchtitanCheckpointer"]
-
 
 class _Manager:
     """Replaces the base class of torchtitan's managers, with the same behavior, in versions that have no such class."""

@@ -31,8 +31,6 @@ from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
 from ckptkit.formats.own.record import checkpoint_name
 
-__all__ = ["CheckpointCallback"]
-
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers' types are not followed
     """Saves model, optimizer, scheduler, random state and the Trainer's own state. Resumes from the newest checkpoint.
