@@ -11,6 +11,23 @@ from torch.optim import Optimizer
 from ckptkit.errors import UsageError
 
 
+def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: int) -> int:
+    """Return how many backward passes each rank makes per optimizer step.
+
+    Raises:
+        UsageError: The sizes do not divide evenly.
+    """
+    if train_batch_size is None:
+        return 1
+    steps, rest = divmod(train_batch_size, micro * world_size)
+    if rest:
+        raise UsageError(
+            f"train_batch_size {train_batch_size} is not a multiple of micro_train_batch_size {micro} x {world_size} "
+            f"data-parallel ranks = {micro * world_size}."
+        )
+    return steps
+
+
 @dataclass(slots=True)
 class Window:
     """The backward passes of one model that belong to one step (a window).

@@ -2,50 +2,98 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from ckptkit.errors import UsageError
 
-_WANTED = {
-    "loss": "a tensor",
-    "model": "a module",
-    "optimizer": "an optimizer",
-    "scheduler": "a scheduler",
-    "tokenizer": "a tokenizer (with save_pretrained) or None",
-    "name": "a name",
-    "tag": "a name or None",
-    "step": "a whole number or None",
-    "save_dir": "a path or URL",
-    "load_dir": "a path or URL",
-    "output_dir": "a path or URL",
-    "url": "a path or URL",
-    "is_training": "True or False",
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _is_model(value: Any) -> bool:
+    # a mapping from names to models, which TrainState also accepts
+    several = list(value.values()) if isinstance(value, Mapping) else [value]
+    return bool(several) and all(isinstance(model, nn.Module) for model in several)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return hasattr(value, "param_groups") and callable(getattr(value, "zero_grad", None))
+
+
+def _is_scheduler(value: Any) -> bool:
+    # An optimizer also has `step`, but as a scheduler it would step twice, so it is refused.
+    return callable(getattr(value, "step", None)) and not hasattr(value, "param_groups")
+
+
+def _is_tokenizer(value: Any) -> bool:
+    return value is None or (callable(getattr(value, "save_pretrained", None)) and not isinstance(value, nn.Module))
+
+
+def _is_location(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike)) and value != ""
+
+
+# What an argument of this name must be, in words and as a check.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "loss": ("a tensor", lambda value: isinstance(value, torch.Tensor)),
+    "model": ("a module", _is_model),
+    "optimizer": ("an optimizer", _is_optimizer),
+    "scheduler": ("a scheduler", _is_scheduler),
+    "tokenizer": ("a tokenizer (with save_pretrained) or None", _is_tokenizer),
+    "name": ("a name", lambda value: isinstance(value, str)),
+    "tag": ("a name or None", lambda value: isinstance(value, str)),
+    "step": ("a whole number or None", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "save_dir": ("a path or URL", _is_location),
+    "load_dir": ("a path or URL", _is_location),
+    "output_dir": ("a path or URL", _is_location),
+    "url": ("a path or URL", _is_location),
+    "is_training": ("True or False", lambda value: isinstance(value, bool)),
 }
-_OPTIONAL = frozenset({"scheduler", "tokenizer", "tag", "step"})
 
 
-def check_arguments(call: str, *, optional: frozenset[str] | set[str] = frozenset(), **values: object) -> None:
-    """Check that each argument has the type that its name implies. Arguments named in `optional` may be None.
+def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that checks these arguments of a method. Those with the default None may be None."""
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(method)
+        optional = {name for name in names if signature.parameters[name].default is None}
+
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = signature.bind(*args, **kwargs).arguments
+            values = {name: given[name] for name in names if name in given}
+            check_arguments(
+                f"{method.__name__}({', '.join(names)})",
+                **{name: value for name, value in values.items() if value is not None or name not in optional},
+            )
+            return method(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def check_arguments(call: str, **values: object) -> None:
+    """Check that each argument is what its name implies.
 
     Raises:
         UsageError: An argument has the wrong type. Names the call and each wrong argument, and says whether two of them
             look swapped.
     """
-    wrong = {
-        name: value
-        for name, value in values.items()
-        if not (value is None and (name in _OPTIONAL or name in optional)) and not _fits(name, value)
-    }
+    wrong = {name: value for name, value in values.items() if not _fits(name, value)}
     if not wrong:
         return
     found = "; ".join(
-        f"{name} must be {_WANTED[name]}, found {value!r}"
+        f"{name} must be {_KINDS[name][0]}, found {value!r}"
         if isinstance(value, (str, int, float, type(None)))
-        else f"{name} must be {_WANTED[name]}, found {type(value).__name__}"
+        else f"{name} must be {_KINDS[name][0]}, found {type(value).__name__}"
         for name, value in wrong.items()
     )
     swapped = next(
@@ -62,23 +110,4 @@ def check_arguments(call: str, *, optional: frozenset[str] | set[str] = frozense
 
 
 def _fits(name: str, value: object) -> bool:
-    if name == "loss":
-        return isinstance(value, torch.Tensor)
-    if name == "model":
-        # a mapping from names to models, which TrainState also accepts
-        several = list(value.values()) if isinstance(value, Mapping) else [value]
-        return bool(several) and all(isinstance(model, nn.Module) for model in several)
-    if name == "optimizer":
-        return hasattr(value, "param_groups") and callable(getattr(value, "zero_grad", None))
-    if name == "scheduler":
-        # An optimizer also has `step`, but as a scheduler it would step twice, so it is refused.
-        return callable(getattr(value, "step", None)) and not hasattr(value, "param_groups")
-    if name == "tokenizer":
-        return callable(getattr(value, "save_pretrained", None)) and not isinstance(value, nn.Module)
-    if name == "step":
-        return isinstance(value, int) and not isinstance(value, bool)
-    if name == "is_training":
-        return isinstance(value, bool)
-    if name in ("name", "tag"):
-        return isinstance(value, str)
-    return isinstance(value, (str, os.PathLike))
+    return _KINDS[name][1](value)

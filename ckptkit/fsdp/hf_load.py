@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.load.fill import add_parts, fill
 from ckptkit.checkpoint.load.key_map import entry_of
+from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.state.local_part import part_view
 from ckptkit.checkpoint.state.train_state import TrainState, model_tensors
 from ckptkit.errors import CheckpointMismatchError
@@ -49,9 +51,9 @@ def load_hf(
 ) -> HFLoadReport:
     """Fill `model`, sharded or not, from the safetensors at `url`. Each rank reads only the bytes of its own shards.
 
-    Ranks do not communicate, so an error on one rank is raised only there; `FSDPStrategy.load_hf` raises it on all. The
-    host holds one shard of one tensor at a time. If transformers uses different names in memory than in files (stacked
-    experts), the names are mapped. Tied weights load under either name; if the files contain both, they must be equal.
+    All ranks must call this; if one rank fails, all raise its error. The host holds one shard of one tensor at a time.
+    If transformers uses different names in memory than in files (stacked experts), the names are mapped. Tied weights
+    load under either name; if the files contain both, they must be equal.
 
     Args:
         model: A prepared model, whose parameters `prepare_model` has allocated. They need not have values.
@@ -63,64 +65,46 @@ def load_hf(
     Raises:
         CheckpointMismatchError: Names, shapes or dtypes do not match; lists all of them. The model is unchanged.
     """
-    return plan_load(model, url, cast=cast, strict=strict, storage_options=storage_options).run()
+    url = location("url", url)
+    live, _ = model_tensors(model)
+    state = TrainState(model=model, rng=False)
 
+    def plan() -> tuple[Store, dict[str, TensorEntry], HFLoadReport]:
+        """Check that the files fit the model. This reads no tensors except tied ones stored under several names."""
+        store = open_store(url, storage_options=storage_options)
+        catalog = safetensors.open_catalog(store)
+        targets = _targets(model, live, catalog)
+        chosen, missing = _matched(live, targets)
+        entries = {name: entry_of(targets[found], catalog.tensors) for name, found in chosen.items()}
+        aliases = {name for names in _names_by_tensor(live).values() for name in names}
+        unexpected = [name for name in targets if name not in chosen.values() and name not in aliases]
+        _check(url, entries, live, missing if strict else [], unexpected if strict else [], cast)
+        check_claims(store, _several_names(live, targets, catalog))
+        by_tensor = _names_by_tensor(live)
+        loaded = tuple(alias for name in entries for alias in by_tensor[id(live[name])])
+        return store, entries, HFLoadReport(loaded, tuple(missing), tuple(unexpected))
 
-@dataclass(frozen=True, slots=True)
-class HFLoad:
-    """A load that has been checked: the opened files, and where each tensor comes from."""
-
-    model: nn.Module
-    url: str
-    store: Store
-    live: Mapping[str, torch.Tensor]
-    entries: Mapping[str, TensorEntry]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-    @torch.no_grad()
-    def run(self) -> HFLoadReport:
-        """Read this rank's shards. After an error, the model is half loaded, and saving it raises."""
+    def read() -> int:
         rank = dist.get_rank() if dist.is_initialized() else 0
         nbytes = 0
-        state = TrainState(model=self.model, rng=False)
         try:
-            for name, entry in self.entries.items():
-                view, filler = part_view(name, self.live[name], rank), Filler(self.store, cast=True)
+            for name, entry in entries.items():
+                view, filler = part_view(name, live[name], rank), Filler(store, cast=True)
                 add_parts(filler, entry, view.local, view.parts)
                 nbytes += fill(filler)
         except BaseException:
-            state.half_loaded = self.url
+            state.half_loaded = url  # a save of this model raises
             raise
-        if not self.missing:
-            state.half_loaded = ""
-        by_tensor = _names_by_tensor(self.live)
-        loaded = tuple(alias for name in self.entries for alias in by_tensor[id(self.live[name])])
-        meta.mark_initialized(self.model, *loaded)
-        meta.restore_buffers(self.model)
-        return HFLoadReport(loaded, self.missing, self.unexpected, nbytes)
+        return nbytes
 
-
-@torch.no_grad()
-def plan_load(
-    model: nn.Module, url: Location, *, cast: bool, strict: bool, storage_options: Mapping[str, Any] | None = None
-) -> HFLoad:
-    """Open the files and check, for `load_hf`, that they fit the model.
-
-    This reads no tensors except tied ones that are stored under several names.
-    """
-    url = location("url", url)
-    store = open_store(url, storage_options=storage_options)
-    catalog = safetensors.open_catalog(store)
-    live, _ = model_tensors(model)
-    targets = _targets(model, live, catalog)
-    chosen, missing = _matched(live, targets)
-    entries = {name: entry_of(targets[found], catalog.tensors) for name, found in chosen.items()}
-    aliases = {name for names in _names_by_tensor(live).values() for name in names}
-    unexpected = [name for name in targets if name not in chosen.values() and name not in aliases]
-    _check(url, entries, live, missing if strict else [], unexpected if strict else [], cast)
-    check_claims(store, _several_names(live, targets, catalog))
-    return HFLoad(model, url, store, live, entries, tuple(missing), tuple(unexpected))
+    with contextlib.closing(Coordinator()) as coordinator, torch.no_grad():
+        store, entries, report = coordinator.run_on_all(plan, f"opening {url}")
+        nbytes = coordinator.run_on_all(read, f"loading {url}")
+    if not report.missing:
+        state.half_loaded = ""
+    meta.mark_initialized(model, report.loaded)
+    meta.restore_buffers(model)
+    return replace(report, nbytes=nbytes)
 
 
 def _targets(model: nn.Module, live: Mapping[str, torch.Tensor], catalog: Catalog) -> dict[str, Target]:

@@ -101,40 +101,36 @@ class MasterWeightOptimizer(Optimizer):
         return clip_grad_norm(list(self._parameters()), max_norm, p)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
-        """Unscale and clip the gradients, step the masters and round them into the parameters. Return True.
-
-        If a gradient on any rank is not finite, return False instead. No parameter, master or moment is then changed,
-        the gradients are cleared, and the loss scale may decrease. All ranks must call this.
-        """
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-        return self.step_scaled(max_norm=self.max_norm)
-
-    @torch.no_grad()
-    def step_scaled(
+    def step(  # type: ignore[override]
         self,
+        closure: Callable[[], Any] | None = None,
         *,
-        max_norm: float | None,
+        max_norm: float | None = None,
         norm_type: float | None = None,
         divisor: float | None = None,
         error_if_nonfinite: bool = False,
     ) -> bool:
-        """Step like `step`, but with this `max_norm` and `norm_type`.
+        """Unscale and clip the gradients, step the masters and round them into the parameters. Return True.
+
+        If a gradient on any rank is not finite, return False instead. No parameter, master or moment is then changed,
+        the gradients are cleared, and the loss scale may back off. All ranks must call this.
 
         Args:
+            max_norm, norm_type: Replace the optimizer's own.
             divisor: How many times too large the gradients are (default: the loss scale).
 
         Raises:
             NonFiniteGradientError: `error_if_nonfinite` is set, and a gradient on some rank is not finite. Raised on
                 every rank; the gradients are kept.
         """
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
         report = inspect_gradients(
             parameters,
             scaler=self.grad_scaler,
-            max_norm=max_norm,
+            max_norm=self.max_norm if max_norm is None else max_norm,
             norm_type=self.norm_type if norm_type is None else norm_type,
             divisor=divisor,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 import os
@@ -47,12 +48,12 @@ class ParallelPlan:
             if size != "auto" and size < 1:
                 raise UsageError(f"{name} is {size}; it must be a number of ranks, 1 or more.")
         known = math.prod(size for size in sizes.values() if size != "auto")
-        if open_sizes:
-            if world_size % known:
-                raise UsageError(_mismatch(sizes, world_size) + f" {world_size} is not a multiple of {known}.")
-            sizes[open_sizes[0]] = world_size // known
-        elif known != world_size:
-            raise UsageError(_mismatch(sizes, world_size) + f" Their product is {known}.")
+        if known != world_size and (not open_sizes or world_size % known):
+            text = " x ".join(f"{name}={size}" for name, size in sizes.items())
+            reason = f"{world_size} is not a multiple of {known}" if open_sizes else f"Their product is {known}"
+            raise UsageError(f"{text} does not fit a world size of {world_size}. {reason}.")
+        for name in open_sizes:
+            sizes[name] = world_size // known
         return cls(**sizes)  # type: ignore[arg-type]
 
     @property
@@ -121,6 +122,41 @@ def auto_shard_size(numel: int, is_training: bool) -> int:
     return 8 if numel < 80 * _BILLION else -1
 
 
+def configured(
+    config: FSDPConfig,
+    model: torch.nn.Module,
+    *,
+    data_ranks: int,
+    is_training: bool,
+    shard_size: int | str | None,
+    reshard_after_forward: bool | int | None,
+) -> FSDPConfig:
+    """Return `config` with the changes that `prepare_model`'s arguments make for one model.
+
+    Raises:
+        UsageError: `shard_size` does not divide the number of data-parallel ranks.
+    """
+    if reshard_after_forward is not None:
+        config = dataclasses.replace(config, reshard_after_forward=reshard_after_forward)
+    if shard_size == "auto":
+        size = auto_shard_size(sum(parameter.numel() for parameter in model.parameters()), is_training)
+        shard_size = -1 if data_ranks % size else size  # no group of eight fits a smaller job: use all ranks
+    if shard_size is None:
+        return config
+    sizes: dict[str, Size]
+    if shard_size in (-1, data_ranks):
+        frees, keeps = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+        sizes = {"shard": "auto", "replicate": 1}
+    elif isinstance(shard_size, int) and shard_size > 0 and data_ranks % shard_size == 0:
+        frees, keeps = ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2
+        sizes = {"shard": shard_size, "replicate": "auto"}
+    else:
+        raise UsageError(
+            f"shard_size is {shard_size!r}; it must be -1, 'auto' or a divisor of the {data_ranks} data-parallel ranks."
+        )
+    return dataclasses.replace(config, sharding_strategy=frees if config.reshard else keeps, **sizes)  # type: ignore[arg-type]
+
+
 def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
     """Return the meshes for `plan` over the default process group. All ranks must call this.
 
@@ -130,10 +166,7 @@ def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    world_size = dist.get_world_size()
-    if plan.world_size != world_size:
-        sizes: dict[str, Size] = {"replicate": plan.replicate, "shard": plan.shard, "cp": plan.cp, "tp": plan.tp}
-        raise UsageError(_mismatch(sizes, world_size) + f" Their product is {plan.world_size}.")
+    ParallelPlan.resolve(dist.get_world_size(), **dataclasses.asdict(plan))  # checks that the product fits
     dims = plan.dims
     root = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     if plan.tp == 1:
@@ -215,8 +248,3 @@ def ensure_process_group(device_type: str, *, timeout: datetime.timedelta | None
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in its module's __all__
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return True
-
-
-def _mismatch(sizes: dict[str, Size], world_size: int) -> str:
-    text = " x ".join(f"{name}={size}" for name, size in sizes.items())
-    return f"{text} does not fit a world size of {world_size}."

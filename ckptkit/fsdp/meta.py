@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
 import torch
@@ -84,17 +84,7 @@ def restore_buffers(model: nn.Module) -> None:
         else:
             continue
         restored += names
-    if restored:
-        mark_initialized(model, *restored)
-
-
-def unsaved_buffers(model: nn.Module) -> frozenset[str]:
-    """Return the names of non-persistent buffers, which checkpoints do not store."""
-    return frozenset(
-        clean_fqn(f"{name}.{buffer}" if name else buffer)
-        for name, module in model.named_modules()
-        for buffer in module._non_persistent_buffers_set
-    )
+    mark_initialized(model, restored)
 
 
 def uninitialized(model: nn.Module) -> frozenset[str]:
@@ -102,13 +92,24 @@ def uninitialized(model: nn.Module) -> frozenset[str]:
     return _uninitialized.get(model, frozenset()) | {clean_fqn(name) for name, t in _named(model) if t.is_meta}
 
 
-def mark_initialized(model: nn.Module, *names: str) -> None:
-    """Record that the model's tensors `names` (default: all) have values now."""
-    left = _uninitialized.get(model, frozenset()) - set(names) if names else frozenset()
-    if left:
-        _uninitialized[model] = left
-    else:
-        _uninitialized.pop(model, None)
+def mark_initialized(model: nn.Module, names: Iterable[str]) -> None:
+    """Record that the model's tensors `names` have values now."""
+    _uninitialized[model] = _uninitialized.get(model, frozenset()).difference(names)
+
+
+def note_loaded(model: nn.Module, absent: Iterable[str]) -> None:
+    """Record that all tensors have values now, except those that a load has left out (`absent`).
+
+    Checkpoints do not contain non-persistent buffers, so these are recomputed.
+    """
+    keys = tuple(absent)
+    unsaved = {
+        clean_fqn(f"{name}.{buffer}" if name else buffer)
+        for name, module in model.named_modules()
+        for buffer in module._non_persistent_buffers_set
+    }
+    mark_initialized(model, [n for n in uninitialized(model) - unsaved if not any(key.endswith(n) for key in keys)])
+    restore_buffers(model)
 
 
 def require_initialized(model: nn.Module) -> None:

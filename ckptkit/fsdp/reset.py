@@ -43,8 +43,7 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
                 draw()
     names = [clean_fqn(name) for name, parameter in model.named_parameters() if id(parameter) in done]
     written = [name for name, (module, key, version) in buffers.items() if _version(module, key) != version]
-    if names or written:
-        meta.mark_initialized(model, *names, *written)
+    meta.mark_initialized(model, [*names, *written])
 
 
 def _seed(seed: int | None) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import logging
+import random
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,13 +23,15 @@ from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
 from ckptkit.arguments import Location, check_flags, check_int
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.state.rng import share_stream
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import UsageError
+from ckptkit.errors import CheckpointNotFoundError, IncompleteCheckpointError, UsageError
 from ckptkit.fsdp import meta, offload
-from ckptkit.fsdp.accumulation import StepCounter, Windows
-from ckptkit.fsdp.arguments import check_arguments
+from ckptkit.fsdp.accumulation import StepCounter, Windows, accumulation_steps
+from ckptkit.fsdp.arguments import check_arguments, checked
 from ckptkit.fsdp.config import FSDPConfig
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
 from ckptkit.fsdp.gradients import (
@@ -38,10 +44,12 @@ from ckptkit.fsdp.gradients import (
     widened,
 )
 from ckptkit.fsdp.groups import NO_DECAY, NoDecay, param_groups
-from ckptkit.fsdp.hf_load import HFLoadReport, plan_load
+from ckptkit.fsdp.hf_load import HFLoadReport, load_hf
+from ckptkit.fsdp.hf_save import save_hf
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from ckptkit.fsdp.mesh import (
     TrainingMesh,
+    configured,
     device_type_of,
     ensure_process_group,
     make_mesh,
@@ -49,7 +57,6 @@ from ckptkit.fsdp.mesh import (
     plan_for,
 )
 from ckptkit.fsdp.reset import reset_parameters
-from ckptkit.fsdp.setup import accumulation_steps, check_batch_sizes, configured, set_seed
 from ckptkit.fsdp.tensor_parallel import TPPlan
 from ckptkit.fsdp.units import Policy
 from ckptkit.fsdp.wrap import shard, unwrap_model
@@ -66,6 +73,8 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 T = TypeVar("T")
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - the one-letter name of a type variable
 Outcome = Literal["stepped", "skipped", "accumulating"]
+StartFresh = Literal["if_empty", "if_none_committed", "never"]
+_NUMBER_AT_END = re.compile(r"(\d+)$")
 
 
 def is_mp_optimizer(optimizer: object) -> bool:
@@ -118,7 +127,9 @@ class FSDPStrategy:
                 f"FSDPStrategy(config): an FSDPConfig is expected, found {config!r}. "
                 "Try FSDPConfig.from_dict(...) for a mapping; pass seed=, max_norm= and so on by name."
             )
-        check_batch_sizes(train_batch_size, micro=micro_train_batch_size)
+        check_int("micro_train_batch_size", micro_train_batch_size, least=1)
+        if train_batch_size is not None:
+            check_int("train_batch_size", train_batch_size, least=1)
         check_int("seed", seed, least=0)
         check_flags(sync_every_micro_batch=sync_every_micro_batch, error_if_nonfinite=error_if_nonfinite)
         self.config = config or FSDPConfig()
@@ -137,7 +148,6 @@ class FSDPStrategy:
         self.last_grad_norm: torch.Tensor | None = None
         self.last_load: LoadReport | None = None
         self.last_outcome: Outcome | None = None
-        self._accumulation: int | None = None
         self._samples: DeviceMesh | None = None
         self._made_group = False
         self._mesh: dict[Any, TrainingMesh] = {}
@@ -156,39 +166,39 @@ class FSDPStrategy:
         `sync_module_states` (the default) or loading from files does.
         """
         self._join(timeout)
-        set_seed(self.seed, offset=self.data_parallel_rank)
+        seed = (self.seed + self.data_parallel_rank) % 2**64
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
         if self.config.tp > 1 and self.data_parallel_mesh.device_type != "cpu":
             # Without this, the first random operation on a DTensor would copy rank 0's generator to all ranks.
             from torch.distributed.tensor._random import manual_seed
 
-            manual_seed(self.seed + self.data_parallel_rank, self.data_parallel_mesh)
+            manual_seed(seed, self.data_parallel_mesh)
 
     def _join(self, timeout: datetime.timedelta | None = None) -> DeviceMesh:
-        """Join the process group and check the batch sizes, at the first call.
+        """At the first call, join the process group and check the batch sizes. Does not seed the random generators.
 
         Return the mesh of ranks with different samples.
-
-        Unlike `setup_distributed`, this does not seed the random generators.
         """
-        if self._samples is not None:
-            return self._samples
-        device_type = device_type_of(None, preferred=self.config.device)
-        self._made_group = ensure_process_group(device_type, timeout=timeout)
-        samples = make_sample_mesh(
-            device_type_of(None, preferred=self.config.device), inside=self.config.tp * self.config.cp
-        )
-        self._accumulation = accumulation_steps(
-            self.train_batch_size, micro=self.micro_train_batch_size, world_size=samples.size()
-        )
-        share_stream(samples.get_local_rank(), samples.size())
-        self._samples = samples
-        return samples
+        if self._samples is None:
+            device_type = device_type_of(None, preferred=self.config.device)
+            self._made_group = ensure_process_group(device_type, timeout=timeout)
+            # Ask again, because "auto" depends on the group's backends.
+            device_type = device_type_of(None, preferred=self.config.device)
+            samples = make_sample_mesh(device_type, inside=self.config.tp * self.config.cp)
+            self._passes_on(samples.size())
+            share_stream(samples.get_local_rank(), samples.size())
+            self._samples = samples
+        return self._samples
+
+    def _passes_on(self, ranks: int) -> int:
+        return accumulation_steps(self.train_batch_size, micro=self.micro_train_batch_size, world_size=ranks)
 
     @property
     def accumulated_gradient(self) -> int:
         """Number of backward passes per optimizer step."""
-        self._join()
-        return self._accumulation or 1
+        return self._passes_on(self.data_parallel_size)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -237,7 +247,6 @@ class FSDPStrategy:
         if self._made_group and dist.is_initialized():
             dist.destroy_process_group()
         self._made_group = False
-        self._accumulation = None
         self._samples = None
         self._mesh.clear()
 
@@ -262,6 +271,7 @@ class FSDPStrategy:
         with meta.parameters_on_meta() if meta_init else contextlib.nullcontext():
             yield
 
+    @checked("is_training")
     def prepare_model(
         self,
         model: T,
@@ -288,7 +298,6 @@ class FSDPStrategy:
             shard_placement_fn: Returns the dimension on which to shard a parameter, as `Shard(1)`, or None for
                 `Shard(0)`.
         """
-        check_arguments("prepare_model(model, is_training)", is_training=is_training)
         if not isinstance(model, nn.Module) or self._is_prepared(model):
             return model
         self._join()
@@ -323,25 +332,22 @@ class FSDPStrategy:
                 coordinator.run_on_all(lambda: meta.materialize(model, device), "allocating the model")
         return model
 
+    @checked("model")
     def reset_parameters(self, model: nn.Module, *, seed: int | None = None) -> None:
         """Initialize a model that was built on the meta device, with the values that a single process would draw.
 
         See `ckptkit.fsdp.reset`.
         """
-        check_arguments("reset_parameters(model)", model=model)
         reset_parameters(model, seed=self.seed if seed is None else seed)
 
+    @checked("model", "url")
     def load_hf(self, model: nn.Module, url: Location, *, strict: bool = True) -> HFLoadReport:
         """Fill a prepared model from Hugging Face files. Each rank reads its own shards (see `hf_load`).
 
         All ranks must call this; if one rank fails, all raise its error. fp32 masters follow the loaded weights, so the
         optimizer may already exist.
         """
-        check_arguments("load_hf(model, url)", model=model, url=url)
-        cast = self.config.mixed_precision is not None
-        with contextlib.closing(Coordinator()) as coordinator:
-            load = coordinator.run_on_all(lambda: plan_load(model, url, cast=cast, strict=strict), f"opening {url}")
-            return coordinator.run_on_all(load.run, f"loading {url}")
+        return load_hf(model, url, cast=self.config.mixed_precision is not None, strict=strict)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module inside the wrappers of DDP, torch.compile and activation checkpointing."""
@@ -349,6 +355,7 @@ class FSDPStrategy:
 
     # ------------------------------------------------------------------ optimizers
 
+    @checked("model")
     def create_optimizer(
         self,
         model: nn.Module,
@@ -375,7 +382,6 @@ class FSDPStrategy:
             UsageError: Nothing is trainable, or a factory is given along with `lr`, `betas` or `eps`, which would have
                 no effect.
         """
-        check_arguments("create_optimizer(model)", model=model)
         groups = param_groups(model, weight_decay=weight_decay, no_decay=no_decay)
         if not groups:
             raise UsageError(f"{type(model).__name__} has no trainable parameters for an optimizer.")
@@ -407,13 +413,14 @@ class FSDPStrategy:
         """Return whether `optimizer` keeps fp32 masters of its parameters."""
         return is_mp_optimizer(optimizer)
 
+    @checked("optimizer")
     def grad_scaler(self, optimizer: Optimizer) -> DynamicGradScaler | None:
         """Return the optimizer's loss scaler, or None if it has none (only fp16 training needs one)."""
-        check_arguments("grad_scaler(optimizer)", optimizer=optimizer)
         if isinstance(optimizer, MasterWeightOptimizer):
             return optimizer.grad_scaler
         return self._scalers.get(optimizer)
 
+    @checked("loss", "model", "optimizer")
     def backward(self, loss: torch.Tensor, model: nn.Module, optimizer: Optimizer, *, last: bool = False) -> None:
         """Run backward from `loss`, after dividing it by the number of accumulated passes and applying the loss scale.
 
@@ -423,7 +430,6 @@ class FSDPStrategy:
         Raises:
             UsageError: An argument has the wrong type, for example because two are swapped.
         """
-        check_arguments("backward(loss, model, optimizer)", loss=loss, model=model, optimizer=optimizer)
         steps = self.accumulated_gradient
         scaler = self.grad_scaler(optimizer)
         scale = scaler.scale if scaler is not None else 1.0
@@ -435,6 +441,7 @@ class FSDPStrategy:
             loss = widened(loss) * factor
         loss.backward()  # type: ignore[no-untyped-call]
 
+    @checked("model")
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Return a context in which backward passes accumulate gradients without communication, and no optimizer steps.
@@ -443,7 +450,6 @@ class FSDPStrategy:
         as with `train_batch_size`. Passes run with `loss.backward()` are not counted, so the step takes their sum. All
         ranks must enter the context at the same pass.
         """
-        check_arguments("no_sync(model)", model=model)
         root = _fsdp_root(model)
         if root in self._windows.held:
             raise UsageError("no_sync(model) is already active for this model.")
@@ -458,6 +464,7 @@ class FSDPStrategy:
                 self._windows.held.discard(root)
                 self._set_sync(root, True)
 
+    @checked("optimizer", "model", "scheduler", "name")
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: Any = None, name: str = "model"
     ) -> bool:
@@ -473,13 +480,6 @@ class FSDPStrategy:
             NonFiniteGradientError: Raised instead of skipping if `error_if_nonfinite` is set. Names this rank's
                 parameters; the gradients are kept.
         """
-        check_arguments(
-            "optimizer_step(optimizer, model, scheduler, name)",
-            optimizer=optimizer,
-            model=model,
-            scheduler=scheduler,
-            name=name,
-        )
         self._check_belongs(optimizer, model)
         window = self._windows.step(_fsdp_root(model), self.accumulated_gradient, optimizer)
         if not window.closed:
@@ -498,14 +498,14 @@ class FSDPStrategy:
             logger.warning("%s: the gradient norm is %s; this step was skipped.%s", name, self.last_grad_norm, scale)
         return stepped
 
+    @checked("optimizer")
     def maybe_offload_optimizer(self, optimizer: O) -> O:
         """Move the optimizer's state to the host if `offload` is "optimizer". Return the optimizer."""
-        check_arguments("maybe_offload_optimizer(optimizer)", optimizer=optimizer)
         return offload.offload_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
 
+    @checked("optimizer")
     def maybe_load_optimizer(self, optimizer: O) -> O:
         """Move the optimizer's state back to its device if `offload` is "optimizer". Return the optimizer."""
-        check_arguments("maybe_load_optimizer(optimizer)", optimizer=optimizer)
         return offload.load_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
 
     def offload_model(self, models: T, empty_cache: bool = True) -> T:
@@ -518,6 +518,7 @@ class FSDPStrategy:
 
     # ------------------------------------------------------------------ checkpoints
 
+    @checked("model", "save_dir", "tag", "step", "optimizer")
     def save_ckpt(
         self,
         model: nn.Module,
@@ -554,26 +555,27 @@ class FSDPStrategy:
         Raises:
             SaveError: A rank failed or the model has no values; nothing was published or deleted.
         """
-        from ckptkit.fsdp import saving
-
         del save_latest
-        check_arguments(
-            "save_ckpt(model, save_dir, tag)",
-            optional={"optimizer"},
-            model=model,
-            save_dir=save_dir,
-            tag=tag,
-            step=step,
-            optimizer=optimizer,
-        )
         self._join()
         if self._windows.open():
             logger.warning("Saving between two backward passes of one step: checkpoints do not contain gradients.")
-        options = saving.CheckpointOptions(str(save_dir), self.config.state_dict_type, max_num, max_mem)
-        number = saving.step_of(tag, step, self.global_step)
-        state = self._training_state(model, optimizer, scheduler, number)
-        return saving.save_checkpoint(options, state, step=number, tag=tag, client_state=client_state, metrics=metrics)
+        if step is None:
+            number = _NUMBER_AT_END.search(tag or "")
+            step = int(number[1]) if number else self.global_step
+        if isinstance(max_mem, (int, float)) and not isinstance(max_mem, bool):
+            max_mem *= 2**30
+        state = self._training_state(model, optimizer, scheduler, step)
 
+        def check() -> None:
+            for part in state.parts("model").values():
+                meta.require_initialized(part)
+
+        limits = RetentionPolicy(max_num=max_num, max_mem=max_mem)
+        with CheckpointManager(save_dir, retention=limits, state_dict_type=self.config.state_dict_type) as manager:
+            manager.run_on_all(check, f"saving step {step}")
+            return manager.save(step, state, tag=tag, client_state=client_state, metrics=metrics, overwrite=True)
+
+    @checked("model", "load_dir", "optimizer")
     def load_ckpt(
         self,
         model: nn.Module,
@@ -586,7 +588,7 @@ class FSDPStrategy:
         *,
         which: str | int = "latest",
         key_map: NameMap | str | None = None,
-        start_fresh: Literal["if_empty", "if_none_committed", "never"] = "if_empty",
+        start_fresh: StartFresh = "if_empty",
     ) -> tuple[str | None, Any]:
         """Load the newest committed checkpoint (or `which`) in place, on any number of ranks. All ranks must call this.
 
@@ -602,38 +604,41 @@ class FSDPStrategy:
             CheckpointMismatchError: Lists everything that does not match; nothing was changed.
             IncompleteCheckpointError: The run has step directories, but none is committed (see `start_fresh`).
         """
-        from ckptkit.fsdp import saving
-
-        check_arguments(
-            "load_ckpt(model, load_dir, optimizer)",
-            optional={"optimizer"},
-            model=model,
-            load_dir=load_dir,
-            optimizer=optimizer,
-        )
         self._join()
-        models = model.values() if isinstance(model, Mapping) else [model]
-        options = saving.CheckpointOptions(str(load_dir))
         state = self._training_state(model, optimizer, scheduler if load_lr_scheduler_states else None, 0)
         if not load_optimizer_states:
             state.grad_scaler = None
-        report = saving.load_checkpoint(
-            options,
-            state,
-            which=which,
-            strict=load_module_strict,
-            restore_optimizer=load_optimizer_states,
-            key_map=key_map,
-            start_fresh=start_fresh,
-            waiting=self._windows.open(*map(_fsdp_root, models)),
-        )
+        models = state.parts("model").values()
+
+        def check() -> None:
+            if waiting := self._windows.open(*map(_fsdp_root, models)):
+                raise UsageError(
+                    f"load_ckpt: {waiting} backward passes have not been used by a step; the first step after the load "
+                    "would use their gradients. Pass last=True to the last backward and call optimizer_step before it."
+                )
+
+        optimizers = "restore" if load_optimizer_states else "skip"
+        with CheckpointManager(load_dir, start_fresh=start_fresh) as manager:
+            manager.run_on_all(check, "loading")
+            load = functools.partial(
+                manager.load, state, strict=load_module_strict, optimizer=optimizers, key_map=key_map
+            )
+            report = load(which)
+            if report is None:  # the directory may itself be a checkpoint in a foreign format
+                half = (IncompleteCheckpointError,) if start_fresh == "if_none_committed" else ()
+                with contextlib.suppress(CheckpointNotFoundError, *half):
+                    # A name without a slash would mean a checkpoint of this run.
+                    report = load(manager.url if "/" in manager.url else f"./{manager.url}")
         self.last_load = report
         if report is None:
             return None, {}
+        for part in models:
+            meta.note_loaded(part, [*report.missing, *report.skipped, *report.padded])
         if key_map is None:
             self.global_step = state.step
         return report.url, report.client_state
 
+    @checked("model", "tokenizer", "output_dir")
     def save_model(
         self,
         model: nn.Module,
@@ -648,11 +653,6 @@ class FSDPStrategy:
 
         Holds one tensor in memory at a time (see `hf_save`).
         """
-        from ckptkit.fsdp.hf_save import save_hf
-
-        check_arguments(
-            "save_model(model, tokenizer, output_dir)", model=model, tokenizer=tokenizer, output_dir=output_dir
-        )
         self._join()
         save_hf(
             model,
@@ -672,8 +672,8 @@ class FSDPStrategy:
     def _step(self, optimizer: Optimizer, divisor: float | None) -> bool:
         if isinstance(optimizer, MasterWeightOptimizer):
             # An optimizer created elsewhere may have its own `max_norm` and `norm_type`.
-            stepped = optimizer.step_scaled(
-                max_norm=self.max_norm or optimizer.max_norm,
+            stepped = optimizer.step(
+                max_norm=self.max_norm or None,
                 norm_type=self.norm_type if self.max_norm else None,
                 divisor=divisor,
                 error_if_nonfinite=self.error_if_nonfinite,

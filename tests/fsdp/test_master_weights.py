@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -160,6 +161,20 @@ def test_schedulers_and_hooks_accept_the_master_weight_optimizer():
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     step(model, optimizer, 1)
     assert all(torch.equal(a, b) for a, b in zip(after, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("precision", ["mixed", "master"])
+@on_ranks(1)
+def test_a_step_of_the_strategy_runs_hooks_and_is_seen_by_schedulers(precision):
+    strategy, model, optimizer = models.prepared(MASTER | {"precision": precision})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns if it sees no step before scheduler.step()
+        assert strategy.optimizer_step(optimizer, model, scheduler)
+    assert calls == [1]
 
 
 def test_masters_keep_bits_that_the_parameter_rounds_away():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.config import FSDPConfig
-from ckptkit.fsdp.mesh import ParallelPlan, auto_shard_size, device_type_of, make_mesh, plan_for
+from ckptkit.fsdp.mesh import ParallelPlan, auto_shard_size, configured, device_type_of, make_mesh, plan_for
 from tests.ranks import on_ranks
 
 
@@ -75,6 +77,23 @@ def test_a_node_that_tp_does_not_divide_is_refused():
 )
 def test_auto_shard_size_follows_the_number_of_parameters(numel, training, size):
     assert auto_shard_size(int(numel), training) == size
+
+
+@pytest.mark.parametrize(
+    ("data_ranks", "shard"), [(4, "auto"), (8, "auto"), (12, "auto"), (16, 8)], ids=["4", "8", "12", "16"]
+)
+def test_an_auto_shard_size_that_does_not_divide_the_ranks_means_all_of_them(data_ranks, shard):
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.empty(20 * 10**9, device="meta"))
+    config = configured(
+        FSDPConfig(),
+        model,
+        data_ranks=data_ranks,
+        is_training=False,
+        shard_size="auto",
+        reshard_after_forward=None,
+    )
+    assert config.shard == shard
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,15 @@ def test_a_model_without_values_is_refused_by_name():
 
 
 @on_ranks(2)
+def test_a_load_without_a_matching_name_leaves_a_model_without_values(zoo):
+    strategy, model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4)))
+    empty = meta.uninitialized(model)
+    assert empty
+    assert strategy.load_hf(model, zoo / "hf_ref_llama_untied", strict=False).loaded == ()
+    assert meta.uninitialized(model) == empty
+
+
+@on_ranks(2)
 def test_a_meta_buffer_that_nothing_initializes_is_refused():
     with torch.device("meta"):
         model = WithBuffers()

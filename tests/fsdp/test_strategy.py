@@ -28,7 +28,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeightOptimizer, param_groups
-from ckptkit.fsdp.setup import accumulation_steps
+from ckptkit.fsdp.accumulation import accumulation_steps
 from ckptkit.fsdp.strategy import ModelOptimPair
 from tests.fsdp import models
 from tests.ranks import on_ranks, run_ranks, run_script
@@ -751,10 +751,8 @@ def test_dropout_differs_only_between_data_parallel_ranks(ranks, config, groups)
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "7", None])
 def test_an_invalid_seed_is_refused(seed):
-    from ckptkit.fsdp.setup import set_seed
-
     with pytest.raises(UsageError, match="seed is"):
-        set_seed(seed)
+        FSDPStrategy(seed=seed)
 
 
 def _samples(config):
