@@ -11,17 +11,13 @@ import enum
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal
 
 from ckptkit.arguments import location, wrong
 from ckptkit.errors import MissingExtraError, UsageError
-
-if TYPE_CHECKING:
-    pass
-
 
 Size = int | Literal["auto"]
 MixedPrecision = Literal["bf16", "fp16"]
@@ -65,36 +61,6 @@ class BackwardPrefetch(str, enum.Enum):
     BACKWARD_PRE = "BACKWARD_PRE"  # FSDP2's default: before the current unit computes
     BACKWARD_POST = "BACKWARD_POST"  # not in FSDP2: accepted with a warning, then treated as BACKWARD_PRE
     NO_PREFETCH = "NO_PREFETCH"  # only when it is needed: least memory, no overlap
-
-
-_STATE_DICT_TYPES = {
-    "FULL": "FULL",
-    "FULL_STATE_DICT": "FULL",
-    "SHARDED": "SHARDED",
-    "SHARDED_STATE_DICT": "SHARDED",
-    "LOCAL": "LOCAL",
-    "LOCAL_STATE_DICT": "LOCAL",
-}
-_DTYPES = {
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "fp16": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "fp32": "fp32",
-    "float32": "fp32",
-}
-_FLAGS = (
-    "enable_fsdp",
-    "keep_last_block",
-    "cast_forward_inputs",
-    "force_sum_reduction_for_comms",
-    "mixed_modal",
-    "wrap_lm_head",
-    "activation_checkpointing",
-    "sync_module_states",
-)
-_E = TypeVar("_E", bound=enum.Enum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +204,18 @@ class FSDPConfig:
     """
 
     def __post_init__(self) -> None:
-        _coerce(self)
-        _check_flags(self)
-        _check_sizes(self)
-        _check_loss_scale(self)
+        for name, check in _CHECKS.items():
+            # The class is frozen; only this line sets fields.
+            object.__setattr__(self, name, check(name, getattr(self, name)))
         _check_combinations(self)
-        _warn(self)
+        if self.use_orig_params is False:
+            warnings.warn(
+                "use_orig_params=False has no effect: FSDP2 always keeps the original parameters.", stacklevel=3
+            )
+        if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            warnings.warn(
+                "backward_prefetch BACKWARD_POST does not exist in FSDP2: it runs as BACKWARD_PRE.", stacklevel=3
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FSDPConfig:
@@ -256,9 +228,7 @@ class FSDPConfig:
             raise wrong("values", values, "a dict of FSDPConfig's fields")
         left = dict(values)
         if "cpu_offload" in left:
-            cpu_offload = left.pop("cpu_offload")
-            if not isinstance(cpu_offload, bool):
-                raise UsageError(f"cpu_offload is {cpu_offload!r}; it must be True or False.")
+            cpu_offload = _flag("cpu_offload", left.pop("cpu_offload"))
             if cpu_offload and left.get("offload", "params") != "params":
                 raise UsageError(
                     f"cpu_offload=True means offload='params', but offload is {left['offload']!r}. Set only one."
@@ -297,14 +267,72 @@ class FSDPConfig:
 
     def to_accelerate_env(self, *, fsdp_version: Literal[1, 2] = 2) -> dict[str, str]:
         """Return the environment variables that configure accelerate's FSDP like this config."""
-
-        return to_env(self, fsdp_version)
+        policy = self.auto_wrap_policy
+        if policy in (WrapPolicy.AUTO, WrapPolicy.BLOCKS):  # accelerate guesses the classes itself
+            policy = WrapPolicy.TRANSFORMER_BASED_WRAP
+        env: dict[str, Any] = {
+            "ACCELERATE_DYNAMO_BACKEND": "NO",
+            "ACCELERATE_DYNAMO_MODE": "default",
+            "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+            "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+            "ACCELERATE_USE_FSDP": self.enable_fsdp,
+            "FSDP_SHARDING_STRATEGY": self.sharding_strategy.value,
+            "FSDP_OFFLOAD_PARAMS": self.offload == "params",
+            # accelerate prefetches either one unit or none
+            "FSDP_BACKWARD_PREFETCH": getattr(self.backward_prefetch, "value", "BACKWARD_PRE"),
+            "FSDP_FORWARD_PREFETCH": bool(self.forward_prefetch),
+            "FSDP_STATE_DICT_TYPE": self.state_dict_type + "_STATE_DICT",
+            "FSDP_AUTO_WRAP_POLICY": policy.value,
+            "FSDP_MIN_NUM_PARAMS": str(self.min_num_params),
+            "FSDP_SYNC_MODULE_STATES": self.sync_module_states,
+            "FSDP_USE_ORIG_PARAMS": self.use_orig_params is not False,
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": True,
+            "FSDP_ACTIVATION_CHECKPOINTING": self.activation_checkpointing,
+        }
+        if self.mixed_precision is not None:
+            env["ACCELERATE_MIXED_PRECISION"] = self.mixed_precision
+        if self.transformer_layer_cls:
+            # accelerate finds classes in the model by their short names
+            classes = [name.rpartition(".")[2] for name in self.transformer_layer_cls]
+            env["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(classes)
+        if fsdp_version == 2:
+            env |= {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": bool(self.reshard)}
+        # accelerate's launcher writes booleans in lower case
+        return {name: str(value).lower() if isinstance(value, bool) else value for name, value in env.items()}
 
     @classmethod
     def from_accelerate_env(cls, env: Mapping[str, str] | None = None) -> FSDPConfig:
-        """Return the config that accelerate would read from `env` (default: this process's environment)."""
+        """Return the config that accelerate would read from `env` (default: this process's environment).
 
-        return cls.from_dict(from_env(os.environ if env is None else env))
+        Raises:
+            UsageError: A variable has a value that accelerate would refuse, too.
+        """
+        env = os.environ if env is None else env
+        smallest = env.get("FSDP_MIN_NUM_PARAMS", "100000")
+        if not smallest.isdigit():
+            raise UsageError(
+                f"FSDP_MIN_NUM_PARAMS is {smallest!r} in the environment; it must be a number of parameters."
+            )
+        precision = env.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+        fields: dict[str, Any] = {
+            "enable_fsdp": _env_flag(env, "ACCELERATE_USE_FSDP", "false"),
+            "sharding_strategy": _numbered(env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD"), _STRATEGIES),
+            "offload": "params" if _env_flag(env, "FSDP_OFFLOAD_PARAMS", "false") else "none",
+            "forward_prefetch": _env_flag(env, "FSDP_FORWARD_PREFETCH", "false"),
+            "auto_wrap_policy": env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"),
+            "min_num_params": max(1, int(smallest)),
+            "transformer_layer_cls": env.get("FSDP_TRANSFORMER_CLS_TO_WRAP", ""),
+            "sync_module_states": _env_flag(env, "FSDP_SYNC_MODULE_STATES", "true"),
+            "activation_checkpointing": _env_flag(env, "FSDP_ACTIVATION_CHECKPOINTING", "false"),
+            "state_dict_type": env.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
+            "backward_prefetch": _numbered(env.get("FSDP_BACKWARD_PREFETCH", "BACKWARD_PRE"), _PREFETCHES),
+            "mixed_precision": None if precision == "no" else precision,
+        }
+        if not _env_flag(env, "FSDP_USE_ORIG_PARAMS", "true"):
+            fields["use_orig_params"] = False
+        if env.get("FSDP_VERSION") == "2":
+            fields["reshard_after_forward"] = _env_flag(env, "FSDP_RESHARD_AFTER_FORWARD", "true")
+        return cls(**fields)
 
     @property
     def reshard(self) -> bool | int:
@@ -322,92 +350,141 @@ class FSDPConfig:
         return self.mixed_precision == "fp16"
 
 
-def _coerce(config: FSDPConfig) -> None:
-    put = object.__setattr__  # the class is frozen; this is the only place that sets fields
-    put(config, "sharding_strategy", _enum(ShardingStrategy, config.sharding_strategy, "sharding_strategy"))
-    put(config, "auto_wrap_policy", _enum(WrapPolicy, config.auto_wrap_policy, "auto_wrap_policy"))
-    if not isinstance(config.backward_prefetch, int):
-        put(config, "backward_prefetch", _enum(BackwardPrefetch, config.backward_prefetch, "backward_prefetch"))
-    put(config, "transformer_layer_cls", _names(config.transformer_layer_cls, "transformer_layer_cls"))
-    put(config, "exclude", _names(config.exclude, "exclude"))
-    put(config, "ignored_params", _names(config.ignored_params, "ignored_params"))
-    put(config, "forward_methods", _names(config.forward_methods, "forward_methods"))
-    kind = getattr(config.state_dict_type, "name", config.state_dict_type)
-    found = _STATE_DICT_TYPES.get(str(kind).upper())
-    if found is None:
-        raise UsageError(f"state_dict_type is {kind!r}; it must be one of {', '.join(_STATE_DICT_TYPES)}.")
-    put(config, "state_dict_type", found)
-    put(config, "mixed_precision", _dtype(config.mixed_precision, "mixed_precision", get_args(MixedPrecision)))
-    put(config, "reduce_dtype", _dtype(config.reduce_dtype, "reduce_dtype", ("fp32", "bf16", "fp16")))
-    put(config, "output_dtype", _dtype(config.output_dtype, "output_dtype", ("fp32", "bf16", "fp16")))
-    put(config, "device", str(config.device))
-    for name, allowed in (("precision", get_args(Precision)), ("offload", get_args(Offload))):
-        value = str(getattr(config, name)).lower()
-        if value not in allowed:
-            raise UsageError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(allowed)}.")
-        put(config, name, value)
+# --- the checks of single options: each takes an option's name and value, and returns the value to keep
+
+_Check = Callable[[str, Any], Any]
 
 
-def _check_flags(config: FSDPConfig) -> None:
-    # Check the type, because the string "false" (from the environment or from quoted YAML) is truthy.
-    for name in _FLAGS:
-        if not isinstance(getattr(config, name), bool):
-            raise UsageError(f"{name} is {getattr(config, name)!r}; it must be True or False.")
-    if not isinstance(config.use_orig_params, (bool, type(None))):
-        raise UsageError(f"use_orig_params is {config.use_orig_params!r}; it must be True, False or None.")
-    backend = config.compile
-    if not isinstance(backend, (bool, str)) or backend == "" or str(backend) in ("true", "false", "none"):
-        raise UsageError(f"compile is {backend!r}; it must be True, False or the name of a backend of torch.compile.")
-    if config.device in ("", "None", "gpu"):
-        raise UsageError(f"device is {config.device!r}; it must be 'auto', 'cpu', 'cuda' or the like.")
+def _refused(name: str, value: object, wanted: str) -> UsageError:
+    return UsageError(f"{name} is {value!r}; it must be {wanted}.")
 
 
-def _check_sizes(config: FSDPConfig) -> None:
-    for name in ("replicate", "shard", "tp", "cp"):
-        value = getattr(config, name)
-        auto = " or 'auto'" if name in ("replicate", "shard") else ""
-        if value == "auto" and auto:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"{name} is {value!r}; it must be a number of ranks, 1 or more{auto}.")
-    smallest = config.min_num_params
-    if not isinstance(smallest, int) or isinstance(smallest, bool) or smallest < 1:
-        raise UsageError(f"min_num_params is {config.min_num_params!r}; it must be a number of parameters, 1 or more.")
-    backward, forward = config.backward_prefetch, config.forward_prefetch
-    if isinstance(backward, int) and (isinstance(backward, bool) or backward < 1):
-        raise UsageError(
-            f"backward_prefetch is {backward!r}; it must be a number of units, 1 or more, or one of "
-            f"{', '.join(BackwardPrefetch.__members__)}."
-        )
-    if not isinstance(forward, int) or (forward < 1 and forward is not False):
-        raise UsageError(f"forward_prefetch is {forward!r}; it must be True, False or a number of units, 1 or more.")
-    factor = config.gradient_divide_factor
-    if factor is not None and (
-        isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf
-    ):
-        raise UsageError(f"gradient_divide_factor is {factor!r}; it must be a finite number above 0, or None.")
-    reshard = config.reshard_after_forward
-    if reshard is not None and (not isinstance(reshard, int) or (reshard < 1 and reshard is not False)):
-        raise UsageError(
-            f"reshard_after_forward is {reshard!r}; it must be True, False, a number of ranks (1 or more) or None."
-        )
+def _flag(name: str, value: Any) -> Any:
+    if not isinstance(value, bool):  # the string "false" (from the environment or from quoted YAML) is truthy
+        raise _refused(name, value, "True or False")
+    return value
 
 
-def _check_loss_scale(config: FSDPConfig) -> None:
-    scale, hysteresis = config.initial_loss_scale, config.loss_scale_hysteresis
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 1 <= scale <= 2**24:
-        raise UsageError(f"initial_loss_scale is {scale!r}; it must be a number from 1 to {2**24} (2**24).")
-    if not isinstance(hysteresis, int) or isinstance(hysteresis, bool) or hysteresis < 1:
-        raise UsageError(f"loss_scale_hysteresis is {hysteresis!r}; it must be a number of overflows, 1 or more.")
-    if not config.needs_grad_scaler and (scale, hysteresis) != (2**16, 2):
-        raise UsageError(
-            f"initial_loss_scale and loss_scale_hysteresis belong to mixed_precision='fp16'; it is "
-            f"{config.mixed_precision!r}, which needs no loss scale."
-        )
+def _choice(table: Mapping[str, Any]) -> _Check:
+    """Accept a key of `table` in any case, or torch's enum member or dtype of that name. Keep the key's value."""
+    values = {key.upper(): value for key, value in table.items()}
+
+    def check(name: str, value: Any) -> Any:
+        # torch's names: _HYBRID_SHARD_ZERO2, torch.bfloat16
+        text = str(getattr(value, "name", value)).strip().upper().lstrip("_").removeprefix("TORCH.")
+        if text not in values:
+            raise _refused(name, value, f"one of {', '.join(table)}")
+        return values[text]
+
+    return check
+
+
+def _count(wanted: str, *also: object) -> _Check:
+    """Accept an integer of at least 1, or one of the values `also`."""
+
+    def check(name: str, value: Any) -> Any:
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not is_count and not any(type(value) is type(other) and value == other for other in also):
+            raise _refused(name, value, wanted)
+        return value
+
+    return check
+
+
+def _number(wanted: str, fits: Callable[[float], bool], *also: object) -> _Check:
+    def check(name: str, value: Any) -> Any:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value not in also and not (is_number and fits(value)):
+            raise _refused(name, value, wanted)
+        return value
+
+    return check
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    raise _refused(name, value, "a string or a list of strings")
+
+
+def _backward_prefetch(name: str, value: Any) -> Any:
+    if not isinstance(value, int):
+        return _choice({**BackwardPrefetch.__members__, "None": BackwardPrefetch.NO_PREFETCH})(name, value)
+    return _count(f"a number of units, 1 or more, or one of {', '.join(BackwardPrefetch.__members__)}")(name, value)
+
+
+def _optional_flag(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, bool):
+        raise _refused(name, value, "True, False or None")
+    return value
+
+
+def _compile(name: str, value: Any) -> Any:
+    if not isinstance(value, (bool, str)) or value in ("", "true", "false", "none"):
+        raise _refused(name, value, "True, False or the name of a backend of torch.compile")
+    return value
+
+
+def _device(name: str, value: Any) -> str:
+    if str(value) in ("", "None", "gpu"):
+        raise _refused(name, str(value), "'auto', 'cpu', 'cuda' or the like")
+    return str(value)
+
+
+_HALF = {"None": None, "bf16": "bf16", "fp16": "fp16", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+_dtype = _choice({**_HALF, "fp32": "fp32", "float32": "fp32"})
+_ranks, _ranks_or_auto = "a number of ranks, 1 or more", "a number of ranks, 1 or more or 'auto'"
+_CHECKS: dict[str, _Check] = {
+    "enable_fsdp": _flag,
+    "sharding_strategy": _choice(ShardingStrategy.__members__),
+    "replicate": _count(_ranks_or_auto, "auto"),
+    "shard": _count(_ranks_or_auto, "auto"),
+    "tp": _count(_ranks),
+    "cp": _count(_ranks),
+    "reshard_after_forward": _count("True, False, a number of ranks (1 or more) or None", True, False, None),
+    "keep_last_block": _flag,
+    "precision": _choice({"mixed": "mixed", "master": "master"}),
+    "mixed_precision": _choice(_HALF),
+    "reduce_dtype": _dtype,
+    "initial_loss_scale": _number(f"a number from 1 to {2**24} (2**24)", lambda scale: 1 <= scale <= 2**24),
+    "loss_scale_hysteresis": _count("a number of overflows, 1 or more"),
+    "output_dtype": _dtype,
+    "cast_forward_inputs": _flag,
+    "gradient_divide_factor": _number("a finite number above 0, or None", lambda factor: 0 < factor < math.inf, None),
+    "force_sum_reduction_for_comms": _flag,
+    "offload": _choice({"none": "none", "params": "params", "optimizer": "optimizer"}),
+    "backward_prefetch": _backward_prefetch,
+    "forward_prefetch": _count("True, False or a number of units, 1 or more", True, False),
+    "state_dict_type": _choice(
+        {kind + end: kind for kind in ("FULL", "SHARDED", "LOCAL") for end in ("", "_STATE_DICT")}
+    ),
+    "auto_wrap_policy": _choice(WrapPolicy.__members__),
+    "min_num_params": _count("a number of parameters, 1 or more"),
+    "transformer_layer_cls": _names,
+    "exclude": _names,
+    "ignored_params": _names,
+    "mixed_modal": _flag,
+    "wrap_lm_head": _flag,
+    "forward_methods": _names,
+    "activation_checkpointing": _flag,
+    "compile": _compile,
+    "sync_module_states": _flag,
+    "use_orig_params": _optional_flag,
+    "device": _device,
+}
 
 
 def _check_combinations(config: FSDPConfig) -> None:
     strategy = config.sharding_strategy
+    if not config.needs_grad_scaler and (config.initial_loss_scale, config.loss_scale_hysteresis) != (2**16, 2):
+        raise UsageError(
+            f"initial_loss_scale and loss_scale_hysteresis belong to mixed_precision='fp16'; it is "
+            f"{config.mixed_precision!r}, which needs no loss scale."
+        )
     if config.precision == "master" and config.mixed_precision is None:
         raise UsageError(
             "precision='master' keeps parameters in a low precision, but mixed_precision is None. "
@@ -443,124 +520,18 @@ def _check_combinations(config: FSDPConfig) -> None:
         )
 
 
-def _warn(config: FSDPConfig) -> None:
-    if config.use_orig_params is False:
-        warnings.warn("use_orig_params=False has no effect: FSDP2 always keeps the original parameters.", stacklevel=4)
-    if config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-        warnings.warn(
-            "backward_prefetch BACKWARD_POST does not exist in FSDP2: it runs as BACKWARD_PRE.",
-            stacklevel=4,
-        )
-
-
-def _enum(kind: type[_E], value: object, name: str) -> _E:
-    text = str(getattr(value, "name", value)).strip().upper().lstrip("_")  # torch's name is _HYBRID_SHARD_ZERO2
-    if text == "NONE" and kind is BackwardPrefetch:
-        text = "NO_PREFETCH"
-    if text not in kind.__members__:
-        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(kind.__members__)}.")
-    return kind[text]
-
-
-def _dtype(value: object, name: str, allowed: tuple[str, ...]) -> str | None:
-    if value is None:
-        return None
-    found = _DTYPES.get(str(value).lower().removeprefix("torch."))
-    if found not in allowed:
-        raise UsageError(f"{name} is {value!r}; it must be None or one of {', '.join(allowed)}.")
-    return found
-
-
-def _names(value: object, name: str) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    if isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(part, str) for part in value):
-        return tuple(value)
-    raise UsageError(f"{name} is {value!r}; it must be a string or a list of strings.")
-
-
-# --- conversion to and from the environment variables of `accelerate launch`; imports neither torch nor accelerate
-
+# --- the environment variables of `accelerate launch`
 
 # accelerate numbers these values from 1, in this order (accelerate.utils.constants).
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-_WRAPS = {"AUTO": "TRANSFORMER_BASED_WRAP", "BLOCKS": "TRANSFORMER_BASED_WRAP"}  # accelerate guesses the classes itself
-_TRUE, _FALSE = {"1", "true", "t", "yes", "y", "on"}, {"0", "false", "f", "no", "n", "off"}
 
 
-def to_env(config: FSDPConfig, fsdp_version: int) -> dict[str, str]:
-    """Return accelerate's variables for `config`. Booleans are lower case, as accelerate's launcher writes them."""
-    policy = config.auto_wrap_policy.value
-    env = {
-        "ACCELERATE_DYNAMO_BACKEND": "NO",
-        "ACCELERATE_DYNAMO_MODE": "default",
-        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
-        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
-        "ACCELERATE_USE_FSDP": _bool(config.enable_fsdp),
-        "FSDP_SHARDING_STRATEGY": config.sharding_strategy.value,
-        "FSDP_OFFLOAD_PARAMS": _bool(config.offload == "params"),
-        # accelerate prefetches either one unit or none
-        "FSDP_BACKWARD_PREFETCH": getattr(config.backward_prefetch, "value", "BACKWARD_PRE"),
-        "FSDP_FORWARD_PREFETCH": _bool(bool(config.forward_prefetch)),
-        "FSDP_STATE_DICT_TYPE": config.state_dict_type + "_STATE_DICT",
-        "FSDP_AUTO_WRAP_POLICY": _WRAPS.get(policy, policy),
-        "FSDP_MIN_NUM_PARAMS": str(config.min_num_params),
-        "FSDP_SYNC_MODULE_STATES": _bool(config.sync_module_states),
-        "FSDP_USE_ORIG_PARAMS": _bool(config.use_orig_params is not False),
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-        "FSDP_ACTIVATION_CHECKPOINTING": _bool(config.activation_checkpointing),
-    }
-    if config.mixed_precision is not None:
-        env["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
-    if config.transformer_layer_cls:
-        # accelerate finds classes in the model by their short names
-        env["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(name.rpartition(".")[2] for name in config.transformer_layer_cls)
-    if fsdp_version == 2:
-        env["FSDP_VERSION"] = "2"
-        env["FSDP_RESHARD_AFTER_FORWARD"] = _bool(bool(config.reshard))
-    return env
-
-
-def from_env(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the FSDPConfig fields set by `env`, with accelerate's defaults for all others.
-
-    Raises:
-        UsageError: A variable has a value that accelerate would refuse, too.
-    """
-    fields: dict[str, Any] = {
-        "enable_fsdp": _flag(env, "ACCELERATE_USE_FSDP", "false"),
-        "sharding_strategy": _numbered(env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD"), _STRATEGIES),
-        "offload": "params" if _flag(env, "FSDP_OFFLOAD_PARAMS", "false") else "none",
-        "forward_prefetch": _flag(env, "FSDP_FORWARD_PREFETCH", "false"),
-        "auto_wrap_policy": env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"),
-        "min_num_params": _positive(env.get("FSDP_MIN_NUM_PARAMS", "100000")),
-        "transformer_layer_cls": env.get("FSDP_TRANSFORMER_CLS_TO_WRAP", ""),
-        "sync_module_states": _flag(env, "FSDP_SYNC_MODULE_STATES", "true"),
-        "activation_checkpointing": _flag(env, "FSDP_ACTIVATION_CHECKPOINTING", "false"),
-        "state_dict_type": env.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
-        "backward_prefetch": _numbered(env.get("FSDP_BACKWARD_PREFETCH", "BACKWARD_PRE"), _PREFETCHES),
-    }
-    precision = env.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    fields["mixed_precision"] = None if precision == "no" else precision
-    if "FSDP_USE_ORIG_PARAMS" in env and not _flag(env, "FSDP_USE_ORIG_PARAMS", "true"):
-        fields["use_orig_params"] = False
-    if env.get("FSDP_VERSION") == "2":
-        fields["reshard_after_forward"] = _flag(env, "FSDP_RESHARD_AFTER_FORWARD", "true")
-    return fields
-
-
-def _bool(value: bool) -> str:
-    return "true" if value else "false"
-
-
-def _flag(env: Mapping[str, str], name: str, default: str) -> bool:
+def _env_flag(env: Mapping[str, str], name: str, default: str) -> bool:
     text = env.get(name, default).strip().lower()
-    if text in _TRUE:
+    if text in ("1", "true", "t", "yes", "y", "on"):
         return True
-    if text in _FALSE:
+    if text in ("0", "false", "f", "no", "n", "off"):
         return False
     raise UsageError(f"{name} is {env[name]!r} in the environment; it must be true or false.")
 
@@ -569,9 +540,3 @@ def _numbered(text: str, names: tuple[str, ...]) -> str:
     if text.isdigit() and 1 <= int(text) <= len(names):
         return names[int(text) - 1]
     return text
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit():
-        raise UsageError(f"FSDP_MIN_NUM_PARAMS is {text!r} in the environment; it must be a number of parameters.")
-    return max(1, int(text))

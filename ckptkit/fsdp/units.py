@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -36,15 +35,11 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _LEAVES = (nn.MultiheadAttention,)
 
 
-@dataclass(frozen=True, slots=True)
-class Units:
-    """A model's units, innermost first. A unit's modules are gathered together. The root's name is ""."""
+Units = list[tuple[str, ...]]
+"""A model's units, innermost first. A unit is the names of its modules, which are gathered together."""
 
-    groups: tuple[tuple[str, ...], ...]
-    ties: tuple[tuple[str, ...], ...] = ()
-
-    def __str__(self) -> str:
-        return "\n".join(" + ".join(name or "(root)" for name in group) for group in self.groups)
+ROOT = ("",)
+"""The last unit: the whole model, for what no other unit contains."""
 
 
 def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (), heads: bool = False) -> Units:
@@ -80,16 +75,16 @@ def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (),
         if not _under(name, shut) and id(modules[name]) not in seen:
             seen.add(id(modules[name]))
             names.append(name)
-    groups, ties = _join_tied(modules, names)
+    groups = _join_tied(modules, names)
     groups.sort(key=lambda group: -max(name.count(".") for name in group))  # fully_shard must go bottom-up
-    return Units((*(tuple(group) for group in groups), ("",)), ties)
+    return [*groups, ROOT]
 
 
 def policy_of(config: FSDPConfig, model: nn.Module) -> Policy:
     """Return the policy that `config` selects for `model`."""
     kind = config.auto_wrap_policy
     if kind is WrapPolicy.NO_WRAP:
-        return no_wrap
+        return lambda model: []
     if kind is WrapPolicy.SIZE_BASED_WRAP:
         return by_size(config.min_num_params)
     if kind is WrapPolicy.BLOCKS:
@@ -107,12 +102,6 @@ def policy_of(config: FSDPConfig, model: nn.Module) -> Policy:
             "Set transformer_layer_cls, or auto_wrap_policy='BLOCKS' to wrap the elements of its ModuleLists."
         )
     return blocks
-
-
-def no_wrap(model: nn.Module) -> list[str]:
-    """Return no names, so that the whole model is one unit."""
-    del model
-    return []
 
 
 def blocks(model: nn.Module) -> list[str]:
@@ -140,30 +129,6 @@ def by_class(*classes: type[nn.Module] | str) -> Policy:
                 "Its classes: " + ", ".join(sorted({type(module).__name__ for module in model.modules()}))
             )
         return found
-
-    return policy
-
-
-def by_name(*globs: str) -> Policy:
-    """Return a policy that wraps modules whose FQN matches one of `globs`, such as "model.layers.*"."""
-
-    def policy(model: nn.Module) -> list[str]:
-        # Match only names with as many dots as the glob: "layers.*" means the layers, not their children.
-        return [
-            name
-            for name, module in model.named_modules()
-            if not _is_container(module)
-            and any(fnmatch.fnmatchcase(name, glob) and name.count(".") == glob.count(".") for glob in globs)
-        ]
-
-    return policy
-
-
-def by_rule(rule: Callable[[str, nn.Module], bool]) -> Policy:
-    """Return a policy that wraps every module that `rule(fqn, module)` accepts."""
-
-    def policy(model: nn.Module) -> list[str]:
-        return [name for name, module in model.named_modules() if name and rule(name, module)]
 
     return policy
 
@@ -205,8 +170,7 @@ def tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(group) for group in names.values() if len(group) > 1]
 
 
-def _join_tied(modules: dict[str, nn.Module], names: list[str]) -> tuple[list[list[str]], tuple[tuple[str, ...], ...]]:
-    ties = tied_parameters(modules[""])
+def _join_tied(modules: dict[str, nn.Module], names: list[str]) -> Units:
     owner = {name: name for name in names}  # maps a unit to the unit that it is merged into; "" is the root
     first = {id(modules[name]): name for name in names}
     owner.update({name: first[id(module)] for name, module in modules.items() if id(module) in first})
@@ -220,7 +184,7 @@ def _join_tied(modules: dict[str, nn.Module], names: list[str]) -> tuple[list[li
             found = owner[found]
         return found
 
-    for group in ties:
+    for group in tied_parameters(modules[""]):
         units = sorted({unit_of(fqn) for fqn in group}, key=lambda name: name.count(".") if name else -1)
         keep = units[0]
         for other in units[1:]:
@@ -230,7 +194,7 @@ def _join_tied(modules: dict[str, nn.Module], names: list[str]) -> tuple[list[li
         kept = unit_of(name + ".")
         if kept and not (name != kept and name.startswith(kept + ".")):  # skip what is already inside that unit
             members.setdefault(kept, []).append(name)
-    return list(members.values()), tuple(ties)
+    return [tuple(group) for group in members.values()]
 
 
 def _excluded(modules: dict[str, nn.Module], exclude: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ import fnmatch
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
+    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from ckptkit.arguments import wrong
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.errors import UsageError
 from ckptkit.formats.dcp.fsdp_units import keep_fp32_gradients
-from ckptkit.fsdp.blocks import checkpoint_blocks, compile_blocks, fill_unused_gradients
 from ckptkit.fsdp.config import BackwardPrefetch, FSDPConfig
 from ckptkit.fsdp.groups import clean_fqn
 from ckptkit.fsdp.mesh import ParallelPlan, TrainingMesh, device_type_of, ensure_process_group, make_mesh, plan_for
@@ -37,7 +39,8 @@ from ckptkit.fsdp.precision import (
     storage_dtype,
 )
 from ckptkit.fsdp.tensor_parallel import TPPlan, apply_tensor_parallel
-from ckptkit.fsdp.units import VISION_NAMES, Policy, Units, blocks, plan_units, policy_of
+from ckptkit.fsdp.units import ROOT, VISION_NAMES, Policy, Units, plan_units, policy_of
+from ckptkit.fsdp.units import blocks as blocks_of
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
@@ -86,8 +89,9 @@ def shard(
         UsageError: A parameter, unit, size or plan is not possible; the message names it.
     """
     config = config or FSDPConfig()
-    _check_is_module(model)
-    if _is_sharded(model):
+    if not isinstance(model, nn.Module):
+        raise NotShardableError(f"shard() takes a torch.nn.Module, found {type(model).__name__}.")
+    if isinstance(model, FSDPModule):
         logger.warning("%s is already sharded; shard() did not change it.", _class_name(model))
         return model
     if not config.enable_fsdp:
@@ -98,7 +102,8 @@ def shard(
         ignored = _ignored(model, config.ignored_params, ignored_params)
         _check_model(model, ignored)
         _check_placements(model, ignored, shard_placement_fn, mesh)
-        exclude = (*config.exclude, *(_vision_globs(model) if config.mixed_modal else ()))
+        vision = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in VISION_NAMES]
+        exclude = (*config.exclude, *(vision if config.mixed_modal else ()))
         units = plan_units(model, policy or policy_of(config, model), exclude=exclude, heads=config.wrap_lm_head)
         return units, ignored
 
@@ -119,16 +124,21 @@ def shard(
     dtype = storage_dtype(config)
     if dtype is not None and is_training:
         set_storage_dtype(managed.values(), dtype)
-    _check_dtypes(model, units, mesh.data, config, is_training, ignored)
+    policies = _precision_policies(model, units, mesh.data, config, is_training, ignored)
     if mesh.tp is not None:
         apply_tensor_parallel(model, mesh.tp, tp_plan)
-    targets = _block_modules(model, units)
+    blocks = _block_modules(model, units)
     if config.activation_checkpointing and is_training:
-        checkpoint_blocks(model, targets)
+        checkpoint_blocks(model, blocks)
     if config.compile:
-        compile_blocks(targets, backend=config.compile if isinstance(config.compile, str) else "inductor")
-    _fully_shard(model, units, mesh, config, is_training, ignored, shard_placement_fn)
-    _after(model, units, mesh.data, config)
+        for block in blocks:  # FSDP's hooks stay outside the graph, and FQNs don't change
+            backend = config.compile if isinstance(config.compile, str) else "inductor"
+            block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
+    _fully_shard(model, units, policies, mesh.data, config, ignored, shard_placement_fn)
+    if config.precision == "master" and is_training and policies[-1].reduce_dtype == torch.float32:
+        keep_fp32_gradients(model)
+    _configure_units(model, units, mesh.data, config)
+    logger.debug("FSDP units of %s:\n%s", _class_name(model), "\n".join(" + ".join(group) for group in units))
     return model
 
 
@@ -261,15 +271,6 @@ def _described(name: str, shape: tuple[int, ...], dtype: str, is_meta: bool) -> 
     return f"{name!r} {list(shape)} {dtype.removeprefix('torch.')}{' on the meta device' if is_meta else ''}"
 
 
-def _check_is_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise NotShardableError(f"shard() takes a torch.nn.Module, found {type(model).__name__}.")
-
-
-def _is_sharded(model: object) -> bool:
-    return isinstance(model, FSDPModule)
-
-
 def _check_model(model: nn.Module, ignored: Set[str]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
@@ -332,116 +333,108 @@ def _mesh(model: nn.Module, mesh: TrainingMesh | DeviceMesh | None, config: FSDP
     return make_mesh(plan_for(config, dist.get_world_size()), device_type)
 
 
-def _vision_globs(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_modules() if name.rpartition(".")[2] in VISION_NAMES]
-
-
-def _check_dtypes(
+def _precision_policies(
     model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPConfig, is_training: bool, ignored: Set[str]
-) -> None:
-    policy = mixed_precision_policy(config, is_training=is_training)
-    for group, parameters in _own_parameters(model, units, ignored):
-        check_unit_dtypes(" + ".join(group), parameters, policy)
-        if config.gradient_divide_factor is not None and mesh.size(-1) == 1:
-            _check_divided_once(parameters, config, is_training)
-
-
-def _check_divided_once(parameters: list[tuple[str, nn.Parameter]], config: FSDPConfig, is_training: bool) -> None:
-    for name, parameter in parameters:
-        policy = mixed_precision_policy(config, is_training=is_training, stored=parameter.dtype)
-        reduced = policy.reduce_dtype or policy.param_dtype or parameter.dtype
-        if parameter.requires_grad and reduced not in (torch.float32, torch.bfloat16):
-            raise UsageError(
-                f"gradient_divide_factor={config.gradient_divide_factor}: the gradient of {name!r} is reduced in "
-                f"{str(reduced).removeprefix('torch.')}, and torch applies the factor twice to this dtype if a "
-                "parameter is not sharded. Use reduce_dtype='fp32', or shard over several ranks."
-            )
-
-
-def _own_parameters(
-    model: nn.Module, units: Units, ignored: Set[str]
-) -> Iterator[tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
-    """Yield each unit, innermost first, with the parameters to shard that are in no inner unit."""
+) -> list[MixedPrecisionPolicy]:
+    """Return each unit's precision policy, after checking that FSDP2 can gather and reduce the unit as one buffer."""
     taken = {id(model.get_parameter(name)) for name in ignored}
-    for group in units.groups:
-        mine: list[tuple[str, nn.Parameter]] = []
+    policies = []
+    for group in units:
+        mine: list[tuple[str, nn.Parameter]] = []  # the parameters that are in no inner unit
         for name in group:
             for inner, parameter in model.get_submodule(name).named_parameters():
                 if id(parameter) not in taken:
                     taken.add(id(parameter))
                     mine.append((f"{name}.{inner}" if name else inner, parameter))
-        yield group, mine
+        trained = next(((name, parameter.dtype) for name, parameter in mine if parameter.requires_grad), ("", None))
+        policy = mixed_precision_policy(config, is_root=group == ROOT, is_training=is_training, stored=trained[1])
+        check_unit_dtypes(" + ".join(group), mine, policy)
+        reduced = policy.reduce_dtype or policy.param_dtype or trained[1]
+        divided = config.gradient_divide_factor is not None and mesh.size(-1) == 1
+        if divided and trained[1] is not None and reduced not in (torch.float32, torch.bfloat16):
+            raise UsageError(
+                f"gradient_divide_factor={config.gradient_divide_factor}: the gradient of {trained[0]!r} is reduced in "
+                f"{str(reduced).removeprefix('torch.')}, and torch applies the factor twice to this dtype if a "
+                "parameter is not sharded. Use reduce_dtype='fp32', or shard over several ranks."
+            )
+        policies.append(policy)
+    return policies
 
 
 def _block_modules(model: nn.Module, units: Units) -> list[nn.Module]:
-    names = [name for group in units.groups for name in group if name]
-    names = names or blocks(model)
+    names = [name for group in units for name in group if name] or blocks_of(model)
     found = [model.get_submodule(name) for name in names]
     # Embeddings and heads have no activations worth recomputing, and they gain nothing from compilation.
     return [module for module in found if next(module.children(), None) is not None] or [model]
 
 
+def checkpoint_blocks(model: Any, modules: Sequence[nn.Module]) -> None:
+    """Recompute the activations of `modules` in backward. transformers models use their own implementation.
+
+    This replaces the forward method, not the module, because a wrapper module would add its name to every FQN.
+    """
+    if getattr(model, "supports_gradient_checkpointing", False):
+        # transformers knows what must not run twice, such as filling a key-value cache.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    for module in modules:
+        module.forward = functools.wraps(module.forward)(functools.partial(_recomputed, module, module.forward))
+
+
+def _recomputed(module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if not (module.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
 def _fully_shard(
     model: nn.Module,
     units: Units,
-    mesh: TrainingMesh,
+    policies: list[MixedPrecisionPolicy],
+    mesh: DeviceMesh,
     config: FSDPConfig,
-    is_training: bool,
     ignored: Set[str],
     place: Callable[[nn.Parameter], Shard | None] | None,
 ) -> None:
-    # check_unit_dtypes has ensured one dtype per unit. Read it now, because wrapping a unit replaces its parameters.
-    stored = [
-        next((parameter.dtype for _, parameter in parameters if parameter.requires_grad), None)
-        for _, parameters in _own_parameters(model, units, ignored)
-    ]
     wrap = functools.partial(
         fully_shard,
-        mesh=mesh.data,
-        offload_policy=offload_policy(config, mesh.data.device_type),
+        mesh=mesh,
+        offload_policy=offload_policy(config, mesh.device_type),
         shard_placement_fn=place,
         # Look the parameters up now, because tensor parallelism has replaced some.
         ignored_params={model.get_parameter(name) for name in ignored} or None,
     )
-    reshard = config.reshard
     kept = _last_block(model, units) if config.keep_last_block else None
-    for group, dtype in zip(units.groups[:-1], stored[:-1], strict=True):
+    for group, policy in zip(units[:-1], policies[:-1], strict=True):
         members = [model.get_submodule(name) for name in group]
         if any(isinstance(member, FSDPModule) for member in members):
             continue
         wrap(
             members[0] if len(members) == 1 else members,
-            reshard_after_forward=False if kept in members else reshard,
-            mp_policy=mixed_precision_policy(config, is_training=is_training, stored=dtype),
+            reshard_after_forward=False if kept in members else config.reshard,
+            mp_policy=policy,
         )
-    root = mixed_precision_policy(config, is_root=True, is_training=is_training, stored=stored[-1])
-    # Always wrap the root, because parameters outside all units would never be synchronized. The root stays gathered
-    # after forward, because backward needs it first, unless the user asked to free it.
-    stays = config.reshard_after_forward if config.reshard_after_forward is not None else None
-    if stays is None and not reshard:
-        stays = False
-    wrap(model, reshard_after_forward=stays, mp_policy=root)
-    if config.precision == "master" and is_training and root.reduce_dtype == torch.float32:
-        keep_fp32_gradients(model)
+    # Always wrap the root, because parameters outside all units would never be synchronized. FSDP2's default (None)
+    # keeps the root gathered after forward, because backward needs it first.
+    root = config.reshard_after_forward
+    wrap(model, reshard_after_forward=False if root is None and not config.reshard else root, mp_policy=policies[-1])
 
 
 def _last_block(model: nn.Module, units: Units) -> nn.Module | None:
-    names = [name for name, module in model.named_modules() if any(name in group for group in units.groups[:-1])]
-    found = [name for name in names if next(model.get_submodule(name).children(), None) is not None]
-    return model.get_submodule(found[-1]) if found else None
+    inner = {name for group in units[:-1] for name in group}
+    found = [m for name, m in model.named_modules() if name in inner and next(m.children(), None) is not None]
+    return found[-1] if found else None
 
 
-def _after(model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPConfig) -> None:
-    wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    _prefetch(model, units, config)
-    for module in wrapped:
-        _set_reduction(module, mesh, config)
+def _configure_units(model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPConfig) -> None:
+    _set_prefetch(model, units, config)
+    for unit in [module for module in model.modules() if isinstance(module, FSDPModule)]:
+        _set_reduction(unit, mesh, config)
         for name in config.forward_methods:
-            if callable(getattr(module, name, None)):
-                register_fsdp_forward_method(module, name)
-    if config.mixed_modal and isinstance(model, FSDPModule):
-        fill_unused_gradients(model)
-    logger.debug("FSDP units of %s:\n%s", _class_name(model), units)
+            if callable(getattr(unit, name, None)):
+                register_fsdp_forward_method(unit, name)
+    if config.mixed_modal:
+        _fill_unused_gradients(model)
 
 
 def _set_reduction(unit: FSDPModule, mesh: DeviceMesh, config: FSDPConfig) -> None:
@@ -455,9 +448,9 @@ def _set_reduction(unit: FSDPModule, mesh: DeviceMesh, config: FSDPConfig) -> No
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def _prefetch(model: nn.Module, units: Units, config: FSDPConfig) -> None:
+def _set_prefetch(model: nn.Module, units: Units, config: FSDPConfig) -> None:
     """Set which units each unit prefetches, where this differs from FSDP2's default."""
-    single = {model.get_submodule(group[0]) for group in units.groups if len(group) == 1}
+    single = {model.get_submodule(group[0]) for group in units if len(group) == 1}
     forward = list(dict.fromkeys(_in_order(model, single, backward=False)))
     backward = list(dict.fromkeys(_in_order(model, single, backward=True)))
     for index, unit in enumerate(forward if config.forward_prefetch else ()):
@@ -479,6 +472,36 @@ def _in_order(module: nn.Module, units: Set[nn.Module], *, backward: bool) -> It
     children = list(module.children())
     for child in reversed(children) if backward else children:
         yield from _in_order(child, units, backward=backward)
+
+
+def _fill_unused_gradients(root: Any) -> None:
+    """Let ranks skip different modules of the root unit in the same step.
+
+    FSDP2 reduces only the gradients that exist. If one rank lacks some, its buffer has a different size and the
+    reduction hangs, so missing gradients are replaced with zeros.
+    """
+    if hasattr(root, "set_reduce_scatter_unused_params"):
+        root.set_reduce_scatter_unused_params(True)
+        return
+    # torch < 2.13: replace them in a hook that runs when the root unit's backward begins
+    inner = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
+    inside = {id(child) for module in inner for child in module.modules()}  # type: ignore[attr-defined]
+    owners = [module for module in root.modules() if id(module) not in inside]
+
+    def fill(gradient: torch.Tensor) -> torch.Tensor:
+        # FSDP's own hook on the output has already run, so the parameters registered now are the gathered ones.
+        for owner in owners:
+            for parameter in owner.parameters(recurse=False):
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        return gradient
+
+    def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(fill)  # type: ignore[no-untyped-call]
+
+    root.register_forward_hook(after_forward)
 
 
 def _class_name(model: nn.Module) -> str:

@@ -24,11 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from ckptkit.checkpoint.state.train_state import StateDictType
 from ckptkit.errors import UsageError
-from ckptkit.fsdp.blocks import checkpoint_blocks
 from ckptkit.fsdp.mesh import make_mesh, plan_for
 from ckptkit.fsdp.meta import materialize, uninitialized
 from ckptkit.fsdp.reset import reset_parameters
-from ckptkit.fsdp.wrap import shard
+from ckptkit.fsdp.wrap import checkpoint_blocks, shard
 from ckptkit.integrations import lightning_setup as arguments
 from ckptkit.integrations.lightning_sharded import ShardedCheckpoints
 from ckptkit.integrations.lightning_state import set_epoch

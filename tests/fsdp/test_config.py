@@ -15,12 +15,17 @@ from hypothesis import strategies as st
 
 import ckptkit.fsdp
 from ckptkit.errors import UsageError
+from ckptkit.fsdp import config
 from ckptkit.fsdp.config import BackwardPrefetch, FSDPConfig, ShardingStrategy, WrapPolicy
 
 
 def test_the_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         FSDPConfig().tp = 2
+
+
+def test_every_option_is_checked():
+    assert {field.name for field in dataclasses.fields(FSDPConfig)} == config._CHECKS.keys()
 
 
 def test_importing_the_package_and_its_config_imports_no_torch():
@@ -75,7 +80,7 @@ def test_torch_enums_are_accepted():
     ("values", "message"),
     [
         ({"sharding_strategy": "ZERO3"}, "FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_ZERO2, NO_SHARD"),
-        ({"mixed_precision": "fp8"}, "None or one of bf16, fp16"),
+        ({"mixed_precision": "fp8"}, "one of None, bf16, fp16"),
         ({"state_dict_type": "PARTIAL"}, "SHARDED_STATE_DICT"),
         ({"auto_wrap_policy": "MAGIC"}, "SIZE_BASED_WRAP"),
         ({"backward_prefetch": "LATER"}, "NO_PREFETCH"),

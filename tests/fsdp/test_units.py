@@ -7,24 +7,14 @@ from torch import nn
 
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.config import FSDPConfig
-from ckptkit.fsdp.units import (
-    blocks,
-    by_class,
-    by_name,
-    by_rule,
-    by_size,
-    no_wrap,
-    plan_units,
-    policy_of,
-    tied_parameters,
-)
+from ckptkit.fsdp.units import ROOT, blocks, by_class, by_size, plan_units, policy_of, tied_parameters
 from tests.fsdp import models
 
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 
 
 def names(units):
-    return sorted(" + ".join(group) for group in units.groups)
+    return sorted(" + ".join(group) for group in units)
 
 
 @pytest.mark.parametrize(
@@ -34,17 +24,16 @@ def names(units):
         by_class("Block"),
         by_class(models.Block),
         by_class("tests.fsdp.models.Block"),
-        by_name("layers.*"),
-        by_rule(lambda name, module: isinstance(module, models.Block)),
     ],
-    ids=["blocks", "short", "type", "dotted", "glob", "rule"],
+    ids=["blocks", "short", "type", "dotted"],
 )
 def test_wrap_policies_choose_the_blocks(policy):
     assert names(plan_units(models.untied(), policy)) == ["", *LAYERS]
 
 
 def test_no_wrap_leaves_one_unit():
-    assert plan_units(models.untied(), no_wrap).groups == (("",),)
+    model = models.untied()
+    assert plan_units(model, policy_of(FSDPConfig(auto_wrap_policy="NO_WRAP"), model)) == [ROOT]
 
 
 def test_a_dotted_name_is_imported():
@@ -112,8 +101,7 @@ def test_heads_are_units_on_request():
 def test_tied_units_are_joined():
     model = models.llama(tie=True)
     units = plan_units(model, blocks, heads=True)
-    assert ("model.embed_tokens", "lm_head") in units.groups
-    assert units.ties == (("model.embed_tokens.weight", "lm_head.weight"),)
+    assert ("model.embed_tokens", "lm_head") in units
 
 
 def test_a_unit_tied_to_the_root_is_left_to_the_root():
@@ -124,7 +112,7 @@ def test_three_tied_blocks_become_one_unit():
     model = models.untied()
     model.layers[2].up.weight = model.layers[0].up.weight
     model.layers[1].down.weight = model.layers[2].down.weight
-    assert plan_units(model, blocks).groups == (("layers.0", "layers.1", "layers.2"), ("",))
+    assert plan_units(model, blocks) == [("layers.0", "layers.1", "layers.2"), ROOT]
 
 
 def test_a_module_registered_twice_is_one_unit():
@@ -134,8 +122,8 @@ def test_a_module_registered_twice_is_one_unit():
 
 
 def test_inner_units_come_before_outer_ones():
-    groups = plan_units(models.untied(), lambda model: ["layers.0", "layers.0.up"]).groups
-    assert groups == (("layers.0.up",), ("layers.0",), ("",))
+    units = plan_units(models.untied(), lambda model: ["layers.0", "layers.0.up"])
+    assert units == [("layers.0.up",), ("layers.0",), ROOT]
 
 
 def test_ties_are_found_by_identity():
@@ -154,9 +142,3 @@ def test_auto_uses_the_no_split_classes_of_a_model_without_changing_them():
 def test_transformer_wrap_without_classes_is_refused():
     with pytest.raises(UsageError, match="doesn't name its block classes"):
         policy_of(FSDPConfig(auto_wrap_policy="TRANSFORMER_BASED_WRAP"), models.untied())
-
-
-def test_the_plan_prints_one_unit_per_line():
-    text = str(plan_units(models.llama(tie=True), blocks, heads=True))
-    assert "model.embed_tokens + lm_head" in text.splitlines()
-    assert text.splitlines()[-1] == "(root)"

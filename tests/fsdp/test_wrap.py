@@ -12,9 +12,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor import DTensor, Shard
 
 from ckptkit.errors import UsageError
-from ckptkit.fsdp import blocks
+from ckptkit.fsdp import wrap
 from ckptkit.fsdp.config import FSDPConfig
-from ckptkit.fsdp.units import by_rule
 from ckptkit.fsdp.wrap import NotShardableError, fsdp_units, shard, unwrap_model
 from tests.fsdp import models
 from tests.ranks import on_ranks
@@ -245,12 +244,12 @@ class MixedModal(nn.Module):
 def test_ranks_may_take_different_branches_through_a_vision_tower(by_hook):
     config = FSDPConfig(mixed_modal=True, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls="Block")
     if by_hook:
-        blocks.hasattr = lambda *_: False  # like a torch without set_reduce_scatter_unused_params
+        wrap.hasattr = lambda *_: False  # like a torch without set_reduce_scatter_unused_params
     try:
         model = shard(models.made(MixedModal), config)
     finally:
         if by_hook:
-            del blocks.hasattr
+            del wrap.hasattr
     plain = models.made(MixedModal)
     image = torch.randn(2, models.WIDTH, generator=torch.Generator().manual_seed(5))
     tokens = models.batch(0)
@@ -265,7 +264,10 @@ def test_ranks_may_take_different_branches_through_a_vision_tower(by_hook):
 
 @on_ranks(2)
 def test_a_callable_policy_decides():
-    model = shard(models.untied(), policy=by_rule(lambda name, module: isinstance(module, nn.LayerNorm)))
+    model = shard(
+        models.untied(),
+        policy=lambda model: [n for n, module in model.named_modules() if isinstance(module, nn.LayerNorm)],
+    )
     assert fsdp_units(model) == ["", "layers.0.norm", "layers.1.norm", "layers.2.norm", "norm"]
 
 
