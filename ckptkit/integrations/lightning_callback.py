@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,18 +14,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ckptkit.arguments import check_storage_options, wrong
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
-from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, model_tensors
+from ckptkit.checkpoint.state.train_state import StateDictType, model_tensors
 from ckptkit.errors import StorageError
 from ckptkit.formats.detect import identify
 from ckptkit.formats.own.record import RECORD_NAME
 from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
 from ckptkit.integrations.lightning_state import (
     LightningCheckpoints,
-    StateView,
-    inside_an_epoch,
+    collecting_live,
     remove_checkpoint,
-    set_epoch,
+    state_of,
 )
 from ckptkit.integrations.lightning_strategy import FSDP2Strategy
 from ckptkit.storage.open import open_store
@@ -70,7 +67,6 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         self._type = state_dict_type
         self._storage_options = storage_options
         self._made: LightningCheckpoints | None = None
-        self._random: Mapping[str, Any] | None = None
         self._saves_last = False
 
     def _policy(self) -> RetentionPolicy | None:
@@ -84,7 +80,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         """Make the strategy load this callback's checkpoints, unless it can do so by itself."""
         super().setup(trainer, pl_module, stage)
         strategy = trainer.strategy
-        if isinstance(strategy, FSDP2Strategy) and strategy.checkpoint_io is None:
+        if _saves_itself(strategy):
             return
         theirs = type(strategy).load_checkpoint
 
@@ -100,14 +96,19 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
         strategy = trainer.strategy
-        if isinstance(strategy, FSDP2Strategy) and strategy.checkpoint_io is None:
-            dump = partial(trainer._checkpoint_connector.dump_checkpoint, self.save_weights_only)
+        dump = partial(trainer._checkpoint_connector.dump_checkpoint, self.save_weights_only)
+
+        def dump_live() -> dict[str, Any]:
+            with collecting_live(strategy, partial(_live, trainer.lightning_module)):
+                return dict(dump())
+
+        if _saves_itself(strategy):
             own = strategy.own()
-            checkpoint = own.run_on_all(dump, "collecting the checkpoint")
-            strategy.save_checkpoint(checkpoint, filepath, **self._ownership())
+            strategy.save_checkpoint(own.run_on_all(dump, "collecting the checkpoint"), filepath, **self._ownership())
         else:
             own = self._own()
-            self._save_any(trainer, filepath)
+            checkpoint = own.run_on_all(dump_live, "collecting the checkpoint")
+            own.save_trainer(strategy.broadcast(filepath), checkpoint, trainer, **self._ownership())
         strategy.barrier("ManagedCheckpoint")
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
@@ -116,25 +117,6 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     def _tell_loggers(self, trainer: Any) -> None:
         for logger in trainer.loggers:
             logger.after_save_checkpoint(self)
-
-    def _save_any(self, trainer: Any, filepath: str) -> None:
-        """Save the live tensors, without collecting them into dictionaries. Used with Lightning's own strategies."""
-        module = trainer.lightning_module
-
-        def collect() -> tuple[dict[str, Any], TrainState, dict[str, float]]:
-            with _shown_live(trainer.strategy, module):
-                checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
-            names = checkpoint.pop("state_dict")
-            optimizers = trainer.optimizers if checkpoint.pop("optimizer_states", None) is not None else []
-            checkpoint["ckptkit_world_size"] = trainer.world_size
-            checkpoint["ckptkit_optimizers"] = len(optimizers)
-            checkpoint["ckptkit_keys"] = list(names)
-            metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if v.numel() == 1}
-            return checkpoint, _state(StateView.of(module, names), optimizers), metrics
-
-        checkpoint, state, metrics = self._own().run_on_all(collect, "collecting the checkpoint")
-        path = trainer.strategy.broadcast(filepath)
-        self._own().save(path, checkpoint, state, metrics=metrics, **self._ownership())
 
     def _ownership(self) -> dict[str, Any]:
         """Return the save arguments that control rotation: the policy and the owner.
@@ -217,31 +199,22 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         if not isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):  # Lightning fills model and optimizer
             return CkptkitCheckpointIO(storage_options=self._storage_options).load_checkpoint(path)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        options: dict[str, Any] = {"strict": module.strict_loading, "per_rank_on_resize": "keep"}
-        state = _state(module, trainer.optimizers if fitting else [], rng=fitting)
-        checkpoint, report = self._own().load(path, state, **options)
-        if fitting:
-            self._tell_epoch(strategy, {"loops": checkpoint.get("loops", {})})
-        if "rng" in report.loaded and inside_an_epoch(checkpoint):
-            self._random = capture_rng()
-        tensors, extra = model_tensors(module)
-        return {**checkpoint, "state_dict": {**tensors, **extra}}
-
-    def _tell_epoch(self, strategy: Any, position: Mapping[str, Any]) -> None:
+        state = state_of(module, trainer.optimizers if fitting else [], rng=fitting)
+        checkpoint, _ = self._own().load(path, state, strict=module.strict_loading, per_rank_on_resize="keep")
         theirs = type(strategy).process_dataloader
 
         def process_dataloader(dataloader: Any) -> Any:
             made = theirs(strategy, dataloader)
-            set_epoch(made, position)
+            self._own().set_epoch(made)
             return made
 
         strategy.process_dataloader = process_dataloader
+        return {**checkpoint, "state_dict": _live(module)}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Restore the random state again, because creating the iterator inside an epoch has drawn random numbers."""
-        if self._random is not None:
-            restore_rng(self._random)
-            self._random = None
+        """Restore the random state before the first batch of a resumed epoch."""
+        if self._made is not None:
+            self._made.restore_random()
 
     # --- teardown
 
@@ -260,26 +233,10 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         return self._made
 
 
-def _state(model: Any, optimizers: list[Any], *, rng: bool = True) -> TrainState:
-    named = {str(i): optimizer for i, optimizer in enumerate(optimizers)}
-    return TrainState(model=model, optimizer=next(iter(named.values())) if len(named) == 1 else named or None, rng=rng)
+def _saves_itself(strategy: Any) -> bool:
+    return isinstance(strategy, FSDP2Strategy) and strategy.checkpoint_io is None
 
 
-@contextmanager
-def _shown_live(strategy: Any, module: Any) -> Iterator[None]:
-    """Within this context, Lightning collects references to live tensors, without gathering or copying them."""
-
-    def live() -> dict[str, Any]:
-        tensors, extra = model_tensors(module)
-        return {**tensors, **extra}
-
-    shown: dict[str, Callable[..., dict[str, Any]]] = {
-        "lightning_module_state_dict": live,
-        "optimizer_state": lambda optimizer: {},
-    }
-    vars(strategy).update(shown)
-    try:
-        yield
-    finally:
-        for name in shown:
-            vars(strategy).pop(name, None)
+def _live(module: Any) -> dict[str, Any]:
+    tensors, extra = model_tensors(module)
+    return {**tensors, **extra}

@@ -7,10 +7,11 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ckptkit.checkpoint.manager import CheckpointManager
@@ -19,11 +20,13 @@ from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
 from ckptkit.checkpoint.state.train_state import PerRank, StateDictType, TrainState, model_tensors, same_memory
 from ckptkit.checkpoint.state.values import encode
 from ckptkit.errors import CheckpointExistsError, CkptkitError, SaveError
 from ckptkit.formats.own.record import RECORD_NAME, CommitRecord
 from ckptkit.formats.replaceable import foreign_paths
+from ckptkit.integrations.lightning_full import sharded_optimizer
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import split_url
@@ -64,6 +67,30 @@ class StateView(nn.Module):
         return cls({k: live[k] if k in live and same_memory(live[k], v) else v for k, v in wanted.items()}, module)
 
 
+def state_of(model: Any, optimizers: Sequence[Any], *, rng: bool = True) -> TrainState:
+    """Return a Trainer's model and optimizers as a TrainState. Several optimizers are named by their numbers."""
+    named = {str(i): optimizer for i, optimizer in enumerate(optimizers)}
+    return TrainState(model=model, optimizer=named["0"] if len(named) == 1 else named or None, rng=rng)
+
+
+@contextlib.contextmanager
+def collecting_live(strategy: Any, live: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+    """Within this context, Lightning collects references to live tensors, without gathering or copying them."""
+    model = strategy.lightning_module
+
+    def tensors() -> dict[str, Any]:
+        return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in live().items()}
+
+    def optimizer_state(optimizer: Any) -> dict[str, Any]:
+        return sharded_optimizer(getattr(optimizer, "_optimizer", optimizer), TrainState(model=model, rng=False))
+
+    vars(strategy).update(lightning_module_state_dict=tensors, optimizer_state=optimizer_state)
+    try:
+        yield
+    finally:
+        del strategy.lightning_module_state_dict, strategy.optimizer_state
+
+
 class LightningCheckpoints:
     """Saves and loads at Lightning's paths, where the directory is a run's root and the last component is a tag.
 
@@ -87,6 +114,8 @@ class LightningCheckpoints:
         self._group = group
         self._storage_options = storage_options
         self._managers: dict[tuple[str, RetentionPolicy | None, str | None], CheckpointManager] = {}
+        self._random: Mapping[str, Any] | None = None
+        self._position: Mapping[str, Any] = {}  # where in the epochs the resumed run continues
         self._coordinator = Coordinator(group)
         self.run_on_all = self._coordinator.run_on_all
         self.decide = self._coordinator.decide
@@ -123,6 +152,30 @@ class LightningCheckpoints:
         mark = None if owner is None else {_OWNER: owner}
         with self._room(root, name):
             manager.save(step, state, tag=name, metrics=metrics, client_state=mark, overwrite=True)
+
+    def save_trainer(
+        self,
+        filepath: str,
+        checkpoint: dict[str, Any],
+        trainer: Any,
+        *,
+        retention: RetentionPolicy | None = None,
+        owner: str | None = None,
+    ) -> None:
+        """Save what a Trainer has collected, with references to live tensors (`collecting_live`)."""
+        names = checkpoint.pop("state_dict", {})
+        optimizers = trainer.optimizers if checkpoint.pop("optimizer_states", None) is not None else []
+        checkpoint["ckptkit_keys"] = list(names)
+        checkpoint["ckptkit_optimizers"] = len(optimizers)
+        checkpoint["ckptkit_world_size"] = trainer.world_size
+
+        def collect() -> tuple[TrainState, dict[str, float]]:
+            state = state_of(StateView.of(trainer.lightning_module, names), optimizers)
+            values = {k: v for k, v in trainer.callback_metrics.items() if getattr(v, "numel", lambda: 1)() == 1}
+            return state, {key: float(value) for key, value in values.items()}
+
+        state, metrics = self.run_on_all(collect, "collecting the checkpoint")
+        self.save(filepath, checkpoint, state, metrics=metrics, retention=retention, owner=owner)
 
     @contextlib.contextmanager
     def _room(self, root: str, name: str) -> Iterator[None]:
@@ -169,6 +222,9 @@ class LightningCheckpoints:
         report = self._manager(root, self.retention).load(state, url or name, **options)
         assert report is not None  # loading from a URL either returns a report or raises
         checkpoint = _as_lightnings(lightning_extras(report.extra), report.step)
+        self._position = checkpoint if state.rng else {}
+        if "rng" in report.loaded and inside_an_epoch(checkpoint):
+            self._random = capture_rng()
         loaders = report.extra.get(f"{_LOADERS}.{self._coordinator.rank}")
         if loaders and not inside_an_epoch(checkpoint):
             pass  # the loaders are at the end; restoring them would make Lightning count an epoch without batches
@@ -177,6 +233,27 @@ class LightningCheckpoints:
         elif loaders:
             _log.warning("The state of the dataloaders was not restored: another number of ranks saved it.")
         return checkpoint, report
+
+    def restore_random(self) -> None:
+        """Restore the loaded random state again, once: creating the iterator inside an epoch has drawn numbers."""
+        if self._random is not None:
+            restore_rng(self._random)
+            self._random = None
+
+    def set_epoch(self, dataloader: Any) -> None:
+        """Set the epoch of the resumed run in a dataloader's samplers before anything is drawn from them.
+
+        Lightning sets it too late for a stateful dataloader, which would start with the data order of epoch 0.
+        """
+        progress = self._position.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
+        if "ready" not in progress:
+            return
+        epoch = progress["ready"] - 1 if inside_an_epoch(self._position) else progress["ready"]
+        batches = getattr(dataloader, "batch_sampler", None)
+        for sampler in (getattr(dataloader, "sampler", None), getattr(batches, "sampler", None)):
+            tell = getattr(sampler, "set_epoch", None)
+            if callable(tell):
+                tell(epoch)
 
     def find(self, filepath: str | Path) -> tuple[str, str, str]:
         """Return a checkpoint's directory and name, with links resolved, and its URL.
@@ -283,22 +360,6 @@ def inside_an_epoch(checkpoint: Mapping[str, Any]) -> bool:
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     progress = loop.get("epoch_loop.batch_progress", {})
     return bool(progress) and not progress.get("is_last_batch", False)
-
-
-def set_epoch(dataloader: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Set the epoch in a dataloader's samplers before anything is drawn from them.
-
-    Lightning sets it too late for a stateful dataloader, which would start with the data order of epoch 0.
-    """
-    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
-    if "ready" not in progress:
-        return
-    epoch = progress["ready"] - 1 if inside_an_epoch(checkpoint) else progress["ready"]
-    batches = getattr(dataloader, "batch_sampler", None)
-    for sampler in (getattr(dataloader, "sampler", None), getattr(batches, "sampler", None)):
-        tell = getattr(sampler, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
 
 
 def _with_plain_hparams(checkpoint: dict[str, Any]) -> dict[str, Any]:
