@@ -31,39 +31,27 @@ from ckptkit.errors import UsageError
 
 
 class _Manager:
-    """Replaces the base class of torchtitan's managers, with the same behavior, in versions that have no such class."""
+    """The base class of torchtitan's managers, as far as it is needed here, for versions that have no such class."""
 
     enable: bool
     save_future: Any
 
-    def load(self, step: int = -1) -> bool:
-        return self.enable and self._load(step)
+    def load(self: Any, step: int = -1) -> bool:
+        return bool(self.enable and self._load(step))
 
-    def save(self, curr_step: int, last_step: bool = False) -> bool:
-        return self.enable and self._save(curr_step, last_step)
+    def save(self: Any, curr_step: int, last_step: bool = False) -> bool:
+        return bool(self.enable and self._save(curr_step, last_step))
 
     def maybe_wait_for_staging(self) -> None:
         """Return at once."""
 
-    def maybe_wait_for_saving(self) -> None:
+    def maybe_wait_for_saving(self: Any) -> None:
         if self.enable and self.save_future is not None:
             self._wait_for_saving()
 
-    def close(self) -> None:
+    def close(self: Any) -> None:
         if getattr(self, "enable", False):
             self._close()
-
-    def _load(self, step: int = -1) -> bool:
-        raise NotImplementedError
-
-    def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        raise NotImplementedError
-
-    def _wait_for_saving(self) -> None:
-        raise NotImplementedError
-
-    def _close(self) -> None:
-        raise NotImplementedError
 
 
 def _base() -> Any:
@@ -78,12 +66,7 @@ _Base = _base()
 
 
 def _config_of(base: Any) -> Any:
-    """Return torchtitan's config class, extended by our fields; None before version 0.3.
-
-    Its `build` creates the checkpointer.
-    """
-    if not hasattr(base, "Config"):
-        return None
+    """Return torchtitan's config class, extended by our fields. Its `build` creates the checkpointer."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(base.Config):  # type: ignore[misc]  # known once torchtitan is there
@@ -196,13 +179,11 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
                 f"checkpoint config: exclude_from_loading names {', '.join(strange)}, which the trainer does not save."
             )
         self.last_load: LoadReport | None = None
-        keep = _int(config, "keep_latest_k", 0, least=0)
-        given_url = url or _of(config, "url", None)
         folder = os.path.join(str(named.get("base_folder") or ""), str(_of(config, "folder", "checkpoint")))
-        self.folder = str(given_url or folder)
-        self.keep_latest_k = keep
+        self.folder = str(url or _of(config, "url", None) or folder)
+        self.keep_latest_k = _int(config, "keep_latest_k", 0, least=0)
         self.save_future: Any = None
-        options.setdefault("retention", RetentionPolicy(max_num=keep) if keep > 0 else None)
+        options.setdefault("retention", RetentionPolicy(max_num=self.keep_latest_k) if self.keep_latest_k else None)
         options.setdefault("storage_options", _of(config, "storage_options", None) or None)
         options.setdefault("state_dict_type", _of(config, "state_dict_type", StateDictType.SHARDED))
         self.manager = CheckpointManager(self.folder, **options)
@@ -214,7 +195,8 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
 
         Returns whether this step was saved.
         """
-        if not self._due(curr_step, last_step):
+        due = last_step or curr_step % self.interval == 0 or (self._first and curr_step == 1)
+        if self._load_only or not due:
             return False
         if last_step and self._last_model_only:
             self.manager.save(curr_step, TrainState(model=self._model, rng=False))
@@ -234,7 +216,8 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
             CheckpointNotFoundError: `step` or `load_step` does not exist.
         """
         step = step if step != -1 else self._load_step
-        state, options = self._state(self._excluded), self._options()
+        state = self._state(self._excluded)
+        options = {"optimizer": "skip"} if "optimizer" in self._excluded else {}
         found = step if step != -1 else self.manager.latest()
         if found == 0:
             state, options = TrainState(model=self._model, rng=False), {}
@@ -258,14 +241,6 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
     def _close(self) -> None:
         """Wait for the running save and release all resources. Collective."""
         self.manager.close()
-
-    def _due(self, step: int, last: bool) -> bool:
-        if self._load_only:
-            return False
-        return bool(last or step % self.interval == 0 or (self._first and step == 1))
-
-    def _options(self) -> dict[str, Any]:
-        return {"optimizer": "skip"} if "optimizer" in self._excluded else {}
 
     def _state(self, excluded: frozenset[str] = frozenset()) -> TrainState:
         loader = self._dataloader if is_stateful(self._dataloader) else None
