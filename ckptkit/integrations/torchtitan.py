@@ -179,7 +179,9 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
                 f"checkpoint config: exclude_from_loading names {', '.join(strange)}, which the trainer does not save."
             )
         self.last_load: LoadReport | None = None
-        folder = os.path.join(str(named.get("base_folder") or ""), str(_of(config, "folder", "checkpoint")))
+        folder = str(_of(config, "folder", "checkpoint"))
+        if "://" not in folder:  # torchtitan, too, takes a URL as it is
+            folder = os.path.join(str(named.get("base_folder") or ""), folder)
         self.folder = str(url or _of(config, "url", None) or folder)
         self.keep_latest_k = _int(config, "keep_latest_k", 0, least=0)
         self.save_future: Any = None

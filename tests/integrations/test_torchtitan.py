@@ -70,13 +70,13 @@ class Config:
     async_mode: str = "disabled"
 
 
-def newest(folder, state=None, options=None, **config):
+def newest(base, state=None, options=None, **config):
     """Create a checkpointer as torchtitan 0.3 does."""
     state = state or small()
     parts = dict(model_parts=[state.model], optimizers=[state.optimizer], lr_schedulers=Schedulers(state.optimizer))
     return TorchtitanCheckpointer(
         Config(**config), dataloader=None, states={"train_state": TrainState()}, sd_adapter=None,
-        base_folder=str(folder), **parts, **(options or {}),
+        base_folder=str(base), **parts, **(options or {}),
     )  # fmt: skip
 
 
@@ -105,6 +105,14 @@ SAVES = {  # field: (its value, the steps of 7 that are saved)
 def test_each_saving_option_has_its_documented_effect(tmp_path, field):
     value, steps = SAVES[field]
     assert saved(tmp_path, 7, **{field: value}) == steps
+
+
+@pytest.mark.parametrize(
+    ("folder", "place"), [("run", "base/run"), ("memory://titan/run", "memory://titan/run"), ("/run", "/run")]
+)
+def test_a_folder_is_relative_to_the_dump_folder_unless_it_is_a_url_or_absolute(folder, place):
+    with closing(newest("base", folder=folder)) as checkpointer:
+        assert checkpointer.folder == checkpointer.manager.url == place
 
 
 def test_keep_latest_k_keeps_the_latest_k(tmp_path):
