@@ -154,13 +154,41 @@ class MasterWeightOptimizer(Optimizer):
         This checks nothing and is not collective.
         """
         self.follow_weights()
-        with _Lent(self, factor) as lent:
+        # An elementwise `base` gets local tensors instead of DTensors: the same result, without DTensor's overhead.
+        part = _local if type(self.base) in _ELEMENTWISE else _unchanged
+        lent = [[self._lend(parameter, part) for parameter in group["params"]] for group in self.param_groups]
+        loans = [loan for group in lent for loan in group]
+        self.base.state = defaultdict(dict, {loan.stepped: loan.seen for loan in loans})
+        self.base.param_groups[:] = [
+            {**group, "params": [loan.stepped for loan in group_loans]}
+            for group, group_loans in zip(self.param_groups, lent, strict=True)
+        ]
+        try:
+            _lend_gradients(loans, factor, part)
             self.base.step()
-        lent.round()
+        finally:
+            for loan in loans:
+                if loan.stepped is not loan.parameter:
+                    loan.stepped.grad = None
+                for key, value in loan.seen.items():
+                    if key not in loan.state or part(loan.state[key]) is not value:  # `base` created or replaced it
+                        of_shard = (
+                            part is _local and isinstance(value, torch.Tensor) and value.shape == loan.stepped.shape
+                        )
+                        loan.state[key] = _like(value, loan.parameter) if of_shard else value
+            for group, seen in zip(self.param_groups, self.base.param_groups, strict=True):
+                # `base` may write values into its group, such as a step count.
+                group.update({key: value for key, value in seen.items() if key != "params"})
+        held = [loan for loan in loans if MASTER in loan.state]
+        _foreach_copy([loan.parameter for loan in held], [loan.state[MASTER] for loan in held])
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model's parameters."""
-        super().zero_grad(set_to_none=set_to_none)
+    def _lend(self, parameter: torch.Tensor, part: Callable[[Any], Any]) -> _Loan:
+        state = self.state[parameter]
+        if MASTER not in state and _needs_master(parameter):  # the state was cleared, so start again from the parameter
+            state[MASTER] = parameter.detach().to(torch.float32)
+        # Leave out the master, because `base` initializes a state only if it is empty.
+        seen = {key: part(value) for key, value in state.items() if key != MASTER}
+        return _Loan(parameter, state, part(state.get(MASTER, parameter)), seen)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with a master for each low-precision parameter in it."""
@@ -224,14 +252,11 @@ class MasterWeightOptimizer(Optimizer):
             by_kind[item[1].dtype, item[2].device].append(item)
         followed = [index for group in by_kind.values() for index in _follow(group)]
         if followed:
-            names = self._names()
+            names = [name for name, _ in named_parameters_of(self)]
             shown = ", ".join(repr(names[index]) for index in sorted(followed)[:3])
             more = f" and {len(followed) - 3} more" if len(followed) > 3 else ""
             _log.info("weights changed outside of the optimizer; their fp32 masters follow: %s%s", shown, more)
         return len(followed)
-
-    def _names(self) -> list[str]:
-        return [name for name, _ in named_parameters_of(self)]
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self.param_groups:
@@ -303,107 +328,38 @@ def _follow(held: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> list[int]
 
 @dataclass(slots=True)
 class _Loan:
-    """One parameter during a step of `base`, with the tensor and the state that `base` sees for it."""
+    """One parameter during a step of `base`: its state here, and the tensor and the state that `base` sees for it."""
 
     parameter: torch.Tensor
-    master: torch.Tensor | None
+    state: dict[str, Any]
     stepped: torch.Tensor
     seen: dict[str, Any]
 
 
-class _Lent:
-    """Lends the masters and their state to `base` until exit, then takes them back.
-
-    An elementwise `base` gets local tensors instead of DTensors. The result is the same, without DTensor's overhead.
-    """
-
-    def __init__(self, optimizer: MasterWeightOptimizer, factor: float) -> None:
-        self.optimizer, self.factor = optimizer, factor
-        self.is_local = type(optimizer.base) in _ELEMENTWISE
-        self.loans: list[_Loan] = []
-
-    def __enter__(self) -> _Lent:
-        base = self.optimizer.base
-        base.state = defaultdict(dict)
-        base.param_groups.clear()
-        try:
-            for group in self.optimizer.param_groups:
-                stepped = [self._lend(parameter) for parameter in group["params"]]
-                base.param_groups.append({**group, "params": stepped})
-            self._lend_gradients()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for loan in self.loans:
-            if loan.stepped is not loan.parameter:
-                loan.stepped.grad = None
-            self._take_back(loan)
-        for group, lent in zip(self.optimizer.param_groups, self.optimizer.base.param_groups, strict=False):
-            # `base` may write values into its group, such as a step count. Copy them into our group.
-            group.update({key: value for key, value in lent.items() if key != "params"})
-
-    def round(self) -> None:
-        """Copy all masters into their parameters, in one kernel."""
-        held = [loan for loan in self.loans if loan.master is not None]
-        _foreach_copy([loan.parameter for loan in held], [loan.master for loan in held])
-
-    def _lend(self, parameter: torch.Tensor) -> torch.Tensor:
-        state = self.optimizer.state[parameter]
-        # Take the master out of the state during the step, because `base` initializes a state only if it is empty.
-        master = state.pop(MASTER, None)
-        if master is None and _needs_master(parameter):  # the state was cleared, so start again from the parameter
-            master = parameter.detach().to(torch.float32)
-        stepped: torch.Tensor = parameter if master is None else master
-        seen = state
-        if self.is_local:
-            stepped = _local(stepped)
-            seen = {key: _local(value) for key, value in state.items()}
-        self.optimizer.base.state[stepped] = seen
-        self.loans.append(_Loan(parameter, master, stepped, seen))
-        return stepped
-
-    def _take_back(self, loan: _Loan) -> None:
-        state = self.optimizer.state[loan.parameter]
-        if loan.seen is not state:
-            for key, value in loan.seen.items():
-                if key not in state or _local(state[key]) is not value:  # `base` created or replaced it
-                    state[key] = _placed(value, loan)
-        if loan.master is not None:
-            state[MASTER] = loan.master
-
-    def _lend_gradients(self) -> None:
-        """Give all masters their gradients in fp32. Those in another dtype are cast with one buffer and one kernel."""
-        have = []
-        for loan in self.loans:
-            gradient = loan.parameter.grad
-            if gradient is None or loan.stepped is loan.parameter:
-                continue
-            if loan.master is None or gradient.dtype == torch.float32:
-                given = _local(gradient) if self.is_local else gradient
-                loan.stepped.grad = given if self.factor == 1.0 or loan.master is None else given * self.factor
-            else:
-                have.append(loan)
-        if not have:
-            return
-        narrow = [_local(loan.parameter.grad) for loan in have]
-        flat = torch.empty(sum(local.numel() for local in narrow), dtype=torch.float32, device=narrow[0].device)
-        parts = torch.split(flat, [local.numel() for local in narrow])
-        wide = [part.view(local.shape) for part, local in zip(parts, narrow, strict=True)]
-        torch._foreach_copy_(wide, narrow)
-        if self.factor != 1.0:
-            flat.mul_(self.factor)
-        for loan, local in zip(have, wide, strict=True):
-            loan.stepped.grad = local if self.is_local else _like(local, loan.parameter.grad)
-
-
-def _placed(value: Any, loan: _Loan) -> Any:
-    """Turn state that `base` created for a local tensor into a DTensor with the parameter's placements."""
-    if isinstance(value, torch.Tensor) and value.shape == loan.stepped.shape:
-        return _like(value, loan.parameter)
-    return value
+def _lend_gradients(loans: Sequence[_Loan], factor: float, part: Callable[[Any], Any]) -> None:
+    """Give all masters their gradients in fp32. Those in another dtype are cast with one buffer and one kernel."""
+    have = []
+    for loan in loans:
+        gradient = loan.parameter.grad
+        if gradient is None or loan.stepped is loan.parameter:
+            continue
+        if MASTER not in loan.state:
+            loan.stepped.grad = part(gradient)
+        elif gradient.dtype == torch.float32:
+            loan.stepped.grad = part(gradient) if factor == 1.0 else part(gradient) * factor
+        else:
+            have.append(loan)
+    if not have:
+        return
+    narrow = [_local(loan.parameter.grad) for loan in have]
+    flat = torch.empty(sum(local.numel() for local in narrow), dtype=torch.float32, device=narrow[0].device)
+    parts = torch.split(flat, [local.numel() for local in narrow])
+    wide = [piece.view(local.shape) for piece, local in zip(parts, narrow, strict=True)]
+    torch._foreach_copy_(wide, narrow)
+    if factor != 1.0:
+        flat.mul_(factor)
+    for loan, local in zip(have, wide, strict=True):
+        loan.stepped.grad = local if part is _local else _like(local, loan.parameter.grad)
 
 
 def _needs_master(parameter: torch.Tensor) -> bool:
@@ -413,6 +369,10 @@ def _needs_master(parameter: torch.Tensor) -> bool:
 def _local(tensor: Any) -> torch.Tensor:
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
+
+
+def _unchanged(tensor: Any) -> Any:
+    return tensor
 
 
 def _like(local: torch.Tensor, tensor: Any) -> torch.Tensor:
