@@ -82,7 +82,7 @@ def save_hf(
 
     def collect() -> tuple[Exported, list[Target]]:
         source = exported(model)
-        meta.require_initialized(source.model)
+        meta.require_initialized(model)
         return source, [] if adapters_of(source.model) else _targets(source, dtype)
 
     with contextlib.closing(Coordinator()) as coordinator, contextlib.ExitStack() as stack:
@@ -109,12 +109,13 @@ def save_hf(
         for file in files:
             outcome = Outcome.of(lambda file=file: _write_file(store, file, tensors))  # type: ignore[misc]
             coordinator.settle(outcome, f"writing {file.path}")
-        coordinator.decide(lambda: _write_small(opened[0], small), "writing the config")
-        coordinator.decide(stack.pop_all().close if opened else _nothing, f"publishing {url}")
 
+        def finish() -> None:
+            for path, data in small.items():
+                opened[0].write(path, data)
+            stack.pop_all().close()
 
-def _nothing() -> None:
-    """Do nothing, because only rank 0 has a directory to publish."""
+        coordinator.decide(finish, f"publishing {url}")
 
 
 def _targets(source: Exported, dtype: str) -> list[Target]:
@@ -248,11 +249,6 @@ def _small_files(model: nn.Module, files: list[_WeightsFile], tokenizer: Any) ->
         text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
         small[_INDEX] = (text + "\n").encode()
     return small
-
-
-def _write_small(store: Store, small: Mapping[str, bytes]) -> None:
-    for path, data in small.items():
-        store.write(path, data)
 
 
 def _with_dtype(config: bytes, files: list[_WeightsFile]) -> bytes:

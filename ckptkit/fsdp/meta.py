@@ -89,7 +89,10 @@ def restore_buffers(model: nn.Module) -> None:
 
 def uninitialized(model: nn.Module) -> frozenset[str]:
     """Return the names of the model's parameters and buffers that have no values yet."""
-    return _uninitialized.get(model, frozenset()) | {clean_fqn(name) for name, t in _named(model) if t.is_meta}
+    empty = {name for name, t in _named(model) if t.is_meta}
+    for prefix, module in model.named_modules():  # a wrapper may have been added after the allocation
+        empty |= {f"{prefix}.{name}" if prefix else name for name in _uninitialized.get(module, ())}
+    return frozenset(map(clean_fqn, empty))
 
 
 def mark_initialized(model: nn.Module, names: Iterable[str]) -> None:

@@ -65,6 +65,27 @@ def test_a_model_without_values_is_refused_by_name():
     meta.require_initialized(model)
 
 
+class Actor(nn.Module):
+    """A trainer's own module around the model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+@on_ranks(2)
+def test_a_model_in_a_wrapper_is_not_exported_without_values(tmp_path, wrapped_first):
+    strategy = FSDPStrategy()
+    with strategy.init_model_context(meta_init=True):
+        model = models.llama()
+    actor = strategy.prepare_model(Actor(model)) if wrapped_first else Actor(strategy.prepare_model(model))
+    with pytest.raises(SaveError, match="never given values"):
+        strategy.save_model(actor, None, tmp_path / "out")
+    strategy.reset_parameters(model if not wrapped_first else actor)
+    strategy.save_model(actor, None, tmp_path / "out")
+
+
 @on_ranks(2)
 def test_a_load_without_a_matching_name_leaves_a_model_without_values(zoo):
     strategy, model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4)))
