@@ -1,7 +1,8 @@
 """Defines a callback for transformers' Trainer that saves through a CheckpointManager, resumes, and exports.
 
-trainer = Trainer(..., args=...) CheckpointCallback("s3://bucket/run",
-retention=RetentionPolicy(max_num=2)).attach(trainer) trainer.train()
+trainer = Trainer(..., args=...)
+CheckpointCallback("s3://bucket/run", retention=RetentionPolicy(max_num=2)).attach(trainer)
+trainer.train()
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._manager: CheckpointManager | None = None
         self._trainer: Any = None
         self._metrics: dict[str, float] = {}
+        self._evaluated = -1  # the step that `_metrics` describes
         self._random: dict[str, Any] | None = None
         self._ours: str | None = None
         self._limits: RetentionPolicy | None = None
@@ -111,7 +113,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         trainer.train = resumed
         trainer._save_checkpoint = self._save
         for name, method in {
-            "_load_from_checkpoint": self._load_model,
+            "_load_from_checkpoint": self._skip,
             "_load_optimizer_and_scheduler": self._load,
             "_load_scaler": self._skip,
             "_load_rng_state": self._load_rng,
@@ -149,7 +151,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return control
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Store the metrics for the next save."""
+        """Store the metrics for a save of this step."""
+        self._evaluated = state.global_step
         self._metrics = {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -183,7 +186,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
         state = self._managed().run_on_all(collect, "collecting the Trainer's state")
         save = self._managed().save_async if self.background else self._managed().save
-        save(trainer.state.global_step, state, metrics=self._metrics)
+        step = trainer.state.global_step
+        save(step, state, metrics=self._metrics if self._evaluated == step else None)
 
     def _load(self, path: Any) -> None:
         """Restore model, optimizer, scheduler and random state, once the Trainer has created them."""
@@ -193,10 +197,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if best is not None and self._has(best):  # the Trainer forgets checkpoints that it does not find on disk
             self._trainer.state.best_model_checkpoint = f"{self.url}/{checkpoint_name(best, None)}"
 
-    def _load_model(self, path: Any, model: Any = None) -> None:
-        """Do nothing, because `_load` restores everything at once."""
-
-    def _skip(self, path: Any) -> None:
+    def _skip(self, path: Any, model: Any = None) -> None:
         """Do nothing, because `_load` restores everything at once."""
 
     def _load_rng(self, path: Any) -> None:

@@ -141,6 +141,20 @@ def test_a_second_parallelize_only_warns(work: Path) -> None:
     assert dist.get_rank() or any("before" in str(item.message) for item in caught)
 
 
+class Tied(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[1][0].weight = self.model.blocks[0][0].weight
+
+
+@on_ranks(2)
+def test_a_checkpoint_io_finds_every_name_of_a_tied_weight_in_a_sharded_checkpoint(work: Path) -> None:
+    module, trainer = fit(work, FSDP2Strategy(), steps=1, module=Tied())
+    trainer.save_checkpoint(work / "tied.ckpt")
+    found = CkptkitCheckpointIO().load_checkpoint(work / "tied.ckpt")["state_dict"]
+    assert list(found) == list(module.state_dict())
+
+
 class Failing(DummyLogger):
     """A logger whose server is unreachable when rank 0 reports a checkpoint to it."""
 

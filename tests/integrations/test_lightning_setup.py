@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import nn
 
-from ckptkit.errors import MissingExtraError, UsageError
+from ckptkit.errors import UsageError
 from ckptkit.integrations.lightning_setup import fsdp_config, group_sizes, loose_parameters, roots, wrap_policy
 
 MADE = {"mesh": None, "dp": 2, "tp": 1, "cp": 1, "offload": False, "state_dict_type": "full", "device": "cpu"}
@@ -79,22 +77,3 @@ def test_containers_are_not_roots_and_bare_parameters_are_found():
     module.scale = nn.Parameter(torch.ones(1))
     assert roots(module) == [module.parts[0], module.parts[2], module.net]
     assert loose_parameters(module, roots(module)) == ["scale"]
-
-
-@pytest.mark.parametrize(
-    ("module", "package", "extra"),
-    [
-        ("lightning", "lightning", "lightning"),
-        ("transformers", "transformers", "hf"),
-        ("accelerate", "accelerate", "hf"),
-    ],
-)
-def test_a_missing_framework_names_its_extra(module, package, extra, monkeypatch):
-    name = f"ckptkit.integrations.{module}"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    for loaded in [key for key in sys.modules if key == package or key.startswith(f"{package}.")]:
-        monkeypatch.setitem(sys.modules, loaded, None)
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setitem(sys.modules, f"{package}.pytorch", None)
-    with pytest.raises(MissingExtraError, match=rf"-e '\.\[{extra}\]'"):
-        __import__(name)

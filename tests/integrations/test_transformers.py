@@ -132,6 +132,12 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
     assert trainer.evaluate()["eval_loss"] == losses[best]
 
 
+def test_a_step_is_saved_with_metrics_only_if_it_was_evaluated(tmp_path):
+    evaluated(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=1)).train()
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert [record.step for record in manager.list() if record.metrics] == [2, 4, 6, 8]
+
+
 def test_a_retention_that_would_delete_the_best_model_is_refused(tmp_path):
     callback = integration.CheckpointCallback(tmp_path / "run", retention=RetentionPolicy(max_num=2))
     with pytest.raises(UsageError, match=r"keep_best=\('eval_loss', 'min', 1\)"):
