@@ -29,7 +29,7 @@ def one_step(strategy, model, optimizer, index, factor=1.0):
 
 
 def moments(optimizer):
-    return [local(v) for s in optimizer.state.values() for k, v in s.items() if k != "step"]
+    return [local(v) for s in optimizer.state.values() for k, v in sorted(s.items()) if k != "step"]
 
 
 def same(one, other):
