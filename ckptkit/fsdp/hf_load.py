@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,14 +40,7 @@ class HFLoadReport:
     nbytes: int = 0
 
 
-def load_hf(
-    model: nn.Module,
-    url: Location,
-    *,
-    cast: bool = False,
-    strict: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
-) -> HFLoadReport:
+def load_hf(model: nn.Module, url: Location, *, cast: bool = False, strict: bool = True) -> HFLoadReport:
     """Fill `model`, sharded or not, from the safetensors at `url`. Each rank reads only the bytes of its own shards.
 
     All ranks must call this; if one rank fails, all raise its error. The host holds one shard of one tensor at a time.
@@ -60,7 +52,6 @@ def load_hf(
         url: A directory or a bucket prefix with config.json and *.safetensors.
         cast: Allow lossy casts (fp32 files into bf16 parameters). Widening is always allowed.
         strict: Raise if names are missing in the files or in the model. Otherwise such names are only reported.
-        storage_options: Passed to the file system, as in `open_store`.
 
     Raises:
         CheckpointMismatchError: Names, shapes or dtypes do not match; lists all of them. The model is unchanged.
@@ -71,7 +62,7 @@ def load_hf(
 
     def plan() -> tuple[Store, dict[str, TensorEntry], HFLoadReport]:
         """Check that the files fit the model. This reads no tensors except tied ones stored under several names."""
-        store = open_store(url, storage_options=storage_options)
+        store = open_store(url)
         catalog = safetensors.open_catalog(store)
         targets = _targets(model, live, catalog)
         chosen, missing = _matched(live, targets)

@@ -50,7 +50,6 @@ def save_hf(
     dtype: str = "keep",
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `model` to `url` for `from_pretrained`. All ranks must call this; rank 0 writes.
 
@@ -69,7 +68,6 @@ def save_hf(
         dtype: The dtype in which to write floating-point tensors, "bf16", "fp16" or "fp32"; "keep" casts none.
         max_shard_size: Maximum size of one file.
         overwrite: Replace the export or checkpoint at `url`. A directory that contains anything else is refused.
-        storage_options: Passed to the file system.
 
     Raises:
         SaveError: Parts of the model have no values, `from_pretrained` would not read all of it, or a rank failed. All
@@ -98,10 +96,7 @@ def save_hf(
         def open_place() -> None:
             small.update(_small_files(source.model, files, tokenizer))
             names = dict.fromkeys([*small, *(file.path for file in files)], -1)
-            staged = stage(
-                url, replaceable=check_replaceable, overwrite=overwrite, last=_LAST,
-                storage_options=storage_options, names=names,
-            )  # fmt: skip
+            staged = stage(url, replaceable=check_replaceable, overwrite=overwrite, last=_LAST, names=names)
             opened.append(stack.enter_context(staged))
 
         coordinator.decide(open_place, f"opening {url}")

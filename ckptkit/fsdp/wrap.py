@@ -160,8 +160,8 @@ def fsdp_units(model: nn.Module) -> list[str]:
     return [clean_fqn(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
-def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0, ignored: Set[str] = frozenset()) -> None:
-    """Broadcast parameters and buffers from rank `src`. All ranks must call this.
+def sync_module_states(model: nn.Module, device_type: str, *, ignored: Set[str] = frozenset()) -> None:
+    """Broadcast rank 0's parameters and buffers. All ranks must call this.
 
     Meta tensors and the parameters named in `ignored` are skipped.
 
@@ -182,7 +182,7 @@ def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0, igno
         # Move CPU tensors to the accelerator first, because the group may have no backend for the CPU.
         moved = tensor.to(device_type).resolve_conj().resolve_neg().contiguous()
         # Send bytes, because some backends lack some dtypes (gloo has no float8, nccl no bool in some versions).
-        dist.broadcast(moved.reshape(-1).view(torch.uint8), src)
+        dist.broadcast(moved.reshape(-1).view(torch.uint8), 0)
         if moved is not tensor:
             tensor.copy_(moved)
 
