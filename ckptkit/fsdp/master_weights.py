@@ -113,7 +113,7 @@ class MasterWeightOptimizer(Optimizer):
         """Unscale and clip the gradients, step the masters and round them into the parameters. Return True.
 
         If a gradient on any rank is not finite, return False instead. No parameter, master or moment is then changed,
-        the gradients are cleared, and the loss scale may back off. All ranks must call this.
+        the gradients are cleared, and the loss scale may decrease. All ranks must call this.
 
         Args:
             max_norm, norm_type: Replace the optimizer's own.
