@@ -288,11 +288,10 @@ class MasterWeightOptimizer(Optimizer):
                     f"Group {index} of the optimizer state has {len(saved['params'])} parameters, "
                     f"the optimizer's has {len(group['params'])}."
                 )
-            names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
-            for name, key, parameter in zip(names, saved["params"], group["params"], strict=True):
-                found = state_dict["state"].get(key)
-                if found is None:
-                    continue
+        keys = [key for saved in groups for key in saved["params"]]
+        for (name, parameter), key in zip(named_parameters_of(self), keys, strict=True):
+            found = state_dict["state"].get(key)
+            if found is not None:
                 problems += _problems(name, parameter, found)
                 pairs.append((parameter, found))
         if problems:
