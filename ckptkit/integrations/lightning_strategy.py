@@ -88,6 +88,12 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     """
 
     strategy_name = "fsdp2"
+    lightning_restore_optimizer = True
+    """Lightning passes the optimizer's state to `load_optimizer_state_dict`."""
+
+    checkpoint_io: Any = None
+    """The CheckpointIO for full dictionaries; None if every rank writes its own part."""
+
     model: Any
     _data_parallel_size: Any
     _tensor_parallel_size: Any
@@ -306,20 +312,6 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
 
     # --- states
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """True, so that Lightning passes the optimizer's state to `load_optimizer_state_dict`."""
-        return True
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """The CheckpointIO for full dictionaries; None if every rank writes its own part."""
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
-
     def lightning_module_state_dict(self, kind: StateDictType | str | None = None) -> dict[str, Any]:
         """Return the model's state by FQN. All ranks must call this.
 
@@ -345,7 +337,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
 
     @property
     def _kind(self) -> StateDictType:
-        return StateDictType.FULL if self._checkpoint_io is not None else self._state_dict_type
+        return StateDictType.FULL if self.checkpoint_io is not None else self._state_dict_type
 
     def _show_live(self, trainer: Any) -> None:
         """Make `trainer` collect live tensors for a save, whatever the state-dict type is.
@@ -357,7 +349,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         dump = type(connector).dump_checkpoint
 
         def dump_live(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            if self._checkpoint_io is not None or trainer.strategy is not self:
+            if self.checkpoint_io is not None or trainer.strategy is not self:
                 return dict(dump(connector, *args, **kwargs))
             self.restore_pending()
             with collecting_live(self, self._live):
@@ -372,7 +364,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         `on_load_checkpoint` hook has replaced.
         """
         given = checkpoint.get("state_dict", {})
-        if self._checkpoint_io is not None:
+        if self.checkpoint_io is not None:
             scatter_model(self.lightning_module, given, strict=strict)
             return
         shown, self._shown = self._shown, {}
@@ -417,9 +409,9 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         """
         path = self.broadcast(str(filepath))
         self.restore_pending()
-        if self._checkpoint_io is not None:
+        if self.checkpoint_io is not None:
             checkpoint.pop(_LIVE, None)
-            save = partial(self._checkpoint_io.save_checkpoint, checkpoint, path, storage_options=storage_options)
+            save = partial(self.checkpoint_io.save_checkpoint, checkpoint, path, storage_options=storage_options)
             self.own().decide(save, f"saving {path}")
             return
         if storage_options is not None:
@@ -441,11 +433,11 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
             CheckpointMismatchError: The checkpoint does not match; nothing was changed.
         """
         path = self.broadcast(str(checkpoint_path))
-        if self._checkpoint_io is not None:
+        if self.checkpoint_io is not None:
             main: dict[str, Any] = {}
 
             def read() -> tuple[dict[str, Any], int | None]:
-                main.update(self._checkpoint_io.load_checkpoint(path))
+                main.update(self.checkpoint_io.load_checkpoint(path))
                 rest = {k: v for k, v in main.items() if k not in ("state_dict", "optimizer_states")}
                 return rest, len(main["optimizer_states"]) if "optimizer_states" in main else None
 
@@ -472,8 +464,8 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         """Remove a checkpoint. If the path is a link, remove only the link."""
         if not self.is_global_zero:
             return
-        if self._checkpoint_io is not None:
-            self._checkpoint_io.remove_checkpoint(filepath)
+        if self.checkpoint_io is not None:
+            self.checkpoint_io.remove_checkpoint(filepath)
             return
         remove_checkpoint(filepath, storage_options=self._storage_options)
 
@@ -484,7 +476,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
             self._checkpoints = None
         self._pending, self._shown = None, {}
         with contextlib.suppress(AttributeError):
-            self._checkpoint_io.teardown()
+            self.checkpoint_io.teardown()
         super().teardown()
 
     # --- helpers
