@@ -562,15 +562,16 @@ class FSDPStrategy:
         if step is None:
             number = _NUMBER_AT_END.search(tag or "")
             step = int(number[1]) if number else self.global_step
+        limit: Any = max_mem
         if isinstance(max_mem, (int, float)) and not isinstance(max_mem, bool):
-            max_mem *= 2**30
+            limit = max_mem * 2**30
         state = self._training_state(model, optimizer, scheduler, step)
 
         def check() -> None:
             for part in state.parts("model").values():
                 meta.require_initialized(part)
 
-        limits = RetentionPolicy(max_num=max_num, max_mem=max_mem)
+        limits = RetentionPolicy(max_num=max_num, max_mem=limit)
         with CheckpointManager(save_dir, retention=limits, state_dict_type=self.config.state_dict_type) as manager:
             manager.run_on_all(check, f"saving step {step}")
             return manager.save(step, state, tag=tag, client_state=client_state, metrics=metrics, overwrite=True)

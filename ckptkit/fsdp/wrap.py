@@ -89,9 +89,10 @@ def shard(
         UsageError: A parameter, unit, size or plan is not possible; the message names it.
     """
     config = config or FSDPConfig()
-    if not isinstance(model, nn.Module):
-        raise NotShardableError(f"shard() takes a torch.nn.Module, found {type(model).__name__}.")
-    if isinstance(model, FSDPModule):
+    given: object = model
+    if not isinstance(given, nn.Module):
+        raise NotShardableError(f"shard() takes a torch.nn.Module, found {type(given).__name__}.")
+    if isinstance(given, FSDPModule):
         logger.warning("%s is already sharded; shard() did not change it.", _class_name(model))
         return model
     if not config.enable_fsdp:
@@ -133,7 +134,7 @@ def shard(
     if config.compile:
         for block in blocks:  # FSDP's hooks stay outside the graph, and FQNs don't change
             backend = config.compile if isinstance(config.compile, str) else "inductor"
-            block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
+            block.forward = torch.compile(block.forward, backend=backend)
     _fully_shard(model, units, policies, mesh.data, config, ignored, shard_placement_fn)
     if config.precision == "master" and is_training and policies[-1].reduce_dtype == torch.float32:
         keep_fp32_gradients(model)

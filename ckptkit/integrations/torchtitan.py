@@ -219,7 +219,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         """
         step = step if step != -1 else self._load_step
         state = self._state(self._excluded)
-        options = {"optimizer": "skip"} if "optimizer" in self._excluded else {}
+        options: dict[str, Any] = {"optimizer": "skip"} if "optimizer" in self._excluded else {}
         found = step if step != -1 else self.manager.latest()
         if found == 0:
             state, options = TrainState(model=self._model, rng=False), {}
