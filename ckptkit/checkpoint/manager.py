@@ -20,7 +20,7 @@ from ckptkit.checkpoint.load.choose import Loader, load_options
 from ckptkit.checkpoint.load.plan import LoadOptions
 from ckptkit.checkpoint.report import LoadReport, SaveReport, write_trace_file
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.run.coordinator import Coordinator
+from ckptkit.checkpoint.run.coordinator import Coordinator, is_distributed
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.hold import RunHold
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
@@ -682,6 +682,12 @@ def _check_group(process_group: object) -> None:
         or (isinstance(process_group, int) and process_group >= 0)
     ):
         raise wrong("process_group", process_group, "a ProcessGroup of torch.distributed; a mesh has get_group()")
+    started = os.environ.get("WORLD_SIZE", "1") if {"TORCHELASTIC_RUN_ID", "RANK"} <= os.environ.keys() else "1"
+    if started != "1" and not is_distributed():
+        raise UsageError(
+            f"torchrun started {started} ranks, but torch.distributed is not initialized: each rank would save alone. "
+            "Call torch.distributed.init_process_group() before you create the CheckpointManager."
+        )
 
 
 def _signals(given: Any) -> tuple[int, ...]:

@@ -43,6 +43,16 @@ def test_an_empty_run_has_nothing_to_load(tmp_path: Path) -> None:
         assert manager.list() == []
 
 
+def test_ranks_that_torchrun_started_but_nobody_connected_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"torchrun started 2 ranks.*init_process_group"):
+        CheckpointManager(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(("which", "value"), [("latest", 3), ("latest~1", 2), (1, 1), ("best", 2), ("final", 3)])
 def test_a_checkpoint_can_be_named_by_step_tag_latest_and_best(tmp_path: Path, which: Any, value: int) -> None:
     with CheckpointManager(tmp_path, retention=RetentionPolicy(keep_best=("loss", "min", 1))) as manager:

@@ -93,7 +93,7 @@ class Coordinator:
         self._closed = False
         self._lost = False
         self._kept: list[Any] = []  # buffers that gloo may still be reading or writing
-        if _is_distributed():
+        if is_distributed():
             self._join()
 
     def _join(self) -> None:
@@ -405,7 +405,8 @@ def check_equal(values: Sequence[Any], what: str) -> None:
             )
 
 
-def _is_distributed() -> bool:
+def is_distributed() -> bool:
+    """Return whether torch.distributed is initialized. Does not import torch."""
     if "torch" not in sys.modules:
         return False
     import torch.distributed as dist
