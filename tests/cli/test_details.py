@@ -148,9 +148,10 @@ def test_a_narrow_terminal_prints_reasons_on_separate_lines() -> None:
 # --- progress and colours
 
 
-def with_bar(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, quiet: bool = False) -> str:
+def with_bar(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, quiet: bool = False, at_once: bool = True) -> str:
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(frame, "PROGRESS_DELAY_S", 0.0)
+    if at_once:
+        monkeypatch.setattr(frame, "PROGRESS_DELAY_S", 0.0)
     with click.Context(click.Command("x")) as context:
         context.meta["ckptkit.quiet"] = quiet
         with frame.progress_bar("convert") as update:
@@ -172,8 +173,8 @@ def test_a_pipe_and_a_quiet_command_show_no_progress(monkeypatch: pytest.MonkeyP
     assert with_bar(monkeypatch, io.StringIO()) == with_bar(monkeypatch, Terminal(), quiet=True) == ""
 
 
-def test_work_of_less_than_a_second_draws_no_bar() -> None:
-    assert frame.PROGRESS_DELAY_S == 1.0
+def test_work_of_less_than_a_second_draws_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_bar(monkeypatch, Terminal(), at_once=False) == ""
 
 
 def test_progress_names_the_current_file(zoo: Path, tmp_path: Path) -> None:
