@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -163,11 +164,14 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
         return
     from tqdm import tqdm
 
+    first = time.monotonic() + PROGRESS_DELAY_S
     with tqdm(
         desc=title, unit="B", unit_scale=True, file=sys.stderr, leave=False, dynamic_ncols=True, delay=PROGRESS_DELAY_S
     ) as bar:
 
         def update(done: int, total: int, what: str) -> None:
+            if time.monotonic() < first:  # tqdm's delay does not apply to a new description or phase
+                return
             if done < bar.n:  # a new phase has begun, such as reading the result back
                 bar.reset()
             bar.total = total

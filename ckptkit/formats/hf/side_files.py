@@ -7,12 +7,14 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptkit.catalog.entry import CatalogInfo
 from ckptkit.formats.own.json import check_density
 from ckptkit.storage import FileInfo, Store
 from ckptkit.storage.store import is_safe_name
+
+if TYPE_CHECKING:
+    from ckptkit.catalog.entry import CatalogInfo  # it imports numpy, which `ls` does without
 
 _CARRIED = (
     "config.json",
