@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ckptkit.checkpoint.save.hf_config import adapter_configs, adapters_of, side
 from ckptkit.checkpoint.save.stream import open_stream
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
-from ckptkit.formats.hf.header import TensorToWrite
+from ckptkit.formats.hf.header import INDEX, TensorToWrite, encode_index, shard_names, split_into_shards
 from ckptkit.formats.replaceable import check_replaceable
 from ckptkit.fsdp import meta
 from ckptkit.fsdp.hf_model import Exported, adapter_tensors, exported, prove
@@ -31,15 +32,11 @@ from ckptkit.storage.publish import stage
 from ckptkit.storage.store import Store
 from ckptkit.units import parse_size
 
-_INDEX = "model.safetensors.index.json"
-_LAST = (_INDEX, "adapter_config.json", "config.json")
+_LAST = (INDEX, "adapter_config.json", "config.json")
 _DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-@dataclass(frozen=True, slots=True)
-class _WeightsFile:
-    path: str
-    targets: tuple[Target, ...]
+Files = dict[str, list[Target]]  # the tensors of each safetensors file
 
 
 def save_hf(
@@ -87,7 +84,7 @@ def save_hf(
         source, targets = coordinator.run_on_all(collect, f"exporting to {url}")
         if not adapters_of(source.model):
             coordinator.decide(lambda: prove(source, targets), "trying from_pretrained")
-            tensors, files = source.tensors, _files(targets, max_bytes)
+            tensors, files = source.tensors, _shards(targets, max_bytes)
         else:
             tensors, files = _adapters(source, dtype, coordinator)
         opened: list[Store] = []
@@ -95,15 +92,15 @@ def save_hf(
 
         def open_place() -> None:
             small.update(_small_files(source.model, files, tokenizer))
-            names = dict.fromkeys([*small, *(file.path for file in files)], -1)
+            names = dict.fromkeys([*small, *files], -1)
             staged = stage(url, replaceable=check_replaceable, overwrite=overwrite, last=_LAST, names=names)
             opened.append(stack.enter_context(staged))
 
         coordinator.decide(open_place, f"opening {url}")
         store = opened[0] if opened else None
-        for file in files:
-            outcome = Outcome.of(lambda file=file: _write_file(store, file, tensors))  # type: ignore[misc]
-            coordinator.settle(outcome, f"writing {file.path}")
+        for path, held in files.items():
+            outcome = Outcome.of(functools.partial(_write_file, store, path, held, tensors))
+            coordinator.settle(outcome, f"writing {path}")
 
         def finish() -> None:
             for path, data in small.items():
@@ -121,9 +118,7 @@ def _targets(source: Exported, dtype: str) -> list[Target]:
     return [_cast(replace(target, name=name), dtype) for name, target in mapped.items()]
 
 
-def _adapters(
-    source: Exported, dtype: str, coordinator: Coordinator
-) -> tuple[dict[str, torch.Tensor], list[_WeightsFile]]:
+def _adapters(source: Exported, dtype: str, coordinator: Coordinator) -> tuple[dict[str, torch.Tensor], Files]:
     """Return a PEFT model's adapters: their tensors, and the files to write. Collective."""
     tensors = dict(source.tensors)
     computed: dict[str, torch.Tensor] = {}
@@ -135,13 +130,12 @@ def _adapters(
     folders, shapes = coordinator.decide(name, "naming the tensors of the adapter")
     for made, (shape, stored) in shapes.items():
         tensors[made] = computed.get(made, torch.empty(shape, dtype=getattr(torch, stored)))
-    return tensors, [
-        _WeightsFile(
-            f"{folder}adapter_model.safetensors",
-            tuple(_cast(replace(_whole(live, tensors[live]), name=name), dtype) for name, live in names.items()),
-        )
+    return tensors, {
+        f"{folder}adapter_model.safetensors": [
+            _cast(replace(_whole(live, tensors[live]), name=name), dtype) for name, live in names.items()
+        ]
         for folder, names in folders.items()
-    ]
+    }
 
 
 def _whole(name: str, tensor: torch.Tensor) -> Target:
@@ -159,25 +153,14 @@ def _nbytes(target: Target) -> int:
     return target.numel * dtype_of(target.dtype).itemsize
 
 
-def _files(targets: list[Target], max_bytes: int) -> list[_WeightsFile]:
-    groups: list[list[Target]] = [[]]
-    filled = 0
-    for target in targets:
-        if groups[-1] and filled + _nbytes(target) > max_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(target)
-        filled += _nbytes(target)
-    if len(groups) == 1:
-        return [_WeightsFile("model.safetensors", tuple(groups[0]))]
-    total = len(groups)
-    return [
-        _WeightsFile(f"model-{i:05d}-of-{total:05d}.safetensors", tuple(group)) for i, group in enumerate(groups, 1)
-    ]
+def _shards(targets: list[Target], max_bytes: int) -> Files:
+    shards = split_into_shards(list(map(_nbytes, targets)), max_bytes)
+    names = shard_names(len(shards))
+    return {name: [targets[i] for i in members] for name, members in zip(names, shards, strict=True)}
 
 
 @torch.no_grad()
-def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_file(store: Store | None, path: str, targets: Sequence[Target], tensors: Mapping[str, torch.Tensor]) -> None:
     """Gather the file's tensors one by one on all ranks and write them on rank 0.
 
     If rank 0 fails, it keeps gathering, because the other ranks do.
@@ -187,12 +170,12 @@ def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, t
     with contextlib.ExitStack() as stack:
         stream = None
         if store is not None:
-            head = [TensorToWrite(target.name, target.dtype, target.shape) for target in file.targets]
+            head = [TensorToWrite(target.name, target.dtype, target.shape) for target in targets]
             try:
-                stream = stack.enter_context(open_stream(store, file.path, head, {"format": "pt"}))
+                stream = stack.enter_context(open_stream(store, path, head, {"format": "pt"}))
             except Exception as caught:  # noqa: BLE001  raised below
                 error = caught
-        for target in file.targets:
+        for target in targets:
             made: torch.Tensor | None = None
             for part in target.parts:
                 if part.source != name:  # several targets may be slices of one tensor (a layer's experts)
@@ -231,24 +214,23 @@ def _bytes(value: torch.Tensor) -> memoryview:
     return value.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _small_files(model: nn.Module, files: list[_WeightsFile], tokenizer: Any) -> dict[str, bytes]:
+def _small_files(model: nn.Module, files: Files, tokenizer: Any) -> dict[str, bytes]:
     small = dict(_tokenizer_files(tokenizer))
     if adapters_of(model):
         return small | {f"{at}adapter_config.json": data for at, data in adapter_configs(model).items()}
     for path, data in side_files(TrainState(model=model, rng=False)).items():
         small[path] = _with_dtype(data, files) if path == "config.json" else data
     if len(files) > 1:
-        weight_map = {target.name: file.path for file in files for target in file.targets}
-        targets = [target for file in files for target in file.targets]
-        metadata = {"total_parameters": sum(t.numel for t in targets), "total_size": sum(map(_nbytes, targets))}
-        text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
-        small[_INDEX] = (text + "\n").encode()
+        targets = [target for held in files.values() for target in held]
+        weight_map = {target.name: path for path, held in files.items() for target in held}
+        size, numel = sum(map(_nbytes, targets)), sum(target.numel for target in targets)
+        small[INDEX] = encode_index(weight_map, total_size=size, total_parameters=numel)
     return small
 
 
-def _with_dtype(config: bytes, files: list[_WeightsFile]) -> bytes:
+def _with_dtype(config: bytes, files: Files) -> bytes:
     """Return config.json with the dtype in which the model was written."""
-    found = [t.dtype for file in files for t in file.targets if dtype_of(t.dtype).kind == "float"]
+    found = [t.dtype for held in files.values() for t in held if dtype_of(t.dtype).kind == "float"]
     fields = json.loads(config)
     if found:
         fields["dtype"] = found[0]
