@@ -23,6 +23,7 @@ from ckptkit.checkpoint.save.hf_config import adapter_configs, adapters_of, side
 from ckptkit.checkpoint.save.stream import open_stream
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
+from ckptkit.formats.dcp.fill import part_of
 from ckptkit.formats.hf.header import INDEX, TensorToWrite, encode_index, shard_names, split_into_shards
 from ckptkit.formats.replaceable import check_replaceable
 from ckptkit.fsdp import meta
@@ -185,7 +186,8 @@ def _write_file(store: Store | None, path: str, targets: Sequence[Target], tenso
                 if stream is None or error is not None:
                     continue
                 try:
-                    made = _filled(made, target, part, whole[_slices(part.source_box)])
+                    box = part.source_box
+                    made = _filled(made, target, part, part_of(whole, box.offsets, box.sizes))
                     if part is target.parts[-1]:
                         stream.write(target.name, [_bytes(made)])
                 except Exception as caught:  # noqa: BLE001  raised below
@@ -202,12 +204,9 @@ def _filled(made: torch.Tensor | None, target: Target, part: Part, value: torch.
     made = torch.empty(target.shape, dtype=dtype) if made is None else made
     value = value.reshape(part.unfold) if part.unfold else value
     value = value.permute(part.axes) if part.axes else value
-    made[_slices(part.target_box)].copy_(value.reshape(part.target_box.sizes))
+    box = part.target_box
+    part_of(made, box.offsets, box.sizes).copy_(value.reshape(box.sizes))
     return made
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
 
 
 def _bytes(value: torch.Tensor) -> memoryview:

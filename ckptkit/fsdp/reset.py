@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckptkit.checkpoint.state.local_part import part_view
+from ckptkit.formats.dcp.fill import part_of
 from ckptkit.fsdp import meta
 from ckptkit.fsdp.groups import clean_fqn
 
@@ -116,11 +117,10 @@ def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]], 
         if full._version != before[id(full)] and done.setdefault(id(parameter), (id(owner), name)) == (id(owner), name):
             view = part_view(name, parameter, rank)
             for part in view.parts:
-                target = tuple(
-                    slice(at, at + size) for at, size in zip(part.local_offsets, part.box.sizes, strict=True)
-                )
-                source = tuple(slice(at, at + size) for at, size in zip(part.box.offsets, part.box.sizes, strict=True))
-                view.local[target].copy_(full.data[source])
+                box = part.box
+                if box.numel:  # the shape of an empty local tensor need not match
+                    mine = part_of(view.local, part.local_offsets, box.sizes)
+                    mine.copy_(part_of(full.data, box.offsets, box.sizes))
 
 
 def _empty_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, int]]:
