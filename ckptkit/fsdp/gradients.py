@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ckptkit.arguments import check_flags
 from ckptkit.errors import NonFiniteGradientError, UsageError
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
+from ckptkit.units import first_few
 
 _Key = tuple[DeviceMesh, tuple[int, ...]]
 
@@ -139,8 +140,11 @@ def refuse_nonfinite(parameters: Iterable[tuple[str, torch.Tensor]], norm: torch
     """Raise NonFiniteGradientError. The message names the gradients on this rank that are inf or NaN."""
     names = [name for name, parameter in parameters if parameter.grad is not None and not _is_finite(parameter.grad)]
     rank = dist.get_rank() if dist.is_initialized() else 0
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    held = f"not finite: {shown}" if names else "this rank's gradients are finite, those of another rank are not"
+    held = (
+        f"not finite: {first_few(names, 3)}"
+        if names
+        else "this rank's gradients are finite, those of another rank are not"
+    )
     raise NonFiniteGradientError(
         f"rank {rank}: the norm of the gradients is {norm.item()}; {held}. No optimizer stepped, and the gradients are "
         "unchanged. Inspect them, and clear them with optimizer.zero_grad() before you continue."

@@ -22,6 +22,7 @@ from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.fsdp.groups import clean_fqn
 from ckptkit.fsdp.wrap import unwrap_model
+from ckptkit.units import first_few
 
 _log = logging.getLogger(__name__)
 _FSDP1 = "_fsdp_wrapped_module"
@@ -96,7 +97,7 @@ def _refuse_neighbours(model: nn.Module) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return first_few(list(map(repr, names)), 3)
 
 
 # --- adapters

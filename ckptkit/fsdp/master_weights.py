@@ -25,6 +25,7 @@ from ckptkit.fsdp.gradients import (
     scale_gradients,
     widened,
 )
+from ckptkit.units import first_few
 
 _log = logging.getLogger(__name__)
 
@@ -253,9 +254,8 @@ class MasterWeightOptimizer(Optimizer):
         followed = [index for group in by_kind.values() for index in _follow(group)]
         if followed:
             names = [name for name, _ in named_parameters_of(self)]
-            shown = ", ".join(repr(names[index]) for index in sorted(followed)[:3])
-            more = f" and {len(followed) - 3} more" if len(followed) > 3 else ""
-            _log.info("weights changed outside of the optimizer; their fp32 masters follow: %s%s", shown, more)
+            shown = first_few([repr(names[index]) for index in sorted(followed)], 3)
+            _log.info("weights changed outside of the optimizer; their fp32 masters follow: %s", shown)
         return len(followed)
 
     def _parameters(self) -> Iterator[torch.Tensor]:

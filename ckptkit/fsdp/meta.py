@@ -11,6 +11,7 @@ from torch import nn
 
 from ckptkit.errors import SaveError
 from ckptkit.fsdp.groups import clean_fqn
+from ckptkit.units import first_few
 
 # Names of the tensors that have no values, by model. The keys are weak, so deleted models are forgotten.
 _uninitialized: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
@@ -123,9 +124,8 @@ def require_initialized(model: nn.Module) -> None:
     """
     left = sorted(uninitialized(model))
     if left:
-        shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         raise SaveError(
-            f"{shown}: built on the meta device and never given values, so there is nothing to save. "
+            f"{first_few(left)}: built on the meta device and never given values, so there is nothing to save. "
             "Load a checkpoint, call load_hf, or call reset_parameters first."
         )
 
