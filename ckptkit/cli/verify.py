@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptkit.cli import options as shared
 from ckptkit.cli.frame import (
-    StorageOptions,
     command_frame,
     is_quiet,
     json_option,
@@ -36,16 +35,7 @@ SHOWN_OF_A_FILE = 10  # problems shown per file; a failing disk may damage ten t
 @json_option
 @storage_option
 @command_frame
-def command(
-    url: str,
-    *,
-    quick: bool,
-    workers: int,
-    layout: str | None,
-    allow_pickle: bool,
-    as_json: bool,
-    storage_options: StorageOptions,
-) -> None:
+def command(url: str, *, layout: str | None, allow_pickle: bool, as_json: bool, **options: Any) -> None:
     """Check that the checkpoint at URL is complete and undamaged. The exit code is 1 if it is damaged.
 
     For tensors of unknown classes, only checksums are compared. They are listed, and do not count as damage.
@@ -53,18 +43,13 @@ def command(
     from ckptkit.formats.options import ReadOptions
     from ckptkit.offline.verify import Problem, VerifyReport, verify
 
+    reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
     with progress_bar("verify") as progress:
         try:
-            report = verify(
-                url,
-                quick=quick,
-                workers=workers,
-                storage_options=storage_options,
-                progress=progress,
-                options=ReadOptions(layout=layout, allow_pickle=allow_pickle),
-            )
+            report = verify(url, options=reading, progress=progress, **options)
         except CorruptCheckpointError as error:  # too damaged to open, which is a result for `verify`, not a failure
-            report = VerifyReport(error.checkpoint or url, quick=quick, problems=(Problem("", "", str(error)),))
+            place, problem = error.checkpoint or url, Problem("", "", str(error))
+            report = VerifyReport(place, quick=options["quick"], problems=(problem,))
     if as_json:
         print_json(report.to_json())
     else:
@@ -72,7 +57,7 @@ def command(
         if not (report.ok or is_quiet()):
             from ckptkit.offline.reading import earlier_checkpoint
 
-            older = earlier_checkpoint(report.url, storage_options=storage_options)
+            older = earlier_checkpoint(report.url, storage_options=options["storage_options"])
             lines += [f"check the previous one: {command_line('verify', older)}"] if older else []
         click.echo("\n".join(lines))
     if not report.ok:
