@@ -286,14 +286,27 @@ def test_a_large_grid_folds_experts_and_then_layers_and_shows_the_largest_change
     changes = {f"layers.{i}.experts.{j}.up": 1e-6 for i in range(40) for j in range(60)}
     changes["layers.3.experts.7.up"] = 0.5
     (panel,) = heat_maps(changes)
-    assert "modules that differ only in a number, share a cell" in panel.explanation
+    assert "Numbered modules, such as experts, share a cell." in panel.explanation
     assert panel.picture.count("<path") == 40 + 6  # and the legend
     assert "layers.3.experts.*.up\n60 tensors, largest relative change 0.5<" in panel.picture
 
     (panel,) = heat_maps({f"layers.{i}.{name}": 0.0 for i in range(1001) for name in ("a", "b")})
     assert "A row shows up to 2 consecutive layers." in panel.explanation
+    assert "share a cell" not in panel.explanation
     assert "layers.0-1.b\n2 tensors, all equal<" in panel.picture
     assert "layers.1000-1000.b\nequal<" in panel.picture
+
+
+def test_the_rows_of_a_grid_are_in_the_order_of_the_layers_numbers() -> None:
+    names = sorted(f"model.layers.{i}.w" for i in range(12))  # as in a safetensors file
+    picture = heat_maps(dict.fromkeys(["embed.w", *names, "layers.²2.w"], 0.5))[0].picture
+    rows = re.findall(r'text-anchor="end">([^<]+)<', picture)
+    assert rows == ["outside of layers", *(f"model.layers.{i}" for i in range(12)), "layers.²2"]
+
+
+@pytest.mark.parametrize("name", ["9" * 1_000_000, "a." + "1" * 1_000_000 + "-", "1." * 500_000])
+def test_a_long_name_of_digits_is_drawn_at_once(name: str) -> None:
+    assert "0.5<" in heat_maps({name: 0.5})[0].picture
 
 
 def test_the_page_of_a_large_diff_is_small(tmp_path: Path) -> None:

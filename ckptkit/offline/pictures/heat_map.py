@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ckptkit.offline.pictures.page import Panel, escaped, label, svg, text
 from ckptkit.units import counted
@@ -15,14 +15,14 @@ _LEGEND = {0.0: "equal", 1e-6: "1e-6", 1e-4: "1e-4", 1e-2: "0.01", 1.0: "1 and m
 _OTHER, _ASIDE = "other state", ("rng.", "extra.")
 _PREFIXED = re.compile(r"(?P<part>optimizer|master): (?P<fqn>\S+)(?: (?P<state>\S+))?$")
 _COUNTER = "step"  # it counts updates, so a difference says nothing about the weights
-_LAYER = re.compile(r"^(.*?)(\d+)\.(.*)$")
+_LAYER = re.compile(r"(?<!\d)(\d+)\.")  # without the lookbehind, a name of a million digits would take hours
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a name component that is a number
 
 
 def split_layer(fqn: str) -> tuple[str, str]:
     """Return (layer, module): "model.layers.3.mlp.w" -> ("model.layers.3", "mlp.w"); ("", fqn) if not in a layer."""
-    match = _LAYER.match(fqn)
-    return (f"{match[1]}{match[2]}", match[3]) if match else ("", fqn)
+    match = _LAYER.search(fqn)
+    return (fqn[: match.end() - 1], fqn[match.end() :]) if match else ("", fqn)
 
 
 def layer_of(name: str) -> tuple[int, str]:
@@ -65,7 +65,8 @@ def heat_maps(changes: Mapping[str, float]) -> list[Panel]:
         cells = {fqn: [change] for fqn, change in of_part.items()}
         more = ""
         if len(cells) > MAX_CELLS:
-            cells, more = _fold(of_part), " Experts, and other modules that differ only in a number, share a cell."
+            cells = _fold(of_part)
+            more += " Numbered modules, such as experts, share a cell." * (len(cells) < len(of_part))
         if len(cells) > MAX_CELLS:
             count = math.ceil(len(cells) / MAX_CELLS)
             cells = _fold_layers(cells, count)
@@ -95,26 +96,38 @@ def _fold(changes: Mapping[str, float]) -> dict[str, list[float]]:
 
 def _fold_layers(cells: Mapping[str, list[float]], count: int) -> dict[str, list[float]]:
     """Return the changes of `count` consecutive layers as those of one layer, "model.layers.0-3"."""
-    matches = {fqn: _LAYER.match(fqn) for fqn in cells}
-    numbered = {fqn: match for fqn, match in matches.items() if match and len(match[2]) < 19}
+    matches = {fqn: _LAYER.search(fqn) for fqn in cells}
+    numbered = {fqn: match for fqn, match in matches.items() if match and len(match[1]) < 19}
     last: dict[str, int] = {}  # the highest number after each prefix
-    for match in numbered.values():
-        last[match[1]] = max(last.get(match[1], 0), int(match[2]))
+    for fqn, match in numbered.items():
+        prefix = fqn[: match.start()]
+        last[prefix] = max(last.get(prefix, 0), int(match[1]))
     found: dict[str, list[float]] = {}
     for fqn, changes in cells.items():
         name = fqn
         if fqn in numbered:
-            prefix, number, module = numbered[fqn].groups()
-            start = int(number) // count * count
-            name = f"{prefix}{start}-{min(start + count - 1, last[prefix])}.{module}"
+            match = numbered[fqn]
+            prefix, start = fqn[: match.start()], int(match[1]) // count * count
+            name = f"{prefix}{start}-{min(start + count - 1, last[prefix])}.{fqn[match.end() :]}"
         found.setdefault(name, []).extend(changes)
     return found
+
+
+def _in_order(layers: Iterable[str]) -> list[str]:
+    """Return layers with the same prefix in the order of their numbers. A file may list 10 before 2."""
+    kinds: dict[str, list[tuple[int, str]]] = {}
+    for layer in layers:
+        head, _, last = layer.rpartition("-")
+        first = head if last.isdecimal() and head[-1:].isdecimal() else layer  # "layers.4" of "layers.4-7"
+        prefix = first.rstrip("0123456789")
+        kinds.setdefault(prefix, []).append((int(first[len(prefix) :][:18] or -1), layer))
+    return [layer for rows in kinds.values() for _, layer in sorted(rows)]
 
 
 def _grid(changes: Mapping[str, list[float]]) -> str:
     """Draw one row per layer, with the column names above and the legend below."""
     modules = list(dict.fromkeys(split_layer(fqn)[1] for fqn in changes))
-    layers = list(dict.fromkeys(split_layer(fqn)[0] for fqn in changes))
+    layers = _in_order(dict.fromkeys(split_layer(fqn)[0] for fqn in changes))
     cell = min(CELL, max(5.0, 850.0 / len(layers)))
     width = min((WIDTH - LEFT - RIGHT) / len(modules), 64.0)
     y = 20 + 3.95 * min(32, max(map(len, modules)))  # leaves room for the slanted names above
