@@ -293,10 +293,10 @@ def choose(
     if options.vocabulary is not None and side is not None:
         from ckptkit.offline.vocabulary import resize
 
-        resized = resize(
+        tensors, config, said = resize(
             tensors, side.config, options.vocabulary, store=source.store, catalog=source.catalog, files=side.files
         )
-        tensors, side, notes = resized.tensors, replace(side, config=resized.config), (*notes, *resized.notes)
+        side, notes = replace(side, config=config), (*notes, *said)
     used = {key for tensor in tensors.values() for key in tensor.sources}
     leftovers = [
         (name, dropped.get(name) or f"{entry.role.value} state")

@@ -24,11 +24,8 @@ from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.catalog.targets import NO_SOURCE, Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
 from ckptkit.offline.copying.casts import cast_into, float_values
-from ckptkit.offline.copying.gather import Gatherer
-from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor, Placement, Plan
-from ckptkit.offline.copying.runs import prepare
-from ckptkit.offline.copying.sources import SourceReader
-from ckptkit.offline.export.tied import is_embedding, is_head, tied_pairs
+from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
+from ckptkit.offline.export.tied import ends_like, gathering, is_embedding, is_head, tied_pairs
 from ckptkit.offline.resharding.own_state import OwnState, OwnTensor
 from ckptkit.storage.store import Store
 
@@ -70,23 +67,6 @@ class VocabSize:
         return cls(rows, new_rows or "mean", dry)
 
 
-@dataclass(frozen=True, slots=True)
-class Resized:
-    """The resized tensors, the changed config, and notes."""
-
-    tensors: dict[str, OutputTensor]
-    config: Mapping[str, Any] | None
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    """Names of the tensors that have one row per token, and how many rows they have."""
-
-    names: tuple[str, ...]
-    rows: int
-
-
 def resize(
     tensors: Mapping[str, OutputTensor],
     config: Mapping[str, Any] | None,
@@ -95,8 +75,10 @@ def resize(
     store: Store,
     catalog: Catalog,
     files: Mapping[str, bytes],
-) -> Resized:
-    """Return a model's tensors with the embedding and the head resized to `size.rows` rows. Reads both for a mean.
+) -> tuple[dict[str, OutputTensor], Mapping[str, Any] | None, tuple[str, ...]]:
+    """Return a model's tensors with the embedding and the head resized to `size.rows` rows, its config, and notes.
+
+    Reads both tensors for a mean.
 
     Args:
         files: Contents of the model's small files, by name. Each token of the tokenizer must keep its row.
@@ -106,21 +88,17 @@ def resize(
         UnsupportedFormatError: One of these tensors is computed or quantized.
         UsageError: A token would lose its row.
     """
-    found = _vocabulary({name: tensor.shape for name, tensor in tensors.items()}, config)
-    check_tokens(config, files, size.rows, found.rows)
+    names, rows = _vocabulary({name: tensor.shape for name, tensor in tensors.items()}, config)
+    check_tokens(config, files, size.rows, rows)
     made = dict(tensors)
-    for name in found.names:
+    for name in names:
         target = _target(tensors[name], name)
-        row = _NOTHING
-        if size.rows > found.rows:
-            row = _row_bytes(
-                _mean(target, store, catalog) if size.new_rows == "mean" and not size.dry else None, target
-            )
-        resized = target.resized(0, size.rows)
-        made[name] = _filled(resized, row, size.new_rows) if resized.is_padded else resized
-    changed, notes = _resized_config(config, found.rows, size.rows)
-    kinds = [f"{name} ({tensors[name].dtype})" for name in found.names]
-    return Resized(made, changed, (_said(kinds, found.rows, size), *notes))
+        averages = size.rows > rows and size.new_rows == "mean" and not size.dry
+        mean = _mean(target, store, catalog) if averages else None
+        made[name] = _resized(target, size.rows, mean, size.new_rows)
+    changed, notes = _resized_config(config, rows, size.rows)
+    kinds = [f"{name} ({tensors[name].dtype})" for name in names]
+    return made, changed, (_said(kinds, rows, size), *notes)
 
 
 def resize_state(
@@ -145,40 +123,39 @@ def resize_state(
         raise CheckpointMismatchError(
             "--vocab-size: the checkpoint contains several models with the same names. Convert one of them at a time."
         )
-    found = _vocabulary({name: item.tensor.shape for name, item in weights.items()}, config)
-    check_tokens(config, files, size.rows, found.rows)
+    names, old = _vocabulary({name: item.tensor.shape for name, item in weights.items()}, config)
+    check_tokens(config, files, size.rows, old)
     owners = {item.tensor.name: _owner(item, weights) for item in own.tensors}
-    rest = [item.tensor for item in own.tensors if not owners[item.tensor.name] and found.rows in item.tensor.shape]
+    rest = [item.tensor for item in own.tensors if not owners[item.tensor.name] and old in item.tensor.shape]
     if rest:
         shown = _listed(f"{tensor.name} {list(tensor.shape)}" for tensor in rest)
         raise CheckpointMismatchError(
             f"--vocab-size: {shown}: ckptkit cannot tell which parameter this belongs to, and so whether its "
-            f"dimension of {found.rows} is the vocabulary. Convert the model alone."
+            f"dimension of {old} is the vocabulary. Convert the model alone."
         )
     masters = {
-        owners[i.tensor.name]: i for i in own.tensors if i.role is Role.MASTER and owners[i.tensor.name] in found.names
+        owners[i.tensor.name]: i for i in own.tensors if i.role is Role.MASTER and owners[i.tensor.name] in names
     }
     rows: dict[str, Doubles] = {}
-    if size.rows > found.rows and size.new_rows == "mean" and not size.dry:
-        rows = _state_rows(found, weights, masters, store, catalog)
+    if size.rows > old and size.new_rows == "mean" and not size.dry:
+        rows = _state_rows(names, weights, masters, store, catalog)
     counts: dict[str, int] = {}
     for index, item in enumerate(own.tensors):
         fqn = owners[item.tensor.name]
-        if fqn not in found.names or not _has_rows(item, weights[fqn].source.shape):
+        if fqn not in names or not _has_rows(item, weights[fqn].source.shape):
             continue
         target = _target(item.tensor, item.tensor.name)
         kind: NewRows = "zeros" if item.role is Role.OPTIMIZER else size.new_rows
-        row = _row_bytes(rows.get(fqn) if kind == "mean" else None, target)
-        resized = target.resized(0, size.rows)
-        own.tensors[index] = replace(item, tensor=_filled(resized, row, kind) if resized.is_padded else resized)
+        mean = rows.get(fqn) if kind == "mean" else None
+        own.tensors[index] = replace(item, tensor=_resized(target, size.rows, mean, kind))
         if item.role is not Role.MODEL:
             what = "masters" if item.role is Role.MASTER else "optimizer states"
             counts[what] = counts.get(what, 0) + 1
-    changed, notes = _resized_config(config, found.rows, size.rows)
-    own.notes += [_said(found.names, found.rows, size), *notes]
+    changed, notes = _resized_config(config, old, size.rows)
+    own.notes += [_said(names, old, size), *notes]
     if counts:
         listed = " and ".join(f"{n} {what}" for what, n in counts.items())
-        zeros = "; new rows of optimizer states are zeros" if size.rows > found.rows else ""
+        zeros = "; new rows of optimizer states are zeros" if size.rows > old else ""
         own.notes.append(f"vocabulary: {listed} were resized to match{zeros}")
     return changed
 
@@ -186,8 +163,9 @@ def resize_state(
 # --- which tensors
 
 
-def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> _Vocabulary:
-    """Find the embedding, the embeddings tied to it, the head and the head's bias by name and size; return their names.
+def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[tuple[str, ...], int]:
+    """Find the embedding, the embeddings tied to it, the head and the head's bias by name and size; return their names
+    and how many rows they have.
 
     Raises:
         CheckpointMismatchError: There is no embedding or more than one, the head is ambiguous, or other tensors have as
@@ -209,7 +187,7 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
     rows = matrices[alone[0]][0]
     halves = [half for half, shared in tied if shared == alone[0] and is_embedding(half)]
     heads = [name for name in matrices if is_head(name) and matrices[name][0] == rows]
-    short = [n for n, shape in matrices.items() if _ends(n, _SURELY_HEADS) and shape[0] != rows]
+    short = [n for n, shape in matrices.items() if ends_like(n, _SURELY_HEADS) and shape[0] != rows]
     if len(heads) > 1 or short:
         shown = _listed(f"{name} {list(shapes[name])}" for name in (*heads, *short))
         raise CheckpointMismatchError(
@@ -225,7 +203,7 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
             "whether they belong to the vocabulary. --exclude them, or rename the head to lm_head.weight with "
             "--key-map."
         )
-    return _Vocabulary(names, rows)
+    return names, rows
 
 
 def _owner(item: OwnTensor, weights: Mapping[str, OwnTensor]) -> str:
@@ -269,7 +247,10 @@ def _has_rows(item: OwnTensor, shape: tuple[int, ...]) -> bool:
 # --- rows
 
 
-_NOTHING: Bytes = np.empty(0, np.uint8)
+def _resized(target: Target, rows: int, mean: Doubles | None, kind: NewRows) -> OutputTensor:
+    """Return the target with `rows` rows. New ones are the mean, or zeros if there is none."""
+    resized = target.resized(0, rows)
+    return _filled(resized, _row_bytes(mean, target), kind) if resized.is_padded else resized
 
 
 def _filled(target: Target, row: Bytes, kind: NewRows) -> ComputedTensor:
@@ -313,35 +294,22 @@ def _cast(data: Bytes, source: str, target: str) -> Bytes:
 
 def _mean(target: Target, store: Store, catalog: Catalog) -> Doubles:
     """Return the mean of a tensor's rows. Reads the tensor a few MB at a time."""
-    total: Doubles = np.zeros(Box.whole(target.shape[1:]).numel, np.float64)
-    for values in _rows(replace(target, dtype=target.source_dtype), store, catalog):
-        for row in values:  # one at a time, because numpy's summation order depends on the number of rows
-            total += row
+    stored, width = replace(target, dtype=target.source_dtype), Box.whole(target.shape[1:]).numel
+    itemsize = dtype_of(stored.dtype).itemsize
+    most = max(1, _TILE // max(1, width * itemsize)) * width
+    total: Doubles = np.zeros(width, np.float64)
+    with gathering(store, [catalog.tensors[key] for key in target.sources]) as gatherer:
+        for tile in Box.whole(target.shape).tiles(most) if width else ():
+            data = np.empty(tile.numel * itemsize, np.uint8)
+            gatherer.make_box(stored, tile, data)
+            # Add one row at a time, because numpy's summation order depends on the number of rows.
+            for row in float_values(data, stored.dtype).reshape(-1, width):
+                total += row
     return total / target.shape[0]
 
 
-def _rows(target: Target, store: Store, catalog: Catalog) -> Iterator[npt.NDArray[Any]]:
-    """Yield a tensor's rows in order, several at a time, as fp32 or fp64: [rows, elements per row]."""
-    plan = Plan(catalog, (), (Placement.whole(target, 0, 0),))
-    work = prepare(plan, check=False, by_boxes=True)
-    reader = SourceReader(store, work.origins)
-    try:
-        gatherer = Gatherer(reader, work.maps, None, max_bytes=4 * _TILE)
-        width = Box.whole(target.shape[1:]).numel
-        itemsize = dtype_of(target.dtype).itemsize
-        step = max(1, _TILE // max(1, width * itemsize))
-        for start in range(0, target.shape[0], step):
-            n = min(step, target.shape[0] - start)
-            data = np.empty(n * width * itemsize, np.uint8)
-            box = Box((start, *(0,) * (len(target.shape) - 1)), (n, *target.shape[1:]))
-            gatherer.make_box(target, box, data)
-            yield float_values(data, target.dtype).reshape(n, width)
-    finally:
-        reader.close()
-
-
 def _state_rows(
-    found: _Vocabulary,
+    names: Sequence[str],
     weights: Mapping[str, OwnTensor],
     masters: Mapping[str, OwnTensor],
     store: Store,
@@ -352,7 +320,7 @@ def _state_rows(
     An optimizer has only one master for tied weights. A weight without a master is considered tied to one that has a
     master if their means are equal. Both then get the same row.
     """
-    of_weights = {name: _mean(_target(weights[name].tensor, name), store, catalog) for name in found.names}
+    of_weights = {name: _mean(_target(weights[name].tensor, name), store, catalog) for name in names}
     rows = {name: _mean(_target(item.tensor, name), store, catalog) for name, item in masters.items()}
     for name, mean in rows.items():  # round to the master's dtype: the weight's new rows must equal the master's, cast
         dtype = masters[name].tensor.dtype
@@ -486,7 +454,3 @@ def _said(names: Sequence[str], old: int, size: VocabSize) -> str:
 def _listed(names: Iterable[str]) -> str:
     shown = list(names)
     return ", ".join(shown[:_NAMED]) + (f", ... ({len(shown)})" if len(shown) > _NAMED else "")
-
-
-def _ends(name: str, endings: Sequence[str]) -> bool:
-    return any(name == ending or name.endswith("." + ending) for ending in endings)

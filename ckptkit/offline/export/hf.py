@@ -272,10 +272,11 @@ def _model_tensors(
         from ckptkit.offline.vocabulary import resize
 
         base = draft.base
-        resized = resize(tensors, base.config, options.vocabulary, store=store, catalog=draft.catalog, files=base.files)
-        draft.notes += resized.notes
-        draft.base = replace(base, config=resized.config)
-        tensors = resized.tensors
+        tensors, resized, notes = resize(
+            tensors, base.config, options.vocabulary, store=store, catalog=draft.catalog, files=base.files
+        )
+        draft.notes += notes
+        draft.base = replace(base, config=resized)
     if options.quantize:
         from ckptkit.offline.export.quantize import quantize
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import TensorEntry, TensorSlice, same_by_record
+from ckptkit.catalog.entry import Catalog, TensorEntry, same_by_record
 from ckptkit.catalog.targets import Target
-from ckptkit.catalog.tiles import pieces, source_layout
 from ckptkit.errors import CheckpointMismatchError
-from ckptkit.offline.copying.sources import Origin, SourceReader
+from ckptkit.offline.copying.gather import Gatherer
+from ckptkit.offline.copying.plan import Placement, Plan
+from ckptkit.offline.copying.runs import prepare
+from ckptkit.offline.copying.sources import SourceReader
 from ckptkit.storage.store import Store
 
 # Names of heads and embeddings that transformers' models list in `_tied_weights_keys`.
@@ -85,12 +89,12 @@ def config_ties(config: Mapping[str, Any] | None) -> bool | None:
 
 def is_embedding(name: str) -> bool:
     """Return whether this is a token embedding's name."""
-    return _is(name, _EMBEDDINGS)
+    return ends_like(name, _EMBEDDINGS)
 
 
 def is_head(name: str) -> bool:
     """Return whether this is an output head's name. Modules other than heads may use some of these names too."""
-    return _is(name, _HEADS) or name in _WHOLE_HEADS
+    return ends_like(name, _HEADS) or name in _WHOLE_HEADS
 
 
 def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
@@ -106,10 +110,10 @@ def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
         # If several embeddings fit, take the nearest in the module tree (text and audio towers), then a decoder's.
         fitting.sort(key=lambda name: (-_common(head, name), "decoder" not in name, len(name)))
         pairs += [(head, fitting[0])] if fitting else []
-    for shared in (name for name in shapes if _is(name, ("shared.weight",))):
+    for shared in (name for name in shapes if ends_like(name, ("shared.weight",))):
         halves = [shared.removesuffix("shared.weight") + half for half in _HALVES]
         pairs += [(name, shared) for name in halves if shapes.get(name) == shapes[shared]]
-    for bias in (name for name in shapes if _is(name, _BIASES)):
+    for bias in (name for name in shapes if ends_like(name, _BIASES)):
         own = bias.removesuffix("decoder.bias") + "bias"
         pairs += [(bias, own)] if shapes.get(own) == shapes[bias] else []
     return pairs
@@ -145,7 +149,7 @@ def settle_tied(
     untied = False
     own = str(config.get("model_type")) in _OWN_HEADS
     for head, embedding in tied_pairs({name: target.shape for name, target in targets.items()}):
-        if own and _is(head, _HEADS):
+        if own and ends_like(head, _HEADS):
             continue
         # If the config does not say, a base model without a head proves that the head is tied.
         tied = config_ties(config) or (wanted is not None and embedding in wanted and head not in wanted)
@@ -175,8 +179,8 @@ def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) 
     Call it only if the config ties the two.
     """
     names = dict(targets)
-    for embedding in (name for name in wanted if _is(name, _EMBEDDINGS) and name not in targets):
-        for head in (name for name in targets if _is(name, _HEADS) and name not in wanted):
+    for embedding in (name for name in wanted if ends_like(name, _EMBEDDINGS) and name not in targets):
+        for head in (name for name in targets if ends_like(name, _HEADS) and name not in wanted):
             names[embedding] = replace(names.pop(head), name=embedding)
             break
     return names
@@ -192,40 +196,33 @@ def same_values(store: Store, first: TensorEntry, second: TensorEntry) -> bool:
     known = same_by_record(first, second)
     if known is not None:
         return known
-    most = max(1, _TILE // dtype_of(first.dtype).itemsize)
-    tiles = Box.whole(first.shape).tiles(most)
-    return all(np.array_equal(_read_box(store, first, tile), _read_box(store, second, tile)) for tile in tiles)
+    itemsize = dtype_of(first.dtype).itemsize
+    with gathering(store, (first, second)) as gatherer:
+
+        def data(entry: TensorEntry, tile: Box) -> npt.NDArray[np.uint8]:
+            out = np.empty(tile.numel * itemsize, np.uint8)
+            gatherer.read_box(entry.name, tile, out)
+            return out
+
+        tiles = Box.whole(first.shape).tiles(max(1, _TILE // itemsize))
+        return all(np.array_equal(data(first, tile), data(second, tile)) for tile in tiles)
 
 
-def _read_box(store: Store, entry: TensorEntry, box: Box) -> Any:
-    """Return a box of a tensor as row-major bytes, [*sizes, itemsize]."""
-    itemsize = dtype_of(entry.dtype).itemsize
-    out = np.empty((*box.sizes, itemsize), np.uint8)
-    offsets, sizes = (np.array([values], np.int64).reshape(1, box.ndim) for values in (box.offsets, box.sizes))
-    found = pieces(entry, offsets, sizes)
-    starts, strides = source_layout(entry, found)
-    for i in range(len(found)):
-        shape, steps = found.sizes[i].tolist(), strides[i].tolist()
-        raw = np.empty((1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))) * itemsize, np.uint8)
-        _read(store, entry.slices[int(found.rows[i])], int(starts[i]), raw)
-        view = np.ndarray((*shape, itemsize), np.uint8, raw.data, strides=(*(s * itemsize for s in steps), 1))
-        begin = (found.offsets[i] - offsets[0]).tolist()
-        out[tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=True))] = view
-    return out
-
-
-def _read(store: Store, row: TensorSlice, start: int, out: Any) -> None:
-    if row.codec is None:
-        store.read_into(row.path, start, memoryview(out))
-        return
-    reader = SourceReader(store, [Origin(row.path, row.codec)])
+@contextmanager
+def gathering(store: Store, entries: Iterable[TensorEntry]) -> Iterator[Gatherer]:
+    """Yield a gatherer that reads these tensors of a checkpoint, without checking digests."""
+    catalog = Catalog({entry.name: entry for entry in entries})
+    plan = Plan(catalog, (), tuple(Placement.whole(Target.of(entry), 0, 0) for entry in catalog.tensors.values()))
+    work = prepare(plan, check=False, by_boxes=True)
+    reader = SourceReader(store, work.origins)
     try:
-        reader.read(0, start, memoryview(out))
+        yield Gatherer(reader, work.maps, None, max_bytes=4 * _TILE)
     finally:
         reader.close()
 
 
-def _is(name: str, endings: tuple[str, ...]) -> bool:
+def ends_like(name: str, endings: tuple[str, ...]) -> bool:
+    """Return whether the name's last components are one of `endings`."""
     return any(name == ending or name.endswith("." + ending) for ending in endings)
 
 
