@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -31,6 +32,7 @@ from ckptkit.offline.conversion import ConvertReport, How
 from ckptkit.offline.convert import Format, Output, Weights, choose, key_map_of, write
 from ckptkit.offline.copying.casts import cast_into, float_values, round_pairs, split_pairs
 from ckptkit.offline.copying.copier import Progress
+from ckptkit.offline.copying.gather import PIECE
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 from ckptkit.offline.export.hf import HFExport
 from ckptkit.offline.export.weights import ExportOptions
@@ -38,7 +40,7 @@ from ckptkit.offline.joined import computed_from, join, taken_from
 from ckptkit.offline.publish import options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.storage.retry import patient
-from ckptkit.units import counted, parse_size
+from ckptkit.units import counted, first_few, parse_size
 
 if TYPE_CHECKING:
     from ckptkit.formats.detect import Source
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 Sums: TypeAlias = Literal["fp32", "fp64"]
-# Elements summed at a time. They stay in the second-level cache; with fewer, threads would mostly wait for the GIL.
-_BLOCK = 1 << 17
 _NAMED = 5
 
 
@@ -136,7 +136,10 @@ def merge(  # noqa: PLR0913 - one argument an option
         f"{f:.6g} * {s.url.rpartition('/')[2]}" for f, s in zip(factors, opened, strict=True)
     )
     each = [options] * (len(opened) - 1) + [replace(options, notes=(said,))]
-    parts = [choose(source, to, own, base, storage_options) for source, own in zip(opened, each, strict=True)]
+    parts = []
+    for source, own in zip(opened, each, strict=True):
+        with _named(source.url):
+            parts.append(choose(source, to, own, base, storage_options))
     # Sum quantized weights in fp32, so that only the result is rounded.
     wide = replace(options, dtype="keep", dequantize="fp32")
     named, used = [], []
@@ -150,19 +153,26 @@ def merge(  # noqa: PLR0913 - one argument an option
 
 
 def _opened(urls: Sequence[str], open_one: Callable[[str], Source]) -> list[Source]:
-    """Open all sources. Errors name the source. Raises UsageError if a checkpoint is given twice."""
+    """Open all sources. Raises UsageError if a checkpoint is given twice."""
     opened: list[Source] = []
     for url in urls:
-        try:
+        with _named(url):
             source = open_one(url)
-        except CkptkitError as error:
-            if url in str(error):
-                raise
-            raise type(error)(f"{url}: {error}") from error
         if source.url in [other.url for other in opened]:
             raise UsageError(f"{source.url} is given twice. Give it once, with the sum of its weights.")
         opened.append(source)
     return opened
+
+
+@contextmanager
+def _named(url: str) -> Iterator[None]:
+    """Make errors name the source."""
+    try:
+        yield
+    except CkptkitError as error:
+        if url in str(error):
+            raise
+        raise type(error)(f"{url}: {error}") from error
 
 
 def _is_quantized(part: HFExport) -> bool:
@@ -308,9 +318,8 @@ def _combined(
     if any(map(_is_quantized, parts)):
         notes.append("quantized weights were dequantized to fp32, summed, and rounded once")
     if copied:
-        shown = ", ".join(copied[:_NAMED]) + (", ..." if len(copied) > _NAMED else "")
         many = "tensors are" if len(copied) > 1 else "tensor is"
-        notes.append(f"{len(copied)} {many} not floating point and copied from the last source: {shown}")
+        notes.append(f"{len(copied)} {many} not floating point and copied from the last source: {first_few(copied)}")
     leftovers = tuple(dict.fromkeys(item for part in parts for item in part.leftovers))
     faults = tuple(dict.fromkeys(fault for part in parts for fault in part.faults))
     noted = tuple(dict.fromkeys(notes))
@@ -321,12 +330,11 @@ def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTe
     for source, names in zip(opened, named, strict=True):
         for of, others in ((opened[-1], named[-1].keys() - names.keys()), (source, names.keys() - named[-1].keys())):
             if others:
-                shown = ", ".join(sorted(others)[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
                 without = source if of is opened[-1] else opened[-1]
                 raise CheckpointMismatchError(
-                    f"{of.url} has {counted(len(others), 'tensor')} that {without.url} does not have: {shown}. Only "
-                    "checkpoints with the same tensors can be merged; --exclude skips some, --key-map and "
-                    "--strip-prefix rename them."
+                    f"{of.url} has {counted(len(others), 'tensor')} that {without.url} does not have: "
+                    f"{first_few(sorted(others))}. Only checkpoints with the same tensors can be merged; --exclude "
+                    "skips some, --key-map and --strip-prefix rename them."
                 )
 
 
@@ -366,12 +374,13 @@ def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, su
 
     inputs = [item for term in terms for item in ((term,) if isinstance(term, Target) else term.inputs)]
     scratch = sum(term.scratch + term.numel * dtype_of(term.dtype).itemsize for term in computed)
-    scratch += 2 * min(first.numel, _BLOCK) * dtype_of(sum_dtype).itemsize
+    scratch += 3 * min(first.numel, PIECE) * dtype_of(sum_dtype).itemsize
     compute = partial(_summed, terms=tuple(terms), factors=tuple(factors), sums=sum_dtype, target=dtype)
     by_element = all(term.by_element for term in computed)
     return ComputedTensor(
-        terms[-1].name, dtype, first.shape, tuple(inputs), compute, f"{label} in {sum_dtype}", scratch, cut, by_element
-    )
+        terms[-1].name, dtype, first.shape, tuple(inputs), compute, f"{label} in {sum_dtype}", scratch, cut, by_element,
+        in_pieces=not computed,
+    )  # fmt: skip
 
 
 def _summed(
@@ -386,14 +395,14 @@ def _summed(
         values.append(data[at] if isinstance(term, Target) else term.compute(data[at : at + count])[0])
         at += count
     sizes = [dtype_of(term.dtype).itemsize for term in terms]
-    size, numel = dtype_of(target).itemsize, terms[0].numel
+    size, numel = dtype_of(target).itemsize, len(values[0]) // sizes[0]
     out = np.empty(numel * size, np.uint8)
-    sum_of_block, product_of_block = (np.empty(min(numel, _BLOCK), kind) for _ in range(2))
+    sum_of_block, product_of_block = (np.empty(min(numel, PIECE), kind) for _ in range(2))
     in_pairs = kind is np.float32 and all(dtype == "bfloat16" for dtype in (target, *(term.dtype for term in terms)))
     infinite = 0
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for start in range(0, numel, _BLOCK):
-            n = min(_BLOCK, numel - start)
+        for start in range(0, numel, PIECE):
+            n = min(PIECE, numel - start)
             apart = in_pairs and n % 2 == 0
             total, product = sum_of_block[:n], product_of_block[:n]
             for i, (term, factor, raw) in enumerate(zip(terms, factors, values, strict=True)):

@@ -20,14 +20,16 @@ from ckptkit.errors import (
     CheckpointNotFoundError,
     CkptkitError,
     CorruptCheckpointError,
+    IntegrityError,
     UsageError,
 )
 from ckptkit.offline.convert import convert
-from ckptkit.offline.copying.gather import Gatherer
+from ckptkit.offline.copying.gather import PIECE, Gatherer
 from ckptkit.offline.merge import _sum, merge, weights_of
 from tests.cli.commands import ran
 from tests.offline.export.test_dequantize import FP4_WEIGHTS, by_groups, fp4_values, packed
 from tests.offline.exports import assert_same, read_model, write_model
+from tests.offline.folders import flip
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "matrix": ((300, 257), torch.bfloat16),
@@ -96,12 +98,11 @@ def test_the_sum_is_cast_once(sources: list[str], tmp_path: Path) -> None:
     assert_same(read_model(tmp_path / "out"), {"cube": sum_of_three()["cube"].bfloat16()})
 
 
-_BLOCK = 1 << 17  # elements that are summed at a time
 _LARGE = {
     "before": (1,),  # everything after it is at an odd element
-    "one-less": (2 * _BLOCK - 1,),
-    "one-more": (2 * _BLOCK + 1,),
-    "long-row": (1, 2 * _BLOCK + 1),  # one tile of three blocks
+    "one-less": (2 * PIECE - 1,),
+    "one-more": (2 * PIECE + 1,),
+    "long-row": (1, 2 * PIECE + 1),  # one tile of three blocks
     "odd-rows": (5, 300_001),
 }
 
@@ -198,6 +199,15 @@ def test_the_checkpoints_of_a_run_are_chosen_by_number_or_by_step(
 def test_a_damaged_source_is_an_error_and_not_skipped(run: str, tmp_path: Path) -> None:
     Path(run, "step_00000030", "checkpoint.json").write_text("{")
     with pytest.raises(CorruptCheckpointError, match="step_00000030"):
+        merge([run], str(tmp_path / "out"), last=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_flipped_bit_in_a_source_is_found(run: str, tmp_path: Path) -> None:
+    data = next(Path(run, "step_00000030").glob("*.distcp"))
+    weight = weights_at(3)["weight"].numpy().tobytes()
+    flip(data, data.read_bytes().index(weight))
+    with pytest.raises(IntegrityError, match=r"weight"):
         merge([run], str(tmp_path / "out"), last=2)
     assert not (tmp_path / "out").exists()
 
@@ -459,6 +469,6 @@ def test_a_quantized_source_without_its_scale_is_refused(tmp_path: Path) -> None
     state = read_model(made[1])
     del state["w.weight_scale"]
     write_model(Path(made[1]), state)
-    with pytest.raises(CheckpointMismatchError, match=r"w\.weight"):
+    with pytest.raises(CheckpointMismatchError, match=rf"^{made[1]}: .*w\.weight"):
         merge(made, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -32,7 +31,8 @@ _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 _BLOCK = 128  # rows; `rows_at_once` rounds down to a multiple of this
 _TILE = 4 << 20
 _READ = 64 << 10  # minimum bytes to read from each slice if a tile needs part of every slice
-_ALIGNED = 64  # bytes; enough for any dtype and for vector instructions
+PIECE = 1 << 18  # elements; larger pieces leave the cache, and with smaller ones threads wait for the GIL more often
+_MOST = 16 << 20  # bytes; larger temporaries leave the cache, and malloc keeps several times their size
 _SMALL_SPAN = 1 << 20  # bytes; spans up to this size are read in one call, even if most of their bytes are not needed
 
 
@@ -60,7 +60,6 @@ class Gatherer:
     small: int = _TILE
     big: int = 0
     _computing: threading.Lock = field(default_factory=threading.Lock)
-    _local: threading.local = field(default_factory=threading.local)
     _kept: OrderedDict[Target, Bytes] = field(default_factory=OrderedDict)  # small inputs, which every tile needs
 
     def __post_init__(self) -> None:
@@ -93,14 +92,18 @@ class Gatherer:
                 scattered.append((data, i))
             ranges.append(Range(int(where.origins[row]), start, data.data, int(where.records[row])))
         self.reader.read_many(ranges)
-        if self.verifier is not None:
-            for item in ranges:
-                if item.record >= 0:
-                    self.verifier.feed(item.record, item.start, item.view)
+        self._check(ranges)
         for data, i in scattered:
             sizes = tuple(found.sizes[i].tolist())
             source = strided(data, 0, sizes, row_major_strides(sizes), itemsize)
             strided(out, int(firsts[i]), sizes, tuple(steps[i].tolist()), itemsize)[...] = source
+
+    def _check(self, ranges: list[Range]) -> None:
+        """Check the digests of ranges that were read."""
+        if self.verifier is not None:
+            for item in ranges:
+                if item.record >= 0:
+                    self.verifier.feed(item.record, item.start, item.view)
 
     def _read_strided(self, origin: int, start: int, target: Array, strides: tuple[int, ...], itemsize: int) -> None:
         span = (1 + sum((n - 1) * s for n, s in zip(target.shape, strides, strict=True))) * itemsize
@@ -161,18 +164,20 @@ class Gatherer:
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
         """Return how many rows to compute at once.
 
-        They need at most half of the memory; if each element is computed alone, at most `big`, so that all workers can
-        compute at once. The result and the first input take at most `most` bytes each.
+        They need at most half of the memory, and more than one block of rows needs at most 16 MB. If each element is
+        computed alone, they need at most `big`, so that all workers can compute at once. The result and the first input
+        take at most `most` bytes each.
         """
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:
             return rows
-        step, limit = rows, self.big if tensor.by_element else self.max_bytes // 2
+        step, half = rows, self.max_bytes // 2
         while step > 1:
             part = tensor.cut(0, step)
+            limit = self.big if tensor.by_element else min(half, _MOST) if step > _BLOCK else half
             if _taken(part) <= limit and max(_nbytes(part), _nbytes(part.inputs[0])) <= most:
                 break
-            step = (step + 1) // 2
+            step = max(_BLOCK, (step + 1) // 2) if step > _BLOCK else (step + 1) // 2
         # Use multiples of a block, because matrix kernels may round the rows of a partial block differently.
         return step if step == rows or step < _BLOCK else step // _BLOCK * _BLOCK
 
@@ -189,45 +194,86 @@ class Gatherer:
             )
         alone = not tensor.by_element or _taken(tensor) > self.big  # several at once could exceed the memory limit
         with self._computing if alone else contextlib.nullcontext():
-            inputs, infinite = self._inputs(tensor)
-            made, more = tensor.compute(inputs)
+            if tensor.in_pieces:
+                made, infinite = self._in_pieces(tensor)
+            else:
+                inputs, infinite = self._inputs(tensor)
+                made, more = tensor.compute(inputs)
+                infinite += more
         itemsize = dtype_of(tensor.dtype).itemsize
         whole: Array = np.frombuffer(made, np.uint8).view(_UNITS[itemsize]).reshape(tensor.shape)
         offsets = (box.offsets[0] - first, *box.offsets[1:]) if box.offsets else ()
         part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, box.sizes, strict=True))]
         data: Bytes = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        return data, infinite + more
+        return data, infinite
+
+    def _in_pieces(self, tensor: ComputedTensor) -> Computed:
+        """Compute a tensor piece by piece. Each piece is still in the cache when it is used."""
+        itemsizes = [dtype_of(target.dtype).itemsize for target in tensor.inputs]
+        size, numel = dtype_of(tensor.dtype).itemsize, tensor.numel
+        infinite = 0
+        sources: list[Range | Bytes] = []  # where to read pieces from, or a whole input that had to be assembled
+        for target in tensor.inputs:
+            run = self._run_of(target)
+            if run is not None:
+                sources.append(run)
+                continue
+            whole = np.empty(_nbytes(target), np.uint8)
+            infinite += self.make_box(target, Box.whole(target.shape), whole)
+            sources.append(whole)
+        out = np.empty(numel * size, np.uint8)
+        buffers = [np.empty(min(numel, PIECE) * itemsize, np.uint8) for itemsize in itemsizes]
+        for start in range(0, numel, PIECE):
+            stop = min(start + PIECE, numel)
+            data: list[Bytes] = []
+            ranges: list[Range] = []
+            for source, buffer, itemsize in zip(sources, buffers, itemsizes, strict=True):
+                if isinstance(source, Range):
+                    piece = buffer[: (stop - start) * itemsize]
+                    ranges.append(Range(source.origin, source.start + start * itemsize, piece.data, source.record))
+                else:
+                    piece = source[start * itemsize : stop * itemsize]
+                data.append(piece)
+            self.reader.read_many(ranges)
+            self._check(ranges)
+            out[start * size : stop * size], more = tensor.compute(data)
+            infinite += more
+        return out, infinite
+
+    def _run_of(self, target: Target) -> Range | None:
+        """Return where all of a target's bytes lie consecutively in a local file; None if they do not."""
+        part = target.parts[0] if len(target.parts) == 1 else None
+        if part is None or not part.is_plain or part.target_box != Box.whole(target.shape):
+            return None
+        where = self.maps[part.source]
+        found = pieces(where.entry, _row(part.source_box.offsets), _row(part.source_box.sizes))
+        if where.entry.dtype != target.dtype or len(found) != 1:
+            return None
+        starts, strides = source_layout(where.entry, found)
+        row = int(found.rows[0])
+        if not self.reader.has_file(int(where.origins[row])) or not is_dense(found.sizes, strides)[0]:
+            return None
+        return Range(int(where.origins[row]), int(starts[0]), memoryview(b""), int(where.records[row]))
 
     def _inputs(self, tensor: ComputedTensor) -> tuple[list[Bytes], int]:
         """Return a computed tensor's inputs as bytes that the caller may change, and how many elements the casts made
         infinite."""
         found: list[Bytes] = []
         infinite = 0
-        if not tensor.by_element:
-            for target in tensor.inputs:
-                kept = self._kept.get(target)
-                if kept is not None:  # a small input, whose casts are already counted
-                    self._kept.move_to_end(target)
-                    found.append(kept.copy())
-                    continue
-                data = np.empty(_nbytes(target), np.uint8)
-                infinite += self.make_box(target, Box.whole(target.shape), data)
-                found.append(data)
-                if len(data) <= self.max_bytes // 32:
-                    self._kept[target] = data.copy()
-                    while sum(map(len, self._kept.values())) > self.max_bytes // 8:
-                        self._kept.popitem(last=False)
-            return found, infinite
-        # Each thread reuses one buffer, because allocating memory for each tile would cost more than the read.
-        ends = list(itertools.accumulate(-(-_nbytes(target) // _ALIGNED) * _ALIGNED for target in tensor.inputs))
-        buffer: Bytes | None = getattr(self._local, "buffer", None)
-        most = ends[-1] if ends else 0
-        if buffer is None or len(buffer) < most:
-            buffer = self._local.buffer = np.empty(most, np.uint8)
-        for target, start in zip(tensor.inputs, (0, *ends), strict=False):
-            data = buffer[start : start + _nbytes(target)]
+        for target in tensor.inputs:
+            # Element-wise tensors are computed in several threads at once, which must not share the dictionary.
+            kept = None if tensor.by_element else self._kept.get(target)
+            if kept is not None:  # a small input, whose casts are already counted
+                self._kept.move_to_end(target)
+                found.append(kept.copy())
+                continue
+            data = np.empty(_nbytes(target), np.uint8)
             infinite += self.make_box(target, Box.whole(target.shape), data)
             found.append(data)
+            if not tensor.by_element and len(data) <= self.max_bytes // 32:
+                self._kept[target] = data.copy()
+                while sum(map(len, self._kept.values())) > self.max_bytes // 8:
+                    self._kept.popitem(last=False)
         return found, infinite
 
 

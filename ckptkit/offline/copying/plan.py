@@ -41,6 +41,8 @@ class ComputedTensor:
         cut: Returns the tensor of only the rows [start, stop); None if rows cannot be computed separately.
         by_element: Whether each element depends only on the inputs' elements at the same position. If so, computing a
             few rows at a time is as fast as computing many.
+        in_pieces: Whether `compute` may also be called with the same consecutive elements of each input, not only with
+            whole inputs.
     """
 
     name: str
@@ -52,6 +54,7 @@ class ComputedTensor:
     scratch: int = 0
     cut: Callable[[int, int], ComputedTensor] | None = None
     by_element: bool = False
+    in_pieces: bool = False
 
     @property
     def numel(self) -> int:

@@ -114,6 +114,10 @@ class SourceReader:
     def is_local(self) -> bool:
         return self._local is not None
 
+    def has_file(self, origin: int) -> bool:
+        """Return whether an origin is a local file, of which small reads are cheap."""
+        return self.is_local and self._origins[origin].codec is None
+
     def read(self, origin: int, start: int, view: memoryview) -> None:
         """Fill `view` with an origin's bytes from `start` on. Raises IncompleteCheckpointError if it ends early."""
         self.read_many([Range(origin, start, view)])
