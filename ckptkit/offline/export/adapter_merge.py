@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from ckptkit.catalog.targets import Part, Target
 from ckptkit.digests import crc32
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
 from ckptkit.offline.copying.casts import cast_into
-from ckptkit.offline.copying.plan import Computed, ComputedTensor
+from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 from ckptkit.offline.export import merge_formulas
 from ckptkit.offline.export.adapters import AdapterSplit, LoraPair, is_of_parameter, scaling, target_parameters
 from ckptkit.offline.export.dequantize_formulas import Dequantization, Stored
@@ -267,10 +267,6 @@ def _bits(tensor: torch.Tensor, dtype: str) -> tuple[npt.NDArray[Any], int]:
     return bits, infinite
 
 
-Put: TypeAlias = Callable[
-    [Mapping[str, Target], Mapping[str, str], MutableSequence[str]], "dict[str, Target | ComputedTensor]"
-]
-
 _ADVICE = "Export the adapter without --merge-adapter."
 # Adapters that even PEFT cannot merge, because the result depends on the input or on layers that the base lacks.
 _UNMERGEABLE = {
@@ -284,42 +280,49 @@ _IN_FIRST = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "aria_text"})
 _MOST_PARAMETERS = 6  # per module
 
 
-def merge_adapter(
-    split: AdapterSplit,
-    config: Mapping[str, Any],
-    *,
-    model_type: str | None = None,
-    before: Mapping[str, Change] | None = None,
-) -> Put:
-    """Return a function that replaces base tensors with merged ones.
-
-    The function takes (targets, omitted tied source -> kept source, notes to extend). Apply it after the key map, so
-    that the key map's changes also apply to the merged tensors. The arithmetic is that of PEFT's `merge_and_unload` on
-    a CPU.
+def adapter_changes(
+    split: AdapterSplit, config: Mapping[str, Any], *, model_type: str | None = None
+) -> dict[str, Change]:
+    """Return the changes that an adapter makes to the base weights, by source. The arithmetic is that of PEFT's
+    `merge_and_unload` on a CPU.
 
     Args:
         model_type: The model type in the base's config, if known.
-        before: Changes to apply first, such as dequantization, by source of the base weight.
 
     Raises:
         UnsupportedFormatError: PEFT cannot merge the adapter either, or its names are ambiguous.
         CheckpointMismatchError: A module has no base weight, or shapes do not match.
     """
-    changes = _Changes(split, config, model_type).made
-    whole = {target.parts[0].source: target for target in split.base.values() if target.parts}
+    return _Changes(split, config, model_type).made
 
-    def put(
-        targets: Mapping[str, Target], tied: Mapping[str, str], notes: MutableSequence[str]
-    ) -> dict[str, Target | ComputedTensor]:
-        made = _of_tied(changes, tied, notes, {source: target.name for source, target in whole.items()})
-        first = before or {}
-        made = {**first, **{key: first[key].then(change) if key in first else change for key, change in made.items()}}
-        return {
-            name: changed(target, made, whole) if any(key in made for key in target.sources) else target
-            for name, target in targets.items()
-        }
 
-    return put
+def merge_adapter(
+    targets: Mapping[str, Target],
+    changes: Mapping[str, Change],
+    base: Mapping[str, Target],
+    *,
+    before: Mapping[str, Change],
+    tied: Mapping[str, str],
+    notes: MutableSequence[str],
+) -> dict[str, OutputTensor]:
+    """Return the targets with merged weights in place of base weights.
+
+    Call it after the key map, so that the key map's changes also apply to the merged tensors.
+
+    Args:
+        changes: From `adapter_changes`.
+        base: The base's tensors under its own names.
+        before: Changes to apply first, such as dequantization, by source of the base weight.
+        tied: Omitted tied source -> kept source.
+        notes: Extended with decisions.
+    """
+    whole = {target.parts[0].source: target for target in base.values() if target.parts}
+    made = _of_tied(changes, tied, notes, {source: target.name for source, target in whole.items()})
+    made = {**before, **{key: before[key].then(change) if key in before else change for key, change in made.items()}}
+    return {
+        name: changed(target, made, whole) if any(key in made for key in target.sources) else target
+        for name, target in targets.items()
+    }
 
 
 def _of_tied(

@@ -77,7 +77,10 @@ class AdapterSplit:
 
 
 def without_base(names: Iterable[str]) -> bool:
-    """Return whether these are the names of a LoRA adapter alone, without base weights."""
+    """Return whether these are the names of a LoRA adapter that lacks the base weights of a module that it adapts.
+
+    PEFT's files may contain the base weights of embeddings, and modules that were trained in full.
+    """
     adapted: set[str] = set()
     others: set[str] = set()
     for name in names:
@@ -86,7 +89,7 @@ def without_base(names: Iterable[str]) -> bool:
             adapted.add(base_name(f"{match['module']}."))
         elif not _OTHER.fullmatch(plain) and not plain.endswith(".bias"):  # biases may be trained with the adapter
             others.add(base_name(name).rpartition(".")[0] + ".")
-    return bool(adapted) and not adapted & others
+    return bool(adapted - others)
 
 
 def base_name(name: str) -> str:

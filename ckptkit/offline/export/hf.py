@@ -29,6 +29,7 @@ from ckptkit.units import counted, first_few
 
 if TYPE_CHECKING:
     from ckptkit.keymaps.builtin import Choice
+    from ckptkit.offline.export.adapter_merge import Change
     from ckptkit.offline.export.adapters import AdapterSplit
     from ckptkit.offline.export.dequantize import Dequantized
 
@@ -238,16 +239,15 @@ def _model_tensors(
     draft: _Draft, split: AdapterSplit | None, quantized: Dequantized | None, store: Store
 ) -> dict[str, OutputTensor]:
     options = draft.options
-    merge = None
+    changes: dict[str, Change] = {}
     if quantized is not None and quantized.changes:
         draft.notes.append(quantized.note())
     if split is not None:
-        from ckptkit.offline.export.adapter_merge import merge_adapter
+        from ckptkit.offline.export.adapter_merge import adapter_changes
         from ckptkit.offline.export.adapters import adapter_config
 
         config = adapter_config(_adapter_source(draft), split, base=draft.base.repo)
-        before = quantized.changes if quantized is not None else {}
-        merge = merge_adapter(split, config, model_type=_model_type(draft.base.config), before=before)
+        changes = adapter_changes(split, config, model_type=_model_type(draft.base.config))
         draft.targets = {**split.base, **{name: replace(t, name=name) for name, t in split.saved.items()}}
         for pair in split.pairs.values():
             for factor in (pair.a, pair.b):
@@ -261,8 +261,11 @@ def _model_tensors(
     _compare(draft)
     targets = {name: _cast(target, options.dtype) for name, target in draft.targets.items()}
     tensors: dict[str, OutputTensor] = dict(targets)
-    if merge is not None:
-        tensors = dict(merge(targets, draft.tied, draft.notes))
+    if split is not None:
+        from ckptkit.offline.export.adapter_merge import merge_adapter
+
+        before = quantized.changes if quantized is not None else {}
+        tensors = merge_adapter(targets, changes, split.base, before=before, tied=draft.tied, notes=draft.notes)
         for tensor in tensors.values():
             for source in tensor.sources:
                 draft.dropped.pop(source, None)

@@ -22,10 +22,10 @@ from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import ComputedTensor, Placement, Plan
 from ckptkit.offline.copying.runs import prepare
 from ckptkit.offline.copying.sources import SourceReader
-from ckptkit.offline.export.adapter_merge import merge_adapter
+from ckptkit.offline.export.adapter_merge import adapter_changes
 from ckptkit.offline.export.adapters import split_adapter
 from tests.lazy import LazyModule
-from tests.offline.exports import Planned, bits_of, carried_out, planned, same_bits, stored, write_model
+from tests.offline.exports import Planned, bits_of, carried_out, planned, read_model, same_bits, stored, write_model
 
 torch = pytest.importorskip("torch")
 peft, lora_config = LazyModule("peft"), LazyModule("peft.tuners.lora.config")
@@ -168,6 +168,15 @@ def test_an_adapter_is_merged_into_a_base_at_another_url(tmp_path: Path, apart: 
     adapted, adapter, base = apart(case)
     report = convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base, verify=True)
     assert "base weights: base" in report.notes
+    same_bits(bits_of(tmp_path / "out" / "model.safetensors"), expected(adapted, tmp_path))
+
+
+def test_an_adapter_file_may_contain_the_base_weight_of_its_embedding(tmp_path: Path, apart: Any) -> None:
+    adapted, adapter, base = apart("linear and embedding")  # PEFT saves it if the embedding is called embed_tokens
+    file, name = Path(adapter, "adapter_model.safetensors"), "base_model.model.embed.base_layer.weight"
+    write_model(Path(adapter), {**read_model(adapter), name: adapted.state_dict()[name]})
+    Path(adapter, "model.safetensors").rename(file)
+    convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base, verify=True)
     same_bits(bits_of(tmp_path / "out" / "model.safetensors"), expected(adapted, tmp_path))
 
 
@@ -349,7 +358,7 @@ def test_the_error_for_dora_above_the_memory_limit_says_how_much_it_needs(tmp_pa
 def refused(config: Mapping[str, Any], model_type: str | None = None, **shapes: tuple[int, ...]) -> None:
     split = split_adapter(stored(**shapes))
     assert split is not None
-    merge_adapter(split, {"r": 2, "lora_alpha": 1, **config}, model_type=model_type)
+    adapter_changes(split, {"r": 2, "lora_alpha": 1, **config}, model_type=model_type)
 
 
 LINEAR_Q = {"q__base_layer__weight": (6, 4), "q__lora_A__default__weight": (2, 4), "q__lora_B__default__weight": (6, 2)}
