@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -28,13 +28,13 @@ from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 from ckptkit.offline.export.tied import ends_like, gathering, is_embedding, is_head, tied_pairs
 from ckptkit.offline.resharding.own_state import OwnState, OwnTensor
 from ckptkit.storage.store import Store
+from ckptkit.units import first_few
 
 Bytes = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]
 NewRows = Literal["mean", "zeros"]
 
 _TILE = 4 << 20  # bytes of a tensor read at a time
-_NAMED = 5
 _TOKEN = re.compile(r".*token_(?:id|ids|index)")
 # Other heads' names are ambiguous, because modules that are not heads may have them too.
 _SURELY_HEADS = ("lm_head.weight", "embed_out.weight")
@@ -128,7 +128,7 @@ def resize_state(
     owners = {item.tensor.name: _owner(item, weights) for item in own.tensors}
     rest = [item.tensor for item in own.tensors if not owners[item.tensor.name] and old in item.tensor.shape]
     if rest:
-        shown = _listed(f"{tensor.name} {list(tensor.shape)}" for tensor in rest)
+        shown = first_few([f"{tensor.name} {list(tensor.shape)}" for tensor in rest])
         raise CheckpointMismatchError(
             f"--vocab-size: {shown}: ckptkit cannot tell which parameter this belongs to, and so whether its "
             f"dimension of {old} is the vocabulary. Convert the model alone."
@@ -178,8 +178,12 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
     tied = tied_pairs(shapes)
     alone = [name for name in fitting if not any(name == half and shared in fitting for half, shared in tied)]
     if len(alone) != 1:
-        said = f" and has the rows of config.json's vocab_size ({_listed(map(str, sorted(stated)))})" if stated else ""
-        what = f"{len(alone)} candidates: {_listed(alone)}" if alone else f"none has a known name{said}"
+        said = (
+            f" and has the rows of config.json's vocab_size ({first_few([str(value) for value in sorted(stated)])})"
+            if stated
+            else ""
+        )
+        what = f"{len(alone)} candidates: {first_few(alone)}" if alone else f"none has a known name{said}"
         raise CheckpointMismatchError(
             f"--vocab-size: cannot tell which tensor is the token embedding: {what}. Rename it to "
             "model.embed_tokens.weight with --key-map, or --exclude the others."
@@ -189,7 +193,7 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
     heads = [name for name in matrices if is_head(name) and matrices[name][0] == rows]
     short = [n for n, shape in matrices.items() if ends_like(n, _SURELY_HEADS) and shape[0] != rows]
     if len(heads) > 1 or short:
-        shown = _listed(f"{name} {list(shapes[name])}" for name in (*heads, *short))
+        shown = first_few([f"{name} {list(shapes[name])}" for name in (*heads, *short)])
         raise CheckpointMismatchError(
             f"--vocab-size: expected one output head with the {rows} rows of {alone[0]!r}, found {shown}."
         )
@@ -197,7 +201,7 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
     biases = [name for name in biases if shapes.get(name) == (rows,)]
     names = (alone[0], *halves, *heads, *biases)
     if others := [name for name, shape in shapes.items() if rows in shape and name not in names]:
-        shown = _listed(f"{name} {list(shapes[name])}" for name in others)
+        shown = first_few([f"{name} {list(shapes[name])}" for name in others])
         raise CheckpointMismatchError(
             f"--vocab-size: {alone[0]!r} has {rows} rows, and so do other tensors: {shown}. ckptkit cannot tell "
             "whether they belong to the vocabulary. --exclude them, or rename the head to lm_head.weight with "
@@ -359,7 +363,8 @@ def _resized_config(
         return config, ("no config.json with a vocab_size was found, so none was changed",)
     if old not in stated and len(stated) > 1:
         raise CheckpointMismatchError(
-            f"--vocab-size: the embedding has {old} rows, but config.json has vocab_size {_listed(map(str, stated))}."
+            f"--vocab-size: the embedding has {old} rows, but config.json has vocab_size "
+            f"{first_few([str(value) for value in stated])}."
         )
     said = old if old in stated else stated[0]
     return _replaced(config, said, new), (f"config.json: vocab_size {said} is now {new}",) if said != new else ()
@@ -449,8 +454,3 @@ def _said(names: Sequence[str], old: int, size: VocabSize) -> str:
         return f"{head}; the last {old - size.rows} rows were removed"
     made = "zeros" if size.new_rows == "zeros" else "the mean of the old rows, summed in fp64"
     return f"{head}; the {size.rows - old} new rows are {made}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    shown = list(names)
-    return ", ".join(shown[:_NAMED]) + (f", ... ({len(shown)})" if len(shown) > _NAMED else "")

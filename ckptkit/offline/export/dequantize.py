@@ -20,7 +20,7 @@ from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
 from ckptkit.offline.copying.plan import OutputTensor
 from ckptkit.offline.export import dequantize_formulas as formulas
 from ckptkit.offline.export.adapter_merge import Change, Decode, changed
-from ckptkit.units import counted
+from ckptkit.units import counted, first_few
 
 _SCALES = ("_scale_inv", "_scale")
 # Scales of activations, which only a quantized model uses.
@@ -29,7 +29,6 @@ _OF_INPUTS = re.compile(r".+\.(?:input_scale|input_scale_ub|input_global_scale|a
 _PACKED = re.compile(
     r".+(?:\.qweight|\.weight_packed|\.weight_shape|\.weight_zero_point|\.weight_g_idx|\.weight_global_scale|_blocks|\.qzeros|\.absmax|\.quant_map|\.SCB)"
 )
-_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +107,14 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
     packed = [name for name in targets if name not in read and _is_packed(name, targets)]
     if packed:
         raise UnsupportedFormatError(
-            f"--dtype {dtype}: ckptkit cannot dequantize {len(packed)} packed tensors: {_listed(packed)}. Keep them "
+            f"--dtype {dtype}: ckptkit cannot dequantize {len(packed)} packed tensors: {first_few(packed)}. Keep them "
             "with --dtype keep."
         )
     alone = [name for name in eight if name not in scaled]
     if alone:
         raise CheckpointMismatchError(
-            f"--dtype {dtype}: the scales of {len(alone)} FP8 tensors are missing: {_listed(alone)}. Without them the "
-            "values are not known. Is the checkpoint complete? --dtype keep copies the tensors as they are."
+            f"--dtype {dtype}: the scales of {len(alone)} FP8 tensors are missing: {first_few(alone)}. Without them "
+            "the values are not known. Is the checkpoint complete? --dtype keep copies the tensors as they are."
         )
     weights += [_eight(name, targets, settings.get("weight_block_size"), wanted) for name in scaled]
     return replace(_dequantized(targets, weights), dtype=dtype)
@@ -390,7 +389,3 @@ def _unsupported(name: str, what: str) -> UnsupportedFormatError:
     return UnsupportedFormatError(
         f"{name!r} is packed in a way that ckptkit cannot unpack: {what}. Keep it with --dtype keep."
     )
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")

@@ -9,13 +9,12 @@ from dataclasses import replace
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
-from ckptkit.units import counted
+from ckptkit.units import counted, first_few
 
 # Prefixes of averaged tensors: ckptkit's `extra`, timm's state_dict_ema, LitEma's buffers, and others.
 _FRONT = re.compile(r"(?:.*?[._])??(?:ema|model_ema|ema_model|ema_weights|(?:model_)?ema_state_dict|state_dict_ema)\.")
 _LIGHTNING = "current_model_state."  # where Lightning's WeightAveraging stores the trained weights
 _WRAPPERS = 3  # maximum number of name components between the prefix and the model's names: "module.", "shadow."
-_NAMED = 3
 
 
 def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
@@ -72,7 +71,7 @@ def _named(
             names, most = tried, len(tried)
     if model and not most:
         raise CheckpointMismatchError(
-            f"--weights ema: the model has none of the names below {front!r}: {', '.join(list(found)[:_NAMED])}. Is "
+            f"--weights ema: the model has none of the names below {front!r}: {first_few(list(found), 3)}. Is "
             "it the average of another model?"
         )
     chosen = {target: replace(found[name], fqn=target, role=Role.MODEL) for name, target in names.items()}
@@ -87,15 +86,14 @@ def _named(
     inline = [name for name in missing if _is_inline(catalog, front, name)]
     if inline:
         raise UnsupportedFormatError(
-            f"--weights ema: {', '.join(inline[:_NAMED])}: {len(inline)} averaged tensors are so small that they are "
+            f"--weights ema: {first_few(inline, 3)}: averaged tensors are so small that they are "
             "stored as plain values, which are not exported. Load the checkpoint in a job and export from there."
         )
     notes = [f"the EMA was found under {front.removesuffix('.')}"]
     if missing:
-        shown = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
         notes.append(
             f"{counted(len(missing), 'tensor', 'have')} no average (buffers, frozen parameters): "
-            f"the model's are used: {shown}"
+            f"the model's are used: {first_few(missing, 3)}"
         )
     ordered = {name: chosen.get(name, entry) for name, entry in model.items()} if model else chosen
     return ordered, tuple(notes)

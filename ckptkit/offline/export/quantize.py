@@ -20,7 +20,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
-from ckptkit.units import counted
+from ckptkit.units import counted, first_few
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,6 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")
 _IN_LAYER = re.compile(r".*\.(?:layers|h|blocks)\.\d+\..*\.weight")
 _KEPT = re.compile(r".*(?:\.gate|router|_gate|norm|embed\w*|conv\w*)\.weight", re.I)
 _STACKED = re.compile(r".*\.(?:layers|h|blocks)\.\d+\..*experts\..*")
-_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +83,9 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
     if odd:
         notes.append(f"{counted(odd, 'weight', 'are')} not quantized: the sizes are not multiples of {BLOCK}")
     if stacked:
-        shown = ", ".join(stacked[:_NAMED]) + (", ..." if len(stacked) > _NAMED else "")
         notes.append(
-            f"{counted(len(stacked), 'tensor', 'are')} not quantized; matrices of several experts are stacked: {shown}"
+            f"{counted(len(stacked), 'tensor', 'are')} not quantized; matrices of several experts are stacked: "
+            f"{first_few(stacked, 3)}"
         )
     made: dict[str, OutputTensor] = {}
     for name, tensor in tensors.items():
