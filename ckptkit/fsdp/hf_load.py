@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ckptkit.arguments import Location, location
@@ -76,11 +75,10 @@ def load_hf(model: nn.Module, url: Location, *, cast: bool = False, strict: bool
         return store, entries, HFLoadReport(loaded, tuple(missing), tuple(unexpected))
 
     def read() -> int:
-        rank = dist.get_rank() if dist.is_initialized() else 0
         nbytes = 0
         try:
             for name, entry in entries.items():
-                view, filler = part_view(name, live[name], rank), Filler(store, cast=True)
+                view, filler = part_view(name, live[name]), Filler(store, cast=True)
                 add_parts(filler, entry, view.local, view.parts)
                 nbytes += fill(filler)
         except BaseException:

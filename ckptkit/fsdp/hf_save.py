@@ -189,7 +189,7 @@ def _write_file(store: Store | None, path: str, targets: Sequence[Target], tenso
                     box = part.source_box
                     made = _filled(made, target, part, part_of(whole, box.offsets, box.sizes))
                     if part is target.parts[-1]:
-                        stream.write(target.name, [_bytes(made)])
+                        stream.write(target.name, made)
                 except Exception as caught:  # noqa: BLE001  raised below
                     error = caught
         if error is not None:
@@ -207,10 +207,6 @@ def _filled(made: torch.Tensor | None, target: Target, part: Part, value: torch.
     box = part.target_box
     part_of(made, box.offsets, box.sizes).copy_(value.reshape(box.sizes))
     return made
-
-
-def _bytes(value: torch.Tensor) -> memoryview:
-    return value.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _small_files(model: nn.Module, files: Files, tokenizer: Any) -> dict[str, bytes]:

@@ -28,7 +28,6 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
     `reset_parameters`; without either it keeps its values. A tied weight is drawn once per name and keeps the first
     result, as if it had been tied after construction.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
     buffers = _empty_buffers(model)
     done: dict[int, tuple[int, str]] = {}
     with torch.random.fork_rng(devices=[]):
@@ -40,7 +39,7 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
             # `_init_weights` writes only the module's own parameters. torch's attention is an exception: it also writes
             # its projection's parameters.
             own_only = init_weights is not None and not isinstance(module, nn.MultiheadAttention)
-            with _full_parameters([module] if own_only else list(module.modules()), done, rank):
+            with _full_parameters([module] if own_only else list(module.modules()), done):
                 draw()
     names = [clean_fqn(name) for name, parameter in model.named_parameters() if id(parameter) in done]
     written = [name for name, (module, key, version) in buffers.items() if _version(module, key) != version]
@@ -87,7 +86,7 @@ def _method(module: nn.Module, init_weights: Any) -> Callable[[], object] | None
 
 
 @contextlib.contextmanager
-def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]], rank: int) -> Iterator[None]:
+def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]]) -> Iterator[None]:
     """Inside the block, replace the parameters in `owners` with full, uninitialized host tensors.
 
     On exit, copy this rank's shards of those tensors that were written.
@@ -115,7 +114,7 @@ def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]], 
     for owner, name, parameter, full in swapped:
         # Copy a parameter only under its first name. Under this name, a parent may overwrite what its child drew.
         if full._version != before[id(full)] and done.setdefault(id(parameter), (id(owner), name)) == (id(owner), name):
-            view = part_view(name, parameter, rank)
+            view = part_view(name, parameter)
             for part in view.parts:
                 box = part.box
                 if box.numel:  # the shape of an empty local tensor need not match

@@ -7,7 +7,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -84,7 +83,7 @@ def part(whole: torch.Tensor, like: torch.Tensor, rank: int, size: int) -> torch
     from ckptkit.checkpoint.state.local_part import part_view
 
     local = torch.empty_like(like.to_local())
-    for piece in part_view("", like, dist.get_rank()).parts:
+    for piece in part_view("", like).parts:
         at = tuple(slice(o, o + s) for o, s in zip(piece.local_offsets, piece.box.sizes, strict=True))
         of = tuple(slice(o, o + s) for o, s in zip(piece.box.offsets, piece.box.sizes, strict=True))
         local[at] = mine[of]

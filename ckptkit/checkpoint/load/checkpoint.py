@@ -76,7 +76,7 @@ def load_checkpoint(
             plan = plan_load(state, catalog, store, options, rank=rank, world_size=world_size)
             elsewhere = plan.mismatches.unexpected if world_size > 1 else {}  # other ranks may have these keys
             plan.mismatches.check(store.url, strict=options.strict, elsewhere=bool(elsewhere))
-            reading = Reading(plan, store, options, rank=rank, world_size=world_size)
+            reading = Reading(plan, store, options, world_size=world_size)
             decoded = None
             if reading.first is not None:
                 with naming(reading.first):

@@ -42,7 +42,7 @@ class Reading:
         held: Size of the second copy in bytes.
     """
 
-    def __init__(self, plan: LoadPlan, store: Store, options: LoadOptions, *, rank: int, world_size: int) -> None:
+    def __init__(self, plan: LoadPlan, store: Store, options: LoadOptions, *, world_size: int) -> None:
         from ckptkit.formats.dcp.fill import Filler, Verify
 
         verify = Verify.READ if options.verify else Verify.OFF
@@ -52,7 +52,6 @@ class Reading:
         apart = not store.asking_costs or world_size > 1
         self.first = Filler(store) if apart else None
         self.held = 0
-        self._rank = rank
         self._atomic = options.atomic
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live tensor, tensor to copy into it)
         views = [self._read(t.view, t.entry, beside=options.atomic, filled=t.filled) for t in plan.models]
@@ -60,7 +59,7 @@ class Reading:
         groups = [
             [pairs[i][1].claim(pairs[i][0].entry) for i in rows] for rows in overlapping([v.local for v in views])
         ]
-        groups += [[part_view(twin.key, twin.view, rank).claim(twin.entry) for twin in twins] for twins in plan.twins]
+        groups += [[part_view(twin.key, twin.view).claim(twin.entry) for twin in twins] for twins in plan.twins]
         check_claims(store, groups)
         self.states = [self._optimizer(optimizer) for optimizer in plan.optimizers]
         if options.atomic:
@@ -90,7 +89,7 @@ class Reading:
         The reads fill the live tensor. With `beside`, or for a meta tensor, they fill new memory, and `finish` copies
         it to the live tensor.
         """
-        view = part_view(entry.name, live, self._rank)
+        view = part_view(entry.name, live)
         if filled is not None:
             view = view.within(filled)
         self._fill(view.local, entry, view.parts, beside=beside, whole=filled is None)
@@ -151,7 +150,7 @@ class Reading:
                 if alike and (not self._atomic or kept.device.type != "cpu"):
                     local = without_subclass(local_part(kept)).detach()
                     if parts is None:
-                        _, parts = parts_here(as_global(entry.name, kept, shards), local, self._rank)
+                        _, parts = parts_here(as_global(entry.name, kept, shards), local)
                     self._fill(local, entry, parts, beside=self._atomic)
                     states[fqn][name] = kept
                     continue

@@ -28,8 +28,8 @@ from ckptkit.checkpoint.state.local_part import (
     ShardLayout,
     boxes_of,
     check_safetensors,
-    host_bytes,
     part_view,
+    this_rank,
 )
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import hex_digest_of, signature_of
@@ -105,7 +105,7 @@ class FullTensors:
         max_shard_bytes: int,
     ) -> FullTensors:
         """Return the plan for a captured state. Does not communicate."""
-        views = {key: part_view(key, tensor, rank) for key, tensor in captured.tensors(aliases=False)}
+        views = {key: part_view(key, tensor) for key, tensor in captured.tensors(aliases=False)}
         check_safetensors(views.values())
         aliases = {name: table for name, table in captured.aliases.items() if table}
         plan = cls(rank, world_size, views, aliases, configs or {}, group, max_shard_bytes)
@@ -196,7 +196,8 @@ def _describe(views: Any, captured: Captured) -> bytes:
         local = list(view.local.shape) if strided else None
         rows.append([view.key, view.dtype, view.shape, layout, local])
     models = sorted(captured.models)
-    return json.dumps({"rows": rows, "layouts": layouts, "models": models}, separators=(",", ":")).encode()
+    body = {"rank": this_rank(), "rows": rows, "layouts": layouts, "models": models}
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def _plan(described: Sequence[Mapping[str, Any]], world_size: int, max_shard_bytes: int) -> list[_File]:
@@ -215,7 +216,8 @@ def _plan(described: Sequence[Mapping[str, Any]], world_size: int, max_shard_byt
         group = top if top in models else "state"
         name = key.partition(".")[2] if group == top else key
         first = held[0][1]
-        groups[group].append(_Item(name, first[1], tuple(first[2]), key, _pieces(key, held)))
+        pieces = _pieces(key, held, [body["rank"] for body in described])
+        groups[group].append(_Item(name, first[1], tuple(first[2]), key, pieces))
     files = [file for group, items in groups.items() for file in _files(group, items, max_shard_bytes)]
     load = [0] * world_size
     for file in sorted(files, key=lambda f: (-f.nbytes, f.path)):  # largest first, to the rank with the least bytes
@@ -224,8 +226,14 @@ def _plan(described: Sequence[Mapping[str, Any]], world_size: int, max_shard_byt
     return files
 
 
-def _pieces(key: str, held: Sequence[tuple[int, list[Any], ShardLayout | None]]) -> tuple[_Piece, ...]:
-    """Return a tensor's distinct boxes, each with the first rank that has it."""
+def _pieces(
+    key: str, held: Sequence[tuple[int, list[Any], ShardLayout | None]], ranks: Sequence[int]
+) -> tuple[_Piece, ...]:
+    """Return a tensor's distinct boxes, each with the first rank that has it.
+
+    Args:
+        ranks: By rank, its number in the default group, which layouts refer to.
+    """
     found: dict[Box, _Piece] = {}
     for rank, (_, dtype, shape, _, local_shape), layout in held:
         first = held[0][1]
@@ -233,10 +241,13 @@ def _pieces(key: str, held: Sequence[tuple[int, list[Any], ShardLayout | None]])
             raise SaveError(
                 f"tensor {key!r} is {dtype} {shape} on rank {rank}, but {first[1]} {first[2]} on {held[0][0]}."
             )
-        boxes = boxes_of(tuple(shape), layout, rank, None if local_shape is None else tuple(local_shape))
+        boxes = boxes_of(tuple(shape), layout, ranks[rank], None if local_shape is None else tuple(local_shape))
         for number, box in enumerate(boxes):
             if box.numel:
                 found.setdefault(box, _Piece(rank, box, number))
+    numel, needed = sum(box.numel for box in found), math.prod(held[0][1][2])
+    if numel != needed:
+        raise SaveError(f"tensor {key!r}: the ranks hold {numel} of {needed} elements. Do all have the same model?")
     return tuple(found.values())
 
 
@@ -323,7 +334,7 @@ class _Transfer:
             if piece.rank == self.plan.rank and own is not None and whole is not own:
                 _at(whole, piece.box).copy_(_part(self.plan, item.key, piece, own))
         self._written()
-        self.writing = self.pool.submit(self.streams[file.path].write, item.name, host_bytes(whole))
+        self.writing = self.pool.submit(self.streams[file.path].write, item.name, whole)
 
     def _written(self) -> None:
         writing, self.writing = self.writing, None

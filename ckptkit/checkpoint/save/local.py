@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.save.stream import open_stream, phases_of
-from ckptkit.checkpoint.state.local_part import PartView, check_safetensors, host_bytes, part_view
+from ckptkit.checkpoint.state.local_part import PartView, check_safetensors, part_view, this_rank
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import crc32, signature_of
 from ckptkit.formats.hf.header import TensorToWrite
@@ -40,7 +40,7 @@ class LocalTensors:
     @classmethod
     def of(cls, captured: Captured, rank: int, world_size: int) -> LocalTensors:
         """Return the plan for a captured state. Does not communicate."""
-        views = tuple(part_view(key, tensor, rank) for key, tensor in captured.tensors(aliases=False))
+        views = tuple(part_view(key, tensor) for key, tensor in captured.tensors(aliases=False))
         check_safetensors(views)
         common = sorted(f"{v.key} {v.dtype} {v.shape}" for v in views if v.layout is None and v.key not in captured.own)
         signature = signature_of("\n".join(common).encode("utf-8", "surrogatepass"))
@@ -48,7 +48,10 @@ class LocalTensors:
         for view in views:
             # A checksum of the key chooses one of the ranks that have a replica.
             turn, layout = crc32(view.key.encode("utf-8", "surrogatepass")), view.layout
-            ours = turn % world_size == rank if layout is None else layout.replica(rank) == turn % layout.replicas
+            if layout is None:
+                ours = turn % world_size == rank
+            else:
+                ours = layout.replica(this_rank()) == turn % layout.replicas
             if ours or view.key in captured.own:
                 mine.append(view)
         aliases = {name: table for name, table in captured.aliases.items() if table}
@@ -87,7 +90,7 @@ class LocalTensors:
         with open_stream(store, path, head, file_metadata(self.rank, self.world_size, meshes, flat), sync=sync) as out:
             for view, items, local in zip(self.mine, stored, memory, strict=True):
                 for item, piece in zip(items, _pieces(view, local), strict=True):
-                    out.write(item.name, host_bytes(piece))
+                    out.write(item.name, piece)
         written = out.written
         phases = phases_of([written], time.perf_counter() - started)
         files = {path: written.record}

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckptkit.digests import new_hasher
-from ckptkit.formats.dcp.host_bytes import PIECE
+from ckptkit.formats.dcp.host_bytes import HostBytes
 from ckptkit.formats.hf.header import TensorToWrite, encode_header
 from ckptkit.formats.own.outline import LEAST
 from ckptkit.formats.own.record import FileRecord
 from ckptkit.storage.store import BlobWriter, Store
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True)
@@ -46,18 +50,18 @@ class SafetensorsStream:
         head = encode_header(tensors, starts, metadata or None)
         self._writer = writer
         self._left = list(zip(tensors, (len(head) + start for start in starts), strict=True))[::-1]
+        self._source = HostBytes()
         self._outline = new_hasher()
         self._outline.update(head)
         self.written = WrittenFile(path, len(head))
         self._writer.write(head)
 
-    def write(self, name: str, pieces: Iterable[memoryview]) -> None:
-        """Append one tensor. `pieces` are its bytes, in row-major order."""
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Append one tensor: its bytes, in row-major order."""
         tensor, start = self._left.pop()
         digest, nbytes, clock = new_hasher(), 0, time.perf_counter
         large = tensor.nbytes >= LEAST
-        # Split large pieces, so that hashed bytes are still in the CPU cache when they are written.
-        for piece in (whole[at : at + PIECE] for whole in pieces for at in range(0, len(whole), PIECE)):
+        for piece in self._source.pieces(values):  # small enough to be in the CPU cache until they are written
             before = clock()
             digest.update(piece)
             if not large:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.errors import SaveError, UnsupportedFormatError
-from ckptkit.formats.dcp.host_bytes import lies_row_major, local_part, row_major, why_not_dense, without_subclass
+from ckptkit.formats.dcp.host_bytes import local_part, why_not_dense, without_subclass
 from ckptkit.formats.dcp.shared_memory import Claim
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.formats.trainers.shards import LocalPart, local_parts, mesh_coordinate
@@ -49,7 +49,11 @@ class ShardLayout:
         return math.prod(size for size, placement in pairs if placement.kind == "replicate")
 
     def replica(self, rank: int) -> int:
-        """Return the replica index of `rank`, from 0 to `replicas` - 1; -1 if the rank is not in the mesh."""
+        """Return the replica index of `rank`, from 0 to `replicas` - 1; -1 if the rank is not in the mesh.
+
+        Args:
+            rank: As in `mesh_ranks`: see `this_rank`.
+        """
         coordinate = mesh_coordinate(rank, self.mesh_shape, self.mesh_ranks)
         if coordinate is None:
             return -1
@@ -93,7 +97,17 @@ class PartView:
         return self.local.numel() * self.local.element_size()
 
 
-def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
+def this_rank() -> int:
+    """Return this process's rank in the default group, by which meshes refer to ranks.
+
+    It differs from the `Coordinator`'s rank if only some ranks save.
+    """
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def part_view(key: str, tensor: torch.Tensor) -> PartView:
     """Return this rank's part of a live tensor. Does not communicate.
 
     Raises:
@@ -103,20 +117,18 @@ def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
     why = why_not_dense(local)
     if why and not local.is_meta:
         raise SaveError(f"tensor {key!r} {why}.")
-    layout, parts = parts_here(tensor, local, rank)
+    layout, parts = parts_here(tensor, local)
     return PartView(key, tuple(tensor.shape), without_subclass(local).detach(), layout, parts)
 
 
-def parts_here(
-    tensor: torch.Tensor, local: torch.Tensor, rank: int
-) -> tuple[ShardLayout | None, tuple[LocalPart, ...]]:
+def parts_here(tensor: torch.Tensor, local: torch.Tensor) -> tuple[ShardLayout | None, tuple[LocalPart, ...]]:
     """Return a tensor's layout (None for a plain tensor), and the boxes of the tensor that this rank has in `local`."""
     from torch.distributed.tensor import DTensor
 
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return None, _whole(shape)
-    return _placed(tensor.device_mesh, tuple(tensor.placements), shape, tuple(local.shape), rank)
+    return _placed(tensor.device_mesh, tuple(tensor.placements), shape, tuple(local.shape), this_rank())
 
 
 def check_safetensors(views: Iterable[PartView]) -> None:
@@ -180,24 +192,3 @@ def boxes_of(
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name for a dtype, without "torch."."""
     return str(dtype).removeprefix("torch.")
-
-
-def host_bytes(tensor: torch.Tensor, max_bytes: int = 64 << 20) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in row-major order, in pieces of at most `max_bytes`.
-
-    A tensor that is contiguous on the CPU is not copied.
-    """
-    import torch
-
-    from ckptkit.formats.dcp.fill import part_of
-
-    if tensor.numel() == 0:
-        return
-    if lies_row_major(tensor):
-        view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        for start in range(0, len(view), max_bytes):
-            yield view[start : start + max_bytes]
-        return
-    for tile in Box.whole(tuple(tensor.shape)).tiles(max(1, max_bytes // tensor.element_size())):
-        piece = part_of(tensor, tile.offsets, tile.sizes)
-        yield memoryview(row_major(piece).to("cpu").reshape(-1).view(torch.uint8).numpy().data)
