@@ -64,14 +64,15 @@ MUTATIONS = (
     ),
     Mutation(
         "a deletion takes foreign files along",
-        DELETE, "    if not unnamed:\n        trash", "    if True:\n        trash",
+        DELETE, "elif unnamed := unnamed_files(root, name, record):", "elif unnamed := []:",
         "tests/checkpoint/run/test_delete.py",
     ),
     Mutation(
         "a remote deletion leaves the record for last",
         DELETE,
-        "    root.delete([record_path(name)])\n",
-        "    root.delete(f'{name}/{path}' for path in named_paths(record))\n    root.delete([record_path(name)])\n",
+        "            root.delete([record_path(name)])\n",
+        "            root.delete(f'{name}/{path}' for path in record.files)\n"
+        "            root.delete([record_path(name)])\n",
         "tests/checkpoint/test_object_store.py",
     ),
     Mutation(

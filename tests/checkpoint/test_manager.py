@@ -104,7 +104,7 @@ def test_a_save_logs_one_info_line_and_one_debug_line_with_phases(
     assert steps(tmp_path) == [200, 300]
 
 
-def refuse_to_delete(root: Any, name: str, record: Any) -> list[str]:
+def refuse_to_delete(root: Any, name: str) -> str:
     raise PermissionError(errno.EACCES, "Permission denied", name)
 
 
@@ -125,7 +125,7 @@ def test_the_log_line_counts_newest_exempt_and_undeletable_checkpoints(
     said: str,
 ) -> None:
     if delete is not None:
-        monkeypatch.setattr("ckptkit.checkpoint.run.delete._delete_local", delete)
+        monkeypatch.setattr("ckptkit.checkpoint.run.delete.drop", delete)
     caplog.set_level(logging.INFO, logger=manager_module.__name__)
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1, **policy)) as manager:
         for step in saved:

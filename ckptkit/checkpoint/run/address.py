@@ -15,8 +15,6 @@ from ckptkit.storage.store import Store, require_bucket, split_url
 if TYPE_CHECKING:
     from ckptkit.checkpoint.run.inventory import Inventory
 
-__all__ = ["NAMED_CHECKPOINT", "resolve_checkpoint", "resolve_url"]
-
 _HALF_PROTOCOL = re.compile(r"(s3|gs|gcs|az|abfs|hf|http|https|memory):/([^/].*)")
 NAMED_CHECKPOINT = re.compile(r"(latest(~[0-9]{1,6})?|best(:[^/]{1,128})?|[0-9]{1,18})")
 

@@ -125,8 +125,8 @@ def _dead_paths(root: Store, inventory: Inventory, view: Store, *, leased: bool)
     dead = [item.path for item in inventory.abandoned]
     for attempt in inventory.in_progress:
         kept = leftover_of(attempt.path)
-        # On an object store only the lease's holder writes attempts.
-        if leased if kept is None else is_abandoned(root, kept, leased=leased):
+        # On an object store (`kept` is None) only the lease's holder writes attempts.
+        if (kept is None and leased) or (kept is not None and is_abandoned(root, kept, leased=leased)):
             dead.append(attempt.path)
     if is_directory(root):
         half = [f"{item.path}/{DELETING}" for item in inventory.skipped if item.deleted]
@@ -258,8 +258,8 @@ class SaveAttempt:
         store: Where every rank writes its files.
         name: The directory of the future checkpoint.
         save_id: 16 hex digits, unique to this attempt.
-        after: On rank 0, after a commit to an object store: the new inventory. It needs no listing, because no other
-            process may write.
+        after: On rank 0, after a commit: the new inventory. It needs no listing, because no other process may write;
+            others may have deleted checkpoints since.
     """
 
     place: Place
@@ -462,7 +462,7 @@ class SaveAttempt:
         reports: list[tuple[dict[str, FileRecord], Any]],
     ) -> CommitRecord:
         """Commit the checkpoint. Runs on rank 0, and returns the record without its file list."""
-        lease, place, remote = self._lease, self.place, self.root.asking_costs
+        lease, place = self._lease, self.place
         assert lease is not None
         if self._listing is not None:
             self._listing.result()  # raises the errors of the checks
@@ -515,11 +515,11 @@ class SaveAttempt:
         place.publish(data, overwrite=self._overwrite, again=lease.make_sure)
         lease.sequence = record.sequence
         self._record = known
-        if remote:
-            others = [item for item in self._inventory.committed if item.name != self.name]
-            committed = in_order([*others, Committed(self.name, known)])
-            self.after = replace(self._inventory, committed=committed)
-        return known.without_files()
+        slim = known.without_files()  # the inventory stays in memory until the next save
+        others = [(item.path, item.record) for item in self._inventory.committed if item.name != self.name]
+        committed = [Committed(path, record.without_files()) for path, record in others]
+        self.after = replace(self._inventory, committed=in_order([*committed, Committed(self.name, slim)]))
+        return slim
 
     def close(self) -> None:
         """Write the hint `latest` after a commit, clean up, and end the turn. Does nothing on ranks other than 0.
@@ -531,8 +531,9 @@ class SaveAttempt:
         lease = self._lease
         try:
             if lease is not None:
+                lease.inventory = None  # unless nothing failed, the next save lists and cleans up
                 self._end(lease)
-                lease.inventory = self.after  # None after a failure, so the next save lists and cleans up
+                lease.inventory = self.after
         finally:
             if lease is not None:
                 self._lease = None

@@ -14,13 +14,11 @@ from ckptkit.checkpoint.run.unnamed import delete_in_place, delete_marked, give_
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, command_line
 from ckptkit.formats.own.record import CommitRecord, find_record, record_path
 from ckptkit.storage.listing import snapshot
-from ckptkit.storage.local import LocalStore, is_directory
+from ckptkit.storage.local import is_directory
 from ckptkit.storage.publish import drop
 from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size
-
-__all__ = ["Rotation", "delete_checkpoint", "plan_rotation", "rotate"]
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +126,24 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
             logger.info("kept %s/%s: %s", root.url, name, pins[0].reason)
             return False
         view = snapshot(root, name)
-        record = _own_record(view, name)
-        unnamed = _delete_local(root, name, record) if is_directory(root) else _delete_remote(root, view, record)
+        found = root.info(name) if is_directory(root) else None
+        is_other = found is not None and found.kind != "directory"
+        record = None if is_other else find_record(view, record_path(name))
+        if record is None or record.name != name:
+            raise CheckpointNotFoundError(
+                f"{root.url}/{name} is not a committed checkpoint; it was not deleted. Try: "
+                f"{command_line('ls', root.url)}"
+            )
+        if not is_directory(root):
+            root.write(f"{name}/{mark_of(record)}", record.to_json(), overwrite=True)
+            # Invariant: when the record is gone, the mark names the files to delete.
+            root.delete([record_path(name)])
+            unnamed = delete_marked(root, view, name, record)
+        elif unnamed := unnamed_files(root, name, record):
+            delete_in_place(root, name, record)
+        else:
+            trash = drop(root, name)  # Invariant: the checkpoint is durably unlisted, and nobody sees it half deleted.
+            unnamed = [] if trash is None else give_up(root, trash, name)
     logger.info("deleted %s/%s (%s): %s", root.url, name, format_size(record.total_bytes), reason)
     if unnamed:
         shown = ", ".join(unnamed[:5]) + (f", ... ({len(unnamed)} in all)" if len(unnamed) > 5 else "")
@@ -137,30 +151,3 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
         if kept is not None:
             kept += [f"{name}/{path}" for path in unnamed]
     return True
-
-
-def _own_record(root: Store, name: str) -> CommitRecord:
-    found = root.info(name) if is_directory(root) else None
-    record = None if found is not None and found.kind != "directory" else find_record(root, record_path(name))
-    if record is None or record.name != name:
-        raise CheckpointNotFoundError(
-            f"{root.url}/{name} is not a committed checkpoint; it was not deleted. Try: {command_line('ls', root.url)}"
-        )
-    return record
-
-
-def _delete_local(root: LocalStore, name: str, record: CommitRecord) -> list[str]:
-    unnamed = unnamed_files(root, name, record)
-    if not unnamed:
-        trash = drop(root, name)  # Invariant: the checkpoint is durably unlisted, and nobody sees it half deleted.
-        return [] if trash is None else give_up(root, trash, name)
-    delete_in_place(root, name, record)
-    return unnamed
-
-
-def _delete_remote(root: Store, view: Store, record: CommitRecord) -> list[str]:
-    name = record.name
-    root.write(f"{name}/{mark_of(record)}", record.to_json(), overwrite=True)
-    # Invariant: when the record is gone, the mark names the files to delete.
-    root.delete([record_path(name)])
-    return delete_marked(root, view, name, record)

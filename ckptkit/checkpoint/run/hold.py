@@ -14,9 +14,6 @@ from ckptkit.formats.own.record import CommitRecord
 from ckptkit.storage.lock import Lease, acquire_lease
 from ckptkit.storage.store import Store
 
-__all__ = ["RunHold"]
-
-_LEAVING_S = 10.0  # how long `release` waits for a pin to be removed; a pin that stays expires
 _lock = threading.Lock()
 _shared: dict[tuple[int, str], _Shared] = {}  # by process id (a fork holds no leases) and root
 
@@ -40,7 +37,6 @@ class RunHold:
         self._root = root
         self._pid = os.getpid()
         self._pin: ExitStack | None = None
-        self._leaving: list[threading.Thread] = []
         self._taken: _Shared | None = None
 
     def lease(self, look: Callable[[], Store] | None = None) -> Lease:
@@ -52,9 +48,21 @@ class RunHold:
         Raises:
             LeaseHeldError: Another job writes to this root; the message names the job.
         """
-        if self._taken is None:
-            self._taken = _take(self._root, look)
-        return self._taken.lease
+        if self._taken is not None:
+            return self._taken.lease
+        root, key = self._root, (os.getpid(), self._root.url)
+        with _lock:
+            shared = _shared.get(key)
+            if shared is not None:
+                try:
+                    shared.lease.check(view=None if look is None else look())
+                except SaveError:  # the root was removed and recreated, or another job took over
+                    shared = None
+            if shared is None:
+                shared = _shared[key] = _Shared(acquire_lease(root, look=look))
+            shared.users += 1
+            self._taken = shared
+        return shared.lease
 
     def remember(self, left: Collection[str], *, among: Callable[[CommitRecord], bool] | None = None) -> None:
         """Remove deleted checkpoints from the lease's inventory.
@@ -70,14 +78,8 @@ class RunHold:
     def keep(self, pin: ExitStack) -> None:
         """Keep a pin that is already in place, and release the previous one."""
         before, self._pin = self._pin, pin
-        if before is None:
-            return
-        if not self._root.asking_costs:
+        if before is not None:
             before.close()
-            return
-        leaving = threading.Thread(target=before.close, name="ckptkit-unpin", daemon=True)
-        self._leaving.append(leaving)
-        leaving.start()
 
     def release(self) -> None:
         """Release the lease and the pin. May be called again. Does nothing in a fork, because the parent owns both."""
@@ -95,23 +97,6 @@ class RunHold:
                     key = (self._pid, self._root.url)
                     if _shared.get(key) is shared:
                         del _shared[key]
-        for leaving in self._leaving:
-            leaving.join(_LEAVING_S)
-
-
-def _take(root: Store, look: Callable[[], Store] | None) -> _Shared:
-    key = (os.getpid(), root.url)
-    with _lock:
-        shared = _shared.get(key)
-        if shared is not None:
-            try:
-                shared.lease.check(view=None if look is None else look())
-            except SaveError:  # the root was removed and recreated, or another job took over
-                shared = None
-        if shared is None:
-            shared = _shared[key] = _Shared(acquire_lease(root, look=look))
-        shared.users += 1
-        return shared
 
 
 @atexit.register

@@ -6,11 +6,13 @@ import contextlib
 import difflib
 import logging
 import math
+import operator
 import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ckptkit.checkpoint.run.unnamed import deleted_records, named_paths, unnamed_files
 from ckptkit.errors import (
@@ -32,22 +34,6 @@ from ckptkit.storage.retry import is_outage, patient
 from ckptkit.storage.staging import is_abandoned, leftover_of, owner_path, read_owner
 from ckptkit.storage.store import Store
 
-__all__ = [
-    "Attempt",
-    "Committed",
-    "Inventory",
-    "Skipped",
-    "about_new",
-    "check_metric",
-    "check_new",
-    "choose",
-    "in_order",
-    "list_checkpoints",
-    "rank_by",
-    "resolve",
-    "said_of",
-]
-
 _log = logging.getLogger(__name__)
 _NONCE = re.compile(r"[0-9a-f]{16}")
 _REPLACEMENT = re.compile(r"(.+)@([0-9a-f]{16})")  # "@" cannot be part of a tag
@@ -57,6 +43,7 @@ _MAX_NAMED = 3
 _MAX_LOOKS = 32
 _NO_RECORD = "it has no checkpoint.json: an incomplete copy, or not saved by ckptkit"
 _NO_ATTEMPT = "no known save of this run wrote it; left unchanged"
+_AGE = operator.attrgetter("record.sequence", "record.step", "record.created", "record.save_id")
 _BEST = re.compile(r"best(?::(.+?)(?::(min|max))?)?")
 
 
@@ -136,8 +123,9 @@ class Inventory:
         It may have been the latest checkpoint.
         """
         last = -1 if self.latest is None else self.latest.step
-        found = [(step_of_name(item.path), item) for item in self.skipped if item.damaged]
-        return max(((s, item) for s, item in found if s is not None and s > last), default=(0, None), key=_first)[1]
+        found = {step: item for item in self.skipped if item.damaged and (step := step_of_name(item.path)) is not None}
+        newest = max(found, default=-1)
+        return found[newest] if newest > last else None
 
     @property
     def next_sequence(self) -> int:
@@ -147,10 +135,6 @@ class Inventory:
     def find(self, name: str) -> Committed | None:
         """Return the committed checkpoint called `name`, or None."""
         return next((item for item in self.committed if item.name == name), None)
-
-
-def _first(pair: tuple[int, Skipped | None]) -> int:
-    return pair[0]
 
 
 @patient()
@@ -182,7 +166,6 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
     abandoned: list[Attempt] = []
     foreign: list[str] = []
     odd: list[Skipped] = []
-    unknown: list[Skipped] = []
     for item in view.list():
         ours = item.path.startswith(".") and item.path.endswith((".owner", ".part")) and item.kind == "file"
         if ours or item.path in (STATE_DIRECTORY, LATEST_HINT):
@@ -202,36 +185,28 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
             odd.append(Skipped(item.path, f"it is a {item.kind}, not a directory"))
         else:
             foreign.append(item.path)  # including symlinks
-    looks = _look_all(root, view, candidates)
+    unknown: list[Skipped] = []
+    if is_directory(root):
+        looks = [_look(root, name) for name in candidates]
+    else:
+        lists: dict[str, list[Any]] = {"running": running, "abandoned": abandoned, "unknown": unknown}
+        looks, found_inside = _look_remotely(root, view, candidates)
+        for kind, entry in found_inside:
+            lists[kind].append(entry)
     committed, replaced = _order([look for look in looks if isinstance(look, Committed)])
-    for look in looks:
-        if isinstance(look, _Look):
-            running += look.running
-            abandoned += look.abandoned
-            unknown += look.unknown
     explained = {attempt.name for attempt in running + abandoned if "/" in attempt.path}
     skipped = [look for look in looks if isinstance(look, Skipped) and look.path not in explained] + replaced + odd
     alone = {item.path for item in skipped}  # a directory's reason also covers the folders in it
     skipped += [item for item in unknown if item.path.rpartition("/")[0] not in alone]
     foreign += [look for look in looks if isinstance(look, str) and look not in explained]
-    found = Inventory(
-        root.url, tuple(committed), tuple(running), tuple(abandoned), tuple(skipped), tuple(sorted(foreign))
-    )
-    return found, candidates
+    left = tuple(running), tuple(abandoned), tuple(skipped), tuple(sorted(foreign))
+    return Inventory(root.url, tuple(committed), *left), candidates
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """The uncommitted attempts in a checkpoint's folder on an object store."""
-
-    running: list[Attempt]
-    abandoned: list[Attempt]
-    unknown: list[Skipped]
-
-
-def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed | Skipped | _Look | str]:
-    if is_directory(root):
-        return [_look(root, name) for name in names]
+def _look_remotely(
+    root: Store, view: Store, names: Sequence[str]
+) -> tuple[list[Committed | Skipped | str], list[tuple[str, Any]]]:
+    """Return what is in each directory, and the uncommitted attempts in them: see `_look` and `_look_inside`."""
     if view.sizes_are_free:
         view.fetch(record_path(name) for name in names)
         folders = [_attempt_folders(view, name) for name in names]
@@ -240,15 +215,12 @@ def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed 
         with WorkerPool(16, thread_name_prefix="ckptkit-ls") as pool:
             folders = list(pool.map(lambda name: _attempt_folders(view, name), names))
             looks = list(pool.map(lambda name: _look(view, name), names))
-    committed = [f"{look.path}/{look.record.data}" if isinstance(look, Committed) else "" for look in looks]
-    if all(set(found) <= {path} for found, path in zip(folders, committed, strict=True)):
-        return [*looks]
+    known = {f"{look.path}/{look.record.data}" for look in looks if isinstance(look, Committed)}
+    others = {name: [p for p in found if p not in known] for name, found in zip(names, folders, strict=True)}
+    if not any(others.values()):
+        return looks, []
     attempts = open_attempts(root)
-    insides = [
-        _look_inside(root, view, name, [path for path in found if path != known], attempts)
-        for name, found, known in zip(names, folders, committed, strict=True)
-    ]
-    return [*looks, *insides]
+    return looks, [entry for name, found in others.items() for entry in _look_inside(root, view, name, found, attempts)]
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
@@ -264,7 +236,10 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
     if record is None:
         gone = deleted_records(root, path)
         if gone:
-            return _deleted(root, path, gone)
+            files = tuple(sorted({file for deleted in gone for file in unnamed_files(root, path, deleted)}))
+            shown = ", ".join(files[:3]) + (f", ... ({len(files)} files)" if len(files) > 3 else "")
+            reason = f"its checkpoint was deleted; kept files that its record did not name: {shown or 'none'}"
+            return Skipped(path, reason, kept_files=files, deleted=True)
         if step_of_name(path) is None and root.info(f"{path}/{MANIFEST_NAME}") is None:
             return path
         return Skipped(path, _NO_RECORD, unknown=True)
@@ -276,15 +251,10 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
     return Skipped(path, reason, damaged=step_of_name(path) is not None)
 
 
-def _deleted(root: Store, path: str, records: Sequence[CommitRecord]) -> Skipped:
-    files = tuple(sorted({file for record in records for file in unnamed_files(root, path, record)}))
-    shown = ", ".join(files[:3]) + (f", ... ({len(files)} files)" if len(files) > 3 else "")
-    reason = f"its checkpoint was deleted; kept files that its record did not name: {shown or 'none'}"
-    return Skipped(path, reason, kept_files=files, deleted=True)
-
-
-def _look_inside(root: Store, view: Store, name: str, folders: Sequence[str], attempts: Attempts) -> _Look:
-    """Return the uncommitted attempts that have files under `name` on an object store.
+def _look_inside(
+    root: Store, view: Store, name: str, folders: Sequence[str], attempts: Attempts
+) -> list[tuple[str, Attempt | Skipped]]:
+    """Return the uncommitted attempts that have files under `name`, as ("running", "abandoned" or "unknown", entry).
 
     Args:
         folders: The folders under `name`, without the committed checkpoint's.
@@ -292,29 +262,25 @@ def _look_inside(root: Store, view: Store, name: str, folders: Sequence[str], at
             before its first file exists.
     """
     gone = {record.data: record for record in deleted_records(view, name)} if folders else {}
-    found = _Look([], [], [])
+    found: list[tuple[str, Attempt | Skipped]] = []
     for path in folders:
         folder = path.rpartition("/")[2]
         if folder in gone:  # a deleted checkpoint, whose deletion is unfinished if any of its own files are left
             if any(view.info(f"{name}/{inner}") for inner in named_paths(gone[folder])):
-                found.abandoned.append(Attempt(path, name, None))
+                found.append(("abandoned", Attempt(path, name, None)))
         elif folder in attempts.ids and any(map(may_be_saved, (i.path for i in view.list(path, recursive=True)))):
             dead = attempts.owner is None or attempts.owner.alive() is False
-            (found.abandoned if dead else found.running).append(Attempt(path, name, attempts.owner))
+            found.append(("abandoned" if dead else "running", Attempt(path, name, attempts.owner)))
         else:
-            found.unknown.append(Skipped(path, _NO_ATTEMPT, unknown=True))
-    if found.running or found.abandoned or found.unknown:
+            found.append(("unknown", Skipped(path, _NO_ATTEMPT, unknown=True)))
+    if found:
         # Read the record last, because an attempt may have been committed since the snapshot.
         try:
             record = find_record(root, record_path(name))
         except (CkptkitError, OSError):
-            return _Look([], [], [])  # the unreadable record may name these files
+            return []  # the unreadable record may name these files
         committed = "" if record is None else f"{name}/{record.data}"
-        found = _Look(
-            [item for item in found.running if item.path != committed],
-            [item for item in found.abandoned if item.path != committed],
-            [item for item in found.unknown if item.path != committed],
-        )
+        found = [entry for entry in found if entry[1].path != committed]
     return found
 
 
@@ -399,7 +365,7 @@ def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
     The order follows the saves' sequence numbers, not their times. After a rollback (a later save has a lower step) the
     abandoned branch comes first, so "latest~1" is the previous checkpoint on the current branch.
     """
-    key = sorted(found, key=lambda item: (item.record.sequence, item.step, item.record.created, item.record.save_id))
+    key = sorted(found, key=_AGE)
     newest_of = {item.name: item for item in key}
     replaced = [
         Skipped(item.path, f"it was replaced by {newest_of[item.name].path}")
@@ -410,8 +376,8 @@ def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
     ordered: list[Committed] = []
     for item in reversed(key):
         if newest_of[item.name] is item:
-            ordered.append(replace(item, superseded=item.step > lowest))
-            lowest = min(lowest, item.step)
+            ordered.append(replace(item, superseded=item.record.step > lowest))
+            lowest = min(lowest, item.record.step)
     ordered.reverse()
     return [i for i in ordered if i.superseded] + [i for i in ordered if not i.superseded], replaced
 

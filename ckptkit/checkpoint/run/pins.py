@@ -16,25 +16,13 @@ from typing import Any
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, NoSpaceError, UnsafePathError, UsageError
 from ckptkit.formats.own.record import CommitRecord, find_record, read_record, record_path
 from ckptkit.storage.listing import snapshot
-from ckptkit.storage.local import LocalStore, is_directory
+from ckptkit.storage.local import is_directory
 from ckptkit.storage.lock import STATE_DIRECTORY, store_clock
 from ckptkit.storage.open import open_store
 from ckptkit.storage.owner import Owner, owner_in, owner_json
 from ckptkit.storage.retry import BRIEF_S, Patience, timeout_s
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import FileInfo, Store
-
-__all__ = [
-    "Pin",
-    "deleting",
-    "list_pins",
-    "pin_forever",
-    "pin_unseen",
-    "pin_url",
-    "pin_while_reading",
-    "split_checkpoint_url",
-    "unpin",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -84,24 +72,19 @@ def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
                 pins.append(Pin(match[1], "(the pin's file is damaged)"))
             continue
         owner = owner_in(root, body.get("owner"))
-        if owner is not None:
-            now = store_clock(root) if now is None and owner.alive() is None else now
-            if not _holds(owner, item.mtime, now):
-                left.append(item)
-                continue
+        alive = True if owner is None else owner.alive()
+        if alive is None:  # on another machine: compare only times from the store's clock
+            now = store_clock(root) if now is None else now
+            alive = not item.mtime or now - item.mtime < TTL_S
+        if not alive:
+            left.append(item)
+            continue
         pins.append(Pin(body["name"], str(body.get("why", ""))[:1000], owner))
     if clean and left:
         now = store_clock(root) if now is None else now
         with contextlib.suppress(OSError):  # an expired pin has no effect, so it does no harm if it stays
             root.delete([item.path for item in left if item.mtime and now - item.mtime > _LEFT_S])
     return pins
-
-
-def _holds(owner: Owner, renewed: float, now: float | None) -> bool:
-    alive = owner.alive()
-    if alive is None:  # on another machine: compare only times from the store's clock
-        return now is None or not renewed or now - renewed < TTL_S
-    return alive
 
 
 @contextlib.contextmanager
@@ -158,8 +141,10 @@ def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callabl
             renewal.join()
         with contextlib.suppress(OSError), Patience(min(BRIEF_S, timeout_s())).entered():
             root.delete([path])
-        if fresh and is_directory(root):
-            _tidy(root)
+        if fresh and is_directory(root):  # remove the directories made for the pin, unless they contain something
+            for folder in (_PINS, STATE_DIRECTORY):
+                with contextlib.suppress(OSError):
+                    os.rmdir(root.path_of(folder))
 
 
 def _record_of(root: Store, name: str) -> CommitRecord:
@@ -167,13 +152,6 @@ def _record_of(root: Store, name: str) -> CommitRecord:
     if record is None:
         raise CheckpointNotFoundError(f"{root.url}/{name} was deleted. List again and choose another checkpoint.")
     return record
-
-
-def _tidy(root: LocalStore) -> None:
-    """Remove the directories that were created for a pin, unless they contain something."""
-    for folder in (_PINS, STATE_DIRECTORY):
-        with contextlib.suppress(OSError):
-            os.rmdir(root.path_of(folder))
 
 
 @contextlib.contextmanager

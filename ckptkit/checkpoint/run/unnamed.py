@@ -15,20 +15,6 @@ from ckptkit.log import warn_once
 from ckptkit.storage.local import LocalStore, OpenDirectory, is_directory
 from ckptkit.storage.store import Store
 
-__all__ = [
-    "DELETING",
-    "clear",
-    "delete_in_place",
-    "delete_marked",
-    "deleted_records",
-    "finish_deletion",
-    "give_up",
-    "mark_of",
-    "named_paths",
-    "others_in",
-    "unnamed_files",
-]
-
 logger = logging.getLogger(__name__)
 
 DELETING = ".ckptkit-deleting.json"  # name of the commit record while the checkpoint's files are being deleted

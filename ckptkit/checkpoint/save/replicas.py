@@ -149,7 +149,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int], rank: int) -> None
                 if part == "values" and keepers[key] != rank:
                     taken.tree[part] = {}  # SHARDED also writes these for torch, so only one rank keeps them
     bound = _bound(captured)
-    for key, same, holder, name in list(_places(captured)):
+    for key, same, holder, name in list(captured.places()):
         if same not in keepers:
             continue
         if keepers[same] != rank:
@@ -278,22 +278,6 @@ def _unlike(name: str, trees: Sequence[Any]) -> list[str]:
 
 def _is_bound(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {_BOUND}
-
-
-def _places(captured: Captured) -> Iterator[tuple[str, str, dict[Any, Any], Any]]:
-    """Yield (key, shared key, dict, name in the dict) for each tensor. Tied tensors have the same shared key."""
-    for section, tensors in captured.models.items():
-        aliases = captured.aliases.get(section, {})
-        for fqn in tensors:
-            yield f"{section}.{fqn}", f"{section}.{aliases.get(fqn, fqn)}", tensors, fqn
-    for section, taken in captured.optimizers.items():
-        for fqn in taken.masters:
-            yield f"{section}.master.{fqn}", f"{section}.master.{fqn}", taken.masters, fqn
-        for fqn, state in taken.tensors:
-            key = f"{section}.state.{fqn}.{state}"
-            yield key, key, taken.tensors, (fqn, state)
-    for key in captured.loose:
-        yield key, key, captured.loose, key
 
 
 def _listed(keys: Sequence[str]) -> str:

@@ -189,19 +189,23 @@ class Captured:
     own: set[str] = field(default_factory=set)  # the keys in `loose` that belong to `rank_objects`
     alike: set[str] = field(default_factory=set)  # plain parameters that must be equal on all ranks
 
+    def places(self) -> Iterator[tuple[str, str, dict[Any, torch.Tensor], Any]]:
+        """Yield (key, shared key, table, name in the table) of each tensor. Tied tensors have the same shared key."""
+        for section, tensors in self.models.items():
+            aliases = self.aliases.get(section, {})
+            for fqn in tensors:
+                yield f"{section}.{fqn}", f"{section}.{aliases.get(fqn, fqn)}", tensors, fqn
+        for section, taken in self.optimizers.items():
+            for fqn in taken.masters:
+                yield (key := f"{section}.master.{fqn}"), key, taken.masters, fqn
+            for fqn, state in taken.tensors:
+                yield (key := f"{section}.state.{fqn}.{state}"), key, taken.tensors, (fqn, state)
+        for key in self.loose:
+            yield key, key, self.loose, key
+
     def tensors(self, *, aliases: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor with its key in the checkpoint; with `aliases`, tied weights under each of their names."""
-        for name, tensors in self.models.items():
-            tied = {} if aliases else self.aliases.get(name, {})
-            for fqn, tensor in tensors.items():
-                if fqn not in tied:
-                    yield f"{name}.{fqn}", tensor
-        for name, optimizer in self.optimizers.items():
-            for fqn, tensor in optimizer.masters.items():
-                yield f"{name}.master.{fqn}", tensor
-            for (fqn, state), tensor in optimizer.tensors.items():
-                yield f"{name}.state.{fqn}.{state}", tensor
-        yield from self.loose.items()
+        return ((key, table[name]) for key, shared, table, name in self.places() if aliases or key == shared)
 
     def add_own(self, key: str, value: Any) -> None:
         """Add state that belongs to only this rank."""

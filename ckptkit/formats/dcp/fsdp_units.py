@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["keep_fp32_gradients"]
-
 
 def keep_fp32_gradients(model: nn.Module) -> None:
     """Keep the reduced gradients of bf16 and fp16 parameters in fp32, in all FSDP2 units of `model`.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ckptkit.catalog.columns import first_of_equal
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, Role, SliceArray, TensorEntry
+from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, SliceArray, TensorEntry
 from ckptkit.catalog.tiles import are_rows
 from ckptkit.digests import DIGEST, hex_digest_of, new_hasher
 from ckptkit.errors import CorruptCheckpointError, SaveError
@@ -97,6 +97,7 @@ class SaveIndex:
         self._numbers: dict[str, int] = {}  # each name's position in `_keys`
         self._tables: dict[str, tuple[Int64, list[int]]] = {}
         self._objects: dict[str, _Object] = {}
+        self._widths: Int64 = np.zeros(0, np.int64)  # each tensor's number of dimensions
         self._tensor: Int64 = np.zeros(0, np.int64)
         self.stops: Int64 = np.zeros(0, np.int64)
         self._rows: npt.NDArray[np.void] = np.zeros(0, ROW)
@@ -146,7 +147,7 @@ class SaveIndex:
 
     def _arrange(self, found: Sequence[RankSlices]) -> None:
         """Sort all ranks' slices by tensor. A tensor's slices stay in rank order."""
-        widths = self._widths()
+        widths = self._widths = np.fromiter((len(key.shape) for key in self._keys.values()), np.int64, len(self._keys))
         empty = RankSlices(np.zeros(0, np.int64), np.zeros(0, ROW), np.zeros(0, np.int64), 0, 0)
         found = [empty, *found]
         lengths = [len(item.rows) for item in found]
@@ -166,10 +167,6 @@ class SaveIndex:
         total = np.cumsum(ndims)
         source = np.arange(int(total[-1]) if len(total) else 0) + np.repeat(begins - total + ndims, ndims)
         self._offsets, self._sizes = boxes[source], boxes[source + np.repeat(ndims, ndims)]
-
-    def _widths(self) -> Int64:
-        """Return each tensor's number of dimensions."""
-        return np.fromiter((len(key.shape) for key in self._keys.values()), np.int64, len(self._keys))
 
     def _take(self, data: bytes, rank: int) -> RankSlices:
         """Return a rank's slices, and add its keys, objects and files to the index."""
@@ -247,7 +244,7 @@ class SaveIndex:
         columns = (self._rows["file"], self._rows["payload"], self._nbytes(), self._rows["digest"])
         dropped = zip(*(column[~keep].tolist() for column in columns), strict=True)
         self._spares = [(self.paths[file], at, size, digest) for file, at, size, digest in dropped if size >= LEAST]
-        elements = np.repeat(keep, self._widths()[self._tensor])
+        elements = np.repeat(keep, self._widths[self._tensor])
         self._offsets, self._sizes = self._offsets[elements], self._sizes[elements]
         self._tensor, self._rows, self._ranks = self._tensor[keep], self._rows[keep], self._ranks[keep]
         self.stops = np.cumsum(np.bincount(self._tensor, minlength=len(self._keys)), dtype=np.int64)
@@ -257,7 +254,7 @@ class SaveIndex:
 
         Checks all tensors at once.
         """
-        shapes, widths = [key.shape for key in self._keys.values()], self._widths()
+        shapes, widths = [key.shape for key in self._keys.values()], self._widths
         ndims = widths[self._tensor]
         begins = np.cumsum(ndims) - ndims
         found = (widths == 0) & (np.diff(self.stops, prepend=0) == 1)
@@ -342,7 +339,12 @@ class SaveIndex:
         keys = list(self._keys.values())
         distinct: dict[tuple[int, tuple[str, ...]], int] = {}
         chosen = [-1 if k.placement is None else distinct.setdefault(k.placement, len(distinct)) for k in keys]
-        role = self._roles(kind)
+        paths = self._key_paths()
+        if kind == "ckptkit-sharded":  # our names contain the role, the FQN and the optimizer state
+            role = {name: role_of(name, path) for name, path in paths.items()}
+        else:  # the role of a name that the user chose depends on all other names
+            table = RoleTable(paths, list(self._keys))
+            role = {name: table.of(name) for name in paths}
         roles = [role[key.name] for key in keys]
         tensors = Tensors(
             [key.name for key in keys],
@@ -378,27 +380,15 @@ class SaveIndex:
 
     def _nbytes(self) -> Int64:
         """Return each slice's size in bytes."""
-        widths = self._widths()
         itemsizes = np.array([dtype_of(key.dtype).itemsize for key in self._keys.values()], np.int64)
         if not len(self._tensor):
             return np.zeros(0, np.int64)
-        found, rows = itemsizes[self._tensor], widths[self._tensor]
+        found, rows = itemsizes[self._tensor], self._widths[self._tensor]
         first = np.cumsum(rows) - rows
         for dim in range(int(rows.max())):
             deep = rows > dim
             found[deep] *= self._sizes[first[deep] + dim]
         return found
-
-    def _roles(self, kind: Kind) -> dict[str, tuple[Role, str, str]]:
-        """Return each key's (role, FQN, optimizer state). ckptkit's own names contain all three.
-
-        The role of a name that the user chose depends on all other names.
-        """
-        paths = self._key_paths()
-        if kind == "ckptkit-sharded":
-            return {name: role_of(name, path) for name, path in paths.items()}
-        table = RoleTable(paths, list(self._keys))
-        return {name: table.of(name) for name in paths}
 
 
 def write_index(

@@ -140,7 +140,7 @@ class ShardedPlan:
         """
         known = tuple(signature[:_DIGEST] for signature in signatures)
         if len(set(known)) == 1:
-            plan = self.placed(holders={})
+            plan = self.placed(holders={}) if self.holders else self
         # All ranks must take the same branch, so the condition uses only signatures, which include a hash of `settled`.
         elif {signature[_DIGEST:] for signature in signatures} == {_settlement(known)}:
             plan = self

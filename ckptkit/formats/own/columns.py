@@ -95,18 +95,14 @@ def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
 
 def fields_of(text: bytes, file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the columns' descriptions, and the header that was passed to `pack`. Raises CorruptCheckpointError."""
-    fields = _json(text, file)
-    metadata = fields.pop("__metadata__", None)
+    fields = parse(text, file=f"{file}: its header")
+    metadata = fields.pop("__metadata__", None) if isinstance(fields, dict) else None
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_KEY), str):
         raise CorruptCheckpointError(f"{file}: this safetensors file was not written by ckptkit.")
-    return fields, _json(metadata[_KEY], file)
-
-
-def _json(text: bytes | str, file: str) -> dict[str, Any]:
-    found = parse(text, file=f"{file}: its header")
-    if not isinstance(found, dict):
+    header = parse(metadata[_KEY], file=f"{file}: its header")
+    if not isinstance(header, dict):
         raise CorruptCheckpointError(f"{file}: its header is not a JSON object.")
-    return found
+    return fields, header
 
 
 def _column(name: str, spec: Any, body: memoryview, file: str) -> Column:

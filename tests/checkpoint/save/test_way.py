@@ -23,7 +23,7 @@ from ckptkit.checkpoint.state.train_state import TrainState
 ROOT = f"{Path(ckptkit.__file__).parent}/"
 EXPRESSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # later Pythons inline some of them
 MOST_FRAMES = 6
-MOST_FUNCTIONS = 322
+MOST_FUNCTIONS = 276
 
 
 class Entered:
