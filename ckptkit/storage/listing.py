@@ -99,9 +99,9 @@ class Snapshot(RemoteStore):
         known = self._connection.known
         items = [item for path in paths if (item := self._file(path)) and item.tag and 0 < item.size <= KNOWN_BYTES]
         new = [item for item in items if known.get(self._full(item.path), item.tag) is None]
-        views = [memoryview(bytearray(item.size)) for item in new]
-        jobs = [(i.path, 0, i.size, [ReadInto(i.path, 0, view)]) for i, view in zip(new, views, strict=True)]
-        answers = self._at_once(jobs) or ()
-        for item, view, answer in zip(new, views, answers, strict=False):
-            if answer == (item.size, item.size):
-                known.put(self._full(item.path), item.tag, bytes(view))
+        # One byte more than an item has: if it is there, the file was replaced after the listing.
+        views = [memoryview(bytearray(item.size + 1)) for item in new]
+        jobs = [(i.path, 0, i.size + 1, [ReadInto(i.path, 0, view)]) for i, view in zip(new, views, strict=True)]
+        for item, view, answer in zip(new, views, self._get_once(jobs), strict=True):
+            if not isinstance(answer, BaseException) and answer[0] == item.size:
+                known.put(self._full(item.path), item.tag, bytes(view[: item.size]))

@@ -21,7 +21,7 @@ from ckptkit.redact import keep_secret, without_secrets
 from ckptkit.storage.body import Content
 from ckptkit.storage.coalesce import Job, Scatter, cut_reads
 from ckptkit.storage.connection import PART_BYTES, Connection
-from ckptkit.storage.requests import Entries, Entry, FsspecApi, NotConditionalError
+from ckptkit.storage.requests import Entries, Entry, FsspecApi, Got, NotConditionalError
 from ckptkit.storage.retry import advice_on, call_with_retries, hurry, is_outage, is_transient, patient, words_of
 from ckptkit.storage.store import (
     SERVICES,
@@ -216,35 +216,27 @@ class RemoteStore(Store):
 
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
         jobs = cut_reads(reads, large=self._api.read_bytes)
-        answers = self._at_once(jobs)
-        if answers is None:
-            self._connection.each(self._read_job, jobs)
-            return
-        # Reads that failed or came back short are retried in threads.
-        got = [item[0] if isinstance(item, tuple) else item for item in answers]
-        again = [(job, first) for job, first in zip(jobs, got, strict=True) if first != job[2] - job[1]]
-        self._connection.each(lambda tried: self._read_job(*tried), again)
+        again = []
+        for job, first in zip(jobs, self._get_once(jobs), strict=True):
+            if isinstance(first, BaseException) or first[0] != job[2] - job[1]:
+                again.append((job, first))
+        self._connection.each(lambda tried: self._read_again(*tried), again)
 
-    def _at_once(self, jobs: Sequence[Job]) -> Sequence[tuple[int, int] | BaseException] | None:
-        """Try all reads once, concurrently and without threads.
-
-        Return None if there is only one read, or if the store can't do this.
-        """
-        if len(jobs) <= 1:
-            return None
+    def _get_once(self, jobs: Sequence[Job]) -> Sequence[Got]:
+        """Try all reads once, concurrently."""
         ranges = [(self._full(path), start, stop, Scatter(items, start)) for path, start, stop, items in jobs]
-        return self._api.get_ranges(ranges)
+        return self._api.get_ranges(ranges) if ranges else []
 
-    def _read_job(self, job: Job, first: int | BaseException | None = None) -> None:
-        """Read a range, with retries. `first` is the result of the first try, if that was already made."""
-        path, start, stop, items = job
-        full, tried = self._full(path), [] if first is None else [first]
+    def _read_again(self, job: Job, first: Got) -> None:
+        """Read a range, with retries. `first` is what the first try returned."""
+        path, start, stop, _ = job
+        tried = [first]
 
         def get() -> int:
-            answer = tried.pop() if tried else self._api.get_into(full, start, stop, Scatter(items, start))
+            answer = tried.pop() if tried else self._get_once([job])[0]
             if isinstance(answer, BaseException):
                 raise answer
-            return answer
+            return answer[0]
 
         got = self._call(path, get)
         if got != stop - start:

@@ -25,7 +25,9 @@ Sink = Callable[[int, "bytes | memoryview"], None]
 """Called with each piece of a range, as (offset in the range, piece)."""
 
 Range = tuple[str, int, int, Sink]
-"""(name, start, stop, sink)."""
+"""(name, start, stop, sink). The sink gets the bytes in order, as they arrive."""
+
+Got = tuple[int, int] | BaseException
 
 
 class NotConditionalError(StorageError):
@@ -178,18 +180,19 @@ class FsspecApi:
             )
         return data[start:stop]
 
-    def get_into(self, name: str, start: int, stop: int, sink: Sink) -> int:
-        """Pass the bytes [start, stop) to `sink`, in order and as they arrive. Return how many there were."""
-        data = self.get(name, start, stop)
-        sink(0, data)
-        return len(data)
+    def get_ranges(self, ranges: Sequence[Range]) -> list[Got]:
+        """Try all reads once, concurrently. Return for each (bytes read, size of the object or -1), or its error."""
 
-    def get_ranges(self, ranges: Sequence[Range]) -> list[tuple[int, int] | BaseException] | None:
-        """Read all ranges concurrently, without threads. Return None if each range needs a thread.
+        def get(item: Range) -> Got:
+            name, start, stop, sink = item
+            try:
+                data = self.get(name, start, stop)
+            except Exception as error:  # noqa: BLE001 - the caller decides
+                return error
+            sink(0, data)
+            return len(data), -1
 
-        Each result is (bytes read, size of the object), or an error.
-        """
-        return None
+        return self.connection.each(get, ranges)
 
     def get_whole(self, name: str) -> tuple[bytes, int]:
         """Return an object's first bytes, usually all of them, and its size."""

@@ -17,6 +17,7 @@ from ckptkit.storage.requests import (
     Entries,
     Entry,
     FsspecApi,
+    Got,
     LostUploadError,
     NotConditionalError,
     Range,
@@ -129,20 +130,13 @@ class S3Api(FsspecApi):
 
     def _get(self, name: str, start: int, stop: int) -> tuple[bytes, int]:
         data = bytearray()
-        total = self._get_into(name, start, stop, lambda _, piece: data.extend(piece))[1]
-        return bytes(data), total
-
-    def get_into(self, name: str, start: int, stop: int, sink: Sink) -> int:
-        return self._get_into(name, start, stop, sink)[0]
-
-    def _get_into(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
         # Not fsspec's `sync`, which would leave the read running after Ctrl-C.
-        (answer,) = self.get_ranges([(name, start, stop, sink)])
+        (answer,) = self.get_ranges([(name, start, stop, lambda _, piece: data.extend(piece))])
         if isinstance(answer, BaseException):
             raise answer
-        return answer
+        return bytes(data), answer[1]
 
-    def get_ranges(self, ranges: Sequence[Range]) -> list[tuple[int, int] | BaseException]:
+    def get_ranges(self, ranges: Sequence[Range]) -> list[Got]:
         return run_together(self.fs.loop, [partial(self._range, *item) for item in ranges])
 
     async def _range(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:

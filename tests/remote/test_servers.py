@@ -163,25 +163,6 @@ def _reshard(place: Place, part: int) -> None:
 # --- faults
 
 
-def every_kind(number: int, method: str, path: str) -> str:
-    """Fail every third request, each time in another way; delay one in ten."""
-    if number % 3 == 0:
-        return ("503", "reset", "lost", "cut")[number // 3 % 4]
-    return "slow" if number % 10 == 1 else "pass"
-
-
-def test_a_run_survives_a_server_that_fails_every_third_request(proxy: Proxy, options: Options, url: str) -> None:
-    state, other = state_of(3), state_of(99)
-    proxy.rule = every_kind
-    with CheckpointManager(url, retention=RetentionPolicy(max_num=1), storage_options=options) as manager:
-        manager.save(1, state)
-        manager.save(2, state)
-        assert manager.load(other) is not None
-    assert same(full(other), full(state))
-    proxy.rule = PASS
-    assert steps(url, options) == [2] and "step_00000001" not in top_names(url, options)
-
-
 @pytest.mark.parametrize("after", [1, 3, 4])
 def test_a_server_that_dies_during_a_save_keeps_the_previous_checkpoint(
     proxy: Proxy, options: Options, url: str, after: int, monkeypatch: pytest.MonkeyPatch

@@ -45,12 +45,6 @@ def store(options: Mapping[str, Any], url: str) -> RemoteStore:
 
 
 class TestAzure(StoreTests):
-    def test_a_put_does_not_replace(self, store: RemoteStore) -> None:
-        store.fs.pipe_file(store._full("record"), b"first", mode="create")
-        with pytest.raises(FileExistsError):
-            store.write("record", b"second")
-        assert store.read("record") == b"first"
-
     def test_an_upload_in_parts_does_not_replace(self, store: RemoteStore) -> None:
         data = uuid.uuid4().bytes * (7 << 20)  # 112 MiB
         with store.writer("big") as out:

@@ -64,10 +64,12 @@ def test_a_file_deleted_since_the_listing_is_not_found(store: RemoteStore) -> No
         view.read("b")
 
 
-def test_a_file_that_grew_since_the_listing_is_read_completely(store: RemoteStore) -> None:
+@pytest.mark.parametrize("fetched", [False, True])
+def test_a_file_that_grew_since_the_listing_is_read_completely(store: RemoteStore, fetched: bool) -> None:
     store.write("a", b"short")
     view = snapshot(elsewhere(store))
     store.write("a", b"much longer than it was", overwrite=True)
+    view.fetch(["a"] if fetched else [])
     assert view.read("a") == b"much longer than it was"
 
 

@@ -27,12 +27,6 @@ class TestMoto(StoreTests):
     def store(self, moto: Mapping[str, Any], path: str) -> RemoteStore:
         return RemoteStore(f"s3://{path}", storage_options=moto)
 
-    def test_two_writers_of_one_key_have_one_winner(self, store: RemoteStore) -> None:
-        store.fs.pipe_file(store._full("record"), b"first", mode="create")
-        with pytest.raises(FileExistsError):
-            store.write("record", b"second")
-        assert store.read("record") == b"first"
-
 
 class TestRclone(StoreTests):
     @pytest.fixture

@@ -74,16 +74,6 @@ def test_any_request_of_an_upload_may_fail(store: RemoteStore, proxy: Proxy) -> 
         assert store.read(f"x{turn}") == data
 
 
-def test_a_create_only_put_whose_answer_was_lost_is_not_a_conflict(store: RemoteStore, proxy: Proxy) -> None:
-    store.write("first", b"1")
-    proxy.clear()
-    proxy.rule = lambda number, method, path: "lost" if number == 1 else "pass"
-    store.write("record", b"mine")
-    with pytest.raises(FileExistsError):
-        store.write("record", b"theirs")
-    assert store.read("record") == b"mine"
-
-
 def test_permanent_failures_are_not_retried(store: RemoteStore, proxy: Proxy) -> None:
     proxy.clear()
     with pytest.raises(FileNotFoundError):
