@@ -84,7 +84,6 @@ class Lease:
         """The sequence number of the last save under this lease."""
         self._state = state
         self._renewed = since
-        self._seen = since - TTL_S  # when a check last found our lease in the store
         self._old = list(old)
         self._spare = True  # whether the file already lists an id for the next attempt
         self._identity = _identity(root)
@@ -164,7 +163,6 @@ class Lease:
         Args:
             view: A snapshot of the root that was taken just now.
         """
-        started = _now()
         newest = _newest(view or snapshot(self.root, STATE_DIRECTORY)) or self._put_back()
         if newest is None:
             raise SaveError(
@@ -173,7 +171,6 @@ class Lease:
             )
         if newest.nonce != self.nonce:
             raise LeaseHeldError(f"{self.root.url} is now being written by {newest.owner}: {self._why_lost(newest)}")
-        self._seen = started if view is None else self._seen
 
     def _why_lost(self, newest: _State) -> str:
         """Return the most likely reason why another job holds the lease."""
@@ -216,8 +213,7 @@ class Lease:
         with Patience(min(BRIEF_S, timeout_s())).entered(), self._lock:
             if self._stop.is_set():
                 return
-            seen = self.root.asking_costs and _now() - self._seen < TTL_S / 3
-            sure = seen or self.is_surely_ours()
+            sure = self.is_surely_ours()
             self._stop.set()
             _held_leases.pop(self.nonce, None)
             state = replace(self._state, released=True)
