@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import ipaddress
 import logging
 import os
 import threading
@@ -12,23 +11,22 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from ckptkit.digests import sha256_of
 from ckptkit.errors import MissingExtraError, UsageError
 from ckptkit.storage.pool import WorkerPool, result_of
-from ckptkit.storage.retry import BODY_S, SOON_S, WHOLE_S, hurry, patient, patiently
+from ckptkit.storage.retry import hurry, patient
 from ckptkit.storage.store import SERVICES
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
+Opens = Callable[[str, Mapping[str, Any]], Any]
 
 PART_BYTES = 16 << 20  # size of one ranged read if there are few reads
-LARGE_BODY = 1 << 20  # after receiving at least this many bytes, a server may wait for its disk before it responds
 _THREADS = 16
-_READS = 20  # concurrent ranged reads
+READS = 20  # concurrent ranged reads
 _UPLOADS = 8  # concurrent upload requests per process
 _HELD_BYTES = 144 << 20  # copies that they may hold
 _WORKS = "Use a path, s3://, gs:// or abfs://; for reading also hf://, http:// or https://."
@@ -77,7 +75,9 @@ class Budget:
     def acquire(self, nbytes: int) -> None:
         """Wait until there is room for `nbytes` more. A request above the limit waits until nothing else is held."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._held_bytes or self._held_bytes + nbytes <= self._most_bytes)
+            self._changed.wait_for(
+                lambda: not nbytes or not self._held_bytes or self._held_bytes + nbytes <= self._most_bytes
+            )
             self._held_bytes += nbytes
 
     def release(self, nbytes: int) -> None:
@@ -98,12 +98,13 @@ class Connection:
             only some buckets.
     """
 
-    def __init__(self, protocol: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, protocol: str, options: Mapping[str, Any], opens: Opens) -> None:
         self.protocol = protocol
         self.options = dict(options)
         self.known = Known()
-        self.turns = asyncio.Semaphore(_READS)
+        self.turns = asyncio.Semaphore(READS)
         self.conditional: dict[str, bool] = {}
+        self._opens = opens
         self._pid = os.getpid()
         self._fs: Any = None
         self._lock = threading.Lock()
@@ -112,14 +113,18 @@ class Connection:
         self._budget = Budget(_HELD_BYTES)
 
     @classmethod
-    def shared(cls, protocol: str, options: Mapping[str, Any]) -> Connection:
-        """Return this process's connection for these options and the current environment, or a new one."""
+    def shared(cls, protocol: str, options: Mapping[str, Any], opens: Opens) -> Connection:
+        """Return this process's connection for these options and the current environment, or a new one.
+
+        Args:
+            opens: Opens the fsspec file system of a protocol with these options.
+        """
         given = [(name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)]
         text = repr((os.getpid(), protocol, sorted(options.items(), key=lambda item: item[0]), sorted(given)))
         key = sha256_of(text.encode(errors="surrogateescape"))  # hashed, so that no secret is stored
         found = _connections.get(key)
         if found is None:  # no lock, because a fork could leave it locked; two connections at once are harmless
-            found = _connections[key] = cls(protocol, options)
+            found = _connections[key] = cls(protocol, options, opens)
         if found not in _latest:
             _latest.append(found)
         return found
@@ -134,8 +139,26 @@ class Connection:
             )
         with self._lock:
             if self._fs is None:
-                self._fs = _open_file_system(self.protocol, self.options)
+                self._fs = self._open()
             return self._fs
+
+    def _open(self) -> Any:
+        import fsspec
+
+        protocol = self.protocol
+        try:
+            return self._opens(protocol, self.options)
+        except ImportError as error:
+            service = SERVICES.get(protocol)
+            hint = f"Install it from the checkout with: pip install -e '.[{service.extra}]'" if service else str(error)
+            raise MissingExtraError(f"{protocol}:// needs a package that is not installed. {hint}") from error
+        except (TypeError, ValueError) as error:
+            if protocol not in fsspec.available_protocols():
+                raise UsageError(f"{protocol}:// is not a protocol that fsspec knows: {error}. {_WORKS}") from error
+            raise UsageError(
+                f"{protocol}:// can't be opened with its URL alone: {error}. Pass what is missing as storage options "
+                f"(--storage-option NAME=VALUE). {_WORKS}"
+            ) from error
 
     def learn(self, bucket: str, *, conditional: bool) -> None:
         """Remember whether put-if-absent works in a bucket. Warns if it does not."""
@@ -184,93 +207,3 @@ class Connection:
                 for future in futures:  # no thread may still write into the caller's views after we return
                     if not future.cancelled():
                         future.exception()
-
-
-def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
-    import fsspec
-
-    settings: dict[str, Any] = {"use_listings_cache": False, **options}
-    if protocol in ("s3", "s3a"):
-        settings["config_kwargs"] = {
-            # With a range, some servers send the checksum of the whole object, which never matches the range.
-            "response_checksum_validation": "when_required",
-            "max_pool_connections": _READS + 4,  # a few more for the callers' threads
-            "read_timeout": WHOLE_S,
-            # retry.py retries for all stores. Nested retries would add up to minutes.
-            "retries": {"max_attempts": 0, "mode": "standard"},
-            **settings.get("config_kwargs", {}),
-        }
-        _leave_unsigned(settings)
-    if protocol in ("gs", "gcs"):
-        _prepare_gcs(settings)
-    try:
-        made = fsspec.filesystem(protocol, skip_instance_cache=True, **settings)
-    except ImportError as error:
-        service = SERVICES.get(protocol)
-        hint = f"Install it from the checkout with: pip install -e '.[{service.extra}]'" if service else str(error)
-        raise MissingExtraError(f"{protocol}:// needs a package that is not installed. {hint}") from error
-    except (TypeError, ValueError) as error:
-        if protocol not in fsspec.available_protocols():
-            raise UsageError(f"{protocol}:// is not a protocol that fsspec knows: {error}. {_WORKS}") from error
-        raise UsageError(
-            f"{protocol}:// can't be opened with its URL alone: {error}. Pass what is missing as storage options "
-            f"(--storage-option NAME=VALUE). {_WORKS}"
-        ) from error
-    if protocol in ("s3", "s3a"):
-        made.retries = 1
-    if protocol in ("gs", "gcs"):
-        _without_inner_retries(made, given="requests_timeout" in options)
-    return made
-
-
-def _leave_unsigned(settings: Mapping[str, Any]) -> None:
-    """Protect bodies that are sent to a server on this machine with a CRC-32 instead of a signature.
-
-    Over plain HTTP, botocore also signs each body's SHA-256, to detect changes on the network; over TLS it does not.
-    `config_kwargs={"s3": {"payload_signing_enabled": True}}` turns the signature back on.
-    """
-    given = settings["config_kwargs"]
-    checksums = given.get("request_checksum_calculation", os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", ""))
-    client = settings.get("client_kwargs") or {}
-    url = settings.get("endpoint_url") or client.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL", "")
-    if checksums.lower() != "when_required" and _is_here(urlsplit(str(url)).hostname or ""):
-        given["s3"] = {"payload_signing_enabled": False, **(given.get("s3") or {})}
-
-
-def _is_here(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _prepare_gcs(settings: dict[str, Any]) -> None:
-    if os.environ.get("STORAGE_EMULATOR_HOST") or str(settings.get("endpoint_url", "")).startswith("http://"):
-        # gcsfs queries the bucket's type over gRPC. Emulators don't respond, so gcsfs would wait for a minute.
-        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    try:
-        import aiohttp
-    except ImportError:
-        return
-    # By default gcsfs waits five minutes for a silent server.
-    settings.setdefault("requests_timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=BODY_S))
-
-
-def _without_inner_retries(fs: Any, *, given: bool) -> None:
-    """Remove gcsfs's own retries, so that one call is one request. Does nothing if this gcsfs version has none.
-
-    Args:
-        given: Whether the user has set a timeout.
-    """
-    once = getattr(type(fs)._request, "__wrapped__", None)
-    if once is None:
-        return
-
-    async def request(method: str, path: str, *args: Any, **kwargs: Any) -> Any:
-        data, asked = kwargs.get("data"), once(fs, method, path, *args, **kwargs)
-        if given or "alt=media" in path:
-            return await asked  # the session's own timeout applies
-        least_s = BODY_S if getattr(data, "nbytes", 0) >= LARGE_BODY else SOON_S
-        return await patiently(asked, least_s=least_s, body=data if hasattr(data, "tell") else None)
-
-    fs._request = request

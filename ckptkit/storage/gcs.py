@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 from urllib.parse import quote
 
 from ckptkit.errors import StorageError
 from ckptkit.storage.body import Body, Content
 from ckptkit.storage.requests import Entries, Entry, FsspecApi, LostUploadError
+from ckptkit.storage.retry import BODY_S, patiently
 
 _MARK = "ckptkit-put"  # metadata key: identifies the call that put an object
 _BOUNDARY = "ckptkit-7f3a9c51e8d24b06"
@@ -26,6 +28,22 @@ class GcsApi(FsspecApi):
 
     paged = True
     streams = True
+
+    @classmethod
+    def open(cls, protocol: str, options: Mapping[str, Any]) -> Any:
+        settings = dict(options)
+        if os.environ.get("STORAGE_EMULATOR_HOST") or str(options.get("endpoint_url", "")).startswith("http://"):
+            # gcsfs queries the bucket's type over gRPC. Emulators don't respond, so gcsfs would wait for a minute.
+            os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        with contextlib.suppress(ImportError):  # without aiohttp, there is no gcsfs either
+            import aiohttp
+
+            # By default gcsfs waits five minutes for a silent server.
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=BODY_S)
+            settings.setdefault("requests_timeout", timeout)
+        fs = super().open(protocol, settings)
+        _without_inner_retries(fs, given="requests_timeout" in options)
+        return fs
 
     def info(self, name: str) -> Entry:
         """Return the entry at `name`. Makes one request, or two if `name` is not an object; gcsfs makes three."""
@@ -114,6 +132,25 @@ class GcsApi(FsspecApi):
 
     def is_conditional(self) -> bool:
         return True
+
+
+def _without_inner_retries(fs: Any, *, given: bool) -> None:
+    """Remove gcsfs's own retries, so that one call is one request. Does nothing if this gcsfs version has none.
+
+    Args:
+        given: Whether the user has set a timeout.
+    """
+    once = getattr(type(fs)._request, "__wrapped__", None)
+    if once is None:
+        return
+
+    async def request(method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        data, asked = kwargs.get("data"), once(fs, method, path, *args, **kwargs)
+        if given or "alt=media" in path:
+            return await asked  # the session's own timeout applies
+        return await patiently(asked, body=data if hasattr(data, "tell") else None)
+
+    fs._request = request
 
 
 class GcsUpload:

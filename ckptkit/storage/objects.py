@@ -65,8 +65,9 @@ class RemoteStore(Store):
         self.storage_options = dict(storage_options or {})
         self._place = f"{self.protocol}://{rest.rstrip('/')}"
         keep_secret([self.storage_options, self._place])
-        self._connection = Connection.shared(self.protocol, self.storage_options)
-        self._api = _api_of(self.protocol, self._connection)
+        api = _api_of(self.protocol)
+        self._connection = Connection.shared(self.protocol, self.storage_options, api.open)
+        self._api = api(self._connection)
         self.url = without_secrets(self._place)
         self._names_are_free = False
         self._around: Callable[[Callable[[], str]], str] | None = None
@@ -378,11 +379,11 @@ class RemoteStore(Store):
             self._call("", lambda upload=upload: self._api.abort(upload))  # type: ignore[misc]
 
 
-def _api_of(protocol: str, connection: Connection) -> FsspecApi:
+def _api_of(protocol: str) -> type[FsspecApi]:
     if protocol not in SERVICES:
-        return FsspecApi(connection)
+        return FsspecApi
     module, _, name = SERVICES[protocol].api.partition(".")
-    api: FsspecApi = getattr(importlib.import_module(f"ckptkit.storage.{module}"), name)(connection)
+    api: type[FsspecApi] = getattr(importlib.import_module(f"ckptkit.storage.{module}"), name)
     return api
 
 

@@ -117,6 +117,13 @@ class FsspecApi:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
+    @classmethod
+    def open(cls, protocol: str, options: Mapping[str, Any]) -> Any:
+        """Open the fsspec file system. Makes no request."""
+        import fsspec
+
+        return fsspec.filesystem(protocol, skip_instance_cache=True, **{"use_listings_cache": False, **options})
+
     @property
     def fs(self) -> Any:
         return self.connection.fs

@@ -26,6 +26,7 @@ T = TypeVar("T")
 SOON_S = 15.0  # for the response to a small request; leaves time for a second try within a lease's 45 s
 BODY_S = 60.0  # for progress of an upload, and for the response after its end: the server may wait for its disk
 WHOLE_S = 300.0  # for completing an upload: some stores assemble the object first. HTTP clients wait so long, too
+_LARGE_BODY = 1 << 20  # after receiving at least this many bytes, a server may wait for its disk before it responds
 
 silences: ContextVar[int] = ContextVar("ckptkit_silences", default=0)
 """The number of tries of the current call that timed out. Each doubles the next timeout, up to four times the first.
@@ -41,14 +42,14 @@ class SilenceError(OSError):
 async def patiently(
     request: Coroutine[Any, Any, T],
     *,
-    least_s: float = SOON_S,
+    least_s: float | None = None,
     body: Any = None,
     given_s: float | None = None,
 ) -> T:
     """Await `request` as long as it makes progress.
 
     Args:
-        least_s: Timeout of the first try. Later tries wait up to four times as long.
+        least_s: Timeout of the first try, if not the usual one. Later tries wait up to four times as long.
         body: The body that is being transferred, if any. The request does not time out while `body.tell()` advances.
             This is needed because HTTP clients have a timeout for the response, but none for an upload to a server that
             stops reading.
@@ -59,7 +60,8 @@ async def patiently(
     """
     import asyncio  # lazy: together with ssl it takes 40 ms, and commands on a local disk need neither
 
-    limit = given_s or min(WHOLE_S, min(4, 2 ** silences.get()) * least_s)
+    usual_s = BODY_S if getattr(body, "nbytes", 0) >= _LARGE_BODY else SOON_S
+    limit = given_s or min(WHOLE_S, min(4, 2 ** silences.get()) * (least_s or usual_s))
     task = asyncio.ensure_future(request)
     try:
         while True:

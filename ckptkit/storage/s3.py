@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from ckptkit.errors import StorageError
 from ckptkit.storage.body import Body, Content
-from ckptkit.storage.connection import LARGE_BODY, Connection
+from ckptkit.storage.connection import READS, Connection
 from ckptkit.storage.requests import (
     Entries,
     Entry,
@@ -24,7 +26,7 @@ from ckptkit.storage.requests import (
     Sink,
     run_together,
 )
-from ckptkit.storage.retry import BODY_S, SOON_S, WHOLE_S, error_code, http_status, patiently
+from ckptkit.storage.retry import WHOLE_S, error_code, http_status, patiently
 from ckptkit.storage.store import UnfinishedUpload, Uploads
 
 _GONE = ("NoSuchKey", "NoSuchUpload")
@@ -44,6 +46,23 @@ class S3Api(FsspecApi):
     paged = True
     streams = True
 
+    @classmethod
+    def open(cls, protocol: str, options: Mapping[str, Any]) -> Any:
+        settings = dict(options)
+        settings["config_kwargs"] = {
+            # With a range, some servers send the checksum of the whole object, which never matches the range.
+            "response_checksum_validation": "when_required",
+            "max_pool_connections": READS + 4,  # a few more for the callers' threads
+            "read_timeout": WHOLE_S,
+            # retry.py retries for all stores. Nested retries would add up to minutes.
+            "retries": {"max_attempts": 0, "mode": "standard"},
+            **options.get("config_kwargs", {}),
+        }
+        _leave_unsigned(settings)
+        fs = super().open(protocol, settings)
+        fs.retries = 1
+        return fs
+
     def endpoint(self) -> str:
         client = getattr(self.fs, "_s3", None)  # there is no client before the first call
         return str(client.meta.endpoint_url) if client is not None else str(self.fs.endpoint_url or "")
@@ -58,9 +77,7 @@ class S3Api(FsspecApi):
         return sync(self.fs.loop, self._ask, method, kwargs)
 
     async def _ask(self, method: str, kwargs: dict[str, Any]) -> Any:
-        fs, body = self.fs, kwargs.get("Body")
-        least_s = BODY_S if body is not None and body.nbytes >= LARGE_BODY else SOON_S
-        least_s = WHOLE_S if method == "complete_multipart_upload" else least_s
+        fs, body, least_s = self.fs, kwargs.get("Body"), WHOLE_S if method == "complete_multipart_upload" else None
         self._prepare(await fs.set_session())  # outside the timeout: it may ask another service for credentials
         request = fs._call_s3(method, **kwargs)
         answer = await patiently(request, least_s=least_s, body=body, given_s=self._given_s())
@@ -243,6 +260,27 @@ class S3Api(FsspecApi):
     def is_conditional(self) -> bool:
         host = urlsplit(self.fs.s3.meta.endpoint_url).hostname or ""
         return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def _leave_unsigned(settings: Mapping[str, Any]) -> None:
+    """Protect bodies that are sent to a server on this machine with a CRC-32 instead of a signature.
+
+    Over plain HTTP, botocore also signs each body's SHA-256, to detect changes on the network; over TLS it does not.
+    `config_kwargs={"s3": {"payload_signing_enabled": True}}` turns the signature back on.
+    """
+    given = settings["config_kwargs"]
+    checksums = given.get("request_checksum_calculation", os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", ""))
+    client = settings.get("client_kwargs") or {}
+    url = settings.get("endpoint_url") or client.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL", "")
+    if checksums.lower() != "when_required" and _is_here(urlsplit(str(url)).hostname or ""):
+        given["s3"] = {"payload_signing_enabled": False, **(given.get("s3") or {})}
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _sign_by_crc(params: Any, context: Any, **_: Any) -> None:

@@ -17,7 +17,7 @@ import pytest
 from ckptkit.errors import CkptkitError, LeaseHeldError, StorageError
 from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
-from ckptkit.storage.connection import _READS
+from ckptkit.storage.connection import READS
 from ckptkit.storage.lock import STATE_DIRECTORY, TTL_S, _held_leases
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.owner import this_process
@@ -167,7 +167,7 @@ def test_ranges_wait_for_a_turn_before_their_timeout_starts(proxy: Proxy, option
     store = RemoteStore("s3://remote/crowd", storage_options=options)
     for number in range(16):
         store.write(f"{number}", b"x" * 100)
-    proxy.between = crowd = _Crowd(_READS)
+    proxy.between = crowd = _Crowd(READS)
     found: list[bytes] = []
 
     def read() -> None:
@@ -179,7 +179,7 @@ def test_ranges_wait_for_a_turn_before_their_timeout_starts(proxy: Proxy, option
         for reading in [pool.submit(read) for _ in range(3)]:
             reading.result()
     assert found == [b"x" * 100] * 48
-    assert crowd.most == _READS
+    assert crowd.most == READS
 
 
 # --- answers that arrive too late

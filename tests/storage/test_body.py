@@ -115,6 +115,7 @@ def test_a_request_larger_than_the_budget_runs_alone() -> None:
     budget = Budget(100)
     budget.acquire(1000)
     done = threading.Event()
+    budget.acquire(0)  # lent memory takes no room
     thread = threading.Thread(target=lambda: (budget.acquire(1), done.set()), daemon=True)
     thread.start()
     assert not done.wait(0.05)
