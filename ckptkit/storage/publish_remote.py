@@ -270,7 +270,8 @@ class _Place:
         others = [path for path in items if known is None or path in known or path.startswith(f"{FOLDER}/")]
         others = [path for path in others if path not in kept and not _OWNER.fullmatch(path)]
         if kept:
-            logger.info("continuing with %d objects that %s left at %s", len(kept), previous.writer, self.store.url)
+            owner = previous.writer.owner if previous.writer is not None else None
+            logger.info("continuing with %d objects that %s left at %s", len(kept), owner, self.store.url)
             others = [path for path in others if not path.startswith(f"{FOLDER}/")]
         # First delete the names that readers look for: without them, the rest is not a checkpoint.
         self.store.delete([path for path in others if path in self._last])

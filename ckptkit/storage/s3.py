@@ -79,7 +79,7 @@ class S3Api(FsspecApi):
     async def _ask(self, method: str, kwargs: dict[str, Any]) -> Any:
         fs, body, least_s = self.fs, kwargs.get("Body"), WHOLE_S if method == "complete_multipart_upload" else None
         self._prepare(await fs.set_session())  # outside the timeout: it may ask another service for credentials
-        request = fs._call_s3(method, **kwargs)
+        request = fs._call_s3(method, fs.req_kw, **kwargs)
         answer = await patiently(request, least_s=least_s, body=body, given_s=self._given_s())
         _refuse_page(answer, f"{kwargs.get('Bucket')}/{kwargs.get('Key', '')}", self.endpoint())
         return answer
@@ -99,28 +99,25 @@ class S3Api(FsspecApi):
         return float(found) if found else None
 
     def info(self, name: str) -> Entry:
-        from fsspec.asyn import sync
-
-        async def ask() -> Entry:
-            fs = self.fs
-            await fs.set_session()
-            found: Entry = await patiently(fs._info(name), given_s=self._given_s())
-            return found
-
-        found: Entry = sync(self.fs.loop, ask)
-        if found.get("type") == "file":
-            headers = {"content-type": found.get("ContentType")}
-            headers |= {"etag": found["ETag"]} if found.get("ETag") else {}
-            _refuse_page({"ResponseMetadata": {"HTTPHeaders": headers}}, name, self.endpoint())
-        return found
+        bucket, key = self._split(name)
+        if key:
+            with contextlib.suppress(FileNotFoundError):
+                head = self._call("head_object", Bucket=bucket, Key=key)
+                about = {field: head[field] for field in ("LastModified", "ETag") if field in head}
+                return {**about, "name": name, "type": "file", "size": head["ContentLength"]}
+        found, _ = self.page(name, recursive=True, after="", most=1)
+        if key and not found:
+            raise FileNotFoundError(errno.ENOENT, f"{name} does not exist")
+        return {"name": name, "type": "directory", "size": 0}
 
     def _split(self, name: str) -> tuple[str, str]:
         bucket, key, _ = self.fs.split_path(name)
         return bucket, key
 
-    def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
+    def page(self, name: str, *, recursive: bool, after: str, most: int = 1000) -> tuple[Entries, str]:
         bucket, key = self._split(name)
-        more = {"ContinuationToken": after} if after else {}
+        more: dict[str, Any] = {"ContinuationToken": after} if after else {}
+        more |= {} if most == 1000 else {"MaxKeys": most}
         more |= {} if recursive else {"Delimiter": "/"}
         page = self._call("list_objects_v2", Bucket=bucket, Prefix=f"{key}/" if key else "", **more)
         if "IsTruncated" not in page and "Name" not in page:  # a login page would look like an empty run

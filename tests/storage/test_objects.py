@@ -14,6 +14,7 @@ from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.retry import is_transient
 from tests.conformance.store_tests import StoreTests
 from tests.storage import servers
+from tests.storage.proxy import Proxy
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +39,16 @@ class TestGcs(StoreTests):
     @pytest.fixture
     def store(self, gcs: Mapping[str, Any], path: str) -> RemoteStore:
         return RemoteStore(f"gs://{path}", storage_options=gcs)
+
+
+def test_a_requester_who_pays_says_so_in_every_request(through: dict[str, Any], proxy: Proxy, path: str) -> None:
+    store = RemoteStore(f"s3://{path}", storage_options={**through, "requester_pays": True})
+    proxy.clear()
+    store.write("x", b"1")
+    assert store.read("x") == b"1" and store.exists("x") and store.info("nothing") is None
+    store.delete(["x"])
+    assert store.list() == []
+    assert {headers.get("x-amz-request-payer") for headers in proxy.headers} == {"requester"}
 
 
 @pytest.mark.parametrize("url", ["dbfs://host/run", "nosuch://host/run"])
