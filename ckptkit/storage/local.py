@@ -44,16 +44,17 @@ _Reads = list[ReadInto]
 
 def start_writing(descriptor: int) -> None:
     """Start writeback of a file without waiting, so that a later fsync is faster. Does nothing if unsupported."""
-    begin = _sync_file_range()
+    begin = _libc("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if begin is not None:
         begin(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
 
 @functools.cache
-def _sync_file_range() -> Any:
+def _libc(name: str, *types: Any) -> Any:
+    """Return a function of the C library; None if the system lacks it."""
     with contextlib.suppress(OSError, AttributeError):
-        function = ctypes.CDLL(None).sync_file_range
-        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
+        function.argtypes = types
         return function
     return None
 
@@ -598,18 +599,9 @@ def _allocate(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
 
-@functools.cache
-def _libc_renameat2() -> Any:
-    with contextlib.suppress(OSError, AttributeError):
-        function = ctypes.CDLL(None, use_errno=True).renameat2
-        function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-        return function
-    return None
-
-
 def renameat2(source: str, target: str, flags: int) -> bool:
     """Call renameat2(2). Return False if the system or the file system does not support the flags."""
-    function = _libc_renameat2()
+    function = _libc("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     if function is None:
         return False
     if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
