@@ -105,8 +105,7 @@ class S3Api(FsspecApi):
                 head = self._call("head_object", Bucket=bucket, Key=key)
                 about = {field: head[field] for field in ("LastModified", "ETag") if field in head}
                 return {**about, "name": name, "type": "file", "size": head["ContentLength"]}
-        found, _ = self.page(name, recursive=True, after="", most=1)
-        if key and not found:
+        if not self._list(bucket, key, MaxKeys=1).get("Contents") and key:
             raise FileNotFoundError(errno.ENOENT, f"{name} does not exist")
         return {"name": name, "type": "directory", "size": 0}
 
@@ -114,11 +113,15 @@ class S3Api(FsspecApi):
         bucket, key, _ = self.fs.split_path(name)
         return bucket, key
 
-    def page(self, name: str, *, recursive: bool, after: str, most: int = 1000) -> tuple[Entries, str]:
+    def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
         bucket, key = self._split(name)
-        more: dict[str, Any] = {"ContinuationToken": after} if after else {}
-        more |= {} if most == 1000 else {"MaxKeys": most}
+        more = {"ContinuationToken": after} if after else {}
         more |= {} if recursive else {"Delimiter": "/"}
+        page = self._list(bucket, key, **more)
+        folders = [{"name": f"{bucket}/{p['Prefix']}", "type": "directory"} for p in page.get("CommonPrefixes", ())]
+        return _files(bucket, page) + folders, page["NextContinuationToken"] if page.get("IsTruncated") else ""
+
+    def _list(self, bucket: str, key: str, **more: Any) -> Any:
         page = self._call("list_objects_v2", Bucket=bucket, Prefix=f"{key}/" if key else "", **more)
         if "IsTruncated" not in page and "Name" not in page:  # a login page would look like an empty run
             raise StorageError(
@@ -126,8 +129,7 @@ class S3Api(FsspecApi):
                 f"s3://{bucket}: {self.fs.s3.meta.endpoint_url} did not answer with an S3 listing. Is there a proxy or "
                 "a login page in between? Try another endpoint: AWS_ENDPOINT_URL, --storage-option endpoint_url=...",
             )
-        folders = [{"name": f"{bucket}/{p['Prefix']}", "type": "directory"} for p in page.get("CommonPrefixes", ())]
-        return _files(bucket, page) + folders, page["NextContinuationToken"] if page.get("IsTruncated") else ""
+        return page
 
     def exists(self, name: str) -> bool:
         bucket, key = self._split(name)

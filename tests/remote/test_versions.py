@@ -109,6 +109,8 @@ def test_folder_markers_of_consoles_are_ignored(s3: Options, url: str) -> None:
     bucket, _, key = root._full("", root_allowed=True).partition("/")
     for folder in ("", "step_00000009/", "step_00000009/abc/", ".ckptkit/"):
         root.fs.call_s3("put_object", Bucket=bucket, Key=f"{key}/{folder}", Body=b"")
+    found = root.info("step_00000009")
+    assert found is not None and found.kind == "directory"
     save(url, s3, 1)
     loads(url, s3, 1)
     assert steps(url, s3) == [1]
