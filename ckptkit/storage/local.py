@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
 _PASSED_ON = (FileNotFoundError, FileExistsError, PermissionError)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RENAME_NOREPLACE = 1  # linux/fs.h
 _AT_FDCWD = -100
@@ -626,5 +627,18 @@ def _rename_noreplace(source: str, target: str) -> None:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from error
             raise
         return
-    os.link(source, target, follow_symlinks=False)
-    os.unlink(source)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    else:
+        os.unlink(source)
+        return
+    # Without hard links (a bucket mounted with FUSE), take the name with an empty file, which is then replaced.
+    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+    try:
+        os.rename(source, target)
+    except BaseException:
+        os.unlink(target)
+        raise

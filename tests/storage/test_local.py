@@ -88,6 +88,25 @@ def test_rename_never_replaces(tmp_path: Path) -> None:
         LocalStore(tmp_path).rename("a", "b")
 
 
+def test_a_mount_without_renameat2_and_hard_links_is_written_and_nothing_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*args: object, **options: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(local, "_libc", lambda *_: None)
+    monkeypatch.setattr(os, "link", no_links)
+    store = LocalStore(tmp_path)
+    store.write("x", b"1")
+    store.write("y", b"2")
+    with pytest.raises(FileExistsError):
+        store.rename("y", "x")
+    monkeypatch.setattr(os, "rename", no_links)  # now it fails after it has taken the name
+    with pytest.raises(OSError, match="not permitted"):
+        store.rename("y", "z")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"x": b"1", "y": b"2"}
+
+
 def test_files_are_created_with_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
