@@ -127,9 +127,6 @@ class Body(io.BytesIO):
         # aiohttp uses this buffer only to get the length: with body.getbuffer() as buffer: len(buffer)
         return contextlib.nullcontext(range(self.nbytes))  # type: ignore[return-value]
 
-    def seekable(self) -> bool:
-        return True
-
     def tell(self) -> int:
         return self._at
 

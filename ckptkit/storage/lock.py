@@ -313,12 +313,6 @@ def check_state_directory(root: Store) -> None:
         )
 
 
-def lease_holder(root: Store) -> Owner | None:
-    """Return the owner in the lease's file, whether alive or dead; None if the lease is free."""
-    newest = _newest(root)
-    return None if newest is None or newest.released else newest.owner
-
-
 @dataclass(frozen=True, slots=True)
 class Attempts:
     """The save attempts in the lease's file: all that are not known to be committed, and the next one.

@@ -35,7 +35,7 @@ from ckptkit.offline.listing import list_run
 from ckptkit.offline.prune import prune
 from ckptkit.offline.verify import verify
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.lock import lease_holder
+from ckptkit.storage.lock import open_attempts
 from tests.fuzz.mutations import json_text, mutate, mutate_tree
 from tests.fuzz.running import Finding, Target, check_message
 from tests.hostile.records import reseal
@@ -159,7 +159,7 @@ def run_directories(rng: random.Random, folder: Path) -> None:
         _lie_in(rng, root / rng.choice(("step_00000001", "step_00000002")), "checkpoint.json")
     store = LocalStore(root)
     for look in (
-        lambda: list_run(str(root)), lambda: list_pins(store), lambda: lease_holder(store),
+        lambda: list_run(str(root)), lambda: list_pins(store), lambda: open_attempts(store),
         lambda: prune(str(root), dry_run=True), lambda: resolve(list_checkpoints(store), "best"),
     ):  # fmt: skip
         try:

@@ -16,7 +16,7 @@ import pytest
 
 from ckptkit.errors import LeaseHeldError
 from ckptkit.storage import lock as module
-from ckptkit.storage.lock import acquire_lease, lease_holder
+from ckptkit.storage.lock import acquire_lease, open_attempts
 from ckptkit.storage.open import open_store
 from ckptkit.storage.owner import Owner, _start_of, this_process
 from ckptkit.storage.store import Store
@@ -46,7 +46,7 @@ def test_a_held_lease_is_refused_and_names_its_owner(root: Store) -> None:
     with pytest.raises(LeaseHeldError, match=f"process {os.getpid()} on "):
         acquire_lease(root)
     held.release()
-    assert lease_holder(root) is None
+    assert open_attempts(root).owner is None
     acquire_lease(root).release()
 
 

@@ -27,7 +27,7 @@ from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, LeaseHeldError, SaveError
 from ckptkit.storage import lock as lease_module
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.lock import acquire_lease, lease_holder
+from ckptkit.storage.lock import acquire_lease, open_attempts
 from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import open_staging
 from ckptkit.storage.store import Store
@@ -121,7 +121,7 @@ def test_a_copy_of_a_running_run_ignores_pins_deletions_and_saves_of_the_origina
 def test_the_lease_of_a_job_that_was_killed_is_taken_over_at_once(tmp_path: Path) -> None:
     save(tmp_path, 1)
     assert second_job(tmp_path, "import os; os.kill(os.getpid(), 9)") == "loaded 1\nsaved\n"
-    assert lease_holder(open_store(str(tmp_path))) is not None
+    assert open_attempts(open_store(str(tmp_path))).owner is not None
     start = time.monotonic()
     save(tmp_path, 8)
     assert time.monotonic() - start < 5
@@ -130,13 +130,13 @@ def test_the_lease_of_a_job_that_was_killed_is_taken_over_at_once(tmp_path: Path
 def test_a_job_that_ends_without_close_releases_the_lease(tmp_path: Path) -> None:
     save(tmp_path, 1)
     subprocess.run([sys.executable, "-c", SECOND.format(end=""), str(tmp_path)], check=True)
-    assert lease_holder(open_store(str(tmp_path))) is None
+    assert open_attempts(open_store(str(tmp_path))).owner is None
 
 
 def test_loading_takes_no_lease(tmp_path: Path) -> None:
     with CheckpointManager(save(tmp_path, 1)) as manager:
         manager.load(state())
-        assert lease_holder(open_store(str(tmp_path))) is None
+        assert open_attempts(open_store(str(tmp_path))).owner is None
 
 
 def test_managers_of_one_process_share_the_lease_and_take_turns(tmp_path: Path) -> None:
@@ -145,10 +145,10 @@ def test_managers_of_one_process_share_the_lease_and_take_turns(tmp_path: Path) 
     second.save(2, state())
     handle.result()
     first.close()
-    assert lease_holder(open_store(str(tmp_path))) is not None
+    assert open_attempts(open_store(str(tmp_path))).owner is not None
     second.save(3, state())
     second.close()
-    assert lease_holder(open_store(str(tmp_path))) is None
+    assert open_attempts(open_store(str(tmp_path))).owner is None
     assert sorted(names(tmp_path)) == [f"step_0000000{n}" for n in (1, 2, 3)]
 
 
@@ -156,7 +156,7 @@ def test_a_manager_that_exits_with_an_error_releases_the_lease(tmp_path: Path) -
     with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path) as manager:
         manager.save(1, state())
         raise ZeroDivisionError
-    assert lease_holder(open_store(str(tmp_path))) is None
+    assert open_attempts(open_store(str(tmp_path))).owner is None
 
 
 def test_a_save_that_waits_for_its_turn_too_long_is_refused(tmp_path: Path) -> None:
