@@ -14,7 +14,6 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import IntegrityError
 from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
 from ckptkit.storage import open_store
 from tests.remote.runs import Options
@@ -138,19 +137,3 @@ def test_a_tag_of_digits_is_not_a_step(s3: Options, url: str) -> None:
     with CheckpointManager(url, storage_options=elsewhere(s3)) as manager:
         report: Any = manager.load(state_with(0), 7)
     assert report.url.endswith("/7")
-
-
-def test_damage_of_a_data_file_is_found(s3: Options, url: str) -> None:
-    save(url, s3, 1)
-    root = open_store(url, storage_options=s3)
-    (path,) = [item.path for item in root.list("step_00000001", recursive=True) if item.path.endswith("_0.distcp")][:1]
-    data = bytearray(root.read(path))
-    data[1000] ^= 1  # of the weight
-    root.write(path, bytes(data), overwrite=True)
-    state = state_with(0)
-    with (
-        CheckpointManager(url, storage_options=elsewhere(s3)) as manager,
-        pytest.raises(IntegrityError, match=r"\.distcp"),
-    ):
-        manager.load(state, atomic=True)
-    assert value_of(state) == 0

@@ -155,7 +155,7 @@ def test_every_reader_finds_wrong_bytes_and_short_answers(
             before = full(state)
             with (
                 CheckpointManager(f"{url}/run", storage_options=options) as manager,
-                pytest.raises(CorruptCheckpointError),
+                pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"),
             ):
                 manager.load(state, **how)
             if how:  # the default reads into the live state, and says that it is half loaded
