@@ -16,7 +16,6 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,8 +107,7 @@ def _copy_over(target: RemoteStore, place: _Place, last: frozenset[str], old: Se
         paths = [path for path in place.look() if not _OWNER.fullmatch(path) and not path.startswith(f"{FOLDER}/")]
         target.delete([path for path in old if path in last or path in _LOOKED_FOR])
         for group in ([path for path in paths if path not in last], [path for path in paths if path in last]):
-            with ThreadPoolExecutor(8, thread_name_prefix="ckptkit-copy") as pool:
-                list(pool.map(lambda path: place.store.copy_to(path, target, path), group))
+            target._connection.each(lambda path: place.store.copy_to(path, target, path), group)
         target.delete([path for path in old if path not in paths])
     except BaseException:
         with contextlib.suppress(OSError):
