@@ -27,6 +27,8 @@ from ckptkit.errors import (
     UnsupportedFormatError,
     UsageError,
 )
+from ckptkit.formats.dcp.class_records import recipes_of
+from ckptkit.formats.dcp.subclasses import outer_name
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.conversion import ConvertReport, How
 from ckptkit.offline.convert import Format, Output, Weights, choose, key_map_of, write
@@ -140,6 +142,7 @@ def merge(  # noqa: PLR0913 - one argument an option
     for source, own in zip(opened, each, strict=True):
         with _named(source.url):
             parts.append(choose(source, to, own, base, storage_options))
+    _refuse_parts(opened, parts)
     # Sum quantized weights in fp32, so that only the result is rounded.
     wide = replace(options, dtype="keep", dequantize="fp32")
     named, used = [], []
@@ -324,6 +327,19 @@ def _combined(
     faults = tuple(dict.fromkeys(fault for part in parts for fault in part.faults))
     noted = tuple(dict.fromkeys(notes))
     return replace(parts[-1], tensors=tuple(result), leftovers=leftovers, faults=faults, notes=noted)
+
+
+def _refuse_parts(opened: Sequence[Source], parts: Sequence[HFExport]) -> None:
+    """Raise if a source has weights of torchao, whose codes and scales cannot be averaged separately."""
+    for source, part in zip(opened, parts, strict=True):
+        recipes = recipes_of(source.catalog)
+        outers = {outer_name(key, recipes) for tensor in part.tensors for key in tensor.sources} if recipes else set()
+        if found := sorted(outers & recipes.keys()):
+            shown = ", ".join(found[:_NAMED]) + (", ..." if len(found) > _NAMED else "")
+            raise UnsupportedFormatError(
+                f"{source.url}: {counted(len(found), 'weight')} of torchao: {shown}. The average of quantized weights "
+                "is not that of their codes and scales: merge weights that are not quantized, or --exclude these."
+            )
 
 
 def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTensor]]) -> None:

@@ -24,7 +24,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState, convert, diff, reshard, verify
+from ckptkit import (
+    DCPLoadPlanner,
+    DCPReader,
+    DCPSavePlanner,
+    DCPWriter,
+    TrainState,
+    convert,
+    diff,
+    merge,
+    reshard,
+    verify,
+)
 from ckptkit.cli.main import main
 from ckptkit.errors import (
     CheckpointMismatchError,
@@ -341,6 +352,19 @@ def test_weights_of_torchao_go_from_a_run_to_its_safetensors_layout_and_into_a_j
     assert all_of(live) == all_of(source)
     convert(str(export), str(tmp_path / "again"))
     assert as_stored(of_torchao_file(tmp_path / "again")) == as_stored(source[0].state_dict())
+
+
+@pytest.mark.parametrize("name", ["int8 weights", "float8 weights of torchao"])
+def test_merge_refuses_weights_of_torchao_whose_codes_it_cannot_average(tmp_path: Path, name: str) -> None:
+    for seed in (0, 1):
+        save(tmp_path / f"run{seed}", state_of(seeded(CASES[name][0], seed)))
+        convert(str(tmp_path / f"run{seed}"), str(tmp_path / f"export{seed}"))
+    for kind in ("run", "export"):
+        sources = [str(tmp_path / f"{kind}{seed}") for seed in (0, 1)]
+        with pytest.raises(UnsupportedFormatError, match=r"0\.weight(?s:.*)--exclude"):
+            merge(sources, str(tmp_path / "merged"))
+        merge(sources, str(tmp_path / kind / "rest"), exclude=["*0.weight"])
+    assert not (tmp_path / "merged").exists()
 
 
 def test_diff_names_weights_of_torchao_that_differ_only_in_their_description(tmp_path: Path) -> None:
