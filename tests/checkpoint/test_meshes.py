@@ -18,6 +18,7 @@ from ckptkit import Shard, TrainState, open_checkpoint
 from ckptkit.errors import UsageError
 from ckptkit.offline.convert import convert
 from tests.checkpoint import meshes, states
+from tests.checkpoint.optimizers import masters
 from tests.checkpoint.states import refusal
 from tests.ranks import run_ranks
 
@@ -186,6 +187,50 @@ def lacking(url: str) -> str:
 
 
 def test_an_error_names_tensors_that_no_rank_has(ranks: Any, tmp_path: Path) -> None:
+class Tied(nn.Module):
+    """A model with one weight under two names, or a pipeline stage with only one of them."""
+
+    def __init__(self, first: bool = True, last: bool = True) -> None:
+        super().__init__()
+        if first:
+            self.embed = nn.Embedding(8, 4)
+        if last:
+            self.head = nn.Linear(4, 8, bias=False)
+        if first and last:
+            self.head.weight = self.embed.weight
+
+
+def tied(rank: int | None) -> tuple[TrainState, nn.Parameter]:
+    """Return a state with masters and its weight. A rank has a stage; None: the whole model."""
+    model = Tied(rank in (None, 0), rank in (None, 1)).to(torch.bfloat16)
+    return TrainState(model=model, optimizer=masters(list(model.parameters())), rng=False), next(model.parameters())
+
+
+def tied_values(state: TrainState, weight: nn.Parameter) -> Any:
+    return states.bits(weight), states.bits(dict(state.optimizer.state[weight])), state.optimizer.param_groups[0]["lr"]
+
+
+def save_tied(url: str, kind: str) -> Any:
+    state, weight = tied(None)
+    weight.grad = torch.ones_like(weight)
+    state.optimizer.param_groups[0]["lr"] = 0.3
+    state.optimizer.step()
+    states.save(url, state, state_dict_type=kind)
+    return tied_values(state, weight)
+
+
+def load_untied(url: str) -> Any:
+    state, weight = tied(dist.get_rank())
+    states.load_all(url, state)
+    return tied_values(state, weight)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_the_names_of_a_tied_weight_load_into_stages_on_different_ranks(ranks: Any, tmp_path: Path, kind: str) -> None:
+    (saved,) = ranks.run(save_tied, 1, str(tmp_path), kind)
+    assert ranks.run(load_untied, 2, str(tmp_path)) == [saved, saved]
+
+
     first, second = ranks.run(lacking, 2, str(tmp_path))
     assert first == second
     assert first.startswith("CheckpointMismatchError") and "6 unexpected" in first

@@ -19,7 +19,14 @@ from ckptkit.checkpoint.load.foreign import Adopted, adopt
 from ckptkit.checkpoint.save.replicas import PER_RANK, OwnCopies, own_copies
 from ckptkit.checkpoint.state.layout import Shard, as_global, shards_of
 from ckptkit.checkpoint.state.local_part import dtype_name, layout_of
-from ckptkit.checkpoint.state.optimizer import GroupChanges, OptimizerTree, class_name, group_changes, named_parameters
+from ckptkit.checkpoint.state.optimizer import (
+    GroupChanges,
+    OptimizerTree,
+    class_name,
+    group_changes,
+    named_parameters,
+    with_new_head,
+)
 from ckptkit.checkpoint.state.optimizer_layout import SHARD, Held, cuts, layouts
 from ckptkit.checkpoint.state.rng import shared_stream
 from ckptkit.checkpoint.state.train_state import (
@@ -485,6 +492,16 @@ class _Planner:
                     fqn, name = _owner_and_state(entry, owners)
                     states.setdefault(fqn, {})[name] = entry
         other = of_another_class(plan.key, plan.optimizer, objects)
+        # The checkpoint has the optimizer state of a tied weight under one of its names. A rank with only another name
+        # (the last pipeline stage, for example, has `lm_head` but not the embedding) loads that state.
+        for name, fqn in saved.tied.items() if saved is not None else ():
+            if saved is not None and name in plan.parameters and fqn in owners and fqn not in plan.parameters:
+                old, new = f"{plan.key}.state.{fqn}.", f"{plan.key}.state.{name}."
+                saved = saved.renamed(fqn, name, old, new)
+                self.objects = objects = {**self.objects, SUBCLASSES: with_new_head(self.recipes, old, new)}
+                owners = {*owners - {fqn}, name}
+                states = {name if key == fqn else key: entries for key, entries in states.items()}
+                masters = {name if key == fqn else key: entry for key, entry in masters.items()}
         if other or (tree is None and not states):
             found.add("missing", plan.key, [f"the whole optimizer{other and f' ({other})'}"])
             plan.groups = GroupChanges([{} for _ in plan.optimizer.param_groups])

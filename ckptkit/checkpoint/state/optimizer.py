@@ -10,8 +10,8 @@ from __future__ import annotations
 import numbers
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.state.optimizer_layout import (
@@ -51,7 +51,7 @@ class CapturedOptimizer:
 
     Attributes:
         tree: JSON. "param_groups": each with "params", a list of FQNs. "values": non-tensor state, by FQN. "shared":
-            state that belongs to no parameter. "held", "orders" and "own", if needed: see `OptimizerTree`.
+            state that belongs to no parameter. "held", "orders", "own" and "tied", if needed: see `OptimizerTree`.
         recipes: How tensor subclasses are split into plain tensors (`Recipe`), by (fqn, state name). `tensors` has
             their parts.
     """
@@ -265,6 +265,8 @@ def new_state_tensor(
 ) -> torch.Tensor:
     """Return an uninitialised tensor for one of a parameter's states, placed like the parameter.
 
+        if tied := {**tree.get("tied", {}), **first.get("tied", {})}:
+            first["tied"] = tied
     If its shape differs from the parameter's, it is sharded along only those dimensions that have the same size.
 
     Args:
@@ -319,6 +321,7 @@ class OptimizerTree:
         need(isinstance(tree, dict), "it", "an object with 'param_groups', 'values' and 'shared'")
         groups, values, shared = (tree.get(name) for name in ("param_groups", "values", "shared"))
         need(_is_list_of(groups, dict), "'param_groups'", "a list of objects")
+    tied: dict[str, str]  # other names of tied parameters -> the name in the groups
         for index, group in enumerate(groups or ()):
             need(_is_list_of(group.get("params"), str), f"'params' of group {index}", "a list of names")
         need(isinstance(values, dict), "'values'", "an object of objects, by parameter")
@@ -331,7 +334,28 @@ class OptimizerTree:
         need(isinstance(orders, dict) and all(map(is_order, orders.values())), "'orders'", "of dimensions")
         need(isinstance(own, dict) and isinstance(own.get("layouts"), list), "'own'", "an object with 'layouts'")
         need(_is_list_of(own.get("states"), str), "'own'", "an object with 'states', a list of names")
-        return cls(groups, values, shared, held, orders, own["layouts"], own["states"])
+        tied = tree.get("tied", {})
+        need(isinstance(tied, dict) and _is_list_of(list(tied.values()), str), "'tied'", "an object of names")
+        return cls(groups, values, shared, held, orders, own["layouts"], own["states"], tied)
+
+    def renamed(self, fqn: str, name: str, old: str, new: str) -> OptimizerTree:
+        """Return the tree with another name for a parameter.
+
+        Args:
+            old, new: The old and the new beginning of the keys of the parameter's states.
+        """
+        groups = [
+            {**group, "params": [name if item == fqn else item for item in group["params"]]}
+            for group in self.param_groups
+        ]
+        values = {name if key == fqn else key: value for key, value in self.values.items()}
+        held, orders = with_new_head(self.held, old, new), with_new_head(self.orders, old, new)
+        return replace(self, param_groups=groups, values=values, held=held, orders=orders)
+
+
+def with_new_head(table: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
+    """Return the table with `new` in place of `old` where keys begin with it."""
+    return {new + key[len(old) :] if key.startswith(old) else key: item for key, item in table.items()}
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

@@ -251,6 +251,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
     for name, optimizer in optimizers.items():
         key = section("optimizer", name)
         captured.optimizers[key] = taken = capture_optimizer(optimizer, names, key)
+        taken.tree.update(_other_names(captured, models, live_models, names, taken))
         captured.loose.update(taken.loose)
         captured.objects[key] = taken.tree
         recipes.update({f"{key}.state.{fqn}.{item}": recipe for (fqn, item), recipe in taken.recipes.items()})
@@ -288,6 +289,27 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
     refuse_hidden("", captured.loose)
     captured.objects["step"] = int(state.step if step is None else step)
     return captured
+
+
+def _other_names(
+    captured: Captured,
+    models: Iterable[str],
+    live: Mapping[str, Mapping[str, torch.Tensor]],
+    names: Mapping[int, str],
+    taken: CapturedOptimizer,
+) -> dict[str, dict[str, str]]:
+    """Return {"tied": {other name: FQN}} if the optimizer has tied parameters: their state is saved under the FQN."""
+    if not any(captured.aliases.values()):
+        return {}
+    own = {fqn for group in taken.tree["param_groups"] for fqn in group["params"]}
+    found: dict[str, str] = {}
+    for model in models:
+        for fqn, tensor in live[section("model", model)].items():
+            name = f"{model}.{fqn}" if model else fqn
+            saved = names.get(id(tensor), name)
+            if saved != name and saved in own:
+                found[name] = saved
+    return {"tied": found} if found else {}
 
 
 def _globalize(captured: Captured, state: TrainState) -> None:
