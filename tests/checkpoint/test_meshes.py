@@ -60,13 +60,23 @@ def test_any_mesh_loads_what_any_other_saved(ranks: Any, tmp_path: Path, source:
     assert not any(on(ranks, target, load, str(tmp_path), target))
 
 
-def save_and_load_interleaved(url: str) -> tuple[list[str], list[str]]:
-    save(url, "pp2", interleaved=True)
-    return load(url, "pp2"), load(url, "pp2", interleaved=True, atomic=True)
+def save_and_load_interleaved(url: str, mesh: str, kind: str) -> tuple[list[str], list[str]]:
+    save(url, mesh, kind, interleaved=True)
+    return load(url, mesh), load(url, mesh, interleaved=True, atomic=True)
 
 
-def test_several_pipeline_stages_on_a_rank_form_one_model(ranks: Any, tmp_path: Path) -> None:
-    assert ranks.run(save_and_load_interleaved, 2, str(tmp_path)) == [([], [])] * 2
+@pytest.mark.parametrize("mesh", ["pp2", "pp2 fsdp2", "pp2 fsdp2 ep2", "pp2 fsdp2=ep2 tp2"])  # the first runs by day
+def test_several_pipeline_stages_on_a_rank_form_one_model(ranks: Any, tmp_path: Path, mesh: str) -> None:
+    for kind in ("sharded", "full"):
+        url = str(tmp_path / kind)
+        assert set(map(str, on(ranks, mesh, save_and_load_interleaved, url, mesh, kind))) == {"([], [])"}
+        assert not any(on(ranks, "one", load, url, "one"))
+
+
+@pytest.mark.parametrize("mesh", ["pp2", "pp2 fsdp2 ep2"])  # the first runs by day
+def test_interleaved_stages_load_what_one_rank_saved(ranks: Any, tmp_path: Path, mesh: str) -> None:
+    ranks.run(save, 1, str(tmp_path), "one")
+    assert not any(on(ranks, mesh, load, str(tmp_path), mesh, True))
 
 
 def local_on_its_own_mesh(url: str) -> tuple[list[str], str]:
@@ -177,16 +187,6 @@ def test_strided_shards_are_saved_exactly(ranks: Any, tmp_path: Path, kind: str)
         assert target["model"]["fused"].tolist() == list(range(8))
 
 
-def lacking(url: str) -> str:
-    save(url, "pp2")
-    state, _ = meshes.made("pp2")
-    if dist.get_rank() == 1:
-        del state.model.layers["3"]
-    state.optimizer = None
-    return refusal(lambda: states.load(url, state))
-
-
-def test_an_error_names_tensors_that_no_rank_has(ranks: Any, tmp_path: Path) -> None:
 class Tied(nn.Module):
     """A model with one weight under two names, or a pipeline stage with only one of them."""
 
@@ -231,6 +231,16 @@ def test_the_names_of_a_tied_weight_load_into_stages_on_different_ranks(ranks: A
     assert ranks.run(load_untied, 2, str(tmp_path)) == [saved, saved]
 
 
+def lacking(url: str) -> str:
+    save(url, "pp2")
+    state, _ = meshes.made("pp2")
+    if dist.get_rank() == 1:
+        del state.model.layers["3"]
+    state.optimizer = None
+    return refusal(lambda: states.load(url, state))
+
+
+def test_an_error_names_tensors_that_no_rank_has(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks.run(lacking, 2, str(tmp_path))
     assert first == second
     assert first.startswith("CheckpointMismatchError") and "6 unexpected" in first
