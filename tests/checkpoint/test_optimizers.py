@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from ckptkit import TrainState
@@ -217,3 +221,58 @@ def test_optimizer_state_that_no_load_could_restore_is_refused_on_every_rank(
 ) -> None:
     for _, text in ranks.run(run, size, name, str(tmp_path), name == "queue"):
         assert NOT_SAVED[name] in text
+
+
+def test_reshard_keeps_the_quantized_states_of_flashoptim(ranks: Any, tmp_path: Path) -> None:
+    name, url = "FlashAdamW of flashoptim", str(tmp_path / "run")
+    (saved, text), _ = ranks.run(run, 2, name, url, True)
+    assert text == ""
+    for kind in KINDS[:2]:
+        reshard(f"{url}/{kind}/step_00000003", f"{tmp_path}/again/{kind}/step_00000003", world_size=3)
+        assert verify(f"{tmp_path}/again/{kind}/step_00000003").ok
+    for loaded in ranks.run(elsewhere, 3, name, str(tmp_path / "again"), True):
+        assert [different(found, saved) for found in loaded] == [[], []]
+
+
+def load_what_flashoptim_saved(url: str) -> str:
+    first, again = (made("FlashAdamW of flashoptim", seed, True) for seed in (0, 1))
+    train(*first, range(2))
+    dcp.save({"model": first[0].state_dict(), "optimizer": get_optimizer_state_dict(*first)}, checkpoint_id=url)
+    return refusal(lambda: load(f"{url}-run", TrainState(model=again[0], optimizer=again[1], rng=False), url))
+
+
+def test_states_in_the_form_of_flashoptims_state_dict_are_refused_by_name(ranks: Any, tmp_path: Path) -> None:
+    """A new optimizer would take them for other states, and start without moments."""
+    for text in ranks.run(load_what_flashoptim_saved, 2, str(tmp_path / "theirs")):
+        assert "up.weight.exp_avg::" in text and "FlashAdamW keeps these states in another form" in text
+
+
+def plain_loads(name: str, url: str) -> list[Any]:
+    """Save with a manager and with torch; load both into new optimizers with torch. Return both results."""
+    first = made(name, 0, True)
+    train(*first, range(2))
+    save(f"{url}/ours", TrainState(model=first[0], optimizer=first[1]))
+    model, states = get_state_dict(*first)
+    dcp.save({"model": model, "optimizer": states}, checkpoint_id=f"{url}/theirs")
+    found: list[Any] = []
+    for checkpoint in ("ours/step_00000001", "theirs"):
+        again = made(name, 1, True)
+        model, states = get_state_dict(*again)
+        state, planner = {"model": model, "optimizer": states}, DefaultLoadPlanner(allow_partial_load=True)
+        try:
+            dcp.load(state, checkpoint_id=f"{url}/{checkpoint}")
+        except CheckpointException as error:
+            assert "Missing key in checkpoint state_dict: optimizer.state.unused." in str(error)
+            dcp.load(state, checkpoint_id=f"{url}/{checkpoint}", planner=planner)
+        set_state_dict(*again, model_state_dict=model, optim_state_dict=states)
+        found.append(everything(*again))
+    return found
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon", "Lion"])
+def test_torch_loads_the_states_of_a_managers_checkpoint_like_those_that_it_saved(
+    ranks: Any, tmp_path: Path, name: str
+) -> None:
+    """For a parameter without a gradient, torch's `get_state_dict` creates states that no checkpoint has."""
+    for ours, theirs in ranks.run(plain_loads, 2, name, str(tmp_path)):
+        assert different(ours, theirs) == []
