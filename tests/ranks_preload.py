@@ -9,6 +9,7 @@ import os
 import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels of flashoptim run on the CPU; read when triton is imported
 
 import torch
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import importlib
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,17 +24,23 @@ from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 LR = 0.01
 
 
-class Net(nn.Module):
-    """Shards are uneven on three ranks; on two, a shard of `square` has the shape of one of its factors."""
+SIZES = {"uneven": (6, 14, 4, 8), "even": (6, 12, 6, 12), "runs": (32, 32, 32, 32)}
 
-    def __init__(self, *, is_even: bool = False) -> None:
+
+class Net(nn.Module):
+    """Uneven shards are so on three ranks; on two, a shard of `square` has the shape of one of its factors.
+
+    The weights of "runs" have rows of 32 elements, and there are no biases.
+    """
+
+    def __init__(self, sizes: str = "uneven") -> None:
         super().__init__()
-        up, pre, square = (12, 6, 12) if is_even else (14, 4, 8)
-        self.up = nn.Linear(6, up)
-        self.down = nn.Linear(up, 6)
-        self.pre = nn.Linear(6, pre, bias=False)
+        self.width, up, pre, square = SIZES[sizes]
+        self.up = nn.Linear(self.width, up, bias=sizes != "runs")
+        self.down = nn.Linear(up, self.width, bias=sizes != "runs")
+        self.pre = nn.Linear(self.width, pre, bias=False)
         self.square = nn.Linear(pre, square, bias=False)
-        self.post = nn.Linear(square, 6, bias=False)
+        self.post = nn.Linear(square, self.width, bias=False)
         self.unused = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -236,15 +243,68 @@ def masters(parameters: list[nn.Parameter]) -> Optimizer:
     return MasterWeightOptimizer(torch.optim.AdamW(parameters, lr=LR))
 
 
-FLATTENING = ("Prodigy", "FlashAdamW")
-"""Optimizers that flatten parameters, which DTensor allows only if the shards are even."""
+def of_flashoptim(name: str, bits: int | None, **settings: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """With `bits`, states are quantized and the masters of bf16 parameters have that many bits, as on a GPU.
+
+    The library's kernels then run in Triton's interpreter, and its checks for a GPU are disabled.
+    """
+
+    def made(parameters: list[nn.Parameter]) -> Optimizer:
+        import flashoptim.optimizers as library
+
+        if bits is not None and library.torch is torch:
+            cuda = types.SimpleNamespace(is_available=lambda: True)
+            library.torch = Replaced(torch, cuda=cuda, Tensor=torch.Tensor)
+            library.libdevice = types.SimpleNamespace(
+                copysign=lambda a, b: library.tl.where(b < 0, -library.tl.abs(a), library.tl.abs(a))
+            )
+            library._get_sm_count = lambda device=None: 4
+            library._MaybeQuantizedTensor.set_data = set_data
+            for kernel in (library._triton_quantize_kernel, library._triton_dequantize_kernel):
+                kernel.configs = kernel.configs[:1]  # more than one would be compared on a GPU
+        options = {"quantize": bits is not None, "master_weight_bits": bits, "fused": False, **settings}
+        kept: Optimizer = getattr(library, name)(parameters, lr=LR, **options)
+        return kept
+
+    return made
+
+
+class Replaced(types.ModuleType):
+    """A module with other values of some attributes."""
+
+    def __init__(self, module: Any, **attributes: Any) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(attributes)
+        self.replaced = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.replaced, name)
+
+
+def set_data(self: Any, data: torch.Tensor) -> None:
+    """The library's method without its check for a GPU."""
+    import flashoptim.optimizers as library
+
+    self._data = self._quantized = self._scales = None
+    if self._try_quantize:
+        self._quantized, self._scales = library.quantize(
+            data, signed=self._signed, sqrt=self._sqrt, softsign=self._softsign
+        )
+    else:
+        self._data = data.to(dtype=self._storage_dtype)
+
+
+NETS = {
+    **dict.fromkeys(("Prodigy", "FlashAdamW"), "even"),  # they flatten, which DTensor allows only for even shards
+    "FlashAdamW of flashoptim": "runs",
+}
 
 
 def made(name: str, seed: int, sharded: bool) -> tuple[Net, Any]:
     """Return a model and the optimizer of that name in `MAKERS`."""
     torch.manual_seed(seed)
-    model = Net(is_even=name in FLATTENING)
-    if name.startswith("masters"):
+    model = Net(NETS.get(name, "uneven"))
+    if name.startswith("masters") or name in LOW:
         model = model.to(torch.bfloat16)
     if sharded:
         for part in (model.up, model.square, model):
@@ -256,7 +316,9 @@ def train(model: Net, optimizer: Any, steps: range) -> None:
     """Each rank has different data; gradients that FSDP does not reduce are averaged here."""
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        model(torch.randn(4, 6, generator=generator).to(model.unused.dtype)).float().square().mean().backward()
+        model(
+            torch.randn(4, model.width, generator=generator).to(model.unused.dtype)
+        ).float().square().mean().backward()
         for parameter in model.parameters():
             if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
                 dist.all_reduce(parameter.grad)
@@ -264,6 +326,13 @@ def train(model: Net, optimizer: Any, steps: range) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
+
+LOW = [
+    f"Flash{name} of flashoptim{more}"
+    for name in ("AdamW", "Lion", "SGD")
+    for more in ("", ", split runs", ", no momentum")
+]
+"""Optimizers of bf16 parameters."""
 
 MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "AdamW": of_torch("AdamW", amsgrad=True),
@@ -298,6 +367,12 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "Shampoo of pytorch_optimizer": of_library("pytorch_optimizer", "Shampoo"),
     "scalable Shampoo": of_library("pytorch_optimizer", "ScalableShampoo"),
     "FlashAdamW": of_library("pytorch_optimizer", "FlashAdamW"),
+    "FlashAdamW of flashoptim": of_flashoptim("FlashAdamW", 24),
+    "FlashAdamW of flashoptim, split runs": of_flashoptim("FlashAdamW", 32),
+    "FlashAdam of flashoptim, plain": of_flashoptim("FlashAdam", None),
+    "FlashLion of flashoptim": of_flashoptim("FlashLion", 24),
+    "FlashSGD of flashoptim": of_flashoptim("FlashSGD", 24, momentum=0.9),
+    "FlashSGD of flashoptim, no momentum": of_flashoptim("FlashSGD", 32),
     "GaLore of pytorch_optimizer": of_library("pytorch_optimizer", "GaLore"),
     "AdEMAMix": of_library("pytorch_optimizer", "AdEMAMix"),
     "AggMo": of_library("pytorch_optimizer", "AggMo"),

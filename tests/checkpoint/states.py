@@ -47,7 +47,7 @@ def bits(value: Any) -> Any:
             return kind.__name__, str(settings), [bits(getattr(value, name)) for name in names]
         flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
         return str(value.dtype), tuple(value.shape), value.stride(), flat.numpy().tobytes()
-    if hasattr(value, "state_dict"):
+    if hasattr(value, "state_dict") and type(value).__name__ != "_MaybeQuantizedTensor":  # a state of flashoptim
         return bits(value.state_dict())
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}

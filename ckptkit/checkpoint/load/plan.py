@@ -47,6 +47,8 @@ from ckptkit.formats.dcp.subclasses import (
     SUBCLASSES,
     Recipe,
     describe,
+    is_state_in_parts,
+    keeps_parts,
     new_tensor,
     open_all,
     outer_name,
@@ -491,7 +493,6 @@ class _Planner:
                 else:
                     fqn, name = _owner_and_state(entry, owners)
                     states.setdefault(fqn, {})[name] = entry
-        other = of_another_class(plan.key, plan.optimizer, objects)
         # The checkpoint has the optimizer state of a tied weight under one of its names. A rank with only another name
         # (the last pipeline stage, for example, has `lm_head` but not the embedding) loads that state.
         for name, fqn in saved.tied.items() if saved is not None else ():
@@ -502,6 +503,7 @@ class _Planner:
                 owners = {*owners - {fqn}, name}
                 states = {name if key == fqn else key: entries for key, entries in states.items()}
                 masters = {name if key == fqn else key: entry for key, entry in masters.items()}
+        other = of_another_class(plan.key, plan.optimizer, objects)
         if other or (tree is None and not states):
             found.add("missing", plan.key, [f"the whole optimizer{other and f' ({other})'}"])
             plan.groups = GroupChanges([{} for _ in plan.optimizer.param_groups])
@@ -530,8 +532,10 @@ class _Planner:
         found.add("others", plan.key, plan.groups.conflicts)
         plan.keep = list(plan.groups.missing)
         plan.states = {fqn: entries for fqn, entries in states.items() if fqn in plan.parameters}
+        found.add("others", plan.key, self.of_their_state_dict(plan))
         plan.live = {fqn: dict(plan.optimizer.state.get(item, {})) for fqn, item in plan.parameters.items()}
-        tensors = [value for state in plan.live.values() for value in state.values() if isinstance(value, torch.Tensor)]
+        values = [value for state in plan.live.values() for value in state.values()]
+        tensors = [value for value in values if isinstance(value, torch.Tensor) or is_state_in_parts(value)]
         if self.recipes or not are_dense(list(map(local_part, tensors))):
             for fqn, parameter in plan.parameters.items():
                 self.opened_states(plan, fqn, parameter)
@@ -549,8 +553,8 @@ class _Planner:
         head = f"{plan.key}.state.{fqn}."
         outers = dict.fromkeys(outer_name(name, self.recipes, head) for name in entries)
         stored = {name: self.recipes[head + name] for name in outers if name not in entries}
-        tensors = {name: value for name, value in live.items() if isinstance(value, torch.Tensor)}
-        _, recipes, reasons = open_all(tensors)
+        tensors = {k: v for k, v in live.items() if isinstance(v, torch.Tensor) or is_state_in_parts(v)}
+        _, recipes, reasons = open_all(tensors, lambda _: parameter)
         wholes = {name: live[name] for name in recipes}
         others = [f"{fqn}.{name} here {why}" for name, why in reasons.items()]
         for name, recipe in stored.items():
@@ -559,7 +563,7 @@ class _Planner:
                     front = name + SEPARATOR
                     parts = {part.removeprefix(front): item for part, item in entries.items() if part.startswith(front)}
                     wholes[name] = new_tensor(recipe, parameter, parts)
-                opened, made, _ = open_all({name: wholes.get(name, live.get(name))})
+                opened, made, _ = open_all({name: wholes.get(name, live.get(name))}, lambda _: parameter)
                 if not same_recipe(made.get(name), recipe):
                     others.append(unlike(f"{fqn}.{name}", made.get(name), recipe))
                 elif opened.keys() - entries.keys():
@@ -584,6 +588,24 @@ class _Planner:
                 others.append(unlike(f"{fqn}.{name}", recipe, None))
         plan.wholes[fqn] = {name: tensor for name, tensor in wholes.items() if name in stored}
         self.plan.mismatches.add("others", plan.key, others)
+
+    def of_their_state_dict(self, plan: OptimizerPlan) -> list[str]:
+        """Describe states in the form of an optimizer's own state_dict, which differs from what the optimizer keeps.
+
+        These are flashoptim's states in checkpoints of other systems, and other optimizers' states that it would keep
+        in parts.
+        """
+        if not keeps_parts(plan.optimizer):
+            return []
+        spec, names = {*plan.optimizer.quantized_state_spec, *["error_bits"] * self.foreign}, list[str]()
+        for fqn, entries in plan.states.items():
+            plain = [name for name in entries if outer_name(name, self.recipes, f"{plan.key}.state.{fqn}.") == name]
+            names += [f"{fqn}.{name}" for name in plain if name.partition(SEPARATOR)[0] in spec]
+        if not names:
+            return []
+        more, kind = f" and {len(names) - 5} more" if len(names) > 5 else "", type(plan.optimizer).__name__
+        text = f"{', '.join(names[:5])}{more}: {kind} keeps these states in another form. Load the checkpoint with"
+        return [f"{text} dcp.load and {kind}.load_state_dict, and save it again"]
 
     def of_other_ranks(self, plan: OptimizerPlan, saved: OptimizerTree) -> list[str]:
         """Describe the saved states that this job cannot use.

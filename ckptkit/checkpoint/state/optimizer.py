@@ -11,7 +11,7 @@ import numbers
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.state.optimizer_layout import (
@@ -30,7 +30,7 @@ from ckptkit.checkpoint.state.optimizer_layout import (
 from ckptkit.checkpoint.state.values import JSON, decode, encode, is_order, order_of
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones, local_part, placed_like, without_subclass
-from ckptkit.formats.dcp.subclasses import Recipe, open_all
+from ckptkit.formats.dcp.subclasses import SEPARATOR, Recipe, is_state_in_parts, keeps_parts, open_all
 
 if TYPE_CHECKING:
     import torch
@@ -110,8 +110,14 @@ def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> Ca
     loose = captured.loose
     by_id = {id(parameter): fqn for fqn, parameter in parameters.items()}
     _capture_states(captured, optimizer, {k: p for k, p in parameters.items() if p in optimizer.state}, what)
-    table, recipes, reasons = open_all(captured.tensors)
+    table, recipes, reasons = open_all(captured.tensors, lambda key: parameters[key[0]])
     captured.recipes.update(recipes)
+    captured.unshaped.update(
+        f"{what}.state.{fqn}.{name}{SEPARATOR}{part}"
+        for (fqn, name), recipe in recipes.items()
+        for part, spec in recipe["inner"].items()
+        if spec["placed"] == "own"
+    )
     opened = {f"{fqn}.{name}": tensor for (fqn, name), tensor in table.items()}
     refuse_hidden(f"{what}.state.", opened, reasons={".".join(key): why for key, why in reasons.items()})
     captured.tensors.clear()
@@ -150,6 +156,9 @@ def _capture_states(
         for name, value in state.items():
             if name == master_name:
                 captured.masters[fqn] = value
+                continue
+            if is_state_in_parts(value):
+                captured.tensors[fqn, name] = value
                 continue
             if not isinstance(value, torch.Tensor):
                 before = len(loose)
@@ -222,6 +231,8 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
     torchs = torch.optim.Optimizer.state_dict
     if getattr(type(optimizer), "state_dict", torchs) is torchs or hasattr(optimizer, "master_state_name"):
         return
+    if keeps_parts(optimizer):
+        return  # its state_dict has nothing else, and fails for uneven shards
     given = optimizer.state_dict()
     more = [key for key in given if key not in ("state", "param_groups")] if isinstance(given, Mapping) else []
     if more:
@@ -253,6 +264,8 @@ def united(trees: Sequence[JSON]) -> JSON:
             known.update(group["params"])
         first["values"] = {**tree["values"], **first["values"]}
         first["shared"] = {**tree["shared"], **first["shared"]}
+        if tied := {**tree.get("tied", {}), **first.get("tied", {})}:
+            first["tied"] = tied
     return first
 
 
@@ -265,8 +278,6 @@ def new_state_tensor(
 ) -> torch.Tensor:
     """Return an uninitialised tensor for one of a parameter's states, placed like the parameter.
 
-        if tied := {**tree.get("tied", {}), **first.get("tied", {})}:
-            first["tied"] = tied
     If its shape differs from the parameter's, it is sharded along only those dimensions that have the same size.
 
     Args:
@@ -309,6 +320,7 @@ class OptimizerTree:
     orders: dict[str, list[int]]  # the memory order of plain states' dimensions; omits those of a new state
     layouts: list[JSON]  # how the parameters were sharded, if `states` is not empty
     states: list[str]  # "<fqn>.<name>" of states with plain tensors whose values may differ between ranks
+    tied: dict[str, str]  # other names of tied parameters -> the name in the groups
 
     @classmethod
     def of(cls, tree: JSON, what: str) -> OptimizerTree:
@@ -321,7 +333,6 @@ class OptimizerTree:
         need(isinstance(tree, dict), "it", "an object with 'param_groups', 'values' and 'shared'")
         groups, values, shared = (tree.get(name) for name in ("param_groups", "values", "shared"))
         need(_is_list_of(groups, dict), "'param_groups'", "a list of objects")
-    tied: dict[str, str]  # other names of tied parameters -> the name in the groups
         for index, group in enumerate(groups or ()):
             need(_is_list_of(group.get("params"), str), f"'params' of group {index}", "a list of names")
         need(isinstance(values, dict), "'values'", "an object of objects, by parameter")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.checkpoint.state.local_part import ShardLayout, layout_of
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dcp.host_bytes import local_part
+from ckptkit.formats.dcp.subclasses import is_state_in_parts
 
 if TYPE_CHECKING:
     import torch
@@ -151,6 +152,8 @@ def _plain_in(value: Any, *, in_object: bool = False) -> Iterator[torch.Tensor]:
     import torch
     from torch.distributed.tensor import DTensor
 
+    if is_state_in_parts(value):
+        return
     if isinstance(value, torch.Tensor):
         if in_object or not isinstance(value, DTensor):
             yield value

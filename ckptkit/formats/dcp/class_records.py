@@ -19,13 +19,13 @@ from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, Tensor
 from ckptkit.errors import CorruptCheckpointError, SaveError, UnsafePickleError, UnsupportedFormatError
 from ckptkit.formats.dcp.locate import LocatedSlices
 from ckptkit.formats.dcp.subclasses import (
-    CONTEXTS,
     ENUMS,
-    PLACED,
     SEPARATOR,
+    STATES,
     SUBCLASSES,
     WEIGHTS,
     Recipe,
+    blocks_of,
     cut_blocks,
     open_tensor,
 )
@@ -120,11 +120,12 @@ def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntr
     boxes = [Box(tuple(offset), tuple(size)) for offset, size in zip(offsets, sizes, strict=True)]
     shards = [_read(store, entry, *place) for place in entry.slices.records()]
     first = shards[0]
-    if first.kind in PLACED:
-        placed, names = PLACED[first.kind], CONTEXTS[first.kind]
+    if first.kind in STATES:
+        placed, names = STATES[first.kind]
     elif first.kind in WEIGHTS:
         inner_names, names = WEIGHTS[first.kind]
-        placed = {name: _rule(first, name) for name in inner_names if first.fields.get(name) is not None}
+        held = {name: _inner(first, name).shape for name in inner_names if first.fields.get(name) is not None}
+        placed = {name: "whole" if blocks_of(first.shape, inner) is None else "like" for name, inner in held.items()}
         if len(shards) > 1 and "whole" in placed.values():
             raise UnsupportedFormatError(
                 f"has {len(shards)} shards, and inner tensors that describe a shard as a whole"
@@ -139,10 +140,10 @@ def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntr
                 f"tensor {entry.name!r}: the shard at {list(box.offsets)} is {list(shard.shape)}, but .metadata says "
                 f"{list(box.sizes)}."
             )
-        if shard.strides != row_major_strides(shard.shape) and (len(shards) > 1 or first.kind in PLACED):
+        if shard.strides != row_major_strides(shard.shape) and (len(shards) > 1 or first.kind in STATES):
             raise UnsupportedFormatError(f"has a shard with the strides {list(shard.strides)}")
     contexts: list[Any] = [{name: _context(shard, name) for name in names} for shard in shards]
-    if first.kind in PLACED:
+    if first.kind in STATES:
         contexts = [list(context.values()) for context in contexts]
     if any(context != contexts[0] for context in contexts):
         raise UnsupportedFormatError(f"has shards of different settings ({', '.join(names)}): {contexts}")
@@ -226,7 +227,7 @@ def _context_value(shard: ClassRecord, name: str, value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)) and tuple(value) == shard.shape:
         return {"$shape": True}
-    if isinstance(value, (list, tuple)) and shard.kind not in PLACED:
+    if isinstance(value, (list, tuple)) and shard.kind not in STATES:
         items = [_context_value(shard, name, item) for item in value]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, TorchDType):
@@ -240,12 +241,6 @@ def _context_value(shard: ClassRecord, name: str, value: Any) -> Any:
             fields = {str(key): _context_value(shard, name, item) for key, item in (value.state or {}).items()}
             return {"$object": [kind, fields]}
     raise UnsupportedFormatError(f"has a shard without a valid attribute {name!r}: {str(value)[:80]}")
-
-
-def _rule(shard: ClassRecord, name: str) -> str:
-    sizes = _inner(shard, name).shape
-    alike = len(sizes) == len(shard.shape) and all(n and s % n == 0 for s, n in zip(shard.shape, sizes, strict=True))
-    return "like" if alike else "whole"
 
 
 def _inner(shard: ClassRecord, name: str) -> StoredTensor:
@@ -302,10 +297,9 @@ def _placed(
 
 def _block(name: str, rule: str, tensor: StoredTensor, box: Box) -> Any:
     """Return how many elements each element of an inner tensor describes ("like": in each dimension)."""
-    if rule == "like" and len(tensor.shape) == box.ndim:
-        if all(n and size % n == 0 for size, n in zip(box.sizes, tensor.shape, strict=True)):
-            return [size // n for size, n in zip(box.sizes, tensor.shape, strict=True)]
-    elif rule == "flat" and len(tensor.shape) == 1 and tensor.numel and box.numel % tensor.numel == 0:
+    if rule == "like" and (blocks := blocks_of(box.sizes, tensor.shape)) is not None:
+        return blocks
+    if rule == "flat" and len(tensor.shape) == 1 and tensor.numel and box.numel % tensor.numel == 0:
         return box.numel // tensor.numel
     raise UnsupportedFormatError(f"has a shard of sizes {list(box.sizes)}, whose {name} is {list(tensor.shape)}")
 

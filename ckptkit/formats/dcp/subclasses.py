@@ -3,6 +3,9 @@
 A class with `__tensor_flatten__` names its inner tensors. They are stored as plain tensors named `<name>::<attribute>`,
 and a recipe (JSON) records the class and everything else. A load fills the inner tensors of a live tensor that has the
 same recipe. A class is never imported just because a checkpoint names it.
+
+Two classes without the protocol are split in the same way (`_WITHOUT_PROTOCOL`): bitsandbytes' 4-bit weights, and the
+optimizer states of flashoptim, which are no tensors.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ import dataclasses
 import enum
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.catalog.box import row_major_strides
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.host_bytes import are_dense, placed_like, why_not_dense, without_subclass
 
@@ -29,23 +34,23 @@ SUBCLASSES = "subclasses"
 
 Recipe = Any  # JSON
 
-PLACED: Mapping[str, Mapping[str, str]] = {
-    "torchao.optim.subclass_8bit.OptimState8bit": {"codes": "like", "scale": "flat", "qmap": "whole"},
-    "torchao.optim.subclass_4bit.OptimState4bit": {"codes": "flat", "scale": "flat", "qmap": "whole"},
-    "torchao.optim.subclass_fp8.OptimStateFp8": {"codes": "like", "scale": "flat"},
+STATES: Mapping[str, tuple[Mapping[str, str], Sequence[str]]] = {
+    "torchao.optim.subclass_8bit.OptimState8bit": (
+        {"codes": "like", "scale": "flat", "qmap": "whole"},
+        ("signed", "dtype"),
+    ),
+    "torchao.optim.subclass_4bit.OptimState4bit": (
+        {"codes": "flat", "scale": "flat", "qmap": "whole"},
+        ("signed", "_shape", "dtype"),
+    ),
+    "torchao.optim.subclass_fp8.OptimStateFp8": ({"codes": "like", "scale": "flat"}, ("dtype",)),
 }
-"""The relation of an inner tensor to the whole tensor, by class and attribute.
+"""torchao's optimizer states: the relation of each inner tensor to the whole tensor, and the context's attributes in
+order.
 
-"like": it has as many dimensions, and one element per block. "flat": it has one dimension, and one element per run of
-the flattened tensor. "whole": it is a table that every shard has.
+"like": the inner tensor has as many dimensions, and one element per block. "flat": it has one dimension, and one
+element per run of the flattened tensor. "whole": it is a table that every shard has.
 """
-
-CONTEXTS: Mapping[str, Sequence[str]] = {
-    "torchao.optim.subclass_8bit.OptimState8bit": ("signed", "dtype"),
-    "torchao.optim.subclass_4bit.OptimState4bit": ("signed", "_shape", "dtype"),
-    "torchao.optim.subclass_fp8.OptimStateFp8": ("dtype",),
-}
-"""The attributes in the context of the classes in `PLACED`, in order."""
 
 _SCALED = ("qdata", "scale", "zero_point", "act_pre_scale")
 WEIGHTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
@@ -129,11 +134,14 @@ def same_recipe(one: Recipe | None, other: Recipe | None) -> bool:
     return one == other or listed(one) == listed(other)
 
 
-def open_all(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Recipe], dict[Any, str]]:
+def open_all(
+    tensors: Mapping[Any, Any], parameter_of: Callable[[Any], Any] = lambda _: None
+) -> tuple[dict[Any, Any], dict[Any, Recipe], dict[Any, str]]:
     """Replace those tensors in a table that are not dense with their parts.
 
     Args:
         tensors: By name, or by (FQN, state name). Tensors that can't be split stay as they are.
+        parameter_of: Returns the parameter of the optimizer state with a name. Needed for states that are no tensors.
 
     Returns:
         The table with the parts, the recipes by name, and, for each tensor that could not be split, the reason.
@@ -149,7 +157,7 @@ def open_all(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Reci
     for name, tensor in tensors.items():
         if id(tensor) not in known:
             try:
-                known[id(tensor)] = open_tensor(tensor)
+                known[id(tensor)] = open_tensor(tensor, parameter_of(name))
             except SaveError as error:
                 known[id(tensor)] = None
                 reasons[name] = str(error)
@@ -166,18 +174,23 @@ def open_all(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Reci
     return table, recipes, reasons
 
 
-def open_tensor(tensor: Any) -> Opened | None:
+def open_tensor(tensor: Any, parameter: Any = None) -> Opened | None:
     """Return a tensor's parts, or None if it is dense or its class does not name its inner tensors.
+
+    Args:
+        parameter: For an optimizer state that is no tensor: its parameter. The state is placed like it.
 
     Raises:
         SaveError: The tensor can't be stored in parts. The message completes the sentence "the tensor ...".
     """
     from torch.distributed.tensor import DTensor
 
+    local, whole = tensor, tensor
     if type(tensor) is DTensor:
         local = tensor._local_tensor
-        return _open(local, lambda *inner: _sharded(tensor, *inner), tensor) if _is_made_of_parts(local) else None
-    return _open(tensor, _plain, tensor) if _is_made_of_parts(tensor) else None
+    elif is_state_in_parts(tensor) and isinstance(parameter, DTensor):
+        whole = parameter
+    return _open(local, whole) if _is_made_of_parts(local) else None
 
 
 def _is_made_of_parts(tensor: Any) -> bool:
@@ -187,6 +200,8 @@ def _is_made_of_parts(tensor: Any) -> bool:
     from torch.distributed.tensor import DTensor
 
     kind = type(tensor)
+    if is_state_in_parts(tensor):
+        return True
     if kind in (torch.Tensor, torch.nn.Parameter) or isinstance(tensor, (DTensor, AsyncCollectiveTensor, FakeTensor)):
         return False
     if not (hasattr(tensor, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")) and not _is_4bit(tensor):
@@ -194,10 +209,10 @@ def _is_made_of_parts(tensor: Any) -> bool:
     return not tensor.is_nested and not tensor.is_meta and bool(why_not_dense(tensor))
 
 
-_Place = Callable[[str, Any, Any, str], tuple[Any, Any]]
+def _open(local: Any, whole: Any) -> Opened:
+    """Return the parts of `whole`, whose part on this rank is `local`; they are equal if it is not sharded."""
+    from torch.distributed.tensor import DTensor
 
-
-def _open(local: Any, place: _Place, whole: Any) -> Opened:
     kind = _class_of(local)
     shape = tuple(local.shape)
     parts: dict[str, torch.Tensor] = {}
@@ -207,7 +222,11 @@ def _open(local: Any, place: _Place, whole: Any) -> Opened:
     for name, tensor in tensors.items():
         if not _is_kept(tensor, again[name]):
             raise SaveError(f"is a {kind}, whose {name} is computed on each access: a load could not fill it")
-        stored, spec = place(name, tensor, local, _rule(kind, name, shape, tuple(tensor.shape)))
+        rule = _rule(kind, name, shape, tuple(tensor.shape))
+        if isinstance(whole, DTensor):
+            stored, spec = _sharded(whole, name, tensor, local, rule)
+        else:
+            stored, spec = _plain(name, tensor, local, rule)
         deeper = open_tensor(stored)
         if deeper is not None:
             inner[name] = {**spec, "recipe": deeper.recipe}
@@ -221,8 +240,8 @@ def _open(local: Any, place: _Place, whole: Any) -> Opened:
     recipe = {
         "class": kind,
         "shape": list(whole.shape),
-        "stride": list(whole.stride()),
-        "dtype": _dtype_name(whole.dtype),
+        "stride": list(row_major_strides(tuple(whole.shape)) if kind == _FLASH else whole.stride()),
+        "dtype": _dtype_name(local._storage_dtype if kind == _FLASH else whole.dtype),
         "context": _context(context, shape, kind),
         "inner": inner,
     }
@@ -235,9 +254,14 @@ def _class_of(tensor: Any) -> str:
 
 def _flattened(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """Return a tensor's inner tensors by attribute, and its context."""
-    if not _is_4bit(tensor):
-        names, context = tensor.__tensor_flatten__()
-        return {name: getattr(tensor, name) for name in names}, context
+    known = _WITHOUT_PROTOCOL.get(_class_of(tensor))
+    if known is not None:
+        return known(tensor)
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
+
+
+def _flattened_4bit(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
     state = tensor.quant_state
     parts = {"data": without_subclass(tensor), "absmax": state.absmax, "quant_map": state.code}
     context = {name: getattr(state, name) for name in ("quant_type", "blocksize", "dtype", "shape", "nested")}
@@ -255,6 +279,35 @@ def _flattened(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
 # scales and tables.
 _4BIT = "bitsandbytes.nn.modules.Params4bit"
 _4BIT_ENTRIES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+
+# flashoptim's optimizer states are objects with either int8 codes and a scale for each run of 32 elements (of this
+# rank's shard, where the last run may be shorter), or plain values.
+_FLASH = "flashoptim.optimizers._MaybeQuantizedTensor"
+_FLASH_RUN = 32
+_FLASH_PLACED = {"quantized": "like", "scales": "flat", "data": "like"}
+_FLASH_SETTINGS = ("try_quantize", "signed", "sqrt", "softsign")
+
+
+def is_state_in_parts(value: Any) -> bool:
+    """Return whether an optimizer state is no tensor, but has inner tensors that are stored like those of one."""
+    return type(value).__name__ == "_MaybeQuantizedTensor" and _class_of(value) == _FLASH
+
+
+def keeps_parts(optimizer: Any) -> bool:
+    """Return whether an optimizer is one of flashoptim's, whose states differ from what its state_dict returns."""
+    return isinstance(getattr(optimizer, "quantized_state_spec", None), Mapping)
+
+
+def _flattened_state(value: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    parts = {name: getattr(value, f"_{name}") for name in _FLASH_PLACED}
+    settings = {name: getattr(value, f"_{name}") for name in _FLASH_SETTINGS}
+    return {name: part for name, part in parts.items() if part is not None}, settings
+
+
+_WITHOUT_PROTOCOL: Mapping[str, Callable[[Any], tuple[dict[str, torch.Tensor], Any]]] = {
+    _4BIT: _flattened_4bit,
+    _FLASH: _flattened_state,
+}
 
 
 def _is_4bit(tensor: Any) -> bool:
@@ -299,22 +352,33 @@ def _is_kept(one: Any, other: Any) -> bool:
 def _rule(kind: str, name: str, shape: tuple[int, ...], inner: tuple[int, ...]) -> str:
     if kind == _4BIT:
         return "whole"
-    known = PLACED.get(kind)
-    if known is not None and name in known:
-        return known[name]
-    alike = len(inner) == len(shape) and all(i and s % i == 0 for s, i in zip(shape, inner, strict=True))
-    return "like" if alike else "whole"
+    known = _FLASH_PLACED if kind == _FLASH else STATES.get(kind, ({},))[0]
+    return known.get(name) or ("whole" if blocks_of(shape, inner) is None else "like")
+
+
+def blocks_of(shape: Sequence[int], inner: Sequence[int]) -> list[int] | None:
+    """Return how many elements of a tensor an element of its inner tensor describes, by dimension; None if they have no
+    such relation."""
+    if len(shape) != len(inner) or any(n != size and (not n or size % n) for size, n in zip(shape, inner, strict=True)):
+        return None
+    return [1 if n == size else size // n for size, n in zip(shape, inner, strict=True)]
 
 
 def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
     """Return the tensor to store for an inner tensor of an unsharded tensor, and its entry in the recipe."""
     shape = tuple(local.shape)
+    if rule == "flat" and _class_of(local) == _FLASH and (local.numel() % _FLASH_RUN or not local.numel()):
+        return inner, {"placed": "whole"}
     if rule == "flat":
         run, rows = _run(name, inner, local)
         cut = rows and shape[0] % rows == 0
         return (inner.view(shape[0] // rows, -1) if cut else inner), {"placed": rule, "block": run}
-    block = [s // i for s, i in zip(shape, inner.shape, strict=True)] if rule == "like" else None
-    return inner, {"placed": rule, **({} if block is None else {"block": block})}
+    if rule == "whole":
+        return inner, {"placed": rule}
+    block = blocks_of(shape, tuple(inner.shape))
+    if block is None:
+        raise SaveError(f"has the shape {list(shape)} on this rank, not a multiple of its {name} {list(inner.shape)}")
+    return inner, {"placed": rule, "block": block}
 
 
 def _run(name: str, inner: Any, local: Any) -> tuple[int, int]:
@@ -337,7 +401,8 @@ def _rows(block: int, shape: Sequence[int]) -> int:
 def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
     """Return the tensor to store for an inner tensor of a sharded tensor subclass, and its entry in the recipe.
 
-    Unless the rule is "whole", the inner tensor becomes a DTensor with the placements of the sharded tensor.
+    Unless the rule is "whole", the inner tensor becomes a DTensor with the placements of the sharded tensor. If a class
+    lets ranks split a run of elements that share a value, each rank keeps its own values ("own").
 
     Raises:
         SaveError: Elements that share a value of the inner tensor, such as a scale, are on different ranks.
@@ -345,14 +410,20 @@ def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[
     import torch
     from torch.distributed.tensor import DTensor
 
-    from ckptkit.formats.dcp.plan import local_box
+    from ckptkit.formats.dcp.plan import local_box, placement_record
 
     kind, mesh, placements = type(local).__qualname__, whole.device_mesh, tuple(whole.placements)
     sizes, offsets = local_box(whole.shape, mesh, placements)
-    if not local.numel() or sizes != tuple(local.shape):
+    is_flash = _class_of(local) == _FLASH
+    if sizes != tuple(local.shape) or not (local.numel() or is_flash):
         raise SaveError(f"is sharded, and its local part is a {kind} of shape {list(local.shape)}, expected {sizes}")
+    if rule == "flat" and is_flash and not _consists_of_runs(whole, _FLASH_RUN):
+        if all(size == 1 or placement.is_replicate() for size, placement in zip(mesh.shape, placements, strict=True)):
+            return inner, {"placed": "whole"}
+        layout = [list(mesh.shape), [list(dataclasses.astuple(placement_record(p))) for p in placements]]
+        return inner, {"placed": "own", "layout": layout}
     if rule == "whole":
-        if name not in PLACED.get(f"{type(local).__module__}.{kind}", ()):
+        if name not in STATES.get(_class_of(local), ({},))[0]:
             raise SaveError(
                 f"is sharded, and its local part is a {type(local).__module__}.{kind}, whose {name} "
                 f"{list(inner.shape)} has no known position in the whole tensor {list(whole.shape)}"
@@ -379,6 +450,27 @@ def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[
         raise SaveError(_split(whole, name, spec["block"], f"other ranks split it elsewhere ({placements})"))
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(view, mesh, placements, run_check=False, shape=shape, stride=stride), spec
+
+
+def _consists_of_runs(whole: Any, run: int) -> bool:
+    """Return whether each rank's part of a DTensor consists of whole runs of elements of the flattened tensor.
+
+    All ranks get the same answer.
+    """
+    steps, mesh = cut_blocks(run, whole.shape), whole.device_mesh
+    counts: dict[int, list[int]] = {}
+    for size, placement in zip(mesh.shape, whole.placements, strict=True):
+        if hasattr(placement, "split_factor"):
+            return False
+        if hasattr(placement, "dim"):
+            counts.setdefault(placement.dim, []).append(size)
+    for dim, sizes in counts.items():
+        length, ranks = whole.shape[dim], math.prod(sizes)
+        part = -(-length // ranks)  # as torch.chunk splits it
+        is_even = length % ranks == 0
+        if not steps[dim] or part % steps[dim] or part * (ranks - 1) >= length or not (is_even or len(sizes) == 1):
+            return False
+    return bool(whole.numel() % run == 0)
 
 
 def _split(whole: Any, name: str, block: Any, where: str) -> str:
@@ -463,7 +555,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 # --- creating tensors for a load
 
 
-def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, TensorEntry]) -> torch.Tensor:
+def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, TensorEntry]) -> Any:
     """Create an uninitialized tensor from a recipe, placed like a parameter, for an optimizer that has no state yet.
 
     Nothing is imported. This process must have allowed torch to load the class with
@@ -479,17 +571,19 @@ def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, Te
     from torch.distributed.tensor import DTensor
 
     name = str(recipe.get("class"))
+    if list(parameter.shape) != recipe.get("shape"):
+        raise SaveError(f"has the shape {recipe.get('shape')}, but its parameter has {list(parameter.shape)}")
     allowed: list[Any] = [c for c in torch.serialization.get_safe_globals() if isinstance(c, type)]
     cls = next(
         (c for c in allowed if hasattr(c, "__tensor_unflatten__") and f"{c.__module__}.{c.__qualname__}" == name), None
     )
+    if name == _FLASH:  # the library of the live optimizer has been imported
+        cls = getattr(sys.modules.get(_FLASH.rpartition(".")[0]), _FLASH.rpartition(".")[2], None)
     if cls is None:
         raise SaveError(
             f"is a {name}, a class that this job has not allowed. Take an optimizer step before the load, or import "
             "its library (torch.serialization.add_safe_globals)"
         )
-    if list(parameter.shape) != recipe.get("shape"):
-        raise SaveError(f"has the shape {recipe.get('shape')}, but its parameter has {list(parameter.shape)}")
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     shape = tuple(local.shape)
     inner = {}
@@ -504,9 +598,25 @@ def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, Te
         raise SaveError(
             f"is a {name}, whose context has {error}, which only a live tensor can supply: take an optimizer step first"
         ) from error
+    if name == _FLASH:
+        return _new_state(cls, inner, context, str(recipe.get("dtype")))
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     made: torch.Tensor = cls.__tensor_unflatten__(inner, context, shape, stride)
     return placed_like(parameter, made) if isinstance(parameter, DTensor) else made
+
+
+def _new_state(cls: Any, inner: Mapping[str, torch.Tensor], context: Any, dtype: str) -> Any:
+    import torch
+
+    storage = getattr(torch, dtype, None)
+    if not isinstance(context, dict) or not isinstance(storage, torch.dtype):
+        raise SaveError(f"is a {_FLASH} without valid settings")
+    made = cls(None, storage_dtype=storage)
+    for name in _FLASH_SETTINGS:
+        setattr(made, f"_{name}", bool(context.get(name)))
+    for name in _FLASH_PLACED:
+        setattr(made, f"_{name}", inner.get(name))
+    return made
 
 
 def _local_shape(
@@ -514,12 +624,12 @@ def _local_shape(
 ) -> tuple[int, ...]:
     """Return an inner tensor's shape, given the shape of the shard."""
     block = spec.get("block")
-    if spec.get("placed") == "whole":
+    if spec.get("placed") in ("whole", "own"):
         return stored
     sizes = (math.prod(shape),) if spec.get("placed") == "flat" else shape
     blocks = block if isinstance(block, list) else [block]
     fits = len(blocks) == len(sizes) and all(isinstance(b, int) and b > 0 for b in blocks)
-    if not fits or not math.prod(shape) or any(size % b for size, b in zip(sizes, blocks, strict=True)):
+    if not fits or any(size % b for size, b in zip(sizes, blocks, strict=True)):
         raise SaveError(
             f"has a {name} with a value for each block of {block} elements, but this rank's part {list(shape)} does "
             "not consist of whole blocks"

@@ -16,26 +16,13 @@ from typing import Any
 
 from ckptkit.catalog.box import row_major_strides
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
-from ckptkit.formats.dcp.subclasses import SEPARATOR, Recipe
+from ckptkit.formats.dcp.subclasses import SEPARATOR, WEIGHTS, Recipe, blocks_of
 from ckptkit.formats.own.json import parse
-
-__all__ = ["CLASSES", "DESCRIBED", "describe_tensors", "found_recipes", "stored_name"]
 
 DESCRIBED = "tensor_names"
 """The key in `__metadata__` that lists the described tensors."""
 
-_QUANTIZATION = "torchao.quantization."
-_MX = "torchao.prototype.mx_formats."
-CLASSES: Mapping[str, str] = {
-    "Float8Tensor": _QUANTIZATION + "Float8Tensor",
-    "Int4PlainInt32Tensor": _QUANTIZATION + "Int4PlainInt32Tensor",
-    "Int4Tensor": _QUANTIZATION + "Int4Tensor",
-    "Int4TilePackedTo4dTensor": _QUANTIZATION + "Int4TilePackedTo4dTensor",
-    "Int8Tensor": _QUANTIZATION + "Int8Tensor",
-    "IntxUnpackedToInt8Tensor": _QUANTIZATION + "IntxUnpackedToInt8Tensor",
-    "MXTensor": _MX + "mx_tensor.MXTensor",
-    "NVFP4Tensor": _MX + "nvfp4_tensor.NVFP4Tensor",
-}
+CLASSES: Mapping[str, str] = {name.rpartition(".")[2]: name for name in WEIGHTS}
 """The classes that the layout supports: their names in `_type` -> their full names."""
 
 
@@ -121,9 +108,8 @@ def _recipe(kind: str, data: Mapping[str, Any], inner: Mapping[str, tuple[str, t
     dtype = context.get("dtype") or context.get("orig_dtype")
     placed = {}
     for name, (_, sizes) in inner.items():
-        alike = len(sizes) == len(shape) and all(n and size % n == 0 for size, n in zip(shape, sizes, strict=True))
-        block = [size // n for size, n in zip(shape, sizes, strict=True)] if alike else None
-        placed[name] = {"placed": "like", "block": block} if alike else {"placed": "whole"}
+        block = blocks_of(shape, sizes)
+        placed[name] = {"placed": "whole"} if block is None else {"placed": "like", "block": block}
     return {
         "class": CLASSES[kind],
         "shape": shape,
