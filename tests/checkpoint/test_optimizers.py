@@ -264,6 +264,21 @@ def test_states_in_the_form_of_flashoptims_state_dict_are_refused_by_name(ranks:
         assert "up.weight.exp_avg::" in text and "FlashAdamW keeps these states in another form" in text
 
 
+def load_weights_alone(url: str) -> list[str]:
+    first, again = (made("FlashAdamW of flashoptim", seed, True) for seed in (0, 1))
+    train(*first, range(2))
+    train(*again, range(2))
+    before = everything(*again)
+    save(url, TrainState(model=first[0], optimizer=first[1]))
+    load(url, TrainState(model=again[0], optimizer=again[1]), optimizer="skip")
+    return different(everything(*again), before)
+
+
+def test_masters_of_flashoptim_take_the_values_of_weights_that_are_loaded_alone(ranks: Any, tmp_path: Path) -> None:
+    for changed in ranks.run(load_weights_alone, 2, str(tmp_path)):
+        assert {name.rpartition(".")[2] for name in changed} == {"weight", "error_bits"}
+
+
 def plain_loads(name: str, url: str) -> list[Any]:
     """Save with a manager and with torch; load both into new optimizers with torch. Return both results."""
     first = made(name, 0, True)
