@@ -33,7 +33,7 @@ class Mutation:
 
 RETENTION, COMMIT, ATTEMPT = "checkpoint/retention.py", "checkpoint/run/commit.py", "checkpoint/run/attempt.py"
 DELETE, CHOOSE, READ = "checkpoint/run/delete.py", "checkpoint/load/choose.py", "checkpoint/load/read.py"
-LOAD, CHECKS, COVERAGE = "checkpoint/load/checkpoint.py", "offline/copying/checks.py", "offline/copying/coverage.py"
+LOAD, CHECKS, COVERAGE = "checkpoint/load/checkpoint.py", "formats/checks.py", "offline/copying/coverage.py"
 EXECUTE, DIGESTS = "offline/copying/execute.py", "digests.py"
 
 MUTATIONS = (

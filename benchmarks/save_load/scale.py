@@ -156,7 +156,7 @@ def save_torch(directory: str, world: int, tensors: int) -> dict[str, float]:
 def open_ours(directory: str, world: int, tensors: int) -> dict[str, float]:
     """Open the index, and plan the load of rank 1 at three quarters of the world size, as the manager does."""
     from ckptkit.catalog.box import Box
-    from ckptkit.formats.dcp.fill import Filler, add_box
+    from ckptkit.formats.dcp.fill import Filler
     from ckptkit.formats.own.reader import open_manifest
     from ckptkit.storage import open_store
 
@@ -168,7 +168,8 @@ def open_ours(directory: str, world: int, tensors: int) -> dict[str, float]:
     def plan() -> None:
         for name, value in state.items():
             local = value.to_local()
-            add_box(filler, catalog.tensors[name], Box((len(local), 0), tuple(local.shape)), local)
+            filler.add(catalog.tensors[name], Box((len(local), 0), tuple(local.shape)), local)
+        filler.plan()
 
     load, _ = timed(plan)
     slices = sum(len(entry.slices.offsets) for entry in catalog.tensors.values())

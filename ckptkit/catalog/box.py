@@ -7,8 +7,6 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Box", "chunk_box", "flat_range_boxes", "row_major_strides"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

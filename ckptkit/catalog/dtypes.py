@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from ckptkit.errors import UnsupportedFormatError, UsageError
 
-__all__ = ["DType", "DTYPES", "dtype", "from_safetensors", "export_dtype"]
-
 
 @dataclass(frozen=True, slots=True)
 class DType:

@@ -21,21 +21,6 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.digests import proves_equality
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 
-__all__ = [
-    "Role",
-    "Digest",
-    "Codec",
-    "TensorSlice",
-    "SliceArray",
-    "TensorEntry",
-    "ObjectEntry",
-    "MeshInfo",
-    "CatalogInfo",
-    "Catalog",
-    "WholeTensors",
-    "same_by_record",
-]
-
 _FEW_SLICES = 2048  # up to this many slices, comparing them in pairs is fast enough
 _ROWS_BY_HAND = 128
 _MOST_CORNERS = 1 << 28
@@ -211,6 +196,19 @@ class SliceArray(Sequence[TensorSlice]):
             strides=self.strides,
             codecs=self.codecs,
         )
+
+    def take(self, rows: Int64) -> SliceArray:
+        """Return the slices in these rows."""
+        names = ("ranks", "digests", "digest_starts", "digest_nbytes")
+        columns = {name: None if (column := getattr(self, name)) is None else column[rows] for name in names}
+        numbers, strides, codecs = list(enumerate(rows.tolist())), self.strides, self.codecs
+        return SliceArray(
+            self.paths, self.files[rows], self.starts[rows], self.nbytes[rows], self.offsets[rows], self.sizes[rows],
+            algorithm=self.algorithm,
+            strides={i: strides[row] for i, row in numbers if row in strides},
+            codecs={i: codecs[row] for i, row in numbers if row in codecs},
+            **columns,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -17,8 +17,6 @@ from operator import attrgetter
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import TensorEntry
 
-__all__ = ["NO_SOURCE", "Part", "Target", "concatenated"]
-
 NO_SOURCE = ""
 """The `source` of a part that is padding."""
 

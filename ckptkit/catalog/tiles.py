@@ -1,7 +1,4 @@
-"""Finds the slices that contain given boxes of a tensor, and the boxes' places in the files. Uses numpy.
-
-There are two steps: `pieces` intersects boxes with slices, in elements; `source_layout` locates the pieces, in bytes.
-"""
+"""Finds the slices that contain given boxes of a tensor, and the boxes' places in the files. Uses numpy."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.columns import row_major
-from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import TensorEntry
-
-__all__ = ["Boxes", "Pieces", "RowCuts", "are_rows", "check_coverage", "pieces", "row_cuts", "source_layout"]
+from ckptkit.catalog.entry import SliceArray, TensorEntry
 
 Int64 = npt.NDArray[np.int64]
 
@@ -31,12 +25,16 @@ class Pieces:
         boxes: [n] index of the requested box.
         rows: [n] row of the slice.
         offsets, sizes: [n, ndim] the intersection, in elements of the whole tensor.
+        starts: [n] byte offset of the first element in the slice's file, or in the decoded record if there is a codec.
+        strides: [n, ndim] how the elements lie there, in elements.
     """
 
     boxes: Int64
     rows: Int64
     offsets: Int64
     sizes: Int64
+    starts: Int64
+    strides: Int64
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -47,33 +45,42 @@ class Pieces:
         return result
 
 
-def pieces(entry: TensorEntry, offsets: Int64, sizes: Int64) -> Pieces:
+def pieces(slices: SliceArray, offsets: Int64, sizes: Int64, itemsize: int | Int64) -> Pieces:
     """Intersect these boxes ([m, ndim] each) with the tensor's slices, so that each element of a box is filled once.
 
     Uses the first of several replicas. The slices must cover the tensor without partial overlap
     (`TensorEntry.check_coverage`). The boxes may overlap or be empty.
+
+    Several tensors can be searched together if they get one more dimension, with the tensor's number as the offset.
+
+    Args:
+        itemsize: Of the tensor or, if there are several, of the tensor of each box, [m].
     """
-    slices = entry.slices
     rows = slices.distinct()
-    if not entry.shape:
-        found = np.zeros(len(offsets) if len(rows) else 0, np.int64)
-        return Pieces(np.arange(len(found)), found + (rows[0] if len(rows) else 0), offsets[: len(found)], sizes)
-    starts, stops = slices.offsets[rows], slices.offsets[rows] + slices.sizes[rows]
-    ends = offsets + sizes
-    parts = []
-    for boxes, candidates in _candidates(starts, stops, offsets, ends):
-        lo = np.maximum(offsets[boxes], starts[candidates])
-        extent = np.minimum(ends[boxes], stops[candidates]) - lo
-        keep = (extent > 0).all(axis=1)
-        parts.append((boxes[keep], rows[candidates[keep]], lo[keep], extent[keep]))
-    if len(parts) == 1:
-        return Pieces(*parts[0])
-    ndim = len(entry.shape)
-    empty = np.zeros(0, np.int64)
-    columns = (
-        zip(*parts, strict=True) if parts else ([empty], [empty], [empty.reshape(0, ndim)], [empty.reshape(0, ndim)])
-    )
-    return Pieces(*(np.concatenate(column) for column in columns))
+    if not slices.sizes.shape[1]:
+        count = len(offsets) if len(rows) else 0
+        boxes, found = np.arange(count), np.full(count, rows[0] if count else 0, np.int64)
+        lo, extent = offsets[:count], sizes[:count]
+    else:
+        starts, ends = slices.offsets[rows], offsets + sizes
+        stops = starts + slices.sizes[rows]
+        parts = []
+        for boxes, candidates in _candidates(starts, stops, offsets, ends):
+            lo = np.maximum(offsets[boxes], starts[candidates])
+            extent = np.minimum(ends[boxes], stops[candidates]) - lo
+            keep = (extent > 0).all(axis=1)
+            parts.append((boxes[keep], rows[candidates[keep]], lo[keep], extent[keep]))
+        nothing = np.zeros(0, np.int64)
+        parts = parts or [(nothing, nothing, offsets[:0], sizes[:0])]
+        boxes, found, lo, extent = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+    strides = row_major(slices.sizes[found])
+    if slices.strides:
+        explicit = np.isin(found, np.fromiter(slices.strides, np.int64))
+        for i in np.flatnonzero(explicit).tolist():
+            strides[i] = slices.strides[int(found[i])]
+    index = ((lo - slices.offsets[found]) * strides).sum(axis=1)
+    scale = itemsize if isinstance(itemsize, int) else itemsize[boxes]
+    return Pieces(boxes, found, lo, extent, slices.starts[found] + index * scale, strides)
 
 
 def _candidates(starts: Int64, stops: Int64, lo: Int64, hi: Int64) -> Iterator[tuple[Int64, Int64]]:
@@ -120,21 +127,6 @@ def _by_intervals(
     boxes = np.repeat(np.arange(len(lo)), counts)
     within = np.arange(len(boxes)) - np.repeat(np.cumsum(counts) - counts, counts)
     return boxes, order[np.repeat(a, counts) + within]
-
-
-def source_layout(entry: TensorEntry, parts: Pieces) -> tuple[Int64, Int64]:
-    """Locate the parts in the files: byte offset of the first element, [n], and strides in elements, [n, ndim].
-
-    The offset counts from the start of the slice's file, or of the decoded record if the slice has a codec.
-    """
-    slices = entry.slices
-    strides = row_major(slices.sizes[parts.rows])
-    if slices.strides:
-        explicit = np.isin(parts.rows, np.fromiter(slices.strides, np.int64))
-        for i in np.flatnonzero(explicit).tolist():
-            strides[i] = slices.strides[int(parts.rows[i])]
-    index = ((parts.offsets - slices.offsets[parts.rows]) * strides).sum(axis=1)
-    return slices.starts[parts.rows] + index * dtype_of(entry.dtype).itemsize, strides
 
 
 # Most tensors are split along dimension 0, in order. The code below checks thousands of such tensors at once.

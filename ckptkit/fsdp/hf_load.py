@@ -12,13 +12,12 @@ from torch import nn
 from ckptkit.arguments import Location, location
 from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Target
-from ckptkit.checkpoint.load.fill import add_parts, fill
 from ckptkit.checkpoint.load.key_map import entry_of
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.state.local_part import part_view
 from ckptkit.checkpoint.state.train_state import TrainState, model_tensors
 from ckptkit.errors import CheckpointMismatchError
-from ckptkit.formats.dcp.fill import Filler
+from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.shared_memory import Claim, check_claims
 from ckptkit.formats.hf import safetensors
 from ckptkit.fsdp import meta
@@ -75,16 +74,16 @@ def load_hf(model: nn.Module, url: Location, *, cast: bool = False, strict: bool
         return store, entries, HFLoadReport(loaded, tuple(missing), tuple(unexpected))
 
     def read() -> int:
-        nbytes = 0
+        filler = Filler(store, verify=Verify.FULL, cast=True)
         try:
             for name, entry in entries.items():
-                view, filler = part_view(name, live[name]), Filler(store, cast=True)
-                add_parts(filler, entry, view.local, view.parts)
-                nbytes += fill(filler)
+                view = part_view(name, live[name])
+                filler.add_parts(entry, view.parts, view.local)
+            filler.run()
         except BaseException:
             state.half_loaded = url  # a save of this model raises
             raise
-        return nbytes
+        return filler.nbytes
 
     with contextlib.closing(Coordinator()) as coordinator, torch.no_grad():
         store, entries, report = coordinator.run_on_all(plan, f"opening {url}")

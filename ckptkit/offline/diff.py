@@ -23,12 +23,12 @@ from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, describe, outer_name, same_recipe
 from ckptkit.formats.detect import Source
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
+from ckptkit.formats.sources import SourceReader
 from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.copying.casts import float_values
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Placement, Plan
 from ckptkit.offline.copying.runs import prepare
-from ckptkit.offline.copying.sources import SourceReader
 from ckptkit.offline.reading import open_pinned, reads_checkpoints, records_of
 from ckptkit.offline.report import plain
 from ckptkit.offline.verify import file_problems
@@ -245,8 +245,8 @@ class _Side:
         targets = [Target.of(entry) for entry in readable if small.get(entry.name) is None]
         plan = Plan(source.catalog, (), tuple(Placement.whole(target, 0, 0) for target in targets), (), (), (), ())
         work = prepare(plan, check=False, by_boxes=True)
-        reader = SourceReader(source.store, work.origins)
-        gatherer = Gatherer(reader, work.maps, None, max_bytes=parse_size(max_memory))
+        reader = SourceReader(source.store, work.origins, span=max(1 << 20, parse_size(max_memory) // 4))
+        gatherer = Gatherer(reader, work.maps, max_bytes=parse_size(max_memory))
         return cls(source, _named(readable), opaque, small, reader, gatherer)
 
     def read(self, entries: Sequence[TensorEntry]) -> tuple[Bytes, list[int]]:
@@ -262,7 +262,7 @@ class _Side:
         for entry, size, end in zip(entries, sizes, ends, strict=True):
             parts, stop = self.small[entry.name], end - size
             if parts is None:
-                self.gatherer.read_box(entry.name, Box.whole(entry.shape), data[end - size : end])
+                self.reader.read_box(self.gatherer.maps[entry.name], Box.whole(entry.shape), data[end - size : end])
                 continue
             for file, start, nbytes in parts:
                 if (file, start) == (path, at + last - first) and last == stop:
@@ -588,8 +588,8 @@ class _Comparison:
         whole = Box.whole(self.a.shape)
         for box in whole.tiles(_TILE // max(sizes)) if whole.numel else ():
             x, y = (np.empty(box.numel * size, np.uint8) for size in sizes)
-            first.read_box(self.a.name, box, x)
-            second.read_box(self.b.name, box, y)
+            first.reader.read_box(first.maps[self.a.name], box, x)
+            second.reader.read_box(second.maps[self.b.name], box, y)
             self.add(x, y)
 
     def result(self) -> TensorDiff | None:

@@ -23,13 +23,13 @@ from ckptkit.catalog.entry import Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.digests import Fingerprint, fingerprint_of_runs, new_hasher
 from ckptkit.errors import IntegrityError
+from ckptkit.formats.sources import EntryMap, Origin, SourceReader
 from ckptkit.offline.copying.casts import cast_into
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import OutputTensor, Placement, Plan
 from ckptkit.offline.copying.pool import Pool, Worker
-from ckptkit.offline.copying.runs import EntryMap, prepare
-from ckptkit.offline.copying.sources import Origin, SourceReader
+from ckptkit.offline.copying.runs import prepare
 from ckptkit.storage.store import Store
 
 if TYPE_CHECKING:
@@ -102,11 +102,11 @@ class _Prover:
         work = prepare(plan, check=False, by_boxes=True)
         self._plan = plan
         self._maps: dict[str, EntryMap] = work.maps
-        self._source = SourceReader(source, work.origins)
         self._result = SourceReader(result, [Origin(file.path) for file in plan.files])
         each = max_memory // (4 * workers)
+        self._source = SourceReader(source, work.origins, span=max(1 << 20, each))
         small = max(_CHUNK, min(_TILE, each))
-        self._gatherer = Gatherer(self._source, work.maps, None, max_bytes=max_memory, small=small, big=each)
+        self._gatherer = Gatherer(self._source, work.maps, max_bytes=max_memory, small=small, big=each)
         self._lock = threading.Lock()
         self._progress, self._done = progress, 0
         self._total = sum(int(p.sizes.prod(axis=1).sum()) * dtype_of(p.tensor.dtype).itemsize for p in plan.placements)

@@ -25,7 +25,7 @@ from ckptkit.errors import (
 from ckptkit.formats.detect import Source, open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, find_record, step_of_name
-from ckptkit.offline.copying.sources import identities
+from ckptkit.offline.copying.resume import identities
 from ckptkit.offline.publish import is_one_of_many
 
 # --- Detecting changes to source files during a command, because checkpoints in other formats cannot be pinned

@@ -12,7 +12,7 @@ from ckptkit.catalog import tiles
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.columns import first_of_equal, is_dense, row_major
 from ckptkit.catalog.entry import SliceArray, TensorEntry, TensorSlice
-from ckptkit.catalog.tiles import pieces, source_layout
+from ckptkit.catalog.tiles import pieces
 from tests.catalog.boxes import boxes_in, columns, index, partitions, shapes
 
 cases = shapes.flatmap(
@@ -36,15 +36,15 @@ def stored(shape: tuple[int, ...], boxes: list[Box]) -> tuple[TensorEntry, np.nd
 def test_pieces_fill_each_box_once_from_the_right_bytes(case):
     shape, parts, wanted = case
     entry, file = stored(shape, parts)
-    found = pieces(entry, *columns(wanted, len(shape)))
-    starts, strides = source_layout(entry, found)
+    found = pieces(entry.slices, *columns(wanted, len(shape)), 4)
     whole = np.arange(math.prod(shape)).reshape(shape)
     for i, box in enumerate(wanted):
         got = np.full(shape, -1)
         for j in np.flatnonzero(found.boxes == i):
             part = Box(tuple(found.offsets[j].tolist()), tuple(found.sizes[j].tolist()))
             assert (got[index(part)] == -1).all()
-            view = np.ndarray(part.sizes, np.int32, file.tobytes(), int(starts[j]), [int(s) * 4 for s in strides[j]])
+            start, strides = int(found.starts[j]), [int(s) * 4 for s in found.strides[j]]
+            view = np.ndarray(part.sizes, np.int32, file.tobytes(), start, strides)
             got[index(part)] = view
         expected = np.full(shape, -1)
         expected[index(box)] = whole[index(box)]
@@ -71,15 +71,15 @@ def test_the_interval_search_finds_the_same_pieces_as_comparing_all_pairs(case):
 
 def test_the_first_of_several_replicas_is_used():
     entry, _ = stored((4,), [Box((0,), (4,)), Box((0,), (4,))])
-    assert pieces(entry, *columns([Box((1,), (2,))], 1)).rows.tolist() == [0]
+    assert pieces(entry.slices, *columns([Box((1,), (2,))], 1), 4).rows.tolist() == [0]
 
 
 def test_explicit_strides_say_where_a_piece_begins():
     transposed = TensorSlice(Box((0, 0), (2, 3)), "f", 8, 24, strides=(1, 2))
     entry = TensorEntry("t", "float32", (2, 3), SliceArray.of([transposed], 2))
-    starts, strides = source_layout(entry, pieces(entry, *columns([Box((1, 2), (1, 1))], 2)))
-    assert starts.tolist() == [8 + 4 * (1 + 2 * 2)]
-    assert strides.tolist() == [[1, 2]]
+    found = pieces(entry.slices, *columns([Box((1, 2), (1, 1))], 2), 4)
+    assert found.starts.tolist() == [8 + 4 * (1 + 2 * 2)]
+    assert found.strides.tolist() == [[1, 2]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=30))

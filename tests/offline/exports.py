@@ -18,11 +18,11 @@ from ckptkit.catalog.entry import Catalog
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.hf import safetensors
+from ckptkit.formats.sources import read_box
 from ckptkit.offline.convert import convert
 from ckptkit.offline.copying.plan import ComputedTensor, Literal
 from ckptkit.offline.export.base import BaseModel, open_base
 from ckptkit.offline.export.hf import HFExport, plan_export
-from ckptkit.offline.export.tied import gathering
 from ckptkit.offline.export.weights import ExportOptions
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
@@ -145,10 +145,7 @@ def same_bits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 def _source(store: Store, catalog: Catalog, key: str) -> Any:
     entry = catalog.tensors[key]
     itemsize = dtype_of(entry.dtype).itemsize
-    raw = np.empty(entry.numel * itemsize, np.uint8)
-    with gathering(store, [entry]) as gatherer:
-        gatherer.read_box(key, Box.whole(entry.shape), raw)
-    return raw.view(UNITS[itemsize]).reshape(entry.shape)
+    return read_box(store, entry, Box.whole(entry.shape)).reshape(-1).view(UNITS[itemsize]).reshape(entry.shape)
 
 
 def _bits(store: Store, catalog: Catalog, tensor: Target | ComputedTensor) -> Any:

@@ -143,7 +143,7 @@ def test_a_tile_of_many_sources_fits_into_a_workers_share_of_the_memory(count: i
     total = _sum(terms, (1 / count,) * count, "bfloat16", "float32")
     share = 64 << 20
     reader: Any = None
-    gatherer = Gatherer(reader, {}, None, max_bytes=8 * share, small=4 << 20, big=share)
+    gatherer = Gatherer(reader, {}, max_bytes=8 * share, small=4 << 20, big=share)
     rows = gatherer.tile_numel(total) // shape[1]
     tile = total.rows(0, rows)
     nbytes = 2 * shape[1] * rows

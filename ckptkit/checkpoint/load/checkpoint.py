@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.load.apply import apply_objects, apply_tensors, decode_plan
 from ckptkit.checkpoint.load.differences import Mismatches, in_all
-from ckptkit.checkpoint.load.fill import naming, share_checks
 from ckptkit.checkpoint.load.plan import LoadOptions, plan_load
 from ckptkit.checkpoint.load.read import Reading
 from ckptkit.checkpoint.load.shared_reads import exchange, groups_of
@@ -79,8 +78,7 @@ def load_checkpoint(
             reading = Reading(plan, store, options, world_size=world_size)
             decoded = None
             if reading.first is not None:
-                with naming(reading.first):
-                    reading.first.run()
+                reading.first.run()
                 decoded = decode_plan(plan, reading.refs.__getitem__)
             checks = reading.filler.unchecked() if options.verify and options.verify != "read" else []
             # Whether ranks that need the same data each read a share of it and send that share to the others.
@@ -106,7 +104,7 @@ def load_checkpoint(
         state._half = report.url
     with _said_if_half(state):
         # With several ranks, check the pin even if this rank succeeds, because another rank may find a missing file.
-        with _RankPart() as read, _pinned(ready, sure=world_size > 1), naming(reading.filler):
+        with _RankPart() as read, _pinned(ready, sure=world_size > 1):
             started = time.perf_counter()
             reading.filler.run()
             report.nbytes = reading.filler.nbytes + check_slices(store, shares[rank], reading.filler.workers)
@@ -205,7 +203,27 @@ def _shared(
     checks, signatures, unexpected, urls = zip(*answers, strict=True)
     left = in_all(unexpected)
     Mismatches(unexpected=left).check(urls[0], strict=strict)
-    return share_checks(checks), groups_of(signatures), left
+    return _share_checks(checks) if any(checks) else list(checks), groups_of(signatures), left
+
+
+def _share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
+    """Choose one rank to check each slice that ranks read only in part: the reader with the fewest bytes so far.
+
+    That rank reads the whole slice and checks it before any rank uses it. Each slice is read at most one extra time.
+    """
+    readers: dict[tuple[Any, int], list[int]] = {}
+    slices: dict[tuple[Any, int], SliceCheck] = {}
+    for rank, items in enumerate(wanted):
+        for item in items:
+            slices[item.origin, item.start] = item
+            readers.setdefault((item.origin, item.start), []).append(rank)
+    shares: list[list[SliceCheck]] = [[] for _ in wanted]
+    load = [0] * len(wanted)
+    for key, item in sorted(slices.items(), key=lambda pair: (-pair[1].nbytes, pair[0][0].path, pair[0][1])):
+        rank = min(readers[key], key=load.__getitem__)
+        load[rank] += item.nbytes
+        shares[rank].append(item)
+    return shares
 
 
 @contextmanager

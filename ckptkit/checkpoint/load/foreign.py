@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, TensorEntry
-from ckptkit.checkpoint.load.fill import read_whole
 from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, live_tensors, parameter_names, section
 from ckptkit.checkpoint.state.values import JSON, encode
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
@@ -335,6 +334,8 @@ def _flattened_extras(
 
     Removes these states' tensors from `tensors`.
     """
+    from ckptkit.formats.dcp.fill import read_whole
+
     found: dict[str, dict[str, Any]] = {}
     for name in (name for name, item in state.extra.items() if is_stateful(item)):
         front = f"{name}."

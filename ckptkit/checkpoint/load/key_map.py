@@ -12,7 +12,7 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, Role, SliceArray, TensorEntry, TensorSlice, contiguous_strides
 from ckptkit.catalog.targets import NO_SOURCE, Part, Target
-from ckptkit.catalog.tiles import pieces, source_layout
+from ckptkit.catalog.tiles import pieces
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError
 from ckptkit.keymaps.keymap import NameMap
 from ckptkit.keymaps.wrappers import strip_infixes
@@ -118,11 +118,10 @@ def _cut(entry: TensorEntry, parts: list[Part]) -> list[TensorSlice]:
     ndim, itemsize = len(entry.shape), dtype_of(entry.dtype).itemsize
     offsets = np.array([part.source_box.offsets for part in parts], np.int64).reshape(len(parts), ndim)
     sizes = np.array([part.source_box.sizes for part in parts], np.int64).reshape(len(parts), ndim)
-    cut = pieces(entry, offsets, sizes)
-    starts, strides = source_layout(entry, cut)
+    cut = pieces(entry.slices, offsets, sizes, itemsize)
     found: list[TensorSlice] = []
     rows = zip(cut.boxes.tolist(), cut.rows.tolist(), cut.offsets.tolist(), cut.sizes.tolist(), strict=True)
-    for (box, row, at, size), start, stride in zip(rows, starts.tolist(), strides.tolist(), strict=True):
+    for (box, row, at, size), start, stride in zip(rows, cut.starts.tolist(), cut.strides.tolist(), strict=True):
         part, origin = parts[box], entry.slices[row]
         dims = part.source_dims()
         place = tuple(

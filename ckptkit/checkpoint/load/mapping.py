@@ -13,22 +13,20 @@ from ckptkit.arguments import Location, location
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, CatalogInfo, TensorEntry
-from ckptkit.catalog.tiles import pieces, source_layout
 from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.checkpoint.state.values import decode, references
 from ckptkit.errors import (
     CorruptCheckpointError,
-    IncompleteCheckpointError,
     LoadError,
     UnsupportedFormatError,
-    command_line,
 )
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import find_record
 from ckptkit.formats.pickles.objects import read_object
-from ckptkit.storage.store import ReadInto, Store
+from ckptkit.formats.sources import read_box
+from ckptkit.storage.store import Store
 from ckptkit.units import format_size
 
 if TYPE_CHECKING:
@@ -180,7 +178,7 @@ class TensorView:
         if not box.numel:
             return np.empty((*box.sizes, itemsize), np.uint8), rest
         try:
-            return _read_box(self.entry, self.store, box, itemsize), rest
+            return read_box(self.store, self.entry, box), rest
         except MemoryError as error:
             size = format_size(box.numel * itemsize)
             raise LoadError(
@@ -216,38 +214,3 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
             sizes.append(1)
             rest.append(0)
     return Box(tuple(offsets), tuple(sizes)), tuple(rest)
-
-
-def _read_box(entry: TensorEntry, store: Store, box: Box, itemsize: int) -> npt.NDArray[np.uint8]:
-    """Read a box from all slices that overlap it. Also reads the bytes between the rows of each overlap."""
-    if entry.slices.codecs:
-        raise UnsupportedFormatError(
-            f"tensor {entry.name!r} is compressed; rewrite it first: "
-            + command_line("convert", store.url, "DST", "--to", "dcp")
-        )
-    ndim = box.ndim
-    found = pieces(
-        entry, np.array([box.offsets], np.int64).reshape(1, ndim), np.array([box.sizes], np.int64).reshape(1, ndim)
-    )
-    numel = int(found.numel().sum()) if ndim else len(found)
-    if numel != box.numel:
-        raise IncompleteCheckpointError(f"tensor {entry.name!r}: its slices cover {numel} of {box.numel} elements.")
-    # Allocate only now: a malicious shape may be huge, but the slices found above exist on disk.
-    target = np.empty((*box.sizes, itemsize), np.uint8)
-    starts, strides = source_layout(entry, found)
-    reads, copies = [], []
-    for i in range(len(found)):
-        sizes = tuple(found.sizes[i].tolist()) if ndim else ()
-        steps = tuple(strides[i].tolist()) if ndim else ()
-        span = (1 + sum((n - 1) * s for n, s in zip(sizes, steps, strict=True))) * itemsize
-        raw = np.empty(span, np.uint8)
-        reads.append(ReadInto(entry.slices[int(found.rows[i])].path, int(starts[i]), raw.data))
-        view = np.lib.stride_tricks.as_strided(
-            raw, (*sizes, itemsize), (*(s * itemsize for s in steps), 1), writeable=False
-        )
-        at = (found.offsets[i] - np.array(box.offsets, np.int64)).tolist() if ndim else []
-        copies.append((target[tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))], view))
-    store.read_many(reads)
-    for part, view in copies:
-        part[...] = view
-    return target

@@ -14,11 +14,10 @@ from ckptkit.arguments import check_flags, wrong
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.load.differences import KeyFilter, Mismatches, match_tensors
-from ckptkit.checkpoint.load.fill import read_whole
 from ckptkit.checkpoint.load.foreign import Adopted, adopt
 from ckptkit.checkpoint.save.replicas import PER_RANK, OwnCopies, own_copies
 from ckptkit.checkpoint.state.layout import Shard, as_global, shards_of
-from ckptkit.checkpoint.state.local_part import dtype_name, layout_of
+from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.optimizer import (
     GroupChanges,
     OptimizerTree,
@@ -41,7 +40,7 @@ from ckptkit.checkpoint.state.train_state import (
 )
 from ckptkit.checkpoint.state.values import JSON, decode, references
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, SaveError, UsageError, command_line
-from ckptkit.formats.dcp.host_bytes import are_dense, expanded_ones, hidden_ones, local_part
+from ckptkit.formats.dcp.host_bytes import are_dense, dtype_name, expanded_ones, hidden_ones, local_part
 from ckptkit.formats.dcp.subclasses import (
     SEPARATOR,
     SUBCLASSES,
@@ -163,11 +162,6 @@ class ModelTensor:
     filled: tuple[Box, ...] | None = None  # what is filled, if a key map pads it. None: all
     shards: tuple[Shard, ...] = ()  # that the state's layout declares for the live tensor
 
-    @property
-    def view(self) -> torch.Tensor:
-        """The live tensor, viewed as a part of the saved tensor if the layout declares its shards."""
-        return as_global(self.key, self.live, self.shards)
-
 
 @dataclass(slots=True)
 class OptimizerPlan:
@@ -257,11 +251,7 @@ class _Planner:
     live: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # each model's tensors
     declared: dict[int, tuple[Shard, ...]] = field(default_factory=dict)  # the layout's shards, by tensor id
     by_role: dict[Role, dict[str, TensorEntry]] = field(default_factory=dict)
-
-    @property
-    def recipes(self) -> Mapping[str, Recipe]:
-        """How the saved tensor subclasses are split, by key."""
-        return self.objects.get(SUBCLASSES, {})  # type: ignore[no-any-return]
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)  # how the saved tensor subclasses are split, by key
 
     def entries(self, role: Role) -> dict[str, TensorEntry]:
         if role not in self.by_role:
@@ -270,6 +260,7 @@ class _Planner:
 
     def run(self) -> None:
         state, skipped = self.state, self.plan.skipped
+        self.recipes = self.objects.get(SUBCLASSES, {})
         if not isinstance(self.recipes, dict) or not all(map(is_recipe, self.recipes.values())):
             raise CorruptCheckpointError(f"objects.json: the value of '{SUBCLASSES}' is malformed.")
         if self.options.model == "restore":
@@ -338,7 +329,8 @@ class _Planner:
             self.model(key, prefix, live, saved, tables.get(key, {}))
             if chosen.takes_all:
                 self.extra_state(f"{key}.extra_state", module, extra_state)
-        idle = [f"{rule} matches no tensor of the models or the checkpoint" for rule in chosen.idle(names)]
+        idle = [] if chosen.takes_all else chosen.idle(names)
+        idle = [f"{rule} matches no tensor of the models or the checkpoint" for rule in idle]
         if self.options.strict:
             mismatches.add("others", "model", idle)
         else:
@@ -927,7 +919,8 @@ def plan_load(
     for item in state.extra.values():
         if isinstance(item, type) and is_stateful(item):
             raise UsageError("TrainState.extra holds a class; it must hold objects.")
-    _check_local(state, catalog, store.url, world_size=world_size)
+    if catalog.info.format == "ckptkit-local":
+        _check_local(state, catalog, store.url, world_size=world_size)
     objects = _json_objects(catalog)
     own = own_copies(catalog, objects, rank=rank, world_size=world_size)
     catalog = own.catalog
@@ -941,6 +934,8 @@ def plan_load(
     catalog = replace(adopted.catalog, tensors=dict(adopted.catalog.tensors))  # creates each lazy entry only once
 
     def small(key: str) -> torch.Tensor:  # rarely called, for example if a learning rate is a large tensor
+        from ckptkit.formats.dcp.fill import read_whole
+
         return adopted.tensors[key] if key in adopted.tensors else read_whole(catalog, store, [key])[key]
 
     plan = LoadPlan(catalog, adopted.tensors)
@@ -1008,8 +1003,6 @@ def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: i
     """Raise if a LOCAL checkpoint was saved on a different number of ranks, or with a different mesh or placements."""
     from torch.distributed.tensor import DTensor
 
-    if catalog.info.format != "ckptkit-local":
-        return
     saved = catalog.info.world_size
     why = f"it was saved at world size {saved}, this job has {world_size}" if saved != world_size else ""
     why = why or _moved(state, catalog)

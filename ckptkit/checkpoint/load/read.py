@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import TensorEntry
-from ckptkit.checkpoint.load.fill import add_parts, add_whole, check_sizes
 from ckptkit.checkpoint.load.plan import LoadOptions, LoadPlan, OptimizerPlan
 from ckptkit.checkpoint.state.layout import as_global
 from ckptkit.checkpoint.state.local_part import PartView, part_view, parts_here
@@ -54,21 +53,25 @@ class Reading:
         self.held = 0
         self._atomic = options.atomic
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live tensor, tensor to copy into it)
-        views = [self._read(t.view, t.entry, beside=options.atomic, filled=t.filled) for t in plan.models]
-        pairs = list(zip(plan.models, views, strict=True))
-        groups = [
-            [pairs[i][1].claim(pairs[i][0].entry) for i in rows] for rows in overlapping([v.local for v in views])
-        ]
-        groups += [[part_view(twin.key, twin.view).claim(twin.entry) for twin in twins] for twins in plan.twins]
+        views = []
+        for target in plan.models:
+            live = as_global(target.key, target.live, target.shards)
+            views.append(self._read(live, target.entry, beside=options.atomic, filled=target.filled))
+        shared = overlapping([view.local for view in views])
+        groups = [[views[i].claim(plan.models[i].entry) for i in rows] for rows in shared]
+        for twins in plan.twins:
+            parts = [part_view(twin.key, as_global(twin.key, twin.live, twin.shards)) for twin in twins]
+            groups.append([part.claim(twin.entry) for part, twin in zip(parts, twins, strict=True)])
         check_claims(store, groups)
         self.states = [self._optimizer(optimizer) for optimizer in plan.optimizers]
         if options.atomic:
             self._check_memory(None if options.max_memory is None else parse_size(options.max_memory))
         self.refs = self._references(plan)
+        self.filler.plan()
         if not options.atomic and store.sizes_are_free:
             # Find short files before anything is read into the live state. Skip this on object stores, where objects
             # are never truncated and each check is a request.
-            check_sizes(self.filler)
+            self.filler.check_sizes()
 
     def finish(self) -> None:
         """Fill the live tensors whose data was read into new memory."""
@@ -108,13 +111,14 @@ class Reading:
                 target = local.to(target.dtype, copy=True)
             self.held += 0 if local.is_meta else target.nbytes
             self._copies.append((local, target))
-        add_parts(self.filler, entry, target, parts)
+        self.filler.add_parts(entry, parts, target)
 
     def _optimizer(self, plan: OptimizerPlan) -> dict[str, dict[str, torch.Tensor]]:
         """Schedule reads of an optimizer's states. A live state is filled in place if it has a new state's shape and
         placement.
         """
         import torch
+        from torch.distributed.tensor import DTensor
 
         on_device = {
             id(parameter): bool(group.get("fused") or group.get("capturable"))
@@ -131,9 +135,10 @@ class Reading:
             if wanted or wholes:
                 states[fqn] = dict(wholes)
             parts: Sequence[LocalPart] | None = None  # this rank's boxes of all states that are placed alike
+            place = _placement(parameter)
             for name, entry in wanted.items():
                 shards = plan.shards.get(fqn, ())
-                if outer_name(name, wholes) in wholes:
+                if wholes and outer_name(name, wholes) in wholes:
                     self._read(as_global(entry.name, live[name], shards), entry, beside=self._atomic)
                     continue
                 shards = shards if entry.numel > 1 else ()
@@ -144,8 +149,12 @@ class Reading:
                 kept: Any = live.get(name)
                 dtype = getattr(torch, entry.dtype)
                 shape = tuple(parameter.shape) if shards else entry.shape
-                alike = held is None and order is None and isinstance(kept, torch.Tensor) and kept.dtype is dtype
-                alike = alike and _is_alike(kept, parameter, shape)
+                # Whether the live state is what a new one would be. Small ones may be on another device than they were.
+                alike = held is None and order is None and type(kept) in (torch.Tensor, DTensor) and kept.dtype is dtype
+                alike = (
+                    alike and not kept.is_meta and entry.numel > 1 and place[0] == shape and _placement(kept) == place
+                )
+                alike = alike and not _shares_memory(kept, parameter)
                 # Even with `atomic`, keep an accelerator's live tensor: a new one would need as much device memory.
                 if alike and (not self._atomic or kept.device.type != "cpu"):
                     local = without_subclass(local_part(kept)).detach()
@@ -157,6 +166,10 @@ class Reading:
                 new = new_state_tensor(parameter, dtype, shape, on_device=on_device[id(parameter)], held=held)
                 if order is not None and type(new) is torch.Tensor and new.dim() == len(order):
                     new = in_order(new, order)
+                if type(new) is torch.Tensor and not (alike or shards or held or new.is_meta):  # such as a step count
+                    self.filler.add(entry, Box.whole(entry.shape), new)
+                    states[fqn][name] = new
+                    continue
                 view = self._read(as_global(entry.name, new, shards), entry)
                 self.held += view.local.nbytes if alike else 0
                 states[fqn][name] = view.local if held == SHARD else new
@@ -179,7 +192,7 @@ class Reading:
         for key in wanted:
             entry, template = plan.catalog.tensors.get(key), live.get(key)
             if entry is None or not isinstance(template, DTensor) or tuple(template.shape) != entry.shape:
-                refs[key] = add_whole(self.first or self.filler, plan.catalog, key)
+                refs[key] = (self.first or self.filler).add_whole(plan.catalog, key)
                 continue
             refs[key] = torch.empty_like(template, dtype=getattr(torch, entry.dtype), requires_grad=False)
             self._read(refs[key], entry)
@@ -225,24 +238,19 @@ def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
     return live
 
 
-def _is_alike(live: torch.Tensor, parameter: torch.Tensor, saved: tuple[int, ...]) -> bool:
-    """Return whether a live state has the shape and placement that a new state for this parameter would have."""
-    import torch
+def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a tensor's shape, and the place and order of its elements, as a new state has them from its parameter."""
     from torch.distributed.tensor import DTensor
 
-    shape = live.shape
-    if shape != parameter.shape or tuple(shape) != saved or shape.numel() <= 1:
-        return False
-    if live.device != parameter.device or live.is_meta:
-        return False
-    if isinstance(parameter, DTensor) and isinstance(live, DTensor):
-        if live.device_mesh != parameter.device_mesh or live.placements != parameter.placements:
-            return False
-    elif isinstance(parameter, DTensor) or type(live) is not torch.Tensor:
-        return False
-    one, other = local_part(live), local_part(parameter)
-    apart = one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
-    return not one.numel() or (apart and one.stride() == other.stride())
+    local, placed = local_part(tensor), None
+    if isinstance(tensor, DTensor):
+        placed = tensor.device_mesh, tensor.placements
+    return tuple(tensor.shape), placed, tensor.device, local.stride() if local.numel() else None
+
+
+def _shares_memory(state: torch.Tensor, parameter: torch.Tensor) -> bool:
+    one, other = local_part(state), local_part(parameter)
+    return one.numel() > 0 and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 # --- free memory

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.errors import SaveError, UnsupportedFormatError
-from ckptkit.formats.dcp.host_bytes import local_part, why_not_dense, without_subclass
+from ckptkit.formats.dcp.host_bytes import dtype_name, local_part, why_not_dense, without_subclass
 from ckptkit.formats.dcp.shared_memory import Claim
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.formats.trainers.shards import LocalPart, local_parts, mesh_coordinate
@@ -76,7 +76,7 @@ class PartView:
 
     def claim(self, entry: TensorEntry) -> Claim:
         """Return the request to load the saved tensor `entry` into this part."""
-        return Claim(self.key, entry, self.shape, self.local, [(part.box, part.local_offsets) for part in self.parts])
+        return Claim(self.key, entry, self.shape, self.local, self.parts)
 
     def within(self, boxes: Iterable[Box]) -> PartView:
         """Return the part restricted to the elements in these boxes, which must not overlap."""
@@ -187,8 +187,3 @@ def boxes_of(
     if layout is None:
         return (Box.whole(shape),)
     return tuple(part.box for part in _parts(shape, layout, rank, local_shape))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name for a dtype, without "torch."."""
-    return str(dtype).removeprefix("torch.")

@@ -1,94 +1,97 @@
-"""Fills tensors from a checkpoint's slices. Reads only the bytes needed, straight into the tensors' memory where
-possible, and checks digests."""
+"""Fills tensors with boxes of a checkpoint's tensors. Reads only the bytes needed, straight into the tensors' memory
+where possible, and checks digests."""
 
 from __future__ import annotations
 
 import enum
-import operator
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from ckptkit.catalog.box import Box, row_major_strides
-from ckptkit.catalog.dtypes import DTYPES
-from ckptkit.catalog.entry import Codec, Digest, TensorEntry
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.columns import distinct, is_dense, row_major
+from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
+from ckptkit.catalog.tiles import pieces
 from ckptkit.digests import new_signer
 from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError
-from ckptkit.formats.dcp.digests import (
-    Running,
-    SliceCheck,
-    all_of,
-    check_bytes,
-    read_pieces,
-)
-from ckptkit.formats.dcp.host_bytes import host_view, lies_row_major
-from ckptkit.formats.pickles.objects import decode_zstd
-from ckptkit.storage.store import ReadInto, Store
+from ckptkit.formats.checks import RecordTable, Verifier, recorded
+from ckptkit.formats.dcp.digests import ADVICE, SliceCheck, all_of, batches, check_slices, raise_with_tensor
+from ckptkit.formats.dcp.host_bytes import host_view, lies_row_major, memory
+from ckptkit.formats.sources import UNITS, Origin, Origins, Range, SourceReader
+from ckptkit.formats.trainers.shards import LocalPart
+from ckptkit.storage.store import Store
 
-_FEW = 16  # for at most this many slices, a loop is faster than numpy
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
 
-_SMALL = 1 << 20  # a tensor of at most this size that must be cast or copied is read whole into its own buffer
-_BATCH = 8 << 20
-_BATCH_REMOTE = 64 << 20  # read by several concurrent requests
+_FEW = 16  # slices; of a tensor with more, those outside the box are left out first
+_SMALL = 1 << 20  # a region of at most this size that must be cast or copied is read into its own buffer
+_BATCH = 8 << 20  # bytes that a thread reads, or checks, at a time
+_BATCH_REMOTE = 64 << 20  # the same on an object store, where they are read by several concurrent requests
 _TILE = 32 << 20  # buffer size for larger regions
-_RUN = 32 << 10  # shorter runs of needed bytes are read together with the gaps between them
 
 
 class Verify(str, enum.Enum):
     """The slices to check against their digests during a load."""
 
     READ = "read"  # slices that are read whole: needs no additional reads
-    FULL = "full"  # all slices: even a slice that is needed only in part is read whole
+    FULL = "full"  # all slices: those that are needed only in part are read once more, whole
     OFF = "off"
 
 
-def read_workers(store: Store) -> int:
-    """Return how many reads a rank does at once: 8 on an object store, else twice its share of the cores, up to 8."""
-    if store.asking_costs:
-        return 8
-    ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-    return max(1, min(8, 2 * (os.cpu_count() or 1) // ranks_here))
+class _Wanted(NamedTuple):
+    """A box of a tensor, and the memory to fill with it."""
+
+    entry: TensorEntry
+    box: Box
+    target: torch.Tensor
+    dtype: torch.dtype  # of the entry
 
 
-@dataclass(slots=True, eq=False)  # not frozen: creating one would take twice as long, and a model has thousands
-class _Fill:
-    """A planned read of the region [offsets, offsets + sizes) of a slice into `target`.
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """The regions of slices to read, as columns with one row per region.
+
+    Boxes are padded with leading dimensions of size 1 up to the largest `ndim`.
 
     Attributes:
-        needed: How many of the slice's `nbytes` bytes the region needs.
-        direct: Whether the file's bytes can be read straight into the target.
+        owners: Index of the `_Wanted` that the region fills.
+        sources, starts: The region's first byte. Sources are indices into `origins`.
+        nbytes: Bytes that the region has.
+        offsets, sizes: The region's place in the target, in elements.
+        strides: How its elements lie in the source, in elements.
+        places: Byte offset of its first element in the target; -1 if it can't be read straight into the target.
+        dense: Whether its bytes are contiguous and row-major in the source.
+        lying: The same, and the source is a file.
+        checked: Whether the slice's digest covers exactly its bytes.
+        records: The slices' digests. Row i belongs to region i; without a digest, the algorithm is -1.
     """
 
-    name: str
-    path: str
-    start: int
-    nbytes: int
-    itemsize: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    digest: Digest | None
-    codec: Codec | None
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    needed: int
-    target: torch.Tensor
-    direct: bool
+    origins: Sequence[Origin]
+    owners: Int64
+    sources: Int64
+    starts: Int64
+    nbytes: Int64
+    offsets: Int64
+    sizes: Int64
+    strides: Int64
+    places: Int64
+    dense: Bool
+    lying: Bool
+    checked: Bool
+    records: RecordTable
 
-    @property
-    def whole(self) -> bool:
-        return self.sizes == self.shape
-
-    @property
-    def checkable(self) -> bool:
-        """Whether the digest covers exactly this slice's bytes."""
-        d = self.digest
-        return d is not None and d.start == self.start and d.nbytes == self.nbytes
+    def take(self, rows: Int64) -> _Reads:
+        columns = {name: getattr(self, name)[rows] for name in self.__slots__[1:-1]}
+        return _Reads(self.origins, **columns, records=self.records.take(rows))
 
 
 class Filler:
@@ -104,64 +107,89 @@ class Filler:
         self.workers = workers or read_workers(store)
         self.cast = cast
         self.nbytes = 0
-        self._fills: list[_Fill] = []
+        self._wanted: list[_Wanted] = []
+        self._planned: _Reads | None = None
 
-    def add(self, entry: TensorEntry, row: int, offsets: tuple[int, ...], target: torch.Tensor) -> None:
-        """Schedule a read from a tensor's slice `row` into `target`, starting at `offsets` within the slice.
+    def add(self, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
+        """Schedule reads that fill `target` with a box of a tensor.
 
         Raises:
             CheckpointMismatchError: The dtypes differ, and casts are not allowed.
         """
-        numel = target.numel()
-        if not numel:
+        if not target.numel():
             return
-        slices, itemsize = entry.slices, DTYPES[entry.dtype].itemsize
         dtype: torch.dtype = getattr(torch, entry.dtype)
         if dtype is not target.dtype and not self.cast:
             wanted = str(target.dtype).removeprefix("torch.")
             raise CheckpointMismatchError(
                 f"{entry.name}: the checkpoint has {entry.dtype}, the target is {wanted}. Pass cast=True to convert."
             )
-        path, start, nbytes = slices.record(row)
-        self._fills.append(
-            _Fill(
-                entry.name,
-                path,
-                start,
-                nbytes,
-                itemsize,
-                dtype,
-                tuple(slices.sizes[row].tolist()),
-                slices.strides.get(row),
-                None if self.verify is Verify.OFF else slices.digest(row),
-                slices.codecs.get(row),
-                offsets,
-                tuple(target.shape),
-                numel * itemsize,
-                target,
-                dtype is target.dtype and lies_row_major(target),
+        self._wanted.append(_Wanted(entry, box, target, dtype))
+        self._planned = None
+
+    def add_parts(self, entry: TensorEntry, parts: Iterable[LocalPart], local: torch.Tensor) -> None:
+        """Schedule reads that fill `local`, which consists of `parts` of the full tensor."""
+        for part in parts:
+            if part.box.numel:  # the shape of an empty local tensor need not match
+                is_all = part.box.sizes == local.shape
+                self.add(entry, part.box, local if is_all else part_of(local, part.local_offsets, part.box.sizes))
+
+    def add_whole(self, catalog: Catalog, name: str) -> torch.Tensor:
+        """Schedule reads of a full tensor into new CPU memory, and return the tensor."""
+        entry = catalog.tensors.get(name)
+        if entry is None:
+            raise IncompleteCheckpointError(
+                f"{self.store.url}: objects.json refers to a tensor {name!r} that is missing."
             )
-        )
+        local = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        self.add(entry, Box.whole(entry.shape), local)
+        return local
+
+    # --- what will be read
+
+    def plan(self) -> _Reads:
+        """Find the regions to read, for all tensors at once. Reads nothing.
+
+        Raises:
+            IncompleteCheckpointError: A tensor's slices do not cover its box.
+        """
+        if self._planned is None:
+            self._planned = _plan(self._wanted, check=self.verify is not Verify.OFF)
+        return self._planned
+
+    def check_sizes(self) -> None:
+        """Check that each file exists and is large enough for the scheduled reads. Reads no data."""
+        for path, (stop, name) in self._last().items():
+            found = self.store.info(path)
+            if found is None:
+                raise IncompleteCheckpointError(f"tensor {name!r}: {path} is missing.")
+            if found.size < stop:
+                raise IncompleteCheckpointError(
+                    f"tensor {name!r}: {path} is truncated: it has {found.size} bytes, expected at least {stop}."
+                )
 
     def unchecked(self) -> list[SliceCheck]:
         """Return the slices that the load will read only in part, so that it can't check their digests."""
-        found = {
-            (fill.path, d.start): SliceCheck(fill.name, fill.path, d.start, d.nbytes, d)
-            for fill in self._fills
-            if (d := fill.digest) is not None and d.nbytes and fill.codec is None
-            if not (fill.whole and fill.checkable)
-        }
+        reads, found = self.plan(), {}
+        table = reads.records
+        for row in np.flatnonzero((table.algorithms >= 0) & (table.nbytes > 0) & ~reads.checked).tolist():
+            origin, start = reads.origins[reads.sources[row]], int(table.starts[row])
+            name = self._wanted[reads.owners[row]].entry.name
+            found[origin, start] = SliceCheck(
+                name, origin, start, int(table.nbytes[row]), int(table.algorithms[row]), int(table.values[row])
+            )
         return list(found.values())
 
     def signature(self) -> bytes:
         """Return a 16-byte hash of the planned reads. Two ranks have the same hash if they read the same bytes into
         tensors with the same dtype and layout."""
-        found = new_signer()
-        for fill in self._fills:
-            # The codec is included because it decides what `start` is relative to. The target's layout is included
-            # because it decides how the tensor is sent.
-            where = fill.path, fill.start, fill.nbytes, fill.offsets, fill.sizes, fill.strides, fill.codec
-            found.update(repr((where, str(fill.target.dtype), lies_row_major(fill.target))).encode())
+        reads, found = self.plan(), new_signer()
+        # The target's layout is included because it decides how the tensor is sent.
+        targets = [(str(wanted.target.dtype), lies_row_major(wanted.target)) for wanted in self._wanted]
+        used = [reads.origins[source] for source in distinct(reads.sources).tolist()]
+        found.update(repr((used, targets)).encode())
+        for column in (reads.owners, reads.sources, reads.starts, reads.offsets, reads.sizes, reads.strides):
+            found.update(np.ascontiguousarray(column).data.cast("B"))
         return found.digest()
 
     def share_out(self, own: int, count: int) -> list[list[torch.Tensor]]:
@@ -170,237 +198,198 @@ class Filler:
         Ranks with equal signatures get the same shares in the same order. Each share is a contiguous range in the
         files.
         """
-        fills = sorted(self._fills, key=lambda fill: (fill.path, fill.start, fill.offsets))  # stable
-        whole, before = max(1, sum(fill.needed for fill in fills)), 0
-        shares: list[list[_Fill]] = [[] for _ in range(count)]
-        for fill in fills:
-            # A tensor goes to the share that its middle byte falls into.
-            shares[min(count - 1, (before + fill.needed // 2) * count // whole)].append(fill)
-            before += fill.needed
-        self._fills = shares[own]
-        return [[fill.target for fill in share] for share in shares]
+        reads = self.plan()
+        reads = reads.take(np.lexsort((reads.starts, reads.sources)))
+        before = np.cumsum(reads.nbytes) - reads.nbytes
+        # A region goes to the share that its middle byte falls into.
+        shares = np.minimum(count - 1, (before + reads.nbytes // 2) * count // max(1, int(reads.nbytes.sum())))
+        self._planned = reads.take(np.flatnonzero(shares == own))
+        return [[self._part(reads, row) for row in np.flatnonzero(shares == share).tolist()] for share in range(count)]
 
-    def last(self) -> dict[str, tuple[int, str]]:
+    def _last(self) -> dict[str, tuple[int, str]]:
         """Return the end of the last read in each file, and the tensor that this read fills.
 
         The tensor is incomplete if the file was truncated.
         """
-        found: dict[str, tuple[int, str]] = {}
-        for fill in self._fills:
-            stop = fill.start + fill.nbytes if fill.codec is None else fill.codec.start + fill.codec.nbytes
-            if stop >= found.get(fill.path, (0, ""))[0]:
-                found[fill.path] = stop, fill.name
+        reads, found = self.plan(), dict[str, tuple[int, str]]()
+        spans = reads.nbytes // np.prod(reads.sizes, axis=1) * (1 + ((reads.sizes - 1) * reads.strides).sum(axis=1))
+        stops = reads.starts + spans
+        order = np.lexsort((stops, reads.sources))
+        for row in order[np.diff(reads.sources[order], append=-1) != 0].tolist():
+            origin, stop = reads.origins[reads.sources[row]], int(stops[row])
+            if origin.codec is not None:
+                stop = origin.codec.start + origin.codec.nbytes
+            if stop >= found.get(origin.path, (0, ""))[0]:
+                found[origin.path] = stop, self._wanted[reads.owners[row]].entry.name
         return found
 
-    def run(self) -> float:
-        """Fill all tensors that were added, and return how many seconds it took.
+    def _part(self, reads: _Reads, row: int) -> torch.Tensor:
+        """Return the part of a target that a region fills."""
+        target = self._wanted[reads.owners[row]].target
+        first = reads.sizes.shape[1] - target.dim()
+        return part_of(target, reads.offsets[row, first:].tolist(), reads.sizes[row, first:].tolist())
+
+    # --- reading
+
+    def run(self) -> None:
+        """Fill all tensors that were added.
 
         Raises:
             IntegrityError: Bytes differ from their digest. The message names the tensor and the file.
-            IncompleteCheckpointError: A file is too short.
+            IncompleteCheckpointError: A file is missing or too short; also names both.
         """
-        started = time.perf_counter()
-        near = not self.store.asking_costs
-        # Requests to an object store are expensive. A large tensor is read by several concurrent requests, and small
-        # adjacent tensors share one request.
-        direct_most = _BATCH_REMOTE if not near else 1 << 62
-        lying: list[tuple[_Fill, int]] = []
-        jobs: list[tuple[int, Callable[[], int]]] = []
-        for fill in self._fills:
-            at = _start_in_file(fill)
-            full = self.verify is Verify.FULL and not fill.whole and fill.digest is not None
-            if at is not None and not full and fill.needed < (direct_most if fill.direct else _SMALL):
-                lying.append((fill, at))
-            elif at is None or full or not fill.direct:
-                jobs.append((fill.needed, partial(self._through_buffer, fill, full)))
-            else:
-                jobs.append((fill.needed, partial(self._read_run, [(fill, at)])))
-        lying.sort(key=lambda item: (item[0].path, item[1]))
-        if near:
-            most = max(_BATCH, sum(fill.needed for fill, _ in lying) // (8 * self.workers))
-            jobs += [(nbytes, partial(self._read_run, batch)) for nbytes, batch in _batches(lying, most, one_file=True)]
-        else:
-            # A batch may span files. The store derives its request size from the batch size, so small batches would
-            # mean small requests (a few megabytes).
-            found = _batches(lying, _BATCH_REMOTE, one_file=False)
-            jobs += [(_BATCH_REMOTE, partial(self._joined, batch)) for _, batch in found]
-        self._fills = []
-        jobs.sort(key=lambda job: -job[0])
-        if self.workers > 1 and len(jobs) > 1:
-            self.nbytes += sum(all_of([job for _, job in jobs], self.workers))
-        else:
-            for _, job in jobs:
-                self.nbytes += job()
-        return time.perf_counter() - started
-
-    # --- reads straight into the target's memory
-
-    def _read_run(self, batch: Sequence[tuple[_Fill, int]]) -> int:
-        """Read a batch of tensors from one file, in file order, and hash the bytes while reading. Tensors that can't be
-        read in place go through a buffer."""
-        parts, into = [], [f.target if f.direct else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
-        for (fill, at), tensor in zip(batch, into, strict=True):
-            running = Running(fill.digest if fill.whole and fill.checkable else None, fill.path, fill.name)
-            parts.append((at, host_view(tensor, writable=True), running))
-        read_pieces(self.store, batch[0][0].path, parts)
-        for (fill, _), tensor, (_, _, running) in zip(batch, into, parts, strict=True):
-            running.check()
-            if tensor is not fill.target:
-                _copy(fill.target, tensor)
-        return sum(len(view) for _, view, _ in parts)
-
-    def _joined(self, batch: Sequence[tuple[_Fill, int]]) -> int:
-        """Read a batch of tensors from an object store, and check their digests. Tensors that can't be read in place go
-        through a buffer."""
-        into = [f.target if f.direct else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
-        views = [host_view(tensor, writable=True) for tensor in into]
-        reads = [ReadInto(fill.path, at, view) for (fill, at), view in zip(batch, views, strict=True)]
-        self.store.read_many(reads, workers=1)
-        for (fill, _), view in zip(batch, views, strict=True):
-            if fill.whole and fill.checkable:
-                check_bytes(fill.digest, view, fill.path, fill.name)
-        for (fill, _), tensor in zip(batch, into, strict=True):
-            if tensor is not fill.target:
-                _copy(fill.target, tensor)
-        return sum(map(len, views))
-
-    # --- reads through a buffer: casts, other devices, columns, strides, codecs
-
-    def _through_buffer(self, fill: _Fill, full: bool) -> int:
-        if fill.codec is not None or full or (fill.strides is not None and fill.whole):
-            return self._whole_slice(fill)
-        if fill.whole:
-            return self._streamed(fill)
-        read = 0
-        region = Box(fill.offsets, fill.sizes)
-        for tile in region.tiles(max(1, _TILE // fill.itemsize)):
-            read += sum(self._span(fill, box) for box in _spans(tile, fill))
-        return read
-
-    def _whole_slice(self, fill: _Fill) -> int:
-        """Read and check the whole slice, then copy the region out of it."""
-        if fill.codec is not None:
-            packed = self.store.read(fill.path, fill.codec.start, fill.codec.start + fill.codec.nbytes)
-            raw = memoryview(
-                decode_zstd(packed, fill.start + fill.nbytes + (64 << 20), file=f"{fill.path} ({fill.name})")
-            )
-            if len(raw) < fill.start + fill.nbytes:
-                raise IncompleteCheckpointError(
-                    f"{fill.path}: the record of tensor {fill.name!r} decodes to too few bytes."
-                )
-            if fill.digest is not None:
-                covered = raw[fill.digest.start : fill.digest.start + fill.digest.nbytes]
-                check_bytes(fill.digest, covered, fill.path, fill.name)
-            data = bytearray(raw[fill.start : fill.start + fill.nbytes])
-            buffer, read = torch.frombuffer(data, dtype=torch.uint8), fill.codec.nbytes
-        else:
-            buffer, read = torch.empty(fill.nbytes, dtype=torch.uint8), fill.nbytes
-            state = Running(fill.digest if fill.checkable else None, fill.path, fill.name)
-            read_pieces(self.store, fill.path, [(fill.start, host_view(buffer, writable=True), state)])
-            state.check()
-        strides = fill.strides or row_major_strides(fill.shape)
-        offset = sum(o * s for o, s in zip(fill.offsets, strides, strict=True))
-        _copy(fill.target, buffer.view(fill.dtype).as_strided(fill.sizes, strides, offset))
-        return read
-
-    def _streamed(self, fill: _Fill) -> int:
-        """Read a whole row-major slice tile by tile."""
-        state = Running(fill.digest if fill.checkable else None, fill.path, fill.name)
-        at = fill.start
-        whole = Box.whole(fill.shape)
-        for tile in whole.tiles(max(1, _TILE // fill.itemsize)):
-            buffer = _buffer(tile.sizes, fill)
-            view = host_view(buffer, writable=True)
-            read_pieces(self.store, fill.path, [(at, view, state)])
-            at += len(view)
-            _copy(part_of(fill.target, tile.offsets, tile.sizes), buffer)
-        state.check()
-        return fill.nbytes
-
-    def _span(self, fill: _Fill, box: Box) -> int:
-        """Read a box of the slice. Long contiguous runs are read one by one, and short runs together with the gaps
-        between them."""
-        strides = fill.strides or row_major_strides(fill.shape)
-        at = fill.start + fill.itemsize * sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-        target = part_of(fill.target, tuple(o - f for o, f in zip(box.offsets, fill.offsets, strict=True)), box.sizes)
-        run = fill.itemsize  # bytes of each of the box's contiguous runs
-        for size, extent in zip(reversed(box.sizes), reversed(fill.shape), strict=True):
-            run *= size
-            if size != extent:
-                break
-        if run >= _RUN and fill.strides is None:
-            buffer = _buffer(box.sizes, fill)
-            view = host_view(buffer, writable=True)
-            starts = _run_starts(box, strides, run // fill.itemsize)
-            reads = [
-                ReadInto(fill.path, at + s * fill.itemsize, view[i * run : (i + 1) * run]) for i, s in enumerate(starts)
+        if not self._wanted:
+            return
+        reads, wanted = self.plan(), self._wanted
+        verifier = Verifier(
+            reads.records,
+            lambda row: f"{reads.origins[reads.sources[row]].path}: {wanted[reads.owners[row]].entry.name!r}",
+            ADVICE,
+        )
+        together = reads.lying & ((reads.places >= 0) | (reads.nbytes < _SMALL))
+        rows = np.flatnonzero(together)
+        rows = rows[np.lexsort((reads.starts[rows], reads.sources[rows]))]
+        most = _BATCH_REMOTE
+        if not self.store.asking_costs:
+            most = max(_BATCH, int(reads.nbytes[rows].sum()) // (8 * self.workers))
+        if self.verify is Verify.FULL:
+            self.nbytes += check_slices(self.store, self.unchecked(), self.workers)
+        with closing(SourceReader(self.store, reads.origins, verifier, cached=False)) as reader:
+            jobs: list[tuple[int, Callable[[], int]]] = [
+                (int(reads.nbytes[batch].sum()), partial(self._read_lying, reader, reads, batch))
+                for batch in batches(rows, reads.nbytes[rows], most)
             ]
-            self.store.read_many(reads, workers=1)
-            _copy(target, buffer)
-            return len(view)
-        numel = 1 + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
-        buffer = torch.empty(numel * fill.itemsize, dtype=torch.uint8)
-        self.store.read_into(fill.path, at, host_view(buffer, writable=True))
-        _copy(target, buffer.view(fill.dtype).as_strided(box.sizes, strides))
-        return buffer.numel()
+            jobs += [
+                (int(reads.nbytes[row]), partial(self._read_region, reader, reads, row))
+                for row in np.flatnonzero(~together).tolist()
+            ]
+            jobs.sort(key=itemgetter(0), reverse=True)
+            try:
+                self.nbytes += sum(all_of([job for _, job in jobs], self.workers))
+            except (FileNotFoundError, IncompleteCheckpointError) as error:
+                raise_with_tensor(error, {path: name for path, (_, name) in self._last().items()})
+                raise
+        self._wanted, self._planned = [], None
+
+    def _read_lying(self, reader: SourceReader, reads: _Reads, rows: Int64) -> int:
+        """Read regions in file order into their targets, or into buffers that are then copied."""
+        ranges: list[Range] = []
+        buffers: list[tuple[int, torch.Tensor]] = []
+        columns = (reads.owners, reads.sources, reads.starts, reads.nbytes, reads.places, reads.checked)
+        lists = (column[rows].tolist() for column in columns)
+        for row, owner, source, start, nbytes, place, checked in zip(rows.tolist(), *lists, strict=True):
+            wanted = self._wanted[owner]
+            if place >= 0:
+                view = memory(wanted.target, place, nbytes)
+            else:
+                buffers.append((row, torch.empty(nbytes, dtype=torch.uint8)))
+                view = host_view(buffers[-1][1], writable=True)
+            ranges.append(Range(source, start, view, row if checked else -1))
+        reader.read_many(ranges)
+        for row, buffer in buffers:
+            part = self._part(reads, row)
+            _copy(part, buffer.view(self._wanted[reads.owners[row]].dtype).view(part.shape))
+        return int(reads.nbytes[rows].sum())
+
+    def _read_region(self, reader: SourceReader, reads: _Reads, row: int) -> int:
+        """Read a region through a buffer, tile by tile: a cast, another device, columns, strides, a codec."""
+        target, dtype = self._part(reads, row), self._wanted[reads.owners[row]].dtype
+        ndim = target.dim()
+        strides = reads.strides[row, reads.strides.shape[1] - ndim :].tolist()
+        source, start, read = int(reads.sources[row]), int(reads.starts[row]), 0
+        checked = bool(reads.checked[row])
+        whole = Box.whole(tuple(target.shape))
+        in_one = checked and not reads.dense[row]  # the digest of a strided slice needs its bytes in one go
+        for tile in [whole] if in_one else whole.tiles(max(1, _TILE // dtype.itemsize)):
+            buffer = torch.empty(tile.sizes, dtype=dtype, pin_memory=target.device.type == "cuda")
+            flat: npt.NDArray[Any] = np.frombuffer(host_view(buffer, writable=True), UNITS[dtype.itemsize])
+            at = start + dtype.itemsize * sum(o * s for o, s in zip(tile.offsets, strides, strict=True))
+            read += reader.read_region(source, at, strides, flat.reshape(tile.sizes), row if checked else -1)
+            _copy(part_of(target, tile.offsets, tile.sizes), buffer)
+        if reads.origins[source].codec is not None:
+            reader.forget(source)
+        return read
 
 
-def _start_in_file(fill: _Fill) -> int | None:
-    """Return where the region starts in the file, or None if its bytes there are not contiguous and row-major."""
-    if fill.codec is not None or fill.strides is not None:
-        return None
-    if fill.whole:
-        return fill.start
-    box = Box(fill.offsets, fill.sizes)
-    return fill.start + fill.itemsize * box.flat_start(fill.shape) if box.is_contiguous_in(fill.shape) else None
+def _plan(wanted: Sequence[_Wanted], *, check: bool) -> _Reads:
+    """Find the regions of slices that fill these boxes. Searches all tensors together; see `pieces`."""
+    tensors = [_near(item) if len(item.entry.slices) > _FEW else item.entry.slices for item in wanted]
+    known = [recorded(slices) for slices in tensors]
+    counts = np.array([len(slices) for slices in tensors], np.int64)
+    total, width = int(counts.sum()), 1 + max((len(item.box.sizes) for item in wanted), default=0)
+    nothing, origins = np.zeros(0, np.int64), Origins()
+    sources = np.concatenate([nothing, *(origins.of(slices) for slices in tensors)])
+    starts = np.concatenate([nothing, *(slices.starts for slices in tensors)])
+    lengths = np.concatenate([nothing, *(slices.nbytes for slices in tensors)])
+    first_bytes, record_bytes = (np.concatenate([nothing, *(item[column] for item in known)]) for column in (1, 2))
+    values = np.concatenate([np.zeros(0, np.uint64), *(item[3] for item in known)])
+    strides = {
+        first + row: (0,) * (width - len(own)) + own
+        for first, slices in zip((np.cumsum(counts) - counts).tolist(), tensors, strict=True)
+        for row, own in slices.strides.items()
+    }
+    # The slices' boxes, and the boxes to fill: the tensor's number, dimensions of size 1, the tensor's dimensions.
+    tensor_of = np.repeat(np.arange(len(wanted)), counts)
+    offsets, sizes = np.zeros((total, width), np.int64), np.ones((total, width), np.int64)
+    low, extent = np.zeros((len(wanted), width), np.int64), np.ones((len(wanted), width), np.int64)
+    offsets[:, 0], low[:, 0] = tensor_of, np.arange(len(wanted))
+    ndims = np.array([len(item.box.sizes) for item in wanted], np.int64)
+    for ndim in sorted(set(ndims.tolist()) - {0}):
+        alike, rows = np.flatnonzero(ndims == ndim).tolist(), np.flatnonzero(ndims[tensor_of] == ndim)
+        offsets[rows, -ndim:] = np.concatenate([tensors[i].offsets for i in alike])
+        sizes[rows, -ndim:] = np.concatenate([tensors[i].sizes for i in alike])
+        low[alike, -ndim:] = [wanted[i].box.offsets for i in alike]
+        extent[alike, -ndim:] = [wanted[i].box.sizes for i in alike]
+    joined = SliceArray([""], np.zeros(total, np.int32), starts, lengths, offsets, sizes, strides=strides)
+    itemsizes = np.array([item.dtype.itemsize for item in wanted], np.int64)
+    found = pieces(joined, low, extent, itemsizes)
+    owners, rows, numel = found.boxes, found.rows, found.numel()
+    covered = np.bincount(owners, numel, len(wanted)).astype(np.int64)
+    for i in np.flatnonzero(covered != np.prod(extent, axis=1))[:1].tolist():
+        entry, box = wanted[i].entry, wanted[i].box
+        raise IncompleteCheckpointError(
+            f"tensor {entry.name!r}: the checkpoint has only {covered[i]} of the {box.numel} elements at "
+            f"offsets {list(box.offsets)}, sizes {list(box.sizes)}."
+        )
+    within, steps = found.offsets - low[owners], row_major(extent)[owners]
+    dense = is_dense(found.sizes, found.strides)
+    lying = dense & np.array([origin.codec is None for origin in origins.all], bool)[sources[rows]]
+    in_place = np.array([w.dtype is w.target.dtype and lies_row_major(w.target) for w in wanted], bool)
+    direct = lying & in_place[owners] & is_dense(found.sizes, steps)
+    records = RecordTable(
+        sources[rows], first_bytes[rows], record_bytes[rows], values[rows],
+        np.array([item[0] if check else -1 for item in known], np.int64)[owners], owners,
+    )  # fmt: skip
+    checked = (records.algorithms >= 0) & (found.sizes == sizes[rows]).all(axis=1)
+    checked &= (records.starts == starts[rows]) & (records.nbytes == lengths[rows])
+    return _Reads(
+        origins.all, owners, records.sources, found.starts, numel * itemsizes[owners], within, found.sizes,
+        found.strides, np.where(direct, (within * steps).sum(axis=1) * itemsizes[owners], -1), dense, lying, checked,
+        records,
+    )  # fmt: skip
 
 
-def _batches(
-    lying: Sequence[tuple[_Fill, int]], most: int, *, one_file: bool
-) -> Iterator[tuple[int, list[tuple[_Fill, int]]]]:
-    """Yield (number of bytes, reads) per batch of about `most` bytes, in file order."""
-    batch: list[tuple[_Fill, int]] = []
-    nbytes = 0
-    for item in lying:
-        if batch and (nbytes >= most or (one_file and item[0].path != batch[0][0].path)):
-            yield nbytes, batch
-            batch, nbytes = [], 0
-        batch.append(item)
-        nbytes += item[0].needed
-    if batch:
-        yield nbytes, batch
+def _near(item: _Wanted) -> SliceArray:
+    """Return only the slices that overlap the box."""
+    slices, box = item.entry.slices, item.box
+    high = np.minimum(slices.offsets + slices.sizes, box.stops)
+    return slices.take(np.flatnonzero((high > np.maximum(slices.offsets, box.offsets)).all(axis=1)))
 
 
-def _spans(tile: Box, fill: _Fill) -> Iterator[Box]:
-    """Split a tile into boxes so that each box, with the gaps between its runs, fits into the buffer."""
-    strides = fill.strides or row_major_strides(fill.shape)
-    numel = 1 + sum((n - 1) * s for n, s in zip(tile.sizes, strides, strict=True))
-    dim = next((d for d, n in enumerate(tile.sizes) if n > 1), None)
-    if numel * fill.itemsize <= _TILE or dim is None:
-        yield tile
-        return
-    count = min(tile.sizes[dim], -(-numel * fill.itemsize // _TILE))
-    for part in range(count):
-        start, stop = part * tile.sizes[dim] // count, (part + 1) * tile.sizes[dim] // count
-        offsets = (*tile.offsets[:dim], tile.offsets[dim] + start, *tile.offsets[dim + 1 :])
-        cut = Box(offsets, (*tile.sizes[:dim], stop - start, *tile.sizes[dim + 1 :]))
-        yield from _spans(cut, fill)
+def read_workers(store: Store) -> int:
+    """Return how many reads a rank does at once: 8 on an object store, else twice its share of the cores, up to 8."""
+    if store.asking_costs:
+        return 8
+    ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    return max(1, min(8, 2 * (os.cpu_count() or 1) // ranks_here))
 
 
-def _run_starts(box: Box, strides: Sequence[int], run: int) -> list[int]:
-    """Return each run's first position, relative to the box's first element, in row-major order."""
-    starts, left = [0], box.numel // run
-    for size, stride in zip(box.sizes, strides, strict=True):
-        if left <= 1:
-            break
-        starts = [s + i * stride for s in starts for i in range(size)]
-        left //= size
-    return starts
-
-
-def _buffer(sizes: tuple[int, ...], fill: _Fill) -> torch.Tensor:
-    pin = fill.target.device.type == "cuda"
-    return torch.empty(sizes, dtype=fill.dtype, pin_memory=pin)
+def read_whole(catalog: Catalog, store: Store, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Read full tensors into CPU memory, check every slice that they touch, and return them by name."""
+    filler = Filler(store, verify=Verify.FULL)
+    found = {name: filler.add_whole(catalog, name) for name in names}
+    filler.run()
+    return found
 
 
 def part_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -416,37 +405,3 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         if target.dtype is source.dtype and target.dtype.itemsize == 1:
             target, source = target.view(torch.uint8), source.view(torch.uint8)  # torch cannot copy some float8 dtypes
         target.copy_(source)
-
-
-def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
-    """Schedule the reads that fill `target` with a box of the tensor. A region that several slices hold is read only
-    once.
-
-    Raises:
-        IncompleteCheckpointError: The slices do not cover the whole box.
-    """
-    if not target.numel():
-        return
-    seen: set[Box] = set()
-    covered = 0
-    offsets, sizes = entry.slices.offsets, entry.slices.sizes
-    rows: Sequence[int] = range(len(offsets))
-    if len(offsets) > _FEW:
-        high = np.minimum(offsets + sizes, box.stops)
-        found = np.flatnonzero((high > np.maximum(offsets, box.offsets)).all(axis=1))
-        rows, offsets, sizes = found.tolist(), offsets[found], sizes[found]
-    for row, *place in zip(rows, offsets.tolist(), sizes.tolist(), strict=True):
-        offset, size = map(tuple, place)
-        exact = offset == box.offsets and size == box.sizes  # the usual case: sharded as it was saved
-        shared = box if exact else Box(offset, size).intersect(box)
-        if shared is None or shared in seen:
-            continue  # outside the box, or a replica
-        seen.add(shared)
-        covered += shared.numel
-        part = target if shared is box else part_of(target, shared.relative_to(box).offsets, shared.sizes)
-        filler.add(entry, row, tuple(map(operator.sub, shared.offsets, offset)), part)
-    if covered != target.numel():
-        raise IncompleteCheckpointError(
-            f"tensor {entry.name!r}: the checkpoint has only {covered} of the {target.numel()} elements at "
-            f"offsets {list(box.offsets)}, sizes {list(box.sizes)}."
-        )

@@ -36,6 +36,12 @@ def host_view(tensor: torch.Tensor, *, writable: bool = False) -> memoryview:
     return found
 
 
+def memory(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
+    """Return writable bytes of a contiguous CPU tensor's memory. The caller must keep the tensor alive."""
+    found: memoryview = _view(tensor.data_ptr() + start, nbytes, _WRITE)
+    return found
+
+
 def why_not_dense(tensor: Any) -> str:
     """Return why a tensor can't be saved as the bytes of its own memory, or "" if it can. The reason completes the
     sentence "the tensor ...".
@@ -56,11 +62,11 @@ def why_not_dense(tensor: Any) -> str:
     if tensor.is_nested:
         return "is a nested tensor; save its parts (unbind)"
     if tensor.is_quantized:
-        return f"is quantized ({_dtype_name(tensor)}); save its int_repr, scales and zero points"
+        return f"is quantized ({dtype_name(tensor.dtype)}); save its int_repr, scales and zero points"
     if tensor.layout is not torch.strided:
         return f"is sparse ({tensor.layout}); save its indices and values, or to_dense()"
-    if _dtype_name(tensor) not in DTYPES:
-        return f"has dtype {_dtype_name(tensor)}, which no checkpoint format supports; save it viewed as uint8"
+    if dtype_name(tensor.dtype) not in DTYPES:
+        return f"has dtype {dtype_name(tensor.dtype)}, which no checkpoint format supports; save it viewed as uint8"
     return ""
 
 
@@ -186,8 +192,9 @@ def _plain_dtypes() -> frozenset[torch.dtype]:
     return frozenset(getattr(torch, name) for name in DTYPES if hasattr(torch, name))
 
 
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name for a dtype, without "torch."."""
+    return str(dtype).removeprefix("torch.")
 
 
 def placed_like(whole: DTensor, local: torch.Tensor) -> DTensor:

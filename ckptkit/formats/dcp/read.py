@@ -22,12 +22,13 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.dcp.class_records import saved_parts
 from ckptkit.formats.dcp.digests import check_bytes
-from ckptkit.formats.dcp.fill import Filler, Verify, add_box
+from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.plan import flatten, local_boxes
 from ckptkit.formats.dcp.shared_memory import Claim, check_claims, overlapping
 from ckptkit.formats.dcp.subclasses import describe, open_tensor
 from ckptkit.formats.pickles.objects import load_object_torch
 from ckptkit.formats.pickles.weights_only import parse_object
+from ckptkit.formats.trainers.shards import LocalPart
 from ckptkit.storage.store import ReadInto, Store
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -164,7 +165,8 @@ def plan_read(
     for name, entry in found.items():
         if entry is not None:
             for box, target in local_boxes(flat[name]):
-                add_box(filler, entry, box, target)
+                filler.add(entry, box, target)
+    filler.plan()
     objects = {name: (paths[name], flat[name]) for name, entry in found.items() if entry is None}
     return ReadPlan(catalog, store, state_dict, filler, objects, missing)
 
@@ -201,7 +203,7 @@ def add_class(filler: Filler, catalog: Catalog, name: str, value: Any) -> bool:
         if key not in entries:
             raise CorruptCheckpointError(f"tensor {name!r}: its part {key!r} is missing.")
         for box, target in local_boxes(part):
-            add_box(filler, entries[key], box, target)
+            filler.add(entries[key], box, target)
     return True
 
 
@@ -239,7 +241,7 @@ def check_shared_memory(
             groups.append([Claim.whole(name, entry, value) for name, entry, value, _ in claims])
             continue
         groups.append([
-            Claim(name, entry, tuple(value.shape), local, [(box, (0,) * len(box.sizes))])
+            Claim(name, entry, tuple(value.shape), local, [LocalPart(box, (0,) * len(box.sizes))])
             for name, entry, value, (box, local) in claims
         ])  # fmt: skip
     check_claims(store, groups)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import TensorEntry, same_by_record
 from ckptkit.errors import CheckpointMismatchError
+from ckptkit.formats.trainers.shards import LocalPart
 from ckptkit.storage.store import Store
 
 if TYPE_CHECKING:
@@ -22,14 +23,14 @@ class Claim:
     Attributes:
         shape: The whole live tensor's shape.
         local: The part that this rank holds.
-        parts: Boxes of the whole tensor, each with its offsets in `local`.
+        parts: Boxes of the whole tensor, with their places in `local`.
     """
 
     key: str
     entry: TensorEntry
     shape: tuple[int, ...]
     local: torch.Tensor
-    parts: Sequence[tuple[Box, tuple[int, ...]]]
+    parts: Sequence[LocalPart]
 
     @classmethod
     def whole(cls, key: str, entry: TensorEntry, like: torch.Tensor) -> Claim:
@@ -38,7 +39,7 @@ class Claim:
 
         shape = tuple(like.shape)
         local = torch.empty(shape, dtype=like.dtype, device="meta")
-        return cls(key, entry, shape, local, [(Box.whole(shape), (0,) * len(shape))])
+        return cls(key, entry, shape, local, [LocalPart(Box.whole(shape), (0,) * len(shape))])
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -93,13 +94,12 @@ def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
     reading one tensor changed another, because they share memory."""
     import torch
 
-    from ckptkit.formats.dcp.fill import Filler, add_box, part_of
+    from ckptkit.formats.dcp.fill import Filler
 
     read = [torch.empty(tuple(c.local.shape), dtype=c.local.dtype) for c in group]
     filler = Filler(store, cast=True)
     for claim, values in zip(group, read, strict=True):
-        for box, offsets in claim.parts:
-            add_box(filler, claim.entry, box, part_of(values, offsets, box.sizes))
+        filler.add_parts(claim.entry, claim.parts, values)
     filler.run()
     base = min(claim.local.data_ptr() for claim in group)
     stop = max(claim.local.data_ptr() + _extent(claim.local) for claim in group)

@@ -48,6 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ckptkit.arguments import check_flags, check_int, check_storage_options, location, wrong
+from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.digests import hex_digest_of
 from ckptkit.errors import (
@@ -601,11 +602,15 @@ class DCPReader(StorageReader):
             destinations[item.dest_index.fqn] = entry
             target = planner.resolve_tensor(item).detach()
             memory = own_memory(target)
-            filler.add(entry, _row(entry, item), tuple(item.storage_offsets), memory)
+            # The planner's index of a slice is only a hint: the offsets decide.
+            begin = item.storage_index.offset or (0,) * target.dim()
+            offsets = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
+            filler.add(entry, Box(offsets, tuple(target.shape)), memory)
             if not is_dense(memory):
                 raise CheckpointMismatchError(f"tensor {item.dest_index.fqn!r} of the state {why_not_dense(memory)}.")
             filled.append((item, target))
         _check_filled(filled, planner)
+        filler.plan()
         whole = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         values = load_objects(store, {i.storage_index.fqn: catalog.objects[i.storage_index.fqn] for i in whole})
         check_shared_memory(store, state, destinations, cast=self.cast)
@@ -625,18 +630,6 @@ def _open(store: Store) -> Catalog:
     if find_record(store) is not None:
         return own.open_catalog(store)
     return catalog or own.open_manifest(store) or dcp.open_catalog(store)
-
-
-def _row(entry: TensorEntry, item: ReadItem) -> int:
-    """Return the row of the slice to read an item from. The planner's index is only a hint: the offsets decide."""
-    row, offset = item.storage_index.index, item.storage_index.offset
-    offsets = entry.slices.offsets
-    if row is not None and row < len(offsets) and tuple(offsets[row].tolist()) == tuple(offset or ()):
-        return row
-    for i, found in enumerate(offsets.tolist()):
-        if tuple(found) == tuple(offset or ()):
-            return i
-    raise IncompleteCheckpointError(f"tensor {entry.name!r}: there is no slice at {list(offset or ())}.")
 
 
 def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner) -> None:

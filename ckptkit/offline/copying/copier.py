@@ -15,14 +15,14 @@ from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.digests import new_hasher
+from ckptkit.formats.checks import Verifier
+from ckptkit.formats.sources import Range, SourceReader, strided
 from ckptkit.offline.copying.casts import cast_into
-from ckptkit.offline.copying.checks import Verifier
-from ckptkit.offline.copying.gather import Gatherer, strided
+from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Placement, Plan
 from ckptkit.offline.copying.pool import Stopped, Worker
 from ckptkit.offline.copying.runs import LEAST, BoxStep, Runs, Work, cut_runs
 from ckptkit.offline.copying.sinks import LocalSink
-from ckptkit.offline.copying.sources import Range, SourceReader
 from ckptkit.storage.journal import Journal
 
 Progress = Callable[[int, int, str], None]
@@ -31,7 +31,6 @@ Bytes = npt.NDArray[np.uint8]
 
 _SHORT = 32 << 10  # bytes; shorter local runs are read together, because a system call costs more than reading the gaps
 _ROWS = 256  # maximum number of short runs read together
-_GAP = 2 << 10  # bytes; gaps up to this size (between records in torch.save or DCP files) are read too
 _ROW = struct.Struct("<qqqQ")
 _COLUMNS = np.dtype([("file", "<i8"), ("start", "<i8"), ("nbytes", "<i8"), ("digest", "<u8")])
 
@@ -182,8 +181,8 @@ class Copier:
         """Read, check, cast, digest and write runs of at most one chunk each; return how many elements became infinite.
         Short runs are read together."""
         # Lists are faster here, because taking one number from a numpy array costs more than the rest of the loop body.
-        origins, starts, nbytes, files, targets, casts, records, ends = (
-            getattr(runs, name).tolist() for name in Runs.__slots__
+        nbytes, files, targets, casts, ends = (
+            getattr(runs, name).tolist() for name in ("nbytes", "files", "targets", "casts", "ends")
         )
         ratios = self.work.ratios().tolist()
         digest: BoxDigest | None = None
@@ -194,8 +193,6 @@ class Copier:
             room, made = worker.room(sum(cast)), 0
             pieces: dict[int, list[tuple[int, memoryview]]] = {}  # data for each file, with its target
             for i, view in enumerate(views, first):
-                if records[i] >= 0 and self.verifier is not None:
-                    self.verifier.feed(records[i], starts[i], view.data)
                 if self.sink is None:
                     continue
                 data = view
@@ -213,7 +210,7 @@ class Copier:
             if self.sink is not None:
                 for file, parts in pieces.items():
                     self.sink.write(file, parts)
-            self.tally.add(sum(nbytes[first:stop]), self.work.origins[origins[first]].path)
+            self.tally.add(sum(nbytes[first:stop]), self.work.origins[int(runs.origins[first])].path)
         return total
 
     def _batches(self, nbytes: Int64) -> list[int]:
@@ -227,28 +224,15 @@ class Copier:
         return [*np.flatnonzero(new).tolist(), len(nbytes)]
 
     def _read(self, runs: Runs, first: int, stop: int, worker: Worker) -> list[Bytes]:
-        """Read the runs [first, stop) into the worker's buffer; return each run's bytes. Nearby runs share one read."""
-        if stop - first == 1:
-            buffer = worker.buffer(int(runs.nbytes[first]))
-            self.reader.read_many([Range(int(runs.origins[first]), int(runs.starts[first]), buffer.data)])
-            return [buffer]
-        runs = runs.take(slice(first, stop))
-        order = np.lexsort((runs.starts, runs.origins))
-        of, lo = runs.origins[order], runs.starts[order]
-        hi = lo + runs.nbytes[order]
-        begins = np.flatnonzero(np.append(True, (of[1:] != of[:-1]) | (lo[1:] - hi[:-1] > _GAP)))
-        reads, at = [], 0
-        lows, highs = lo[begins], np.maximum.reduceat(hi, begins)
-        sizes = highs - lows
-        buffer = worker.buffer(int(sizes.sum()))
-        for origin, low, size in zip(of[begins].tolist(), lows.tolist(), sizes.tolist(), strict=True):
-            reads.append(Range(origin, low, buffer[at : at + size].data))
-            at += size
-        self.reader.read_many(reads)
-        counts = np.diff(np.append(begins, len(order)))
-        places = np.empty(len(order), np.int64)
-        places[order] = lo + np.repeat(np.cumsum(sizes) - sizes - lows, counts)
-        return [buffer[a : a + n] for a, n in zip(places.tolist(), runs.nbytes.tolist(), strict=True)]
+        """Read and check the runs [first, stop); return each run's bytes, in the worker's buffer."""
+        some = runs.take(slice(first, stop))
+        ends = np.cumsum(some.nbytes)
+        buffer = worker.buffer(int(ends[-1]))
+        views = [buffer[end - nbytes : end] for end, nbytes in zip(ends.tolist(), some.nbytes.tolist(), strict=True)]
+        order = np.lexsort((some.starts, some.origins)).tolist()
+        origins, starts, records = (column.tolist() for column in (some.origins, some.starts, some.records))
+        self.reader.read_many([Range(origins[i], starts[i], views[i].data, records[i]) for i in order])
+        return views
 
     # --- boxes
 

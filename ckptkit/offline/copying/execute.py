@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptkit.errors import UsageError
-from ckptkit.offline.copying.checks import Verifier
+from ckptkit.formats.checks import Verifier
+from ckptkit.formats.sources import SourceReader
 from ckptkit.offline.copying.copier import Copier, Digested, Infinite, Progress, Tally
 from ckptkit.offline.copying.coverage import Covered, check_plan
 from ckptkit.offline.copying.gather import Gatherer
@@ -20,7 +21,6 @@ from ckptkit.offline.copying.pool import Pool
 from ckptkit.offline.copying.resume import Share, Spoken, Taken, take_over
 from ckptkit.offline.copying.runs import checking, prepare
 from ckptkit.offline.copying.sinks import LocalSink
-from ckptkit.offline.copying.sources import SourceReader
 from ckptkit.offline.copying.streams import StreamWriter
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.store import Store
@@ -153,12 +153,12 @@ def execute(
     if max_memory < workers * (64 << 10):
         raise UsageError(f"{format_size(max_memory)} of memory is too little for {workers} workers.")
     work = prepare(own, check=check, by_boxes=not local, digests=digests and local)
-    reader = SourceReader(source, work.origins)
     verifier = Verifier(work.records, work.describe) if check else None
     each = max_memory // (4 * workers)
+    reader = SourceReader(source, work.origins, verifier, span=max(1 << 20, each))
     chunk = max(64 << 10, min(_CHUNK if reader.is_local else _REMOTE_CHUNK, each) // 4096 * 4096)
     small = max(chunk, min(_TILE, each))
-    gatherer = Gatherer(reader, work.maps, verifier, max_bytes=max_memory, small=small, big=each)
+    gatherer = Gatherer(reader, work.maps, max_bytes=max_memory, small=small, big=each)
     pool = Pool(workers)
     tally = Tally(own.nbytes, progress, pool.stopped)
     digested, infinite = Digested(), Infinite()

@@ -12,36 +12,24 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box, row_major_strides
-from ckptkit.catalog.columns import is_dense, row_major
+from ckptkit.catalog.columns import is_dense
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Target
-from ckptkit.catalog.tiles import pieces, source_layout
+from ckptkit.catalog.tiles import pieces
 from ckptkit.errors import UsageError
+from ckptkit.formats.sources import UNITS, EntryMap, Range, SourceReader, strided
 from ckptkit.offline.copying.casts import cast_into
-from ckptkit.offline.copying.checks import Verifier
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
-from ckptkit.offline.copying.runs import EntryMap
-from ckptkit.offline.copying.sources import Range, SourceReader
 from ckptkit.units import format_size
 
 Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 
-_UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _BLOCK = 128  # rows; `rows_at_once` rounds down to a multiple of this
 _TILE = 4 << 20
 _READ = 64 << 10  # minimum bytes to read from each slice if a tile needs part of every slice
 PIECE = 1 << 18  # elements; larger pieces leave the cache, and with smaller ones threads wait for the GIL more often
 _MOST = 16 << 20  # bytes; larger temporaries leave the cache, and malloc keeps several times their size
-_SMALL_SPAN = 1 << 20  # bytes; spans up to this size are read in one call, even if most of their bytes are not needed
-
-
-def strided(buffer: Bytes, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Array:
-    """Return a strided view of `buffer` that starts at byte `first`. Strides count elements."""
-    view: Array = np.ndarray(
-        sizes, _UNITS[itemsize], buffer=buffer, offset=first, strides=tuple(stride * itemsize for stride in strides)
-    )
-    return view
 
 
 @dataclass(slots=True)
@@ -55,7 +43,6 @@ class Gatherer:
 
     reader: SourceReader
     maps: dict[str, EntryMap]
-    verifier: Verifier | None
     max_bytes: int
     small: int = _TILE
     big: int = 0
@@ -64,59 +51,6 @@ class Gatherer:
 
     def __post_init__(self) -> None:
         self.big = max(self.small, self.big)
-
-    def read_box(self, key: str, box: Box, out: Bytes) -> None:
-        """Fill `out` with a box of a source tensor, row-major, in the source's dtype."""
-        where = self.maps[key]
-        itemsize = dtype_of(where.entry.dtype).itemsize
-        ndim = box.ndim
-        found = pieces(where.entry, np.array([box.offsets], np.int64).reshape(1, ndim), _row(box.sizes))
-        starts, strides = source_layout(where.entry, found)
-        steps = np.broadcast_to(row_major(_row(box.sizes)), strides.shape)
-        firsts = ((found.offsets - np.array(box.offsets, np.int64)) * steps).sum(axis=1) * itemsize
-        dense, fits = is_dense(found.sizes, strides), is_dense(found.sizes, steps)
-        lengths = found.numel() * itemsize
-        ranges: list[Range] = []
-        scattered: list[tuple[Bytes, int]] = []
-        for i in range(len(found)):
-            row, start, length = int(found.rows[i]), int(starts[i]), int(lengths[i])
-            sizes = tuple(found.sizes[i].tolist())
-            target = strided(out, int(firsts[i]), sizes, tuple(steps[i].tolist()), itemsize)
-            if not dense[i]:
-                self._read_strided(int(where.origins[row]), start, target, tuple(strides[i].tolist()), itemsize)
-                continue
-            if fits[i]:
-                data = out[int(firsts[i]) : int(firsts[i]) + length]
-            else:
-                data = np.empty(length, np.uint8)
-                scattered.append((data, i))
-            ranges.append(Range(int(where.origins[row]), start, data.data, int(where.records[row])))
-        self.reader.read_many(ranges)
-        self._check(ranges)
-        for data, i in scattered:
-            sizes = tuple(found.sizes[i].tolist())
-            source = strided(data, 0, sizes, row_major_strides(sizes), itemsize)
-            strided(out, int(firsts[i]), sizes, tuple(steps[i].tolist()), itemsize)[...] = source
-
-    def _check(self, ranges: list[Range]) -> None:
-        """Check the digests of ranges that were read."""
-        if self.verifier is not None:
-            for item in ranges:
-                if item.record >= 0:
-                    self.verifier.feed(item.record, item.start, item.view)
-
-    def _read_strided(self, origin: int, start: int, target: Array, strides: tuple[int, ...], itemsize: int) -> None:
-        span = (1 + sum((n - 1) * s for n, s in zip(target.shape, strides, strict=True))) * itemsize
-        if span <= max(_SMALL_SPAN, 4 * target.size * itemsize) or span <= self.max_bytes // 4:
-            data = np.empty(span, np.uint8)
-            self.reader.read_many([Range(origin, start, data.data)])
-            target[...] = strided(data, 0, target.shape, strides, itemsize)
-            return
-        outer = max(range(target.ndim), key=lambda dim: strides[dim] if target.shape[dim] > 1 else -1)
-        moved = np.moveaxis(target, outer, 0)
-        rest = strides[:outer] + strides[outer + 1 :]
-        for i in range(target.shape[outer]):
-            self._read_strided(origin, start + i * strides[outer] * itemsize, moved[i], rest, itemsize)
 
     def tile_numel(self, tensor: OutputTensor) -> int:
         """Return the number of elements per tile of a target. It is larger if a tile reads many parts of the source."""
@@ -145,17 +79,17 @@ class Gatherer:
             first, nbytes = inside.flat_start(box.sizes) * itemsize, inside.numel * itemsize
             fits = part.is_plain and inside.is_contiguous_in(box.sizes)
             if fits and entry.dtype == tensor.dtype:
-                self.read_box(part.source, part.source_box, out[first : first + nbytes])
+                self.reader.read_box(self.maps[part.source], part.source_box, out[first : first + nbytes])
                 continue
             data = np.empty(inside.numel * dtype_of(entry.dtype).itemsize, np.uint8)
-            self.read_box(part.source, part.source_box, data)
+            self.reader.read_box(self.maps[part.source], part.source_box, data)
             if entry.dtype != tensor.dtype:
                 changed = out[first : first + nbytes] if fits else np.empty(nbytes, np.uint8)
                 infinite += cast_into(data, changed, entry.dtype, tensor.dtype)
                 if fits:
                     continue
                 data = changed
-            view: Array = data.view(_UNITS[itemsize]).reshape(part.unfold or part.source_box.sizes)
+            view: Array = data.view(UNITS[itemsize]).reshape(part.unfold or part.source_box.sizes)
             view = view.transpose(part.axes or tuple(range(view.ndim)))
             target = strided(out, first, inside.sizes, row_major_strides(box.sizes), itemsize)
             target[...] = view.reshape(inside.sizes)
@@ -201,7 +135,7 @@ class Gatherer:
                 made, more = tensor.compute(inputs)
                 infinite += more
         itemsize = dtype_of(tensor.dtype).itemsize
-        whole: Array = np.frombuffer(made, np.uint8).view(_UNITS[itemsize]).reshape(tensor.shape)
+        whole: Array = np.frombuffer(made, np.uint8).view(UNITS[itemsize]).reshape(tensor.shape)
         offsets = (box.offsets[0] - first, *box.offsets[1:]) if box.offsets else ()
         part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, box.sizes, strict=True))]
         data: Bytes = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
@@ -235,7 +169,6 @@ class Gatherer:
                     piece = source[start * itemsize : stop * itemsize]
                 data.append(piece)
             self.reader.read_many(ranges)
-            self._check(ranges)
             out[start * size : stop * size], more = tensor.compute(data)
             infinite += more
         return out, infinite
@@ -246,14 +179,16 @@ class Gatherer:
         if part is None or not part.is_plain or part.target_box != Box.whole(target.shape):
             return None
         where = self.maps[part.source]
-        found = pieces(where.entry, _row(part.source_box.offsets), _row(part.source_box.sizes))
+        offsets, sizes = (
+            np.array([row], np.int64).reshape(1, -1) for row in (part.source_box.offsets, part.source_box.sizes)
+        )
+        found = pieces(where.entry.slices, offsets, sizes, dtype_of(where.entry.dtype).itemsize)
         if where.entry.dtype != target.dtype or len(found) != 1:
             return None
-        starts, strides = source_layout(where.entry, found)
         row = int(found.rows[0])
-        if not self.reader.has_file(int(where.origins[row])) or not is_dense(found.sizes, strides)[0]:
+        if not self.reader.has_file(int(where.origins[row])) or not is_dense(found.sizes, found.strides)[0]:
             return None
-        return Range(int(where.origins[row]), int(starts[0]), memoryview(b""), int(where.records[row]))
+        return Range(int(where.origins[row]), int(found.starts[0]), memoryview(b""), int(where.records[row]))
 
     def _inputs(self, tensor: ComputedTensor) -> tuple[list[Bytes], int]:
         """Return a computed tensor's inputs as bytes that the caller may change, and how many elements the casts made
@@ -284,7 +219,3 @@ def _nbytes(tensor: OutputTensor) -> int:
 def _taken(tensor: ComputedTensor) -> int:
     """Return the memory in bytes that computing a tensor needs, including its inputs and the result."""
     return _nbytes(tensor) + sum(_nbytes(item) for item in tensor.inputs) + tensor.scratch
-
-
-def _row(values: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    return np.array([values], np.int64).reshape(1, len(values))

@@ -8,7 +8,8 @@ different.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,14 @@ import numpy.typing as npt
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.tiles import pieces
 from ckptkit.digests import new_signer
-from ckptkit.offline.copying.checks import Verifier
+from ckptkit.errors import StorageError
+from ckptkit.formats.checks import Verifier
+from ckptkit.formats.sources import EntryMap, Origin
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Plan, restricted, share_out
-from ckptkit.offline.copying.runs import EntryMap, RunStep, Step, Work, prepare
-from ckptkit.offline.copying.sources import Origin, identities
+from ckptkit.offline.copying.runs import RunStep, Step, Work, prepare
 from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.staging import leftover_of, leftovers
-from ckptkit.storage.store import Store, split_url
+from ckptkit.storage.store import FileInfo, Store, split_url
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:
@@ -91,6 +93,32 @@ class Taken:
     records: frozenset[int] = frozenset()
     files: frozenset[int] = frozenset()
     held: int = 0
+
+
+# --- identities of source files
+
+
+def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...] | None]:
+    """Return each file's identity by path: size, modification time, and inode or ETag.
+
+    A file's identity changes when the file is replaced. It is None if the store cannot tell.
+    """
+    if is_directory(store):
+        known: dict[str, tuple[Any, ...] | None] = dict.fromkeys(paths)
+        for path in known:
+            with suppress(FileNotFoundError):
+                stat = store.stat_file(path)
+                known[path] = stat.st_size, stat.st_mtime_ns, stat.st_ino
+        return known
+    found: dict[str, FileInfo | None] = {}
+    with suppress(FileNotFoundError, PermissionError, StorageError):
+        if store.url.startswith("http"):
+            found = {path: store.info(path) for path in paths}  # a web server's listing has no sizes
+        else:
+            for folder in {path.rpartition("/")[0] for path in paths}:
+                found |= {item.path: item for item in store.list(folder)}
+    infos = ((path, found.get(path)) for path in paths)
+    return {path: None if item is None else (item.size, item.mtime, item.tag) for path, item in infos}
 
 
 # --- local directories: a journal records the finished steps
@@ -334,6 +362,6 @@ def _records_of(plan: Plan, index: int, maps: Mapping[str, EntryMap]) -> Int64:
                 shape = len(boxes), len(where.entry.shape)
                 offsets = np.array([box.offsets for box in boxes], np.int64).reshape(shape)
                 sizes = np.array([box.sizes for box in boxes], np.int64).reshape(shape)
-                found.append(where.records[pieces(where.entry, offsets, sizes).rows])
+                found.append(where.records[pieces(where.entry.slices, offsets, sizes, 1).rows])
     records: Int64 = np.unique(np.concatenate(found))
     return records

@@ -24,13 +24,13 @@ from ckptkit.catalog.columns import distinct, is_dense, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Part, Target
-from ckptkit.catalog.tiles import RowCuts, pieces, row_cuts, source_layout
+from ckptkit.catalog.tiles import RowCuts, pieces, row_cuts
 from ckptkit.digests import CRC, NAMES
+from ckptkit.formats.checks import RecordTable, recorded
+from ckptkit.formats.sources import EntryMap, Origin, Origins
 from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.copying.casts import is_cast
-from ckptkit.offline.copying.checks import RecordTable
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement, Plan
-from ckptkit.offline.copying.sources import Origin
 
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
@@ -64,9 +64,9 @@ class PartPieces:
         for dim, source_dim in dims:
             offsets[:, source_dim] += lo[:, dim] - into.offsets[dim]
             sizes[:, source_dim] = hi[:, dim] - lo[:, dim]
-        found = pieces(entry, offsets, sizes)
+        itemsize = dtype_of(entry.dtype).itemsize
+        found = pieces(entry.slices, offsets, sizes, itemsize)
         rows = rows[found.boxes]
-        starts, strides = source_layout(entry, found)
         # Where each piece goes in its box: the flat index of its first element, and each source dimension's stride.
         place, steps = row_major(placement.sizes[rows]), np.zeros_like(found.offsets)
         index = ((np.array(into.offsets, np.int64) - placement.offsets[rows]) * place).sum(axis=1)
@@ -74,9 +74,9 @@ class PartPieces:
             index += (found.offsets[:, source_dim] - out.offsets[source_dim]) * place[:, dim]
             steps[:, source_dim] = place[:, dim]
         return cls(
-            entry, rows, found.rows, starts, found.numel() * dtype_of(entry.dtype).itemsize,
+            entry, rows, found.rows, found.starts, found.numel() * itemsize,
             placement.starts[rows] + index * dtype_of(target.dtype).itemsize,
-            is_dense(found.sizes, strides) & is_dense(found.sizes, steps),
+            is_dense(found.sizes, found.strides) & is_dense(found.sizes, steps),
         )  # fmt: skip
 
 
@@ -136,15 +136,6 @@ class BoxStep:
 
 
 Step: TypeAlias = RunStep | BoxStep
-
-
-@dataclass(frozen=True, slots=True)
-class EntryMap:
-    """The places of one tensor's slices: the origin of each slice, and its digest record (-1 for none)."""
-
-    entry: TensorEntry
-    origins: Int64
-    records: Int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +205,7 @@ class _WorkBuilder:
     catalog: Catalog
     check: bool
     digests: bool
-    origins: list[Origin] = field(default_factory=list)
-    _index: dict[Origin, int] = field(default_factory=dict)
-    _tables: dict[int, tuple[Sequence[str], Int64]] = field(default_factory=dict)
+    _origins: Origins = field(default_factory=Origins)
     # The columns of Runs, but with each record's start and size in bytes instead of its index.
     _columns: list[list[Int64]] = field(default_factory=list)
     _records: list[list[npt.NDArray[np.generic]]] = field(default_factory=list)
@@ -266,14 +255,15 @@ class _WorkBuilder:
         )
         files, places, nbytes = (column[target.kept] for column in Placement.joined(some))
         starts = SliceArray.joined(slices)[0][source.kept]
-        origins = np.concatenate([self._path_origins(item.paths)[item.files] for item in slices])[source.kept]
-        if all(item.digests is None for item in slices):
+        origins = np.concatenate([self._origins.of_paths(item.paths)[item.files] for item in slices])[source.kept]
+        if all(item.digests is None for item in slices):  # 300,000 tensors may have no digests
             first_bytes, record_bytes = (column[source.kept] for column in SliceArray.joined(slices))
-            values = np.zeros(len(first_bytes), np.uint64)
+            algorithms, values = np.full(len(first_bytes), -1), np.zeros(len(first_bytes), np.uint64)
         else:
-            columns = zip(*map(_digests, slices), strict=True)
+            known = [recorded(item) for item in slices]
+            algorithms = np.array([item[0] for item in known], np.int64)[source.owners]
+            columns = zip(*(item[1:] for item in known), strict=True)
             first_bytes, record_bytes, values = (np.concatenate(column)[source.kept] for column in columns)
-        algorithms = np.array([_algorithm(item) for item in slices], np.int64)[source.owners]
         checked = (algorithms >= 0) & self.check
         self._columns.append(
             [origins[at_source], starts[at_source] + (first - source.first[at_source]) * read, rows * read,
@@ -285,8 +275,8 @@ class _WorkBuilder:
         if len(keep):
             names = np.array([self._names.setdefault(entry.name, len(self._names)) for entry in entries], np.int64)
             self._records.append(
-                [origins[keep], first_bytes[keep], record_bytes[keep], algorithms[keep], names[source.owners[keep]],
-                 values[keep]]
+                [origins[keep], first_bytes[keep], record_bytes[keep], values[keep], algorithms[keep],
+                 names[source.owners[keep]]]
             )  # fmt: skip
         return rest
 
@@ -311,11 +301,11 @@ class _WorkBuilder:
             rows, slices = part.rows[kept], part.slices[kept]
             if not len(rows):
                 continue
-            starts, nbytes, _ = _digests(part.entry.slices)
-            checked = self.check and _algorithm(part.entry.slices) >= 0
+            algorithm, starts, nbytes, _ = recorded(part.entry.slices)
+            checked = self.check and algorithm >= 0
             cast = self._cast(part.entry.dtype, placement.tensor.dtype)
             taken.append(
-                [self._origins(part.entry)[slices], part.starts[kept], part.nbytes[kept],
+                [self._origins.of(part.entry.slices)[slices], part.starts[kept], part.nbytes[kept],
                  placement.files[rows].astype(np.int64), part.targets[kept], np.full(len(rows), cast, np.int64),
                  starts[slices] if checked else np.full(len(rows), -1, np.int64), nbytes[slices]]
             )  # fmt: skip
@@ -349,7 +339,7 @@ class _WorkBuilder:
         for key in tensor.sources:
             if key not in self._by_row:
                 entry = self.catalog.tensors[key]
-                self._by_row[key] = self._origins(entry)
+                self._by_row[key] = self._origins.of(entry.slices)
                 self._add_records(entry, entry.slices.distinct())
         for target in tensor.inputs if isinstance(tensor, ComputedTensor) else (tensor,):
             for key in target.sources:
@@ -362,60 +352,27 @@ class _WorkBuilder:
             return 0
         return self._casts.setdefault((source, target), len(self._casts))
 
-    def _origin(self, origin: Origin) -> int:
-        found = self._index.get(origin)
-        if found is None:
-            found = self._index[origin] = len(self.origins)
-            self.origins.append(origin)
-        return found
-
-    def _origins(self, entry: TensorEntry) -> Int64:
-        """Return the origin of each of a tensor's slices."""
-        slices = entry.slices
-        result: Int64 = self._path_origins(slices.paths)[slices.files]
-        for row, codec in slices.codecs.items():
-            result[row] = self._origin(Origin(slices.paths[int(slices.files[row])], codec))
-        return result
-
-    def _path_origins(self, paths: Sequence[str]) -> Int64:
-        """Return the origin of each path in a path table."""
-        known = self._tables.get(id(paths))
-        if known is None:  # `_tables` keeps `paths` alive, so that its id is not reused
-            known = self._tables[id(paths)] = (paths, np.array([self._origin(Origin(p)) for p in paths], np.int64))
-        return known[1]
-
     def _add_records(self, entry: TensorEntry, rows: Int64) -> None:
-        algorithm = _algorithm(entry.slices)
+        algorithm, starts, nbytes, values = recorded(entry.slices)
         if not self.check or algorithm < 0:
             return
         rows = distinct(rows)
-        starts, nbytes, values = _digests(entry.slices)
         owner = self._names.setdefault(entry.name, len(self._names))
         count = len(rows)
         self._records.append(
-            [self._origins(entry)[rows], starts[rows], nbytes[rows], np.full(count, algorithm, np.int64),
-             np.full(count, owner, np.int64), values[rows]]
+            [self._origins.of(entry.slices)[rows], starts[rows], nbytes[rows], values[rows],
+             np.full(count, algorithm, np.int64), np.full(count, owner, np.int64)]
         )  # fmt: skip
 
     # --- the finished work
 
     def finish(self) -> Work:
-        empty = np.zeros(0, np.int64)
-        records = RecordTable(empty, empty, empty, empty.astype(np.uint64), empty, empty)
-        if self._records:
-            columns = [np.concatenate(column) for column in zip(*self._records, strict=True)]
-            some = np.flatnonzero(columns[2])  # skip digests of zero bytes
-            sources, starts, nbytes, algorithms, owners, values = (column[some] for column in columns)
-            order = np.lexsort((nbytes, starts, sources))
-            key = np.stack([sources[order], starts[order], nbytes[order]], axis=1)
-            first = order[np.concatenate([[True], (key[1:] != key[:-1]).any(axis=1)])] if len(order) else order
-            places, digests = (sources[first], starts[first], nbytes[first]), values[first].astype(np.uint64)
-            records = RecordTable(*places, digests, algorithms[first], owners[first])
+        records = RecordTable.of(self._records)
         maps: dict[str, EntryMap] = {}
         for name, origins in self._by_row.items():
             entry = self.catalog.tensors[name]
             maps[name] = EntryMap(entry, origins, records.find(origins, entry.slices.starts, entry.slices.nbytes))
-        runs = Runs(*(empty for _ in Runs.__slots__))
+        runs = Runs(*(np.zeros(0, np.int64) for _ in Runs.__slots__))
         if self._columns:
             columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
             self._columns.clear()
@@ -424,9 +381,9 @@ class _WorkBuilder:
             proves = np.where(inside & (first >= 0), records.find(origins, first, length), -1)
             runs = Runs(origins, starts, nbytes, files, targets, numbers, proves, ends)
         casts = list(self._casts)
-        runs = _split(runs, self.origins, records, _ratios(casts))
-        steps: list[Step] = [*self._boxes, *_run_steps(runs, self.origins, records)]
-        return Work(self.origins, runs, steps, records, casts, maps, list(self._names))
+        runs = _split(runs, self._origins.all, records, _ratios(casts))
+        steps: list[Step] = [*self._boxes, *_run_steps(runs, self._origins.all, records)]
+        return Work(self._origins.all, runs, steps, records, casts, maps, list(self._names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,20 +426,6 @@ def _copied(catalog: Catalog, placement: Placement) -> TensorEntry | None:
 def _ratios(casts: Sequence[tuple[str, str]]) -> Int64:
     sizes = [(dtype_of(a).itemsize, dtype_of(b).itemsize) if a else (1, 1) for a, b in casts]
     return np.array(sizes, np.int64)
-
-
-def _algorithm(slices: SliceArray) -> int:
-    """Return the slices' digest algorithm as an index into `NAMES`; -1 if they have no digests."""
-    has = slices.algorithm is not None and slices.digests is not None
-    return NAMES.index(slices.algorithm) if has and slices.algorithm else -1
-
-
-def _digests(slices: SliceArray) -> tuple[Int64, Int64, npt.NDArray[np.uint64]]:
-    """Return the start and size of the range that each slice's digest covers, and the digests (0 if there are none)."""
-    values = slices.digests if slices.digests is not None else np.zeros(len(slices), np.uint64)
-    if slices.digest_starts is None or slices.digest_nbytes is None:
-        return slices.starts, slices.nbytes, values
-    return slices.digest_starts, slices.digest_nbytes, values
 
 
 # --- steps

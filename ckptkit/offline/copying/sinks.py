@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 from ckptkit.digests import crc32, crc32_combine
 from ckptkit.errors import NoSpaceError, StorageError
-from ckptkit.offline.copying.checks import Crcs
+from ckptkit.formats.checks import Crcs
+from ckptkit.formats.sources import Descriptors
 from ckptkit.offline.copying.plan import CrcField, OutputFile
-from ckptkit.offline.copying.sources import Descriptors
 from ckptkit.storage.local import LocalStore, start_writing
 
 Buffer: TypeAlias = bytes | bytearray | memoryview

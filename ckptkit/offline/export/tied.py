@@ -8,17 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, TensorEntry, same_by_record
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError
+from ckptkit.formats.sources import SourceReader, read_box
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Placement, Plan
 from ckptkit.offline.copying.runs import prepare
-from ckptkit.offline.copying.sources import SourceReader
 from ckptkit.storage.store import Store
 
 # Names of heads and embeddings that transformers' models list in `_tied_weights_keys`.
@@ -196,16 +195,8 @@ def same_values(store: Store, first: TensorEntry, second: TensorEntry) -> bool:
     known = same_by_record(first, second)
     if known is not None:
         return known
-    itemsize = dtype_of(first.dtype).itemsize
-    with gathering(store, (first, second)) as gatherer:
-
-        def data(entry: TensorEntry, tile: Box) -> npt.NDArray[np.uint8]:
-            out = np.empty(tile.numel * itemsize, np.uint8)
-            gatherer.read_box(entry.name, tile, out)
-            return out
-
-        tiles = Box.whole(first.shape).tiles(max(1, _TILE // itemsize))
-        return all(np.array_equal(data(first, tile), data(second, tile)) for tile in tiles)
+    tiles = Box.whole(first.shape).tiles(max(1, _TILE // dtype_of(first.dtype).itemsize))
+    return all(np.array_equal(read_box(store, first, tile), read_box(store, second, tile)) for tile in tiles)
 
 
 @contextmanager
@@ -214,9 +205,9 @@ def gathering(store: Store, entries: Iterable[TensorEntry]) -> Iterator[Gatherer
     catalog = Catalog({entry.name: entry for entry in entries})
     plan = Plan(catalog, (), tuple(Placement.whole(Target.of(entry), 0, 0) for entry in catalog.tensors.values()))
     work = prepare(plan, check=False, by_boxes=True)
-    reader = SourceReader(store, work.origins)
+    reader = SourceReader(store, work.origins, span=_TILE)
     try:
-        yield Gatherer(reader, work.maps, None, max_bytes=4 * _TILE)
+        yield Gatherer(reader, work.maps, max_bytes=4 * _TILE)
     finally:
         reader.close()
 

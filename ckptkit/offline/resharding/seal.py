@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, SliceArray, TensorEntry
 from ckptkit.digests import DIGEST, digest_of, hex_digest_of, new_hasher
+from ckptkit.formats.checks import RecordTable
 from ckptkit.formats.own.manifest import Manifest
 from ckptkit.formats.own.outline import LEAST
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, CommitRecord, FileRecord
-from ckptkit.offline.copying.checks import RecordTable
+from ckptkit.formats.sources import Origin, SourceReader
 from ckptkit.offline.copying.copier import Digested
 from ckptkit.offline.copying.plan import Placement, Plan
-from ckptkit.offline.copying.sources import Origin, SourceReader
 from ckptkit.offline.resharding.own_state import OwnTensor
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.staging import new_nonce

@@ -16,8 +16,7 @@ from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointNotFoundError
-from ckptkit.storage.local import LocalStore
-from ckptkit.storage.store import ReadInto
+from ckptkit.formats.sources import Range, SourceReader
 
 
 @pytest.fixture(scope="module", params=["sharded", "full", "local"])
@@ -74,13 +73,13 @@ def test_an_opened_checkpoint_has_step_metrics_and_objects(saved: Any) -> None:
 def test_a_slice_reads_only_its_bytes(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = open_checkpoint(saved[0])
     read = []
-    original = LocalStore.read_many
+    original = SourceReader.read_many
 
-    def counted(self: LocalStore, reads: Sequence[ReadInto], **more: Any) -> None:
-        read.extend(len(item.view) for item in reads)
-        original(self, reads, **more)
+    def counted(self: SourceReader, ranges: Sequence[Range]) -> None:
+        read.extend(len(item.view) for item in ranges)
+        original(self, ranges)
 
-    monkeypatch.setattr(LocalStore, "read_many", counted)
+    monkeypatch.setattr(SourceReader, "read_many", counted)
     opened["model.weight"][10:12]
     assert sum(read) == 2 * 100 * 4
 

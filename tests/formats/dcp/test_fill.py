@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.entry import Digest, SliceArray, TensorEntry, TensorSlice
-from ckptkit.errors import CheckpointMismatchError
-from ckptkit.formats.dcp import digests, fill
+from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError
+from ckptkit.formats import sources
+from ckptkit.formats.dcp import fill
 from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.host_bytes import host_view
 from ckptkit.storage.local import LocalStore
@@ -63,7 +64,14 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize(
-    "limits", [{}, {"_TILE": 64, "_RUN": 8}, {"_TILE": 16, "_RUN": 1 << 30}, {"_SMALL": 1, "_PIECE": 7}]
+    "limits",
+    [
+        {},
+        {"_TILE": 64, "_FAR": 8},
+        {"_TILE": 16, "_FAR": 1 << 30},
+        {"_SMALL": 1, "_PIECE": 7, "_GAP": 3},
+        {"_SPAN": 40},
+    ],
 )
 @given(case=cases(), verify=st.sampled_from(list(Verify)), flipped=st.booleans())
 def test_any_region_of_a_slice_is_read(limits, case, verify, flipped):
@@ -77,9 +85,9 @@ def test_any_region_of_a_slice_is_read(limits, case, verify, flipped):
         target = target.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in limits.items():
-            patch.setattr(digests if name == "_PIECE" else fill, name, value)
+            patch.setattr(fill if hasattr(fill, name) else sources, name, value)
         filler = Filler(LocalStore(ROOT.name), verify=verify, workers=2)
-        filler.add(entry, 0, starts, target)
+        filler.add(entry, Box(starts, sizes), target)
         filler.run()
     assert bits(target) == bits(expected)
 
@@ -93,7 +101,7 @@ def test_many_small_reads_from_several_files_are_exact(tmp_path):
         for name, value in values.items():
             part = TensorSlice(Box((0,), (7,)), name, row * 28, 28)
             targets.append((torch.zeros(7), value[row]))
-            filler.add(TensorEntry(name, "float32", (7,), SliceArray.of([part], 1)), 0, (0,), targets[-1][0])
+            filler.add(TensorEntry(name, "float32", (7,), SliceArray.of([part], 1)), Box((0,), (7,)), targets[-1][0])
     filler.run()
     assert all(torch.equal(found, expected) for found, expected in targets)
 
@@ -109,13 +117,13 @@ def test_reads_of_one_file_are_exact_whatever_the_gaps(tmp_path, monkeypatch):
         part = TensorSlice(Box((0,), (stop - start,)), "f", start * 4, len(raw), digest=digest)
         targets.append((torch.zeros(stop - start), values[start:stop]))
         entry = TensorEntry(f"{start}", "float32", (stop - start,), SliceArray.of([part], 1))
-        filler.add(entry, 0, (0,), targets[-1][0])
+        filler.add(entry, Box((0,), (stop - start,)), targets[-1][0])
     preadv = os.preadv
     # A signal or a network file system may cut any read short.
     monkeypatch.setattr(
         os, "preadv", lambda fd, into, at: preadv(fd, [into[0][: 11 if len(into[0]) < 99 else 1 << 17]], at)
     )
-    monkeypatch.setattr(digests, "_PIECE", 1 << 18)
+    monkeypatch.setattr(sources, "_PIECE", 1 << 18)
     filler.run()
     assert all(torch.equal(found, expected) for found, expected in targets)
     assert filler.nbytes == sum(found.nbytes for found, _ in targets)
@@ -131,7 +139,8 @@ def test_a_crc_is_checked_like_any_digest(tmp_path):
     for crc, fails in ((zlib.crc32(raw), False), (zlib.crc32(raw) ^ 1, True)):
         part = TensorSlice(Box((0,), (10_000,)), "f", 0, 40_000, digest=Digest("crc32", crc, 0, 40_000))
         filler = Filler(LocalStore(tmp_path))
-        filler.add(TensorEntry("w", "float32", (10_000,), SliceArray.of([part], 1)), 0, (0,), torch.zeros(10_000))
+        entry = TensorEntry("w", "float32", (10_000,), SliceArray.of([part], 1))
+        filler.add(entry, Box((0,), (10_000,)), torch.zeros(10_000))
         if fails:
             with pytest.raises(IntegrityError, match="crc32"):
                 filler.run()
@@ -143,7 +152,9 @@ def test_another_dtype_is_refused_before_anything_is_read(tmp_path):
     part = TensorSlice(Box((0,), (4,)), "missing", 0, 16)
     with pytest.raises(CheckpointMismatchError, match="cast=True"):
         Filler(LocalStore(tmp_path)).add(
-            TensorEntry("w", "float32", (4,), SliceArray.of([part], 1)), 0, (0,), torch.zeros(4, dtype=torch.int32)
+            TensorEntry("w", "float32", (4,), SliceArray.of([part], 1)),
+            Box((0,), (4,)),
+            torch.zeros(4, dtype=torch.int32),
         )
 
 
@@ -152,6 +163,25 @@ def test_a_lazy_conj_target_gets_the_values_and_not_the_bytes(size):
     whole, entry = stored((size,), (0,), "complex64")
     live = torch.zeros(size, dtype=torch.complex64)
     filler = Filler(LocalStore(Path(ROOT.name)))
-    filler.add(entry, 0, (0,), live.conj())
+    filler.add(entry, Box((0,), (size,)), live.conj())
     filler.run()
     assert torch.equal(live.conj().resolve_conj(), whole)
+
+
+def test_a_box_that_the_slices_do_not_cover_is_refused_before_anything_is_read(tmp_path):
+    parts = [TensorSlice(Box((start,), (2,)), "missing", 4 * start, 8) for start in (0, 4)]
+    filler = Filler(LocalStore(tmp_path))
+    for size in (2, 4):
+        filler.add(TensorEntry("w", "float32", (6,), SliceArray.of(parts, 1)), Box((0,), (size,)), torch.zeros(size))
+    with pytest.raises(IncompleteCheckpointError, match=r"'w': the checkpoint has only 2 of the 4 elements"):
+        filler.plan()
+
+
+@pytest.mark.parametrize("start", [0, 37, 99])
+def test_a_part_of_a_tensor_with_many_slices_is_read_from_the_right_ones(tmp_path, start):
+    (tmp_path / "f").write_bytes(torch.arange(200.0).numpy().tobytes())
+    parts = [TensorSlice(Box((2 * i,), (2,)), "f", 8 * i, 8) for i in range(100)]
+    filler, target = Filler(LocalStore(tmp_path)), torch.zeros(101)
+    filler.add(TensorEntry("w", "float32", (200,), SliceArray.of(parts, 1)), Box((start,), (101,)), target)
+    filler.run()
+    assert torch.equal(target, torch.arange(200.0)[start : start + 101])

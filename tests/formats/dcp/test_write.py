@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from ckptkit.catalog.box import Box
 from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError, NoSpaceError, SaveError
 from ckptkit.formats.dcp.fill import Filler
 from ckptkit.formats.dcp.index import METADATA_NAME, write_index
@@ -396,7 +397,7 @@ def test_long_runs_of_columns_are_read_without_the_gaps(tmp_path):
     write_alone({"w": torch.arange(64.0 * 65536).reshape(64, 65536)}, tmp_path)
     target = torch.zeros(64, 16384)
     filler = Filler(LocalStore(str(tmp_path)))
-    filler.add(catalog_of(tmp_path).tensors["w"], 0, (0, 16384), target)
+    filler.add(catalog_of(tmp_path).tensors["w"], Box((0, 16384), (64, 16384)), target)
     filler.run()
     assert torch.equal(target, torch.arange(64.0 * 65536).reshape(64, 65536)[:, 16384:32768])
     assert filler.nbytes == target.numel() * 4
@@ -422,7 +423,7 @@ def test_full_verification_finds_damage_outside_of_the_needed_bytes(tmp_path):
         file.write(b"\x55")
     fillers = [Filler(LocalStore(str(tmp_path)), verify=verify) for verify in (Verify.READ, Verify.FULL)]
     for filler in fillers:
-        filler.add(entry, 0, (0, 0), torch.zeros(10, 1000))
+        filler.add(entry, Box((0, 0), (10, 1000)), torch.zeros(10, 1000))
     fillers[0].run()
     with pytest.raises(IntegrityError):
         fillers[1].run()

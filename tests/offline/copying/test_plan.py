@@ -19,9 +19,9 @@ from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry, TensorSlice
 from ckptkit.catalog.targets import Target
 from ckptkit.digests import crc32, crc32_combine
 from ckptkit.errors import UnsupportedFormatError, UsageError
+from ckptkit.formats.checks import RecordTable
 from ckptkit.formats.hf.header import TensorToWrite, encode_header, lay_out, shard_names, split_into_shards
 from ckptkit.keymaps.named import resolve_key_map
-from ckptkit.offline.copying.checks import RecordTable
 from ckptkit.offline.copying.coverage import check_plan
 from ckptkit.offline.copying.plan import ComputedTensor, OutputFile, Placement, Plan, share_out
 from ckptkit.offline.export.files import hf_files, in_disk_order

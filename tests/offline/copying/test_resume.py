@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptkit.formats.checks import Verifier
 from ckptkit.offline import conversion
 from ckptkit.offline.convert import convert
 from ckptkit.offline.copying import runs
-from ckptkit.offline.copying.checks import Verifier
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import journal, publish

@@ -23,12 +23,13 @@ from safetensors.numpy import save_file
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import IntegrityError
+from ckptkit.formats import sources
 from ckptkit.formats.detect import open_source
+from ckptkit.formats.sources import Range, SourceReader
 from ckptkit.offline.copying import copier, runs
 from ckptkit.offline.copying.execute import CopyReport, execute
 from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, Placement, Plan
 from ckptkit.offline.copying.pool import Worker
-from ckptkit.offline.copying.sources import Range, SourceReader
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import journal
@@ -45,7 +46,7 @@ NAMES = ("a", "b", "c")
 def all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (runs, copier):
         monkeypatch.setattr(module, "LEAST", 0)
-    monkeypatch.setattr(copier, "_GAP", 0)  # no gaps are read, so that reads can be counted
+    monkeypatch.setattr(sources, "_GAP", 0)  # no gaps are read, so that reads can be counted
 
 
 @contextlib.contextmanager

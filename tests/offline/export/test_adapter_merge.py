@@ -15,13 +15,13 @@ import pytest
 from ckptkit import convert
 from ckptkit.catalog.box import Box
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.formats.sources import SourceReader
 from ckptkit.keymaps.keymap import NameMap
 from ckptkit.keymaps.patterns import NamePattern
 from ckptkit.keymaps.rules import Concat, Split, Transpose
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import ComputedTensor, Placement, Plan
 from ckptkit.offline.copying.runs import prepare
-from ckptkit.offline.copying.sources import SourceReader
 from ckptkit.offline.export.adapter_merge import adapter_changes
 from ckptkit.offline.export.adapters import split_adapter
 from tests.lazy import LazyModule
@@ -347,7 +347,7 @@ def test_the_error_for_dora_above_the_memory_limit_says_how_much_it_needs(tmp_pa
     export, store, catalog = merged(tmp_path / "run", config)
     (embed,) = (tensor for tensor in export.tensors if isinstance(tensor, ComputedTensor))
     work = prepare(Plan(catalog, (), (Placement.whole(embed, 0, 0),)), check=False, by_boxes=True)
-    gatherer = Gatherer(SourceReader(store, work.origins), work.maps, None, max_bytes=4 << 10)
+    gatherer = Gatherer(SourceReader(store, work.origins), work.maps, max_bytes=4 << 10)
     with pytest.raises(UsageError, match=r"'embed.weight' \(DoRA of .* at once, .* Pass a larger --max-memory"):
         gatherer.make_box(embed, Box.whole(embed.shape), np.empty(embed.numel * 2, np.uint8))
 

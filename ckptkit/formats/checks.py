@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.digests import CRC, NAMES, Hasher, crc32, crc32_combine, new_hasher
+from ckptkit.catalog.entry import SliceArray
+from ckptkit.digests import CRC, NAMES, Hasher, crc32, crc32_combine, hash_of, new_hasher
 from ckptkit.errors import IntegrityError
 
 Int64 = npt.NDArray[np.int64]
@@ -38,6 +40,25 @@ class RecordTable:
     def __len__(self) -> int:
         return len(self.starts)
 
+    def take(self, rows: Int64) -> RecordTable:
+        return RecordTable(*(getattr(self, name)[rows] for name in self.__slots__))
+
+    @classmethod
+    def of(cls, columns: Sequence[Sequence[npt.NDArray[Any]]]) -> RecordTable:
+        """Return a table of the distinct, non-empty records in these groups, sorted by source and start.
+
+        Each group is (sources, starts, nbytes, values, algorithms, owners).
+        """
+        nothing = np.zeros(0, np.int64)
+        joined = [np.concatenate(column) for column in zip(*columns, strict=True)] if columns else [nothing] * 6
+        sources, starts, nbytes = joined[:3]
+        order = np.lexsort((nbytes, starts, sources))
+        key = np.stack([sources[order], starts[order], nbytes[order]], axis=1)
+        new = np.append(True, (key[1:] != key[:-1]).any(axis=1))[: len(order)]
+        first = order[new & (key[:, 2] > 0)]
+        sources, starts, nbytes, values, algorithms, owners = (column[first] for column in joined)
+        return cls(sources, starts, nbytes, values.astype(np.uint64), algorithms, owners)
+
     def find(self, sources: Int64, starts: Int64, nbytes: Int64) -> Int64:
         """Return the index of the record equal to each range; -1 if none. Needs records sorted by source and start."""
         if not len(self) or not len(starts):
@@ -49,6 +70,16 @@ class RecordTable:
         at = np.minimum(np.searchsorted(keys, wanted), len(self) - 1)
         found = (keys[at] == wanted) & (self.nbytes[at] == nbytes)
         return np.where(found.astype(bool), at, -1)
+
+
+def recorded(slices: SliceArray) -> tuple[int, Int64, Int64, UInt64]:
+    """Return the algorithm of the slices' digests (an index into `NAMES`, -1 for none), the start and size of the range
+    that each digest covers, and the digests."""
+    if slices.algorithm is None or slices.digests is None:
+        return -1, slices.starts, slices.nbytes, np.zeros(len(slices), np.uint64)
+    if slices.digest_starts is None or slices.digest_nbytes is None:
+        return NAMES.index(slices.algorithm), slices.starts, slices.nbytes, slices.digests
+    return NAMES.index(slices.algorithm), slices.digest_starts, slices.digest_nbytes, slices.digests
 
 
 class Crcs:
@@ -87,11 +118,18 @@ class Verifier:
 
     A record with a CRC-32 is checked once all its bytes have been added, in any order. Other records are checked only
     if their bytes come in order. The records that `unproved` returns must be read again.
+
+    Args:
+        describe: Returns a record's file and a tensor in it, for the error.
+        advice: The end of the error: what the user can do.
     """
 
-    def __init__(self, table: RecordTable, describe: Callable[[int], str]) -> None:
+    def __init__(
+        self, table: RecordTable, describe: Callable[[int], str], advice: str = "use another copy of it"
+    ) -> None:
         self._table = table
         self._describe = describe
+        self._advice = advice
         self._crcs: dict[int, Crcs] = {}
         self._begun: dict[tuple[int, int], Hasher] = {}  # (record, where its next bytes start)
         self._lock = threading.Lock()
@@ -109,7 +147,10 @@ class Verifier:
         stop = start + len(data)
         if self.proved[record] or start == stop:
             return
-        if algorithm == CRC and (start, stop) != (first, end):
+        if (start, stop) == (first, end):
+            self._finish(record, hash_of((data,), algorithm))
+            return
+        if algorithm == CRC:
             with self._lock:
                 crcs = self._crcs.setdefault(record, Crcs())
             # Use what `feed` returns, not `crcs.parts()`: if a thread reads a piece twice, that piece may have replaced
@@ -139,7 +180,7 @@ class Verifier:
             raise IntegrityError(
                 f"{self._describe(record)}: checksum mismatch in bytes [{start}, {start + int(table.nbytes[record])}): "
                 f"expected {NAMES[int(table.algorithms[record])]} {expected:x}, found {value:x}. The file is damaged: "
-                "use another copy of it."
+                f"{self._advice}."
             )
         self.proved[record] = True
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ckptkit.digests import NAMES
 from ckptkit.errors import IntegrityError
-from ckptkit.offline.copying import checks
-from ckptkit.offline.copying.checks import Crcs, RecordTable, Verifier
+from ckptkit.formats import checks
+from ckptkit.formats.checks import Crcs, RecordTable, Verifier
 
 PIECES = (b"first piece", b"second piece")
 

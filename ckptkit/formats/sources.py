@@ -1,0 +1,408 @@
+"""Reads byte ranges, strided regions and boxes of tensors: from local files, remote files and compressed records.
+
+Bytes that a digest covers are passed to a `Verifier` as soon as they are read, while they are in the CPU cache.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.columns import is_dense, row_major
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Codec, SliceArray, TensorEntry
+from ckptkit.catalog.tiles import pieces
+from ckptkit.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    MissingExtraError,
+    UnsupportedFormatError,
+)
+from ckptkit.formats.checks import Verifier
+from ckptkit.storage.coalesce import BlockReader
+from ckptkit.storage.local import is_directory
+from ckptkit.storage.store import ReadInto, Store
+
+Bytes = npt.NDArray[np.uint8]
+Array = npt.NDArray[Any]
+Int64 = npt.NDArray[np.int64]
+
+UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""For each itemsize, a numpy dtype that moves elements without changing a bit."""
+_PIECE = 1 << 20  # bytes that are read, and then hashed, at once
+_GAP = 16 << 10  # a gap of at most this size is read and discarded, because a call costs more
+_VECTOR = 512  # buffers per preadv call; the system allows up to 1,024
+_WINDOW = 64 << 20  # bytes that are read from a remote store, and then hashed, at once
+_SPAN = 32 << 20  # largest buffer for a strided region
+_FAR = 32 << 10  # runs of a strided region that begin at least this far apart are read without the gaps
+_COMPRESSED = 1 << 20  # compressed bytes read at a time
+
+
+class Origin(NamedTuple):
+    """The bytes in which a source's offsets count: a file, or the decoded bytes of a compressed record in a file."""
+
+    path: str
+    codec: Codec | None = None
+
+
+class Range(NamedTuple):
+    """A read of len(view) bytes from `start` of an origin into `view`. `record` is the digest record; -1 for none."""
+
+    origin: int
+    start: int
+    view: memoryview
+    record: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class EntryMap:
+    """The places of one tensor's slices: the origin of each slice, and its digest record (-1 for none)."""
+
+    entry: TensorEntry
+    origins: Int64
+    records: Int64
+
+
+class Origins:
+    """Numbers the origins of slices."""
+
+    def __init__(self) -> None:
+        self._index: dict[Origin, int] = {}
+        self._tables: dict[int, tuple[Sequence[str], Int64]] = {}
+
+    def of(self, slices: SliceArray) -> Int64:
+        """Return the origin of each slice."""
+        result: Int64 = self.of_paths(slices.paths)[slices.files]
+        for row, codec in slices.codecs.items():
+            result[row] = self._index.setdefault(Origin(slices.paths[int(slices.files[row])], codec), len(self._index))
+        return result
+
+    def of_paths(self, paths: Sequence[str]) -> Int64:
+        """Return the origin of each path in a path table. Tensors of a catalog share tables."""
+        known = self._tables.get(id(paths))
+        if known is None:  # `_tables` keeps `paths` alive, so that its id is not reused
+            numbers = [self._index.setdefault(Origin(path), len(self._index)) for path in paths]
+            known = self._tables[id(paths)] = paths, np.array(numbers, np.int64)
+        return known[1]
+
+    @property
+    def all(self) -> list[Origin]:
+        """The origins, in order of their numbers."""
+        return list(self._index)
+
+
+class Descriptors:
+    """Open file descriptors, by path. If there are more than `limit`, unused ones are closed."""
+
+    def __init__(self, opener: Callable[[str], int], limit: int = 256) -> None:
+        self._opener = opener
+        self._limit = limit
+        self._open: dict[str, list[int]] = {}  # path -> [descriptor, users], least recently used first
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def using(self, path: str) -> Iterator[int]:
+        """Yield a descriptor for the file at `path`."""
+        with self._lock:
+            held = self._open.pop(path, None) or [self._opener(path), 0]
+            held[1] += 1
+            self._open[path] = held
+            if len(self._open) > self._limit:
+                unused = [name for name, (_, users) in self._open.items() if not users]
+                for name in unused[: len(self._open) - self._limit]:
+                    os.close(self._open.pop(name)[0])
+        try:
+            yield held[0]
+        finally:
+            with self._lock:
+                held[1] -= 1
+
+    def close(self) -> None:
+        with self._lock:
+            for descriptor, _ in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
+
+
+class SourceReader:
+    """Reads ranges of one checkpoint's origins. Thread-safe.
+
+    Args:
+        verifier: Gets the bytes of each range that has a record.
+        cached: Whether small remote reads may be served from cached blocks, because neighbors will be asked for later.
+        span: Largest buffer for a strided region, in bytes; 0 for the default.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        origins: Sequence[Origin],
+        verifier: Verifier | None = None,
+        *,
+        cached: bool = True,
+        span: int = 0,
+    ) -> None:
+        self._store = store
+        self._origins = origins
+        self._verifier = verifier
+        self._span = span or _SPAN
+        self._local = store if is_directory(store) else None
+        self.descriptors = Descriptors(self._local.open_file) if self._local is not None else None
+        self._remote = BlockReader(store, len({origin.path for origin in origins})) if cached else store
+        self._gap = memoryview(bytearray(_GAP))  # threads overwrite each other's gaps, which nobody uses
+        self._decoders: dict[int, _Decoder] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def is_local(self) -> bool:
+        return self._local is not None
+
+    def has_file(self, origin: int) -> bool:
+        """Return whether an origin is a local file, of which small reads are cheap."""
+        return self.is_local and self._origins[origin].codec is None
+
+    def read(self, origin: int, start: int, view: memoryview) -> None:
+        """Fill `view` with an origin's bytes from `start` on. Raises IncompleteCheckpointError if it ends early."""
+        self.read_many([Range(origin, start, view)])
+
+    def read_many(self, ranges: Sequence[Range]) -> None:
+        """Fill several views, and check their digests.
+
+        One call reads neighbors in a local file if they are given in the file's order. Reads of a remote store are
+        batched.
+
+        Raises:
+            IntegrityError: Bytes differ from their digest.
+            IncompleteCheckpointError: A file is too short.
+        """
+        for group in self._groups(ranges):
+            first = group[0]
+            where = self._origins[first.origin]
+            if where.codec is not None:
+                self._decode(first.origin, where.codec, first.start, first.view)
+            elif self.descriptors is None:
+                self._remote.read_many([ReadInto(self._origins[r.origin].path, r.start, r.view) for r in group])
+            else:
+                vector = [item.view for item in group]
+                at = first.start
+                with self.descriptors.using(where.path) as descriptor:
+                    while vector:
+                        got = os.preadv(descriptor, vector, at)
+                        if got == 0:
+                            raise IncompleteCheckpointError(
+                                f"{where.path} is truncated: it has {os.fstat(descriptor).st_size} bytes, but bytes up "
+                                f"to {group[-1].start + len(group[-1].view)} are needed."
+                            )
+                        at += got
+                        while vector and got >= len(vector[0]):
+                            got -= len(vector.pop(0))
+                        if got:
+                            vector[0] = vector[0][got:]
+            if self._verifier is not None:
+                for item in group:
+                    if item.record >= 0:
+                        self._verifier.feed(item.record, item.start, item.view)
+
+    def _groups(self, ranges: Sequence[Range]) -> Iterator[list[Range]]:
+        """Yield ranges to read in one call: a part of one origin without holes, or any parts of remote files."""
+        group: list[Range] = []
+        origin = begin = stop = nbytes = 0
+        most = _WINDOW if self.descriptors is None else _PIECE
+        for item in ranges:
+            decoded = self._origins[item.origin].codec is not None
+            for done in range(0, len(item.view), most):
+                piece = item if len(item.view) <= most else item._replace(
+                    start=item.start + done, view=item.view[done : done + most]
+                )  # fmt: skip
+                size, gap = len(piece.view), piece.start - stop
+                if self.descriptors is None:
+                    joins = not decoded and nbytes + size <= most
+                else:
+                    joins = not decoded and piece.origin == origin and 0 <= gap <= _GAP
+                    joins = joins and piece.start + size - begin <= most and len(group) < _VECTOR
+                if group and not joins:
+                    yield group
+                    group, nbytes = [], 0
+                if not group:
+                    origin, begin = piece.origin, piece.start
+                elif gap and self.descriptors is not None:
+                    group.append(Range(origin, stop, self._gap[:gap]))
+                group.append(piece)
+                stop = piece.start + size
+                nbytes += size
+            if decoded and group:
+                yield group
+                group, nbytes = [], 0
+        if group:
+            yield group
+
+    def read_region(self, origin: int, start: int, strides: Sequence[int], out: Array, record: int = -1) -> int:
+        """Fill `out` with elements that lie with these strides (in elements) from `start` on. Return the bytes read.
+
+        `record` is the digest of exactly the region's bytes, from the first element to the last.
+        """
+        sizes, itemsize = out.shape, out.itemsize
+        if not out.size:
+            return 0
+        run, outer = 1, out.ndim  # `run` elements are contiguous; the dimensions before `outer` are not
+        while outer and (sizes[outer - 1] == 1 or strides[outer - 1] == run):
+            outer -= 1
+            run *= sizes[outer]
+        far = record < 0 and all(strides[dim] * itemsize >= _FAR for dim in range(outer) if sizes[dim] > 1)
+        if out.flags.c_contiguous and (far or run == out.size):
+            view, nbytes = out.reshape(-1).view(np.uint8).data, run * itemsize
+            starts = np.zeros(1, np.int64)
+            for size, stride in zip(sizes[:outer], strides[:outer], strict=True):
+                starts = (starts[:, None] + np.arange(size) * stride * itemsize).reshape(-1)
+            self.read_many(
+                [Range(origin, start + at, view[i * nbytes : (i + 1) * nbytes], record)
+                 for i, at in enumerate(starts.tolist())]
+            )  # fmt: skip
+            return out.nbytes
+        span = (1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))) * itemsize
+        if span <= self._span or record >= 0:  # short runs are read together with the gaps between them
+            data = np.empty(span, np.uint8)
+            self.read_many([Range(origin, start, data.data, record)])
+            out[...] = strided(data, 0, sizes, strides, itemsize)
+            return int(span)
+        dim = max((dim for dim in range(out.ndim) if sizes[dim] > 1), key=strides.__getitem__)
+        count = min(sizes[dim], -(-span // self._span))
+        bounds = [i * sizes[dim] // count for i in range(count + 1)]
+        return sum(
+            self.read_region(
+                origin, start + a * strides[dim] * itemsize, strides, out[(slice(None),) * dim + (slice(a, b),)]
+            )
+            for a, b in pairwise(bounds)
+        )
+
+    def read_box(self, where: EntryMap, box: Box, out: Bytes) -> None:
+        """Fill `out` with a box of a source tensor, row-major, in the source's dtype."""
+        itemsize = dtype_of(where.entry.dtype).itemsize
+        offsets, sizes = (np.array([row], np.int64).reshape(1, box.ndim) for row in (box.offsets, box.sizes))
+        found = pieces(where.entry.slices, offsets, sizes, itemsize)
+        if int(found.numel().sum()) != box.numel:
+            raise IncompleteCheckpointError(
+                f"tensor {where.entry.name!r}: its slices cover {int(found.numel().sum())} of {box.numel} elements."
+            )
+        steps = row_major(sizes)
+        firsts = ((found.offsets - offsets) * steps).sum(axis=1) * itemsize
+        dense = is_dense(found.sizes, found.strides)
+        direct = dense & is_dense(found.sizes, np.broadcast_to(steps, found.sizes.shape))
+        rows = zip(
+            where.origins[found.rows].tolist(), found.starts.tolist(), firsts.tolist(),
+            (found.numel() * itemsize).tolist(), np.where(dense, where.records[found.rows], -1).tolist(),
+            direct.tolist(), strict=True,
+        )  # fmt: skip
+        ranges: list[Range] = []
+        for i, (origin, start, first, nbytes, record, is_direct) in enumerate(rows):
+            if is_direct:
+                ranges.append(Range(origin, start, out[first : first + nbytes].data, record))
+                continue
+            target = strided(out, first, found.sizes[i].tolist(), steps[0].tolist(), itemsize)
+            self.read_region(origin, start, found.strides[i].tolist(), target, record)
+        self.read_many(ranges)
+
+    def _decode(self, origin: int, codec: Codec, start: int, view: memoryview) -> None:
+        # A record is mostly read forwards. Its decoder is kept between reads, and replaced only to go back.
+        with self._lock:
+            decoder = self._decoders.pop(origin, None)
+        if decoder is None or decoder.at > start:
+            decoder = _Decoder(self._store, self._origins[origin].path, codec)
+        decoder.read(start, view)
+        with self._lock:
+            self._decoders[origin] = decoder
+
+    def forget(self, origin: int) -> None:
+        """Drop the decoder of a compressed record."""
+        with self._lock:
+            self._decoders.pop(origin, None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._decoders.clear()
+        if self.descriptors is not None:
+            self.descriptors.close()
+
+
+def read_box(store: Store, entry: TensorEntry, box: Box) -> Bytes:
+    """Return a box of one tensor as row-major bytes, [*sizes, itemsize]. Does not check digests."""
+    origins = Origins()
+    where = EntryMap(entry, origins.of(entry.slices), np.full(len(entry.slices), -1, np.int64))
+    out = np.empty(box.numel * dtype_of(entry.dtype).itemsize, np.uint8)
+    with closing(SourceReader(store, origins.all, cached=False)) as reader:
+        reader.read_box(where, box, out)
+    return out.reshape(*box.sizes, -1)
+
+
+def strided(buffer: Bytes, first: int, sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> Array:
+    """Return a strided view of `buffer` that starts at byte `first`. Strides count elements."""
+    view: Array = np.ndarray(
+        sizes, UNITS[itemsize], buffer=buffer, offset=first, strides=tuple(stride * itemsize for stride in strides)
+    )
+    return view
+
+
+_MAX_WINDOW = 128 << 20  # bytes; zstd's default limit, because a damaged or hostile frame may ask for gigabytes
+
+
+@dataclass(slots=True)
+class _Compressed:
+    """The bytes [start, stop) of a file as a stream, for the decompressor."""
+
+    store: Store
+    path: str
+    start: int
+    stop: int
+
+    def read(self, nbytes: int) -> bytes:
+        data = self.store.read(self.path, self.start, min(self.start + nbytes, self.stop))
+        self.start += len(data)
+        return data
+
+
+class _Decoder:
+    """Decodes one compressed record from start to end."""
+
+    def __init__(self, store: Store, path: str, codec: Codec) -> None:
+        if codec.name != "zstd":
+            raise UnsupportedFormatError(f"{path}: codec {codec.name!r} is not supported; only zstd is.")
+        try:
+            import zstandard
+        except ImportError as error:
+            raise MissingExtraError(
+                f"{path} is compressed with zstd. Install it from the checkout with: pip install -e '.[zstd]'"
+            ) from error
+        self._path = path
+        self._error = zstandard.ZstdError
+        source: Any = _Compressed(store, path, codec.start, codec.start + codec.nbytes)
+        self._stream = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(
+            source, read_size=_COMPRESSED << 4 if store.asking_costs else _COMPRESSED, read_across_frames=True
+        )
+        self.at = 0  # position in the decoded bytes
+
+    def read(self, start: int, view: memoryview) -> None:
+        while self.at < start:  # decode and discard
+            self._fill(memoryview(bytearray(min(_COMPRESSED, start - self.at))))
+        self._fill(view)
+
+    def _fill(self, view: memoryview) -> None:
+        while len(view):
+            try:
+                got = self._stream.readinto(view)
+            except self._error as error:
+                raise CorruptCheckpointError(f"{self._path}: its zstd data is damaged: {error}.") from error
+            if not got:
+                raise IncompleteCheckpointError(
+                    f"{self._path}: a zstd record ends at byte {self.at}, but {len(view)} more are needed."
+                )
+            self.at += got
+            view = view[got:]
