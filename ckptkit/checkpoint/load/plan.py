@@ -491,7 +491,7 @@ class _Planner:
             if saved is not None and name in plan.parameters and fqn in owners and fqn not in plan.parameters:
                 old, new = f"{plan.key}.state.{fqn}.", f"{plan.key}.state.{name}."
                 saved = saved.renamed(fqn, name, old, new)
-                self.objects = objects = {**self.objects, SUBCLASSES: with_new_head(self.recipes, old, new)}
+                self.recipes = with_new_head(self.recipes, old, new)
                 owners = {*owners - {fqn}, name}
                 states = {name if key == fqn else key: entries for key, entries in states.items()}
                 masters = {name if key == fqn else key: entry for key, entry in masters.items()}
