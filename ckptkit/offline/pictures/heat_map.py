@@ -70,7 +70,7 @@ def heat_maps(changes: Mapping[str, float]) -> list[Panel]:
         if len(cells) > MAX_CELLS:
             count = math.ceil(len(cells) / MAX_CELLS)
             cells = _fold_layers(cells, count)
-            more += f" A row shows up to {count} consecutive layers."
+            more += f" A row shows {count} consecutive layers, named by the first."
         panels.append(Panel(f"Change by layer: {part}", words + more, _grid(cells), behind=differ if panels else ""))
     return panels
 
@@ -95,20 +95,13 @@ def _fold(changes: Mapping[str, float]) -> dict[str, list[float]]:
 
 
 def _fold_layers(cells: Mapping[str, list[float]], count: int) -> dict[str, list[float]]:
-    """Return the changes of `count` consecutive layers as those of one layer, "model.layers.0-3"."""
-    matches = {fqn: _LAYER.search(fqn) for fqn in cells}
-    numbered = {fqn: match for fqn, match in matches.items() if match and len(match[1]) < 19}
-    last: dict[str, int] = {}  # the highest number after each prefix
-    for fqn, match in numbered.items():
-        prefix = fqn[: match.start()]
-        last[prefix] = max(last.get(prefix, 0), int(match[1]))
+    """Return the changes of `count` consecutive layers as those of the first."""
     found: dict[str, list[float]] = {}
     for fqn, changes in cells.items():
+        match = _LAYER.search(fqn)
         name = fqn
-        if fqn in numbered:
-            match = numbered[fqn]
-            prefix, start = fqn[: match.start()], int(match[1]) // count * count
-            name = f"{prefix}{start}-{min(start + count - 1, last[prefix])}.{fqn[match.end() :]}"
+        if match and len(match[1]) < 19:
+            name = f"{fqn[: match.start()]}{int(match[1]) // count * count}{fqn[match.end() - 1 :]}"
         found.setdefault(name, []).extend(changes)
     return found
 
@@ -117,10 +110,8 @@ def _in_order(layers: Iterable[str]) -> list[str]:
     """Return layers with the same prefix in the order of their numbers. A file may list 10 before 2."""
     kinds: dict[str, list[tuple[int, str]]] = {}
     for layer in layers:
-        head, _, last = layer.rpartition("-")
-        first = head if last.isdecimal() and head[-1:].isdecimal() else layer  # "layers.4" of "layers.4-7"
-        prefix = first.rstrip("0123456789")
-        kinds.setdefault(prefix, []).append((int(first[len(prefix) :][:18] or -1), layer))
+        prefix = layer.rstrip("0123456789")
+        kinds.setdefault(prefix, []).append((int(layer[len(prefix) :][:18] or -1), layer))
     return [layer for rows in kinds.values() for _, layer in sorted(rows)]
 
 
