@@ -23,7 +23,7 @@ from ckptkit.errors import (
     command_line,
 )
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.torch_save import MODEL_FILES
+from ckptkit.formats.torch_save import MODEL_FILES, TORCH_ENDINGS
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage import FileInfo, Store, open_store
@@ -40,7 +40,6 @@ _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
 # File names that tools use for weights. Safetensors files with different names are used only if nothing else is found.
 _WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
-TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # endings of torch.save files
 _TORCH = r"pytorch_model.*\.bin|.*\.bin\.index\.json|adapter_model\.bin"
 
 

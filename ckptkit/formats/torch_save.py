@@ -32,7 +32,7 @@ from ckptkit.storage.store import Store
 # Names that torch.save's users give only to models.
 MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model.ckpt")
 
-EXTENSIONS = (".pt", ".bin", ".ckpt", ".pth", ".pth.tar", ".th")
+TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # endings of torch.save files
 INDEX_SUFFIX = ".bin.index.json"
 _STEPS = ("global_step", "step", "iteration", "iter", "iter_num")  # keys under which scripts save the step
 
@@ -88,7 +88,7 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
     numbered = numbered_files(names, "bin") if "pytorch_model.bin" not in names else None
     if numbered is not None:
         return _catalog(store, _shards(store, numbered, options))
-    files = [name for name in names if name.endswith(EXTENSIONS)]
+    files = [name for name in names if name.endswith(TORCH_ENDINGS)]
     chosen = next((name for name in (*MODEL_FILES, *files[: len(files) == 1]) if name in files), None)
     if chosen is None:
         raise CheckpointNotFoundError(
@@ -240,7 +240,7 @@ def _whole(leaf: _Leaf) -> StoredTensor:
             return value.local
         world, rank = int(value.mesh.ranks.size), value.rank
     else:
-        if len(value.shards) == 1 and Box(value.shards[0].offsets, value.shards[0].sizes) == Box.whole(value.shape):
+        if len(value.shards) == 1 and value.shards[0].box == Box.whole(value.shape):
             tensor: StoredTensor = value.shards[0].tensor
             return tensor
         world, rank = value.world_size or len(value.boxes), value.rank

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError, UsageError
 from ckptkit.formats.detect import identify, open_source
@@ -166,7 +167,8 @@ def test_padding_may_be_as_large_as_the_number_of_ranks(tmp_path):
     storage = Storage("rank", "0", 4, "float32")
     piece = StoredTensor(storage, "float32", (1,), (1,))
     ranks = [
-        {"_flat_param": ShardedTensorRecord((ShardRecord(piece, (rank,), (1,)),), (100,), ())} for rank in range(100)
+        {"_flat_param": ShardedTensorRecord((ShardRecord(piece, Box((rank,), (1,))),), (100,), ())}
+        for rank in range(100)
     ]
     options = ReadOptions(layout=str(tmp_path / "layout.json"))
     catalog = fsdp1_local.read(open_store(str(tmp_path)), ["rank"], ranks, {}, None, options)

@@ -31,9 +31,10 @@ from ckptkit.errors import (
     UsageError,
     command_line,
 )
-from ckptkit.formats.detect import TORCH_ENDINGS, Candidate, format_of, open_source
+from ckptkit.formats.detect import Candidate, format_of, open_source
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.formats.own.record import CommitRecord
+from ckptkit.formats.torch_save import TORCH_ENDINGS
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.pool import WorkerPool

@@ -186,8 +186,7 @@ class ShardRecord:
     """A box of a ShardedTensor that this rank holds."""
 
     tensor: StoredTensor
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -420,7 +419,7 @@ def _sharded_tensor(state: Any) -> ShardedTensorRecord:
         tensor, box = shard.fields["tensor"], _shard_box(shard.fields["metadata"])
         if not isinstance(tensor, StoredTensor) or tensor.shape != box.sizes:
             raise ValueError("the shape of a local shard is not the one in its metadata")
-        shards.append(ShardRecord(tensor, box.offsets, box.sizes))
+        shards.append(ShardRecord(tensor, box))
     group = state[2].fields if len(state) > 2 and isinstance(state[2], Record) else {}
     return ShardedTensorRecord(
         tuple(shards),

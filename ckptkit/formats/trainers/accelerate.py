@@ -20,7 +20,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.merge import assembled, open_part, renamed, step_in
 from ckptkit.formats.trainers.optimizer_files import read_optimizer
-from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, read_archives, recorded_ranks
+from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, read_archives, read_ranks, recorded_ranks
 from ckptkit.storage import Store
 
 # This does not match `pytorch_model.bin`, because many systems write that.
@@ -117,11 +117,11 @@ def _read(store: Store, files: Sequence[str]) -> tuple[list[str], list[Any]]:
         raise CorruptCheckpointError(
             f"{full[0]} and {ranks[min(ranks)]} are files of two saves. Remove the files of one save."
         )
-    names = full[:1] or [ranks[rank] for rank in sorted(ranks)]
-    if ranks:
-        missing_ranks(ranks, max(ranks) + 1, _template(names))
-    values = read_archives(store, names)
-    if ranks and isinstance(values[0], dict):
+    if full:
+        return full[:1], read_archives(store, full[:1])
+    names = [ranks[rank] for rank in sorted(ranks)]
+    values = read_ranks(store, ranks, _template(names))
+    if isinstance(values[0], dict):
         missing_ranks(ranks, max(len(ranks), recorded_ranks(values[0].values())), _template(names))
     return names, values
 

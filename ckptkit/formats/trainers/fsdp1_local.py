@@ -172,7 +172,7 @@ def _vector(unit: str, values: Sequence[Mapping[str, Any]]) -> FlatVector:
         tensor = value.get(unit)
         if not isinstance(tensor, ShardedTensorRecord) or len(tensor.shape) != 1:
             raise CorruptCheckpointError(f"rank {rank} has no 1-D ShardedTensor {unit!r}.")
-        pieces += [Piece(shard.offsets[0], shard.tensor, rank) for shard in tensor.shards if shard.sizes[0]]
+        pieces += [Piece(shard.box.offsets[0], shard.tensor, rank) for shard in tensor.shards if shard.box.numel]
     return FlatVector(pieces)
 
 

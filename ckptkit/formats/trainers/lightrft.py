@@ -27,7 +27,7 @@ from ckptkit.formats.trainers.optimizer_files import (
     read_optimizer,
 )
 from ckptkit.formats.trainers.param_order import Param
-from ckptkit.formats.trainers.rank_files import is_tensor, join, missing_ranks, read_archives, recorded_ranks
+from ckptkit.formats.trainers.rank_files import is_tensor, join, missing_ranks, read_ranks, recorded_ranks
 from ckptkit.storage import Store
 
 OPTIMIZER_DIRECTORY = "optim_states"
@@ -62,23 +62,21 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catalog:
-    ranks = [int(m[1]) for path in below if (m := _RANK_FILE.fullmatch(path.rpartition("/")[2]))]
+    ranks = {int(m[1]): path for path in below if (m := _RANK_FILE.fullmatch(path.rpartition("/")[2]))}
     if not ranks:
         raise CorruptCheckpointError(f"{OPTIMIZER_DIRECTORY}/ has neither .metadata nor _rank<R> files.")
-    first = read_archives(store, [_PATTERN.format(rank=min(ranks))])[0]
-    groups = first.get("flat_fp32_weights") if isinstance(first, dict) else None
-    world_size = max(recorded_ranks(t for group in (groups or {}).values() for t in group), max(ranks) + 1)
-    missing_ranks(ranks, world_size, _PATTERN)
-    values = read_archives(store, [_PATTERN.format(rank=rank) for rank in range(world_size)])
+    values = read_ranks(store, ranks, _PATTERN)
     for rank, value in enumerate(values):
         keys = ("base_optim_states", "flat_fp32_weights")
         if not isinstance(value, dict) or not all(isinstance(value.get(key), dict) for key in keys):
             raise CorruptCheckpointError(f"{_PATTERN.format(rank=rank)} lacks base_optim_states or flat_fp32_weights.")
+    groups = values[0]["flat_fp32_weights"].values()
+    missing_ranks(ranks, max(len(ranks), recorded_ranks(t for group in groups for t in group)), _PATTERN)
     optimizer = _optimizer(store, values, model)
     info = CatalogInfo(
         "lightrft",
-        world_size=world_size,
-        files={path: below[path] for path in (_PATTERN.format(rank=rank) for rank in range(world_size))},
+        world_size=len(ranks),
+        files={path: below[path] for path in ranks.values()},
         notes=tuple(optimizer.notes),
     )
     return Catalog(optimizer.tensors, optimizer.objects, info)

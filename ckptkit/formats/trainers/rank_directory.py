@@ -14,7 +14,7 @@ from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
-from ckptkit.formats.trainers.rank_files import is_tensor, join_model, missing_ranks, read_archives, recorded_ranks
+from ckptkit.formats.trainers.rank_files import is_tensor, join_model, read_ranks, recorded_ranks
 from ckptkit.storage import Store
 
 _RANK = re.compile(r"(.*(?:rank|shard|checkpoint|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
@@ -59,9 +59,8 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     if template is None:
         raise CheckpointNotFoundError(f"{store.url} has no files whose names differ only in the rank.")
     ranks = groups[template]
-    missing_ranks(ranks, max(ranks) + 1, template)
+    values = read_ranks(store, ranks, template)
     names = [ranks[rank] for rank in sorted(ranks)]
-    values = read_archives(store, names)
     models = [_below(value, _MODEL_KEYS) for value in values]
     if fsdp1_local.is_flat(models):
         return fsdp1_local.read(store, names, models, sizes, None, options)

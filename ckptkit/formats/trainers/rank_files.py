@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
-from ckptkit.catalog.box import Box, flat_range_boxes, row_major_strides
+from ckptkit.catalog.box import flat_range_boxes, row_major_strides
 from ckptkit.catalog.entry import MeshInfo, Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor
@@ -70,6 +70,18 @@ def read_archives(store: Store, paths: Iterable[str]) -> list[Any]:
         return [read_archive(store, path) for path in paths]
     with WorkerPool(min(_THREADS, len(paths)), thread_name_prefix="ckptkit-rank") as pool:
         return list(pool.map(lambda path: read_archive(store, path), paths))
+
+
+def read_ranks(store: Store, ranks: Mapping[int, str], pattern: str, world_size: int | None = None) -> list[Any]:
+    """Return the values in all ranks' files, in rank order, after checking that there is one for each rank.
+
+    Args:
+        ranks: The files by rank.
+        pattern: The file name for messages, with "{rank}" in place of the rank.
+        world_size: By default, the highest rank, plus one.
+    """
+    missing_ranks(ranks, max(ranks) + 1 if world_size is None else world_size, pattern)
+    return read_archives(store, [ranks[rank] for rank in sorted(ranks)])
 
 
 def recorded_ranks(tensors: Iterable[Any]) -> int:
@@ -241,10 +253,10 @@ def _refuse_copies(parts: Mapping[int, DTensorRecord], what: str) -> None:
 def _shard_slices(part: ShardedTensorRecord, rank: int) -> list[TensorSlice]:
     found = []
     for shard in part.shards:
-        box = Box(shard.offsets, shard.sizes)
-        if not box.within(part.shape):
-            raise CorruptCheckpointError(f"a shard at {list(shard.offsets)} is outside the shape {list(part.shape)}.")
-        found.append(shard.tensor.slice(box, rank=rank))
+        if not shard.box.within(part.shape):
+            at = list(shard.box.offsets)
+            raise CorruptCheckpointError(f"a shard at {at} is outside the shape {list(part.shape)}.")
+        found.append(shard.tensor.slice(shard.box, rank=rank))
     return found
 
 

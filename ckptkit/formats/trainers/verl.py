@@ -15,7 +15,7 @@ from ckptkit.formats.hf.side_files import file_names, find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, is_state_dicts, read_flat_optimizer, read_optimizer
 from ckptkit.formats.trainers.param_order import Param
-from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, read_archives
+from ckptkit.formats.trainers.rank_files import join_model, read_archives, read_ranks
 from ckptkit.storage import Store
 
 _MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -36,8 +36,8 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     files = file_names(store.list())
     world_size = _world_size(store, files)
     pattern = _MODEL.format(size=world_size)
-    missing_ranks([int(match[2]) for match in map(_MODEL_FILE.fullmatch, files) if match], world_size, pattern)
-    model = join_model(read_archives(store, [pattern.format(rank=rank) for rank in range(world_size)]), what=pattern)
+    ranks = {int(match[2]): match[0] for match in map(_MODEL_FILE.fullmatch, files) if match}
+    model = join_model(read_ranks(store, ranks, pattern, world_size), what=pattern)
     optimizer = _optimizer(store, files, world_size, model.params)
     lora = next((meta for path in _ADAPTERS if isinstance(meta := read_json(store, path), dict)), None)
     step = re.search(r"global_step_(\d+)(?:/[^/]*)?/?$", store.url)

@@ -46,7 +46,7 @@ def test_sharded_tensors_are_read_without_a_process_group(zoo: Path) -> None:
     assert isinstance(record, ShardedTensorRecord)
     assert (record.rank, record.world_size) == (1, 2)
     assert [b.offsets for b in record.boxes] == [(0, 0), (64, 0)]
-    assert record.shards[0].offsets == (64, 0)
+    assert record.shards[0].box.offsets == (64, 0)
 
 
 def test_a_tensor_is_the_byte_range_that_torch_reads(tmp_path: Path) -> None:
