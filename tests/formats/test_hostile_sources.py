@@ -74,14 +74,6 @@ def test_code_in_any_file_is_not_run(tmp_path, name, capsys):
     assert "PWNED" not in capsys.readouterr().out
 
 
-def test_code_in_lightrft_rank_files_is_not_run(tmp_path, zoo, capsys):
-    shutil.copytree(zoo / "lightrft_mp_optim_w2" / "global_step7", tmp_path / "x")
-    torch.save({"flat_fp32_weights": _Evil()}, tmp_path / "x" / "optim_states" / "_rank0")
-    with pytest.raises(CkptkitError):
-        open_source(str(tmp_path / "x"))
-    assert "PWNED" not in capsys.readouterr().out
-
-
 def test_an_error_names_a_truncated_rank_file(tmp_path, zoo):
     actor = zoo / "verl_fsdp2_w2" / "global_step_4" / "actor"
     shutil.copytree(actor, tmp_path / "x")

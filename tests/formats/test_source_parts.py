@@ -54,48 +54,34 @@ def test_a_prefix_given_by_the_user_is_not_detected_again(zoo):
 PARAMS = [Param("a.weight", (4, 2)), Param("a.bias", (4,)), Param("b.weight", (4, 2)), Param("b.bias", (4,))]
 
 
-def test_one_parameter_group_is_matched_in_module_order():
-    assert assign(PARAMS, [[(4, 2), (4,), (4, 2), (4,)]]) == [["a.weight", "a.bias", "b.weight", "b.bias"]]
+NORMS = [Param("a.norm.weight", (4,)), Param("a.scale", (4,)), Param("a.bias", (4,))]
+LORA = [Param(f"{at}.{name}", (4, 4)) for at in "ab" for name in ("base", "lora_A.weight")]
+ALL = [(4, 2), (4,), (4, 2), (4,)]
 
 
-def test_parameter_groups_are_distinguished_by_shape():
-    assert assign(PARAMS, [[(4, 2), (4, 2)], [(4,), (4,)]]) == [["a.weight", "b.weight"], ["a.bias", "b.bias"]]
+def of_b(group, index, fqn):
+    return fqn.startswith("b.")
 
 
-def test_parameter_groups_of_equal_shapes_are_distinguished_by_weight_decay():
-    params = [Param("a.norm.weight", (4,)), Param("a.scale", (4,)), Param("a.bias", (4,))]
-    assert assign(params, [[(4,)], [(4,), (4,)]], [False, True]) == [["a.scale"], ["a.norm.weight", "a.bias"]]
-    assert assign(params, [[(4,)], [(4,), (4,)]]) is None
-
-
-def test_frozen_parameters_are_skipped_if_only_one_assignment_remains():
-    params = [Param("vision.w", (9, 9)), *PARAMS]
-    assert assign(params, [[(4, 2), (4,), (4, 2), (4,)]]) == [["a.weight", "a.bias", "b.weight", "b.bias"]]
-
-
-def test_several_possible_assignments_return_none():
-    assert assign(PARAMS, [[(4, 2), (4,)]]) is None
-
-
-def test_values_decide_between_equal_shapes():
-    def fits(group, index, fqn):
-        return fqn.startswith("b.")
-
-    assert assign(PARAMS, [[(4, 2), (4,)]], fits=fits) == [["b.weight", "b.bias"]]
-
-
-def test_adapters_alone_may_be_trained():
-    params = [
-        Param("a.base", (4, 4)),
-        Param("a.lora_A.weight", (4, 4)),
-        Param("b.base", (4, 4)),
-        Param("b.lora_A.weight", (4, 4)),
-    ]
-    assert assign(params, [[(4, 4), (4, 4)]]) == [["a.lora_A.weight", "b.lora_A.weight"]]
-
-
-def test_groups_with_other_shapes_are_not_assigned():
-    assert assign(PARAMS, [[(4, 2), (4,), (4, 3), (4,)]]) is None
+@pytest.mark.parametrize(
+    ("params", "groups", "options", "names"),
+    [
+        (PARAMS, [ALL], {}, [["a.weight", "a.bias", "b.weight", "b.bias"]]),
+        (PARAMS, [[(4, 2), (4, 2)], [(4,), (4,)]], {}, [["a.weight", "b.weight"], ["a.bias", "b.bias"]]),
+        (NORMS, [[(4,)], [(4,), (4,)]], {}, None),
+        (NORMS, [[(4,)], [(4,), (4,)]], {"no_decay": [False, True]}, [["a.scale"], ["a.norm.weight", "a.bias"]]),
+        ([Param("vision.w", (9, 9)), *PARAMS], [ALL], {}, [["a.weight", "a.bias", "b.weight", "b.bias"]]),
+        (PARAMS, [[(4, 2), (4,)]], {}, None),
+        (PARAMS, [[(4, 2), (4,)]], {"fits": of_b}, [["b.weight", "b.bias"]]),
+        (LORA, [[(4, 4), (4, 4)]], {}, [["a.lora_A.weight", "b.lora_A.weight"]]),
+        (PARAMS, [[(4, 2), (4,), (4, 3), (4,)]], {}, None),
+    ],
+    ids=["module order", "shapes tell groups apart", "groups of equal shapes", "weight decay tells groups apart",
+         "a frozen parameter", "several possible assignments", "values decide", "only adapters are trained",
+         "other shapes"],
+)  # fmt: skip
+def test_numbered_parameters_get_the_only_names_that_shapes_and_order_allow(params, groups, options, names):
+    assert assign(params, groups, **options) == names
 
 
 # --- layouts of flat parameters
