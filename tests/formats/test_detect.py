@@ -161,8 +161,8 @@ def test_a_single_file_is_opened(zoo, name):
 
 
 def test_opening_one_file_opens_the_whole_checkpoint(zoo):
-    source = open_source(str(zoo / "dcp_threads2_w2" / "ckpt" / ".metadata"))
-    assert source.url.endswith("ckpt")
+    source = open_source(str(zoo / "lightrft_mp_optim_w2" / "global_step7" / ".metadata"))
+    assert source.url.endswith("global_step7") and source.catalog.info.step == 7
     assert source.catalog.by_role(Role.MODEL)
 
 
