@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.dtypes import DType, from_safetensors
 from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.dtypes import from_safetensors
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.own.json import parse
 from ckptkit.storage import Store
@@ -125,7 +125,12 @@ def read_header(store: Store, path: str, *, start: int = 0) -> SafetensorsHeader
         raise IncompleteCheckpointError(
             f"{path}: {len(head)} bytes are too few for a safetensors file. It is truncated."
         )
-    length = _header_length(head[:8], path)
+    length = int.from_bytes(head[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise CorruptCheckpointError(
+            f"{path}: the safetensors header claims {length} bytes; {MAX_HEADER_BYTES} are allowed. "
+            "The file is damaged, or is not a safetensors file."
+        )
     raw = head[8 : 8 + length]
     if len(raw) < length:
         raw += store.read(path, start + len(head), start + 8 + length)
@@ -133,9 +138,19 @@ def read_header(store: Store, path: str, *, start: int = 0) -> SafetensorsHeader
         raise IncompleteCheckpointError(
             f"{path}: the header is {length} bytes long, but the file ends after {len(raw)} of them. It is truncated."
         )
-    header = parse_header(raw, path, start=start)
-    _check_end(store, path, start + header.nbytes)
-    return header
+    if not raw.startswith(b"{"):
+        raise CorruptCheckpointError(f"{path} is not a safetensors file: its header does not start with '{{'.")
+    members = _load_json(raw, path)
+    metadata = _metadata(members.pop("__metadata__", None), path)
+    data_start = start + 8 + length
+    tensors = _columns(members, data_start)
+    if tensors is None:
+        found = [_tensor(name, value, data_start, path) for name, value in members.items()]
+        dtypes, shapes, starts, nbytes = zip(*found, strict=True) if found else ((), (), (), ())
+        tensors = HeaderTensors(members, dtypes, shapes, np.array(starts, np.uint64), np.array(nbytes, np.uint64))
+    end = _check_contiguous(tensors, data_start, path)
+    _check_end(store, path, end)
+    return SafetensorsHeader(tensors, metadata, end - start)
 
 
 def read_headers(store: Store, paths: Iterable[str]) -> dict[str, SafetensorsHeader]:
@@ -145,34 +160,6 @@ def read_headers(store: Store, paths: Iterable[str]) -> dict[str, SafetensorsHea
         return {path: read_header(store, path) for path in paths}
     with WorkerPool(min(_THREADS, len(paths)), thread_name_prefix="ckptkit-header") as pool:
         return dict(zip(paths, pool.map(lambda path: read_header(store, path), paths), strict=True))
-
-
-def parse_header(raw: bytes, path: str, *, start: int = 0) -> SafetensorsHeader:
-    """Parse `raw`, the JSON bytes in the header of a blob that begins at byte `start` of the file.
-
-    Args:
-        path: File name for error messages.
-    """
-    if not raw.startswith(b"{"):
-        raise CorruptCheckpointError(f"{path} is not a safetensors file: its header does not start with '{{'.")
-    members = _load_json(raw, path)
-    metadata = _metadata(members.pop("__metadata__", None), path)
-    data_start = start + 8 + len(raw)
-    tensors = _columns(members, data_start)
-    if tensors is None:
-        tensors = _one_by_one(members, data_start, path)
-    end = _check_contiguous(tensors, data_start, path)
-    return SafetensorsHeader(tensors, metadata, end - start)
-
-
-def _header_length(raw: bytes, path: str) -> int:
-    length = int.from_bytes(raw, "little")
-    if length > MAX_HEADER_BYTES:
-        raise CorruptCheckpointError(
-            f"{path}: the safetensors header claims {length} bytes; {MAX_HEADER_BYTES} are allowed. "
-            "The file is damaged, or is not a safetensors file."
-        )
-    return length
 
 
 def _load_json(raw: bytes, path: str) -> dict[str, Any]:
@@ -253,12 +240,6 @@ def _numbers(lists: Sequence[list[Any]]) -> UInt64 | None:
     return np.array(values, np.uint64)
 
 
-def _one_by_one(members: Mapping[str, Any], data_start: int, path: str) -> HeaderTensors:
-    found = [_tensor(name, value, data_start, path) for name, value in members.items()]
-    dtypes, shapes, starts, nbytes = zip(*found, strict=True) if found else ((), (), (), ())
-    return HeaderTensors(members, dtypes, shapes, np.array(starts, np.uint64), np.array(nbytes, np.uint64))
-
-
 def _tensor(name: str, value: Any, data_start: int, path: str) -> HeaderTensor:
     if not isinstance(value, tuple):
         raise CorruptCheckpointError(f"{path}: header entry {name!r} is not an object.")
@@ -269,7 +250,8 @@ def _tensor(name: str, value: Any, data_start: int, path: str) -> HeaderTensor:
         raise CorruptCheckpointError(
             f"{path}: header entry {name!r} has the keys {sorted(fields)}; expected dtype, shape and data_offsets."
         )
-    dtype = _dtype(name, fields["dtype"], path)
+    if not isinstance(fields["dtype"], str):
+        raise CorruptCheckpointError(f"{path}: dtype of tensor {name!r} is not a string.")
     shape = _naturals(fields["shape"], "shape", name, path)
     offsets = _naturals(fields["data_offsets"], "data_offsets", name, path)
     if len(shape) > _MAX_DIMS or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -279,6 +261,7 @@ def _tensor(name: str, value: Any, data_start: int, path: str) -> HeaderTensor:
         )
     stated = shape
     try:
+        dtype = from_safetensors(fields["dtype"])
         shape = dtype.in_bytes(stated)
     except UnsupportedFormatError as error:
         raise UnsupportedFormatError(f"{path}: tensor {name!r}: {error}") from error
@@ -289,15 +272,6 @@ def _tensor(name: str, value: Any, data_start: int, path: str) -> HeaderTensor:
             f"its data_offsets {list(offsets)} give it {offsets[1] - offsets[0]}."
         )
     return HeaderTensor(dtype.name, shape, data_start + offsets[0], nbytes)
-
-
-def _dtype(name: str, value: Any, path: str) -> DType:
-    if not isinstance(value, str):
-        raise CorruptCheckpointError(f"{path}: dtype of tensor {name!r} is not a string.")
-    try:
-        return from_safetensors(value)
-    except UnsupportedFormatError as error:
-        raise UnsupportedFormatError(f"{path}: tensor {name!r}: {error}") from error
 
 
 def _naturals(value: Any, what: str, name: str, path: str) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from ckptkit.formats.hf.header import (
     TensorToWrite,
     encode_index,
     lay_out,
-    parse_header,
     read_header,
     shard_names,
     split_into_shards,
@@ -100,7 +99,7 @@ def check_headers(plan: Plan, store: Store) -> int:
         header = read_header(store, path)
         compared += len(header.tensors)
         found = {name: (t.dtype, tuple(t.shape), t.start) for name, t in header.tensors.items()}
-        if found != tensors or header.metadata != parse_header(heads[path], path).metadata:
+        if found != tensors or header.metadata != json.loads(heads[path]).get("__metadata__", {}):
             raise IntegrityError(f"{path}: its header does not match the plan. This is a bug, or a faulty disk.")
     if INDEX in plan.last:
         weight_map = json.loads(store.read(INDEX))["weight_map"]
