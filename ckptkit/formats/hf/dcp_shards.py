@@ -72,21 +72,18 @@ def saved_offsets(header: SafetensorsHeader, path: str) -> dict[str, tuple[int, 
     info = parse(text, file=f"{path}: {_KEY} of the header")
     if not isinstance(info, dict):
         raise CorruptCheckpointError(f"{path}: {_KEY} of the header is not a JSON object.")
-    return {
-        name: _offsets(name, info[name], len(tensor.shape), path)
-        for name, tensor in header.tensors.items()
-        if name in info
-    }
-
-
-def _offsets(name: str, value: Any, ndim: int, path: str) -> tuple[int, ...]:
-    offsets = value.get("saved_offsets") if isinstance(value, dict) else None
-    good = isinstance(offsets, list) and len(offsets) == ndim
-    if not good or not all(type(x) is int and 0 <= x < 2**62 for x in offsets or ()):
-        raise CorruptCheckpointError(
-            f"{path}: saved_offsets of {name!r} are {offsets!r:.80}; expected {ndim} integers."
-        )
-    return tuple(offsets or ())
+    found = {}
+    for name, tensor in header.tensors.items():
+        if name in info:
+            ndim = len(tensor.shape)
+            offsets = info[name].get("saved_offsets") if isinstance(info[name], dict) else None
+            good = isinstance(offsets, list) and all(type(x) is int and 0 <= x < 2**62 for x in offsets)
+            if offsets is None or not good or len(offsets) != ndim:
+                raise CorruptCheckpointError(
+                    f"{path}: saved_offsets of {name!r} are {offsets!r:.80}; expected {ndim} integers."
+                )
+            found[name] = tuple(offsets)
+    return found
 
 
 def _ranks(names: Sequence[str]) -> dict[str, int]:
@@ -155,9 +152,8 @@ def _check_vocabulary(entries: Mapping[str, TensorEntry], config: Mapping[str, A
 
 
 def _side_files(store: Store) -> SideFiles:
-    beside = find_side_files(store)
-    return beside if beside.config is not None else _merged(beside, find_side_files(store, ".hf_metadata"))
-
-
-def _merged(a: SideFiles, b: SideFiles) -> SideFiles:
+    a = find_side_files(store)
+    if a.config is not None:
+        return a
+    b = find_side_files(store, ".hf_metadata")
     return SideFiles((*a.carried, *b.carried), (*a.code, *b.code), b.config, (*a.notes, *b.notes))
