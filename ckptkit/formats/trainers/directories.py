@@ -5,7 +5,7 @@ Each system is described by a table of locations. Each directory is read by the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo
@@ -88,16 +88,12 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 def _first(store: Store, names: Sequence[str], directories: Sequence[str]) -> tuple[str, Open] | None:
     """Return the first of these directories that can be read, with its reader, or None."""
     for name in names:
-        if name.partition("/")[0] in directories:
-            files = {item.path[len(name) + 1 :]: item.size for item in store.list(name)}
-            reader = _reader(store, name, files)
-            if reader is not None:
-                return name, reader
+        if name.partition("/")[0] not in directories:
+            continue
+        files = [item.path[len(name) + 1 :] for item in store.list(name)]
+        if any(file.endswith(".metadata") for file in files):
+            is_megatron = megatron.is_megatron(store.child(name), files)
+            return name, megatron.open_catalog if is_megatron else catalog.open_catalog
+        if any(file.endswith(".safetensors") for file in files):
+            return name, safetensors.open_catalog
     return None
-
-
-def _reader(store: Store, directory: str, files: Mapping[str, int]) -> Open | None:
-    if catalog.METADATA in files or any(name.endswith(".metadata") for name in files):
-        child = store.child(directory)
-        return megatron.open_catalog if megatron.is_megatron(child, list(files)) else catalog.open_catalog
-    return safetensors.open_catalog if any(name.endswith(".safetensors") for name in files) else None
