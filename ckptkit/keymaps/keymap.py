@@ -76,7 +76,11 @@ class NameMap:
             if run(rule, work) == 0 and len(work.faults) == faults:
                 unused.append(f"rule {number} ({_kind(rule)} {_source(rule)})")
             work.faults[faults:] = [f"rule {number} ({_kind(rule)}): {text}" for text in work.faults[faults:]]
-        self._settle_rest(work)
+        rest = [name for name in work.targets if name not in work.touched]
+        if self.rest == "refuse":
+            work.faults += [f"no rule matches {name!r} {list(work.targets[name].shape)}" for name in rest]
+        elif self.rest == "drop":
+            work.drop(rest, f"no rule of key map {self.name!r} matches it")
         if work.faults:
             raise CheckpointMismatchError(
                 f"key map {self.name!r} does not fit this checkpoint:\n  " + "\n  ".join(work.faults)
@@ -93,13 +97,6 @@ class NameMap:
         """Return a map that applies this one's rules and then those of `other`. Tensors that no rule matches are
         treated as `other.rest` says."""
         return NameMap(f"{self.name}, then {other.name}", self.rules + other.rules, other.rest)
-
-    def _settle_rest(self, work: RuleState) -> None:
-        rest = [name for name in work.targets if name not in work.touched]
-        if self.rest == "refuse":
-            work.faults += [f"no rule matches {name!r} {list(work.targets[name].shape)}" for name in rest]
-        elif self.rest == "drop":
-            work.drop(rest, f"no rule of key map {self.name!r} matches it")
 
 
 def check_one_to_one(

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.dcp import catalog as dcp
 from ckptkit.formats.dcp.roles import optimizer_role
@@ -53,28 +53,20 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 def _with_optimizers(catalog: Catalog) -> Catalog:
     """Assign roles to entries under Fabric's keys, which the user chooses. A key that has both "state" and
     "param_groups" is an optimizer."""
-    entries: list[TensorEntry | ObjectEntry] = [*catalog.tensors.values(), *catalog.objects.values()]
     tops = {"state": set[Any](), "param_groups": set[Any]()}
-    for entry in entries:
-        if len(entry.key) > 2 and entry.key[1] in tops:
-            tops[str(entry.key[1])].add(entry.key[0])
+    for key in (entry.key for table in (catalog.tensors, catalog.objects) for entry in table.values()):
+        if len(key) > 2 and key[1] in tops:
+            tops[str(key[1])].add(key[0])
     optimizers = tops["state"] & tops["param_groups"]
-
-    def tensor(entry: TensorEntry) -> TensorEntry:
-        if entry.role is not Role.OTHER or not entry.key or entry.key[0] not in optimizers:
-            return entry
-        found = optimizer_role(entry.key[1:])
-        return replace(entry, role=found.role, fqn=found.fqn, state=found.state)
-
-    def item(entry: ObjectEntry) -> ObjectEntry:
-        inside = bool(entry.key) and entry.key[0] in optimizers
-        return replace(entry, role=Role.OPTIMIZER) if inside else entry
-
-    return Catalog(
-        {name: tensor(entry) for name, entry in catalog.tensors.items()},
-        {name: item(entry) for name, entry in catalog.objects.items()},
-        catalog.info,
-    )
+    tensors, objects = dict(catalog.tensors), dict(catalog.objects)
+    for name, entry in catalog.tensors.items():
+        if entry.role is Role.OTHER and entry.key and entry.key[0] in optimizers:
+            found = optimizer_role(entry.key[1:])
+            tensors[name] = replace(entry, role=found.role, fqn=found.fqn, state=found.state)
+    for name, item in catalog.objects.items():
+        if item.key and item.key[0] in optimizers:
+            objects[name] = replace(item, role=Role.OPTIMIZER)
+    return Catalog(tensors, objects, catalog.info)
 
 
 def module_prefix(names: Iterable[str]) -> str:
