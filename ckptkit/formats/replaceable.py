@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from ckptkit.digests import DIGEST, hex_digest_of
 from ckptkit.errors import CheckpointExistsError, CkptkitError
 from ckptkit.formats.hf.side_files import is_code, is_side_file, read_json
-from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, CommitRecord, find_record
+from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, find_record
 from ckptkit.storage.store import FileInfo, Store
 
 _SHOWN = 3
@@ -78,15 +78,11 @@ def _is_weights_file(store: Store, found: FileInfo) -> bool:
         return found.kind == "file"
     head = store.read(found.path, 0, 1024)
     is_safetensors = head[8:9] == b"{" and int.from_bytes(head[:8], "little") < found.size
+    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]  # an archive's first member: APPNOTE.TXT 4.3.7
+    is_torch_zip = head.startswith(b"PK\x03\x04") and _OF_TORCH.fullmatch(first) is not None
     from ckptkit.formats.pickles.legacy import is_legacy  # lazy, because it imports numpy
 
-    return is_safetensors or is_legacy(head) or _is_torch_zip(head)
-
-
-def _is_torch_zip(head: bytes) -> bool:
-    """Return whether torch.save wrote a zip archive, judging by the archive's first member."""
-    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]  # APPNOTE.TXT 4.3.7
-    return head.startswith(b"PK\x03\x04") and _OF_TORCH.fullmatch(first) is not None
+    return is_safetensors or is_torch_zip or is_legacy(head)
 
 
 def foreign_paths(store: Store) -> Iterator[str]:
@@ -98,7 +94,10 @@ def foreign_paths(store: Store) -> Iterator[str]:
         record = find_record(store)
     except (CkptkitError, OSError):
         record = None  # the record is damaged: judge by names
-    files = None if record is None else _files_of(record)
+    files = None
+    if record is not None:
+        below = f"{record.data}/" if record.data else ""
+        files = frozenset([RECORD_NAME, *(f"{below}{path}" for path in record.files)])
     folders = _FOLDERS if files is None else ()
     above = {folder[:at] for folder in (*folders, *(files or ())) for at, c in enumerate(folder) if c == "/"}
     pending = [""]
@@ -107,8 +106,8 @@ def foreign_paths(store: Store) -> Iterator[str]:
     for folder in pending:  # the list grows during the loop
         for item in store.list(folder):
             if item.kind == "directory":
-                below = item.path in above or f"{item.path}/".startswith(tuple(f"{name}/" for name in folders))
-                if below or (adapters and not folder and store.info(f"{item.path}/{_ADAPTER[0]}") is not None):
+                expected = item.path in above or f"{item.path}/".startswith(tuple(f"{name}/" for name in folders))
+                if expected or (adapters and not folder and store.info(f"{item.path}/{_ADAPTER[0]}") is not None):
                     pending.append(item.path)
                 elif not _OURS.fullmatch(f"{item.path}/"):
                     yield f"{item.path}/"
@@ -139,11 +138,6 @@ def _is_unedited(card: bytes) -> bool:
 
 def _digest(text: str) -> str:
     return hex_digest_of(text.encode())
-
-
-def _files_of(record: CommitRecord) -> frozenset[str]:
-    below = f"{record.data}/" if record.data else ""
-    return frozenset([RECORD_NAME, *(f"{below}{path}" for path in record.files)])
 
 
 def _belongs(store: Store, item: FileInfo, files: Collection[str] | None) -> bool:

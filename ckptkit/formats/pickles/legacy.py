@@ -13,7 +13,6 @@ from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.pickles.inert import StorageType
 from ckptkit.formats.pickles.tensors import (
     Storage,
-    StoredTensor,
     TensorRebuilder,
     known_dtype,
     read_storage_type,
@@ -84,13 +83,8 @@ class _Legacy:
         )
         keys, pos = load_prefix(head, pos, file=path)
         guarded(path, lambda: self._locate(keys, pos))
-        guarded(path, lambda: rebuilder.finish(self._read))
+        guarded(path, lambda: rebuilder.finish(lambda t: self.store.read(path, t.start, t.start + t.nbytes)))
         return value
-
-    def _read(self, tensor: StoredTensor) -> bytes:
-        buffer = bytearray(tensor.nbytes)
-        self.store.read_into(self.path, tensor.start, memoryview(buffer))
-        return bytes(buffer)
 
     def _storage(self, identity: Any) -> Storage:
         if not isinstance(identity, tuple) or not identity or identity[0] != "storage":
