@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from ckptkit.formats.own.json import check_density
 from ckptkit.formats.pickles.inert import NDArray, Record, TorchDType, UnknownGlobal
 from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_tar
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, Storage, StoredTensor
-from ckptkit.formats.pickles.values import moment, numpy_array, numpy_dtype, numpy_scalar, timedelta
+from ckptkit.formats.pickles.values import MOMENTS, numpy_array, numpy_dtype, numpy_scalar
 from ckptkit.formats.pickles.walk import Unknown, guarded, loads
 from ckptkit.formats.pickles.zip import file_size, memory_store, read_archive
 from ckptkit.storage.store import Store
@@ -343,10 +342,7 @@ _REBUILD: dict[str, Callable[[Record], Any]] = {
     "numpy._core.multiarray.scalar": _scalar,
     "torch.device": lambda value: ":".join(str(arg)[:32] for arg in value.args) or "cpu",
     "_io.BytesIO": _buffer,
-    "datetime.datetime": _checked(moment(datetime.datetime, 10)),
-    "datetime.date": _checked(moment(datetime.date, 4)),
-    "datetime.time": _checked(moment(datetime.time, 6)),
-    "datetime.timedelta": _checked(timedelta),
+    **{f"datetime.{kind.__name__}": _checked(make) for kind, make in MOMENTS.items()},
     "builtins.slice": _slice,
     "__builtin__.slice": _slice,
 }

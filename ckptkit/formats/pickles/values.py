@@ -53,8 +53,7 @@ def numpy_scalar(dtype: np.dtype[Any], raw: Any) -> Any:
     return np.frombuffer(raw, dtype)[0] if raw else np.zeros((), dtype)[()]
 
 
-def moment(kind: Any, nbytes: int) -> Callable[..., Any]:
-    """Return a function that makes a date or time from its bytes and, optionally, its time zone."""
+def _moment(kind: Any, nbytes: int) -> Callable[..., Any]:
 
     def make(raw: Any, *zone: Any) -> Any:
         if not isinstance(raw, bytes) or len(raw) != nbytes or len(zone) > 1:
@@ -66,8 +65,17 @@ def moment(kind: Any, nbytes: int) -> Callable[..., Any]:
     return make
 
 
-def timedelta(*args: Any) -> datetime.timedelta:
-    """Return the timedelta given as (days, seconds, microseconds)."""
+def _timedelta(*args: Any) -> datetime.timedelta:
     if len(args) > 3 or not all(type(arg) is int for arg in args):
         raise ValueError("a timedelta is malformed")
     return datetime.timedelta(*args)
+
+
+MOMENTS: dict[Any, Callable[..., Any]] = {
+    datetime.datetime: _moment(datetime.datetime, 10),
+    datetime.date: _moment(datetime.date, 4),
+    datetime.time: _moment(datetime.time, 6),
+    datetime.timedelta: _timedelta,
+}
+"""For each type, a function that makes a value from the pickled arguments: the bytes of a date or time and, optionally,
+its time zone; or days, seconds and microseconds."""

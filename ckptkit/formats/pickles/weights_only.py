@@ -34,7 +34,7 @@ from ckptkit.errors import (
 from ckptkit.formats.pickles.allowed import ALLOWED
 from ckptkit.formats.pickles.inert import Function, StorageType, TorchDType
 from ckptkit.formats.pickles.tensors import Storage, StoredTensor, TensorRebuilder
-from ckptkit.formats.pickles.values import check_array, moment, numpy_array, numpy_dtype, numpy_scalar, timedelta
+from ckptkit.formats.pickles.values import MOMENTS, check_array, numpy_array, numpy_dtype, numpy_scalar
 from ckptkit.formats.pickles.walk import guarded, walk
 from ckptkit.formats.pickles.zip import Archive, memory_store, storage_of
 
@@ -305,8 +305,7 @@ _TYPES: dict[str, Any] = {
                                                       dict, set, frozenset)},
     **{f"collections.{kind.__name__}": kind for kind in (collections.OrderedDict, collections.Counter,
                                                          collections.defaultdict, collections.deque)},
-    **{f"datetime.{kind.__name__}": kind for kind in (datetime.datetime, datetime.date, datetime.time,
-                                                      datetime.timedelta, datetime.timezone)},
+    **{f"datetime.{kind.__name__}": kind for kind in (*MOMENTS, datetime.timezone)},
     **{f"{home}.{kind.__name__}": kind for home in ("pathlib", "pathlib._local") for kind in _PATHS},
     **{f"numpy.{kind.__name__}": kind for kind in _NUMPY},
     "torch.torch_version.TorchVersion": TorchVersion,  # the type of torch.__version__, which users save
@@ -317,10 +316,7 @@ _CALLS: dict[Any, Callable[..., Any]] = {
     collections.Counter: _counter,
     collections.defaultdict: _default,
     collections.deque: _deque,
-    datetime.datetime: moment(datetime.datetime, 10),
-    datetime.time: moment(datetime.time, 6),
-    datetime.date: moment(datetime.date, 4),
-    datetime.timedelta: timedelta,
+    **MOMENTS,
     datetime.timezone: _zone,
     **{kind: _path(kind) for kind in _PATHS},
     np.dtype: lambda name, *_: np.dtype(numpy_dtype(name), copy=True),  # a new object: its state may be set later
