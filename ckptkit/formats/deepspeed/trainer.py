@@ -21,6 +21,7 @@ def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bo
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Read the newest `global_step<N>/`, with the side files at the root."""
     from ckptkit.formats.deepspeed import zero  # lazy, because `is_trainer_directory` is called for every directory
+    from ckptkit.formats.hf.side_files import find_side_files
     from ckptkit.formats.trainers.merge import assembled, open_part, step_in
 
     steps = ordered(i.path for i in store.list() if i.kind == "directory" and i.path.startswith("global_step"))
@@ -29,4 +30,4 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     part = open_part(zero.open_catalog, store, steps[0].name, options)
     producer = f"transformers Trainer, {part.info.producer}"
     info = CatalogInfo("deepspeed", producer=producer, step=step_in(store, _OBJECTS["trainer_state"]))
-    return assembled(store, [part], info, _OBJECTS)
+    return assembled(store, [part], find_side_files(store).described_in(info), _OBJECTS)

@@ -15,7 +15,7 @@ from typing import Any
 from ckptkit.catalog.entry import Catalog, CatalogInfo
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptkit.formats.dcp import catalog
-from ckptkit.formats.hf.side_files import read_json
+from ckptkit.formats.hf.side_files import find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.merge import assembled, open_part, renamed, step_in
@@ -60,7 +60,8 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         parts += found if index == min(models) else [renamed(part, f"model_{index}") for part in found]
     kept = {name.rpartition(".")[0]: name for name in sizes if _OBJECTS.fullmatch(name)}
     producer = "transformers Trainer" if isinstance(read_json(store, _STATE), dict) else "accelerate"
-    return assembled(store, parts, CatalogInfo("accelerate", producer=producer, step=step_in(store, _STATE)), kept)
+    info = CatalogInfo("accelerate", producer=producer, step=step_in(store, _STATE))
+    return assembled(store, parts, find_side_files(store).described_in(info), kept)
 
 
 def _by_index(listing: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, list[str]]:

@@ -12,6 +12,7 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo
 from ckptkit.errors import CheckpointNotFoundError
 from ckptkit.formats.dcp import catalog
 from ckptkit.formats.hf import safetensors
+from ckptkit.formats.hf.side_files import find_side_files
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers import megatron
 from ckptkit.formats.trainers.merge import Open, assembled, open_part, renamed, step_in
@@ -82,7 +83,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         parts.append(renamed(open_part(optimizer[1], store, optimizer[0], options), "optimizer"))
     step = step_in(store, *layout.steps) if layout.steps is not None else None
     info = CatalogInfo(layout.format, producer=layout.producer, step=step)
-    return assembled(store, parts, info, dict(layout.objects))
+    return assembled(store, parts, find_side_files(store).described_in(info), dict(layout.objects))
 
 
 def _first(store: Store, names: Sequence[str], directories: Sequence[str]) -> tuple[str, Open] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, TensorEntry
 from ckptkit.errors import CkptkitError, CorruptCheckpointError
-from ckptkit.formats.hf.side_files import find_side_files, read_json
+from ckptkit.formats.hf.side_files import read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.storage import Store
 
@@ -66,9 +66,7 @@ def assembled(store: Store, parts: Sequence[Catalog], info: CatalogInfo, objects
         for name, path in objects.items()
         if path in sizes
     }
-    info = find_side_files(store).described_in(
-        replace(info, files={**info.files, **{item.path: item.nbytes for item in found.values()}})
-    )
+    info = replace(info, files={**info.files, **{item.path: item.nbytes for item in found.values()}})
     return merged([*parts, Catalog({}, found, info)], info)
 
 
