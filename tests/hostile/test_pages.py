@@ -27,60 +27,15 @@ NAMES = [
     "a\u2028b\u2029c", "a\u202eb", "\x1b[31m", "a\nb", "<img src=x onerror=alert(6)>", "\uff1cscript\uff1e", "${alert(7)}", "{{7*7}}",
     "<svg/onload=alert(8)>", "`x`", "\\u003cscript\\u003e", "<" * 300, "x" * 2000, "\x00", "\ufeff", "\U000e0001",
 ]  # fmt: skip
-TAGS = set(
-    [
-        "html",
-        "head",
-        "meta",
-        "title",
-        "style",
-        "body",
-        "h1",
-        "h2",
-        "p",
-        "dl",
-        "dt",
-        "dd",
-        "div",
-        "section",
-        "footer",
-        "svg",
-        "rect",
-        "text",
-        "g",
-        "path",
-        "circle",
-        "details",
-        "summary",
-    ]
-)
-ATTRIBUTES = set(
-    [
-        "lang",
-        "charset",
-        "name",
-        "content",
-        "http-equiv",
-        "id",
-        "class",
-        "x",
-        "y",
-        "width",
-        "height",
-        "fill",
-        "viewbox",
-        "xmlns",
-        "role",
-        "font-family",
-        "text-anchor",
-        "transform",
-        "d",
-        "fill-opacity",
-        "cx",
-        "cy",
-        "r",
-    ]
-)
+TAGS = {
+    "html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "dl", "dt", "dd", "div", "section", "footer",
+    "svg", "rect", "text", "g", "path", "circle", "details", "summary",
+}  # fmt: skip
+ATTRIBUTES = {
+    "lang", "charset", "name", "content", "http-equiv", "id", "class", "x", "y", "width", "height", "fill",
+    "viewbox", "xmlns", "role", "font-family", "text-anchor", "transform", "d", "fill-opacity", "cx", "cy", "r",
+    "stroke", "stroke-width",
+}  # fmt: skip
 
 
 class _Reader(HTMLParser):
