@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ckptkit.arguments import check_storage_options, wrong
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.state.train_state import StateDictType, model_tensors
+from ckptkit.checkpoint.state.train_state import StateDictType
 from ckptkit.errors import StorageError
 from ckptkit.formats.detect import identify
 from ckptkit.formats.own.record import RECORD_NAME
@@ -22,6 +22,7 @@ from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
 from ckptkit.integrations.lightning_state import (
     LightningCheckpoints,
     collecting_live,
+    live_state,
     remove_checkpoint,
     state_of,
 )
@@ -99,7 +100,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         dump = partial(trainer._checkpoint_connector.dump_checkpoint, self.save_weights_only)
 
         def dump_live() -> dict[str, Any]:
-            with collecting_live(strategy, partial(_live, trainer.lightning_module)):
+            with collecting_live(strategy, partial(live_state, trainer.lightning_module)):
                 return dict(dump())
 
         if _saves_itself(strategy):
@@ -209,7 +210,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             return made
 
         strategy.process_dataloader = process_dataloader
-        return {**checkpoint, "state_dict": _live(module)}
+        return {**checkpoint, "state_dict": live_state(module)}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Restore the random state before the first batch of a resumed epoch."""
@@ -235,8 +236,3 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
 
 def _saves_itself(strategy: Any) -> bool:
     return isinstance(strategy, FSDP2Strategy) and strategy.checkpoint_io is None
-
-
-def _live(module: Any) -> dict[str, Any]:
-    tensors, extra = model_tensors(module)
-    return {**tensors, **extra}

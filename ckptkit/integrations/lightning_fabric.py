@@ -14,13 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, model_tensors
+from ckptkit.checkpoint.state.train_state import TrainState, is_stateful
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.config import FSDPConfig, MixedPrecision
 from ckptkit.fsdp.gradients import clip_grad_norm
 from ckptkit.fsdp.mesh import make_mesh, plan_for
 from ckptkit.fsdp.wrap import shard
-from ckptkit.integrations.lightning_state import LightningCheckpoints, StateView, lightning_extras
+from ckptkit.integrations.lightning_state import LightningCheckpoints, StateView, lightning_extras, live_state
 from ckptkit.integrations.lightning_strategy import fill_meta
 
 _TIMEOUT = timedelta(minutes=30)
@@ -183,8 +183,7 @@ def _train_state(state: Mapping[str, Any]) -> TrainState:
 
 
 def _filtered(module: nn.Module, wanted: Callable[[str, Any], bool]) -> nn.Module:
-    tensors, extra = model_tensors(module)
-    return StateView.of(module, {name: value for name, value in {**tensors, **extra}.items() if wanted(name, value)})
+    return StateView.of(module, {name: value for name, value in live_state(module).items() if wanted(name, value)})
 
 
 def register_fabric_strategies() -> None:

@@ -39,6 +39,12 @@ _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
 _ALIEN = ("meta.pt", ".metadata")  # either of these files identifies a directory as a Lightning checkpoint
 
 
+def live_state(module: nn.Module) -> dict[str, Any]:
+    """Return a module's live tensors and other state, by FQN."""
+    tensors, extra = model_tensors(module)
+    return {**tensors, **extra}
+
+
 class StateView(nn.Module):
     """Stands in for a module, with only the given tensors in its state dict."""
 
@@ -62,8 +68,7 @@ class StateView(nn.Module):
         """Return a view of the module's tensors that `wanted` names: the live ones, or those that hooks put in their
         place.
         """
-        tensors, extra = model_tensors(module)
-        live = {**tensors, **extra}
+        live = live_state(module)
         return cls({k: live[k] if k in live and same_memory(live[k], v) else v for k, v in wanted.items()}, module)
 
 

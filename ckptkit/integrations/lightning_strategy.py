@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ckptkit.checkpoint.report import DeferredOptimizer
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, check_whole, model_tensors
+from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, check_whole
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.mesh import make_mesh, plan_for
 from ckptkit.fsdp.meta import materialize, uninitialized
@@ -47,6 +47,7 @@ from ckptkit.integrations.lightning_full import (
 from ckptkit.integrations.lightning_state import (
     LightningCheckpoints,
     collecting_live,
+    live_state,
     remove_checkpoint,
     state_of,
 )
@@ -488,8 +489,8 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         return self._checkpoints
 
     def _live(self) -> dict[str, Any]:
-        tensors, extra = model_tensors(self.lightning_module)
-        return {k: v for k, v in {**tensors, **extra}.items() if self._filter is None or self._filter(k)}
+        live = live_state(self.lightning_module)
+        return {k: v for k, v in live.items() if self._filter is None or self._filter(k)}
 
     def _state(self) -> TrainState:
         return state_of(self.lightning_module, self.optimizers, rng=False)
