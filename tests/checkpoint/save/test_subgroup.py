@@ -7,28 +7,54 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
-from tests.ranks import on_ranks
+from ckptkit.errors import SaveError
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-@on_ranks(3)
-def test_the_last_two_of_three_ranks_save_and_load_what_they_shard(tmp_path: Path, kind: str) -> None:
-    group = dist.new_group([1, 2])
-    if (rank := dist.get_rank()) == 0:
-        dist.barrier()  # the other ranks connect through this rank's store
-        return
-    mesh = DeviceMesh.from_group(group, "cpu", mesh=torch.tensor([1, 2]), mesh_dim_names=("shard",))
-    mine = torch.arange(24.0).reshape(4, 6).chunk(2)[rank - 1]
+def sharded(mine: torch.Tensor, mesh: DeviceMesh) -> torch.nn.Module:
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(DTensor.from_local(mine.clone(), mesh, [Shard(0)], run_check=False))
-    with CheckpointManager(tmp_path, state_dict_type=kind, process_group=group, timeout_s=30) as manager:
-        manager.save(1, TrainState(model=model, rng=False))
-        model.w._local_tensor.zero_()
-        manager.load(TrainState(model=model, rng=False))
-    dist.barrier()
-    assert torch.equal(model.w._local_tensor, mine)
+    return model
+
+
+def of_the_last_two(url: str, kind: str) -> bool:
+    group = dist.new_group([1, 2])
+    right = True
+    if (rank := dist.get_rank()) > 0:
+        mesh = DeviceMesh.from_group(group, "cpu", mesh=torch.tensor([1, 2]), mesh_dim_names=("shard",))
+        mine = torch.arange(24.0).reshape(4, 6).chunk(2)[rank - 1]
+        model = sharded(mine, mesh)
+        with CheckpointManager(url, state_dict_type=kind, process_group=group, timeout_s=30) as manager:
+            manager.save(1, TrainState(model=model, rng=False))
+            model.w._local_tensor.zero_()
+            manager.load(TrainState(model=model, rng=False))
+        right = torch.equal(model.w._local_tensor, mine)
+    dist.barrier()  # the ranks of the manager connect through rank 0's store
+    return right
+
+
+def test_the_last_two_of_three_ranks_save_and_load_what_they_shard(tmp_path: Path, kind: str) -> None:
+    assert run_ranks(of_the_last_two, 3, str(tmp_path), kind) == [True] * 3
+
+
+def of_one_alone(url: str, kind: str) -> str:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    model = sharded(torch.ones(2, 6), init_device_mesh("cpu", (2,)))
+    mine = groups[dist.get_rank()]
+    with CheckpointManager(f"{url}/{dist.get_rank()}", state_dict_type=kind, process_group=mine) as manager:
+        with pytest.raises(SaveError) as caught:
+            manager.save(1, TrainState(model=model, rng=False))
+        assert manager.latest() is None
+    return str(caught.value)
+
+
+def test_a_rank_that_holds_half_of_a_tensor_does_not_save_alone(tmp_path: Path, kind: str) -> None:
+    for said in run_ranks(of_one_alone, 2, str(tmp_path), kind):
+        assert "model.w" in said and "12 of 24 elements" in said
