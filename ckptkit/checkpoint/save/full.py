@@ -36,7 +36,7 @@ from ckptkit.digests import hex_digest_of, signature_of
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.host_bytes import row_major
 from ckptkit.formats.hf.header import TensorToWrite
-from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
+from ckptkit.formats.own.record import FileRecord, WrittenTensors
 from ckptkit.formats.own.slice_table import SliceRow, TablePart, write_manifest
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.storage.pool import WorkerPool
@@ -107,8 +107,7 @@ class FullTensors:
         """Return the plan for a captured state. Does not communicate."""
         views = {key: part_view(key, tensor) for key, tensor in captured.tensors(aliases=False)}
         check_safetensors(views.values())
-        aliases = {name: table for name, table in captured.aliases.items() if table}
-        plan = cls(rank, world_size, views, aliases, configs or {}, group, max_shard_bytes)
+        plan = cls(rank, world_size, views, captured.aliases, configs or {}, group, max_shard_bytes)
         plan.described = _describe(views.values(), captured)
         plan.signature = signature_of(plan.described)
         if isinstance(previous, FullTensors) and previous.signature == plan.signature:
@@ -171,10 +170,11 @@ class FullTensors:
         small = {**self.configs, **_hf_indexes(self.files)}
         for path, data in small.items():
             store.write(path, data, sync=sync)
-            table[0].files[path] = FileRecord(len(data), hex_digest_of(data))
-        extra = {**extra, "aliases": self.aliases} if self.aliases else extra
-        files = write_manifest(table, store, format="ckptkit-full", save_id=save_id, extra=extra, sync=sync)
-        return {path: files[path] for path in (*small, MANIFEST_NAME)}
+        written = {path: FileRecord(len(data), hex_digest_of(data)) for path, data in small.items()}
+        table[0].files.update(written)
+        return written | write_manifest(
+            table, store, format="ckptkit-full", save_id=save_id, extra=extra, aliases=self.aliases, sync=sync
+        )
 
 
 # --- the plan

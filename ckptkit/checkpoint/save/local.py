@@ -17,7 +17,7 @@ from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import crc32, signature_of
 from ckptkit.formats.hf.header import TensorToWrite
 from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
-from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
+from ckptkit.formats.own.record import FileRecord, WrittenTensors
 from ckptkit.formats.own.slice_table import SliceRow, TablePart, mesh_index, write_manifest
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ class LocalTensors:
                 ours = layout.replica(this_rank()) == turn % layout.replicas
             if ours or view.key in captured.own:
                 mine.append(view)
-        aliases = {name: table for name, table in captured.aliases.items() if table}
-        return cls(rank, world_size, views, tuple(mine), aliases, signature)
+        return cls(rank, world_size, views, tuple(mine), captured.aliases, signature)
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -104,9 +103,9 @@ class LocalTensors:
         self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
         table = [TablePart.from_bytes(part) for part in parts]
-        extra = {**extra, "aliases": self.aliases} if self.aliases else extra
-        files = write_manifest(table, store, format="ckptkit-local", save_id=save_id, extra=extra, sync=sync)
-        return {MANIFEST_NAME: files[MANIFEST_NAME]}
+        return write_manifest(
+            table, store, format="ckptkit-local", save_id=save_id, extra=extra, aliases=self.aliases, sync=sync
+        )
 
 
 def _stored(view: PartView, meshes: list[dict[str, Any]]) -> list[LocalTensor]:

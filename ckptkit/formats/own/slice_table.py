@@ -63,9 +63,13 @@ def write_manifest(
     format: str,
     save_id: str,
     extra: Mapping[str, Any],
-    sync: bool = True,
+    aliases: Mapping[str, Mapping[str, str]],
+    sync: bool,
 ) -> dict[str, FileRecord]:
-    """Write `manifest.safetensors` for all ranks' slices. Return all ranks' files and the manifest.
+    """Write `manifest.safetensors` for all ranks' slices, and return this file.
+
+    Args:
+        aliases: By section, the tied weights: each with the name under which it is stored.
 
     Raises:
         SaveError: Ranks disagree about a tensor, or some of its elements are missing.
@@ -95,17 +99,18 @@ def write_manifest(
             entry.check_coverage()
         except CorruptCheckpointError as error:
             raise SaveError(f"{error} Do all ranks hold the same model?") from error
+    tied = {"aliases": {name: table for name, table in aliases.items() if table}} if any(aliases.values()) else {}
     info = CatalogInfo(
         format,
         producer="ckptkit",
         world_size=len(parts),
         mesh=MeshInfo(tuple(meshes[0]["shape"]), tuple(meshes[0]["names"])) if meshes else None,
         files={path: item.nbytes for path, item in files.items()},
-        extra={**extra, "save_id": save_id, MESHES: meshes, PLACEMENTS: placements},
+        extra={**extra, **tied, "save_id": save_id, MESHES: meshes, PLACEMENTS: placements},
     )
     data = Manifest.of(Catalog(entries, {}, info)).to_bytes()
     store.write(MANIFEST_NAME, data, sync=sync)
-    return {**files, MANIFEST_NAME: FileRecord(len(data), hex_digest_of(data))}
+    return {MANIFEST_NAME: FileRecord(len(data), hex_digest_of(data))}
 
 
 def mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:

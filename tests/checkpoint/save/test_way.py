@@ -78,6 +78,15 @@ def test_a_save_of_one_tensor_calls_few_functions(tmp_path: Path) -> None:
     assert 0 < len(functions) <= MOST_FUNCTIONS, len(functions)
 
 
+def test_a_save_lists_the_run_once_and_reports_how_many_checkpoints_it_has(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainState(model=torch.nn.Linear(2, 2), rng=False))
+        with Entered() as found:
+            report = manager.save(2, TrainState(model=torch.nn.Linear(2, 2), rng=False))
+    (times,) = [times for name, times in found.functions.items() if "inventory.py _list_once " in name]
+    assert (times, report.kept) == (1, 2)
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         way = save_one_tensor(place)
