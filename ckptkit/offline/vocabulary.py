@@ -171,7 +171,7 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
         CheckpointMismatchError: There is no embedding or more than one, the head is ambiguous, or other tensors have as
             many rows.
     """
-    stated = {value for _, value in _stated(config)}
+    stated = set(_stated(config))
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
     embeddings = [name for name in matrices if is_embedding(name)]
     fitting = [name for name in embeddings if matrices[name][0] in stated] or embeddings
@@ -339,13 +339,13 @@ def _state_rows(
 # --- config and tokenizer
 
 
-def _stated(config: Any, depth: int = 0) -> Iterator[tuple[Mapping[str, Any], int]]:
-    """Yield each vocab_size in a config and in its nested configs, together with the config that contains it."""
+def _stated(config: Any, depth: int = 0) -> Iterator[int]:
+    """Yield each vocab_size in a config and in its nested configs."""
     if not isinstance(config, Mapping) or depth > 2:
         return
     value = config.get("vocab_size")
     if isinstance(value, int) and not isinstance(value, bool):
-        yield config, value
+        yield value
     for inner in config.values():
         yield from _stated(inner, depth + 1)
 
@@ -358,7 +358,7 @@ def _resized_config(
     Raises:
         CheckpointMismatchError: The config has several values of vocab_size, and none is the number of rows.
     """
-    stated = sorted({value for _, value in _stated(config)})
+    stated = sorted(set(_stated(config)))
     if config is None or not stated:
         return config, ("no config.json with a vocab_size was found, so none was changed",)
     if old not in stated and len(stated) > 1:

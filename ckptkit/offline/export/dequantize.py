@@ -143,7 +143,7 @@ def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequa
         found.targets[weight.name] = weight.target
         source = target.sources[0]
         found.whole[source] = weight.target
-        found.changes[source] = replace(weight.change, stored=_stored(target))
+        found.changes[source] = weight.change
     return found
 
 
@@ -154,6 +154,25 @@ def _source(name: str, dtype: str, source: str, shape: tuple[int, ...]) -> Targe
 
 def _stored(target: Target) -> Target:
     return replace(target, dtype=target.source_dtype)
+
+
+def _weight(
+    name: str,
+    codes: Target,
+    parts: Sequence[Target],
+    made: Target,
+    formula: formulas.Dequantization,
+    label: str,
+    aligned: int,
+    *,
+    scratch: int,
+) -> _Weight:
+    """Return the weight `made`, computed from its codes and its parts. See `Change` for `aligned` and `scratch`."""
+    change = Change(
+        tuple(map(_stored, parts)), None, label, bool(made.shape), scratch, _stored(codes), aligned, by_element=True,
+        decode=Decode(formula, len(parts), made.dtype),
+    )  # fmt: skip
+    return _Weight(name, codes.name, tuple(part.name for part in parts), made, change)
 
 
 # --- FP8
@@ -176,11 +195,7 @@ def _scale_of(name: str, targets: Mapping[str, Target]) -> str:
 def _eight(name: str, targets: Mapping[str, Target], blocks: Any, dtype: str) -> _Weight:
     scale, weight = _scale_of(name, targets), targets[name]
     formula, label, aligned = _formula(weight, targets[scale], blocks, dtype)
-    change = Change(
-        (_stored(targets[scale]),), None, label, bool(weight.shape), 4, aligned=aligned, by_element=True,
-        decode=Decode(formula, 1, dtype),
-    )  # fmt: skip
-    return _Weight(name, name, (scale,), replace(weight, dtype=dtype), change)
+    return _weight(name, weight, [targets[scale]], replace(weight, dtype=dtype), formula, label, aligned, scratch=4)
 
 
 def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[formulas.Dequantization, str, int]:
@@ -234,11 +249,8 @@ def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
         )
     made = _source(weight, dtype, blocks.sources[0], (blocks.shape[0], blocks.shape[2] * 32, blocks.shape[1]))
     label = "MXFP4 weight * 2 ** (scale of the group - 127), transposed"
-    decode = Decode(formulas.mxfp4(dtype), 1, dtype)
-    change = Change(
-        (_stored(scales),), None, label, True, dtype_of(dtype).itemsize + 2, aligned=1, by_element=True, decode=decode
-    )
-    return _Weight(weight, name, (scales.name,), made, change)
+    scratch = dtype_of(dtype).itemsize + 2
+    return _weight(weight, blocks, [scales], made, formulas.mxfp4(dtype), label, 1, scratch=scratch)
 
 
 # --- compressed-tensors
@@ -332,7 +344,8 @@ def _integers(
     )  # fmt: skip
     zeros = "" if zero is None else " - zero point"
     label = f"INT{bits} (weight{zeros}) * scale of the {strategy} in {scale.source_dtype}"
-    return _unpacked(weight, codes, parts, (rows, columns), formula, label, dtype, aligned=int(strategy != "tensor"))
+    made = _source(weight, dtype, codes.sources[0], (rows, columns))
+    return _weight(weight, codes, parts, made, formula, label, int(strategy != "tensor"), scratch=8)
 
 
 def _fp4(
@@ -365,24 +378,8 @@ def _fp4(
     kind = kinds[scale.source_dtype][1]
     label = f"{kind} weight * scale of the group" + (" / global scale" if overall is not None else "")
     parts = [part for part in (scale, overall) if part is not None]
-    return _unpacked(weight, codes, parts, (rows, columns), formulas.fp4(group, dtype), label, dtype, aligned=1)
-
-
-def _unpacked(
-    name: str,
-    codes: Target,
-    parts: Sequence[Target],
-    shape: tuple[int, int],
-    formula: formulas.Dequantization,
-    label: str,
-    dtype: str,
-    *,
-    aligned: int,
-) -> _Weight:
-    decode = Decode(formula, len(parts), dtype)
-    change = Change(tuple(map(_stored, parts)), None, label, True, 8, aligned=aligned, by_element=True, decode=decode)
-    made = _source(name, dtype, codes.sources[0], shape)
-    return _Weight(name, codes.name, tuple(part.name for part in parts), made, change)
+    made = _source(weight, dtype, codes.sources[0], (rows, columns))
+    return _weight(weight, codes, parts, made, formulas.fp4(group, dtype), label, 1, scratch=8)
 
 
 def _unsupported(name: str, what: str) -> UnsupportedFormatError:

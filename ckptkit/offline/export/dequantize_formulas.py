@@ -252,7 +252,7 @@ def _decoded(
     blocks = [slice(start, start + step) for start in range(0, len(codes), step)]
     nbytes = step * codes[0].size * each * itemsize
     first, last = int(rows.min() + columns.min()), int(rows.max() + columns.max())
-    if 2 * len(values) * (last + 1 - first) > codes.size:  # computing a product costs about four look-ups
+    if 2 * len(values) * (last + 1 - first) > codes.size:  # a larger table would cost more than it saves
         for i, block in enumerate(blocks):
             found = np.take(values, codes[block], axis=0, mode="clip").reshape(*codes[block].shape[:-1], -1)
             with np.errstate(invalid="ignore", over="ignore", under="ignore"):

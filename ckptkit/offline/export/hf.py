@@ -9,6 +9,7 @@ tied weights -> compare with the base -> dtype.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -392,13 +393,15 @@ def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["mode
         raise CheckpointMismatchError(
             f"the checkpoint does not match {draft.base.where}:\n  " + "\n  ".join(shown(draft.faults)) + _advice(draft)
         )
-    counts = _elements_by_dtype(tensors)
+    counts: Counter[str] = Counter()  # elements by dtype
+    for tensor in tensors.values():
+        counts[tensor.dtype] += tensor.numel
     config = _config(draft, tensors, counts) if kind == "model" else None
     files = _small_files(draft, config, kind)
     used = {source for tensor in tensors.values() for source in tensor.sources}
     leftovers = [
-        (name, draft.dropped.get(name) or _why_unused(draft, name))
-        for name in draft.catalog.tensors
+        (name, draft.dropped.get(name) or f"{entry.role.value} state, not part of the {draft.weights} weights")
+        for name, entry in draft.catalog.tensors.items()
         if name not in used
     ]
     if draft.options.card:
@@ -646,13 +649,6 @@ def _json(value: Mapping[str, Any]) -> bytes:
         return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _elements_by_dtype(tensors: Mapping[str, OutputTensor]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for tensor in tensors.values():
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
-    return counts
-
-
 def _is_scale(name: str) -> bool:
     # Do not match every "_scale", because some models have such parameters, for example logit_scale.
     return name.endswith(
@@ -667,11 +663,6 @@ def _is_scale(name: str) -> bool:
             "_proj_scales",
         )
     )
-
-
-def _why_unused(draft: _Draft, name: str) -> str:
-    role = draft.catalog.tensors[name].role.value
-    return f"{role} state, not part of the {draft.weights} weights"
 
 
 def _advice(draft: _Draft) -> str:
