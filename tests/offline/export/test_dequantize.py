@@ -79,6 +79,15 @@ def test_fp8_blocks_have_the_values_of_transformers(tmp_path: Path, kind: str, c
     same(found.tensors["norm.weight"], norm.to(DTYPES[dtype]))
 
 
+@pytest.mark.parametrize("shape", [(256, 256), (2, 2)])  # looked up in a table, and computed
+def test_elements_that_become_infinite_are_counted(tmp_path: Path, shape: tuple[int, int]) -> None:
+    weight = torch.full(shape, 400.0).to(E4M3)
+    weight[0, 0] = 1.0
+    tensors = {"a.weight": weight, "a.weight_scale": torch.tensor([200.0])}
+    found = dequantized(tmp_path, tensors, {"quant_method": "compressed-tensors"}, dtype="fp16")
+    assert found.report.infinite == {"a.weight": weight.numel() - 1}
+
+
 @pytest.mark.parametrize("shape", [(300, 200), (128, 1), (1, 129), (129, 128), (5, 300, 130)])
 def test_edge_blocks_have_the_block_size_of_the_config(tmp_path: Path, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
