@@ -19,7 +19,7 @@ from tests.checkpoint.save.test_way import EXPRESSIONS
 
 PACKAGE = str(Path(ckptkit.__file__).parent)
 MOST_FRAMES = 8
-MOST_FUNCTIONS = 280
+MOST_FUNCTIONS = 270
 
 
 def state() -> TrainState:
