@@ -163,20 +163,17 @@ class GcsUpload:
         self._name = name
         self._place = place
         self._mark = mark
-        self._starts = {1: 0}
-        self._tried: set[int] = set()
-        self._nbytes = 0
+        self._tried = 0  # number of the last part that was tried
+        self._nbytes = 0  # of all parts that are complete
         self._published: int | None = None
 
     def part(self, number: int, content: Content, *, last: bool) -> None:
-        start = self._starts[number]
-        stop = start + content.nbytes
-        at = self._received(start, stop, last=last) if number in self._tried else start
-        self._tried.add(number)
+        start, stop = self._nbytes, self._nbytes + content.nbytes
+        at = self._received(start, stop, last=last) if number == self._tried else start
+        self._tried = number
         if at < stop:
             left = content.between(at - start, content.nbytes)
             self._send(Content(left, copied=0, owners=[content]), at, stop, last=last)
-        self._starts[number + 1] = stop
         self._nbytes = stop
 
     def _send(self, content: Content, start: int, stop: int, *, last: bool) -> None:
