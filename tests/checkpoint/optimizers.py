@@ -239,6 +239,13 @@ def of_bitsandbytes(name: str) -> Callable[[list[nn.Parameter]], Optimizer]:
     return made
 
 
+def trac(parameters: list[nn.Parameter]) -> Optimizer:
+    from pytorch_optimizer import TRAC
+
+    made: Optimizer = TRAC(torch.optim.AdamW(parameters, lr=LR))
+    return made
+
+
 def masters(parameters: list[nn.Parameter]) -> Optimizer:
     return MasterWeightOptimizer(torch.optim.AdamW(parameters, lr=LR))
 
@@ -380,5 +387,6 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "Adafactor of pytorch_optimizer": of_library("pytorch_optimizer", "AdaFactor"),
     "CAME": of_library("pytorch_optimizer", "CAME"),
     "Kron": of_library("pytorch_optimizer", "Kron"),
+    "TRAC": trac,
     "Ranger21": of_library("pytorch_optimizer", "Ranger21", num_iterations=100),
 }

@@ -97,6 +97,7 @@ LIBRARIES_REPLICATED: dict[str, Refused] = {
 
 NOT_SAVED = {
     "queue": "optimizer.values.up.weight.queue: a value of type collections.deque cannot be saved",  # runs by day
+    "TRAC": "optimizer.shared.trac: a dict has tensors as keys",
     "Ranger21": "the state_dict of Ranger21 has 'lookahead_step', 'starting_lr', 'current_lr', but only 'state' ",
     "scalable Shampoo": "up.weight.pre_conditioner: a value of type pytorch_optimizer.optimizer.utils.preconditioner",
 }

@@ -88,6 +88,11 @@ class _Encoder:
                     return {key: {"$ref": name} for key, name in zip(value, names, strict=True)}
             if plain:
                 return {key: self.encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+            if any(hasattr(key, "untyped_storage") for key in value):
+                raise SaveError(
+                    f"{path}: a dict has tensors as keys. A load creates new tensors, so nothing would be found under "
+                    "them. Use names as keys."
+                )
             pairs = [
                 [self.encode(key, f"{path}.<key>", depth + 1), self.encode(item, f"{path}.{key}", depth + 1)]
                 for key, item in value.items()
