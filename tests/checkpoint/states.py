@@ -45,7 +45,7 @@ def bits(value: Any) -> Any:
         if kind not in (torch.Tensor, nn.Parameter) and hasattr(value, "__tensor_flatten__"):
             names, settings = value.__tensor_flatten__()
             return kind.__name__, str(settings), [bits(getattr(value, name)) for name in names]
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = value.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
         return str(value.dtype), tuple(value.shape), value.stride(), flat.numpy().tobytes()
     if hasattr(value, "state_dict") and type(value).__name__ != "_MaybeQuantizedTensor":  # a state of flashoptim
         return bits(value.state_dict())

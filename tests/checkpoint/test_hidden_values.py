@@ -236,3 +236,28 @@ def test_a_quantization_map_of_an_optimizer_is_restored(tmp_path: Path, kind: st
         return TrainState(model=model, optimizer=optimizer, rng=False)
 
     check_round_trip(tmp_path, made(torch.randn(256)), made(None), kind)
+
+
+def wide_strides(url: str, kind: str) -> None:
+    """torch cannot view such tensors as bytes: columns of a single row, and of none."""
+
+    def made(value: float) -> TrainState:
+        state = in_model(torch.full((1, 256), value)[:, 0])
+        state.model.register_buffer("none", torch.full((0, 256), value)[:, 0])
+        state.optimizer = torch.optim.SGD(state.model.parameters(), lr=0.1)
+        state.optimizer.state[state.model.w.bias]["column"] = torch.full((1, 256), value)[:, 0]
+        return state
+
+    torch.manual_seed(0)
+    source, live = made(1.0), made(2.0)
+    source.extra["column"] = torch.full((1, 256), 1.0)[:, 0]
+    save(url, source, state_dict_type=kind)
+    live.extra["column"] = torch.zeros(1)
+    load(url, live)
+    assert live.model.odd.tolist() == live.extra["column"].tolist() == [1.0]
+    assert live.optimizer.state[live.model.w.bias]["column"].tolist() == [1.0]
+
+
+def test_a_tensor_of_one_element_is_saved_whatever_its_stride_is(ranks: Any, tmp_path: Path, kind: str) -> None:
+    for number in (1, 2):
+        ranks.run(wide_strides, number, str(tmp_path / str(number)), kind)

@@ -24,6 +24,7 @@ from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.checkpoint.state.values import references
 from ckptkit.digests import digest_of, signature_of
 from ckptkit.errors import CorruptCheckpointError, SaveError
+from ckptkit.formats.dcp.host_bytes import row_major
 
 if TYPE_CHECKING:
     import torch
@@ -327,7 +328,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     strides = tensor.stride()
     dims = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    return tensor.permute(dims).reshape(-1).contiguous().view(torch.uint8)  # copies a tensor with gaps, like a column
+    return row_major(tensor.permute(dims).reshape(-1)).view(torch.uint8)  # copies a tensor with gaps, like a column
 
 
 def _summary(row: torch.Tensor) -> torch.Tensor:

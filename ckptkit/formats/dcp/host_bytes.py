@@ -331,7 +331,9 @@ def row_major(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous()
+    tensor = tensor.contiguous()
+    # For torch, a tensor of at most one element is contiguous with any strides, but cannot be viewed as bytes.
+    return tensor if tensor.numel() > 1 else tensor.as_strided(tensor.shape, (1,) * tensor.dim())
 
 
 def lies_row_major(tensor: torch.Tensor) -> bool:

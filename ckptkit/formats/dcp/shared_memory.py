@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import TensorEntry, same_by_record
 from ckptkit.errors import CheckpointMismatchError
+from ckptkit.formats.dcp.host_bytes import row_major
 from ckptkit.formats.trainers.shards import LocalPart
 from ckptkit.storage.store import Store
 
@@ -119,7 +120,7 @@ def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return row_major(tensor).reshape(-1).view(torch.uint8)
 
 
 def _place(local: torch.Tensor) -> tuple[object, ...]:
