@@ -180,7 +180,9 @@ def test_the_command_that_lists_all_damage_ends_where_its_sentence_ends(root: Pa
 def test_a_truncated_file_is_said_to_have_the_bytes_that_it_has(root: Path, tmp_path: Path) -> None:
     data = data_of(root / NEWEST)
     data.write_bytes(data.read_bytes()[:100])
-    assert "the file has 100 bytes, but bytes up to" in ran("convert", root, tmp_path / "out", "--no-check", code=1)
+    assert "is truncated: it has 100 bytes, but bytes up to" in ran(
+        "convert", root, tmp_path / "out", "--no-check", code=1
+    )
     said = ran("merge", root, tmp_path / "out", "--last", "2", code=1)  # either source may be the damaged one
     assert f"To see all damage: ckptkit verify {root}/{BEFORE}; ckptkit verify {root}/{NEWEST}" in said
 
