@@ -337,10 +337,11 @@ def read_box(store: Store, entry: TensorEntry, box: Box) -> Bytes:
     """Return a box of one tensor as row-major bytes, [*sizes, itemsize]. Does not check digests."""
     origins = Origins()
     where = EntryMap(entry, origins.of(entry.slices), np.full(len(entry.slices), -1, np.int64))
-    out = np.empty(box.numel * dtype_of(entry.dtype).itemsize, np.uint8)
+    itemsize = dtype_of(entry.dtype).itemsize
+    out = np.empty(box.numel * itemsize, np.uint8)
     with closing(SourceReader(store, origins.all, cached=False)) as reader:
         reader.read_box(where, box, out)
-    return out.reshape(*box.sizes, -1)
+    return out.reshape(*box.sizes, itemsize)
 
 
 def strided(buffer: Bytes, first: int, sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> Array:
