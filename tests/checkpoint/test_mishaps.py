@@ -22,7 +22,7 @@ from ckptkit.checkpoint.run.inventory import choose, list_checkpoints
 from ckptkit.checkpoint.save.saver import Saver
 from ckptkit.errors import LeaseHeldError, SaveError
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.lock import acquire_lease, lease_holder
+from ckptkit.storage.lock import acquire_lease, open_attempts
 from ckptkit.storage.open import open_store
 from tests.checkpoint import states
 from tests.checkpoint.full_disk import disk, fill
@@ -199,8 +199,8 @@ def test_a_manually_deleted_lease_is_acquired_again(tmp_path: Path, delete: Call
         manager.save(1, linear())
         delete(tmp_path)
         manager.save(2, linear())
-        assert lease_holder(open_store(str(tmp_path))) is not None
-    assert lease_holder(open_store(str(tmp_path))) is None
+        assert open_attempts(open_store(str(tmp_path))).owner is not None
+    assert open_attempts(open_store(str(tmp_path))).owner is None
     assert steps(tmp_path) == [1, 2]
 
 
