@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -23,9 +24,12 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.catalog.targets import NO_SOURCE, Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
+from ckptkit.formats.sources import SourceReader
 from ckptkit.offline.copying.casts import cast_into, float_values
-from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
-from ckptkit.offline.export.tied import ends_like, gathering, is_embedding, is_head, tied_pairs
+from ckptkit.offline.copying.gather import Gatherer
+from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor, Placement, Plan
+from ckptkit.offline.copying.runs import prepare
+from ckptkit.offline.export.tied import ends_like, is_embedding, is_head, tied_pairs
 from ckptkit.offline.resharding.own_state import OwnState, OwnTensor
 from ckptkit.storage.store import Store
 from ckptkit.units import first_few
@@ -302,7 +306,9 @@ def _mean(target: Target, store: Store, catalog: Catalog) -> Doubles:
     itemsize = dtype_of(stored.dtype).itemsize
     most = max(1, _TILE // max(1, width * itemsize)) * width
     total: Doubles = np.zeros(width, np.float64)
-    with gathering(store, [catalog.tensors[key] for key in target.sources]) as gatherer:
+    work = prepare(Plan(catalog, (), (Placement.whole(stored, 0, 0),)), check=False, by_boxes=True)
+    with closing(SourceReader(store, work.origins, span=_TILE)) as reader:
+        gatherer = Gatherer(reader, work.maps, max_bytes=4 * _TILE)
         for tile in Box.whole(target.shape).tiles(most) if width else ():
             data = np.empty(tile.numel * itemsize, np.uint8)
             gatherer.make_box(stored, tile, data)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,13 +10,10 @@ import numpy as np
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import Catalog, TensorEntry, same_by_record
+from ckptkit.catalog.entry import TensorEntry, same_by_record
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError
-from ckptkit.formats.sources import SourceReader, read_box
-from ckptkit.offline.copying.gather import Gatherer
-from ckptkit.offline.copying.plan import Placement, Plan
-from ckptkit.offline.copying.runs import prepare
+from ckptkit.formats.sources import read_box
 from ckptkit.storage.store import Store
 
 # Names of heads and embeddings that transformers' models list in `_tied_weights_keys`.
@@ -197,19 +193,6 @@ def same_values(store: Store, first: TensorEntry, second: TensorEntry) -> bool:
         return known
     tiles = Box.whole(first.shape).tiles(max(1, _TILE // dtype_of(first.dtype).itemsize))
     return all(np.array_equal(read_box(store, first, tile), read_box(store, second, tile)) for tile in tiles)
-
-
-@contextmanager
-def gathering(store: Store, entries: Iterable[TensorEntry]) -> Iterator[Gatherer]:
-    """Yield a gatherer that reads these tensors of a checkpoint, without checking digests."""
-    catalog = Catalog({entry.name: entry for entry in entries})
-    plan = Plan(catalog, (), tuple(Placement.whole(Target.of(entry), 0, 0) for entry in catalog.tensors.values()))
-    work = prepare(plan, check=False, by_boxes=True)
-    reader = SourceReader(store, work.origins, span=_TILE)
-    try:
-        yield Gatherer(reader, work.maps, max_bytes=4 * _TILE)
-    finally:
-        reader.close()
 
 
 def ends_like(name: str, endings: tuple[str, ...]) -> bool:
