@@ -38,7 +38,7 @@ Int64 = npt.NDArray[np.int64]
 
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 """For each itemsize, a numpy dtype that moves elements without changing a bit."""
-_PIECE = 1 << 20  # bytes that are read, and then hashed, at once
+_PIECE = 512 << 10  # bytes that are read, and then hashed, at once; larger pieces leave the cache on a busy machine
 _GAP = 16 << 10  # a gap of at most this size is read and discarded, because a call costs more
 _VECTOR = 512  # buffers per preadv call; the system allows up to 1,024
 _WINDOW = 64 << 20  # bytes that are read from a remote store, and then hashed, at once
