@@ -131,7 +131,8 @@ class Verifier:
         self._describe = describe
         self._advice = advice
         self._crcs: dict[int, Crcs] = {}
-        self._begun: dict[tuple[int, int], Hasher] = {}  # (record, where its next bytes start)
+        # By (record, where its next bytes start): the digest so far, and where the record ends.
+        self._begun: dict[tuple[int, int], tuple[Hasher, int]] = {}
         self._lock = threading.Lock()
         self.proved = table.nbytes == 0
 
@@ -141,27 +142,26 @@ class Verifier:
         Raises:
             IntegrityError: The record is complete and its digest does not match.
         """
-        table = self._table
-        algorithm = NAMES[int(table.algorithms[record])]
-        first, end = int(table.starts[record]), int(table.starts[record] + table.nbytes[record])
-        stop = start + len(data)
-        if self.proved[record] or start == stop:
-            return
-        if (start, stop) == (first, end):
-            self._finish(record, hash_of((data,), algorithm))
-            return
-        if algorithm == CRC:
-            with self._lock:
-                crcs = self._crcs.setdefault(record, Crcs())
-            # Use what `feed` returns, not `crcs.parts()`: if a thread reads a piece twice, that piece may have replaced
-            # the joined one there.
-            *joined, value = crcs.feed(start, data)
-            if joined == [first, end]:
-                self._finish(record, value)
-            return
+        table, stop = self._table, start + len(data)
         with self._lock:
-            hasher = self._begun.pop((record, start), None)
+            hasher, end = self._begun.pop((record, start), (None, 0))
         if hasher is None:
+            algorithm = NAMES[int(table.algorithms[record])]
+            first, end = int(table.starts[record]), int(table.starts[record] + table.nbytes[record])
+            if self.proved[record] or start == stop:
+                return
+            if (start, stop) == (first, end):
+                self._finish(record, hash_of((data,), algorithm))
+                return
+            if algorithm == CRC:
+                with self._lock:
+                    crcs = self._crcs.setdefault(record, Crcs())
+                # Use what `feed` returns, not `crcs.parts()`: if a thread reads a piece twice, that piece may have
+                # replaced the joined one there.
+                *joined, value = crcs.feed(start, data)
+                if joined == [first, end]:
+                    self._finish(record, value)
+                return
             if start != first:
                 return  # out of order
             hasher = new_hasher(algorithm)
@@ -170,7 +170,7 @@ class Verifier:
             self._finish(record, hasher.intdigest())
         else:
             with self._lock:
-                self._begun[record, stop] = hasher
+                self._begun[record, stop] = hasher, end
 
     def _finish(self, record: int, value: int) -> None:
         with self._lock:
