@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ckptkit.checkpoint.save.stream import SafetensorsStream
 from ckptkit.errors import (
     CheckpointExistsError,
     CheckpointMismatchError,
@@ -689,19 +690,18 @@ def test_an_export_is_cast_on_request_and_includes_the_tokenizer(ranks, tmp_path
 
 
 def _failing_export(folder):
-    from ckptkit.fsdp import hf_save
-
     strategy = FSDPStrategy()
     model = strategy.prepare_model(models.made(models.llama))
     written = []
+    original = SafetensorsStream.write
 
-    def fail(value):
-        written.append(1)
+    def fail(stream, name, values):
+        written.append(name)
         if len(written) == 3:
             raise OSError(28, "No space left on device")
-        return original(value)
+        original(stream, name, values)
 
-    original, hf_save._bytes = hf_save._bytes, fail
+    SafetensorsStream.write = fail
     with pytest.raises((SaveError, OSError), match="No space left"):
         strategy.save_model(model, None, folder / "hf")
     dist.barrier()  # rank 0 removes its files before it fails, and the others do not wait for that

@@ -65,6 +65,27 @@ class Outcome:
         return cls(error=text[:20_000], kind=kind, cause=error, interrupted=stopped)
 
 
+def new_gloo_group(parent: Any, timeout_s: float) -> Any:
+    """Return a new gloo group of `parent`'s ranks; None means all ranks. All of them must call it, and no others."""
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(parent or dist.group.WORLD)
+    some = len(ranks) != dist.get_world_size()
+    timeout = timedelta(seconds=timeout_s)
+    group = dist.new_group(ranks if some else None, timeout=timeout, backend="gloo", use_local_synchronization=some)
+    if some:
+        # torch names a group of some of the ranks after them. The next group of these ranks, which gets this group's
+        # name once this group is destroyed, must not find its addresses.
+        dist.barrier(group)  # every rank is connected to every other
+        if dist.get_rank(group) == 0:
+            with contextlib.suppress(AttributeError, RuntimeError):  # not every store of every torch lists its keys
+                store = group.get_group_store()
+                for key in store.list_keys():
+                    store.delete_key(key)
+        dist.barrier(group)
+    return group
+
+
 class Coordinator:
     """Coordinates the ranks of a job. All ranks must call its methods in the same order.
 
@@ -106,12 +127,7 @@ class Coordinator:
             raise UsageError("this rank is not in the given group; only ranks of the group may save.")
         if self.world_size > 1:
             try:
-                self.group = dist.new_group(
-                    ranks=None if self._parent is None else self._ranks,
-                    timeout=timedelta(seconds=2 * self.timeout_s + _GRACE_S),
-                    backend="gloo",
-                    use_local_synchronization=self._parent is not None,
-                )
+                self.group = new_gloo_group(self._parent, 2 * self.timeout_s + _GRACE_S)
             except RuntimeError as error:
                 raise RankFailedError(
                     f"rank {self.rank}: the {self.world_size} ranks could not connect to each other: a rank died, "

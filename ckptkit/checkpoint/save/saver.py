@@ -13,14 +13,13 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptkit.arguments import check_flags
 from ckptkit.checkpoint.report import PhaseClock
 from ckptkit.checkpoint.run.commit import SaveAttempt, begin_save
-from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome, check_equal
+from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome, check_equal, new_gloo_group
 from ckptkit.checkpoint.save.full import FullTensors
 from ckptkit.checkpoint.save.hf_config import side_files
 from ckptkit.checkpoint.save.local import LocalTensors
@@ -160,14 +159,7 @@ class Saver:
         clock, what = PhaseClock(), "planning the save"
         group = self.coordinator.group
         if request.state_dict_type is StateDictType.FULL and self.transfers is None and group is not None:
-            import torch.distributed as dist
-
-            # A group for gathering full tensors. With local synchronization torch names it after its ranks, so a second
-            # group would get the same name and find what the first left behind. Use it only for a subset of the ranks,
-            # which needs it.
-            ranks = dist.get_process_group_ranks(group)
-            alone, timeout = len(ranks) != dist.get_world_size(), timedelta(seconds=self.coordinator.timeout_s)
-            self.transfers = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=alone)
+            self.transfers = new_gloo_group(group, self.coordinator.timeout_s)  # for gathering full tensors
         captured = Captured()
         with clock.phase("plan"):
             try:
