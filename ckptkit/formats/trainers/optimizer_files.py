@@ -88,7 +88,8 @@ def match_masters(
 ) -> list[list[str]] | None:
     """Return the parameter names of each group's fp32 masters, or None if nothing proves them.
 
-    Shapes and order decide, or, where these allow several assignments, the values of weights and masters.
+    Shapes and order propose an assignment, and the values of weights and masters must agree with it: an optimizer may
+    list parameters in another order than the model. Where shapes and order allow several, the values decide.
 
     Args:
         masters: By group and index. They have no names, but the order of the optimizer's groups.
@@ -102,13 +103,14 @@ def match_masters(
         shapes[group].append(joined.shape)
     if [len(group.get("params", ())) for group in groups] != list(map(len, shapes)):
         return None
+    sampler = MasterSampler(store, weights)
+    entries = {key: joined.entry("master", Role.MASTER) for key, joined in masters.items()}
     assigned = assign(params, shapes)
     if assigned is None:  # weight decay is only a hint, so the values must prove it
         no_decay = [group.get("weight_decay") == 0 for group in groups]
-        sampler = MasterSampler(store, weights)
-        entries = {key: joined.entry("master", Role.MASTER) for key, joined in masters.items()}
-        assigned = assign(params, shapes, no_decay, lambda group, i, fqn: sampler.fits(entries[group, i], fqn))
-    return assigned
+        return assign(params, shapes, no_decay, lambda group, i, fqn: sampler.fits(entries[group, i], fqn))
+    named = ((entries[group, i], fqn) for group, fqns in enumerate(assigned) for i, fqn in enumerate(fqns))
+    return assigned if all(sampler.fits(master, fqn) for master, fqn in named) else None
 
 
 def names_by_key(groups: Sequence[Mapping[str, Any]], assigned: Sequence[Sequence[str]]) -> dict[Any, str]:

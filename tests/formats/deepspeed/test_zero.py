@@ -252,6 +252,23 @@ def test_without_zero_the_optimizer_and_its_masters_are_read_from_the_model_file
     assert catalog.objects["optimizer.param_groups.1.weight_decay"].value == 0.0
 
 
+def test_masters_in_another_order_than_the_models_are_not_assigned_by_shape(tmp_path):
+    """The group lists norm.bias before norm.weight, and both have 10 elements."""
+    torch = pytest.importorskip("torch")
+    folder = _copy(tmp_path, "zero0_bf16_w3")
+    path = folder / "mp_rank_00_model_states.pt"
+    values = torch.load(path, weights_only=False)
+    optimizer = values["optimizer"]
+    masters, states = optimizer["fp32_groups"][1], optimizer["optimizer_state_dict"]["state"]
+    masters[2], masters[3] = masters[3], masters[2]
+    states[7], states[8] = states[8], states[7]
+    torch.save(values, path)
+    catalog = open_source(str(folder)).catalog
+    assert not catalog.by_role(Role.MASTER) and not catalog.by_role(Role.OPTIMIZER)
+    assert any("the masters were skipped" in note for note in catalog.info.notes)
+    assert any("the optimizer in mp_rank_00_model_states.pt was skipped" in note for note in catalog.info.notes)
+
+
 def test_a_module_shared_by_layers_is_one_tied_parameter(tmp_path):
     folder = _copy(tmp_path, PIPELINE)
     shutil.copy(folder / "layer_00-model_states.pt", folder / "layer_05-model_states.pt")  # of the tied module
