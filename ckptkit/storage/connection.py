@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import logging
 import os
@@ -99,6 +98,8 @@ class Connection:
     """
 
     def __init__(self, protocol: str, options: Mapping[str, Any], opens: Opens) -> None:
+        import asyncio  # lazy, as in `patiently`
+
         self.protocol = protocol
         self.options = dict(options)
         self.known = Known()

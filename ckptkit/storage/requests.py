@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ckptkit.errors import StorageError
 from ckptkit.storage.body import Content
 from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.store import UnfinishedUpload, Uploads
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 
@@ -48,6 +50,8 @@ def run_together(
     Args:
         requests: Functions, each of which returns one request's coroutine.
     """
+    import asyncio  # lazy, as in `patiently`
+
     answers: list[T | BaseException] = []
     tasks: list[asyncio.Task[Any] | None] = []
     stopped, ended = False, threading.Event()
