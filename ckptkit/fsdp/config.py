@@ -495,7 +495,10 @@ def _check_combinations(config: FSDPConfig) -> None:
     if strategy is ShardingStrategy.NO_SHARD and config.reshard_after_forward not in (None, True, False):
         raise UsageError("sharding_strategy NO_SHARD has nothing to reshard, but reshard_after_forward is a number.")
     if strategy is ShardingStrategy.NO_SHARD and config.cp > 1:
-        raise UsageError(f"cp={config.cp} shards parameters over the context-parallel ranks, which NO_SHARD excludes.")
+        raise UsageError(
+            f"cp={config.cp} shards parameters over the context-parallel ranks, but sharding_strategy NO_SHARD keeps "
+            "every parameter whole."
+        )
     one_copy = strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
     if one_copy and config.replicate not in (1, "auto"):
         hybrid = "HYBRID_SHARD" if strategy.reshards_after_forward else "HYBRID_SHARD_ZERO2"

@@ -519,7 +519,7 @@ def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: _context(getattr(value, f.name), shape, kind) for f in dataclasses.fields(value)}
         return {"$object": [type(value).__qualname__, fields]}
-    raise SaveError(f"is a {kind}, whose context has a {type(value).__qualname__}, which cannot be stored as JSON")
+    raise SaveError(f"is a {kind}; its context has a {type(value).__qualname__}, which cannot be stored as JSON")
 
 
 def _value(tree: Any, shape: tuple[int, ...]) -> Any:
@@ -596,7 +596,7 @@ def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, Te
         context = _value(recipe["context"], shape)
     except ValueError as error:
         raise SaveError(
-            f"is a {name}, whose context has {error}, which only a live tensor can supply: take an optimizer step first"
+            f"is a {name}; its context has {error}, which only a live tensor can supply: take an optimizer step first"
         ) from error
     if name == _FLASH:
         return _new_state(cls, inner, context, str(recipe.get("dtype")))

@@ -97,7 +97,8 @@ def _ranks(names: Sequence[str]) -> dict[str, int]:
         found[name] = int(match[1])
         totals.add(match[3])
     if max(found.values(), default=0) > _MAX_RANKS:
-        raise CorruptCheckpointError(f"{max(found, key=found.__getitem__)}: no job has that many ranks.")
+        last = max(found, key=found.__getitem__)
+        raise CorruptCheckpointError(f"{last}: the rank in its name is too large (at most {_MAX_RANKS}).")
     if len(totals) > 1:
         raise CorruptCheckpointError(
             f"shards of {len(totals)} saves ({', '.join(sorted(totals))} files per rank) share a directory. Keep one."

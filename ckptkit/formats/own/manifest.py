@@ -695,7 +695,9 @@ def _pack_keys(prefix: str, names: Sequence[str], keys: Sequence[tuple[str | int
     counts, parts = [], []
     for name, key in zip(names, keys, strict=True):
         if key and (".".join(map(str, key)) != name or len(key) > 255):
-            raise UnsupportedFormatError(f"{name!r}: a manifest needs the path {key} to be the name split at dots.")
+            raise UnsupportedFormatError(
+                f"{name!r}: its path {key} cannot be stored: expected the name split at its dots, at most 255 parts."
+            )
         counts.append(len(key))
         parts += [-1 - part if isinstance(part, int) else len(part) for part in key]
     return {f"{prefix}.parts": np.array(counts, np.uint8), f"{prefix}.part": np.array(parts, np.int32)}
