@@ -246,7 +246,7 @@ class SourceReader:
             yield group
 
     def read_region(self, origin: int, start: int, strides: Sequence[int], out: Array, record: int = -1) -> int:
-        """Fill `out` with elements that lie with these strides (in elements) from `start` on. Return the bytes read.
+        """Read a region that begins at byte `start` into `out`. `strides` count elements. Return the bytes read.
 
         `record` is the digest of exactly the region's bytes, from the first element to the last.
         """

@@ -242,9 +242,10 @@ def write(src: str, source: Source, export: HFExport, options: ExportOptions, ou
 
 
 def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
-    """Return the line about vLLM. It is "" if a key map or a filter changed names that no base confirmed."""
+    """Return the line about vLLM, or "" if vLLM might not load the export."""
     if "://" in dst:  # vLLM reads local directories only
         return ""
+    # A key map or a filter may give names that vLLM does not know. With a base, they were compared with its names.
     touched = options.key_map or options.strip_prefix is not None or options.include or options.exclude
     if touched and not export.checked and export.kind == "model":
         return ""

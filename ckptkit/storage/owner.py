@@ -23,8 +23,7 @@ class Owner:
         started: Start time of the process in clock ticks. It tells apart processes with the same pid.
         machine: Boot id, pid namespace and machine id. They tell apart containers with the same host name, and one
             machine before and after a reboot.
-        copied: Whether the owner's file is in a copy of the directory, and the owner writes to the original; None if
-            unknown.
+        copied: Whether this directory is a copy of the one that the owner writes to; None if unknown.
     """
 
     host: str

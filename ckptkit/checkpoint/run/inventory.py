@@ -159,7 +159,7 @@ def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
 def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
     """Return the inventory of `root`, and the names of the directories that were searched.
 
-    `view` is a snapshot of `root`. `root` itself is read only for what may have appeared since.
+    Reads `view`, a snapshot of `root`. What may have appeared after the snapshot is read from `root` itself.
     """
     candidates: list[str] = []
     running: list[Attempt] = []

@@ -127,7 +127,8 @@ def _zero12(index: int, params: Mapping[str, Shape], optims: OptimStates, part: 
     paddings = optims.paddings[index] if index < len(optims.paddings) else [0] * len(params)
     if len(paddings) != len(params):
         raise CorruptCheckpointError(
-            f"parameter group {index} has {len(params)} parameters and {len(paddings)} alignment paddings."
+            f"parameter group {index} has {len(params)} parameters, but {len(paddings)} alignment paddings. "
+            "Expected one for each parameter."
         )
     scalars = {name: value for name, value in parts[0][1].states.items() if name not in vectors}
     fragments = [
@@ -157,7 +158,7 @@ def _flat_states(states: Sequence[Mapping[str, Any]]) -> list[str]:
 def check_layout(
     store: Store, groups: Sequence[FlatGroup], masters: Mapping[str, Joined], copies: Callable[[], Mapping[str, Joined]]
 ) -> None:
-    """Compare the parameters whose position in the flat group is in doubt with their low-precision copies.
+    """Compare parameters with their low-precision copies, if their positions in the flat group are in doubt.
 
     A position is in doubt if the positions recorded for its group differ from those computed from the shapes. One
     parameter per partition of experts is compared as well, because no file records which experts a rank has. Reads a

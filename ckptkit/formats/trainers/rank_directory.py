@@ -1,4 +1,4 @@
-"""Reads a directory with one torch.save file per rank (`*rank_<R>.pt` and similar) from a system that is not known."""
+"""Reads a directory with one torch.save file per rank (`*rank_<R>.pt` and similar) from an unknown system."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _Event = tuple[int, Literal | tuple[Placement, int]]
 
 @dataclass(slots=True)
 class StreamWriter:
-    """Writes several files to a store at a time, each from beginning to end. `spoken` records the finished files.
+    """Writes files to a store: several at a time, each from beginning to end. `spoken` records the finished files.
 
     Attributes:
         infinite: Counts of elements that casts made infinite.

@@ -51,7 +51,7 @@ class Stored:
     shape: tuple[int, ...]
 
     def rows(self) -> npt.NDArray[np.uint8]:
-        """Return the bytes as a matrix whose rows are those of the last dimension. A vector is one column."""
+        """Return the bytes as a matrix: a row for each run of the last dimension. For a vector: a row per element."""
         count = math.prod(self.shape[:-1]) if len(self.shape) > 1 else math.prod(self.shape)
         return self.data.reshape(count, len(self.data) // max(1, count))
 

@@ -292,7 +292,7 @@ def _model_tensors(
 
 
 def _wanted_in_parts(wanted: Mapping[str, WantedTensor], recipes: Mapping[str, Recipe]) -> dict[str, WantedTensor]:
-    """Return the base's tensors with the inner tensors of torchao's weights in place of the weights."""
+    """Return the base's tensors. Each weight that torchao quantized is replaced by its inner tensors."""
     found = dict(wanted)
     for name, recipe in recipes.items():
         for outer in (name, name.partition(".")[2]):
