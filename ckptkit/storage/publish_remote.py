@@ -390,7 +390,8 @@ class _Place:
             return
         has_records = any(n >= ledger.WORTH for n in (self._names or {}).values())
         records = [item.path for item in self.store.list(FOLDER)] if has_records else []
-        self.store.delete([*names, *records, self._own])
+        self.store.delete([*names, *records])
+        self.store.delete([self._own])  # not in the same call: stores may delete the names of one call in any order
 
 
 class _Staged(RemoteStore):

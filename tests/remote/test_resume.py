@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from ckptkit.offline.verify import verify
 from ckptkit.storage import ledger, open_store, owner, publish_remote, upload
 from ckptkit.storage.ledger import FOLDER, Ledger
 from ckptkit.storage.objects import RemoteStore
-from ckptkit.storage.publish_remote import _Place
+from ckptkit.storage.publish_remote import OWNER_NAME, _Place, stage_remote
+from ckptkit.storage.requests import FsspecApi
 from tests.checkpoint.saving import fork
 from tests.offline.copying.test_resume import went_on
 from tests.ranks import RankError, run_ranks
@@ -267,6 +269,26 @@ def _dying_in_an_upload(say: Any, source: str, url: str, s3: Options) -> None:
     upload.UPLOAD_BYTES = 5 << 20
     S3Upload.part = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
     convert(source, url, to="torch", dst_storage_options=s3)
+
+
+def test_the_owner_file_of_a_failed_writer_stays_as_long_as_its_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, delete_one = RemoteStore(f"memory://exports/{uuid.uuid4().hex}"), FsspecApi.delete_one
+
+    def refuse(self: FsspecApi, name: str) -> None:
+        if name.endswith("data.bin"):
+            raise PermissionError(f"{name} is locked")
+        delete_one(self, name)
+
+    monkeypatch.setattr(FsspecApi, "delete_one", refuse)
+    names = {"data.bin": 3, "more.bin": 3, "config.json": -1}
+    with (
+        pytest.raises(RuntimeError, match="stop"),
+        stage_remote(target, replaceable=None, last=frozenset({"config.json"}), names=names) as store,
+    ):
+        store.write("data.bin", b"abc")
+        store.write("more.bin", b"abc")
+        raise RuntimeError("stop")
+    assert {item.path for item in target.list()} >= {"data.bin", OWNER_NAME}  # it is known to be unfinished
 
 
 def test_an_unfinished_upload_of_a_single_file_is_aborted(tmp_path: Path, url: str, s3: Options) -> None:
