@@ -74,7 +74,7 @@ class StreamWriter:
     def _with_crcs(
         self, file: OutputFile, literals: list[Literal], placed: list[_Event], worker: Worker
     ) -> list[Literal]:
-        """Return the literals with their CRC fields filled in. Produces the bytes that the CRCs cover a second time."""
+        """Return the literals with their CRC fields filled in. To compute the CRCs, their bytes are produced twice."""
         changed = [(item.start, bytearray(item.data)) for item in literals]
         events = _events(literals, placed)
         for item in file.crcs:
