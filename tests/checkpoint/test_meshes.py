@@ -143,6 +143,30 @@ def test_shards_that_do_not_match_their_layout_are_refused_by_name(ranks: Any, t
         assert saved == [1.0, 1.0, 1.0, 2.0, 2.0]
 
 
+def unlike_copies(url: str, kind: str) -> list[str]:
+    """Ranks 0 and 2 are declared to have the same experts, and ranks 1 and 3."""
+    rank, ep = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    messages = []
+    for layout in (Shard(0, mesh=ep["ep"]), Shard(0, mesh=ep["ep"], replicas=ep["dp"])):
+        for value, moment in ((rank % 2, rank % 2), (rank, 0), (0, rank)):
+            model = Experts(2, float(value))
+            optimizer = torch.optim.SGD(model.parameters())
+            optimizer.state[model.experts]["momentum_buffer"] = torch.full((2, 2), float(moment))
+            state = TrainState(model=model, optimizer=optimizer, layout={"*": layout}, rng=False)
+            root = f"{url}/{len(messages)}"
+            messages.append(refusal(lambda root=root, state=state: states.save(root, state, state_dict_type=kind)))
+    return messages
+
+
+def test_ranks_that_disagree_about_the_same_part_are_refused_by_name(ranks: Any, tmp_path: Path, kind: str) -> None:
+    for same, weights, moments, *again in ranks.run(unlike_copies, 4, str(tmp_path), kind):
+        assert again == [same, weights, moments]
+        assert same == ""
+        assert "model.experts differ between ranks that have the same part" in weights
+        assert "optimizer.state.experts.momentum_buffer differ between ranks that have the same part" in moments
+    assert not list(tmp_path.glob("[1245]/step_*"))
+
+
 def test_a_layout_with_values_other_than_shards_is_refused() -> None:
     with pytest.raises(UsageError, match="of type list, expected a dict of globs"):
         TrainState(layout=[1])  # type: ignore[arg-type]

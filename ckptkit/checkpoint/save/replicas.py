@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckptkit.catalog.entry import Catalog
+from ckptkit.checkpoint.state.local_part import parts_here
 from ckptkit.checkpoint.state.optimizer import CapturedOptimizer
 from ckptkit.checkpoint.state.optimizer_layout import layouts
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.checkpoint.state.values import references
 from ckptkit.digests import digest_of, signature_of
 from ckptkit.errors import CorruptCheckpointError, SaveError
-from ckptkit.formats.dcp.host_bytes import row_major
+from ckptkit.formats.dcp.host_bytes import local_part, row_major
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,7 @@ _PARTS = ("param_groups", "values", "shared")  # parts of an optimizer's JSON, e
 _NAMES = "names"  # names of a rank's plain states, which differ between ranks that update different parameters
 _SAMPLE = 4096  # bytes that are sampled at the start, middle and end of a tensor that is not on the host
 _SHOWN = 5
+_HOLDING = 16  # bytes of the digests of names that precede a table of fingerprints
 
 
 class Fingerprints:
@@ -75,24 +77,32 @@ class Fingerprints:
             for part, tree in _parts(taken).items()
             if f"{section}.{part}" not in apart
         }
-        self.keys = [*found, *trees]
+        # Ranks that have the same part of a declared tensor must agree, too.
+        parts = {key: tensor for key, tensor in captured.tensors(aliases=False) if key in captured.declared}
+        self._plain = len(found) + len(trees)
+        self.keys = [*found, *trees, *parts]
         self._table = np.empty((len(self.keys), 2), "<u8")
         # Hash the parameters' names, too: ranks with different parameters (pipeline stages) have different values.
         salts = {
             section: "".join(f" {fqn}" for group in taken.tree["param_groups"] for fqn in group["params"])
             for section, taken in captured.optimizers.items()
         }
-        self._table[:, 0] = [*names, *(_name_digest(key + salts[key.rpartition(".")[0]]) for key in trees)]
-        self._table[:, 1] = [*contents, *trees.values()]
+        self._table[:, 0] = [
+            *names,
+            *(_name_digest(key + salts[key.rpartition(".")[0]]) for key in trees),
+            *(_name_digest(f"{key} {parts_here(tensor, local_part(tensor))[1]}") for key, tensor in parts.items()),
+        ]
+        self._table[:, 1] = [*contents, *trees.values(), *_contents([local_part(tensor) for tensor in parts.values()])]
 
     @property
-    def digests(self) -> tuple[bytes, bytes]:
-        """A digest of this rank's keys, and a digest of the keys and their contents."""
-        return holding(self.to_bytes()), signature_of(self.to_bytes())
+    def digests(self) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
+        """For plain and for declared tensors: a digest of this rank's keys, and one of the keys and their contents."""
+        plain, declared = (table.tobytes() for table in np.split(self._table, [self._plain]))
+        return (_holding(plain), signature_of(plain)), (_holding(declared), signature_of(declared))
 
     def to_bytes(self) -> bytes:
         """Return the table of fingerprints, for other ranks to pass to `differing`."""
-        return self._table.tobytes()
+        return b"".join(names for names, _ in self.digests) + self._table.tobytes()
 
     def differing(self, tables: Sequence[bytes]) -> tuple[dict[str, int], bool]:
         """Return this rank's keys whose contents differ between ranks, each with the lowest rank that has the key.
@@ -105,7 +115,7 @@ class Fingerprints:
         keepers: dict[int, int] = {}
         contents: dict[int, set[int]] = {}
         for rank, table in enumerate(tables):
-            for name, content in np.frombuffer(table, "<u8").reshape(-1, 2).tolist():
+            for name, content in np.frombuffer(table[_HOLDING:], "<u8").reshape(-1, 2).tolist():
                 keepers.setdefault(name, rank)
                 contents.setdefault(name, set()).add(content)
         several = {name for name, found in contents.items() if len(found) > 1}
@@ -127,7 +137,11 @@ def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
 
 
 def holding(table: bytes) -> bytes:
-    """Return a digest of the names in a rank's table of fingerprints."""
+    """Return the digests of the names in a rank's `to_bytes`."""
+    return table[:_HOLDING]
+
+
+def _holding(table: bytes) -> bytes:
     return signature_of(np.frombuffer(table, "<u8").reshape(-1, 2)[:, 0].tobytes())[:8]
 
 
@@ -174,10 +188,17 @@ def _bound(captured: Captured) -> set[str]:
 
 
 def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
-    """Raise SaveError if plain parameters differ between ranks.
+    """Raise SaveError if plain parameters differ between ranks, or copies of a part that the layout declares.
 
     On a different mesh, all ranks would load one rank's values. An export would also contain only that rank's values.
     """
+    unlike = sorted(captured.declared.intersection(keys))
+    if unlike:
+        raise SaveError(
+            f"{_listed(unlike)} differ between ranks that have the same part according to TrainState(layout=...), so "
+            "only one rank's values would be saved. If these ranks have different parts (experts), declare a Shard "
+            "over their mesh, too; if they should agree, broadcast the values."
+        )
     unlike = sorted(captured.alike.intersection(keys))
     if unlike:
         raise SaveError(

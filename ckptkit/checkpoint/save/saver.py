@@ -379,7 +379,7 @@ class Saver:
     # --- communication
 
     def _agreed(
-        self, answers: list[tuple[bytes, Any, tuple[bytes, bytes] | None, int, int]]
+        self, answers: list[tuple[bytes, Any, tuple[tuple[bytes, bytes], ...] | None, int, int]]
     ) -> tuple[list[bytes], bool, bool, tuple[int, ...]]:
         """Compare the ranks' plans. Runs on rank 0. Returns four values:
 
@@ -392,8 +392,8 @@ class Saver:
         signatures, wanted, prints, recipes, spread = zip(*answers, strict=True)
         check_equal(wanted, "what to save: (step, tag, type)")
         digests = [digest for digest in prints if digest is not None]
-        held = [which for which, _ in digests]
-        one_each = len(set(digests)) == len(set(held))
+        held = [b"".join(names for names, _ in digest) for digest in digests]
+        one_each = all(len(set(kind)) == len({names for names, _ in kind}) for kind in zip(*digests, strict=True))
         equal = one_each and (len(set(held)) <= 1 or held == self.holdings)
         tellers = tuple(sorted({spread.index(names) for names in spread} - {0}))
         return list(signatures), equal, len(set(recipes)) == 1, tellers

@@ -188,6 +188,7 @@ class Captured:
     rank_objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key; the key contains the rank
     own: set[str] = field(default_factory=set)  # the keys in `loose` that belong to `rank_objects`
     alike: set[str] = field(default_factory=set)  # plain parameters that must be equal on all ranks
+    declared: set[str] = field(default_factory=set)  # tensors that are parts of a global one because the layout says so
 
     def places(self) -> Iterator[tuple[str, str, dict[Any, torch.Tensor], Any]]:
         """Yield (key, shared key, table, name in the table) of each tensor. Tied tensors have the same shared key."""
@@ -317,6 +318,7 @@ def _globalize(captured: Captured, state: TrainState) -> None:
 
     Runs after the lookups by identity, because the DTensors are new objects.
     """
+    before = {key: id(tensor) for key, tensor in captured.tensors(aliases=True)}
     parameters: dict[str, torch.Tensor] = {}
     for name in state.parts("model"):
         tensors, prefix = captured.models[section("model", name)], f"{name}." if name else ""
@@ -330,6 +332,7 @@ def _globalize(captured: Captured, state: TrainState) -> None:
             taken.tensors[fqn, name] = global_state(what, value, parameters.get(fqn, value), shards)
         for fqn, value in taken.masters.items():
             taken.masters[fqn] = as_global(f"{key}.master.{fqn}", value, shards_of(state.layout, fqn))
+    captured.declared.update(k for k, tensor in captured.tensors(aliases=True) if id(tensor) != before[k])
 
 
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:
