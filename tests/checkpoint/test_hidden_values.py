@@ -193,6 +193,21 @@ def test_state_that_belongs_to_no_parameter_of_the_optimizer_is_refused(tmp_path
     check_refused(tmp_path, state, "it has state for 7, which is in none")
 
 
+def test_keys_of_an_optimizer_that_are_not_strings_are_refused_by_name(tmp_path: Path) -> None:
+    state = in_optimizer(torch.ones(4, 4))
+    weight = state.model.weight
+    state.optimizer.state[weight][0] = torch.ones(4)
+    check_refused(tmp_path, state, "the state of weight has the key 0, which is not a string")
+    del state.optimizer.state[weight][0]
+    state.optimizer.state[weight]["a", 1] = 3
+    check_refused(tmp_path, state, r"the state of weight has the key \('a', 1\)")
+    state.optimizer.state[weight] = [torch.ones(4)]
+    check_refused(tmp_path, state, "the state of weight is a list; only dicts can be saved")
+    del state.optimizer.state[weight]
+    state.optimizer.param_groups[0][5] = 1
+    check_refused(tmp_path, state, "group 0 has the key 5, which is not a string")
+
+
 class Offloaded(torch.optim.SGD):
     """Keeps additional state besides that of every optimizer."""
 

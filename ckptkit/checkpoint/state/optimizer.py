@@ -124,6 +124,8 @@ def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> Ca
     captured.tensors.update(table)
     refuse_hidden(f"{what}.master.", captured.masters)
     _check_whole(optimizer, parameters, what)
+    for index, group in enumerate(optimizer.param_groups):
+        _check_names(group, f"{what}: group {index}")
     captured.tree["param_groups"] = [
         {k: encode(v, f"{what}.param_groups.{i}.{k}", loose) for k, v in group.items() if k not in _GROUP_NAMES}
         | {"params": [by_id[id(parameter)] for parameter in group["params"]]}
@@ -151,8 +153,11 @@ def _capture_states(
     loose = captured.loose
     for fqn, parameter in parameters.items():
         state = optimizer.state[parameter]
+        if not isinstance(state, Mapping):
+            raise SaveError(f"{what}: the state of {fqn} is a {type(state).__name__}; only dicts can be saved.")
         if not state:
             values[fqn] = {}
+        _check_names(state, f"{what}: the state of {fqn}")
         for name, value in state.items():
             if name == master_name:
                 captured.masters[fqn] = value
@@ -185,6 +190,13 @@ def _capture_states(
     own = {"layouts": layouts(captured.cut), "states": plain} if plain else {}
     found = {"held": helds, "orders": orders, "own": own}
     captured.tree.update(param_groups=[], values=values, shared={}, **{k: v for k, v in found.items() if v})
+
+
+def _check_names(table: Mapping[Any, Any], what: str) -> None:
+    """Raise SaveError if a key is not a string. It would be loaded as one, and the optimizer would not find it."""
+    others = [key for key in table if type(key) is not str]
+    if others:
+        raise SaveError(f"{what} has the key {others[0]!r:.80}, which is not a string. Use a string.")
 
 
 def class_name(item: Any) -> str:
