@@ -163,8 +163,9 @@ class Connection:
 
     def learn(self, bucket: str, *, conditional: bool) -> None:
         """Remember whether put-if-absent works in a bucket. Warns if it does not."""
+        before = self.conditional.get(bucket)
         self.conditional[bucket] = conditional
-        if not conditional:
+        if not conditional and before is not False:  # warn once, although each put there may fail again
             logger.warning(
                 "%s://%s has no conditional writes: only the lease, which can be lost, keeps two jobs from committing "
                 "the same checkpoint. Let one job at a time write there.",
