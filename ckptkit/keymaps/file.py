@@ -83,6 +83,8 @@ def _rule(data: Any, where: str) -> Rule:
     needed = {field.name for field in fields(kind) if field.default is MISSING}
     try:
         values = {key: parse(data, key, where) for key, parse in keys.items() if key in data or key in needed}
+        if "sizes" in values and values["sizes"] is None:
+            del values["sizes"]  # null in JSON stands for the default: equal parts for a split
         sizes, names = values.get("sizes"), "from" if op == "concat" else "to"
         if isinstance(sizes, tuple) and len(sizes) != (count := len(_texts(data, names, where))):
             raise UsageError(f"{where}: expected {count} 'sizes', one per name in {names!r}, found {len(sizes)}.")

@@ -65,6 +65,15 @@ def test_every_operation_can_be_written_in_json() -> None:
 
 
 @toml
+def test_sizes_of_null_mean_equal_parts_in_a_split_and_its_inverse() -> None:
+    rule = {"op": "split", "from": "qkv", "to": ["q", "k"]}
+    null, equal = (
+        parse_key_map(json.dumps({"name": "m", "rules": [{**rule, **sizes}]}), file="m.json")
+        for sizes in ({"sizes": None}, {"sizes": "equal"})
+    )
+    assert null == equal and null.inverse() == equal.inverse()
+
+
 def test_an_error_in_a_file_names_the_line_of_the_rule() -> None:
     text = EXPERTS.replace('op = "split"', 'op = "slice"')
     with pytest.raises(UsageError, match=r"mine\.toml, rule 2, line 10: op = 'slice' is not one of rename, drop"):
