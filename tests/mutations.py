@@ -147,7 +147,7 @@ MUTATIONS = (
     Mutation(
         "a copy takes any digest",
         CHECKS, "        if value != expected:\n", "        if False:\n",
-        "tests/offline/copying/test_checks.py tests/offline/copying/test_execute.py",
+        "tests/formats/test_checks.py tests/offline/copying/test_execute.py",
     ),
     Mutation(
         "a copy leaves what came out of order unproved",
