@@ -221,6 +221,16 @@ def test_an_optimizer_with_additional_state_dict_keys_is_refused(tmp_path: Path)
     check_refused(tmp_path, state, "Offloaded has 'offloaded', but only 'state'")
 
 
+@pytest.mark.parametrize("place", ["top", "group", "state"])
+def test_what_a_hook_adds_to_an_optimizers_state_dict_is_refused(tmp_path: Path, place: str) -> None:
+    def add(_: Any, given: dict[str, Any]) -> None:
+        {"top": given, "group": given["param_groups"][0], "state": given["state"]}[place]["count"] = 7
+
+    state = in_optimizer(torch.ones(4, 4))
+    state.optimizer.register_state_dict_post_hook(add)
+    check_refused(tmp_path, state, "the state_dict of SGD has 'count', but only 'state'")
+
+
 def one_rank_refuses(url: str, kind: str) -> tuple[str, str]:
     rank = dist.get_rank()
     state = in_model(scaled(Opaque) if rank == 1 else torch.ones(4, 4))

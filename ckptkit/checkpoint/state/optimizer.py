@@ -29,7 +29,14 @@ from ckptkit.checkpoint.state.optimizer_layout import (
 )
 from ckptkit.checkpoint.state.values import JSON, decode, encode, is_order, order_of
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
-from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones, local_part, placed_like, without_subclass
+from ckptkit.formats.dcp.host_bytes import (
+    expanded_ones,
+    has_state_dict_hooks,
+    hidden_ones,
+    local_part,
+    placed_like,
+    without_subclass,
+)
 from ckptkit.formats.dcp.subclasses import SEPARATOR, Recipe, is_state_in_parts, keeps_parts, open_all
 
 if TYPE_CHECKING:
@@ -241,12 +248,18 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
             "belongs to no parameter."
         )
     torchs = torch.optim.Optimizer.state_dict
-    if getattr(type(optimizer), "state_dict", torchs) is torchs or hasattr(optimizer, "master_state_name"):
+    is_torchs = getattr(type(optimizer), "state_dict", torchs) is torchs
+    if (is_torchs and not has_state_dict_hooks(optimizer)) or hasattr(optimizer, "master_state_name"):
         return
     if keeps_parts(optimizer):
         return  # its state_dict has nothing else, and fails for uneven shards
     given = optimizer.state_dict()
     more = [key for key in given if key not in ("state", "param_groups")] if isinstance(given, Mapping) else []
+    if isinstance(given, Mapping) and not more:
+        for group, live in zip(given.get("param_groups", ()), optimizer.param_groups, strict=False):
+            more += [key for key in group if key not in live and key not in _GROUP_NAMES]
+        strings = [key for key in given.get("state", ()) if isinstance(key, str)]
+        more += [key for key in strings if key not in optimizer.state and key not in parameters]
     if more:
         raise SaveError(
             f"{what}: the state_dict of {type(optimizer).__name__} has {', '.join(map(repr, more))}, but only 'state' "

@@ -353,3 +353,8 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield tensor[start : start + rows]
         else:
             yield from _parts(tensor[start])
+
+
+def has_state_dict_hooks(optimizer: Any) -> bool:
+    """Return whether functions change what an optimizer's `state_dict` returns."""
+    return bool(getattr(optimizer, "_optimizer_state_dict_post_hooks", None))
