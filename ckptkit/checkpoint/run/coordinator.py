@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pickle
 import sys
 import time
@@ -73,7 +74,7 @@ def new_gloo_group(parent: Any, timeout_s: float) -> Any:
     some = len(ranks) != dist.get_world_size()
     timeout = timedelta(seconds=timeout_s)
     group = dist.new_group(ranks if some else None, timeout=timeout, backend="gloo", use_local_synchronization=some)
-    if some:
+    if some and os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else the ranks connect only when they send
         # torch names a group of some of the ranks after them. The next group of these ranks, which gets this group's
         # name once this group is destroyed, must not find its addresses.
         dist.barrier(group)  # every rank is connected to every other
