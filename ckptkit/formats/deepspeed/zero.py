@@ -29,6 +29,7 @@ from ckptkit.formats.trainers.optimizer_files import (
     match_masters,
     names_by_key,
     read_optimizer,
+    values_agree,
 )
 from ckptkit.formats.trainers.rank_files import FlatVector, Joined, join, parameters
 from ckptkit.storage import Store
@@ -211,7 +212,7 @@ def _add_plain(
         keyed = {(g, i): tensor for g, group in enumerate(groups) for i, tensor in enumerate(group)}
         joined = join([keyed], what=models.file)
         assigned = match_masters(store, joined, inner["param_groups"], params, entries)
-        if assigned is None:
+        if assigned is None or not values_agree(store, joined, assigned, entries):
             note = "does not prove which weight each fp32 master belongs to; the masters were skipped."
             notes.append(f"{models.file} {note}")
             params = []  # the values contradict the order, in which the moments are as well

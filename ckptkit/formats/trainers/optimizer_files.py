@@ -88,8 +88,7 @@ def match_masters(
 ) -> list[list[str]] | None:
     """Return the parameter names of each group's fp32 masters, or None if nothing proves them.
 
-    Shapes and order propose an assignment, and the values of weights and masters must agree with it: an optimizer may
-    list parameters in another order than the model. Where shapes and order allow several, the values decide.
+    Shapes and order decide, or, where these allow several assignments, the values of weights and masters.
 
     Args:
         masters: By group and index. They have no names, but the order of the optimizer's groups.
@@ -103,14 +102,31 @@ def match_masters(
         shapes[group].append(joined.shape)
     if [len(group.get("params", ())) for group in groups] != list(map(len, shapes)):
         return None
-    sampler = MasterSampler(store, weights)
-    entries = {key: joined.entry("master", Role.MASTER) for key, joined in masters.items()}
     assigned = assign(params, shapes)
     if assigned is None:  # weight decay is only a hint, so the values must prove it
         no_decay = [group.get("weight_decay") == 0 for group in groups]
-        return assign(params, shapes, no_decay, lambda group, i, fqn: sampler.fits(entries[group, i], fqn))
-    named = ((entries[group, i], fqn) for group, fqns in enumerate(assigned) for i, fqn in enumerate(fqns))
-    return assigned if all(sampler.fits(master, fqn) for master, fqn in named) else None
+        sampler = MasterSampler(store, weights)
+        entries = {key: joined.entry("master", Role.MASTER) for key, joined in masters.items()}
+        assigned = assign(params, shapes, no_decay, lambda group, i, fqn: sampler.fits(entries[group, i], fqn))
+    return assigned
+
+
+def values_agree(
+    store: Store,
+    masters: Mapping[tuple[int, int], Joined],
+    assigned: Sequence[Sequence[str]],
+    weights: Mapping[str, TensorEntry],
+) -> bool:
+    """Return whether a sample of each master, once cast, equals its weight.
+
+    An optimizer may list parameters of equal shapes in another order than the model, which shapes cannot show.
+    """
+    sampler = MasterSampler(store, weights)
+    return all(
+        sampler.fits(masters[group, i].entry("master", Role.MASTER), fqn)
+        for group, fqns in enumerate(assigned)
+        for i, fqn in enumerate(fqns)
+    )
 
 
 def names_by_key(groups: Sequence[Mapping[str, Any]], assigned: Sequence[Sequence[str]]) -> dict[Any, str]:
