@@ -35,9 +35,9 @@ from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import hex_digest_of, signature_of
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.host_bytes import row_major
+from ckptkit.formats.dcp.index import PlainSlice, PlannedKey, plain_part, write_index
 from ckptkit.formats.hf.header import TensorToWrite
 from ckptkit.formats.own.record import FileRecord, WrittenTensors
-from ckptkit.formats.own.slice_table import SliceRow, TablePart, write_manifest
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.storage.pool import WorkerPool
 
@@ -138,7 +138,6 @@ class FullTensors:
     def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> WrittenTensors:
         memory = dict(zip(self.views, self.tensors if tensors is None else tensors, strict=True))
         started = time.perf_counter()
-        part = TablePart(self.rank)
         streams: dict[str, SafetensorsStream] = {}
         failure: Exception | None = None
         with ExitStack() as stack:
@@ -151,30 +150,30 @@ class FullTensors:
             except Exception as error:  # noqa: BLE001  `_Transfer.run` raises it after the communication
                 failure = error
             _Transfer(self, memory, streams, pool, failure).run()
-        for path, stream in streams.items():
-            part.files[path] = stream.written.record
-        for file in self.files:
-            if file.writer == self.rank:
-                written = streams[file.path].written.tensors
-                part.rows += [
-                    SliceRow(i.key, i.dtype, i.shape, (0,) * len(i.shape), i.shape, file.path, *written[i.name])
-                    for i in file.items
-                ]
-        phases = phases_of([stream.written for stream in streams.values()], time.perf_counter() - started)
-        return WrittenTensors(part.to_bytes(), part.files, phases)
+        written = {path: stream.written for path, stream in streams.items()}
+        slices = [
+            PlainSlice(
+                PlannedKey(i.key, i.dtype, i.shape, (), None), Box.whole(i.shape), file.path,
+                *written[file.path].tensors[i.name],
+            )
+            for file in self.files if file.writer == self.rank for i in file.items
+        ]  # fmt: skip
+        files = {path: found.record for path, found in written.items()}
+        phases = phases_of(list(written.values()), time.perf_counter() - started)
+        return WrittenTensors(plain_part(self.world_size, slices, files), files, phases)
 
     def index(
         self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
-        table = [TablePart.from_bytes(part) for part in parts]
         small = {**self.configs, **_hf_indexes(self.files)}
         for path, data in small.items():
             store.write(path, data, sync=sync)
         written = {path: FileRecord(len(data), hex_digest_of(data)) for path, data in small.items()}
-        table[0].files.update(written)
-        return written | write_manifest(
-            table, store, format="ckptkit-full", save_id=save_id, extra=extra, aliases=self.aliases, sync=sync
-        )
+        index = write_index(
+            parts, store, kind="ckptkit-full", save_id=save_id, extra=extra, files=written, aliases=self.aliases,
+            sync=sync,
+        )  # fmt: skip
+        return {**written, **index}
 
 
 # --- the plan

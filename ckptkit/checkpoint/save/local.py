@@ -15,10 +15,10 @@ from ckptkit.checkpoint.save.stream import open_stream, phases_of
 from ckptkit.checkpoint.state.local_part import PartView, check_safetensors, part_view, this_rank
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import crc32, signature_of
+from ckptkit.formats.dcp.index import PlainSlice, PlannedKey, mesh_index, plain_part, write_index
 from ckptkit.formats.hf.header import TensorToWrite
 from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
 from ckptkit.formats.own.record import FileRecord, WrittenTensors
-from ckptkit.formats.own.slice_table import SliceRow, TablePart, mesh_index, write_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -93,18 +93,17 @@ class LocalTensors:
         written = out.written
         phases = phases_of([written], time.perf_counter() - started)
         files = {path: written.record}
-        rows = [
-            SliceRow(t.key, t.dtype, t.shape, t.box.offsets, t.box.sizes, path, *written.tensors[t.name], t.placement)
+        slices = [
+            PlainSlice(PlannedKey(t.key, t.dtype, t.shape, (), t.placement), t.box, path, *written.tensors[t.name])
             for t in flat
         ]
-        return WrittenTensors(TablePart(self.rank, rows, meshes, files).to_bytes(), files, phases)
+        return WrittenTensors(plain_part(self.world_size, slices, files, meshes), files, phases)
 
     def index(
         self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
-        table = [TablePart.from_bytes(part) for part in parts]
-        return write_manifest(
-            table, store, format="ckptkit-local", save_id=save_id, extra=extra, aliases=self.aliases, sync=sync
+        return write_index(
+            parts, store, kind="ckptkit-local", save_id=save_id, extra=extra, aliases=self.aliases, sync=sync
         )
 
 

@@ -1,31 +1,33 @@
-"""Builds a sharded save's index: merges and checks what all ranks wrote, and writes `.metadata` and the manifest."""
+"""Builds a save's index: merges and checks what all ranks wrote, and writes the manifest and, for DCP, `.metadata`."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.box import Box
 from ckptkit.catalog.columns import first_of_equal
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, SliceArray, TensorEntry
 from ckptkit.catalog.tiles import are_rows
-from ckptkit.digests import DIGEST, hex_digest_of, new_hasher
+from ckptkit.digests import DIGEST, hex_digest_of, new_hasher, signature_of
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.files import ROW
 from ckptkit.formats.dcp.metadata import RecordColumns, encode_metadata
 from ckptkit.formats.dcp.roles import RoleTable
-from ckptkit.formats.own.columns import Columns, unpack, unpack_texts
+from ckptkit.formats.own.columns import Columns, pack, pack_texts, unpack, unpack_texts
 from ckptkit.formats.own.manifest import MESHES, Manifest, Slices, Tensors
 from ckptkit.formats.own.outline import LEAST, Spare, spare_fields
 from ckptkit.formats.own.reader import role_of
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
-from ckptkit.formats.own.slice_table import mesh_index
 from ckptkit.storage.store import Store
 
 METADATA_NAME = ".metadata"
@@ -53,8 +55,9 @@ class RankSlices:
 
 _log = logging.getLogger(__name__)
 Path = tuple["str | int", ...]
-Kind = Literal["ckptkit-sharded", "dcp"]
-"""Who chose the tensor names: a `CheckpointManager`, or the caller of `dcp.save`."""
+Kind = Literal["ckptkit-sharded", "ckptkit-full", "ckptkit-local", "dcp"]
+"""The format's name in the manifest. The caller of `dcp.save` chose the names in "dcp", a `CheckpointManager` all others.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,90 @@ class PlannedKey:
     def fields(self) -> list[Any]:
         """Return all fields except the name, for JSON."""
         return [self.dtype, self.shape, self.path, self.placement]
+
+
+# --- what a rank tells rank 0
+
+
+class PlainSlice(NamedTuple):
+    """A slice in a file that has no records around its slices: the box, its bytes in the file, and their digest."""
+
+    key: PlannedKey
+    box: Box
+    path: str
+    start: int
+    nbytes: int
+    digest: int
+
+
+def key_table(keys: Sequence[PlannedKey], meshes: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return keys, and the meshes that their placements refer to, as bytes."""
+    names = pack_texts([key.name for key in keys], "names")
+    return pack(names, {"keys": [key.fields() for key in keys], "meshes": meshes})
+
+
+def rank_part(
+    world_size: int,
+    rows: npt.NDArray[np.void],
+    boxes: Iterable[int],
+    paths: Sequence[str],
+    files: Mapping[str, FileRecord],
+    *,
+    table: tuple[bytes, bytes | None],
+    private: Sequence[PlannedKey] = (),
+    objects: Sequence[tuple[str, Path]] = (),
+) -> bytes:
+    """Return what rank 0 needs for the index: 40 bytes per slice, plus 16 per dimension of each slice.
+
+    Rows have a fixed width, so rank 0 can concatenate all ranks' rows at once.
+
+    Args:
+        rows: The slices' rows, then the objects'. A row's key is an index into the table's keys, then the private keys.
+        boxes: Each slice's offsets and sizes.
+        table: Digest and bytes of the `key_table`. The bytes are None if a lower rank sends the same table.
+    """
+    arrays = {
+        **pack_texts([key.name for key in private], "names"),
+        **pack_texts(paths, "paths"),
+        **pack_texts([name for name, _ in objects], "objects"),
+        "rows": rows.view(np.uint8),
+        "box": np.fromiter(boxes, np.int64),
+    }
+    if table[1] is not None:
+        arrays["table"] = np.frombuffer(table[1], np.uint8)
+    header = {
+        "world_size": world_size,
+        "table": table[0].hex(),
+        "private": [key.fields() for key in private],
+        "objects": [path for _, path in objects],
+        "files": {path: [item.nbytes, item.checksum, item.outlined] for path, item in files.items()},
+    }
+    return pack(arrays, header)
+
+
+def plain_part(
+    world_size: int,
+    slices: Sequence[PlainSlice],
+    files: Mapping[str, FileRecord],
+    meshes: Sequence[Mapping[str, Any]] = (),
+) -> bytes:
+    """Return the `rank_part` of these slices."""
+    keys = {item.key.name: item.key for item in slices}
+    number, path_number = ({name: i for i, name in enumerate(names)} for names in (keys, files))
+    rows = [(number[s.key.name], path_number[s.path], s.start, s.nbytes, s.start, s.digest) for s in slices]
+    boxes = chain.from_iterable((*item.box.offsets, *item.box.sizes) for item in slices)
+    table = key_table(list(keys.values()), meshes)
+    return rank_part(world_size, np.array(rows, ROW), boxes, list(files), files, table=(signature_of(table), table))
+
+
+def mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
+    """Return a mesh's index in the list, after appending the mesh if it is new."""
+    if mesh not in meshes:
+        meshes.append(mesh)
+    return meshes.index(mesh)
+
+
+# --- on rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +196,7 @@ class SaveIndex:
 
     @classmethod
     def of(cls, parts: Sequence[bytes]) -> SaveIndex:
-        """Return a save's index, given each rank's result of `ShardedPlan.write`.
+        """Return a save's index, given each rank's `rank_part`.
 
         Raises:
             SaveError: Two ranks disagree about a tensor.
@@ -218,7 +305,8 @@ class SaveIndex:
         """Keep only the lowest rank's slice of a box that several ranks wrote.
 
         This happens with DTensors on a submesh. With FSDP over "dp" and tensor parallelism over "tp", a parameter
-        without tensor parallelism has one "dp" mesh per "tp" rank. Each of these meshes writes it once.
+        without tensor parallelism has one "dp" mesh per "tp" rank. Each of these meshes writes it once. It also happens
+        in LOCAL saves if the ranks' plain tensors differ.
         """
         plain = self._cut_in_rows()
         if all(plain):
@@ -229,7 +317,9 @@ class SaveIndex:
                 continue
             self._unproved.add(key.name)
             boxes = np.concatenate([offsets, sizes], axis=1)
-            first = first_of_equal(boxes) if len(boxes) > 1 and key.shape else None
+            first = None
+            if len(boxes) > 1:
+                first = first_of_equal(boxes) if key.shape else np.zeros(1, np.int64)
             if first is not None:
                 digests = zip(map(tuple, boxes.tolist()), self._rows["digest"][rows].tolist(), strict=True)
                 if len(set(digests)) > len(first):
@@ -302,7 +392,7 @@ class SaveIndex:
             except CorruptCheckpointError as error:
                 raise SaveError(
                     f"{error} The slices were written by ranks {self._ranks[rows].tolist()}, with the placements "
-                    f"{key.placement and list(key.placement[1])}."
+                    f"{key.placement and list(key.placement[1])}. Do all ranks hold the same model?"
                 ) from error
 
     # --- files
@@ -332,15 +422,13 @@ class SaveIndex:
         paths.update({name: found.path for name, found in self._objects.items()})
         return paths
 
-    def manifest(
-        self, files: Mapping[str, FileRecord], save_id: str, extra: Mapping[str, Any], kind: Kind = "ckptkit-sharded"
-    ) -> Manifest:
+    def manifest(self, save_id: str, extra: Mapping[str, Any], kind: Kind) -> Manifest:
         """Return the manifest. `files` must list all of the checkpoint's files except the manifest itself."""
         keys = list(self._keys.values())
         distinct: dict[tuple[int, tuple[str, ...]], int] = {}
         chosen = [-1 if k.placement is None else distinct.setdefault(k.placement, len(distinct)) for k in keys]
         paths = self._key_paths()
-        if kind == "ckptkit-sharded":  # our names contain the role, the FQN and the optimizer state
+        if kind != "dcp":  # our names contain the role, the FQN and the optimizer state
             role = {name: role_of(name, path) for name, path in paths.items()}
         else:  # the role of a name that the user chose depends on all other names
             table = RoleTable(paths, list(self._keys))
@@ -359,15 +447,19 @@ class SaveIndex:
         )
         files_, starts, digests = (np.ascontiguousarray(self._rows[name]) for name in ("file", "payload", "digest"))
         slices = Slices(files_, starts, self._nbytes(), self._offsets, self._sizes, self._ranks, digests)
-        fields = {"digests": {path: item.digest for path, item in files.items()}, "save_id": save_id}
+        fields: dict[str, Any] = {"save_id": save_id}
+        if METADATA_NAME in self.files:  # a reader compares it, because other writers may replace it
+            fields["digests"] = {path: item.digest for path, item in self.files.items()}
+        if self.meshes:
+            fields[MESHES] = self.meshes
         largest = max(self.meshes, key=lambda mesh: math.prod(mesh["shape"]), default=None)
         info = CatalogInfo(
             kind,
             producer="ckptkit",
             world_size=self.world_size,
             mesh=None if largest is None else MeshInfo(tuple(largest["shape"]), tuple(largest["names"])),
-            files={path: item.nbytes for path, item in files.items()},
-            extra={**extra, **fields, **({MESHES: self.meshes} if self.meshes else {}), **spare_fields(self._spares)},
+            files={path: item.nbytes for path, item in self.files.items()},
+            extra={**extra, **fields, **spare_fields(self._spares)},
         )
         objects = {}
         for name, found in self._objects.items():
@@ -399,28 +491,40 @@ def write_index(
     sync: bool = True,
     extra: Mapping[str, Any] | None = None,
     kind: Kind = "ckptkit-sharded",
+    files: Mapping[str, FileRecord] | None = None,
+    aliases: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Mapping[str, FileRecord]:
-    """Write `manifest.safetensors` and `.metadata` for all ranks' slices, and return all files. Only rank 0 calls this.
+    """Write `manifest.safetensors` and, if the data files are DCP's, `.metadata`. Return the written files.
+
+    Only rank 0 calls this.
 
     Args:
-        parts: Each rank's result of `ShardedPlan.write`.
+        parts: Each rank's `rank_part`.
         save_id: Recorded in both files.
         extra: JSON for the manifest's `info.extra`.
         kind: The format name recorded in the manifest.
+        files: More files of the checkpoint.
+        aliases: By section, the tied weights: each with the name under which it is stored.
 
     Raises:
         SaveError: The ranks disagree about a tensor, or their slices overlap or leave elements uncovered.
     """
     index = SaveIndex.of(parts)
     index.check()
-    state, size = new_hasher(), 0
-    with store.writer(METADATA_NAME, sync=sync) as writer:  # published when the block ends, which is after the manifest
-        for chunk in index.metadata(store.url, save_id):
-            state.update(chunk)
-            size += len(chunk)
-            writer.write(chunk)
-        files = {**index.files, METADATA_NAME: FileRecord(size, state.hexdigest())}
-        manifest = index.manifest(files, save_id, extra or {}, kind).to_bytes()
+    index.files.update(files or {})
+    tied = {section: names for section, names in (aliases or {}).items() if names}
+    written: dict[str, FileRecord] = {}
+    with ExitStack() as stack:
+        if kind in ("ckptkit-sharded", "dcp"):
+            state, size = new_hasher(), 0
+            # Published when the block ends, which is after the manifest.
+            writer = stack.enter_context(store.writer(METADATA_NAME, sync=sync))
+            for chunk in index.metadata(store.url, save_id):
+                state.update(chunk)
+                size += len(chunk)
+                writer.write(chunk)
+            written[METADATA_NAME] = index.files[METADATA_NAME] = FileRecord(size, state.hexdigest())
+        manifest = index.manifest(save_id, {**(extra or {}), **({"aliases": tied} if tied else {})}, kind).to_bytes()
         store.write(MANIFEST_NAME, manifest, sync=sync)
-    files[MANIFEST_NAME] = FileRecord(len(manifest), hex_digest_of(manifest))
-    return files
+    written[MANIFEST_NAME] = FileRecord(len(manifest), hex_digest_of(manifest))
+    return written

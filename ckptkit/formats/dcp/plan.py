@@ -36,10 +36,9 @@ from ckptkit.formats.dcp.host_bytes import (
     why_not_dense,
     without_subclass,
 )
-from ckptkit.formats.dcp.index import METADATA_NAME, Path, PlannedKey, write_index
+from ckptkit.formats.dcp.index import Path, PlannedKey, key_table, rank_part, write_index
 from ckptkit.formats.dcp.records import RecordFrame, frame_object, frame_tensor, is_plain
-from ckptkit.formats.own.columns import Column, pack, pack_texts
-from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
+from ckptkit.formats.own.record import FileRecord, WrittenTensors
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.formats.pickles.weights_only import dump_plain
 from ckptkit.formats.trainers.shards import local_parts
@@ -180,9 +179,7 @@ class ShardedPlan:
     ) -> WrittenTensors:
         """Write this rank's files `__<rank>_<n>.distcp`. Does not communicate.
 
-        The result's `part` is what rank 0 needs for the index: 40 bytes per slice, plus 16 per dimension of each slice.
-        Rows have a fixed width, so rank 0 can concatenate all ranks' rows at once. If several ranks have the same table
-        of keys, only the lowest of them sends it.
+        If several ranks have the same table of keys, only the lowest of them sends it.
 
         Args:
             tensors: Copies of the planned tensors, in the same order, to write in their place.
@@ -207,30 +204,17 @@ class ShardedPlan:
         slices, private = self.slices, self.keys[self.shared :]
         rows = written.rows
         rows["key"][: len(slices)] = [s.key for s in slices]
-        arrays: dict[str, Column] = {
-            **pack_texts([key.name for key in private], "names"),
-            **pack_texts(written.paths, "paths"),
-            **pack_texts([name for name, _ in self.objects], "objects"),
-            "rows": rows.view(np.uint8),
-            "box": np.array([n for s in slices for n in (*s.offsets, *s.sizes)], np.int64),
-        }
-        if self.sends_table:
-            arrays["table"] = np.frombuffer(self.table, np.uint8)
-        header = {
-            "world_size": self.world_size,
-            "table": self.digest.hex(),
-            "private": [key.fields() for key in private],
-            "objects": [path for _, path in self.objects],
-            "files": {path: [item.nbytes, item.checksum, item.outlined] for path, item in written.files.items()},
-        }
-        return WrittenTensors(pack(arrays, header), written.files, written.phases)
+        part = rank_part(
+            self.world_size, rows, [n for s in slices for n in (*s.offsets, *s.sizes)], written.paths, written.files,
+            table=(self.digest, self.table if self.sends_table else None), private=private, objects=self.objects,
+        )  # fmt: skip
+        return WrittenTensors(part, written.files, written.phases)
 
     def index(
         self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
         """Write `.metadata` and the manifest from all ranks' parts. Return these two files. Only rank 0 calls this."""
-        files = write_index(parts, store, save_id=save_id, extra=extra, sync=sync)
-        return {name: files[name] for name in (METADATA_NAME, MANIFEST_NAME)}
+        return write_index(parts, store, save_id=save_id, extra=extra, sync=sync)
 
 
 def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple[int, ...]]:
@@ -348,8 +332,7 @@ def _laid_out(
         keys.append(PlannedKey(name, cut.dtype_name, cut.shape, path, cut.placement))
         shared += name not in private
     mesh_fields = [_mesh_fields(mesh) for mesh in meshes]
-    names = pack_texts([key.name for key in keys[:shared]], "names")
-    table = pack(names, {"keys": [key.fields() for key in keys[:shared]], "meshes": mesh_fields})
+    table = key_table(keys[:shared], mesh_fields)
     digest = signature_of(table + "\0".join(sorted(shared_objects)).encode("utf-8", "surrogatepass"))
     return ShardedPlan(
         rank,

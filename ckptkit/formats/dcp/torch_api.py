@@ -411,7 +411,7 @@ class DCPWriter(StorageWriter):
             files = {place.path: place.file for place in sorted(places.values(), key=lambda place: place.path)}
             files[name] = FileRecord(len(data), hex_digest_of(data))
             index = _index(metadata, places, files, len(results))
-            store.write(MANIFEST_NAME, index.manifest(files, self.save_id, {}, "dcp").to_bytes(), sync=self.sync)
+            store.write(MANIFEST_NAME, index.manifest(self.save_id, {}, "dcp").to_bytes(), sync=self.sync)
         store.write(name, data, sync=self.sync)
 
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.entry import Catalog, CatalogInfo, TensorSlice
+from ckptkit.catalog.entry import Catalog, CatalogInfo, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.hf.header import SafetensorsHeader, read_header
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.json import parse
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.record import NO_RECORD
-from ckptkit.formats.own.slice_table import entries_of
+from ckptkit.formats.own.reader import role_of
 from ckptkit.storage.store import Store
 
 METADATA_KEY = "ckptkit.local"
@@ -120,7 +120,10 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
             f"{store.url}: {world_size} ranks saved, but {world_size - len(found)} of their files are missing: those "
             f"of ranks {', '.join(map(str, missing))}{', ...' if world_size - len(found) > _SHOWN else ''}."
         )
-    entries = entries_of({key: (*about[key], slices[key]) for key in slices})
+    entries = {}
+    for key, found_slices in slices.items():
+        dtype, shape = about[key]
+        entries[key] = TensorEntry(key, dtype, shape, SliceArray.of(found_slices, len(shape)), *role_of(key))
     info = CatalogInfo(
         "ckptkit-local",
         producer="ckptkit",

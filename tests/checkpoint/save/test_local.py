@@ -107,7 +107,8 @@ def test_the_rank_files_alone_give_the_catalog_of_the_manifest(ranks: Any, tmp_p
         other = recorded.tensors[name]
         assert (entry.dtype, entry.shape, entry.role, entry.fqn) == (other.dtype, other.shape, other.role, other.fqn)
         places = {(s.box, s.path, s.start, s.nbytes) for s in entry.slices}
-        assert places == {(s.box, s.path, s.start, s.nbytes) for s in other.slices}
+        assert places >= {(s.box, s.path, s.start, s.nbytes) for s in other.slices}
+        assert {s.box for s in entry.slices} == {s.box for s in other.slices}  # without the replicas
 
 
 def test_an_error_names_a_missing_rank_file(ranks: Any, tmp_path: Path) -> None:
