@@ -27,6 +27,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.own import local as local_shards
 from ckptkit.formats.own.reader import open_catalog
+from ckptkit.offline.verify import verify
 from ckptkit.storage.local import LocalStore
 from tests.checkpoint import jobs
 from tests.ranks import on_ranks
@@ -163,3 +164,21 @@ def test_the_command_that_a_refused_load_names_makes_a_checkpoint_that_loads(
     assert CliRunner().invoke(cli, command[1:]).exit_code == 0
     for loaded in ranks.run(_load_whole, size, tmp_path / "made"):
         assert loaded.startswith("model.weight model.bias")
+
+
+@on_ranks(2)
+def test_of_plain_tensors_that_all_ranks_write_the_manifest_lists_the_lowest_ranks(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    model = torch.nn.Module()
+    model.register_buffer("same", torch.arange(1 << 15))
+    model.register_buffer("number", torch.tensor(2.0))
+    model.register_buffer(f"own{rank}", torch.ones(3))  # the ranks' plain tensors differ, so each rank writes all of its
+    with CheckpointManager(tmp_path, state_dict_type="local") as manager:
+        manager.save(1, TrainState(model=model, rng=False))
+    if rank == 0:
+        step = tmp_path / "step_00000001"
+        tensors = open_catalog(LocalStore(str(step))).tensors
+        paths = {name: [s.path for s in entry.slices] for name, entry in tensors.items()}
+        first, second = (["local_00000.safetensors"], ["local_00001.safetensors"])
+        assert paths == {"model.same": first, "model.number": first, "model.own0": first, "model.own1": second}
+        assert verify(str(step)).ok
