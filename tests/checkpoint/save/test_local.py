@@ -172,7 +172,9 @@ def test_of_plain_tensors_that_all_ranks_write_the_manifest_lists_the_lowest_ran
     model = torch.nn.Module()
     model.register_buffer("same", torch.arange(1 << 15))
     model.register_buffer("number", torch.tensor(2.0))
-    model.register_buffer(f"own{rank}", torch.ones(3))  # the ranks' plain tensors differ, so each rank writes all of its
+    model.register_buffer(
+        f"own{rank}", torch.ones(3)
+    )  # the ranks' plain tensors differ, so each rank writes all of its
     with CheckpointManager(tmp_path, state_dict_type="local") as manager:
         manager.save(1, TrainState(model=model, rng=False))
     if rank == 0:
