@@ -110,19 +110,6 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def chunk_box(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Box:
-    """Return chunk `index` when `torch.chunk` splits a tensor into `parts` along `dim`. FSDP2 shards this way.
-
-    Each chunk has ceil(n / parts) rows. The last chunks may be shorter or empty; an empty chunk starts at n.
-    """
-    n = shape[dim]
-    length = -(-n // parts)
-    start = min(index * length, n)
-    size = min(length, n - start)
-    offsets = tuple(start if d == dim else 0 for d in range(len(shape)))
-    return Box(offsets, tuple(size if d == dim else s for d, s in enumerate(shape)))
-
-
 def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Convert the flat range [start, stop) of a row-major tensor to at most 2 * ndim - 1 boxes, in order.
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckptkit.catalog.box import Box, chunk_box, flat_range_boxes, row_major_strides
+from ckptkit.catalog.box import Box, flat_range_boxes, row_major_strides
 from tests.catalog.boxes import boxes_in, index, shapes
 
 with_box = shapes.flatmap(lambda shape: st.tuples(st.just(shape), boxes_in(shape)))
@@ -66,14 +66,6 @@ def test_a_flat_range_becomes_few_contiguous_boxes_in_element_order(case):
     assert np.concatenate([np.zeros(0, int), *elements]).tolist() == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     assert all(box.is_contiguous_in(shape) for box in boxes)
-
-
-@given(st.integers(0, 20), st.integers(1, 8))
-def test_chunks_are_those_of_torch_chunk(rows, parts):
-    expected = [len(chunk) for chunk in torch.chunk(torch.empty(rows, 2), parts)] if rows else []
-    boxes = [chunk_box((rows, 2), 0, parts, i) for i in range(parts)]
-    assert [box.sizes[0] for box in boxes if box.numel] == expected
-    assert [box.offsets[0] for box in boxes] == [min(i * -(-rows // parts), rows) for i in range(parts)]
 
 
 @given(shapes)

@@ -56,8 +56,7 @@ class RankSlices:
 _log = logging.getLogger(__name__)
 Path = tuple["str | int", ...]
 Kind = Literal["ckptkit-sharded", "ckptkit-full", "ckptkit-local", "dcp"]
-"""The format's name in the manifest. The caller of `dcp.save` chose the names in "dcp", a `CheckpointManager` all others.
-"""
+"""The format's name in the manifest. The names of a "dcp" checkpoint's tensors are the user's, those of others ours."""
 
 
 @dataclass(frozen=True, slots=True)

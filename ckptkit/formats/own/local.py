@@ -24,8 +24,8 @@ from ckptkit.formats.hf.header import SafetensorsHeader, read_header
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.json import parse
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
-from ckptkit.formats.own.record import NO_RECORD
 from ckptkit.formats.own.reader import role_of
+from ckptkit.formats.own.record import NO_RECORD
 from ckptkit.storage.store import Store
 
 METADATA_KEY = "ckptkit.local"
