@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # numpy is imported lazily, because `ckptkit ls` does not nee
 
 __all__ = [
     "CRC",
+    "Crc32",
     "DIGEST",
     "Fingerprint",
     "Hasher",
@@ -73,11 +74,13 @@ class Signer(Hasher, Protocol):
     def digest(self) -> bytes: ...
 
 
-class _Crc32:
+class Crc32:
+    """An incremental CRC-32. `value` is the CRC-32 of the preceding bytes."""
+
     __slots__ = ("value",)
 
-    def __init__(self) -> None:
-        self.value = 0
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
 
     def update(self, data: Any, /) -> None:
         self.value = crc32(data, self.value)
@@ -105,7 +108,7 @@ class _Sha256:
         return self._state.hexdigest()
 
 
-_HASHERS: dict[str, Callable[[], Hasher]] = {CRC: _Crc32, DIGEST: xxhash.xxh3_64, SHA256: _Sha256}
+_HASHERS: dict[str, Callable[[], Hasher]] = {CRC: Crc32, DIGEST: xxhash.xxh3_64, SHA256: _Sha256}
 NAMES = tuple(_HASHERS)
 """The known algorithms. Tables store an algorithm as its index in this tuple."""
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.entry import SliceArray
-from ckptkit.digests import CRC, NAMES, Hasher, crc32, crc32_combine, hash_of, new_hasher
+from ckptkit.digests import CRC, NAMES, Crc32, Hasher, crc32, crc32_combine, new_hasher
 from ckptkit.errors import IntegrityError
 
 Int64 = npt.NDArray[np.int64]
@@ -90,12 +90,15 @@ class Crcs:
         self._by_start: dict[int, int] = {}  # start -> stop
         self._lock = threading.Lock()
 
-    def feed(self, start: int, data: memoryview) -> tuple[int, int, int]:
-        """Add bytes at `start`; return the joined piece that now contains them: (start, stop, CRC-32)."""
+    def begin(self, start: int) -> tuple[int, int]:
+        """Return (start, CRC-32) of the piece that ends at `start`, to be continued. It is removed until `end`."""
         with self._lock:
             first, value = self._by_stop.pop(start, (start, 0))
             self._by_start.pop(first, None)
-        value, stop = crc32(data, value), start + len(data)  # outside the lock, so that threads hash in parallel
+        return first, value
+
+    def end(self, first: int, stop: int, value: int) -> tuple[int, int, int]:
+        """Add the piece [first, stop); return the joined piece that now contains it: (start, stop, CRC-32)."""
         with self._lock:
             if first in self._by_stop:  # meanwhile, another thread added the preceding piece
                 before, crc = self._by_stop.pop(first)
@@ -107,16 +110,25 @@ class Crcs:
             self._by_stop[stop], self._by_start[first] = (first, value), stop
         return first, stop, value
 
+    def feed(self, start: int, data: memoryview) -> None:
+        """Add bytes at `start`."""
+        first, value = self.begin(start)
+        self.end(first, start + len(data), crc32(data, value))  # outside the lock, so that threads hash in parallel
+
     def parts(self) -> list[tuple[int, int, int]]:
         """Return the joined pieces in order: (start, size in bytes, CRC-32)."""
         with self._lock:
             return sorted((start, stop - start, crc) for stop, (start, crc) in self._by_stop.items())
 
 
-class Verifier:
-    """Checks records against their digests while their bytes are copied. Thread-safe.
+Run = tuple[int, Hasher]
+"""A digest in progress: where its bytes start, and the hasher that has taken them."""
 
-    A record with a CRC-32 is checked once all its bytes have been added, in any order. Other records are checked only
+
+class Verifier:
+    """Checks records against their digests while their bytes are read. Thread-safe.
+
+    A record with a CRC-32 is checked once all its bytes have been read, in any order. Other records are checked only
     if their bytes come in order. The records that `unproved` returns must be read again.
 
     Args:
@@ -131,62 +143,67 @@ class Verifier:
         self._describe = describe
         self._advice = advice
         self._crcs: dict[int, Crcs] = {}
-        # By (record, where its next bytes start): the digest so far, and where the record ends.
-        self._begun: dict[tuple[int, int], tuple[Hasher, int]] = {}
+        self._runs: dict[tuple[int, int], Run] = {}  # by (record, where its next bytes start)
         self._lock = threading.Lock()
         self.proved = table.nbytes == 0
 
-    def feed(self, record: int, start: int, data: memoryview) -> None:
-        """Add bytes at `start` of a record's source. They must lie inside the record.
+    def begin(self, record: int, start: int) -> Run | None:
+        """Return a digest to update with a record's bytes from `start` on; None if they can't or needn't be checked.
+
+        The caller passes it to `end`, or drops it if reading fails.
+        """
+        table = self._table
+        if self.proved[record]:
+            return None
+        algorithm, first = NAMES[int(table.algorithms[record])], int(table.starts[record])
+        if start == first:
+            return first, new_hasher(algorithm)
+        with self._lock:
+            if algorithm != CRC:
+                return self._runs.pop((record, start), None)  # None: out of order
+            crcs = self._crcs.setdefault(record, Crcs())
+        first, value = crcs.begin(start)
+        return first, Crc32(value)
+
+    def end(self, record: int, run: Run, stop: int) -> None:
+        """Take a digest that now has all bytes up to `stop`, which must lie inside the record.
 
         Raises:
             IntegrityError: The record is complete and its digest does not match.
         """
-        table, stop = self._table, start + len(data)
-        with self._lock:
-            hasher, end = self._begun.pop((record, start), (None, 0))
-        if hasher is None:
-            algorithm = NAMES[int(table.algorithms[record])]
-            first, end = int(table.starts[record]), int(table.starts[record] + table.nbytes[record])
-            if self.proved[record] or start == stop:
-                return
-            if (start, stop) == (first, end):
-                self._finish(record, hash_of((data,), algorithm))
-                return
-            if algorithm == CRC:
-                with self._lock:
-                    crcs = self._crcs.setdefault(record, Crcs())
-                # Use what `feed` returns, not `crcs.parts()`: if a thread reads a piece twice, that piece may have
-                # replaced the joined one there.
-                *joined, value = crcs.feed(start, data)
-                if joined == [first, end]:
-                    self._finish(record, value)
-                return
-            if start != first:
-                return  # out of order
-            hasher = new_hasher(algorithm)
-        hasher.update(data)
-        if stop == end:
-            self._finish(record, hasher.intdigest())
-        else:
+        table, first, value = self._table, run[0], run[1].intdigest()
+        algorithm, expected = NAMES[int(table.algorithms[record])], int(table.values[record])
+        start, end = int(table.starts[record]), int(table.starts[record] + table.nbytes[record])
+        if (first, stop) != (start, end):
             with self._lock:
-                self._begun[record, stop] = hasher, end
-
-    def _finish(self, record: int, value: int) -> None:
+                if algorithm != CRC:
+                    self._runs[record, stop] = run
+                    return
+                crcs = self._crcs.setdefault(record, Crcs())
+            # Use what `end` returns, not `crcs.parts()`: if a thread reads a piece twice, that piece may have replaced
+            # the joined one there.
+            first, stop, value = crcs.end(first, stop, value)
+            if (first, stop) != (start, end):
+                return
         with self._lock:
             self._crcs.pop(record, None)
-        table, start, expected = self._table, int(self._table.starts[record]), int(self._table.values[record])
         if value != expected:
             raise IntegrityError(
-                f"{self._describe(record)}: checksum mismatch in bytes [{start}, {start + int(table.nbytes[record])}): "
-                f"expected {NAMES[int(table.algorithms[record])]} {expected:x}, found {value:x}. The file is damaged: "
-                f"{self._advice}."
+                f"{self._describe(record)}: checksum mismatch in bytes [{start}, {end}): expected {algorithm} "
+                f"{expected:x}, found {value:x}. The file is damaged: {self._advice}."
             )
         self.proved[record] = True
+
+    def feed(self, record: int, start: int, data: memoryview) -> None:
+        """Check bytes at `start` of a record's source that were read in one call."""
+        run = self.begin(record, start)
+        if run is not None:
+            run[1].update(data)
+            self.end(record, run, start + len(data))
 
     def unproved(self) -> Int64:
         """Return the records that were not checked. Drop their partial digests."""
         with self._lock:
             self._crcs.clear()
-            self._begun.clear()
+            self._runs.clear()
         return np.flatnonzero(~self.proved)

@@ -185,43 +185,53 @@ class SourceReader:
             IncompleteCheckpointError: A file is too short.
         """
         for group in self._groups(ranges):
-            first = group[0]
+            first, run = group[0], None
             where = self._origins[first.origin]
+            # A single range of a file is read in pieces, each of which is hashed while it is in the CPU cache.
+            alone = len(group) == 1 and self.descriptors is not None and where.codec is None
+            if alone and self._verifier is not None and first.record >= 0:
+                run = self._verifier.begin(first.record, first.start)
             if where.codec is not None:
                 self._decode(first.origin, where.codec, first.start, first.view)
             elif self.descriptors is None:
                 self._remote.read_many([ReadInto(self._origins[r.origin].path, r.start, r.view) for r in group])
             else:
-                vector = [item.view for item in group]
-                at = first.start
+                at, rest = first.start, [item.view for item in group]
                 with self.descriptors.using(where.path) as descriptor:
-                    while vector:
+                    while rest:
+                        vector = [rest[0][:_PIECE]] if alone else rest
                         got = os.preadv(descriptor, vector, at)
                         if got == 0:
                             raise IncompleteCheckpointError(
                                 f"{where.path} is truncated: it has {os.fstat(descriptor).st_size} bytes, but bytes up "
                                 f"to {group[-1].start + len(group[-1].view)} are needed."
                             )
+                        if run is not None:
+                            run[1].update(vector[0][:got])
                         at += got
-                        while vector and got >= len(vector[0]):
-                            got -= len(vector.pop(0))
+                        while rest and got >= len(rest[0]):
+                            got -= len(rest.pop(0))
                         if got:
-                            vector[0] = vector[0][got:]
-            if self._verifier is not None:
-                for item in group:
-                    if item.record >= 0:
-                        self._verifier.feed(item.record, item.start, item.view)
+                            rest[0] = rest[0][got:]
+            if self._verifier is None:
+                continue
+            if run is not None:
+                self._verifier.end(first.record, run, first.start + len(first.view))
+            for item in () if alone else group:
+                if item.record >= 0:
+                    self._verifier.feed(item.record, item.start, item.view)
 
     def _groups(self, ranges: Sequence[Range]) -> Iterator[list[Range]]:
-        """Yield ranges to read in one call: a part of one origin without holes, or any parts of remote files."""
+        """Yield ranges to read in one call: neighbors in a local file, any parts of remote files, or a single range."""
         group: list[Range] = []
         origin = begin = stop = nbytes = 0
         most = _WINDOW if self.descriptors is None else _PIECE
         for item in ranges:
             decoded = self._origins[item.origin].codec is not None
-            for done in range(0, len(item.view), most):
-                piece = item if len(item.view) <= most else item._replace(
-                    start=item.start + done, view=item.view[done : done + most]
+            cut = most if decoded or self.descriptors is None else len(item.view)
+            for done in range(0, len(item.view), cut or 1):
+                piece = item if len(item.view) <= cut else item._replace(
+                    start=item.start + done, view=item.view[done : done + cut]
                 )  # fmt: skip
                 size, gap = len(piece.view), piece.start - stop
                 if self.descriptors is None:

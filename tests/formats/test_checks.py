@@ -13,9 +13,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit import digests
 from ckptkit.digests import NAMES
 from ckptkit.errors import IntegrityError
-from ckptkit.formats import checks
 from ckptkit.formats.checks import Crcs, RecordTable, Verifier
 
 PIECES = (b"first piece", b"second piece")
@@ -66,7 +66,7 @@ def feed_side_by_side(verifier: Verifier, slow: SlowCrc, pieces: tuple[bytes, ..
 def test_adjacent_pieces_of_two_threads_are_hashed_in_parallel_and_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checks, "crc32", slow := SlowCrc())
+    monkeypatch.setattr(digests, "crc32", slow := SlowCrc())
     verifier = verifier_of(b"".join(PIECES), zlib.crc32(b"".join(PIECES)))
     assert not feed_side_by_side(verifier, slow, PIECES)
     assert slow.others.is_set()
@@ -74,7 +74,7 @@ def test_adjacent_pieces_of_two_threads_are_hashed_in_parallel_and_joined(
 
 
 def test_a_damaged_piece_is_found_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "crc32", slow := SlowCrc())
+    monkeypatch.setattr(digests, "crc32", slow := SlowCrc())
     pieces = (PIECES[0], b"SECOND piece")
     (failure,) = feed_side_by_side(verifier_of(b"".join(pieces), zlib.crc32(b"".join(PIECES))), slow, pieces)
     assert isinstance(failure, IntegrityError)
@@ -82,14 +82,14 @@ def test_a_damaged_piece_is_found_with_any_number_of_threads(monkeypatch: pytest
 
 
 def test_a_piece_read_twice_is_not_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Crcs.feed
+    plain = Crcs.end
 
-    def feed(self: Crcs, start: int, data: memoryview) -> Any:
-        found = plain(self, start, data)
-        plain(self, start, data)  # by the other thread, before this one looks at the result
+    def end(self: Crcs, first: int, stop: int, value: int) -> Any:
+        found = plain(self, first, stop, value)
+        plain(self, first, stop, value)  # by the other thread, before this one looks at the result
         return found
 
-    monkeypatch.setattr(Crcs, "feed", feed)
+    monkeypatch.setattr(Crcs, "end", end)
     verifier = verifier_of(b"".join(PIECES), zlib.crc32(b"".join(PIECES)))
     for piece in PIECES:
         verifier.feed(0, b"".join(PIECES).index(piece), memoryview(piece))

@@ -91,12 +91,12 @@ def test_a_killed_conversion_continues_and_gives_the_same_bytes(source, tmp_path
 
 
 def test_a_step_without_proved_digests_is_not_recorded_as_done(source, tmp_path, monkeypatch):
-    feed, done, stated = Verifier.feed, journal.Journal.done, []
+    begin, done, stated = Verifier.begin, journal.Journal.done, []
 
-    def lost(self, record, start, data):  # once, as if another thread had a piece of it
-        monkeypatch.setattr(Verifier, "feed", feed)
+    def lost(self, record, start):  # once, as if another thread had a piece of it
+        monkeypatch.setattr(Verifier, "begin", begin)
 
-    monkeypatch.setattr(Verifier, "feed", lost)
+    monkeypatch.setattr(Verifier, "begin", lost)
     monkeypatch.setattr(journal.Journal, "done", lambda self, step: (stated.append(step), done(self, step)))
     report = convert(str(source), str(tmp_path / "out"), workers=1)
     assert len(stated) == 4  # of 5
