@@ -52,7 +52,8 @@ class DType:
             return tuple(shape)
         if not shape or shape[-1] * 8 % self.bits:
             raise UnsupportedFormatError(
-                f"{self.name} of shape {list(shape)}: the last dimension does not hold whole {self.bits}-bit numbers."
+                f"{self.name} of shape {list(shape)}: the last dimension does not hold a whole number of "
+                f"{self.bits}-bit values."
             )
         return (*shape[:-1], shape[-1] * 8 // self.bits)
 

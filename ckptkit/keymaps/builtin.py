@@ -1,7 +1,7 @@
 """Defines the built-in key maps, and chooses the map that a checkpoint needs.
 
-Each map renames a training run's names to the Hub's; "inverse:NAME" does the opposite. The expert layouts are those in
-which transformers 5 saves (its conversion_mapping). `model_type` decides which one applies.
+Each map renames a training run's names to the Hub's; "inverse:NAME" does the opposite. The model's `model_type` decides
+how experts are laid out: as transformers 5 saves them (see its `conversion_mapping`).
 """
 
 from __future__ import annotations

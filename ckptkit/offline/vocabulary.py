@@ -82,7 +82,7 @@ def resize(
 ) -> tuple[dict[str, OutputTensor], Mapping[str, Any] | None, tuple[str, ...]]:
     """Return a model's tensors with the embedding and the head resized to `size.rows` rows, its config, and notes.
 
-    Reads both tensors for a mean.
+    Reads both tensors if new rows get the mean of the old ones.
 
     Args:
         files: Contents of the model's small files, by name. Each token of the tokenizer must keep its row.

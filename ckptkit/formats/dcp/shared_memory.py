@@ -35,7 +35,7 @@ class Claim:
 
     @classmethod
     def whole(cls, key: str, entry: TensorEntry, like: torch.Tensor) -> Claim:
-        """Return a claim for the whole tensor instead of this rank's part, so that all ranks get the same result."""
+        """Return a claim for the whole tensor, not only this rank's part, so that all ranks decide alike."""
         import torch
 
         shape = tuple(like.shape)

@@ -71,7 +71,7 @@ def _named(
             names, most = tried, len(tried)
     if model and not most:
         raise CheckpointMismatchError(
-            f"--weights ema: the model has none of the names below {front!r}: {first_few(list(found), 3)}. Is "
+            f"--weights ema: none of the names under {front!r} is in the model: {first_few(list(found), 3)}. Is "
             "it the average of another model?"
         )
     chosen = {target: replace(found[name], fqn=target, role=Role.MODEL) for name, target in names.items()}

@@ -95,7 +95,7 @@ def test_the_average_of_lightning_is_its_state_dict(tmp_path: Path) -> None:
         ({}, CheckpointNotFoundError, "no tensors of an EMA"),
         ({"ema": {"a.w": torch.ones(2)}, "state_dict_ema": {"a.w": torch.ones(2)}}, UsageError, "several EMAs: ema"),
         ({"ema": {"a.w": torch.ones(3)}}, CheckpointMismatchError, r"'.*a.w' has shape \[3\]"),
-        ({"ema": {"b.v": torch.ones(2)}}, CheckpointMismatchError, "none of the names below 'ema.'"),
+        ({"ema": {"b.v": torch.ones(2)}}, CheckpointMismatchError, "none of the names under 'ema.'"),
         ({"ema": {"0": torch.ones(2), "1": torch.ones(2)}}, UnsupportedFormatError, "have numbers instead of names"),
     ],
 )
