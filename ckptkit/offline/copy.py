@@ -34,7 +34,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.detect import Source
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, step_of_name
+from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, record_path, step_of_name
 from ckptkit.formats.pickles.zip import file_size
 from ckptkit.formats.trainers.steps import parse_step
 from ckptkit.offline.conversion import How, carry_out, peak_memory, refusals
@@ -517,7 +517,7 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
             part = replace(how, progress=_part(how.progress, done, total))
             try:
                 if same.get(item.name) == "":
-                    copies.append(_found(item, at, to, how))
+                    copies.append(_found(known[item.name], view, at, to, how))
                 else:
                     copies.append(copy_checkpoint(at, to, part, reading, all_files=all_files))
             except CheckpointNotFoundError:
@@ -556,8 +556,11 @@ def _part(progress: Progress | None, before: int, total: int) -> Progress | None
     return lambda done, _, what: progress(min(before + done, total), total, what)
 
 
-def _found(item: Committed, at: str, to: str, how: How) -> CopiedCheckpoint:
+def _found(item: Committed, view: Store, at: str, to: str, how: How) -> CopiedCheckpoint:
     """Return the result for a checkpoint that `dst` already has. With `verify`, check it against its digests first.
+
+    Args:
+        item: The checkpoint in `dst`, of which `view` is a snapshot.
 
     Raises:
         IntegrityError: The checkpoint in `dst` is damaged.
@@ -566,7 +569,8 @@ def _found(item: Committed, at: str, to: str, how: How) -> CopiedCheckpoint:
     for problem in verify(to, storage_options=how.here).problems if asked else ():
         raise IntegrityError(f"{to} already exists, but is damaged: {problem.message}")
     form, files = f"ckptkit-{item.record.state_dict_type}", len(item.record.files) + 1
-    return CopiedCheckpoint(at, to, form, files, item.record.total_bytes, verified=asked or None, there=True)
+    nbytes = item.record.total_bytes + file_size(view, record_path(item.name))
+    return CopiedCheckpoint(at, to, form, files, nbytes, verified=asked or None, there=True)
 
 
 def _left_out(inventory: Inventory) -> dict[str, str]:

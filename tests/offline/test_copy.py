@@ -247,6 +247,8 @@ def test_running_a_copy_again_copies_only_new_checkpoints(run: Path, tmp_path: P
         manager.save(4, state(4))
     done = copy(str(run), str(new))
     assert [item.there for item in done.checkpoints] == [True, True, True, False]
+    for item in done.checkpoints:
+        assert item.nbytes == sum(path.stat().st_size for path in Path(item.dst).iterdir())
     assert steps(new) == [1, 2, 3, 4] and all(p.stat().st_mtime_ns == at for p, at in before.items())
     assert done.nbytes == done.checkpoints[-1].nbytes
 
