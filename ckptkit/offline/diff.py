@@ -323,7 +323,7 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
         # Globs may match the names that are compared, or the names that `inspect` shows for either side.
         shown = {name: [name] for name in chosen}
         for name, entry in (*left.items(), *right.items()):
-            if entry.name.endswith(name):  # not if a tied tensor is compared under its other name
+            if entry.role is not Role.MODEL or entry.name.endswith(name):  # not the other name of a tied tensor
                 shown[name].append(entry.name)
         chosen = {name for name, known in shown.items() if wanted(*known)}
     left, right = ({n: e for n, e in side.items() if n in chosen and e.name not in opaque} for side in (left, right))

@@ -178,13 +178,16 @@ def test_diff_shows_a_cast_by_layer_or_tensor_and_exits_with_1(zoo: Path, tmp_pa
     assert not any("norm" in row["name"] for row in found["different"])
 
 
-def test_diff_accepts_the_names_that_inspect_shows(root: Path, tmp_path: Path) -> None:
+def test_diff_accepts_the_names_that_inspect_shows(zoo: Path, root: Path, tmp_path: Path) -> None:
     """Its error says: see the names with `ckptkit inspect`."""
     ran("convert", root, tmp_path / "out")
     assert "model.weight" in ran("inspect", root, "--tensors", "*")
     for one, other in ((root, tmp_path / "out"), (tmp_path / "out", root)):
         for names in (("--include", "model.w*"), ("--include", "weight"), ("--exclude", "model.bias*")):
             assert document("diff", one, other, *names, "--exclude", "optimizer*", "--exclude", "rng*")["same"] == 1
+    assert "optimizer.state.gain.exp_avg " in ran("inspect", zoo / DCP, "--tensors", "*")
+    assert document("diff", zoo / DCP, zoo / DCP, "--include", "optimizer.state.gain.*")["same"] == 3
+    assert document("diff", zoo / DCP, zoo / DCP, "--exclude", "optimizer.*")["same"] == 18
 
 
 # --- tied tensors
