@@ -24,8 +24,23 @@ def command(url: str, why: str, as_json: bool, storage_options: StorageOptions) 
 
     if not why.strip():
         raise UsageError("--why is empty: give a reason that others will understand.")
-    name = pin_forever(resolve_checkpoint(url, storage_options=storage_options), why, storage_options=storage_options)
+    address = resolve_checkpoint(url, storage_options=storage_options)
+    check_exists(address, storage_options)
+    name = pin_forever(address, why, storage_options=storage_options)
     if as_json:
         print_json({"schema": "ckptkit.pin/1", "name": name, "pinned": True, "why": why})
     else:
         click.echo(f"pinned {name}: {why}")
+
+
+def check_exists(address: str, storage_options: StorageOptions) -> None:
+    """Raise CheckpointNotFoundError if there is nothing at `address`."""
+    from ckptkit.checkpoint.run.pins import split_checkpoint_url
+    from ckptkit.errors import CheckpointNotFoundError
+    from ckptkit.formats.detect import not_there
+    from ckptkit.storage.local import is_directory
+
+    root, name = split_checkpoint_url(address, storage_options=storage_options)
+    if root.info(name) is None and not root.list(name):
+        path = f"{root.url}/{name}"
+        raise CheckpointNotFoundError(not_there(path, path) if is_directory(root) else f"{path} does not exist.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from ckptkit.cli.frame import StorageOptions, command_frame, json_option, print_json, storage_option
+from ckptkit.cli.pin import check_exists
 
 
 @click.command("unpin")
@@ -18,15 +19,12 @@ def command(url: str, as_json: bool, storage_options: StorageOptions) -> None:
     RUN alone means its newest checkpoint.
     """
     from ckptkit.checkpoint.run.address import resolve_checkpoint
-    from ckptkit.checkpoint.run.pins import split_checkpoint_url, unpin
-    from ckptkit.errors import CheckpointNotFoundError
+    from ckptkit.checkpoint.run.pins import unpin
 
     address = resolve_checkpoint(url, storage_options=storage_options)
     was_pinned = unpin(address, storage_options=storage_options)
     if not was_pinned:
-        root, name = split_checkpoint_url(address, storage_options=storage_options)
-        if root.info(name) is None and not root.list(name):
-            raise CheckpointNotFoundError(f"{address} does not exist, and nothing is pinned under that name.")
+        check_exists(address, storage_options)
     shown = address.rstrip("/").rpartition("/")[2]
     if as_json:
         print_json({"schema": "ckptkit.pin/1", "name": shown, "pinned": False, "was": was_pinned})

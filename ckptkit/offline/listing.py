@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.arguments import Location, location, wrong
 from ckptkit.checkpoint.retention import Decision, RetentionPolicy
-from ckptkit.checkpoint.run.address import NAMED_CHECKPOINT
+from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.checkpoint.run.delete import plan_rotation
 from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, check_metric, list_checkpoints
 from ckptkit.checkpoint.run.unnamed import unnamed_files
@@ -105,7 +105,7 @@ def list_run(
     view = snapshot(root)
     inventory = list_checkpoints(root, view=view)
     if not (inventory.committed or inventory.in_progress or inventory.abandoned or inventory.skipped):
-        raise CheckpointNotFoundError(nothing_of_ours(url, inventory, root))
+        raise CheckpointNotFoundError(nothing_of_ours(url, inventory, root, storage_options=storage_options))
     ahead = look_ahead(root, view, inventory, policy, recorded=recorded)
     gaps, last = {}, 0  # how many saves are missing between each checkpoint and the previous one that still exists
     for saved in sorted(inventory.committed, key=lambda item: item.record.sequence):
@@ -196,11 +196,17 @@ def _attempt(item: Attempt, state: str) -> Listed:
     return Listed(item.name, state, step_of_name(item.name), why=why)
 
 
-def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:
-    """Return a message that says what is at `url` instead of a run, and which command to use."""
+def nothing_of_ours(
+    url: str, inventory: Inventory, root: Store, *, storage_options: Mapping[str, Any] | None = None
+) -> str:
+    """Return a message that says what is at `url` instead of a run, and which command to use.
+
+    Raises:
+        CheckpointNotFoundError: `url` is a name such as RUN/latest or RUN/1200, but the run has no such checkpoint.
+    """
     found = root.info("")
     above, _, name = url.rstrip("/").rpartition("/")
-    if found is None and above and NAMED_CHECKPOINT.fullmatch(name):
+    if found is None and above and resolve_url(url, storage_options=storage_options) != url:
         return f"{url} is one checkpoint; to list its run: {command_line('ls', above)}"
     if found is None:
         from ckptkit.formats.detect import not_there  # imported lazily, because it imports numpy

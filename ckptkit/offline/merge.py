@@ -252,7 +252,7 @@ def _of_run(
     inventory = list_checkpoints(root)
     committed = inventory.committed
     if not committed:
-        raise CheckpointNotFoundError(nothing_of_ours(run, inventory, root))
+        raise CheckpointNotFoundError(nothing_of_ours(run, inventory, root, storage_options=storage_options))
     if last is not None:
         if not 1 < last <= len(committed):
             raise CheckpointNotFoundError(

@@ -77,7 +77,8 @@ def prune(
     view = snapshot(root)
     inventory = list_checkpoints(root, view=view)
     if not (inventory.committed or inventory.abandoned):
-        raise CheckpointNotFoundError(f"Nothing was deleted: {nothing_of_ours(url, inventory, root)}")
+        nothing = nothing_of_ours(url, inventory, root, storage_options=storage_options)
+        raise CheckpointNotFoundError(f"Nothing was deleted: {nothing}")
     ahead = look_ahead(root, view, inventory, policy, recorded=recorded)
     if ahead.policy is None and not inventory.abandoned:
         raise UsageError(f"{url} has no recorded policy to apply. Give one, for example --max-num 3.")

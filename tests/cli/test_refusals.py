@@ -53,6 +53,12 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
     ),
     "a misspelt run gets a suggestion from ls": (1, "ls {here}/RUM", "Did you mean {root}?"),
     "a misspelt run gets a suggestion from prune": (1, "prune {here}/RUM", "Did you mean {root}?"),
+    "a misspelt run gets a suggestion from pin": (1, "pin {here}/RUM", "RUM does not exist. Did you mean {root}?"),
+    "a misspelt run gets a suggestion from unpin": (1, "unpin {here}/RUM", "Did you mean {root}?"),
+    "a missing directory cannot be pinned": (1, "pin {here}/x/y", "does not exist (nor does {here}/x; {here} does)."),
+    "a number without a checkpoint is not listed": (1, "ls {root}/999", "has no checkpoint '999'"),
+    "a number without a checkpoint is not pruned": (1, "prune {root}/999 --max-num 1", "has no checkpoint '999'"),
+    "latest of a missing run is not listed": (1, "ls {here}/nowhere/latest", "{here}/nowhere does not exist"),
     "a misspelt name gets a suggestion": (1, "inspect {root}/lates", "Did you mean {root}/latest?"),
     "an unknown name lists the newest": (1, "inspect {root}/lates", "step_00000300"),
     "a misspelt parent gets a suggestion": (
@@ -113,7 +119,7 @@ def test_an_unknown_name_in_a_run_of_one_checkpoint_names_that_checkpoint(root: 
         shutil.rmtree(root / step)
     result = run("inspect", root / name)
     assert result.exit_code == 1
-    assert f"has no checkpoint '{name}'. There is only step_00000300." in result.stderr
+    assert f"has no checkpoint '{name}'. It has only step_00000300." in result.stderr
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///run", "gs://"])

@@ -307,7 +307,7 @@ def test_checkpoints_that_differ_are_refused(
         ("", {"last": 2, "steps": "1:2"}, UsageError, "use one of them"),
         ("", {"last": 9}, CheckpointNotFoundError, "has 4 committed checkpoints"),
         ("", {"steps": "90:99"}, CheckpointNotFoundError, "has 0 committed checkpoints in this range. Steps: 10, 20"),
-        ("/nope", {"last": 2}, CheckpointNotFoundError, "nope does not exist"),
+        ("/nope", {"last": 2}, CheckpointNotFoundError, "has no checkpoint 'nope'"),
     ],
 )
 def test_a_choice_that_cannot_name_two_checkpoints_is_refused(

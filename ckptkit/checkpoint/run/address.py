@@ -83,6 +83,10 @@ def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
         return
     if is_directory(root) and os.path.isdir(os.path.join(root.url, name)):
         return
+    if is_directory(root) and root.info("") is None:
+        from ckptkit.formats.detect import not_there  # imported lazily, because it imports numpy
+
+        raise CheckpointNotFoundError(not_there(root.url, root.url))
     there = f"; {len(inventory.skipped)} directories were skipped (`{command_line('ls', '--all', root.url)}`)" * bool(
         inventory.skipped
     )

@@ -499,12 +499,11 @@ def rank_by(records: Sequence[CommitRecord], metric: str, mode: str) -> list[Com
 
 
 def said_of(committed: Sequence[Committed]) -> str:
-    """Return a phrase with the number of checkpoints and the last five names, without a full stop.
-
-    `committed` must not be empty.
-    """
-    there = ", ".join(item.name for item in committed[-5:])
-    return f"There are {len(committed)}, the last: {there}" if len(committed) > 1 else f"There is only {there}"
+    """Return a phrase that names the last five checkpoints, without a full stop. `committed` must not be empty."""
+    shown = ", ".join(item.name for item in committed[-5:])
+    if len(committed) > 5:
+        return f"It has {len(committed)}; the last five are {shown}"
+    return f"It has {shown}" if len(committed) > 1 else f"It has only {shown}"
 
 
 def _not_found(inventory: Inventory, name: str) -> str:
