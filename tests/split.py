@@ -48,8 +48,6 @@ NIGHT: dict[str, int] = {
     "::test_a_fresh_start_among_half_copies_on_an_object_store_deletes_none_of_them": 0,
     "tests/checkpoint/test_fresh_start.py::test_leftovers_of_a_killed_first_save_on_an_object_store_are_no_error": 0,
     "tests/checkpoint/run/test_coordinator.py": 2,
-    "tests/checkpoint/run/test_coordinator.py::test_every_rank_names_a_hanging_rank_and_the_next_call_works": 0,
-    "tests/checkpoint/run/test_coordinator.py::test_a_rank_that_dies_fails_the_others_soon": 0,
     "tests/checkpoint/run/test_delete.py": 2,
     "tests/checkpoint/test_manager_faults.py": 3,
     "tests/checkpoint/save/test_full.py": 2,

@@ -8,8 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from ckptkit.cli.main import cli
-from ckptkit.errors import UsageError
-from ckptkit.formats.own.record import checkpoint_name, step_of_name
+from ckptkit.formats.own.record import step_of_name
 from ckptkit.storage.store import is_safe_name
 from tests.hostile.sources import safetensors
 
@@ -17,19 +16,8 @@ NAMES = [
     "", ".", "..", "../x", "/etc/x", "a/b", "a\\b", "a\0b", "a\nb", "\x1b[2J", "-rf", ".hidden", "latest", "best", "LATEST",
     "checkpoint.json", "con", "NUL", "com1.x", "a.", "a ", "x" * 129, "\uff0e\uff0e", "st\u0435p_00000001", "\u202eabc",
     "~", "*", "a:b", "step_00000009", "00012", "%2e%2e", "$(x)", "a;b", "step_00000001\n", "١٢",
+    "~root", "a b", "a*", "NUL.txt", "a@0123456789abcdef", "12",
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_a_hostile_tag_is_refused(name: str) -> None:
-    with pytest.raises(UsageError):
-        checkpoint_name(1, name)
-
-
-def test_an_ordinary_tag_is_accepted() -> None:
-    assert [checkpoint_name(1, tag) for tag in ("best-1.0", "step_00000001", "keep_me", "1")] == [
-        "best-1.0", "step_00000001", "keep_me", "1",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "step_00000009"], ids=ascii)

@@ -29,7 +29,9 @@ def names(root: Path) -> list[str]:
     return [item.name for item in ls(root).committed]
 
 
-@pytest.mark.parametrize("tag", ["x.owner", "x.part", "final.json", "_", "0.1", "global_step100", "x" * 128])
+@pytest.mark.parametrize(
+    "tag", ["x.owner", "x.part", "final.json", "_", "0.1", "global_step100", "x" * 128, "best-1.0", "1"]
+)
 def test_every_allowed_tag_can_be_listed_and_deleted(tmp_path: Path, tag: str) -> None:
     save(tmp_path, 1, tag=tag)
     save(tmp_path, 2)
@@ -171,11 +173,6 @@ def test_best_without_a_recorded_metric_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="best:METRIC:min"):
         resolve(open_store(str(tmp_path)), "best")
     assert resolve(open_store(str(tmp_path)), "best", best=("loss", "min")).step == 1
-
-
-def test_the_content_of_the_file_latest_does_not_matter(run: Path) -> None:
-    (run / "latest").write_text("step_00000010\n")
-    assert resolve(open_store(str(run))).name == "final"
 
 
 def test_listing_imports_neither_torch_nor_numpy(run: Path) -> None:

@@ -156,12 +156,9 @@ def test_pinning_again_changes_the_reason(tmp_path: Path) -> None:
 def test_a_checkpoint_url_is_split_into_run_and_name(url: str, root: str, name: str) -> None:
     store, found = split_checkpoint_url(url)
     assert (store.url, found) == (root, name)
-
-
-@pytest.mark.parametrize("url", ["", "/", ".", "..", "s3://bucket"])
-def test_a_url_without_a_checkpoint_is_refused(url: str) -> None:
-    with pytest.raises(UsageError):
-        split_checkpoint_url(url)
+    for other in ("", "/", ".", "..", "s3://bucket"):
+        with pytest.raises(UsageError):
+            split_checkpoint_url(other)
 
 
 def test_reading_the_latest_never_fails_while_another_saves_with_max_num_1(tmp_path: Path) -> None:
