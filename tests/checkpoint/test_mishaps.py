@@ -25,8 +25,7 @@ from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import acquire_lease, open_attempts
 from ckptkit.storage.open import open_store
 from tests.checkpoint import states
-from tests.checkpoint.full_disk import disk, fill
-from tests.checkpoint.saving import check, save
+from tests.checkpoint.saving import save
 from tests.checkpoint.states import linear, value_of
 
 
@@ -240,16 +239,6 @@ def test_a_root_replaced_by_a_link_is_written_only_if_it_is_the_same(tmp_path: P
             with pytest.raises(SaveError):
                 manager.save(2, linear())
     assert os.listdir(other) == []
-
-
-def test_rotation_frees_space_on_a_full_disk(tmp_path: Path) -> None:
-    with disk(tmp_path / "disk", kib=512) as place:
-        run = place / "run"
-        for step in (1, 2):
-            save(run, step, nbytes=50_000)
-        fill(place / "ballast", 0)
-        assert rotate(open_store(str(run)), RetentionPolicy(max_num=1)).deleted == ("step_00000001",)
-        assert check(run) == [2]
 
 
 @pytest.mark.parametrize("kind", ["a file", "a broken link", "a link to a directory", "a directory"])

@@ -360,12 +360,6 @@ def test_state_that_low_precision_parameters_keep_in_fp32_stays_fp32(tmp_path: P
     assert torch.equal(state.model["base"].weight, mine["master"].to(torch.bfloat16))
 
 
-def test_masters_follow_weights_that_are_loaded_without_an_optimizer(run: str) -> None:
-    state = low(steps=False)
-    load(run, state, optimizer="skip", convert_dtype=True)
-    assert torch.equal(master(state, "base"), state.model["base"].weight.float())
-
-
 def test_masters_of_weights_that_are_not_loaded_stay_unchanged(run: str) -> None:
     state = low()
     before = master(state, "lora").clone()

@@ -94,7 +94,6 @@ def views(seed: int) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 def test_tensors_that_share_a_part_of_their_memory_load_if_they_agree_there(tmp_path: Path, kind: str) -> None:
     source, model = views(0), views(1)
     url = saved(tmp_path, source, kind)
@@ -163,7 +162,6 @@ class Seen(nn.Module):
         self.register_buffer("negative", self.z.conj().imag)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 def test_a_buffer_and_its_conjugate_view_load_and_a_different_value_is_refused(tmp_path: Path, kind: str) -> None:
     model, live = Seen(), Seen()
     load(tmp_path, saved(tmp_path, model, kind), live)

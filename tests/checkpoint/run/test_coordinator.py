@@ -27,6 +27,17 @@ def test_a_single_process_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_base_exception_is_reported_too() -> None:
+    class CheckpointError(BaseException):
+        pass
+
+    def fail() -> None:
+        raise CheckpointError("torch's")
+
+    with pytest.raises(RankFailedError, match=r"a save failed on rank 0: CheckpointError: torch's"):
+        Coordinator().all_ok(fail, "a save")
+
+
 def test_a_timeout_must_be_positive() -> None:
     with pytest.raises(UsageError):
         Coordinator(timeout_s=0)

@@ -178,7 +178,6 @@ def test_a_missing_root_is_an_error_and_is_not_recreated(
     assert not root.exists()
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 def test_a_root_that_disappears_during_a_save_is_an_error_and_nothing_is_written_elsewhere(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ from ckptkit.formats.replaceable import may_be_saved
 
 
 @pytest.mark.parametrize("models", [1, 2])
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 def test_every_file_that_a_save_writes_is_recognised(tmp_path: Path, kind: str, models: int) -> None:
     side = tmp_path / "side"
     (side / "additional_chat_templates").mkdir(parents=True)

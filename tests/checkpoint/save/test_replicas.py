@@ -108,7 +108,6 @@ def load(url: Path, which: str) -> tuple[dict[str, list[float]], list[str], list
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 def test_each_rank_gets_its_own_copy_back(ranks: Any, tmp_path: Path, kind: str, background: bool) -> None:
     ranks.run(save, 2, tmp_path, kind, background)
     assert [found[0] for found in ranks.run(load, 2, tmp_path, "1")] == [values(1.0), values(2.0)]
@@ -134,7 +133,6 @@ def test_on_another_number_of_ranks_a_load_gives_one_copy_and_a_note(
         assert len(lines) == (rank == 0)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 def test_an_export_says_that_it_has_one_copy(ranks: Any, tmp_path: Path, kind: str) -> None:
     ranks.run(save, 2, str(tmp_path / "run"), kind)
     for notes in (
@@ -175,7 +173,6 @@ class Views(nn.Module):
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 @on_ranks(2)
 def test_differing_tensors_of_any_memory_layout_are_restored(tmp_path: Path, kind: str, background: bool) -> None:
     model = Views()
@@ -223,7 +220,6 @@ def test_ranks_with_different_stages_keep_their_own_values(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 @on_ranks(2)
 def test_parameters_that_differ_are_refused_by_name(tmp_path: Path, kind: str, sharded: bool) -> None:
     model, optimizer = made(1.0)
@@ -246,7 +242,6 @@ def save_extra(url: Path, kind: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 def test_differing_extra_tensors_are_saved_from_rank_0_with_a_warning(ranks: Any, tmp_path: Path, kind: str) -> None:
     first, _ = ranks.run(save_extra, 2, tmp_path, kind)
     assert any("extra.average.w differ between ranks" in line and "PerRank" in line for line in first)

@@ -15,7 +15,6 @@ from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import SaveError
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 
 
 def sharded(mine: torch.Tensor, mesh: DeviceMesh) -> torch.nn.Module:
