@@ -18,7 +18,6 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from ckptkit import DCPReader, DCPWriter
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.formats.own.record import CommitRecord, record_path, step_name
@@ -115,35 +114,6 @@ def test_commands_take_storage_options_or_the_environment(
         assert code == 0, (command, text)
     code, text = run_cli("verify", f"{url}/step_00000002")
     assert code != 0 and s3["secret"] not in text
-
-
-def deleted_once_it_was_chosen(url: str, options: Options) -> tuple[int | None, dict[str, torch.Tensor]]:
-    from ckptkit.checkpoint.load import choose as loader
-
-    chosen, root, state = loader.choose, open_store(url, storage_options=options), state_of(99)
-
-    def choose(*args: Any, **named: Any) -> Any:
-        found = chosen(*args, **named)
-        loader.choose = chosen
-        delete_checkpoint(root, "step_00000003", reason="test")
-        return found
-
-    loader.choose = choose
-    try:
-        with CheckpointManager(url, storage_options=options) as manager:
-            report = manager.load(state)
-            assert report is not None
-            return report.step, full(state)
-    finally:
-        loader.choose = chosen
-
-
-def test_opening_a_checkpoint_that_is_deleted_meanwhile_opens_the_previous_one(
-    ranks: Any, url: str, s3: Options
-) -> None:
-    answers = ranks.run(saved, 1, url, s3)
-    for step, weights in ranks.run(deleted_once_it_was_chosen, 2, url, s3):
-        assert step == 2 and same(weights, answers[0][1])
 
 
 # --- how many requests

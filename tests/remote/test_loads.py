@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.run.delete import delete_checkpoint
@@ -16,6 +15,7 @@ from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
 from ckptkit.storage import open_store
+from tests.checkpoint.states import linear, value_of
 from tests.remote.runs import Options
 from tests.storage.proxy import PASS, Proxy
 
@@ -26,17 +26,7 @@ def elsewhere(options: Options) -> Options:
 
 
 def state_with(value: float) -> TrainState:
-    model = nn.Linear(64, 64)
-    with torch.no_grad():
-        model.weight.fill_(value)
-    return TrainState(model=model, extra={"value": value})
-
-
-def value_of(state: TrainState) -> float:
-    (model,) = state.parts("model").values()
-    weight = model.weight.detach()
-    assert bool((weight == weight[0, 0]).all())
-    return float(weight[0, 0])
+    return TrainState(model=linear(value).model, extra={"value": value})
 
 
 def save(url: str, options: Options, *steps: int, tag: str | None = None) -> None:
@@ -100,16 +90,7 @@ def test_a_load_whose_checkpoint_is_rotated_away_loads_the_next_one(
     assert value_of(state) == 2 and not state.half_loaded
 
 
-def test_a_loaded_checkpoint_stays_pinned(s3: Options, url: str) -> None:
-    save(url, s3, 1)
-    root = open_store(url, storage_options=s3)
-    with CheckpointManager(url, storage_options=s3) as manager:
-        manager.load(state_with(0))
-        assert [pin.name for pin in list_pins(root)] == ["step_00000001"]
-    assert not list_pins(root)
-
-
-def test_the_pin_of_the_previous_load_is_released(s3: Options, url: str) -> None:
+def test_a_loaded_checkpoint_stays_pinned_until_the_next_load(s3: Options, url: str) -> None:
     save(url, s3, 1, 2)
     root = open_store(url, storage_options=s3)
     with CheckpointManager(url, storage_options=s3) as manager:

@@ -13,6 +13,7 @@ import pytest
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.delete import rotate
+from ckptkit.checkpoint.run.pins import _announced
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, IntegrityError
 from ckptkit.offline.convert import convert
@@ -171,5 +172,7 @@ def test_a_denied_rotation_logs_one_line_and_saves_continue(
         assert len(lines) == 1 and "AccessDenied" in lines[0] and "next save" in lines[0]
         assert not any(record.exc_info for record in caplog.records)
         proxy.rule = PASS
+        assert [record.step for record in manager.list()] == [1, 2]
+        assert not _announced(manager._root, "step_00000001")  # readers would wait for a deletion that never happens
         manager.save(3, state)
         assert [record.step for record in manager.list()] == [3]

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.run.pins import _announced
 from ckptkit.errors import StorageError
 from ckptkit.storage import open_store
-from tests.remote.runs import Options, loads, run_cli, save, steps
+from tests.remote.runs import Options, loads, run_cli, save
 from tests.storage import servers
 from tests.storage.proxy import PASS, Answer, Proxy, Rule, proxy_of
 
@@ -142,22 +140,6 @@ def test_an_html_page_instead_of_a_listing_is_not_an_empty_google_bucket() -> No
 
 def denied(is_it: Any) -> Rule:
     return lambda number, method, path: Answer(403, "AccessDenied") if is_it(method, path) else "pass"
-
-
-def test_without_delete_permission_training_continues_with_a_warning(
-    proxy: Proxy, options: Options, s3: Options, url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    proxy.rule = denied(lambda method, path: method == "DELETE" or "?delete" in path)
-    with caplog.at_level(logging.WARNING):
-        for step in (1, 2, 3):
-            save(url, options, step, retention=RetentionPolicy(max_num=1))
-    said = [record.getMessage() for record in caplog.records]
-    assert any("step_00000001 could not be deleted" in text and "DeleteObjects is not allowed" in text for text in said)
-    assert steps(url, s3) == [1, 2, 3]
-    assert not _announced(
-        open_store(url, storage_options=s3), "step_00000001"
-    )  # otherwise readers would wait for a deletion that never happens
-    loads(url, s3, 3)
 
 
 def test_without_permission_to_list_uploads_prune_works_with_a_warning(

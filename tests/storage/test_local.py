@@ -18,28 +18,15 @@ from ckptkit.storage.store import ReadInto
 from tests.conformance.store_tests import StoreTests
 
 
-def test_a_symlink_out_of_the_root_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_bytes(b"x")
-    root = tmp_path / "root"
-    root.mkdir()
-    (root / "link").symlink_to(tmp_path / "secret")
-    with pytest.raises(UnsafePathError, match="outside"):
-        LocalStore(root).read("link")
-
-
-def test_a_symlink_inside_the_root_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    (tmp_path / "b").symlink_to("a")
-    assert LocalStore(tmp_path).read("b") == b"abc"
-
-
-def test_a_hub_cache_snapshot_reads_its_blobs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("root", "target"), [("", "blobs/f00"), ("snapshots/main", "../../blobs/f00")])
+def test_a_symlink_inside_the_root_or_to_the_blobs_of_a_hub_cache_is_read(
+    tmp_path: Path, root: str, target: str
+) -> None:
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "f00").write_bytes(b"abc")
-    snapshot = tmp_path / "snapshots" / "main"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").symlink_to("../../blobs/f00")
-    assert LocalStore(snapshot).read("config.json") == b"abc"
+    (tmp_path / root).mkdir(parents=True, exist_ok=True)
+    (tmp_path / root / "config.json").symlink_to(target)
+    assert LocalStore(tmp_path / root).read("config.json") == b"abc"
 
 
 @pytest.mark.parametrize(
@@ -57,28 +44,15 @@ def test_a_name_that_is_not_utf8_is_read(tmp_path: Path) -> None:
     assert store.read(store.list()[0].path) == b"1"
 
 
-def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UnsafePathError, match="FIFO"):
-        LocalStore(tmp_path).read("pipe")
-
-
-def test_deleting_a_tree_leaves_the_target_of_a_symlink(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tree", ["tree", "tree/link"])
+def test_deleting_a_tree_leaves_the_target_of_a_symlink(tmp_path: Path, tree: str) -> None:
     (tmp_path / "keep").mkdir()
     (tmp_path / "keep" / "x").write_bytes(b"x")
     (tmp_path / "tree").mkdir()
-    (tmp_path / "tree" / "link").symlink_to(tmp_path / "keep")
-    LocalStore(tmp_path).delete_tree("tree")
+    (tmp_path / "tree" / "link").symlink_to("../keep")
+    LocalStore(tmp_path).delete_tree(tree)
     assert (tmp_path / "keep" / "x").read_bytes() == b"x"
-    assert not (tmp_path / "tree").exists()
-
-
-def test_deleting_a_symlink_as_a_tree_removes_only_the_link(tmp_path: Path) -> None:
-    (tmp_path / "keep").mkdir()
-    (tmp_path / "link").symlink_to("keep")
-    LocalStore(tmp_path).delete_tree("link")
-    assert (tmp_path / "keep").is_dir()
-    assert not (tmp_path / "link").is_symlink()
+    assert not os.path.lexists(tmp_path / tree)
 
 
 def test_rename_never_replaces(tmp_path: Path) -> None:
@@ -105,15 +79,6 @@ def test_a_mount_without_renameat2_and_hard_links_is_written_and_nothing_is_repl
     with pytest.raises(OSError, match="not permitted"):
         store.rename("y", "z")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"x": b"1", "y": b"2"}
-
-
-def test_files_are_created_with_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        LocalStore(tmp_path).write("x", b"1")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
 
 
 def test_a_reservation_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:

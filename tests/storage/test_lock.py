@@ -50,27 +50,10 @@ def test_a_held_lease_is_refused_and_names_its_owner(root: Store) -> None:
     acquire_lease(root).release()
 
 
-def test_a_living_process_of_this_machine_keeps_its_lease(root: Store) -> None:
-    put(root, PARENT)
-    with pytest.raises(LeaseHeldError, match=str(os.getppid())):
-        acquire_lease(root)
-
-
-def _take(say: Any, root: str) -> None:
-    acquire_lease(open_store(root))
-    say(b"taken")
-    os.kill(os.getpid(), 9)
-
-
 def acquired_at_once(root: Store) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module.time, "sleep", lambda seconds: pytest.fail("it waits"))
         acquire_lease(root).release()
-
-
-def test_a_dead_process_of_this_machine_loses_its_lease_at_once(root: Store) -> None:
-    assert fork(_take, root.url) == (-9, b"taken")
-    acquired_at_once(root)
 
 
 @pytest.mark.parametrize(

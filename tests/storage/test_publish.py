@@ -10,8 +10,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from ckptkit.storage.publish import stage
 from ckptkit.storage.staging import Replaceable, owner_path, staging_name
 from ckptkit.storage.store import Store
 from tests.checkpoint.crash import kill_at
-from tests.checkpoint.saving import check, save
+from tests.checkpoint.saving import check, fork, save
 
 
 def tree(root: Path) -> dict[str, bytes]:
@@ -70,20 +68,10 @@ def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     return request.param
 
 
-def test_stage_publishes_exactly_what_was_written(tmp_path: Path) -> None:
-    put(tmp_path / "out")
-    assert tree(tmp_path) == {"out/a/model.bin": b"new", "out/index.json": b"{}new"}
-
-
-def test_nothing_is_visible_inside_the_block(tmp_path: Path) -> None:
-    with stage(str(tmp_path / "out")) as store:
-        store.write("x", b"1")
-        assert not (tmp_path / "out").exists()
-
-
-def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
+def test_nothing_is_visible_inside_the_block_and_an_exception_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), stage(str(tmp_path / "out")) as store:
         store.write("x", b"1")
+        assert not (tmp_path / "out").exists()
         raise KeyboardInterrupt
     assert names(tmp_path) == []
 
@@ -236,13 +224,14 @@ def test_the_staging_directory_of_a_living_writer_is_kept(tmp_path: Path) -> Non
     assert tree(tmp_path / "out") == {"x": b"1"}
 
 
+def _dies(say: Any, out: str) -> None:
+    with stage(out) as store:
+        store.write("x", b"1" * 9)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_leftovers_of_a_dead_writer_are_removed(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys\nfrom ckptkit.storage.publish import stage\n"
-        "with stage(sys.argv[1]) as store:\n    store.write('x', b'1' * 9)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)
-    assert done.returncode == -signal.SIGKILL and len(names(tmp_path)) == 2
+    assert fork(_dies, str(tmp_path / "out"))[0] == -signal.SIGKILL and len(names(tmp_path)) == 2
     put(tmp_path / "out")
     assert names(tmp_path) == ["out"]
 
@@ -401,11 +390,12 @@ def test_a_repeated_rename_whose_answer_was_lost_succeeds(
     assert check(tmp_path / "run") == [1] and (tmp_path / "out" / "x").read_bytes() == b"1"
 
 
-def test_the_published_directory_has_the_umask(tmp_path: Path) -> None:
+def test_published_directories_and_files_have_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         put(tmp_path / "out")
     finally:
         os.umask(before)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+    assert (tmp_path / "out" / "index.json").stat().st_mode & 0o777 == 0o640
     assert LocalStore(tmp_path / "out").info("index.json") is not None

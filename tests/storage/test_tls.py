@@ -69,11 +69,13 @@ def _bodies(proxy: Proxy) -> list[dict[str, str]]:
     return [headers for (method, _), headers in zip(proxy.seen, proxy.headers, strict=True) if method == "PUT"]
 
 
-def test_a_body_over_tls_has_only_a_crc32(https: tuple[Proxy, dict[str, Any]]) -> None:
+def test_bodies_over_tls_have_only_a_crc32(
+    https: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     proxy, options = https
     store = RemoteStore("s3://tls/whole", storage_options=options)
     store.write("warm", b"up")
-    data = os.urandom(3 << 20)
+    data = os.urandom(3 * PART + 99)
     proxy.clear()
     with store.writer("x") as out:
         out.lend(memoryview(data), 0, 1 << 20, owner=data)
@@ -83,21 +85,14 @@ def test_a_body_over_tls_has_only_a_crc32(https: tuple[Proxy, dict[str, Any]]) -
     assert sent["x-amz-content-sha256"] == UNSIGNED  # TLS vouches for the rest: no SHA-256 of it is taken
     assert sent["content-length"] == str(len(data)) and "x-amz-trailer" not in sent
     assert sent["if-none-match"] == "*" and "expect" not in sent
-    assert store.read("x") == data
-
-
-def test_parts_over_tls_have_only_a_crc32(https: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
-    proxy, options = https
-    store = RemoteStore("s3://tls/parts", storage_options=options)
-    data = os.urandom(3 * PART + 99)
     proxy.clear()
-    with store.writer("x") as out:
+    with store.writer("parts") as out:
         out.write(data)
-    sent = {headers["x-amz-checksum-crc32"]: headers["x-amz-content-sha256"] for headers in _bodies(proxy)}
+    sent_parts = {headers["x-amz-checksum-crc32"]: headers["x-amz-content-sha256"] for headers in _bodies(proxy)}
     parts = [_crc(data[at : at + PART]) for at in range(0, len(data), PART)]
-    assert sent == dict.fromkeys(parts, UNSIGNED)
-    assert store.read("x") == data
+    assert sent_parts == dict.fromkeys(parts, UNSIGNED)
+    assert store.read("x") == store.read("parts") == data
 
 
 def test_an_untrusted_server_is_an_error(https: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,23 +190,19 @@ def _put(near: tuple[Proxy, dict[str, Any]], data: bytes, **settings: Any) -> li
     return _bodies(proxy)
 
 
-def test_a_body_to_this_machine_has_only_a_crc32(near: tuple[Proxy, dict[str, Any]]) -> None:
+def test_a_body_to_this_machine_is_signed_on_request_or_without_a_checksum(
+    near: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (sent,) = _put(near, b"abc")
     assert sent["x-amz-content-sha256"] == UNSIGNED and "x-amz-checksum-crc32" in sent
-
-
-def test_a_body_is_signed_on_request(near: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    (sent,) = _put(near, b"abc", request_checksum_calculation="when_required")
+    assert sent["x-amz-content-sha256"] == hashlib.sha256(b"abc").hexdigest()
+    assert "x-amz-checksum-crc32" not in sent
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
     data = os.urandom(2 * PART + 9)
     parts = [data[:PART], data[PART : 2 * PART], data[2 * PART :]]
     sent = _put(near, data, s3={"payload_signing_enabled": True})
     assert {item["x-amz-content-sha256"] for item in sent} == {hashlib.sha256(part).hexdigest() for part in parts}
-
-
-def test_a_body_without_a_checksum_is_signed(near: tuple[Proxy, dict[str, Any]]) -> None:
-    (sent,) = _put(near, b"abc", request_checksum_calculation="when_required")
-    assert sent["x-amz-content-sha256"] == hashlib.sha256(b"abc").hexdigest()
-    assert "x-amz-checksum-crc32" not in sent
 
 
 @pytest.mark.parametrize(

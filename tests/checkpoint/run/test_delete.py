@@ -331,6 +331,10 @@ def test_incomplete_higher_steps_do_not_count_and_are_not_deleted(run: Path) -> 
     assert turn(run, max_num=2) == [3, 4] and (run / "step_00000300").is_dir()
 
 
+def test_the_checkpoint_resumed_from_is_not_deleted(run: Path) -> None:
+    assert turn(run, {"step_00000001": "resumed from"}, max_num=1) == [1, 4]
+
+
 def test_a_failing_save_with_max_num_1_loses_nothing(tmp_path: Path) -> None:
     save(tmp_path, 1)
     turn(tmp_path, max_num=1)
