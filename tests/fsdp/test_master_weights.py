@@ -502,7 +502,9 @@ def test_overflow_on_one_rank_skips_the_step_on_all(precision, dtype, backoff):
 
     assert one(0, False)
     before, scale, epoch = snapshot(), scaler.scale if scaler else 1.0, scheduler.last_epoch
+    stepped = strategy.global_step
     assert [one(1, True), one(2, True)] == [False, False]
+    assert (strategy.last_outcome, strategy.global_step) == ("skipped", stepped)
     assert all(map(torch.equal, before, snapshot()))
     assert not math.isfinite(strategy.last_grad_norm.item())
     assert all(parameter.grad is None for parameter in model.parameters())

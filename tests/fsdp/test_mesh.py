@@ -32,17 +32,13 @@ def test_an_auto_size_is_the_world_size_divided_by_the_others(replicate, shard, 
         (8, {"replicate": 3, "shard": 2}, ["replicate=3", "shard=2", "8", "6"]),
         (6, {"replicate": 4, "shard": "auto", "tp": 2}, ["replicate=4", "tp=2", "6", "8"]),
         (2, {"shard": 4}, ["shard=4", "2", "4"]),
+        (4, {"replicate": "auto", "shard": "auto"}, ["replicate and shard are both 'auto'"]),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_all_numbers(world_size, sizes, numbers):
     with pytest.raises(UsageError) as caught:
         ParallelPlan.resolve(world_size, **sizes)
     assert all(number in str(caught.value) for number in numbers)
-
-
-def test_two_auto_sizes_are_refused():
-    with pytest.raises(UsageError, match="replicate and shard are both 'auto'"):
-        ParallelPlan.resolve(4, replicate="auto", shard="auto")
 
 
 @pytest.mark.parametrize(

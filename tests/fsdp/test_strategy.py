@@ -74,14 +74,9 @@ def test_batch_sizes_give_the_accumulation_count(train, micro, ranks, steps):
     assert accumulation_steps(train, micro=micro, world_size=ranks) == steps
 
 
-def test_batch_sizes_that_do_not_divide_are_refused_with_all_numbers():
-    with pytest.raises(UsageError, match=r"train_batch_size 6 .* micro_train_batch_size 4 x 2 .* = 8"):
-        accumulation_steps(6, micro=4, world_size=2)
-
-
 @on_ranks(2)
 def test_uneven_batches_are_refused_at_setup():
-    with pytest.raises(UsageError, match="train_batch_size 6"):
+    with pytest.raises(UsageError, match=r"train_batch_size 6 .* micro_train_batch_size 4 x 2 .* = 8"):
         FSDPStrategy(micro_train_batch_size=4, train_batch_size=6).setup_distributed()
 
 
@@ -450,41 +445,6 @@ def test_an_optimizer_that_was_made_before_the_model_was_sharded_is_refused():
         strategy.optimizer_step(optimizer, model)
 
 
-@pytest.mark.parametrize("precision", ["mixed", "master"])
-@on_ranks(2)
-def test_an_offloaded_run_saves_and_resumes_like_one_on_the_device(tmp_path, precision):
-    config = {"offload": "optimizer", "precision": precision, "mixed_precision": "bf16"}
-    strategy, plain, its_optimizer = models.prepared(config)
-    models.train_sharded(plain, strategy, its_optimizer, range(4))
-
-    strategy, model, optimizer = models.prepared(config)
-    assert strategy.maybe_offload_optimizer(optimizer) is optimizer  # nothing in it yet
-    models.train_sharded(model, strategy, optimizer, range(2))
-    assert strategy.maybe_offload_optimizer(optimizer) is optimizer
-    assert all(v.device.type == "cpu" for s in optimizer.state.values() for v in s.values())
-    strategy.save_ckpt(model, tmp_path, optimizer=optimizer)
-    assert strategy.maybe_load_optimizer(optimizer) is optimizer
-
-    strategy, resumed, other = models.prepared(config, seed=3)
-    strategy.load_ckpt(resumed, tmp_path, optimizer=other)
-    for later, its_optimizer in ((model, optimizer), (resumed, other)):
-        models.train_sharded(later, strategy, its_optimizer, range(2, 4))
-        models.assert_equal(models.weights(later), models.weights(plain))
-
-
-@on_ranks(2)
-def test_a_model_can_be_offloaded_and_reloaded():
-    strategy = FSDPStrategy()
-    model = strategy.prepare_model(models.made(models.untied))
-    before = models.weights(model)
-    given = [model, None, "text"]
-    assert strategy.offload_model(given) is given
-    assert all(p.to_local().device.type == "cpu" for p in model.parameters())
-    assert strategy.reload_model(model) is model
-    models.assert_equal(models.weights(model), before)
-    models.loss_of(model, models.batch(0)).backward()
-
-
 CONFIGS = {
     "mixed": {"mixed_precision": "bf16"},
     "master": {"mixed_precision": "bf16", "precision": "master"},
@@ -841,18 +801,6 @@ def test_tensor_parallel_ranks_draw_the_same_numbers_on_any_layout(ranks, tmp_pa
     ranks.run(_with_dropout, 4, tmp_path, saved, range(2), False)
     found = ranks.run(_with_dropout, size, tmp_path, config, [], True)
     assert equal_ranks([values for *_, values in found]) == groups
-
-
-@on_ranks(2)
-def test_a_nan_gradient_skips_the_step():
-    strategy, model, optimizer = models.prepared()
-    before = models.weights(model)
-    strategy.backward(models.loss_of(model, models.batch(0)) * math.nan, model, optimizer)
-    assert strategy.last_outcome is None
-    assert strategy.optimizer_step(optimizer, model) is False
-    assert strategy.last_outcome == "skipped"
-    assert strategy.global_step == 0
-    models.assert_equal(models.weights(model), before)
 
 
 @pytest.mark.parametrize("precision", ["mixed", "master"])

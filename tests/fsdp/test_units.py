@@ -49,76 +49,70 @@ def test_a_short_class_name_is_looked_up_in_transformers():
     assert by_class("LlamaPreTrainedModel", "Linear", "LlamaDecoderLayer")(model)[0] == "0"
 
 
-def test_wrap_classes_without_a_module_in_the_model_are_refused():
-    with pytest.raises(UsageError, match=r"No module of TinyLM is a LlamaForCausalLM\. Its classes: Block"):
-        by_class("LlamaForCausalLM")(models.untied())
-    assert by_class("TinyLM")(models.untied()) == []  # the root is a unit anyway
+REFUSED = [
+    (lambda: by_class("LlamaForCausalLM")(models.untied()), r"TinyLM is a LlamaForCausalLM\. Its classes: Block"),
+    (lambda: by_class("Blok")(models.untied()), r"'Blok'.*Block, Embedding"),
+    (lambda: plan_units(models.untied(), lambda model: ["layers"]), r"'layers' is a ModuleList"),
+    (lambda: plan_units(models.untied(), lambda model: ["layers.9"]), r"'layers\.9', which is not a module"),
+    (lambda: plan_units(models.untied(), blocks, exclude=["layers.1", "layer.*"]), r"exclude names 'layer\.\*', which"),
+    (
+        lambda: policy_of(FSDPConfig(auto_wrap_policy="TRANSFORMER_BASED_WRAP"), models.untied()),
+        "doesn't name its block classes",
+    ),
+]
 
 
-def test_an_unknown_class_is_refused_with_those_that_exist():
-    with pytest.raises(UsageError, match=r"'Blok'.*Block, Embedding"):
-        by_class("Blok")(models.untied())
+@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_names_without_a_module_are_refused_with_those_that_exist(call, words):
+    with pytest.raises(UsageError, match=words):
+        call()
 
 
 def test_size_based_wrapping_counts_only_parameters_outside_inner_units():
     block = sum(p.numel() for p in models.Block().parameters())
-    model = models.untied()
-    assert [n for n in by_size(block)(model) if n.startswith("layers")] == LAYERS
-    assert [n for n in by_size(block + 1)(model) if n.startswith("layers")] == []
+    for least, layers in ((1, LAYERS), (block, LAYERS), (block + 1, [])):
+        found = by_size(least)(models.untied())
+        assert [name for name in found if name in LAYERS] == layers
+        assert "layers" not in found  # a container is never a unit
     nested = nn.Sequential(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 5)))  # 110 and 55 parameters
     assert by_size(55)(nested) == ["0.0", "0.1"]
-    assert by_size(56)(nested) == ["0.0"]  # 55 parameters of "0" remain outside of it
-    assert by_size(110)(nested) == ["0.0"]
+    assert by_size(56)(nested) == by_size(110)(nested) == ["0.0"]  # 55 parameters of "0" remain outside of it
     assert by_size(111)(nested) == ["0"]
-    assert by_size(166)(nested) == []
+    assert by_size(166)(nested) == by_class("TinyLM")(models.untied()) == []  # the root is a unit anyway
 
 
-def test_a_container_is_never_a_unit():
-    assert all(not name.endswith("layers") for name in by_size(1)(models.untied()))
-    with pytest.raises(UsageError, match=r"'layers' is a ModuleList"):
-        plan_units(models.untied(), lambda model: ["layers"])
-
-
-def test_an_unknown_module_name_is_refused():
-    with pytest.raises(UsageError, match=r"'layers\.9', which is not a module"):
-        plan_units(models.untied(), lambda model: ["layers.9"])
-
-
-def test_excludes_by_class_and_by_name_take_precedence():
-    assert names(plan_units(models.untied(), blocks, exclude=["layers.1"])) == ["", "layers.0", "layers.2"]
-    assert names(plan_units(models.untied(), blocks, exclude=["Block"])) == [""]
-
-
-def test_an_exclude_that_matches_nothing_is_refused():
-    with pytest.raises(UsageError, match=r"exclude names 'layer\.\*', which is not a class or FQN of TinyLM"):
-        plan_units(models.untied(), blocks, exclude=["layers.1", "layer.*"])
-
-
-def test_heads_are_units_on_request():
-    assert names(plan_units(models.untied(), blocks, heads=True)) == ["", *LAYERS, "lm_head"]
-
-
-def test_tied_units_are_joined():
-    model = models.llama(tie=True)
-    units = plan_units(model, blocks, heads=True)
-    assert ("model.embed_tokens", "lm_head") in units
-
-
-def test_a_unit_tied_to_the_root_is_left_to_the_root():
-    assert names(plan_units(models.tied(), blocks, heads=True)) == ["", *LAYERS]
-
-
-def test_three_tied_blocks_become_one_unit():
+def three_tied():
     model = models.untied()
     model.layers[2].up.weight = model.layers[0].up.weight
     model.layers[1].down.weight = model.layers[2].down.weight
-    assert plan_units(model, blocks) == [("layers.0", "layers.1", "layers.2"), ROOT]
+    return model
 
 
-def test_a_module_registered_twice_is_one_unit():
+def registered_twice():
     model = models.untied()
     model.layers[2] = model.layers[0]
-    assert names(plan_units(model, blocks)) == ["", "layers.0", "layers.1"]
+    return model
+
+
+UNITS = {
+    "heads": (models.untied, {"heads": True}, ["", *LAYERS, "lm_head"]),
+    "excluded by name": (models.untied, {"exclude": ["layers.1"]}, ["", "layers.0", "layers.2"]),
+    "excluded by class": (models.untied, {"exclude": ["Block"]}, [""]),
+    "tied to each other": (
+        models.tied_llama,
+        {"heads": True},
+        ["", "model.embed_tokens + lm_head", "model.layers.0", "model.layers.1"],
+    ),
+    "tied to the root": (models.tied, {"heads": True}, ["", *LAYERS]),
+    "three tied": (three_tied, {}, ["", "layers.0 + layers.1 + layers.2"]),
+    "registered twice": (registered_twice, {}, ["", "layers.0", "layers.1"]),
+}
+
+
+@pytest.mark.parametrize("case", UNITS)
+def test_blocks_heads_excludes_and_ties_decide_the_units(case):
+    build, options, expected = UNITS[case]
+    assert names(plan_units(build(), blocks, **options)) == expected
 
 
 def test_inner_units_come_before_outer_ones():
@@ -137,8 +131,3 @@ def test_auto_uses_the_no_split_classes_of_a_model_without_changing_them():
     for _ in range(2):
         assert policy_of(FSDPConfig(), model)(model) == ["model.layers.0", "model.layers.1"]
     assert (type(model)._no_split_modules, str(type(model)._no_split_modules)) == before
-
-
-def test_transformer_wrap_without_classes_is_refused():
-    with pytest.raises(UsageError, match="doesn't name its block classes"):
-        policy_of(FSDPConfig(auto_wrap_policy="TRANSFORMER_BASED_WRAP"), models.untied())

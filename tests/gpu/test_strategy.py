@@ -105,9 +105,9 @@ def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale(device, precisi
 def test_a_model_moves_to_the_host_and_back(device):
     with FSDPStrategy(FSDPConfig(device=device)) as strategy:
         model = strategy.prepare_model(models.made(models.untied))
-        before = models.weights(model)
-        strategy.offload_model(model)
+        before, given = models.weights(model), [model, None, "text"]
+        assert strategy.offload_model(given) is given
         assert {local(p).device.type for p in model.parameters()} == {"cpu"}
-        strategy.reload_model(model)
+        assert strategy.reload_model(model) is model
         assert {local(p).device.type for p in model.parameters()} == {device}
         assert same(before.values(), models.weights(model).values())

@@ -106,18 +106,6 @@ def test_a_run_with_replicas_is_resumed_bit_equal_and_each_shard_is_written_once
     assert len(sizes) == 4 and max(sizes) < 0.4 * sum(sizes)  # divided among the replicas
 
 
-@on_ranks(2, 4)
-def test_a_run_of_two_ranks_resumes_on_four(work: Path) -> None:
-    if dist.get_world_size() == 2:
-        module, trainer = fit(work, FSDP2Strategy(), steps=2)
-        trainer.save_checkpoint(work / "two.ckpt")
-        torch.save(snapshot(module, trainer), work / f"rank-{dist.get_rank()}.pt")
-        return
-    saved, first = torch.load(work / "rank-0.pt", weights_only=False), First()
-    _, trainer = fit(work, FSDP2Strategy(), first, steps=3, path=work / "two.ckpt")
-    assert equal(saved, first.state) and trainer.global_step == 3
-
-
 class Clipped(Lit):
     norms: ClassVar[list[float]] = []
 

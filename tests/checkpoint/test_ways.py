@@ -1,0 +1,118 @@
+"""The ways of a save and a load are short: how many of our functions one tensor passes, and how many are called.
+
+    python -m tests.checkpoint.test_ways
+
+prints the functions of a save, most called first, and the frames above its writes. docs/internals/ways.md gives their
+reasons.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state.train_state import TrainState
+from tests.checkpoint.states import linear
+
+ROOT = f"{Path(ckptkit.__file__).parent}/"
+EXPRESSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # later Pythons inline some of them
+
+
+class Entered:
+    """The calls of our functions in this thread, and the stack above each of these calls of `os` in any thread."""
+
+    def __init__(self, *operations: str) -> None:
+        self.functions: Counter[str] = Counter()
+        self.stacks: list[list[str]] = []
+        self.patch, self.operations = pytest.MonkeyPatch(), operations
+
+    def __enter__(self) -> Entered:
+        for name in self.operations:
+            self.patch.setattr(os, name, self._noted(getattr(os, name)))
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.setprofile(None)
+        self.patch.undo()
+
+    def _noted(self, real: Any) -> Any:
+        def operation(*args: Any) -> Any:
+            stack, frame = [], sys._getframe()
+            while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+                stack += [_name(frame)] if frame.f_code.co_filename.startswith(ROOT) else []
+            self.stacks.append(stack[::-1])
+            return real(*args)
+
+        return operation
+
+    def _note(self, frame: FrameType, event: str, what: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT) and frame.f_code.co_name not in EXPRESSIONS:
+            self.functions[_name(frame)] += 1
+
+
+def _name(frame: FrameType) -> str:
+    code: Any = frame.f_code
+    name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
+    return f"{code.co_filename.removeprefix(ROOT)} {name} {code.co_firstlineno}"
+
+
+def save_one_tensor(url: str) -> Entered:
+    """Save a 4x4 tensor, the first checkpoint of a run."""
+    model = torch.nn.Module()
+    model.register_parameter("w", torch.nn.Parameter(torch.arange(16.0).reshape(4, 4)))
+    with CheckpointManager(url) as manager, Entered("write", "pwrite") as found:
+        manager.save(1, TrainState(model=model, rng=False))
+    return found
+
+
+def test_a_save_of_one_tensor_has_few_of_our_frames_above_its_write_and_calls_few_functions(tmp_path: Path) -> None:
+    found = save_one_tensor(str(tmp_path))
+    (of_tensor,) = [stack for stack in found.stacks if any("formats/dcp/files.py" in name for name in stack)]
+    assert len(of_tensor) <= 6, of_tensor
+    assert 0 < len(found.functions) <= 276, len(found.functions)
+
+
+def test_a_save_lists_the_run_once_and_reports_how_many_checkpoints_it_has(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, linear())
+        with Entered() as found:
+            report = manager.save(2, linear())
+    (times,) = [times for name, times in found.functions.items() if "inventory.py _list_once " in name]
+    assert (times, report.kept) == (1, 2)
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_load_has_few_of_our_frames_above_each_read_and_calls_few_functions(tmp_path: Path, atomic: bool) -> None:
+    def state() -> TrainState:
+        return TrainState(model=torch.nn.Linear(4, 4, bias=False))
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state())
+        manager.load(state())  # one-time imports and allocations are not counted
+    with CheckpointManager(tmp_path) as manager:
+        loaded = state()
+        with Entered("preadv") as found:
+            manager.load(loaded, atomic=atomic)
+    assert found.stacks and max(map(len, found.stacks)) <= 8, found.stacks
+    assert atomic or len(found.functions) <= 270, len(found.functions)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        way = save_one_tensor(place)
+    for function, times in way.functions.most_common():
+        print(f"{times:5d} {function}")
+    for frames in way.stacks:
+        print(f"\n{len(frames)} frames above a write\n  " + "\n  ".join(frames))
+    print(f"\n{len(way.functions)} functions, {way.functions.total()} calls")
