@@ -173,8 +173,10 @@ NIGHT: dict[str, int] = {
     "tests/offline/export/test_adapter_merge.py": 18,
     # Hostile and damaged input: every fifth attack by day, and a fifth of the seeds.
     "tests/fuzz/test_fuzz.py::test_a_damaged_file_is_refused_or_harmless": PARTS,
-    "tests/hostile/test_attacks.py": 30,
     "tests/hostile/test_hostile.py": 20,
+    "tests/hostile/test_hostile.py::test_an_attack_is_refused_or_does_nothing": 30,
+    "tests/hostile/test_hostile.py::test_the_control_of_an_attack_is_accepted": 30,
+    "tests/hostile/test_hostile.py::test_a_file_with_an_unknown_class_is_read_only_with_allow_pickle": 1,
     "tests/hostile/test_hostile.py::test_very_many_small_entries_need_bounded_time_and_memory": 0,
     "tests/hostile/test_links.py": 8,
     "tests/hostile/test_secrets.py": 8,
@@ -212,7 +214,6 @@ NIGHT: dict[str, int] = {
 LONG = (
     # These fork the test process, which must have no threads of servers and pools yet.
     "tests/hostile/test_hostile.py",
-    "tests/hostile/test_attacks.py",
     "tests/hostile/test_links.py",
     "tests/hostile/test_secrets.py",
     "tests/test_examples.py",

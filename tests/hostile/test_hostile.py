@@ -4,6 +4,7 @@ with a message."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,85 @@ def test_a_run_with_a_hostile_record_can_be_listed_pruned_and_loaded_from(place:
     codes = _run(place, ("ls", "pin", "prune", "load"))
     assert codes.pop("pin") == 1  # "latest" names no committed checkpoint
     assert set(codes.values()) <= {0, 1}, codes
+
+
+# --- attacks and their controls; `python -m tests.hostile` runs all commands on them
+
+pytest.importorskip("torch")
+
+from tests.hostile.attacks import ATTACKS
+
+CONTROLS: dict[Callable[[Place], None], str] = {}
+for _name, _attack in ATTACKS.items():
+    CONTROLS.setdefault(_attack.control, _name)
+
+
+def _convert(folder: Path, build: Callable[[Place], None]) -> int:
+    place = Place(folder / "case")
+    build(place)
+    outcomes = run_commands(place, ("convert hf",))
+    shutil.rmtree(place.top)
+    assert not {key: (o.bad, o.text[-300:]) for key, o in outcomes.items() if o.bad}
+    return outcomes["convert hf"].code
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_refused_or_does_nothing(name: str, tmp_path: Path) -> None:
+    assert _convert(tmp_path, ATTACKS[name].hostile) == 1 or ATTACKS[name].harmless
+
+
+@pytest.mark.parametrize("build", CONTROLS, ids=CONTROLS.values())
+def test_the_control_of_an_attack_is_accepted(build: Callable[[Place], None], tmp_path: Path) -> None:
+    assert _convert(tmp_path, build) == 0
+
+
+def test_a_tensor_too_large_for_memory_is_a_ckptkit_error(tmp_path: Path) -> None:
+    """Shape and size match; the file is sparse."""
+    place = Place(tmp_path / "case")
+    ATTACKS["true_but_sparse"].hostile(place)
+    outcome = run_commands(place, ("open",))["open"]
+    assert (outcome.code, outcome.bad) == (1, ())
+    assert "no memory" in outcome.text
+
+
+# --- --allow-pickle is used only on request, with a warning, and runs no code
+
+pytest.importorskip("torch")
+
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from ckptkit.cli.main import cli
+from tests.hostile.sources import Evil, weights
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "src").mkdir()
+    torch.save({"state_dict": weights(), "x": Evil(tmp_path / "PWNED")}, tmp_path / "src" / "model.pt")
+    return tmp_path / "src"
+
+
+def run(source: Path, name: str, *flags: str) -> Result:
+    rest = {"convert": [str(source.parent / "dst")], "reshard": [str(source.parent / "dst"), "--world-size", "2"]}
+    result = CliRunner().invoke(cli, [name, str(source), *rest.get(name, []), *flags])
+    assert not (source.parent / "PWNED").exists()
+    assert "bug in ckptkit" not in result.output
+    return result
+
+
+@pytest.mark.parametrize("name", ["inspect", "verify", "convert", "reshard"])
+def test_a_file_with_an_unknown_class_is_read_only_with_allow_pickle(name: str, source: Path) -> None:
+    refused = run(source, name)
+    assert refused.exit_code == 1 and "posix.mkdir" in refused.output
+    taken = run(source, name, "--allow-pickle")
+    assert taken.exit_code == 0, taken.output
+    assert "may be incomplete" in " ".join(taken.stderr.split())
+
+
+def test_the_weights_next_to_an_unknown_class_are_unchanged(source: Path) -> None:
+    run(source, "convert", "--allow-pickle")
+    found = load_file(source.parent / "dst" / "model.safetensors")
+    assert sorted(found) == sorted(weights())
+    assert all(torch.equal(found[name], value) for name, value in weights().items())
