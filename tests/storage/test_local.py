@@ -18,6 +18,16 @@ from ckptkit.storage.store import ReadInto
 from tests.conformance.store_tests import StoreTests
 
 
+def test_a_symlink_out_of_the_root_and_a_fifo_are_refused_without_waiting(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"x")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(tmp_path / "root" / "pipe")
+    for name, said in (("link", "outside"), ("pipe", "FIFO")):
+        with pytest.raises(UnsafePathError, match=said):
+            LocalStore(tmp_path / "root").read(name)
+
+
 @pytest.mark.parametrize(("root", "target"), [("", "blobs/f00"), ("snapshots/main", "../../blobs/f00")])
 def test_a_symlink_inside_the_root_or_to_the_blobs_of_a_hub_cache_is_read(
     tmp_path: Path, root: str, target: str
