@@ -16,7 +16,6 @@ from ckptkit.errors import SaveError
 from tests.ranks import run_ranks
 
 
-
 def sharded(mine: torch.Tensor, mesh: DeviceMesh) -> torch.nn.Module:
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(DTensor.from_local(mine.clone(), mesh, [Shard(0)], run_check=False))
