@@ -8,16 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.entry import (
-    Catalog,
-    Codec,
-    Digest,
-    Role,
-    SliceArray,
-    TensorEntry,
-    TensorSlice,
-    contiguous_strides,
-)
+from ckptkit.catalog.entry import Catalog, Codec, Digest, Role, SliceArray, TensorEntry, TensorSlice, contiguous_strides
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 from tests.catalog.boxes import columns, partitions, shapes, tensor_of
 

@@ -63,9 +63,7 @@ def feed_side_by_side(verifier: Verifier, slow: SlowCrc, pieces: tuple[bytes, ..
     return failures
 
 
-def test_adjacent_pieces_of_two_threads_are_hashed_in_parallel_and_joined(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_adjacent_pieces_of_two_threads_are_hashed_in_parallel_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "crc32", slow := SlowCrc())
     verifier = verifier_of(b"".join(PIECES), zlib.crc32(b"".join(PIECES)))
     assert not feed_side_by_side(verifier, slow, PIECES)

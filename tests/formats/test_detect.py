@@ -265,10 +265,7 @@ def test_a_dry_run_names_trainer_state_next_to_the_weights(tmp_path, weights):
         save_file({"w": np.ones(2, np.float32)}, source / weights)
     else:
         torch.save({"w": torch.ones(2)}, source / weights)
-    notes = (
-        "optimizer.bin is not read: it has no parameter names.",
-        f"not read: {', '.join(beside)}.",
-    )
+    notes = ("optimizer.bin is not read: it has no parameter names.", f"not read: {', '.join(beside)}.")
     assert open_source(str(source)).catalog.info.notes == notes
     report = reshard(str(source), str(tmp_path / "out"), world_size=2, dry_run=True)
     assert {*notes} < {*report.to_json()["notes"]} and {f"note: {note}" for note in notes} < {*report.plan_lines()}

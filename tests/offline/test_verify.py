@@ -164,11 +164,9 @@ def failures(step: Path, out: Path, **options: Any) -> list[str]:
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.safetensors", "objects.json"])
 def test_each_file_of_another_save_is_found(pair: tuple[Path, Path], tmp_path: Path, name: str, change: str) -> None:
     ours, other = (step / name for step in pair)
-    data = {
-        "swap": other.read_bytes(),
-        "truncate": ours.read_bytes()[:-3],
-        "append": ours.read_bytes() + b"xxx",
-    }.get(change)
+    data = {"swap": other.read_bytes(), "truncate": ours.read_bytes()[:-3], "append": ours.read_bytes() + b"xxx"}.get(
+        change
+    )
     ours.unlink()
     if data is not None:
         ours.write_bytes(data)

@@ -116,10 +116,7 @@ def test_a_record_whose_parts_do_not_fit_is_refused_by_name(
 
 @pytest.mark.parametrize(
     ("second", "reason"),
-    [
-        ({"block": 128}, r"scale have a value for each block of \[64, 128\]"),
-        ({"signed": False}, "different settings"),
-    ],
+    [({"block": 128}, r"scale have a value for each block of \[64, 128\]"), ({"signed": False}, "different settings")],
 )
 def test_shards_that_do_not_belong_together_are_refused_by_name(
     ranks: Any, tmp_path: Path, second: dict[str, Any], reason: str

@@ -15,12 +15,7 @@ from torch import nn
 import ckptkit
 from ckptkit import CheckpointManager, StateDictType, TrainState, convert, open_checkpoint, reshard
 from ckptkit.catalog.entry import Role
-from ckptkit.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    IntegrityError,
-)
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError, IntegrityError
 from ckptkit.formats.own.manifest import Manifest
 from ckptkit.formats.own.reader import open_catalog, open_manifest
 from ckptkit.formats.own.record import CommitRecord, FileRecord

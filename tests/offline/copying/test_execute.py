@@ -18,13 +18,7 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Digest, SliceArray
 from ckptkit.catalog.targets import Target, concatenated
-from ckptkit.errors import (
-    CheckpointMismatchError,
-    IncompleteCheckpointError,
-    IntegrityError,
-    NoSpaceError,
-    UsageError,
-)
+from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError, NoSpaceError, UsageError
 from ckptkit.offline.copying import execute as engine
 from ckptkit.offline.copying.casts import cast_into
 from ckptkit.offline.copying.execute import execute

@@ -395,10 +395,7 @@ def test_what_peft_cannot_merge_is_refused_too(
         expected(adapted, tmp_path)
 
 
-TOKENS = {
-    "e__token_adapter__base_layer__weight": (9, 4),
-    "e__token_adapter__trainable_tokens_delta__default": (2, 4),
-}
+TOKENS = {"e__token_adapter__base_layer__weight": (9, 4), "e__token_adapter__trainable_tokens_delta__default": (2, 4)}
 
 
 @pytest.mark.parametrize(

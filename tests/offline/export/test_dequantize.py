@@ -248,11 +248,7 @@ def test_int8_weights_have_the_values_of_compressed_tensors(tmp_path: Path) -> N
 def nvfp4() -> dict[str, torch.Tensor]:
     """Return rows with each pair of codes, and each scale in FP8."""
     pairs = torch.arange(256, dtype=torch.uint8).repeat(32, 1)
-    return {
-        "a.weight_packed": pairs,
-        "a.weight_scale": codes(32, 32),
-        "a.weight_global_scale": torch.tensor([2731.0]),
-    }
+    return {"a.weight_packed": pairs, "a.weight_scale": codes(32, 32), "a.weight_global_scale": torch.tensor([2731.0])}
 
 
 FP4_WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
