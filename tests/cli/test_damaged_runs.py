@@ -15,25 +15,14 @@ from ckptkit.offline.reshard import reshard
 from ckptkit.storage.local import LocalStore
 from tests.cli.commands import document, ran, run
 
-NEWEST, BEFORE = "step_00000300", "step_00000200"
+NEWEST, BEFORE, DATA = "step_00000300", "step_00000200", "__0_0.distcp"
 
 
-def data_of(step: Path) -> Path:
-    return step / "__0_0.distcp"
-
-
-def flip(file: Path, *, every: int, start: int = 0) -> None:
-    data = bytearray(file.read_bytes())
-    for at in range(start, len(data), every):
-        data[at] ^= 1
-    file.write_bytes(data)
+def every_bit(data: Path, start: int = 0) -> None:
+    data.write_bytes(data.read_bytes()[:start] + bytes(byte ^ 1 for byte in data.read_bytes()[start:]))
 
 
 # --- verify
-
-
-def test_verify_prints_which_checkpoint_it_chose(root: Path) -> None:
-    assert ran("verify", root / "latest~1").splitlines()[0] == f"{root}/{BEFORE}"
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "checkpoint.json", "manifest.safetensors"])
@@ -46,13 +35,14 @@ def test_verify_of_a_damaged_newest_checkpoint_names_the_previous_one(root: Path
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
-def test_quiet_does_not_print_the_choice(root: Path, command: str) -> None:
+def test_the_output_names_the_chosen_checkpoint_unless_it_is_quiet(root: Path, command: str) -> None:
     note = f"{NEWEST} is the newest of 3 step directories in {root}."
     assert note in ran(command, root) and note not in ran(command, root, "-q")
+    assert f"{root}/{BEFORE}" in ran(command, root / "latest~1")
 
 
 def test_a_damaged_oldest_checkpoint_has_no_previous_one(root: Path) -> None:
-    data_of(root / "step_00000100").unlink()
+    (root / "step_00000100" / DATA).unlink()
     assert "check the previous one" not in ran("verify", root / "100", code=1)
 
 
@@ -68,7 +58,8 @@ def test_verify_prints_json_for_a_checkpoint_that_cannot_be_opened(zoo: Path, na
 def test_a_file_with_many_damages_prints_few_lines(tmp_path: Path) -> None:
     save_file({f"layers.{i}.weight": np.full((2, 2), i, np.float32) for i in range(40)}, tmp_path / "model.safetensors")
     reshard(str(tmp_path / "model.safetensors"), str(tmp_path / "many"), world_size=1)
-    flip(data_of(tmp_path / "many"), every=1, start=200)
+    data = tmp_path / "many" / DATA
+    every_bit(data, 200)
     bad = [line for line in ran("verify", tmp_path / "many", code=1).splitlines() if line.startswith("bad: ")]
     assert len(bad) < 15
     assert "more problems" in bad[-1]
@@ -136,33 +127,25 @@ def test_a_run_whose_records_are_damaged_is_not_called_empty(root: Path) -> None
 # --- other commands
 
 
-@pytest.mark.parametrize("line", [("convert",), ("reshard", "--world-size", "2")], ids=lambda line: line[0])
-def test_an_error_about_a_missing_file_names_its_checkpoint_and_the_previous_one(
-    root: Path, tmp_path: Path, line: tuple[str, ...]
-) -> None:
-    data_of(root / NEWEST).unlink()
-    said = ran(line[0], root, tmp_path / "out", *line[1:], code=1)
-    assert "__0_0.distcp" in said
-    assert f"{root}/{NEWEST}" in said
-    assert f"The previous checkpoint: {root}/{BEFORE}" in said
-
-
-def test_a_conversion_that_finds_damage_names_verify_and_the_previous_checkpoint(root: Path, tmp_path: Path) -> None:
-    flip(data_of(root / NEWEST), every=64)
-    said = ran("convert", root, tmp_path / "out", code=1)
-    assert f"ckptkit verify {root}/{NEWEST}" in said
-    assert f"The previous checkpoint: {root}/{BEFORE}" in said
-
-
-def test_latest_does_not_skip_a_damaged_newest_checkpoint(root: Path) -> None:
-    (root / NEWEST / "checkpoint.json").write_bytes(b"{")
-    said = ran("inspect", root / "latest", code=1)
-    assert f"is {NEWEST}, which cannot be opened" in said
+@pytest.mark.parametrize(
+    ("damage", "line", "words"),
+    [
+        (Path.unlink, "convert {root} {out}", "__0_0.distcp"),
+        (Path.unlink, "reshard {root} {out} --world-size 2", "__0_0.distcp"),
+        (every_bit, "convert {root} {out}", f"ckptkit verify {{root}}/{NEWEST}"),
+        (lambda data: (data.parent / "checkpoint.json").write_bytes(b"{"), "inspect {root}/latest",
+         f"is {NEWEST}, which cannot be opened"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_damaged_newest_checkpoint_and_the_previous_one(root, tmp_path, damage, line, words):
+    damage(root / NEWEST / DATA)
+    said = ran(*line.format(root=root, out=tmp_path / "out").split(), code=1)
+    assert words.format(root=root) in said and NEWEST in said
     assert f"The previous checkpoint: {root}/{BEFORE}" in said
 
 
 def test_a_copy_of_a_run_does_not_say_that_nothing_was_copied(root: Path, tmp_path: Path) -> None:
-    data_of(root / NEWEST).unlink()
+    (root / NEWEST / DATA).unlink()
     said = ran("copy", root, tmp_path / "new", code=1)
     assert (tmp_path / "new" / "step_00000100").is_dir()
     assert f"{NEWEST} was not copied" in said
@@ -171,14 +154,14 @@ def test_a_copy_of_a_run_does_not_say_that_nothing_was_copied(root: Path, tmp_pa
 
 
 def test_the_command_that_lists_all_damage_ends_where_its_sentence_ends(root: Path) -> None:
-    data_of(root / NEWEST).unlink()
+    (root / NEWEST / DATA).unlink()
     said = run("diff", root, root / BEFORE).output
     assert said.count("ckptkit verify") == 1
     assert f"To see all damage: ckptkit verify {root}/{NEWEST}\n" in said
 
 
 def test_a_truncated_file_is_said_to_have_the_bytes_that_it_has(root: Path, tmp_path: Path) -> None:
-    data = data_of(root / NEWEST)
+    data = root / NEWEST / DATA
     data.write_bytes(data.read_bytes()[:100])
     assert "is truncated: it has 100 bytes, but bytes up to" in ran(
         "convert", root, tmp_path / "out", "--no-check", code=1

@@ -368,7 +368,7 @@ def test_dtypes_below_a_byte_are_copied_with_dtype_and_shape(tmp_path):
     data = _small(tmp_path / "src")
     convert(str(tmp_path / "src"), str(tmp_path / "out"), verify=True)
     with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
-        found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
+        found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         assert {name: (item.get_dtype(), tuple(item.get_shape())) for name, item in found.items()} == {
             name: (name, shape) for name, shape in SMALL.items()
         }
