@@ -55,12 +55,8 @@ def test_a_shell_completes_commands_options_choices_and_paths(shell: str, tmp_pa
     command.write_text(f"#!{sys.executable}\nfrom ckptkit.cli.main import main\nmain()\n")
     command.chmod(0o755)
     (tmp_path / "RUN" / "step_00000100").mkdir(parents=True)
-    env = {
-        **os.environ,
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
-        "HOME": str(tmp_path),
-        "ZDOTDIR": str(tmp_path),
-    }
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "HOME": str(tmp_path), "ZDOTDIR": str(tmp_path)}
     quiet = {"bash": ["--norc"], "fish": ["--no-config"], "zsh": ["-f"]}[shell]
     done = subprocess.run(
         [program, *quiet, "-c", SHELLS[shell]], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,

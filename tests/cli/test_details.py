@@ -7,8 +7,6 @@ import json
 import logging
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -169,12 +167,17 @@ def test_a_terminal_sees_bytes_rate_and_file(monkeypatch: pytest.MonkeyPatch) ->
     assert drawn.index("convert: ") < drawn.index("verify: ")
 
 
-def test_a_pipe_and_a_quiet_command_show_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert with_bar(monkeypatch, io.StringIO()) == with_bar(monkeypatch, Terminal(), quiet=True) == ""
+@pytest.mark.parametrize(
+    ("stream", "options"), [(io.StringIO, {}), (Terminal, {"quiet": True}), (Terminal, {"at_once": False})]
+)
+def test_a_pipe_a_quiet_command_and_less_than_a_second_of_work_show_no_progress(monkeypatch, stream, options):
+    assert with_bar(monkeypatch, stream(), **options) == ""
 
 
-def test_work_of_less_than_a_second_draws_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert with_bar(monkeypatch, Terminal(), at_once=False) == ""
+def test_colours_are_for_terminals_without_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, no_color, coloured in ((Terminal(), "", True), (Terminal(), "1", False), (io.StringIO(), "", False)):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        assert frame._colour(stream) is coloured
 
 
 def test_progress_names_the_current_file(zoo: Path, tmp_path: Path) -> None:
@@ -185,37 +188,7 @@ def test_progress_names_the_current_file(zoo: Path, tmp_path: Path) -> None:
     assert seen[-1][0] == seen[-1][1]
 
 
-@pytest.mark.parametrize(
-    ("stream", "no_color", "coloured"), [(Terminal(), "", True), (Terminal(), "1", False), (io.StringIO(), "", False)]
-)
-def test_colours_are_for_terminals_without_no_color(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, no_color: str, coloured: bool
-) -> None:
-    monkeypatch.setenv("NO_COLOR", no_color)
-    assert frame._colour(stream) is coloured
-
-
 # --- Ctrl-C
-
-
-def test_three_ctrl_c_exit_with_130_and_print_a_working_command_to_continue(zoo: Path, tmp_path: Path) -> None:
-    script = (
-        "import os, signal, ckptkit.offline.conversion as c\n"
-        "from ckptkit.cli.main import main\n"
-        "real = c.execute\n"
-        "def execute(plan, source, destination, **kw):\n"
-        "    def progress(*a): [os.kill(os.getpid(), signal.SIGINT) for _ in range(3)]\n"
-        "    return real(plan, source, destination, **{**kw, 'progress': progress})\n"
-        "c.execute = execute\n"
-        f"main(['convert', {str(zoo / DCP)!r}, {str(tmp_path / 'out')!r}])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 128 + signal.SIGINT, done.stderr
-    assert "Interrupted." in done.stderr
-    assert "same command again" in done.stderr
-    assert all(path.name.startswith(".tmp-out-") for path in tmp_path.iterdir())  # finished steps, if any
-    ran("convert", zoo / DCP, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_message_of_an_interrupted_conversion_names_what_is_left(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C from the keyboard of a real terminal, once and twice."""
+"""Ctrl-C from the keyboard of a real terminal, once and three times."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.cli.commands import ran
 
 DCP = "dcp_fsdp2_uneven_w4/ckpt"
 OWN_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
@@ -64,7 +66,7 @@ def on_a_terminal(script: str, *, keys: bytes = b"") -> tuple[int, str]:
     return process.wait(), screen.decode(errors="replace")
 
 
-@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.parametrize("presses", [1, 3])
 def test_ctrl_c_ends_a_conversion_and_prints_leftovers_and_how_to_continue(
     zoo: Path, tmp_path: Path, presses: int
 ) -> None:
@@ -74,4 +76,6 @@ def test_ctrl_c_ends_a_conversion_and_prints_leftovers_and_how_to_continue(
     assert "Interrupted." in screen
     assert "same command again" in screen.replace("\r\n", " ")
     assert "Traceback" not in screen
-    assert not (tmp_path / "out").exists()
+    assert all(path.name.startswith(".tmp-out-") for path in tmp_path.iterdir())  # finished steps, if any
+    ran("convert", zoo / DCP, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

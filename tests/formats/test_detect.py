@@ -141,10 +141,6 @@ def test_an_optimizer_file_next_to_the_weights_is_not_a_second_checkpoint(tmp_pa
     assert "/step_10/policy/weights" in open_source(str(tmp_path / "step_10")).url
 
 
-def test_a_trainer_output_directory_opens_its_newest_checkpoint(zoo):
-    assert open_source(str(zoo / "hf_trainer_fsdp2_sharded_w2" / "out")).url.endswith("checkpoint-2")
-
-
 def test_opening_a_directory_of_lightning_files_opens_the_newest(tmp_path, zoo):
     full = next((zoo / "lightning_trainer_full").glob("*.ckpt"))
     shutil.copy(full, tmp_path / "epoch=0-step=3.ckpt")
@@ -235,15 +231,19 @@ def test_the_only_torch_file_of_a_directory_is_read_whatever_its_name(tmp_path, 
     assert list(open_source(str(tmp_path)).catalog.by_role(Role.MODEL)) == ["w"]
 
 
-def test_files_numbered_like_steps_are_read_as_rank_files(tmp_path, zoo):
+@pytest.mark.parametrize("name", ["weights_rank{}.pt", "model_{}.pt", "checkpoint_{}.pt"])
+def test_rank_files_of_an_unknown_system_are_joined(tmp_path, zoo, name):
     actor = zoo / "verl_fsdp2_w2" / "global_step_4" / "actor"
     for rank in range(2):
-        shutil.copy(actor / f"model_world_size_2_rank_{rank}.pt", tmp_path / f"checkpoint_{rank}.pt")
+        shutil.copy(actor / f"model_world_size_2_rank_{rank}.pt", tmp_path / name.format(rank))
+        if name.startswith("model_"):
+            shutil.copy(actor / f"optim_world_size_2_rank_{rank}.pt", tmp_path / f"optimizer_{rank}.pt")
+            (tmp_path / "metadata.pkl").write_bytes(b"\x80\x04}.")
     source = open_source(str(tmp_path))
     assert source.catalog.info.format == "rank-files"
     assert source.catalog.by_role(Role.MODEL).keys() == open_source(str(actor)).catalog.by_role(Role.MODEL).keys()
-    (tmp_path / "checkpoint_1.pt").unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"only the part of rank 0|checkpoint_1\.pt"):
+    (tmp_path / name.format(1)).unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"only the part of rank 0|_(rank)?1\.pt"):
         open_source(str(tmp_path))
 
 
@@ -259,8 +259,9 @@ def test_a_nemo_archive_is_refused_with_the_advice_to_unpack_it(tmp_path):
 def test_a_dry_run_names_trainer_state_next_to_the_weights(tmp_path, weights):
     source, beside = tmp_path / "in", ["custom_checkpoint_0.pkl", "random_states_0.pkl", "scheduler.bin"]
     source.mkdir()
-    for name in ("optimizer.bin", *beside):
+    for name in beside:
         torch.save({"x": 1}, source / name)
+    torch.save({"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}, source / "optimizer.bin")
     if weights == "model.safetensors":
         save_file({"w": np.ones(2, np.float32)}, source / weights)
     else:
@@ -271,19 +272,12 @@ def test_a_dry_run_names_trainer_state_next_to_the_weights(tmp_path, weights):
     assert {*notes} < {*report.to_json()["notes"]} and {f"note: {note}" for note in notes} < {*report.plan_lines()}
 
 
-def test_a_note_says_that_an_optimizer_next_to_whole_weights_is_not_read(tmp_path):
-    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+def test_an_optimizer_without_weights_is_opened_only_by_its_own_name(tmp_path):
     state = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
     torch.save(state, tmp_path / "optimizer.pt")
-    note = "optimizer.pt is not read: it has no parameter names."
-    assert open_source(str(tmp_path)).catalog.info.notes == (note,)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
-    assert open_source(str(tmp_path)).catalog.info.notes == (note,)
-    (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"optimizer\.pt, which has no weights"):
         open_source(str(tmp_path))
-    assert open_source(str(tmp_path / "optimizer.pt")).catalog.tensors  # it was named explicitly
+    assert open_source(str(tmp_path / "optimizer.pt")).catalog.tensors
 
 
 def test_file_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptkit.catalog.entry import Role
-from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.trainers.master_check import check_masters
 from tests.formats import rank_writers
@@ -136,13 +136,6 @@ def test_models_and_optimizers_in_dcp_form_are_joined(ranks, tmp_path, layout):
 def test_fsdp1_local_state_is_read_with_the_shapes_of_its_optimizer(ranks, tmp_path, use_orig_params, world):
     expected = ranks.run(rank_writers.write_fsdp1_local, world, str(tmp_path), use_orig_params, True)[0]
     opened_with(tmp_path, {"model": expected})
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_fsdp1_local_state_alone_is_refused_with_advice(ranks, tmp_path, use_orig_params):
-    ranks.run(rank_writers.write_fsdp1_local, 2, str(tmp_path), use_orig_params, False)
-    with pytest.raises(UnsupportedFormatError, match="Give --layout FILE"):
-        open_source(str(tmp_path))
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

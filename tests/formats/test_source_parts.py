@@ -107,11 +107,6 @@ def test_shapes_in_module_order_replace_a_layout(local, tmp_path):
     assert contents(source.store, source.catalog.by_role(Role.MODEL)) == expected
 
 
-def test_a_missing_layout_is_an_error_with_advice(local):
-    with pytest.raises(UnsupportedFormatError, match="Give --layout FILE"):
-        open_source(str(local))
-
-
 def test_a_layout_of_another_model_is_refused(local, tmp_path):
     layout = _layout(local)
     layout["_flat_param"]["shapes"][0] = [64, 32]
@@ -163,14 +158,6 @@ def test_padding_may_be_as_large_as_the_number_of_ranks(tmp_path):
         fsdp1_local.read(open_store(str(tmp_path)), ["rank"], ranks[:20], {}, None, options)
 
 
-def test_a_layout_may_give_only_shapes(local, tmp_path):
-    layout = parse_layout(json.loads(next(local.glob("*.json")).read_text()), "layout")
-    shapes = {name: shape for unit in layout.values() for name, shape, _ in unit.params}
-    (tmp_path / "shapes.json").write_text(json.dumps(shapes))
-    source = open_source(str(local), options=ReadOptions(layout=str(tmp_path / "shapes.json")))
-    assert {name: entry.shape for name, entry in source.catalog.tensors.items()} == shapes
-
-
 def test_an_error_names_a_missing_rank_of_local_state(local, tmp_path):
     shutil.copytree(local, tmp_path / "x")
     (tmp_path / "x" / "pytorch_model_fsdp_rank1.bin").unlink()
@@ -218,24 +205,6 @@ def test_an_unrelated_metadata_json_does_not_make_a_dcp_a_megatron_checkpoint(tm
     shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", tmp_path / "x")
     (tmp_path / "x" / "metadata.json").write_text('{"author": "me"}')
     assert identify(open_store(str(tmp_path / "x"))) == "dcp"
-
-
-def test_rank_files_of_an_unknown_system_are_joined(tmp_path, zoo):
-    actor = zoo / "verl_fsdp2_w2" / "global_step_4" / "actor"
-    for rank in range(2):
-        shutil.copy(actor / f"model_world_size_2_rank_{rank}.pt", tmp_path / f"weights_rank{rank}.pt")
-    source = open_source(str(tmp_path))
-    assert source.catalog.info.format == "rank-files"
-    assert source.catalog.by_role(Role.MODEL)["model.embed_tokens.weight"].shape == (128, 32)
-
-
-def test_rank_files_next_to_a_metadata_pkl_are_joined(tmp_path, zoo):
-    actor = zoo / "verl_fsdp2_w2" / "global_step_4" / "actor"
-    for rank in range(2):
-        shutil.copy(actor / f"model_world_size_2_rank_{rank}.pt", tmp_path / f"model_{rank}.pt")
-        shutil.copy(actor / f"optim_world_size_2_rank_{rank}.pt", tmp_path / f"optimizer_{rank}.pt")
-    (tmp_path / "metadata.pkl").write_bytes(b"\x80\x04}.")
-    assert open_source(str(tmp_path)).catalog.by_role(Role.MODEL)["model.embed_tokens.weight"].shape == (128, 32)
 
 
 @pytest.mark.parametrize(

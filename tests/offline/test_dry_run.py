@@ -43,6 +43,7 @@ def refused(name: str, source: Path, dst: Path, match: str, **more: Any) -> None
     assert sorted(path for path in dst.parent.rglob("*")) == before
     with pytest.raises((CkptkitError, OSError)):
         run(str(source), str(dst), **options, **more)
+    assert sorted(path for path in dst.parent.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", RUNS)

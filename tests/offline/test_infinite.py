@@ -12,9 +12,10 @@ from ckptkit.offline.convert import convert
 from ckptkit.offline.copying import runs
 from ckptkit.offline.copying.streams import StreamWriter
 from ckptkit.offline.merge import merge
-from ckptkit.storage import journal, ledger
+from ckptkit.storage import ledger
 from ckptkit.storage.open import open_store
 from tests.cli.commands import document, ran
+from tests.offline.copying.test_resume import STEP, killed, went_on
 from tests.offline.exports import converted, write_model
 from tests.storage import servers
 
@@ -103,44 +104,31 @@ def test_added_rows_do_not_hide_infinite_elements(tmp_path: Path) -> None:
     assert report.infinite == {"model.embed_tokens.weight": 4}
 
 
-def interrupted_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, nth: int, *, after: bool) -> Any:
-    """Return a context in which the nth call of a method is interrupted, before or after its work."""
-    real, left = getattr(owner, name), [nth]
-
-    def interrupted(*args: Any) -> None:
-        left[0] -= 1
-        if left[0] or after:
-            real(*args)
-        if not left[0]:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(owner, name, interrupted)
-    return pytest.raises(KeyboardInterrupt)
-
-
-@pytest.mark.parametrize("stop", [1, 3])
-def test_a_continued_conversion_counts_the_elements_of_the_interrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
-) -> None:
-    monkeypatch.setattr(runs, "_STEP", 64_000)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_continued_conversion_counts_the_elements_of_the_interrupted_one(tmp_path, monkeypatch, steps):
+    monkeypatch.setattr(runs, "_STEP", STEP)
     source = write_model(tmp_path / "in", weights(5, 0, 0, 7))
-    with monkeypatch.context() as patched, interrupted_at(patched, journal.Journal, "done", stop, after=True):
-        convert(source, str(tmp_path / "out"), dtype="fp16", workers=1)
+    killed("convert", Path(source), tmp_path / "out", steps, dtype="fp16")
     report = convert(source, str(tmp_path / "out"), dtype="fp16", workers=1)
-    assert any("continued" in note for note in report.notes)
+    assert went_on(report.notes)
     assert report.infinite == {"w0": 5, "w3": 7}
 
 
-def test_a_continued_upload_counts_the_elements_of_the_interrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = write_model(tmp_path / "in", weights(5, 0, 0, 7))
+def test_a_continued_upload_counts_the_elements_of_the_interrupted_one(tmp_path, monkeypatch):
+    source, written, write = write_model(tmp_path / "in", weights(5, 0, 0, 7)), [], StreamWriter.write
+
+    def interrupted(*args: Any) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(write(*args))
+
     monkeypatch.setattr(ledger, "WORTH", 1)
     with servers.moto() as s3:
         options: dict[str, Any] = {"dtype": "fp16", "workers": 1, "max_shard_size": "150kB", "dst_storage_options": s3}
         open_store("s3://far", storage_options=s3).fs.mkdir("far")  # type: ignore[attr-defined]
-        with monkeypatch.context() as patched, interrupted_at(patched, StreamWriter, "write", 3, after=False):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(StreamWriter, "write", interrupted)
             convert(source, "s3://far/out", **options)
         report = convert(source, "s3://far/out", **options)
-    assert any("continued" in note for note in report.notes)
+    assert went_on(report.notes)
     assert report.infinite == {"w0": 5, "w3": 7}

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,19 +170,6 @@ def test_a_symbolic_link_in_an_export_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "out", "config.json")
 
 
-@pytest.mark.parametrize("to", ["torch", "hf"])
-def test_a_single_file_is_replaced_only_if_it_is_a_checkpoint(tmp_path: Path, to: str) -> None:
-    dst = tmp_path / "model.pt"
-    dst.write_bytes(b"a firmware image, or whatever ends in .pt")
-    with pytest.raises(CheckpointExistsError, match=r"not a file that torch\.save"):
-        write(dst, {"to": to, "overwrite": True})
-    assert dst.read_bytes().startswith(b"a firmware")
-    dst.unlink()
-    write(dst, {"to": "torch"})
-    write(dst, {"to": to, "overwrite": True})
-    assert dst.is_dir() == (to == "hf") and os.listdir(tmp_path) == ["model.pt"]
-
-
 def _zip(place: Path) -> None:
     with zipfile.ZipFile(place, "w") as archive:
         archive.writestr("word/document.xml", "mine")
@@ -194,27 +180,31 @@ def _npz(place: Path) -> None:
         numpy.savez(file, a=numpy.zeros(3))
 
 
-FILES: dict[str, Callable[[Path], Any]] = {
-    "a zip archive": _zip,
-    "arrays of numpy": _npz,
-    "a pickle": lambda place: place.write_bytes(pickle.dumps({"mine": 1})),
-}
+def _pickle(place: Path) -> None:
+    place.write_bytes(pickle.dumps({"mine": 1}))
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_a_single_file_that_torch_did_not_write_is_refused(tmp_path: Path, kind: str) -> None:
+def _firmware(place: Path) -> None:
+    place.write_bytes(b"a firmware image, or whatever ends in .pt")
+
+
+@pytest.mark.parametrize("written", [_zip, _npz, _pickle, _firmware])
+@pytest.mark.parametrize("to", ["torch", "hf"])
+def test_a_single_file_that_torch_did_not_write_is_refused(tmp_path: Path, written: Any, to: str) -> None:
     dst = tmp_path / "out.pt"
-    FILES[kind](dst)
+    written(dst)
     before = dst.read_bytes()
     with pytest.raises(CheckpointExistsError, match=r"not a file that torch\.save"):
-        write(dst, {"to": "torch", "overwrite": True})
+        write(dst, {"to": to, "overwrite": True})
     assert dst.read_bytes() == before
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_single_torch_file_is_replaced(tmp_path: Path, zipped: bool) -> None:
+@pytest.mark.parametrize("to", ["torch", "hf"])
+def test_a_single_torch_file_is_replaced(tmp_path: Path, zipped: bool, to: str) -> None:
     torch.save({"w": torch.zeros(3)}, tmp_path / "out.pt", _use_new_zipfile_serialization=zipped)
-    write(tmp_path / "out.pt", {"to": "torch", "overwrite": True})
+    write(tmp_path / "out.pt", {"to": to, "overwrite": True})
+    assert (tmp_path / "out.pt").is_dir() == (to == "hf") and os.listdir(tmp_path) == ["out.pt"]
 
 
 def test_files_in_the_folder_of_another_adapter_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,20 +31,6 @@ def ours(zoo: Path, tmp_path: Path) -> Path:
     return target
 
 
-def test_verify_proves_every_byte_of_a_ckptkit_checkpoint(ours: Path) -> None:
-    report = verify(str(ours))
-    assert report.ok
-    assert report.unproved_bytes == 0
-    assert report.unproved_files == ()
-
-
-def test_verify_names_files_without_digests(zoo: Path) -> None:
-    report = verify(str(zoo / "hf_ref_llama_untied"))
-    assert report.ok
-    assert report.unproved_files == ("model.safetensors",)
-    assert "not proved" in report.summary()
-
-
 def test_zip_records_of_other_systems_are_checked_by_their_crc(zoo: Path) -> None:
     report = verify(str(zoo / "dcp_fsdp2_uneven_w4" / "ckpt"))
     assert report.ok
@@ -63,19 +48,6 @@ def test_a_truncated_or_missing_file_is_reported_with_its_tensors(ours: Path, le
     assert "tensors)" in problem.message
 
 
-def test_quick_reads_no_tensor_and_reports_it(ours: Path) -> None:
-    report = verify(str(ours), quick=True)
-    assert (report.digests, report.checked_bytes) == (0, 0)
-    assert "not read" in report.summary()
-
-
-def test_files_swapped_between_two_saves_are_found(zoo: Path, ours: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other" / "step_00000004"
-    reshard(str(zoo / "verl_fsdp2_w2"), str(other), world_size=3)
-    shutil.copy(other / "__0_0.distcp", ours / "__0_0.distcp")
-    assert not verify(str(ours)).ok
-
-
 def test_verify_changes_nothing(ours: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in ours.rglob("*")}
     verify(str(ours))
@@ -91,7 +63,7 @@ def saved(ranks: Any, tmp_path: Path) -> Path:
 
 def test_the_bytes_of_an_outline_are_read_once(saved: Path) -> None:
     report = verify(str(saved))
-    assert report.ok
+    assert report.ok and report.unproved_bytes == 0 and report.unproved_files == ()
     files = sum(path.stat().st_size for path in saved.iterdir() if path.name != "checkpoint.json")
     slices = [part.nbytes for entry in open_source(str(saved)).catalog.tensors.values() for part in entry.slices]
     assert report.checked_bytes == files + sum(nbytes for nbytes in slices if nbytes < LEAST)

@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from ckptkit.formats.dcp.catalog import open_catalog
 from ckptkit.formats.dcp.class_records import in_parts, recipes_of
 from ckptkit.formats.dcp.subclasses import open_tensor
 from ckptkit.storage import open_store
+from tests.offline.folders import flip
 
 KEY = "optimizer.state.w.exp_avg"
 
@@ -149,16 +149,13 @@ def test_no_flipped_bit_of_a_record_is_read_as_good(tmp_path: Path) -> None:
         slices = catalog.tensors[f"{KEY}::{name}"].slices
         path, start, nbytes = slices.record(0)
         for at in (start, start + nbytes // 2, start + nbytes - 1):
-            data = np.fromfile(tmp_path / "theirs" / path, np.uint8)
-            data[at] ^= 4
-            data.tofile(tmp_path / "theirs" / path)
+            flip(tmp_path / "theirs" / path, at, bit=2)
             with pytest.raises(CkptkitError, match=KEY):
                 reshard(url, str(tmp_path / "resharded"), world_size=2)
             assert not verify(url).ok
             state = {"optimizer": {"state": {"w": {"exp_avg": state_8bit(rows=256)}}}}
             with pytest.raises(CheckpointException, match=KEY):
                 dcp.load(state, storage_reader=DCPReader(url))
-            data[at] ^= 4
-            data.tofile(tmp_path / "theirs" / path)
+            flip(tmp_path / "theirs" / path, at, bit=2)
     assert not (tmp_path / "resharded").exists()
     assert verify(url).ok

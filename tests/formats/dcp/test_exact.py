@@ -12,6 +12,7 @@ from ckptkit.formats.dcp.read import Verify
 from ckptkit.formats.own.manifest import Manifest
 from ckptkit.storage.local import LocalStore
 from tests.formats.sharded import catalog_of, read_sharded, write_alone
+from tests.offline.folders import flip
 
 
 def write(path, values) -> tuple[Catalog, LocalStore]:
@@ -29,17 +30,11 @@ def small() -> dict[str, torch.Tensor]:
     }
 
 
-def flipped(path, found) -> None:
-    data = bytearray((path / found.path).read_bytes())
-    data[found.start] ^= 1
-    (path / found.path).write_bytes(data)
-
-
 @pytest.mark.parametrize("verify", [Verify.READ, Verify.FULL])
 def test_a_flipped_byte_among_tensors_read_together_names_its_tensor(tmp_path, verify):
     catalog, store = write(tmp_path, small())
     found = catalog.tensors["w7"].slices[0]
-    flipped(tmp_path, found)
+    flip(tmp_path / found.path, found.start)
     target = {name: torch.zeros_like(value) for name, value in small().items()}
     with pytest.raises(IntegrityError, match=f"{found.path}.*'w7'"):
         read_sharded(catalog, store, target, verify=verify)
@@ -47,7 +42,8 @@ def test_a_flipped_byte_among_tensors_read_together_names_its_tensor(tmp_path, v
 
 def test_damage_is_loaded_without_verification(tmp_path):
     catalog, store = write(tmp_path, small())
-    flipped(tmp_path, catalog.tensors["step"].slices[0])
+    part = catalog.tensors["step"].slices[0]
+    flip(tmp_path / part.path, part.start)
     target = {"step": torch.tensor(0)}
     read_sharded(catalog, store, target, verify=Verify.OFF)
     assert int(target["step"]) == 6

@@ -17,8 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter
 from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError
-from ckptkit.formats.own import reader as own
-from ckptkit.storage.local import LocalStore
+from tests.formats.dcp.test_torch_api import failure, one
 from tests.formats.dcp_states import differences, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -50,23 +49,6 @@ def in_a_group(url: str) -> list[str]:
 
 def test_a_subgroup_saves_complete_replicas(ranks, tmp_path):
     assert ranks.run(in_a_group, 3, str(tmp_path)) == [[], [], []]
-
-
-def replicas(url: str) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    made: dict[str, Any] = {f"norm.{i}": torch.full((64,), float(i)) for i in range(100)}
-    made["embedding"] = torch.ones(1024, 1024)
-    made["w"] = distribute_tensor(torch.ones(64, 64), mesh, (Shard(0),), src_data_rank=None)
-    dcp.save(made, storage_writer=DCPWriter(url, sync=False), planner=DCPSavePlanner())
-
-
-def test_replicas_are_written_once_and_evenly(ranks, tmp_path):
-    ranks.run(replicas, 2, str(tmp_path))
-    sizes = [sum(p.stat().st_size for p in tmp_path.glob(f"__{rank}_*")) for rank in range(2)]
-    assert max(sizes) < 1.02 * min(sizes)
-    catalog = own.open_manifest(LocalStore(tmp_path))
-    assert catalog is not None
-    assert all(len(entry.slices) == 1 for name, entry in catalog.tensors.items() if name.startswith("norm"))
 
 
 def changes(url: str) -> list[str]:
@@ -132,22 +114,10 @@ def test_every_rank_gets_the_metadata_of_what_was_saved(ranks, tmp_path):
     assert ranks.run(metadata_of_a_save, 2, str(tmp_path)) == [True, True]
 
 
-def one(url) -> dict[str, Any]:
-    made = {"w": torch.arange(50_000.0), "small": torch.arange(5), "o": {"lr": 0.5}}
-    dcp.save(made, storage_writer=DCPWriter(url), planner=DCPSavePlanner(), no_dist=True)
-    return made
-
-
-def cause_of(error: Any) -> BaseException:
-    return next(iter(error.value.failures.values()))[0]
-
-
 def test_all_mismatches_are_listed_and_nothing_is_changed(tmp_path):
-    one(tmp_path)
+    one(tmp_path, planned=True)
     target = {"w": torch.zeros(50_000), "small": torch.zeros(6), "more": torch.zeros(1), "o": {"lr": 0.0}}
-    with pytest.raises(dcp.api.CheckpointException) as error:
-        dcp.load(target, storage_reader=DCPReader(tmp_path), planner=DCPLoadPlanner(), no_dist=True)
-    cause = cause_of(error)
+    cause = failure(tmp_path, target, planned=True)
     assert isinstance(cause, CheckpointMismatchError)
     assert "small: " in str(cause)
     assert "more: not in the checkpoint" in str(cause)
@@ -155,7 +125,7 @@ def test_all_mismatches_are_listed_and_nothing_is_changed(tmp_path):
 
 
 def test_a_partial_load_leaves_missing_keys_unchanged(tmp_path):
-    made = one(tmp_path)
+    made = one(tmp_path, planned=True)
     target = {"w": torch.zeros(50_000), "more": torch.ones(1), "o": {"lr": 0.0, "new": 7}}
     planner = DCPLoadPlanner(allow_partial_load=True)
     dcp.load(target, storage_reader=DCPReader(tmp_path), planner=planner, no_dist=True)
@@ -244,9 +214,8 @@ def test_keys_written_by_torch_before_2_4_need_torchs_planner(tmp_path, monkeypa
     dcp.save(made, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     monkeypatch.setattr(_version, "_derived_version", None)
     target = {"w": torch.zeros(8), "o": {"lr": 0.0, "betas": {"a": 0}}}
-    with pytest.raises(dcp.api.CheckpointException) as error:
-        dcp.load(target, storage_reader=DCPReader(tmp_path), planner=DCPLoadPlanner(), no_dist=True)
-    assert "o.betas.a: not in the checkpoint, which has 'o' as one object" in str(cause_of(error))
+    cause = failure(tmp_path, target, planned=True)
+    assert "o.betas.a: not in the checkpoint, which has 'o' as one object" in str(cause)
     dcp.load(target, storage_reader=DCPReader(tmp_path), planner=DefaultLoadPlanner(), no_dist=True)
     assert torch.equal(target["w"], made["w"])
     assert target["o"] == made["o"]

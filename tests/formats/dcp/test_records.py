@@ -191,8 +191,3 @@ def test_metadata_unpickles_to_torchs_own_objects(load):
     assert [key.index for key in found.storage_data] == [key.index for key in expected().storage_data]
     chunk = next(iter(found.state_dict_metadata.values())).chunks[0]
     assert type(chunk.offsets) is type(chunk.sizes) is torch.Size
-
-
-def test_metadata_written_without_planner_data_has_none():
-    found = pickle.loads(b"".join(encode_metadata(TENSORS, FILES, objects={})))
-    assert found.planner_data is None

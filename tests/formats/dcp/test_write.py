@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ckptkit.catalog.box import Box
-from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError, NoSpaceError, SaveError
+from ckptkit.errors import IntegrityError, NoSpaceError, SaveError
 from ckptkit.formats.dcp.fill import Filler
 from ckptkit.formats.dcp.index import METADATA_NAME, write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
@@ -23,9 +23,9 @@ from ckptkit.formats.dcp.torch_api import DCPReader
 from ckptkit.formats.own.manifest import PLACEMENTS
 from ckptkit.storage.local import LocalStore
 from tests.checkpoint.full_disk import disk
-from tests.formats.dcp.test_torch_api import PAIRS
-from tests.formats.dcp_states import LAYOUTS, differences, state
+from tests.formats.dcp_states import differences, state
 from tests.formats.sharded import all_gather, catalog_of, gather, read_alone, read_sharded, write_alone, write_sharded
+from tests.offline.folders import flip
 
 
 def save(
@@ -51,36 +51,6 @@ def wrote(made: dict[str, Any], url: str, ranks: int | None = None) -> str:
 
 def save_layout(layout: str, url: str) -> None:
     save(state(layout), url)
-
-
-def common(layout: str, *, zeros: bool = False) -> dict[str, Any]:
-    made = state(layout, zeros=zeros)
-    made["model"] = {k: v for k, v in made["model"].items() if not k.startswith(("d1", "d2"))}
-    return made
-
-
-def load_ours(layout: str, url: str) -> list[str]:
-    target = common(layout, zeros=True)
-    read_alone(url, target)
-    return differences(target, common(layout))
-
-
-def load_torch(layout: str, url: str) -> list[str]:
-    target = common(layout, zeros=True)
-    dcp.load(target, storage_reader=dcp.FileSystemReader(url))
-    return differences(target, common(layout))
-
-
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_any_layout_loads_into_any_other(ranks, tmp_path, source, target):
-    ranks.run(save_layout, LAYOUTS[source][0], source, str(tmp_path))
-    assert ranks.run(load_ours, LAYOUTS[target][0], target, str(tmp_path)) == [[]] * LAYOUTS[target][0]
-
-
-@pytest.mark.parametrize(("source", "target"), [("hsdp@4", "shard0@3"), ("tp@4", "plain@1"), ("shard0@3", "hsdp@4")])
-def test_torch_loads_what_was_written_without_its_planner(ranks, tmp_path, source, target):
-    ranks.run(save_layout, LAYOUTS[source][0], source, str(tmp_path))
-    assert ranks.run(load_torch, LAYOUTS[target][0], target, str(tmp_path)) == [[]] * LAYOUTS[target][0]
 
 
 def replicated(url: str, kind: str) -> tuple[int, int]:
@@ -204,25 +174,6 @@ def test_a_changed_dtype_placement_or_mesh_is_saved(ranks, tmp_path):
         assert [text for _, text in found] == ["dp:S(0)", "dp:S(0)", "dp:S(1)", "dp:R", "tp:R", "tp:R", "tp:R"]
 
 
-def test_the_plan_holds_views_of_the_live_memory():
-    weight = torch.zeros(4, 4, requires_grad=True)
-    plan = plan_sharded({"w": weight})
-    assert plan.tensors[0].data_ptr() == weight.data_ptr()
-    assert not plan.tensors[0].requires_grad
-
-
-def test_staged_copies_are_written_instead_of_live_memory(tmp_path):
-    made = {"w": torch.ones(1000), "s": torch.tensor(3)}
-    plan = plan_sharded(made)
-    staged = [t.clone() for t in plan.tensors]
-    made["w"].zero_()
-    store = LocalStore(str(tmp_path))
-    write_index([plan.write(store, tensors=staged, sync=False).part], store, sync=False)
-    target = {"w": torch.zeros(1000), "s": torch.tensor(0)}
-    read_alone(tmp_path, target)
-    assert target["w"].eq(1).all()
-
-
 @pytest.mark.parametrize("staged", [[], [torch.zeros(3)]])
 def test_staged_copies_of_other_tensors_are_refused(tmp_path, staged):
     plan = plan_sharded({"w": torch.ones(1000)})
@@ -241,12 +192,13 @@ def test_writeback_starts_before_the_fsync(tmp_path, monkeypatch, sync):
     assert all(0 < size < sum(item.nbytes for item in part.files.values()) for size in begun)
 
 
-def test_a_full_tmpfs_fails_the_write_and_removes_its_file(tmp_path):
-    plan = plan_sharded({f"w{i}": torch.randn(3 << 20) for i in range(4)})
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_full_tmpfs_fails_the_write_and_removes_its_file(tmp_path, workers):
+    plan = plan_sharded({f"w{i}": torch.randn(3 << 20) for i in range(6)})
     with disk(tmp_path / "small", "tmpfs", 24 << 10) as place:
         with pytest.raises(NoSpaceError, match="No space left"):
-            plan.write(LocalStore(str(place)), workers=1)
-        assert list(place.iterdir()) == []
+            plan.write(LocalStore(str(place)), workers=workers)
+        assert len(list(place.iterdir())) < workers  # files that were not started are not written
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -308,29 +260,6 @@ def wrong_shape(url: str) -> str:
 def test_a_duplicate_name_fails_the_save(ranks, tmp_path):
     assert "w: rank 1 has float32 of shape [4]" in ranks.run(wrong_shape, 2, str(tmp_path))[0]
     assert not (tmp_path / ".metadata").exists()
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_failing_worker_fails_the_write_and_removes_its_file(tmp_path, monkeypatch, workers):
-    import ckptkit.formats.dcp.files as files
-
-    class Full:
-        calls = 0
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(os, name)
-
-        def write(self, fd: int, view: memoryview) -> int:
-            Full.calls += 1
-            if Full.calls == 7:
-                raise OSError(28, "No space left on device")
-            return os.write(fd, view)
-
-    plan = plan_sharded({f"w{i}": torch.randn(5 << 20) for i in range(6)})
-    monkeypatch.setattr(files, "os", Full())
-    with pytest.raises(NoSpaceError, match="No space left"):
-        plan.write(LocalStore(str(tmp_path)), workers=workers)
-    assert len(list(tmp_path.iterdir())) < workers  # files that were not started are not written
 
 
 def test_meshes_and_placements_are_in_the_manifest(ranks, tmp_path):
@@ -407,10 +336,8 @@ def test_long_runs_of_columns_are_read_without_the_gaps(tmp_path):
 @pytest.mark.parametrize("verify", ["read", "full"])
 def test_a_flipped_byte_is_found_and_named(tmp_path, nbytes, verify):
     write_alone({"model": {"w": torch.ones(nbytes // 4)}}, tmp_path)
-    entry = catalog_of(tmp_path).tensors["model.w"].slices[0]
-    with open(tmp_path / entry.path, "r+b") as file:
-        file.seek(entry.start + nbytes // 2)
-        file.write(b"\x55")
+    part = catalog_of(tmp_path).tensors["model.w"].slices[0]
+    flip(tmp_path / part.path, part.start + nbytes // 2)
     with pytest.raises(IntegrityError, match=r"__0_0\.distcp: .*'model\.w'"):
         read_alone(tmp_path, {"model": {"w": torch.zeros(nbytes // 4)}}, verify=Verify(verify))
 
@@ -418,9 +345,7 @@ def test_a_flipped_byte_is_found_and_named(tmp_path, nbytes, verify):
 def test_full_verification_finds_damage_outside_of_the_needed_bytes(tmp_path):
     write_alone({"w": torch.ones(1000, 1000)}, tmp_path)
     entry = catalog_of(tmp_path).tensors["w"]
-    with open(tmp_path / entry.slices[0].path, "r+b") as file:
-        file.seek(entry.slices[0].start + 3_900_000)
-        file.write(b"\x55")
+    flip(tmp_path / entry.slices[0].path, entry.slices[0].start + 3_900_000)
     fillers = [Filler(LocalStore(str(tmp_path)), verify=verify) for verify in (Verify.READ, Verify.FULL)]
     for filler in fillers:
         filler.add(entry, Box((0, 0), (10, 1000)), torch.zeros(10, 1000))
@@ -437,39 +362,6 @@ def test_a_flipped_byte_in_an_object_is_found(tmp_path):
         read_alone(tmp_path, {"o": {"text": ""}})
 
 
-def test_an_error_names_a_truncated_file(tmp_path):
-    write_alone({"w": torch.ones(1 << 20)}, tmp_path)
-    os.truncate(tmp_path / "__0_0.distcp", 3_000_000)
-    with pytest.raises(IncompleteCheckpointError, match=r"__0_0\.distcp"):
-        read_alone(tmp_path, {"w": torch.zeros(1 << 20)})
-
-
-def test_all_mismatches_are_listed_before_anything_changes(tmp_path):
-    write_alone({"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4), "d": torch.ones(4), "o": 1}, tmp_path)
-    target = {"a": torch.zeros(4), "b": torch.zeros(5), "c": torch.zeros(4).half(), "missing": torch.zeros(1), "d": 3}
-    target["o"] = torch.ones(2)
-    with pytest.raises(CheckpointMismatchError) as error:
-        read_alone(tmp_path, target)
-    assert all(f"  {name}: " in str(error.value) for name in ("b", "c", "missing", "d"))
-    assert not target["a"].any()
-
-
-def test_without_strict_missing_keys_are_unchanged_and_returned(tmp_path):
-    write_alone({"a": torch.ones(4), "z": torch.ones(4)}, tmp_path)
-    target = {"a": torch.zeros(4), "new": torch.full((2,), 7.0)}
-    assert read_alone(tmp_path, target, strict=False).missing == ["new"]
-    assert target["a"].eq(1).all()
-    assert target["new"].eq(7).all()
-
-
-def test_a_requested_cast_is_applied(tmp_path):
-    values = torch.randn(1000, 33)
-    write_alone({"w": values}, tmp_path)
-    target = {"w": torch.zeros(1000, 33, dtype=torch.bfloat16)}
-    read_alone(tmp_path, target, cast=True)
-    assert torch.equal(target["w"], values.bfloat16())
-
-
 def test_a_write_reports_the_bytes_of_each_phase(tmp_path):
     written = plan_sharded({"w": torch.ones(1 << 20)}).write(LocalStore(str(tmp_path)))
     assert {phase for phase, _, _ in written.phases} == {"digest", "sync", "write"}
@@ -484,32 +376,6 @@ def torn(url: str) -> str:
 def test_a_tensor_with_elements_that_no_rank_wrote_fails_the_save(ranks, tmp_path):
     assert "have 8 of 16 elements" in ranks.run(torn, 2, str(tmp_path))[0]
     assert not (tmp_path / ".metadata").exists()
-
-
-def one_rank_changes(url: str) -> list[str]:
-    """Between two saves only rank 1 gets another private key and another shared one: no rank may hang."""
-    rank, failures, plan = dist.get_rank(), [], None
-    for i in range(4):
-        made: dict[str, Any] = {"all": torch.arange(10.0) + i, f"own.{rank}": torch.full((2,), float(i))}
-        if rank == 1 and i >= 1:
-            made["own.1"] = torch.full((3,), float(i))
-        if rank == 1 and i == 2:
-            made["new"] = torch.full((4,), float(i))
-        plan = plan_sharded(made, rank=rank, world_size=2, previous=plan, private=[f"own.{rank}"])
-        plan = plan.settle(all_gather(plan.signature), all_gather)
-        store = LocalStore(f"{url}/{i}")
-        parts = gather(plan.write(store, sync=False).part)
-        if parts is not None:
-            write_index(parts, store, sync=False)
-        dist.barrier()
-        target = {name: torch.zeros_like(value) for name, value in made.items()}
-        read_alone(f"{url}/{i}", target)
-        failures += differences(target, made)
-    return failures
-
-
-def test_all_ranks_notice_a_change_on_one_rank(ranks, tmp_path):
-    assert ranks.run(one_rank_changes, 2, str(tmp_path)) == [[], []]
 
 
 def table_sizes(url: str) -> int:

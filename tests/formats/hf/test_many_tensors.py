@@ -22,14 +22,9 @@ _FEW, _MANY = 100, 400
 
 
 def _write(root: Path, count: int) -> Path:
-    header = {
-        f"model.layers.{i // 10}.block.{i % 10}.weight": {
-            "dtype": "F32",
-            "shape": [2],
-            "data_offsets": [8 * i, 8 * i + 8],
-        }
-        for i in range(count)
-    }
+    names = [f"model.layers.{i // 10}.block.{i % 10}.weight" for i in range(count)]
+    places = [{"dtype": "F32", "shape": [2], "data_offsets": [8 * i, 8 * i + 8]} for i in range(count)]
+    header = dict(zip(names, places, strict=True))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     root.mkdir(parents=True)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from ckptkit.formats.checks import Verifier
-from ckptkit.offline import conversion
 from ckptkit.offline.convert import convert
 from ckptkit.offline.copying import runs
 from ckptkit.offline.reshard import reshard
@@ -22,7 +21,6 @@ from ckptkit.offline.verify import verify
 from ckptkit.storage import journal, publish
 from tests.offline.exports import read_model, write_model
 from tests.offline.folders import UNEVEN, copied, names, tree
-from tests.ranks import RankError, run_ranks
 
 COLUMNS = {"tp_plan": {"*.up.weight": 1, "*.down.weight": 1}, "mesh": {"tp": 2}}
 STEP = 16_000  # so that a small checkpoint takes several steps
@@ -241,28 +239,3 @@ def test_a_torn_last_line_of_a_journal_is_ignored(source, tmp_path):
     owner = next(path for path in tmp_path.iterdir() if path.name.endswith(".owner"))
     owner.write_text(owner.read_text() + "3")
     assert "2 of 5 steps" in went_on(convert(str(source), str(tmp_path / "out")).notes)
-
-
-def _killed_after_the_copy(src: str, dst: str) -> None:
-    execute = conversion.execute
-
-    def copied(*args: object, **kwargs: object) -> None:
-        execute(*args, **kwargs)  # type: ignore[arg-type]
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    conversion.execute = copied  # type: ignore[assignment]
-    convert(src, dst, max_shard_size="3kB")
-
-
-def _converted_by_a_team(src: str, dst: str) -> int | None:
-    return convert(src, dst, max_shard_size="3kB", verify=True).verified
-
-
-def test_killed_ranks_publish_nothing_and_the_next_run_completes_the_result(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(RankError):
-        run_ranks(_killed_after_the_copy, 2, str(source), str(out))
-    assert not out.exists()
-    assert [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-out-")]  # it had started to copy
-    assert run_ranks(_converted_by_a_team, 2, str(source), str(out)) == [18, 18]
-    assert_whole(source, tmp_path, max_shard_size="3kB")

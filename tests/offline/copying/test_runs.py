@@ -8,7 +8,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,12 @@ from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, Placemen
 from ckptkit.offline.copying.pool import Worker
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
-from ckptkit.storage import journal
 from ckptkit.storage.local import LocalStore
 from tests.catalog.boxes import columns, partitions, shapes
 from tests.catalog.materialize import materialize
+from tests.offline.copying.test_resume import STEP, killed, went_on
 from tests.offline.engine import Made, make_source, plan_whole, read_placed
-from tests.offline.folders import copied, flip, names, tree
+from tests.offline.folders import flip, tree
 
 NAMES = ("a", "b", "c")
 
@@ -236,36 +236,13 @@ def test_a_reshard_reads_the_source_once_and_little_of_its_result(
             assert part.digest.value == xxhash.xxh3_64_intdigest(data)
 
 
-def test_a_continued_reshard_digests_what_the_interrupted_one_wrote(
-    large: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runs, "_STEP", 1)
-    done: Callable[[Any, int], None] = journal.Journal.done
-    steps: Iterator[int] = iter(range(3))
-
-    def interrupted(self: Any, step: int) -> None:
-        done(self, step)
-        if next(steps, None) is None:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(journal.Journal, "done", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        reshard(large, str(tmp_path / "new"), world_size=6, workers=1)
-    monkeypatch.setattr(journal.Journal, "done", done)
-    report = reshard(large, str(tmp_path / "new"), world_size=6)
-    assert any("4 of 6 steps" in note for note in report.notes)
+def test_a_continued_reshard_digests_what_the_interrupted_one_wrote(large, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "_STEP", STEP)
+    killed("reshard", Path(large), tmp_path / "new", 4, world_size=6)
+    assert "4 of " in went_on(reshard(large, str(tmp_path / "new"), world_size=6).notes)
     reshard(large, str(tmp_path / "whole"), world_size=6)
     assert same_content(tmp_path / "new", tmp_path / "whole")
     assert verify(str(tmp_path / "new")).ok
-
-
-def test_a_damaged_source_leaves_nothing(large: str, tmp_path: Path) -> None:
-    part = open_source(large).catalog.tensors["model.b"].slices[3]
-    flip(copied(Path(large), tmp_path / "bad") / part.path, part.start)
-    before = names(tmp_path)
-    with pytest.raises(IntegrityError, match=r"model\.b"):
-        reshard(str(tmp_path / "bad"), str(tmp_path / "new"), world_size=6)
-    assert names(tmp_path) == before
 
 
 def torchrun(source: str, target: str) -> int:

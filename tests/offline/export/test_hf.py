@@ -238,12 +238,6 @@ def test_the_index_of_a_base_without_weights_gives_its_names(tmp_path: Path) -> 
 # --- dtypes and weights
 
 
-def test_only_floats_are_cast(tmp_path: Path) -> None:
-    tensors = {"w": np.ones(2, np.float32), "i": np.ones(2, np.int64), "b": np.ones(2, np.bool_)}
-    made = export(tmp_path, tensors, dtype="bf16").export.tensors
-    assert {t.name: t.dtype for t in made} == {"w": "bfloat16", "i": "int64", "b": "bool"}
-
-
 def test_complex_tensors_are_refused_by_name(zoo: Path) -> None:
     with pytest.raises(UnsupportedFormatError, match=r"c64 \(complex64\)\. Skip them with --exclude"):
         planned(zoo / "dcp_dtypes_w2" / "ckpt")
