@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
@@ -74,23 +73,6 @@ def test_an_export_with_a_config_prints_the_serve_command(zoo: Path, tmp_path: P
     last = ran("convert", zoo / "verl_fsdp2_w2", tmp_path / "out put", "--verify").strip().splitlines()
     assert last[-1] == f"serve it with: vllm serve '{tmp_path}/out put'"
     assert "equal to the source" in last[-2]
-
-
-@pytest.mark.parametrize("case", ["no tokenizer", "key map"])
-def test_an_export_that_vllm_cannot_serve_prints_no_serve_command(zoo: Path, tmp_path: Path, case: str) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(zoo / "hf_ref_llama_untied", source)
-    more: list[Any] = []
-    if case == "no tokenizer":
-        for path in source.glob("tokenizer*"):
-            path.unlink()
-    else:
-        rule = {"op": "rename", "from": "{name:*}", "to": "other.{name}"}
-        (tmp_path / "map.json").write_text(json.dumps({"rules": [rule]}))
-        more = ["--key-map", tmp_path / "map.json"]
-    said = ran("convert", source, tmp_path / "out", *more)
-    assert "vllm serve" not in said
-    assert ("tokenizer's files" in said) is (case == "no tokenizer")
 
 
 def test_a_dry_run_that_would_fail_lists_why_and_exits_with_1(zoo: Path, tmp_path: Path) -> None:

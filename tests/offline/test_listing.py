@@ -46,14 +46,6 @@ def test_each_listed_state_has_a_reason(root: Path) -> None:
     assert listing.foreign == ("notes",)
 
 
-def test_a_pinned_checkpoint_is_kept_and_its_pin_is_shown(root: Path) -> None:
-    oldest = list_run(str(root)).checkpoints[0].name
-    pin_forever(f"{root}/{oldest}", "paper")
-    row = list_run(str(root), policy=RetentionPolicy(max_num=1)).checkpoints[0]
-    assert row.keep is True
-    assert "paper" in row.why
-
-
 def test_ls_shows_that_a_resumed_checkpoint_is_released_when_its_job_ends(tmp_path: Path) -> None:
     keep = RetentionPolicy(max_num=1)
     with CheckpointManager(tmp_path, retention=keep) as manager:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from ckptkit.catalog.entry import SliceArray, TensorEntry
-from ckptkit.catalog.targets import Target
 from ckptkit.errors import IntegrityError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.hf.header import read_header
 from ckptkit.offline import prove
 from ckptkit.offline.convert import convert
-from ckptkit.offline.copying.plan import Placement
-from ckptkit.offline.prove import prove_equal, slice_runs
+from ckptkit.offline.prove import prove_equal
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage.local import LocalStore
 from tests.offline.folders import UNEVEN, copied, flip
@@ -100,42 +96,3 @@ def test_a_result_equal_to_a_damaged_source_is_equal(made):
     flip(made / "in" / slices.paths[int(slices.files[first])], int(slices.starts[first]))
     flip(made / "out" / FILE, place(made, "head.weight"))
     assert proved(made) == 18
-
-
-def entry_of(offsets: list[list[int]], sizes: list[list[int]], shape: tuple[int, ...]) -> TensorEntry:
-    count = len(offsets)
-    nbytes = np.prod(np.array(sizes, np.int64), axis=1) * 4
-    slices = SliceArray(
-        ["f"], np.zeros(count, np.int32), np.arange(count) * 1000, nbytes, np.array(offsets), np.array(sizes)
-    )
-    return TensorEntry("t", "float32", shape, slices)
-
-
-def placed(entry: TensorEntry, offsets: list[list[int]], sizes: list[list[int]]) -> Placement:
-    count = len(offsets)
-    starts = np.arange(count, dtype=np.int64) * 500
-    return Placement(Target.of(entry), np.arange(count, dtype=np.int32), starts, np.array(offsets), np.array(sizes))
-
-
-def test_runs_of_a_slice_spread_over_files_are_in_slice_order():
-    entry = entry_of([[0, 0], [3, 0]], [[3, 5], [3, 5]], (6, 5))
-    runs = slice_runs(entry, placed(entry, [[4, 0], [0, 0], [2, 0]], [[2, 5], [2, 5], [2, 5]]))
-    assert runs is not None
-    assert runs.bounds() == [(0, 2), (2, 4)]
-    assert runs.files.tolist() == [1, 2, 2, 0]
-    assert runs.inner.tolist() == [0, 40, 0, 20]
-    assert runs.starts.tolist() == [500, 1000, 1020, 0]
-    assert runs.nbytes.tolist() == [40, 20, 20, 40]
-
-
-@pytest.mark.parametrize(
-    ("offsets", "sizes"),
-    [
-        ([[0, 0], [0, 3]], [[6, 3], [6, 2]]),  # columns
-        ([[0, 0], [0, 0]], [[6, 5], [6, 5]]),  # replicas
-        ([[0, 0]], [[4, 5]]),  # an incomplete slice
-    ],
-)
-def test_slices_that_are_not_runs_are_fingerprinted(offsets, sizes):
-    entry = entry_of([[0, 0], [3, 0]], [[3, 5], [3, 5]], (6, 5))
-    assert slice_runs(entry, placed(entry, offsets, sizes)) is None

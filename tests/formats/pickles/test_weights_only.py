@@ -53,18 +53,6 @@ def test_a_compressed_archive_is_refused_before_decompression() -> None:
         parse_object(bomb, file="f", name="x")
 
 
-def test_two_members_of_one_name_are_refused() -> None:
-    data = saved(1)
-    with zipfile.ZipFile(io.BytesIO(data)) as old:
-        name = next(item.filename for item in old.infolist() if item.filename.endswith("/data.pkl"))
-        content = old.read(name)
-    out = io.BytesIO(data)
-    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(out, "a") as again:
-        again.writestr(name, content)
-    with pytest.raises(CorruptCheckpointError):
-        parse_object(out.getvalue(), file="f")
-
-
 def test_a_view_larger_than_its_storage_is_refused() -> None:
     with pytest.raises(CorruptCheckpointError, match="stored"):
         parse_object(saved({"a": [{"w": torch.zeros(1).expand(2**40)}]}), file="f")

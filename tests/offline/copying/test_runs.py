@@ -24,7 +24,6 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import IntegrityError
 from ckptkit.formats import sources
-from ckptkit.formats.detect import open_source
 from ckptkit.formats.sources import Range, SourceReader
 from ckptkit.offline.copying import copier, runs
 from ckptkit.offline.copying.execute import CopyReport, execute
@@ -227,13 +226,6 @@ def test_a_reshard_reads_the_source_once_and_little_of_its_result(
     assert sum(read) <= nbytes + (64 << 10)
     assert report.nbytes_read <= nbytes
     assert verify(str(tmp_path / "new")).ok
-    if not options:
-        found = [part for entry in open_source(str(tmp_path / "new")).catalog.tensors.values() for part in entry.slices]
-        assert len(found) == 18
-        for part in found:
-            data = (tmp_path / "new" / part.path).read_bytes()[part.start : part.start + part.nbytes]
-            assert part.digest is not None
-            assert part.digest.value == xxhash.xxh3_64_intdigest(data)
 
 
 def test_a_continued_reshard_digests_what_the_interrupted_one_wrote(large, tmp_path, monkeypatch):

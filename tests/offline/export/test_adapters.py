@@ -16,6 +16,7 @@ from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, Usag
 from ckptkit.keymaps.builtin import builtin_map
 from ckptkit.offline.export.adapters import adapter_config, export_adapter, scaling, split_adapter
 from ckptkit.offline.export.base import BaseModel
+from tests.offline.export.test_adapter_merge import of, trained
 from tests.offline.exports import bits_of, planned, same_bits, stored, write_model
 
 CASE = "peft_lora_dcp_full_w2"
@@ -50,33 +51,19 @@ def test_the_zoos_adapter_is_exported_as_peft_stores_it(zoo: Path) -> None:
     {"target_modules": ["q"], "bias": "lora_only"},
     {"target_modules": ["q"], "lora_bias": True},
     {"target_modules": ["q"], "modules_to_save": ["k"]},
-    {"target_modules": ["q"], "target_parameters": ["experts.up", "experts.down"], "rank_pattern": {"experts.up": 1}},
+    {"target_modules": ["q"], "target_parameters": ["experts.gate_up", "experts.down"],
+     "rank_pattern": {"experts.gate_up": 1}},
     {"target_modules": ["attention", "q"], "rank_pattern": {"attention": 1}},
     {"target_modules": ["q"], "kasa_config": "KasaConfig"},
     {"target_modules": ["q"], "monteclora_config": "MontecloraConfig"},
     {"target_modules": ["q"], "velora_config": "VeloraConfig"},
 ], ids=lambda case: "-".join(map(str, case)))  # fmt: skip
 def test_an_adapter_file_equals_what_peft_saves(tmp_path: Path, case: dict[str, Any]) -> None:
-    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
-    from peft.tuners.lora import config as lora_config
-
-    class Experts(torch.nn.Module):  # type: ignore[misc,name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = torch.nn.Parameter(torch.randn(3, 6, 4))
-            self.down = torch.nn.Parameter(torch.randn(3, 4, 6))
-
-    base = torch.nn.ModuleDict({
-        "q": torch.nn.Linear(6, 4), "k": torch.nn.Linear(6, 5), "experts": Experts(),
-        "attention": torch.nn.MultiheadAttention(4, 2),
-    })  # fmt: skip
-    config = {"r": 2, "lora_alpha": 6, **case}
-    made = {key: getattr(lora_config, v)() if str(v).endswith("Config") else v for key, v in config.items()}
+    adapted = trained(of(**case), tmp_path / "run", dtype="float32")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = peft.get_peft_model(base, peft.LoraConfig(**made))
-        model.save_pretrained(tmp_path / "adapter")
-    found = planned(write_model(tmp_path / "run", model.state_dict()), adapter_config=config)
+        adapted.save_pretrained(tmp_path / "adapter")
+    found = planned(tmp_path / "run", adapter_config=of(**case))
     same_bits(found.bits, bits_of(tmp_path / "adapter" / "adapter_model.safetensors"))
 
 

@@ -47,13 +47,6 @@ def test_checksums_are_written_only_on_request(zoo: Path, export: Path, tmp_path
     assert not (tmp_path / "again" / SUMS_NAME).exists()
 
 
-def test_an_export_with_checksums_is_proved(export: Path) -> None:
-    report = verify(str(export))
-    assert report.ok
-    assert report.unproved_bytes == 0
-    assert report.algorithms == ("sha256",)
-
-
 def test_each_flipped_bit_of_an_export_is_found_with_its_file_and_tensors(export: Path) -> None:
     rng = random.Random(0)
     for path in sorted(path for path in export.rglob("*") if path.is_file() and path.name != SUMS_NAME):
@@ -70,16 +63,6 @@ def test_each_flipped_bit_of_an_export_is_found_with_its_file_and_tensors(export
     assert verify(str(export)).ok
 
 
-def test_a_zeroed_tail_is_found(export: Path) -> None:
-    other = export.with_name("other")
-    convert(str(export), str(other), max_shard_size="100KB")
-    shard = next(iter(sorted(other.glob("*.safetensors"))))
-    data = bytearray(shard.read_bytes())
-    data[-8:] = bytes(8)
-    (export / shard.name).write_bytes(data)
-    assert [problem.path for problem in verify(str(export)).problems] == [shard.name]
-
-
 def test_an_export_in_a_hub_cache_is_proved_through_its_links(export: Path, tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--a/blobs", tmp_path / "models--a/snapshots/1234"
     blobs.mkdir(parents=True)
@@ -88,7 +71,7 @@ def test_an_export_in_a_hub_cache_is_proved_through_its_links(export: Path, tmp_
         path.rename(blobs / str(number))
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
     report = verify(str(snapshot))
-    assert report.ok and report.unproved_bytes == 0
+    assert report.ok and report.unproved_bytes == 0 and report.algorithms == ("sha256",)
     last = max(blobs.iterdir(), key=lambda path: path.stat().st_size)
     last.write_bytes(last.read_bytes()[:-1] + b"?")
     assert not verify(str(snapshot)).ok

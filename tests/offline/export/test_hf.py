@@ -56,13 +56,6 @@ def export(
 # --- names and bits
 
 
-def test_torchtitan_is_converted_to_the_hub_model_bit_for_bit(zoo: Path) -> None:
-    case = zoo / "torchtitan_llama3_names_w2"
-    found = planned(case / "step-10", case / "EXPECTED_hf")
-    same_bits(found.bits, bits_of(case / "EXPECTED_hf" / "model.safetensors"))
-    assert found.export.key_map == "torchtitan-llama3"
-
-
 def test_a_hub_model_is_converted_to_torchtitan_bit_for_bit(zoo: Path) -> None:
     case = zoo / "torchtitan_llama3_names_w2"
     catalog = safetensors.open_catalog(open_store(str(case / "EXPECTED_hf")))
@@ -96,13 +89,6 @@ def test_experts_without_a_base_stay_stacked_and_a_note_says_so(zoo: Path) -> No
 def test_the_config_is_enough_to_give_a_vision_model_the_prefixes_of_the_hub(tmp_path: Path) -> None:
     write_model(tmp_path, ones("model.language_model.norm.weight", "lm_head.weight"), {"model_type": "llava"})
     assert planned(tmp_path).names == {"language_model.model.norm.weight", "language_model.lm_head.weight"}
-
-
-def test_a_stored_tied_head_is_omitted_for_a_tied_base(zoo: Path) -> None:
-    case = zoo / "accelerate_fsdp2_sharded_llama_tied_w2"
-    expected = bits_of(case / "EXPECTED.safetensors")
-    del expected["lm_head.weight"]
-    same_bits(planned(case / "checkpoint" / "pytorch_model_fsdp_0", zoo / "hf_ref_llama_tied").bits, expected)
 
 
 @pytest.mark.parametrize(
@@ -301,13 +287,6 @@ def test_missing_masters_are_an_error_that_repeats_why_they_could_not_be_read(tm
 # --- side files and config
 
 
-def test_small_files_of_the_base_are_copied(zoo: Path) -> None:
-    model = zoo / "hf_ref_llama_untied"
-    files = planned(model, model).files
-    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(files)
-    assert files["tokenizer.json"] == (model / "tokenizer.json").read_bytes()
-
-
 def test_weights_and_unrelated_files_of_the_base_are_not_copied(tmp_path: Path) -> None:
     write_model(tmp_path / "base", ones("a"), {"model_type": "llama"})
     for stray in ("model.gguf", "pytorch_model.bin", "tokenizer.bin", "tokenizer.safetensors.index.json", "notes.txt",
@@ -316,12 +295,6 @@ def test_weights_and_unrelated_files_of_the_base_are_not_copied(tmp_path: Path) 
     files = export(tmp_path, ("a",)).files
     assert sorted(files) == ["README.md", "config.json"]
     assert "stray" not in files["README.md"].decode()
-
-
-def test_custom_code_is_copied_if_the_config_needs_it(tmp_path: Path) -> None:
-    write_model(tmp_path, ones("a"), {"auto_map": {"AutoModel": "modeling_x.X"}})
-    (tmp_path / "modeling_x.py").write_text("raise SystemExit('never run')")
-    assert "modeling_x.py" in planned(tmp_path, tmp_path).files
 
 
 def test_symlinks_are_not_followed(tmp_path: Path) -> None:
@@ -410,12 +383,6 @@ def test_the_config_describes_the_weights(
 ) -> None:
     found = planned(write_model(tmp_path, ones(*names), config), dtype="bf16").json()
     assert {key: value for key, value in found.items() if key in config} == written
-
-
-def test_a_quantization_config_is_kept_with_quantized_weights(tmp_path: Path) -> None:
-    config = {"quantization_config": {"quant_method": "fp8"}}
-    write_model(tmp_path, ones("a.weight", "a.weight_scale_inv"), config)
-    assert "quantization_config" in planned(tmp_path).json()
 
 
 def test_a_diffusers_config_changes_the_file_names(tmp_path: Path) -> None:

@@ -53,19 +53,6 @@ def test_every_object_has_a_digest(zoo: Path, tmp_path: Path) -> None:
         assert entry.digest.value == xxhash.xxh3_64_intdigest(data)
 
 
-def torchrun(source: str, target: str) -> int:
-    return reshard(source, target, world_size=3, verify=True).tensors
-
-
-def test_ranks_of_torchrun_share_the_work_and_publish_once(ranks: Any, zoo: Path, tmp_path: Path) -> None:
-    source, target = str(zoo / "dcp_fsdp2_uneven_w4"), str(tmp_path / "shared")
-    assert ranks.run(torchrun, 2, source, target) == [60, 60]
-    alone = made(zoo, tmp_path)
-    for path in alone.glob("__*"):
-        assert (tmp_path / "shared" / path.name).read_bytes() == path.read_bytes()
-    assert verify(target).ok
-
-
 def converts_what_rank_0_chose(run: str, target: str) -> list[str]:
     """Convert and reshard the run while rank 1 chooses another step as the latest."""
     real = reading.resolve_url
