@@ -191,9 +191,7 @@ def test_convert_does_not_name_a_tied_tensor_whose_holder_is_excluded(tmp_path: 
 @pytest.mark.parametrize(
     ("options", "kept"), [((), ["step_00000100", "step_00000300"]), (("--forget-recorded",), ["step_00000300"])]
 )
-def test_prune_limits_keep_the_exemptions_of_the_run_unless_told_to_forget_them(
-    root: Path, options: tuple[str, ...], kept: list[str]
-) -> None:
+def test_prune_limits_keep_the_exemptions_of_the_run_unless_told_to_forget_them(root, options, kept):
     ran("prune", root, "--max-num", "1", *options)
     assert ran("ls", "-q", root).split() == kept
 

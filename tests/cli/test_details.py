@@ -199,9 +199,7 @@ def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch: pytest.MonkeyP
 # --- the library's logger
 
 
-def test_the_library_prints_nothing_and_log_records_have_a_rank(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_library_prints_nothing_and_log_records_have_a_rank(monkeypatch, caplog):
     monkeypatch.setenv("RANK", "3")
     logging.getLogger("ckptkit").setLevel(logging.WARNING)  # a command of another test may have used --quiet
     logging.getLogger("ckptkit.checkpoint.anything").warning("hello")

@@ -91,9 +91,7 @@ def test_every_command_line_in_a_message_is_quoted_or_parses_unchanged() -> None
 
 
 @pytest.mark.parametrize("hint", ["ckptkit ls a b", "ckptkit verify", "ckptkit prune R --max-nun 3", "ckptkit ls R."])
-def test_the_check_finds_a_hint_that_cannot_be_pasted(
-    hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_finds_a_hint_that_cannot_be_pasted(hint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "R").mkdir()
     with pytest.raises(AssertionError):
@@ -156,9 +154,7 @@ def check_line(hint: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_commands_that_errors_propose_can_be_pasted(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_commands_that_errors_propose_can_be_pasted(made, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     command, *words = RUNS[name]
     typed = [str(made / word) if (made / word.partition("/")[0]).exists() else word for word in words]

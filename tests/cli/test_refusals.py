@@ -73,9 +73,7 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
 
 
 @pytest.mark.parametrize("rule", REFUSED)
-def test_a_mistake_is_refused_with_advice_and_changes_nothing(
-    zoo: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
-) -> None:
+def test_a_mistake_is_refused_with_advice_and_changes_nothing(zoo, root, tmp_path, monkeypatch, rule):
     code, line, words = REFUSED[rule]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -141,9 +139,7 @@ def test_a_url_without_a_bucket_is_wrong_usage(url: str) -> None:
         "convert IN out --include ''",
     ],
 )  # fmt: skip
-def test_an_empty_path_or_option_is_refused(
-    zoo: Path, tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_path_or_option_is_refused(zoo, tmp_path, line, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(zoo / HF, tmp_path, dirs_exist_ok=True)  # an empty path would read the current directory
     result = run(*(zoo / HF if word == "IN" else word for word in shlex.split(line)))

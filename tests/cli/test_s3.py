@@ -56,9 +56,7 @@ def sources(folder: Path) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["safetensors", "sharded", "torch", "dcp"])
-def test_inspect_reads_only_metadata(
-    server: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_inspect_reads_only_metadata(server, tmp_path, monkeypatch, kind):
     made = sources(tmp_path)
     for name in dict.fromkeys(("safetensors", kind)):
         made[name]()
@@ -84,9 +82,7 @@ def test_inspect_reads_only_metadata(
 
 
 @pytest.mark.parametrize(("name", "step"), [("latest~1", 200), ("best", 100), ("300", 300)])
-def test_a_name_selects_a_checkpoint_of_a_run_on_s3(
-    server: dict[str, Any], tmp_path: Path, name: str, step: int
-) -> None:
+def test_a_name_selects_a_checkpoint_of_a_run_on_s3(server, tmp_path, name, step):
     root = f"s3://looks/{step}"
     save_run(root, storage_options=server)
     url, chosen = f"{root}/{name}", f"step_{step:08d}"

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import termios
 import time
-from pathlib import Path
 
 import pytest
 
@@ -67,9 +66,7 @@ def on_a_terminal(script: str, *, keys: bytes = b"") -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("presses", [1, 3])
-def test_ctrl_c_ends_a_conversion_and_prints_leftovers_and_how_to_continue(
-    zoo: Path, tmp_path: Path, presses: int
-) -> None:
+def test_ctrl_c_ends_a_conversion_and_prints_leftovers_and_how_to_continue(zoo, tmp_path, presses):
     names = f"SOURCE, TARGET = {str(zoo / DCP)!r}, {str(tmp_path / 'out')!r}\n"
     code, screen = on_a_terminal(names + WAITING, keys=b"\x03" * presses)
     assert code == 130, screen

@@ -50,9 +50,7 @@ def save(root: str, kind: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_reader_written_from_the_page_alone_returns_every_tensor_bit_for_bit(
-    ranks: Any, tmp_path: Path, kind: str
-) -> None:
+def test_a_reader_written_from_the_page_alone_returns_every_tensor_bit_for_bit(ranks, tmp_path, kind):
     saved = ranks.run(save, 3, str(tmp_path), kind)[0]
     found = read_tensors(tmp_path / "step_00000003")
     assert {name for name in found if not name.startswith("rng.")} == set(saved)

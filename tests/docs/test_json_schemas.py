@@ -64,9 +64,7 @@ def run_root(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ckptkit pin, unpin, push", "pin {run}/latest --why test"),
     ],
 )
-def test_a_document_has_the_fields_that_are_documented(
-    run_root: Path, zoo: Path, tmp_path: Path, name: str, line: str
-) -> None:
+def test_a_document_has_the_fields_that_are_documented(run_root, zoo, tmp_path, name, line):
     places = {"run": run_root, "hf": zoo / "hf_ref_llama_untied", "out": tmp_path / "out"}
     found: dict[str, Any] = json.loads(run(*(word.format(**places) for word in line.split()), "--json").stdout)
     shared, own = fields(SHARED), fields(name)

@@ -90,9 +90,7 @@ def test_a_checkpoint_of_any_format_is_copied_byte_for_byte(zoo: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["latest", "step_00000002", "1"])
-def test_a_checkpoint_of_a_run_is_copied_with_its_record_and_every_byte_is_proved(
-    run: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_checkpoint_of_a_run_is_copied_with_its_record_and_every_byte_is_proved(run, tmp_path, name):
     done = copy(f"{run}/{name}", str(tmp_path / "out"))
     (item,) = done.checkpoints
     assert tree(tmp_path / "out") == tree(Path(item.src))
@@ -386,8 +384,8 @@ def test_a_run_in_use_by_a_job_is_refused_as_destination(run: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_rotation_of_the_source_waits_for_its_copy_or_the_report_names_what_was_deleted(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: bool
-) -> None:
+    run, tmp_path, monkeypatch, pinned
+):
     kept: list[list[int]] = []
     carry_out = copy_module.carry_out
 
@@ -407,9 +405,7 @@ def test_rotation_of_the_source_waits_for_its_copy_or_the_report_names_what_was_
         assert steps(tmp_path / "new") == [1, 3] and "deleted" in done.left_out["step_00000002"]
 
 
-def test_a_copy_killed_at_any_file_operation_leaves_a_valid_run_and_continues(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_killed_at_any_file_operation_leaves_a_valid_run_and_continues(run, tmp_path, monkeypatch):
     monkeypatch.setattr(staging, "STARTING_S", -1.0)
     before, kills = tree(run, ".ckptkit"), 0
     for nth in range(7, 100_000, 61):

@@ -71,9 +71,7 @@ NAN, INF = math.nan, math.inf
     ],
     ids=["booleans", "8-bit floats", "complex numbers", "NaN", "minus zero"],
 )
-def test_one_different_element_is_measured(
-    tmp_path: Path, a: torch.Tensor, b: torch.Tensor, measures: dict[str, Any]
-) -> None:
+def test_one_different_element_is_measured(tmp_path, a, b, measures):
     for name, tensor in (("a", a), ("b", b)):
         torch.save({"w": tensor}, tmp_path / f"{name}.pt")
     (found,) = diff(str(tmp_path / "a.pt"), str(tmp_path / "b.pt")).different
@@ -173,9 +171,7 @@ def saved(path: Path, **values: Any) -> str:
         ({"args": {"a": 1}}, {"args": {"a": 1, "b": 2}}, {"args.b": ("nothing", "2")}),
     ],
 )
-def test_values_other_than_tensors_are_compared_and_named(
-    tmp_path: Path, a: dict[str, Any], b: dict[str, Any], places: dict[str, Any]
-) -> None:
+def test_values_other_than_tensors_are_compared_and_named(tmp_path, a, b, places):
     report = diff(saved(tmp_path / "a.pt", **a), saved(tmp_path / "b.pt", **b))
     assert report.values == places
     assert report.equal == (not places)

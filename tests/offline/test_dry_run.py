@@ -64,18 +64,14 @@ def test_a_dry_run_refuses_an_existing_single_file(source: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["hf", "reshard"])
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_a_dry_run_finds_a_missing_or_truncated_source_file(
-    source: Path, tmp_path: Path, name: str, damage: str
-) -> None:
+def test_a_dry_run_finds_a_missing_or_truncated_source_file(source, tmp_path, name, damage):
     data = largest(source)
     data.unlink() if damage == "missing" else os.truncate(data, data.stat().st_size // 2)
     refused(name, source, tmp_path / "out", data.name)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_dry_run_finds_a_disk_that_is_too_small(
-    source: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_finds_a_disk_that_is_too_small(source, tmp_path, name, monkeypatch):
     monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 10)
     refused(name, source, tmp_path / "out", "10 B free")
 
@@ -86,9 +82,7 @@ def test_a_dry_run_refuses_a_destination_below_a_file(source: Path, tmp_path: Pa
     refused(name, source, tmp_path / "file" / "out", "is not a directory")
 
 
-def test_a_dry_run_refuses_an_unwritable_destination(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_refuses_an_unwritable_destination(source, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root, who may write anywhere
     found = convert(str(source), str(tmp_path / "deep" / "out"), dry_run=True)
     assert f"{tmp_path} is not writable" in found.faults[0] and not (tmp_path / "deep").exists()

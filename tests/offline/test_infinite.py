@@ -55,9 +55,7 @@ def test_elements_that_a_cast_makes_infinite_are_counted_by_tensor(tmp_path: Pat
         (torch.float64, "fp16", 7e4, "bf16"),
     ],
 )
-def test_the_overflow_warning_gives_count_tensor_and_a_sufficient_dtype(
-    tmp_path: Path, dtype: torch.dtype, wanted: str, beyond: float, instead: str
-) -> None:
+def test_the_overflow_warning_gives_count_tensor_and_a_sufficient_dtype(tmp_path, dtype, wanted, beyond, instead):
     tensor = torch.tensor([1.0, beyond, -beyond, torch.inf, torch.nan], dtype=dtype)
     source = write_model(tmp_path / "in", {"w": tensor})
     found = converted(source, tmp_path / "out", dtype=wanted)

@@ -48,9 +48,7 @@ def test_inspect_reads_only_metadata_of_every_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dcp_dtensor_2d", "dcp_fsdp2_uneven_w4"])
-def test_the_bytes_at_the_place_that_inspect_prints_are_the_elements_of_each_shard(
-    zoo: Path, tmp_path: Path, name: str
-) -> None:
+def test_the_bytes_at_the_place_that_inspect_prints_are_the_elements_of_each_shard(zoo, tmp_path, name):
     place = zoo / name / "ckpt"
     dcp_to_torch_save(place, tmp_path / "whole.pt")
     expected = dict(_tensors_in(torch.load(tmp_path / "whole.pt", weights_only=False)))

@@ -85,8 +85,8 @@ def kill_command(
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_a_command_killed_at_any_file_operation_publishes_all_or_nothing_and_can_be_run_again(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, again: bool
-) -> None:
+    run, tmp_path, monkeypatch, name, again
+):
     monkeypatch.setattr(staging, "STARTING_S", -1.0)
     stride = 23
     offset = 1 + random.Random(name).randrange(stride)

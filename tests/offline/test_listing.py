@@ -78,9 +78,7 @@ def test_missing_saves_are_counted_at_their_position(tmp_path: Path) -> None:
     assert listing.absent == listing.to_json()["absent"] == 2
 
 
-def test_limits_are_not_applied_to_a_run_with_an_unknown_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_are_not_applied_to_a_run_with_an_unknown_policy(tmp_path, monkeypatch):
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=9, keep_every=10)) as manager:
         for step in (10, 11):
             manager.save(step, state(step))

@@ -78,9 +78,7 @@ def sum_of_three(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"workers": 1, "max_memory": "16MB"}, {"workers": 5, "max_shard_size": "1GB"}])
-def test_a_sum_has_the_bits_of_torch_for_any_workers_and_memory(
-    sources: list[str], tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_a_sum_has_the_bits_of_torch_for_any_workers_and_memory(sources, tmp_path, options):
     report = merge(sources, str(tmp_path / "out"), weights=WEIGHTS, verify=True, **options)
     assert report.verified == len(SHAPES)
     assert_same(read_model(tmp_path / "out"), sum_of_three())
@@ -121,9 +119,7 @@ def bits(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("weights", ["uniform", "minus-sqrt", "ema:0.9", (0.2, 0.3, 0.5)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_sums_of_any_bits_across_blocks_are_those_of_torch(
-    tmp_path: Path, dtype: torch.dtype, weights: str | tuple[float, ...]
-) -> None:
+def test_sums_of_any_bits_across_blocks_are_those_of_torch(tmp_path, dtype, weights):
     states = [any_bits(seed, dtype) for seed in range(3)]
     sources = [write_model(tmp_path / f"m{i}", state) for i, state in enumerate(states)]
     merge(sources, str(tmp_path / "out"), weights=weights)
@@ -149,9 +145,7 @@ def test_a_tile_of_many_sources_fits_into_a_workers_share_of_the_memory(count: i
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch", "local"])
-def test_sources_of_several_formats_world_sizes_and_stores_give_the_same_sum(
-    sources: list[str], tmp_path: Path, to: str
-) -> None:
+def test_sources_of_several_formats_world_sizes_and_stores_give_the_same_sum(sources, tmp_path, to):
     convert(sources[1], "memory://merge/dcp", to="dcp", world_size=3, overwrite=True)
     convert(sources[2], str(tmp_path / "weights.pt"), to="torch")
     mixed = [sources[0], "memory://merge/dcp", str(tmp_path / "weights.pt")]
@@ -179,9 +173,7 @@ def weights_at(step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("which", "steps"), [({"last": 2}, (3, 4)), ({"steps": "10:30"}, (1, 2, 3))])
-def test_the_checkpoints_of_a_run_are_chosen_by_number_or_by_step(
-    run: str, tmp_path: Path, which: dict[str, Any], steps: tuple[int, ...]
-) -> None:
+def test_the_checkpoints_of_a_run_are_chosen_by_number_or_by_step(run, tmp_path, which, steps):
     merge([run], str(tmp_path / "out"), **which)
     expected = summed([weights_at(step) for step in steps], [1 / len(steps)] * len(steps), torch.float32)
     assert_same(read_model(tmp_path / "out"), expected)
@@ -271,9 +263,7 @@ def _changed(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
         (_changed("cube", torch.ones(40, 7, 3).to(torch.float8_e4m3fn)), "'cube' is float8_e4m3fn, which cannot be av"),
     ],
 )
-def test_checkpoints_that_differ_are_refused(
-    sources: list[str], tmp_path: Path, state: dict[str, torch.Tensor], said: str
-) -> None:
+def test_checkpoints_that_differ_are_refused(sources, tmp_path, state, said):
     other = write_model(tmp_path / "other", state)
     with pytest.raises(CkptkitError, match=said):
         merge([other, sources[2]], str(tmp_path / "out"))
@@ -291,9 +281,7 @@ def test_checkpoints_that_differ_are_refused(
         ("/nope", {"last": 2}, CheckpointNotFoundError, "has no checkpoint 'nope'"),
     ],
 )
-def test_a_choice_that_cannot_name_two_checkpoints_is_refused(
-    run: str, tmp_path: Path, place: str, which: dict[str, Any], error: type[Exception], said: str
-) -> None:
+def test_a_choice_that_cannot_name_two_checkpoints_is_refused(run, tmp_path, place, which, error, said):
     with pytest.raises(error, match=said):
         merge([run + place], str(tmp_path / "out"), **which)
 
@@ -313,9 +301,7 @@ def test_the_result_never_replaces_a_source(sources: list[str]) -> None:
         merge(sources, sources[0], overwrite=True)
 
 
-def test_an_interrupted_merge_is_not_continued_with_other_weights(
-    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_merge_is_not_continued_with_other_weights(sources, tmp_path, monkeypatch):
     from ckptkit.offline import conversion
 
     many = [str(shutil.copytree(sources[i % 3], tmp_path / f"copy_{i}")) for i in range(6)]
@@ -423,9 +409,7 @@ def quantized_sources(tmp_path: Path, kind: str) -> tuple[list[str], list[dict[s
     ("dtype", "wanted"), [("keep", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)]
 )
 @pytest.mark.parametrize("kind", ["block", "tensor", "row", "mxfp4", "int4", "int8", "nvfp4"])
-def test_quantized_weights_are_dequantized_summed_and_rounded_once(
-    tmp_path: Path, kind: str, dtype: str, wanted: torch.dtype
-) -> None:
+def test_quantized_weights_are_dequantized_summed_and_rounded_once(tmp_path, kind, dtype, wanted):
     made, exact = quantized_sources(tmp_path, kind)
     report = merge(made, str(tmp_path / "out"), weights=WEIGHTS, dtype=dtype, verify=True, max_memory="16MB")
     expected = summed(exact, WEIGHTS, torch.float32)

@@ -85,9 +85,7 @@ def watch_writes(monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[s
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_source_is_pinned_until_the_command_ends(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_a_source_is_pinned_until_the_command_ends(run, tmp_path, monkeypatch, command):
     seen: list[str] = []
     refused: list[bool] = []
 
@@ -104,9 +102,7 @@ def test_a_source_is_pinned_until_the_command_ends(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_reading_a_foreign_source_writes_nothing(
-    zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_reading_a_foreign_source_writes_nothing(zoo, tmp_path, monkeypatch, command):
     source = tmp_path / "in" / "step_4"
     source.parent.mkdir()
     shutil.copytree(zoo / "verl_fsdp2_w2", source)
@@ -143,8 +139,8 @@ def test_a_read_only_run_can_be_read(run: Path, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_newest_checkpoint_that_vanishes_while_unpinned_or_before_its_pin_is_chosen_again(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, pinned: bool
-) -> None:
+    run, tmp_path, monkeypatch, command, pinned
+):
     commit_another(run, "first")
     if pinned:
         after_opening(monkeypatch, lambda: move_on(run), times=1)
@@ -162,9 +158,7 @@ def move_on(run: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_named_source_that_vanishes_is_an_error(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_a_named_source_that_vanishes_is_an_error(run, tmp_path, monkeypatch, command):
     refuse_writing(monkeypatch, run)
     root = open_store(str(run))
     while_reading(monkeypatch, lambda: bool(delete_checkpoint(root, "step_00000004", reason="test")) or None)
@@ -182,9 +176,7 @@ def test_a_copy_without_its_record_is_reported_as_a_copy_and_not_as_replaced(run
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "manifest.safetensors", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_copy_without_a_file_is_reported_as_incomplete_and_not_as_replaced(
-    run: Path, tmp_path: Path, command: str, name: str
-) -> None:
+def test_a_copy_without_a_file_is_reported_as_incomplete_and_not_as_replaced(run, tmp_path, command, name):
     (run / "step_00000004" / name).unlink()
     words = ""
     try:
@@ -197,9 +189,7 @@ def test_a_copy_without_a_file_is_reported_as_incomplete_and_not_as_replaced(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_error_names_a_step_that_is_replaced_whenever_it_is_opened(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_an_error_names_a_step_that_is_replaced_whenever_it_is_opened(run, tmp_path, monkeypatch, command):
     step, other = run / "step_00000004", tmp_path / "run_2" / "step_00000004"
     reshard(str(step), str(other), world_size=2)
 
@@ -240,17 +230,13 @@ def replaced(source: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["convert", "reshard"])
-def test_nothing_is_published_from_a_source_replaced_while_it_is_read(
-    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_nothing_is_published_from_a_source_replaced_while_it_is_read(foreign, tmp_path, monkeypatch, command):
     while_copying(monkeypatch, lambda: replaced(foreign))
     with pytest.raises(CorruptCheckpointError, match=r"model_\S+ was changed or replaced while it was read"):
         COMMANDS[command](str(foreign), str(tmp_path / "out"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
-def test_new_files_next_to_the_source_do_not_matter(
-    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_files_next_to_the_source_do_not_matter(foreign, tmp_path, monkeypatch):
     while_copying(monkeypatch, lambda: (foreign / "train.log").write_text("step 5"))
     convert(str(foreign), str(tmp_path / "out"))

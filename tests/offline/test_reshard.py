@@ -45,9 +45,7 @@ def at(folder: Path, kind: str) -> str:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), list(itertools.product((1, 2, 3, 4), repeat=2)))
-def test_every_world_size_loads_the_reshard_of_any_other(
-    ranks: Any, runs: Any, tmp_path: Path, saved: int, loaded: int
-) -> None:
+def test_every_world_size_loads_the_reshard_of_any_other(ranks, runs, tmp_path, saved, loaded):
     folder, numbers = runs("1d", saved)
     made = []
     for source, kind in itertools.product(TYPES, TYPES):
@@ -143,8 +141,8 @@ def _save_steps(url: str) -> None:
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_reshard_has_its_sources_position_in_the_run_and_in_another_run_that_of_its_step(
-    ranks: Any, runs: Any, tmp_path: Path, beside: bool
-) -> None:
+    ranks, runs, tmp_path, beside
+):
     run = tmp_path / "run"
     ranks.run(_save_steps, 1, str(run))
     source = str(run / "step_00000001") if beside else at(runs("1d", 2)[0], "sharded")

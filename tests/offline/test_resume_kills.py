@@ -17,9 +17,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("first", "second", "seeds"), [(1, 1, range(8)), (3, 2, range(2))])
-def test_a_run_killed_at_any_file_operation_can_be_continued(
-    source: Path, tmp_path: Path, first: int, second: int, seeds: range
-) -> None:
+def test_a_run_killed_at_any_file_operation_can_be_continued(source, tmp_path, first, second, seeds):
     for name in ("in", "m"):
         (tmp_path / name).symlink_to(source.parent / name)
     options = {"max_shard_size": "300kB", "workers": 1}

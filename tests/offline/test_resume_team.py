@@ -100,9 +100,7 @@ def test_a_reshard_continues_after_killed_ranks(source: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_dies_ends_the_others_with_an_error_that_names_it(
-    source: Path, tmp_path: Path, victim: int
-) -> None:
+def test_a_rank_that_dies_ends_the_others_with_an_error_that_names_it(source, tmp_path, victim):
     killed(source, tmp_path / "out", 3, (victim,), 1, **MANY)
     for rank in {0, 1, 2} - {victim}:
         assert f"rank {victim}" in (tmp_path / f"said-{rank}").read_text()

@@ -44,8 +44,8 @@ LINES = {
     ],
 )  # fmt: skip
 def test_a_model_is_servable_with_a_generating_architecture_known_names_and_a_tokenizer(
-    config: dict[str, Any], names: set[str], tokenizer: str, compared: bool, found: str
-) -> None:
+    config, names, tokenizer, compared, found
+):
     files = {"config.json": json.dumps(config).encode(), tokenizer or "README.md": b"{}"}
     assert serving(files, names, "OUT", compared=compared) == LINES[found]
 

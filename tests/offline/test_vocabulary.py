@@ -131,9 +131,7 @@ def test_a_dry_run_shows_the_rows_and_reads_no_tensor(tmp_path: Path) -> None:
         ({}, {"vocab_size": 7, "text_config": {"vocab_size": 8}}, "vocab_size 7, 8"),
     ],
 )
-def test_an_uncertain_vocabulary_is_refused_by_name(
-    tmp_path: Path, more: dict[str, tuple[int, ...]], config: dict[str, Any], said: str
-) -> None:
+def test_an_uncertain_vocabulary_is_refused_by_name(tmp_path, more, config, said):
     state = {**weights(), **{name: torch.zeros(shape).bfloat16() for name, shape in more.items()}}
     with pytest.raises(CheckpointMismatchError, match=said):
         ckptkit.convert(model(tmp_path / "in", state, **config), str(tmp_path / "out"), vocab_size=320)
@@ -202,9 +200,7 @@ def test_an_embedding_in_integers_is_refused(tmp_path: Path) -> None:
     ("layout", "ranks_saved", "tied", "masters"),
     [("1d", 3, False, True), ("1d", 3, True, True), ("1d", 3, True, False), ("tp", 4, False, True)],
 )
-def test_a_reshard_changes_weights_masters_and_moments(
-    ranks: Any, tmp_path: Path, layout: str, ranks_saved: int, tied: bool, masters: bool, rows: int
-) -> None:
+def test_a_reshard_changes_weights_masters_and_moments(ranks, tmp_path, layout, ranks_saved, tied, masters, rows):
     types = ("sharded", "local")
     ranks.run(jobs.save, ranks_saved, str(tmp_path), layout, types, tied, masters)
     mesh = None if layout == "1d" else "shard=1,tp=2"

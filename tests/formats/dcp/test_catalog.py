@@ -223,9 +223,7 @@ CASES = [*((fault, "dcp_dtensor_2d", *rest) for fault, *rest in FAULTS), *(("", 
 
 
 @pytest.mark.parametrize(("fault", "name", "damage", "error", "text"), CASES, ids=[row[0] or row[1] for row in CASES])
-def test_what_contradicts_itself_is_refused_by_file(
-    tmp_path: Path, fault: str, name: str, damage: Damage, error: type[CkptkitError], text: str
-) -> None:
+def test_what_contradicts_itself_is_refused_by_file(tmp_path, fault, name, damage, error, text):
     folder = copied(f"{name}/ckpt", tmp_path)
     damage(folder)
     with pytest.raises(error, match=text):

@@ -101,9 +101,7 @@ def test_the_parts_are_those_that_the_class_names(tmp_path: Path) -> None:
         ("signed", [True]),
     ],
 )
-def test_a_record_whose_parts_do_not_fit_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attribute: str, value: Any
-) -> None:
+def test_a_record_whose_parts_do_not_fit_is_refused_by_name(tmp_path, monkeypatch, attribute, value):
     tampered(monkeypatch, attribute, value)
     url = saved(tmp_path / "theirs", state_8bit())
     monkeypatch.undo()
@@ -118,9 +116,7 @@ def test_a_record_whose_parts_do_not_fit_is_refused_by_name(
     ("second", "reason"),
     [({"block": 128}, r"scale have a value for each block of \[64, 128\]"), ({"signed": False}, "different settings")],
 )
-def test_shards_that_do_not_belong_together_are_refused_by_name(
-    ranks: Any, tmp_path: Path, second: dict[str, Any], reason: str
-) -> None:
+def test_shards_that_do_not_belong_together_are_refused_by_name(ranks, tmp_path, second, reason):
     url = str(tmp_path / "theirs")
     ranks.run(save_shards, 2, url, [{}, second])
     with pytest.raises(CkptkitError, match=rf"{KEY} .*{reason}"):

@@ -48,9 +48,7 @@ def load(url: Path | str, state: Tensors, planned: bool, **options: Any) -> None
 @pytest.mark.parametrize("ours", [True, False], ids=["DCPWriter", "torch"])
 @pytest.mark.parametrize("planned", [True, False], ids=["DCPLoadPlanner", "default"])
 @pytest.mark.parametrize("make", [tied, viewed])
-def test_different_weights_for_tensors_that_share_memory_are_refused(
-    tmp_path: Path, ours: bool, planned: bool, make: Any
-) -> None:
+def test_different_weights_for_tensors_that_share_memory_are_refused(tmp_path, ours, planned, make):
     save(tmp_path / "ckpt", apart(), ours)
     state = make()
     with pytest.raises(CheckpointException) as caught:
@@ -81,8 +79,6 @@ def load_sharded(url: str, planned: bool) -> list[Any]:
 
 @pytest.mark.parametrize("ours", [True, False], ids=["DCPWriter", "torch"])
 @pytest.mark.parametrize("planned", [True, False], ids=["DCPLoadPlanner", "default"])
-def test_every_rank_refuses_a_difference_in_one_ranks_shard(
-    ranks: Any, tmp_path: Path, ours: bool, planned: bool
-) -> None:
+def test_every_rank_refuses_a_difference_in_one_ranks_shard(ranks, tmp_path, ours, planned):
     save(tmp_path / "ckpt", apart(), ours)
     assert ranks.run(load_sharded, 2, str(tmp_path / "ckpt"), planned) == [[False, False, [0, 1]]] * 2

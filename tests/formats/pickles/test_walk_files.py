@@ -74,9 +74,7 @@ def test_oversized_containers_are_refused(many: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["dcp_threads2_w2/ckpt", "dcp_zstd_w2/ckpt", "dcp_torchtitan_like_w2/step-2"])
-def test_a_catalog_is_the_same_whether_items_are_parsed_or_compared(
-    zoo: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_catalog_is_the_same_whether_items_are_parsed_or_compared(zoo, name, monkeypatch):
     from ckptkit.formats.dcp import locate
     from ckptkit.formats.dcp.catalog import open_catalog
 

@@ -31,9 +31,7 @@ def frames() -> Iterator[str]:
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": "bf16"}, {"check": False}, {"world_size": 3}, {"world_size": 6, **COLUMNS}]
 )
-def test_a_worker_reads_and_writes_at_most_six_functions_deep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+def test_a_worker_reads_and_writes_at_most_six_functions_deep(tmp_path, monkeypatch, options):
     found: dict[str, list[str]] = {"preadv": [], "pwritev": []}
 
     def watched(name: str) -> Any:

@@ -114,9 +114,7 @@ def placed(made: Made, boxes: list[Box], files: list[int], count: int) -> Plan:
 
 
 @given(data=st.data())
-def test_digests_match_the_bytes_for_any_sharding(
-    tmp_path_factory: pytest.TempPathFactory, all_runs: None, data: st.DataObject
-) -> None:
+def test_digests_match_the_bytes_for_any_sharding(tmp_path_factory, all_runs, data):
     folder = tmp_path_factory.mktemp("chains")
     shape = data.draw(shapes.filter(lambda s: math.prod(s) > 0))
     digest = data.draw(st.sampled_from(["crc32", "xxh3_64", None]))
@@ -146,9 +144,7 @@ def rows(count: int, parts: int) -> list[Box]:
 
 
 @pytest.mark.parametrize(("source", "target"), [(4, 6), (3, 1), (1, 5), (2, 2), (5, 4)])
-def test_every_row_shard_gets_a_digest_and_every_byte_is_read_once(
-    tmp_path: Path, all_runs: None, read: list[int], source: int, target: int
-) -> None:
+def test_every_row_shard_gets_a_digest_and_every_byte_is_read_once(tmp_path, all_runs, read, source, target):
     made = make_source(tmp_path / "in", {name: ("float32", (60, 5), rows(60, source)) for name in NAMES})
     plan = placed(made, rows(60, target), list(range(target)), target)
     report = run(made, plan, tmp_path / "out", workers=2)
@@ -217,9 +213,7 @@ def same_content(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize("options", [{}, {"type": "local"}, {"check": False}], ids=["sharded", "local", "no-check"])
-def test_a_reshard_reads_the_source_once_and_little_of_its_result(
-    large: str, tmp_path: Path, read: list[int], options: dict[str, Any]
-) -> None:
+def test_a_reshard_reads_the_source_once_and_little_of_its_result(large, tmp_path, read, options):
     read.clear()
     report = reshard(large, str(tmp_path / "new"), world_size=6, **options)
     nbytes = sum(path.stat().st_size for path in (tmp_path / "new").iterdir())

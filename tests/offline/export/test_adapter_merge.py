@@ -188,9 +188,7 @@ def test_the_base_may_have_another_format_and_storage(tmp_path: Path, apart: Any
 
 
 @pytest.mark.parametrize(("case", "setting"), [("kasa", {}), ("dora", {"init_lora_weights": "pissa_niter_4"})])
-def test_a_base_that_may_not_match_the_adapter_is_refused(
-    tmp_path: Path, apart: Any, case: str, setting: dict[str, Any]
-) -> None:
+def test_a_base_that_may_not_match_the_adapter_is_refused(tmp_path, apart, case, setting):
     _, adapter, base = apart(case)
     config = {**json.loads(Path(adapter, "adapter_config.json").read_text()), **setting}
     Path(adapter, "adapter_config.json").write_text(json.dumps(config))
@@ -384,9 +382,7 @@ def test_a_config_whose_target_parameters_are_not_a_list_is_refused(targets: obj
         ("plain", {"lora_bias": True}, "a bias for 'plain', whose base layer has none"),
     ],
 )
-def test_what_peft_cannot_merge_is_refused_too(
-    tmp_path: Path, module: str, settings: dict[str, Any], said: str
-) -> None:
+def test_what_peft_cannot_merge_is_refused_too(tmp_path, module, settings, said):
     config = of(target_modules=[module], **settings)
     adapted = trained(config, tmp_path, dtype="float32")
     with pytest.raises(UnsupportedFormatError, match=said):

@@ -105,9 +105,7 @@ def test_the_adapter_settings_that_verl_records_are_enough(zoo: Path, tmp_path: 
         (None, "org/llama", "org/llama", ""),
     ],
 )
-def test_a_local_base_path_is_noted_and_can_be_replaced_by_a_repo(
-    zoo: Path, named: str | None, repo: str | None, made: str | None, note: str
-) -> None:
+def test_a_local_base_path_is_noted_and_can_be_replaced_by_a_repo(zoo, named, repo, made, note):
     given = {"r": 4, "lora_alpha": 16, "base_model_name_or_path": named}
     found = planned(zoo / CASE / "ckpt", BaseModel("the base", repo=repo), adapter_config=given)
     assert found.json(CONFIG)["base_model_name_or_path"] == made

@@ -211,9 +211,7 @@ def by_groups(**weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("strategy", ["group", "channel", "tensor"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_packed_integers_have_the_values_of_compressed_tensors(
-    tmp_path: Path, bits: int, strategy: str, symmetric: bool, kind: torch.dtype
-) -> None:
+def test_packed_integers_have_the_values_of_compressed_tensors(tmp_path, bits, strategy, symmetric, kind):
     torch.manual_seed(0)
     rows, columns = 36, 64
     low = -(1 << bits - 1)
@@ -323,8 +321,8 @@ MISMATCH, UNKNOWN, OTHER = CheckpointMismatchError, UnsupportedFormatError, {"qu
     ],
 )  # fmt: skip
 def test_weights_that_cannot_be_dequantized_are_refused_by_name_and_can_be_copied(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], settings: Any, error: type[Exception], said: str
-) -> None:
+    tmp_path, tensors, settings, error, said
+):
     src = export(tmp_path / "src", tensors, settings)
     with pytest.raises(error, match=said):
         convert(src, str(tmp_path / "out"), dtype="bf16")

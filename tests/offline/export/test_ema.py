@@ -99,9 +99,7 @@ def test_the_average_of_lightning_is_its_state_dict(tmp_path: Path) -> None:
         ({"ema": {"0": torch.ones(2), "1": torch.ones(2)}}, UnsupportedFormatError, "have numbers instead of names"),
     ],
 )
-def test_an_average_of_another_model_is_refused(
-    tmp_path: Path, content: dict[str, Any], error: type[Exception], said: str
-) -> None:
+def test_an_average_of_another_model_is_refused(tmp_path, content, error, said):
     torch.save({"state_dict": {"a.w": torch.ones(2)}, **content}, tmp_path / "x.pt")
     with pytest.raises(error, match=said):
         exported(tmp_path / "x.pt")

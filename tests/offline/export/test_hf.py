@@ -107,9 +107,7 @@ def test_the_config_is_enough_to_give_a_vision_model_the_prefixes_of_the_hub(tmp
          {"layer._extra_state": "extra state of a module (get_extra_state), not a weight"}),
     ],
 )  # fmt: skip
-def test_names_are_cleaned_and_what_is_left_out_is_reported(
-    tmp_path: Path, source: Names, base: Names | None, options: Any, names: set[str], leftovers: dict[str, str]
-) -> None:
+def test_names_are_cleaned_and_what_is_left_out_is_reported(tmp_path, source, base, options, names, leftovers):
     found = export(tmp_path, source, base, **options)
     assert found.names == names
     assert dict(found.export.leftovers) == leftovers
@@ -170,9 +168,7 @@ def test_all_differences_from_the_base_are_listed_at_once(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("config", [{"num_hidden_layers": 3}, {"text_config": {"num_hidden_layers": 3}}])
-def test_layers_that_the_config_counts_and_the_checkpoint_lacks_are_missing(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_layers_that_the_config_counts_and_the_checkpoint_lacks_are_missing(tmp_path, config):
     source = Path(write_model(tmp_path / "in", ones("model.layers.0.a.w", "model.layers.1.a.w", "model.norm.w")))
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
@@ -331,9 +327,7 @@ def test_a_snapshot_in_the_hub_cache_is_accepted_as_base(tmp_path: Path) -> None
     assert found.json()["model_type"] == "llama"
 
 
-def test_a_repo_id_is_resolved_from_the_cache_without_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repo_id_is_resolved_from_the_cache_without_a_network(tmp_path, monkeypatch):
     import huggingface_hub.constants as constants
 
     hub_cache(tmp_path / "hub")
@@ -378,9 +372,7 @@ def test_the_base_takes_precedence_over_side_files_of_the_checkpoint(tmp_path: P
         (("a.weight",), {"quantization_config": {"quant_method": "fp8"}}, {}),
     ],
 )  # fmt: skip
-def test_the_config_describes_the_weights(
-    tmp_path: Path, names: Names, config: dict[str, Any], written: dict[str, Any]
-) -> None:
+def test_the_config_describes_the_weights(tmp_path, names, config, written):
     found = planned(write_model(tmp_path, ones(*names), config), dtype="bf16").json()
     assert {key: value for key, value in found.items() if key in config} == written
 

@@ -131,9 +131,7 @@ def test_weights_that_servers_fuse_are_quantized_together_or_not_at_all(tmp_path
         ({f"base_model.model.a.lora_{half}.weight": torch.rand(2, 2) for half in "AB"}, {}, UsageError, "Add --merge-"),
     ],
 )
-def test_weights_that_cannot_be_quantized_are_refused(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], options: dict[str, Any], error: type[Exception], said: str
-) -> None:
+def test_weights_that_cannot_be_quantized_are_refused(tmp_path, tensors, options, error, said):
     with pytest.raises(error, match=said):
         quantized(tmp_path, tensors, **options)
     assert not (tmp_path / "out").exists()

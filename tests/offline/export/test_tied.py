@@ -98,9 +98,7 @@ def test_an_embedding_stored_only_as_the_head_is_exported_under_its_own_name(tmp
         ),
     ],
 )
-def test_heads_are_paired_with_the_embedding_that_transformers_ties(
-    names: tuple[str, ...], pairs: set[tuple[str, str]]
-) -> None:
+def test_heads_are_paired_with_the_embedding_that_transformers_ties(names, pairs):
     assert set(tied_pairs(dict.fromkeys(names, (8, 4)))) == pairs
 
 
@@ -143,9 +141,7 @@ def rows(path: str, digest: int | None, algorithm: str = "xxh3_64") -> list[Tens
         (rows("gone", None), rows("gone", None), True),  # the same bytes of the same file
     ],
 )
-def test_recorded_digests_decide_equality_without_reading(
-    tmp_path: Path, first: list[TensorSlice], second: list[TensorSlice], equal: bool
-) -> None:
+def test_recorded_digests_decide_equality_without_reading(tmp_path, first, second, equal):
     assert same_values(open_store(str(tmp_path)), entry("a", first), entry("b", second)) is equal
 
 

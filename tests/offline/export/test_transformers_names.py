@@ -194,9 +194,7 @@ def test_only_model_classes_are_instantiated(name):
     assert live_model({"architectures": [name], "model_type": "llama"}, ["a"]) is None
 
 
-def test_an_error_of_transformers_is_noted_and_names_are_kept(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_of_transformers_is_noted_and_names_are_kept(monkeypatch, caplog):
     from transformers import conversion_mapping
 
     def fails(*args: object, **kwargs: object) -> None:

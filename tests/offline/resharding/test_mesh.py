@@ -22,8 +22,8 @@ SIZES = st.integers(1, 4)
 @given(st.tuples(st.integers(0, 9), st.integers(0, 9)), SIZES, SIZES, SIZES, st.sampled_from([None, 0, 1]),
        st.sampled_from([None, 0, 1]), st.integers(0, 7))  # fmt: skip
 def test_boxes_cover_every_element_once_and_belong_to_the_right_ranks(
-    shape: tuple[int, int], replicate: int, shard: int, tp: int, fsdp_dim: int | None, tp_dim: int | None, turn: int
-) -> None:
+    shape, replicate, shard, tp, fsdp_dim, tp_dim, turn
+):
     mesh, cut = TargetMesh(replicate, shard, tp), Cut(fsdp_dim, tp_dim)
     boxes = mesh.boxes(shape, cut, turn=turn)
     covered = np.zeros(shape, int)
