@@ -19,41 +19,35 @@ from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter
 from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError
 from tests.formats.dcp.test_torch_api import failure, one
 from tests.formats.dcp_states import differences, state
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def with_torchs_storage(url: str) -> list[str]:
+@on_ranks(4)
+def test_with_torchs_writer_and_reader_the_planners_behave_as_torchs(tmp_path):
     made, target = state("hsdp@4"), state("hsdp@4", zeros=True)
-    dcp.save(made, storage_writer=dcp.FileSystemWriter(url, sync_files=False), planner=DCPSavePlanner())
-    dcp.load(target, storage_reader=dcp.FileSystemReader(url), planner=DCPLoadPlanner())
-    return differences(target, made)
+    dcp.save(made, storage_writer=dcp.FileSystemWriter(tmp_path, sync_files=False), planner=DCPSavePlanner())
+    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path), planner=DCPLoadPlanner())
+    assert differences(target, made) == []
 
 
-def test_with_torchs_writer_and_reader_the_planners_behave_as_torchs(ranks, tmp_path):
-    assert ranks.run(with_torchs_storage, 4, str(tmp_path)) == [[]] * 4
-
-
-def in_a_group(url: str) -> list[str]:
+@on_ranks(3)
+def test_a_subgroup_saves_complete_replicas(tmp_path):
     group = dist.new_group([1, 2])
-    found: list[str] = []
     if dist.get_rank():
         made = {"w": torch.arange(600_000.0), "small": torch.arange(3), "o": {"lr": 0.5}}
-        dcp.save(made, storage_writer=DCPWriter(url, sync=False), planner=DCPSavePlanner(), process_group=group)
+        dcp.save(made, storage_writer=DCPWriter(tmp_path, sync=False), planner=DCPSavePlanner(), process_group=group)
         target = {"w": torch.zeros(600_000), "small": torch.zeros(3, dtype=torch.int64), "o": {"lr": 0.0}}
-        dcp.load(target, storage_reader=DCPReader(url), planner=DCPLoadPlanner(), process_group=group)
-        found = differences(target, made)
+        dcp.load(target, storage_reader=DCPReader(tmp_path), planner=DCPLoadPlanner(), process_group=group)
+        assert differences(target, made) == []
         dist.destroy_process_group(group)
-    return found
 
 
-def test_a_subgroup_saves_complete_replicas(ranks, tmp_path):
-    assert ranks.run(in_a_group, 3, str(tmp_path)) == [[], [], []]
-
-
-def changes(url: str) -> list[str]:
+@on_ranks(2)
+def test_changes_between_saves_are_saved(tmp_path):
     """Save with one planner; keys, shapes, dtypes and placements change on one rank or on all."""
-    rank, planner, failures = dist.get_rank(), DCPSavePlanner(), []
+    rank, planner = dist.get_rank(), DCPSavePlanner()
     mesh = init_device_mesh("cpu", (2,))
     for i in range(7):
         made: dict[str, Any] = {"all": torch.arange(10.0) + i, f"own.{rank}": torch.full((2,), float(i)), "o": [i]}
@@ -64,54 +58,41 @@ def changes(url: str) -> list[str]:
             made["all"] = made["all"].bfloat16()
         if rank == 1 and i >= 5:
             made["own.1"] = torch.full((3,), float(i))
-        dcp.save(made, storage_writer=DCPWriter(f"{url}/{i}", sync=False), planner=planner)
+        dcp.save(made, storage_writer=DCPWriter(f"{tmp_path}/{i}", sync=False), planner=planner)
         target = {name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for name, v in made.items()}
-        dcp.load(target, storage_reader=DCPReader(f"{url}/{i}"), planner=DCPLoadPlanner())
-        failures += [f"{i}: {text}" for text in differences(target, made)]
-    return failures
+        dcp.load(target, storage_reader=DCPReader(f"{tmp_path}/{i}"), planner=DCPLoadPlanner())
+        assert differences(target, made) == [], i
 
 
-def test_changes_between_saves_are_saved(ranks, tmp_path):
-    assert ranks.run(changes, 2, str(tmp_path)) == [[], []]
-
-
-def after_a_failure(url: str) -> list[str]:
+@on_ranks(2)
+def test_a_save_after_a_failed_save_is_complete(tmp_path):
     """The first save is refused; the second, with the same planner, must not count as a later save."""
     rank, planner = dist.get_rank(), DCPSavePlanner()
     made = {"all": torch.arange(10.0), f"own.{rank}": torch.ones(2)}
     if rank == 0:
-        DCPWriter(url, sync=False)._store().write(".metadata", b"a checkpoint")
+        DCPWriter(tmp_path, sync=False)._store().write(".metadata", b"a checkpoint")
     dist.barrier()
-    found = []
-    try:
-        dcp.save(made, storage_writer=DCPWriter(url, sync=False), planner=planner)
-    except dcp.api.CheckpointException as error:
-        found = [type(cause[0]).__name__ for cause in error.failures.values()]
-    dcp.save(made, storage_writer=DCPWriter(f"{url}/again", sync=False), planner=planner)
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.save(made, storage_writer=DCPWriter(tmp_path, sync=False), planner=planner)
+    assert all(isinstance(cause[0], CheckpointExistsError) for cause in caught.value.failures.values())
+    dcp.save(made, storage_writer=DCPWriter(tmp_path / "again", sync=False), planner=planner)
     target = {name: torch.zeros_like(value) for name, value in made.items()}
-    dcp.load(target, storage_reader=DCPReader(f"{url}/again"), planner=DCPLoadPlanner())
-    return found + differences(target, made)
+    dcp.load(target, storage_reader=DCPReader(tmp_path / "again"), planner=DCPLoadPlanner())
+    assert differences(target, made) == []
 
 
-def test_a_save_after_a_failed_save_is_complete(ranks, tmp_path):
-    assert ranks.run(after_a_failure, 2, str(tmp_path)) == [[CheckpointExistsError.__name__]] * 2
-
-
-def metadata_of_a_save(url: str) -> bool:
+@on_ranks(2)
+def test_every_rank_gets_the_metadata_of_what_was_saved(tmp_path):
     made = state("shard0@2")
-    ours = dcp.save(made, storage_writer=DCPWriter(f"{url}/a", sync=False), planner=DCPSavePlanner())
-    torchs = dcp.save(made, storage_writer=dcp.FileSystemWriter(f"{url}/b", sync_files=False))
-    same = dict(ours.planner_data) == dict(torchs.planner_data)
+    ours = dcp.save(made, storage_writer=DCPWriter(tmp_path / "a", sync=False), planner=DCPSavePlanner())
+    torchs = dcp.save(made, storage_writer=dcp.FileSystemWriter(tmp_path / "b", sync_files=False))
+    assert dict(ours.planner_data) == dict(torchs.planner_data)
+    assert len(ours.state_dict_metadata) == len(torchs.state_dict_metadata)
     for name, found in torchs.state_dict_metadata.items():
         mine = ours.state_dict_metadata[name]
-        same &= type(mine) is type(found)
+        assert type(mine) is type(found)
         if isinstance(found, TensorStorageMetadata):
-            same &= (mine.size, mine.properties.dtype) == (found.size, found.properties.dtype)
-    return same and len(ours.state_dict_metadata) == len(torchs.state_dict_metadata)
-
-
-def test_every_rank_gets_the_metadata_of_what_was_saved(ranks, tmp_path):
-    assert ranks.run(metadata_of_a_save, 2, str(tmp_path)) == [True, True]
+            assert (mine.size, mine.properties.dtype) == (found.size, found.properties.dtype)
 
 
 def test_all_mismatches_are_listed_and_nothing_is_changed(tmp_path):
@@ -134,20 +115,16 @@ def test_a_partial_load_leaves_missing_keys_unchanged(tmp_path):
     assert target["o"] == {"lr": 0.5, "new": 7}
 
 
-def into_meta(url: str) -> list[str]:
+@on_ranks(2)
+def test_meta_tensors_are_materialized(tmp_path):
     made, mesh = state("shard0@2"), init_device_mesh("cpu", (2,))
-    dcp.save(made, storage_writer=DCPWriter(url, sync=False), planner=DCPSavePlanner())
+    dcp.save(made, storage_writer=DCPWriter(tmp_path, sync=False), planner=DCPSavePlanner())
     target = state("shard0@2", zeros=True)
     target["model"]["large"] = torch.empty(700, 1100, device="meta")
-    target["model"]["d0.s1"] = distribute_tensor(
-        torch.empty(64, 48, dtype=torch.bfloat16, device="meta"), mesh, (Shard(0),), src_data_rank=None
-    )
-    dcp.load(target, storage_reader=DCPReader(url), planner=DCPLoadPlanner())
-    return differences(target, made)
-
-
-def test_meta_tensors_are_materialized(ranks, tmp_path):
-    assert ranks.run(into_meta, 2, str(tmp_path)) == [[], []]
+    empty = torch.empty(64, 48, dtype=torch.bfloat16, device="meta")
+    target["model"]["d0.s1"] = distribute_tensor(empty, mesh, (Shard(0),), src_data_rank=None)
+    dcp.load(target, storage_reader=DCPReader(tmp_path), planner=DCPLoadPlanner())
+    assert differences(target, made) == []
 
 
 class Halved(DCPSavePlanner):

@@ -17,6 +17,7 @@ from ckptkit.formats.dcp.planners import DCPLoadPlanner, DCPSavePlanner
 from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
 from tests.formats.dcp_states import LAYOUTS, differences, state
 from tests.offline.folders import flip
+from tests.ranks import on_ranks
 
 PAIRS = [
     *((layout, layout) for layout in LAYOUTS),
@@ -163,38 +164,30 @@ def test_a_dtype_is_cast_only_when_asked(tmp_path):
     assert torch.equal(target["w"], made["w"].bfloat16())
 
 
-def no_collectives(url: str, planned: bool) -> list[str]:
-    made = state("shard0@2")
-    writer = DCPWriter(url, sync=False)
-    dcp.save(made, storage_writer=writer, planner=save_planner(planned), use_collectives=False)
-    dist.barrier()
-    return load_common("shard0@2", url, planned)
-
-
 @BOTH
-def test_without_collectives_each_rank_writes_its_own_metadata(ranks, tmp_path, planned):
-    assert ranks.run(no_collectives, 2, str(tmp_path), planned) == [[], []]
+@on_ranks(2)
+def test_without_collectives_each_rank_writes_its_own_metadata(tmp_path, planned):
+    writer = DCPWriter(tmp_path, sync=False)
+    dcp.save(state("shard0@2"), storage_writer=writer, planner=save_planner(planned), use_collectives=False)
+    dist.barrier()
+    assert load_common("shard0@2", str(tmp_path), planned) == []
     assert {p.name for p in tmp_path.glob("*metadata")} == {"__0.metadata", "__1.metadata"}
 
 
-def saved_in_the_background(url: str, planned: bool) -> list[str]:
-    made, planner, failures = state("hsdp@4"), save_planner(planned), []
+@BOTH
+@on_ranks(4)
+def test_torchs_async_save_takes_our_writer(tmp_path, planned):
+    made, planner = state("hsdp@4"), save_planner(planned)
     group = dist.new_group(backend="gloo")
     wanted = made["model"]["large"].clone()
     for i in range(2):
-        writer = DCPWriter(f"{url}/{i}", sync=False)
+        writer = DCPWriter(tmp_path / str(i), sync=False)
         future = dcp.async_save(made, storage_writer=writer, planner=planner, process_group=group)
         made["model"]["large"] += 1  # training continues
         future.result()
         made["model"]["large"].copy_(wanted)
-        failures += load_with_torch("hsdp@4", f"{url}/{i}")
+        assert load_with_torch("hsdp@4", str(tmp_path / str(i))) == []
     dist.destroy_process_group(group)
-    return failures
-
-
-@BOTH
-def test_torchs_async_save_takes_our_writer(ranks, tmp_path, planned):
-    assert ranks.run(saved_in_the_background, 4, str(tmp_path), planned) == [[]] * 4
 
 
 def test_a_writer_can_be_sent_to_torchs_background_process(tmp_path):
