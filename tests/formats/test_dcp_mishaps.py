@@ -20,7 +20,7 @@ from ckptkit import CheckpointManager, DCPLoadPlanner, DCPReader, DCPSavePlanner
 from ckptkit.errors import CheckpointNotFoundError, LeaseHeldError, NoSpaceError, SaveError
 from ckptkit.storage.lock import HeldDirectory
 from tests.formats.dcp_states import differences, state
-from tests.ranks import context, run_ranks
+from tests.ranks import context, on_ranks, run_ranks
 
 PLANNERS = [DefaultSavePlanner, DCPSavePlanner]
 
@@ -35,7 +35,9 @@ def failure(call: Any) -> BaseException | None:
     return None
 
 
-def at_once(url: str, kind: type[DefaultSavePlanner]) -> str:
+@pytest.mark.parametrize("kind", PLANNERS)
+@on_ranks(2)
+def test_the_second_of_two_concurrent_writers_is_refused_and_the_first_loads(tmp_path, kind):
     """Rank 1 saves while rank 0, which belongs to another job, has planned and not yet written."""
 
     class Waiting(DefaultSavePlanner):
@@ -46,19 +48,15 @@ def at_once(url: str, kind: type[DefaultSavePlanner]) -> str:
 
     mine = {"w": torch.full((50, 50), float(dist.get_rank()))}
     if dist.get_rank() == 0:
-        dcp.save(mine, storage_writer=DCPWriter(url), planner=Waiting(), no_dist=True)
+        dcp.save(mine, storage_writer=DCPWriter(tmp_path), planner=Waiting(), no_dist=True)
         found = {"w": torch.ones(50, 50)}
-        dcp.load(found, storage_reader=FileSystemReader(url), no_dist=True)
-        return f"{found['w'].unique().tolist()}"
-    dist.barrier()
-    error = failure(lambda: dcp.save(mine, storage_writer=DCPWriter(url), planner=kind(), no_dist=True))
-    dist.barrier()
-    return type(error).__name__
-
-
-@pytest.mark.parametrize("kind", PLANNERS)
-def test_the_second_of_two_concurrent_writers_is_refused_and_the_first_loads(ranks, tmp_path, kind) -> None:
-    assert ranks.run(at_once, 2, str(tmp_path / "c"), kind) == ["[0.0]", LeaseHeldError.__name__]
+        dcp.load(found, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+        assert not found["w"].any()
+    else:
+        dist.barrier()
+        error = failure(lambda: dcp.save(mine, storage_writer=DCPWriter(tmp_path), planner=kind(), no_dist=True))
+        dist.barrier()
+        assert isinstance(error, LeaseHeldError)
 
 
 def test_a_process_can_hold_a_directory_twice_and_releases_it_with_the_last(tmp_path: Path) -> None:
@@ -129,24 +127,18 @@ def test_a_full_disk_leaves_no_checkpoint_and_frees_the_space(tmp_path: Path, ki
     assert run_ranks(full, 2, str(tmp_path / "c"), kind) == [[NoSpaceError, [], None, [0.0, 1.0, 2.0]]] * 2
 
 
-def mixed(url: str, ours: int) -> tuple[str, list[str]]:
-    made = state("shard0@2")
+@pytest.mark.parametrize("ours", [0, 1])
+@on_ranks(2)
+def test_ranks_may_load_with_different_planners_but_not_save(tmp_path, ours):
+    made, target = state("shard0@2"), state("shard0@2", zeros=True)
     planner = DCPSavePlanner() if dist.get_rank() == ours else None
-    error = failure(lambda: dcp.save(made, storage_writer=DCPWriter(f"{url}/mixed"), planner=planner))
-    dcp.save(made, storage_writer=DCPWriter(f"{url}/c"), planner=DCPSavePlanner())
-    target = state("shard0@2", zeros=True)
+    error = failure(lambda: dcp.save(made, storage_writer=DCPWriter(tmp_path / "mixed"), planner=planner))
+    assert isinstance(error, SaveError) and str(error).startswith("Some ranks plan with DCPSavePlanner")
+    assert "all ranks must use the same planner" in str(error) and not (tmp_path / "mixed" / ".metadata").exists()
+    dcp.save(made, storage_writer=DCPWriter(tmp_path / "c"), planner=DCPSavePlanner())
     loader = DCPLoadPlanner() if dist.get_rank() == ours else None
-    dcp.load(target, storage_reader=DCPReader(f"{url}/c"), planner=loader)
-    return f"{type(error).__name__}: {error}", differences(target, made)
-
-
-def test_ranks_may_load_with_different_planners_but_not_save(ranks, tmp_path) -> None:
-    for ours in (0, 1):
-        for error, differing in ranks.run(mixed, 2, str(tmp_path / str(ours)), ours):
-            assert error.startswith(f"{SaveError.__name__}: Some ranks plan with DCPSavePlanner")
-            assert "all ranks must use the same planner" in error
-            assert differing == []
-        assert not (tmp_path / str(ours) / "mixed" / ".metadata").exists()
+    dcp.load(target, storage_reader=DCPReader(tmp_path / "c"), planner=loader)
+    assert differences(target, made) == []
 
 
 @pytest.mark.parametrize("kind", PLANNERS)

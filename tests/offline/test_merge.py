@@ -26,8 +26,8 @@ from ckptkit.offline.convert import convert
 from ckptkit.offline.copying.gather import PIECE, Gatherer
 from ckptkit.offline.merge import _sum, merge, weights_of
 from tests.cli.commands import ran
-from tests.offline.export.test_dequantize import FP4_WEIGHTS, by_groups, fp4_values, packed
-from tests.offline.exports import assert_same, read_model, write_model
+from tests.offline.export.test_dequantize import QUANTIZED, export
+from tests.offline.exports import assert_same, converted, read_model, write_model
 from tests.offline.folders import flip
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -350,92 +350,55 @@ def test_mismatches_with_the_base_are_refused(sources: list[str], tmp_path: Path
         merge(sources, str(tmp_path / "out"), base=base)
 
 
-def quantized(kind: str, seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the tensors and the settings of a quantized weight, and its fp32 value computed by plain torch."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=generator) + 0.01
-
-    def integers(low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=generator)
-
-    name, w = "w.weight", "w.weight"
-    if kind in ("block", "tensor", "row"):
-        codes = torch.randn(130, 200, generator=generator).to(torch.float8_e4m3fn)
-        scale = random(*{"block": (2, 2), "tensor": (1,), "row": (130, 1)}[kind])
-        wide = scale
-        if kind == "block":
-            wide = scale.repeat_interleave(128, 0)[:130].repeat_interleave(128, 1)[:, :200]
-        suffix = "_scale_inv" if kind == "block" else "_scale"
-        fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        settings: dict[str, Any] = fp8 if kind == "block" else {"quant_method": "compressed-tensors"}
-        state, value = {w: codes, f"{w}{suffix}": scale}, codes.float() * wide
-    elif kind in ("int4", "int8"):
-        bits = int(kind[3:])
-        q = integers(-(1 << bits - 1), 1 << bits - 1, (36, 64))
-        scale = random(36, 2 if bits == 4 else 1).bfloat16()
-        how = {"strategy": "group", "group_size": 32} if bits == 4 else {"strategy": "channel"}
-        settings = by_groups(num_bits=bits, type="int", symmetric=True, **how)
-        # compressed-tensors multiplies in the dtype of the scale
-        value = (q.bfloat16() * scale.repeat_interleave(64 // scale.shape[1], 1)).float()
-        state = {f"{w}_packed": packed(q, bits), f"{w}_scale": scale}
-    elif kind == "nvfp4":
-        pairs = integers(0, 256, (6, 32)).to(torch.uint8)
-        scale, overall = (random(6, 4) * 9 + 1).to(torch.float8_e4m3fn), torch.tensor([173.0 + seed])
-        settings = by_groups(**FP4_WEIGHTS)
-        wide = (scale.float() / overall).repeat_interleave(16, 1)
-        value = (fp4_values(pairs).float() * wide).bfloat16().float()  # compressed-tensors rounds FP4 to bf16
-        state = {f"{w}_packed": pairs, f"{w}_scale": scale, f"{w}_global_scale": overall}
-    else:
-        name, settings = "x.mlp.experts.down_proj", {"quant_method": "mxfp4"}
-        blocks = integers(0, 256, (2, 5, 3, 16)).to(torch.uint8)
-        scales = integers(120, 135, (2, 5, 3)).to(torch.uint8)
-        value = fp4_values(blocks).float() * 2.0 ** (scales.float() - 127)[..., None]
-        value = value.reshape(2, 5, 96).transpose(1, 2)
-        state = {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    norm = {"norm.weight": torch.randn(70, generator=generator)}
-    return {**state, **norm}, {"model_type": "llama", "quantization_config": settings}, {name: value, **norm}
-
-
 def quantized_sources(tmp_path: Path, kind: str) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
-    """Return three quantized checkpoints, each with its fp32 values."""
-    made = [quantized(kind, seed) for seed in range(3)]
-    places = [write_model(tmp_path / f"q{i}", state, config) for i, (state, config, _) in enumerate(made)]
-    return places, [exact for _, _, exact in made]
+    """Return three quantized checkpoints, and the fp32 values of each as a conversion gives them."""
+    state, settings = QUANTIZED[kind]
+    made, exact = [], []
+    for i, dims in enumerate(((), (0,), (-1,))):
+        turned = {n: t if n.endswith("_shape") or not dims else turned_over(t, dims[0]) for n, t in state.items()}
+        norm = torch.randn(70, generator=torch.Generator().manual_seed(i))
+        made.append(export(tmp_path / f"q{i}", {**turned, "norm.weight": norm}, settings))
+        exact.append(converted(made[-1], tmp_path / f"x{i}", dtype="fp32").tensors)
+    return made, exact
+
+
+def turned_over(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]
+    return tensor.view(bits).flip(dim if tensor.ndim else ()).view(tensor.dtype)
 
 
 @pytest.mark.parametrize(
     ("dtype", "wanted"), [("keep", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)]
 )
-@pytest.mark.parametrize("kind", ["block", "tensor", "row", "mxfp4", "int4", "int8", "nvfp4"])
+@pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_weights_are_dequantized_summed_and_rounded_once(tmp_path, kind, dtype, wanted):
     made, exact = quantized_sources(tmp_path, kind)
     report = merge(made, str(tmp_path / "out"), weights=WEIGHTS, dtype=dtype, verify=True, max_memory="16MB")
     expected = summed(exact, WEIGHTS, torch.float32)
     expected = {n: t.to(wanted) if dtype != "keep" or n != "norm.weight" else t for n, t in expected.items()}
-    assert_same(read_model(tmp_path / "out"), expected)
+    assert_same(bits(read_model(tmp_path / "out")), bits(expected))
     assert "quantized weights were dequantized to fp32, summed, and rounded once" in report.notes
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
 
 
 def test_a_quantized_checkpoint_merges_with_one_that_is_not(tmp_path: Path) -> None:
-    made, exact = quantized_sources(tmp_path, "block")
-    plain = {name: tensor.bfloat16() if name == "w.weight" else tensor for name, tensor in exact[2].items()}
+    made, exact = quantized_sources(tmp_path, "fp8")
+    plain = {**exact[2], "a.weight": exact[2]["a.weight"].bfloat16()}
     for at in (0, 2):
         order = [*made[:2][:at], write_model(tmp_path / f"plain{at}", plain), *made[:2][at:]]
         states = [*exact[:2][:at], {n: t.float() for n, t in plain.items()}, *exact[:2][at:]]
         merge(order, str(tmp_path / f"out{at}"), weights=WEIGHTS)
         expected = summed(states, WEIGHTS, torch.float32)
-        assert_same(read_model(tmp_path / f"out{at}"), {**expected, "w.weight": expected["w.weight"].bfloat16()})
+        expected["a.weight"] = expected["a.weight"].bfloat16()
+        assert_same(bits(read_model(tmp_path / f"out{at}")), bits(expected))
 
 
 def test_a_quantized_source_without_its_scale_is_refused(tmp_path: Path) -> None:
-    made, _ = quantized_sources(tmp_path, "row")
+    made, _ = quantized_sources(tmp_path, "fp8")
     state = read_model(made[1])
-    del state["w.weight_scale"]
+    del state["a.weight_scale_inv"]
     write_model(Path(made[1]), state)
-    with pytest.raises(CheckpointMismatchError, match=rf"^{made[1]}: .*w\.weight"):
+    with pytest.raises(CheckpointMismatchError, match=rf"^{made[1]}: .*a\.weight"):
         merge(made, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.entry import Digest, SliceArray, TensorEntry, TensorSlice
-from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError
+from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError
 from ckptkit.formats import sources
 from ckptkit.formats.dcp import fill
 from ckptkit.formats.dcp.fill import Filler, Verify
@@ -32,13 +34,8 @@ def cases(draw):
     order = draw(st.permutations(range(ndim)))
     starts = tuple(draw(st.integers(0, n - 1)) for n in shape)
     sizes = tuple(draw(st.integers(1, n - s)) for n, s in zip(shape, starts, strict=True))
-    return (
-        shape,
-        order,
-        starts,
-        sizes,
-        draw(st.sampled_from(["float32", "bfloat16", "int8", "float8_e5m2", "complex64"])),
-    )
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "int8", "float8_e5m2", "complex64"]))
+    return shape, order, starts, sizes, dtype
 
 
 def stored(shape, order, dtype):
@@ -64,15 +61,9 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [
-        {},
-        {"_TILE": 64, "_FAR": 8},
-        {"_TILE": 16, "_FAR": 1 << 30},
-        {"_SMALL": 1, "_PIECE": 7, "_GAP": 3},
-        {"_SPAN": 40},
-    ],
-)
+    "limits", [{}, {"_TILE": 64, "_FAR": 8}, {"_TILE": 16, "_FAR": 1 << 30}, {"_SMALL": 1, "_PIECE": 7, "_GAP": 3},
+               {"_SPAN": 40}],
+)  # fmt: skip
 @given(case=cases(), verify=st.sampled_from(list(Verify)), flipped=st.booleans())
 def test_any_region_of_a_slice_is_read(limits, case, verify, flipped):
     shape, order, starts, sizes, dtype = case
@@ -92,6 +83,12 @@ def test_any_region_of_a_slice_is_read(limits, case, verify, flipped):
     assert bits(target) == bits(expected)
 
 
+def vector(name: str, path: str, start: int, numel: int, digest: Digest | None = None) -> TensorEntry:
+    """Return a vector that is stored at this byte of a file."""
+    part = TensorSlice(Box((0,), (numel,)), path, start, numel * 4, digest=digest)
+    return TensorEntry(name, "float32", (numel,), SliceArray.of([part], 1))
+
+
 def test_many_small_reads_from_several_files_are_exact(tmp_path):
     values = {name: torch.randn(50, 7) for name in "abc"}
     for name, value in values.items():
@@ -99,9 +96,8 @@ def test_many_small_reads_from_several_files_are_exact(tmp_path):
     filler, targets = Filler(LocalStore(tmp_path)), []
     for row in range(50):
         for name, value in values.items():
-            part = TensorSlice(Box((0,), (7,)), name, row * 28, 28)
             targets.append((torch.zeros(7), value[row]))
-            filler.add(TensorEntry(name, "float32", (7,), SliceArray.of([part], 1)), Box((0,), (7,)), targets[-1][0])
+            filler.add(vector(name, name, row * 28, 7), Box((0,), (7,)), targets[-1][0])
     filler.run()
     assert all(torch.equal(found, expected) for found, expected in targets)
 
@@ -114,9 +110,8 @@ def test_reads_of_one_file_are_exact_whatever_the_gaps(tmp_path, monkeypatch):
     for start, stop in [(0, 5), (5, 9), (7, 12), (7, 12), (40, 41), (100_000, 100_003), (100_003, 300_000)]:
         raw = values[start:stop].numpy().tobytes()
         digest = Digest("xxh3_64", xxhash.xxh3_64_intdigest(raw), start * 4, len(raw))
-        part = TensorSlice(Box((0,), (stop - start,)), "f", start * 4, len(raw), digest=digest)
         targets.append((torch.zeros(stop - start), values[start:stop]))
-        entry = TensorEntry(f"{start}", "float32", (stop - start,), SliceArray.of([part], 1))
+        entry = vector(f"{start}", "f", start * 4, stop - start, digest)
         filler.add(entry, Box((0,), (stop - start,)), targets[-1][0])
     preadv = os.preadv
     # A signal or a network file system may cut any read short.
@@ -130,32 +125,20 @@ def test_reads_of_one_file_are_exact_whatever_the_gaps(tmp_path, monkeypatch):
 
 
 def test_a_crc_is_checked_like_any_digest(tmp_path):
-    import zlib
-
-    from ckptkit.errors import IntegrityError
-
     raw = torch.randn(10_000).numpy().tobytes()
     (tmp_path / "f").write_bytes(raw)
     for crc, fails in ((zlib.crc32(raw), False), (zlib.crc32(raw) ^ 1, True)):
-        part = TensorSlice(Box((0,), (10_000,)), "f", 0, 40_000, digest=Digest("crc32", crc, 0, 40_000))
         filler = Filler(LocalStore(tmp_path))
-        entry = TensorEntry("w", "float32", (10_000,), SliceArray.of([part], 1))
+        entry = vector("w", "f", 0, 10_000, Digest("crc32", crc, 0, 40_000))
         filler.add(entry, Box((0,), (10_000,)), torch.zeros(10_000))
-        if fails:
-            with pytest.raises(IntegrityError, match="crc32"):
-                filler.run()
-        else:
+        with pytest.raises(IntegrityError, match="crc32") if fails else contextlib.nullcontext():
             filler.run()
 
 
 def test_another_dtype_is_refused_before_anything_is_read(tmp_path):
-    part = TensorSlice(Box((0,), (4,)), "missing", 0, 16)
+    target = torch.zeros(4, dtype=torch.int32)
     with pytest.raises(CheckpointMismatchError, match="cast=True"):
-        Filler(LocalStore(tmp_path)).add(
-            TensorEntry("w", "float32", (4,), SliceArray.of([part], 1)),
-            Box((0,), (4,)),
-            torch.zeros(4, dtype=torch.int32),
-        )
+        Filler(LocalStore(tmp_path)).add(vector("w", "missing", 0, 4), Box((0,), (4,)), target)
 
 
 @pytest.mark.parametrize("size", [6, 3 << 18])

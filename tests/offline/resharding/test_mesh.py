@@ -8,13 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.errors import UsageError
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.formats.trainers.shards import local_parts, mesh_coordinate
 from ckptkit.offline.resharding.mesh import Cut, TargetMesh, TPPlan, cut_of_placements
+from tests.ranks import on_ranks
 
 SIZES = st.integers(1, 4)
 
@@ -51,51 +59,34 @@ def _shard(dim: int | None) -> PlacementRecord:
     return PlacementRecord("replicate") if dim is None else PlacementRecord("shard", dim)
 
 
-def hold(shape: tuple[int, ...], style: str) -> tuple[Any, Any, Any]:
-    """Return (local rows by value, mesh shape, placements) of a parameter that FSDP2 shards on this rank."""
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    from ckptkit.checkpoint.state.local_part import layout_of
-
-    outer = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))
-    with torch.no_grad():
-        outer[0].weight.copy_(torch.arange(math.prod(shape)).reshape(shape))
-    if style == "hsdp":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    else:
-        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-        parallelize_module(outer, whole["tp"], {"0": ColwiseParallel() if style == "col" else RowwiseParallel()})
-        mesh = whole["shard"]
-    fully_shard(outer, mesh=mesh)
-    weight = outer[0].weight
-    layout = layout_of(weight)
-    return weight.to_local().detach().numpy().copy(), layout.mesh_shape, layout.texts()
-
-
 SHAPES = {"hsdp": [(8, 6), (7, 6), (2, 4), (1, 4)], "row": [(8, 6), (7, 6), (1, 4)], "col": [(8, 6), (2, 4), (6, 4)]}
 
 
 @pytest.mark.parametrize(("style", "shape"), [(style, shape) for style, shapes in SHAPES.items() for shape in shapes])
-def test_boxes_and_placements_equal_those_of_fsdp2(ranks: Any, shape: tuple[int, int], style: str) -> None:
+@on_ranks(4)
+def test_boxes_and_placements_equal_those_of_fsdp2(shape, style):
+    whole = torch.arange(float(math.prod(shape))).reshape(shape)
+    outer = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))
+    outer.load_state_dict({"0.weight": whole})
+    if style == "hsdp":
+        device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+        parallelize_module(outer, both["tp"], {"0": ColwiseParallel() if style == "col" else RowwiseParallel()})
+        device_mesh = both["shard"]
+    weight, rank = fully_shard(outer, mesh=device_mesh)[0].weight, dist.get_rank()
     mesh = TargetMesh(2, 2, 1) if style == "hsdp" else TargetMesh(1, 2, 2)
     cut = {"hsdp": Cut(0), "col": Cut(0, 0), "row": Cut(0, 1)}[style]
-    boxes = mesh.boxes(shape, cut)
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    placement = mesh.placement(cut)
+    placement, layout = mesh.placement(cut), layout_of(weight)
     assert placement is not None
-    for rank, (local, mesh_shape, texts) in enumerate(ranks.run(hold, 4, shape, style)):
-        assert (list(mesh_shape), texts) == (mesh.describe(placement[0])["shape"], placement[1])
-        stores = rank % 2 if style == "hsdp" else rank  # the first replica stores for both
-        mine = np.flatnonzero(boxes.ranks == stores)
-        if not local.size:
-            assert not len(mine)
-            continue
-        box = tuple(slice(o, o + n) for o, n in zip(boxes.offsets[mine[0]], boxes.sizes[mine[0]], strict=True))
-        assert (whole[box] == local).all()
+    assert (list(layout.mesh_shape), layout.texts()) == (mesh.describe(placement[0])["shape"], placement[1])
+    boxes, local = mesh.boxes(shape, cut), weight.to_local()
+    stores = rank % 2 if style == "hsdp" else rank  # the first replica stores for both
+    mine = np.flatnonzero(boxes.ranks == stores)
+    assert bool(len(mine)) == bool(local.numel())
+    for row in mine[:1]:
+        box = tuple(slice(o, o + n) for o, n in zip(boxes.offsets[row], boxes.sizes[row], strict=True))
+        assert torch.equal(whole[box], local)
 
 
 @pytest.mark.parametrize(
