@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 StorageOptions = Mapping[str, Any] | None
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 PROGRESS_DELAY_S = 1.0  # shorter operations show no bar
+_LISTED = 5  # lines of a list that an error shows, unless --verbose
 
 
 def command_frame(function: F) -> F:
@@ -62,7 +64,8 @@ def command_frame(function: F) -> F:
         except Exception as error:  # noqa: BLE001 - the boundary of the process: reported, with a way to see more
             if debug:
                 click.echo(printable(without_secrets(traceback.format_exc())), err=True, nl=False)
-            _say(_message(error) + _older(error))
+            text = _message(error)
+            _say((text if verbose or debug else _shortened(text)) + _older(error))
             raise SystemExit(error.exit_code if isinstance(error, CkptkitError) else 1) from None
 
     return framed  # type: ignore[return-value]
@@ -116,6 +119,19 @@ class _Printable:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _shortened(text: str) -> str:
+    """Return the text with at most five lines of each list: indented lines in a row that begin with the same word."""
+    lines: list[str] = []
+    for word, group in itertools.groupby(
+        text.splitlines(), lambda line: line.startswith("  ") and line.split(" ", 3)[2]
+    ):
+        found = list(group)
+        lines += found[:_LISTED] if word else found
+        if word and len(found) > _LISTED:
+            lines.append(f"  ... and {len(found) - _LISTED} more of {len(found)}; --verbose lists them")
+    return "\n".join(lines)
 
 
 def _say(text: str) -> None:

@@ -203,7 +203,7 @@ CALLS: dict[str, Callable[[CheckpointManager, Any], Any]] = {
     (linear().model, r"type Linear, expected TrainState\(model=model, optimizer=optimizer\)"),
     (linear().model.state_dict(), "type OrderedDict, expected TrainState"),
     (1, "state is 1, expected TrainState.* The step comes first"),
-    (changed("model", linear().model.state_dict()), "Pass the model itself, not its class or its state dict"),
+    (changed("model", torch.nn.Sequential(linear().model).state_dict()), "Pass the model itself, not its class"),
     (changed("optimizer", torch.optim.AdamW), "Pass the optimizer itself, not its class"),
 ], ids=["dict", "module", "state dict", "swapped", "dict of tensors", "class"])  # fmt: skip
 def test_a_state_that_is_not_a_train_state_is_refused(tmp_path: Path, call: str, state: Any, words: str) -> None:

@@ -120,6 +120,15 @@ def test_an_unknown_name_in_a_run_of_one_checkpoint_names_that_checkpoint(root: 
     assert f"has no checkpoint '{name}'. It has only step_00000300." in result.stderr
 
 
+def test_an_error_that_lists_many_names_shows_five_unless_verbose(zoo: Path, tmp_path: Path) -> None:
+    words = ("convert", zoo / HF, tmp_path / "out", "--key-map", "torchtitan-llama3")
+    short, long = run(*words).stderr, run(*words, "--verbose").stderr
+    assert short.count("  no rule matches ") == 5 and short.endswith(
+        "\n  ... and 11 more of 16; --verbose lists them\n"
+    )
+    assert long.count("  no rule matches ") == 16 and "more of" not in long
+
+
 @pytest.mark.parametrize("url", ["s3://", "s3:///run", "gs://"])
 def test_a_url_without_a_bucket_is_wrong_usage(url: str) -> None:
     for command in (["ls"], ["verify"], ["inspect"], ["prune", "--max-num", "1"]):

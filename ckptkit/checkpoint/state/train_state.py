@@ -388,12 +388,12 @@ def check_state(state: object, call: str) -> None:
     for kind, expected in _EXPECTED.items():
         named = isinstance(getattr(state, kind), Mapping)
         for name, item in state.parts(kind).items():
-            if named:
-                _check_name(name, kind)
             bare = kind == "optimizer" and not hasattr(item, "param_groups")
             if bare or isinstance(item, type) or not callable(getattr(item, "state_dict", None)):
                 where = kind if name == "" else f"{kind}[{name!r}]"
                 raise wrong(f"TrainState: {where}", item, expected)
+            if named:
+                _check_name(name, kind)
     if not isinstance(state.extra, dict):
         raise wrong("TrainState: extra", state.extra, "a dict of objects or values by name")
     check_flags(rng=state.rng)
