@@ -526,7 +526,7 @@ class CheckpointManager:
         )
 
     def _stage(self, prepared: Prepared) -> None:
-        """Copy the data to host memory. `publish` raises errors, because the other ranks have already started."""
+        """Copy the data to host memory. `publish` raises an error of this step, because other ranks have started."""
         started = prepared.clock.seconds()
         try:
             prepared.staged = self._buffers.copy(prepared.plan.tensors)

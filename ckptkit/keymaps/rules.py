@@ -352,7 +352,8 @@ def _rope_permute(rule: RopePermute, work: RuleState) -> int:
         heads = size_of(rule.heads, work.config, f"rope permutation of {target.name!r}")
         if not target.shape or heads < 1 or target.shape[0] % (2 * heads):
             raise CheckpointMismatchError(
-                f"{target.name!r} of shape {list(target.shape)} does not consist of {heads} heads of even size"
+                f"{target.name!r} of shape {list(target.shape)}: the rows cannot be divided into {heads} heads, each "
+                "with an even number of rows"
             )
         return [(target.name, target.rope_permuted(heads, to_halves=rule.to == "halves"))]
 
@@ -399,10 +400,13 @@ def _same_but(to: str, pieces: list[Target], dim: int | None) -> None:
     for piece in pieces[1:]:
         if rest(piece) != rest(first) or len(piece.shape) != len(first.shape):
             raise CheckpointMismatchError(
-                f"{to!r}: {first.name!r} has shape {list(first.shape)}, {piece.name!r} has {list(piece.shape)}"
+                f"{to!r} cannot be joined: {first.name!r} has shape {list(first.shape)}, but {piece.name!r} has "
+                f"{list(piece.shape)}"
             )
         if (piece.dtype, piece.source_dtype) != (first.dtype, first.source_dtype):
-            raise CheckpointMismatchError(f"{to!r}: {first.name!r} is {first.dtype}, {piece.name!r} is {piece.dtype}")
+            raise CheckpointMismatchError(
+                f"{to!r} cannot be joined: {first.name!r} is {first.dtype}, but {piece.name!r} is {piece.dtype}"
+            )
 
 
 def _origin(target: Target) -> str:
@@ -431,7 +435,7 @@ def check_rule(rule: Rule) -> None:
     if isinstance(rule, Stack) and (rule.index not in rule.source.names() or rule.index in placeholders(rule.to)):
         raise UsageError(f"stack: {{{rule.index}}} must be in {rule.source} and must not be in {rule.to!r}.")
     if isinstance(rule, Unstack) and rule.index not in placeholders(rule.to):
-        raise UsageError(f"unstack: {rule.to!r} lacks {{{rule.index}}}, the number of the piece.")
+        raise UsageError(f"unstack: {rule.to!r} must contain {{{rule.index}}}, the number of the piece.")
 
 
 _RUNNERS: dict[type, Callable[[Any, RuleState], int]] = {

@@ -339,7 +339,7 @@ class Patience:
                 _current.reset(token)
 
     def hurry(self) -> None:
-        """Stop waiting: a call that waits now tries once more at once, and later calls try at most twice."""
+        """End all waits. A call that is waiting tries a last time immediately; later calls try at most twice."""
         self._hurried.set()
 
     def wait_before(self, failures: int, waited_s: float, error: Exception) -> float | None:

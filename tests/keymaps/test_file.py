@@ -102,7 +102,7 @@ def test_broken_toml_is_refused_with_its_line() -> None:
         ({"op": "transpose", "from": "a", "dims": [1.5]}, "'dims' must be a list of integers"),
         ({"op": "rope_permute", "from": "a"}, "'heads' must be a number or a key"),
         ({"op": "rope_permute", "from": "a", "heads": 2, "to": "half"}, "to = 'half' is not one of"),
-        ({"op": "unstack", "from": "a", "to": "b"}, "lacks {i}"),
+        ({"op": "unstack", "from": "a", "to": "b"}, "must contain {i}"),
         ({"op": "cast", "from": "a", "dtype": "int8"}, "dtype = 'int8' is not a float dtype"),
         ({"op": "cast", "from": "a", "dtype": "b16"}, "dtype = 'b16' is not a float dtype"),
         ({"op": "run"}, "op = 'run' is not one of"),

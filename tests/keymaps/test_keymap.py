@@ -124,10 +124,10 @@ MISFITS: list[tuple[str, Rule, dict[str, str], str]] = [
     ("a part is missing", Concat((pattern("{n:d}.gate"), pattern("{n:d}.up")), "{n}.both"),
      dict.fromkeys(("0.gate", "0.up", "1.gate"), "float32"), r"'1\.both' lacks \{n:d\}\.up; found only 1\.gate"),
     ("two dtypes", Concat((pattern("a"), pattern("b")), "c"), {"a": "float32", "b": "bfloat16"},
-     "'a' is float32, 'b' is bfloat16"),
+     "'a' is float32, but 'b' is bfloat16"),
     ("an index is missing", Stack(pattern("e.{i:d}"), "e"), dict.fromkeys(("e.0", "e.2"), "float32"),
      r"'e': no tensor matches e\.{i:d} with i = \[1\]"),
-    ("odd heads", RopePermute(W, 3), {"w": "float32"}, "does not consist of 3 heads of even size"),
+    ("odd heads", RopePermute(W, 3), {"w": "float32"}, "cannot be divided into 3 heads, each with an even"),
     *((f"a cast of {dtype}", Cast(W, "bf16"), {"w": dtype}, f"'w' is {dtype}, which can't be cast")
       for dtype in ("int64", "bool", "float8_e4m3fn")),
     *((f"two tensors for one piece of a {type(rule).__name__}", rule, dict.fromkeys(("l.0", "l.00", "n"), "float32"),

@@ -178,7 +178,7 @@ def open_tensor(tensor: Any, parameter: Any = None) -> Opened | None:
     """Return a tensor's parts, or None if it is dense or its class does not name its inner tensors.
 
     Args:
-        parameter: For an optimizer state that is no tensor: its parameter. The state is placed like it.
+        parameter: The parameter of an optimizer state. A state that is no DTensor is placed like its parameter.
 
     Raises:
         SaveError: The tensor can't be stored in parts. The message completes the sentence "the tensor ...".

@@ -696,7 +696,7 @@ def _pack_keys(prefix: str, names: Sequence[str], keys: Sequence[tuple[str | int
     for name, key in zip(names, keys, strict=True):
         if key and (".".join(map(str, key)) != name or len(key) > 255):
             raise UnsupportedFormatError(
-                f"{name!r}: its path {key} cannot be stored: expected the name split at its dots, at most 255 parts."
+                f"{name!r}: the path {key} cannot be stored: it must be the name, split at dots into at most 255 parts."
             )
         counts.append(len(key))
         parts += [-1 - part if isinstance(part, int) else len(part) for part in key]

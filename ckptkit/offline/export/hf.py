@@ -327,7 +327,9 @@ def _in_torchao_layout(draft: _Draft, tensors: dict[str, OutputTensor]) -> dict[
     for outer, recipe in weights.items():
         for attribute in recipe["inner"]:
             if f"{outer}{SEPARATOR}{attribute}" not in tensors:
-                raise UsageError(f"--include or --exclude skips {attribute}, which {outer} needs. Match {outer!r}.")
+                raise UsageError(
+                    f"--include or --exclude skips {attribute}, a part of {outer}. Use a glob that matches {outer!r}."
+                )
     if weights:
         plain_names = [name for name in named if name in tensors]
         draft.described = describe_tensors(plain_names, weights)
