@@ -32,12 +32,12 @@ from ckptkit.checkpoint.state.local_part import (
     this_rank,
 )
 from ckptkit.checkpoint.state.train_state import Captured
-from ckptkit.digests import hex_digest_of, signature_of
+from ckptkit.digests import signature_of
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.host_bytes import row_major
-from ckptkit.formats.dcp.index import PlainSlice, PlannedKey, plain_part, write_index
+from ckptkit.formats.dcp.index import PlainSlice, PlannedKey, plain_part
 from ckptkit.formats.hf.header import TensorToWrite
-from ckptkit.formats.own.record import FileRecord, WrittenTensors
+from ckptkit.formats.own.record import WrittenTensors
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.storage.pool import WorkerPool
 
@@ -83,8 +83,6 @@ class FullTensors:
     rank: int
     world_size: int
     views: dict[str, PartView]
-    aliases: Mapping[str, Mapping[str, str]]
-    configs: Mapping[str, bytes]  # the models' side files: path to bytes
     group: Any  # a gloo group for sending the pieces; None with a single rank
     max_shard_bytes: int
     signature: bytes = b""
@@ -101,13 +99,12 @@ class FullTensors:
         previous: object,
         *,
         group: Any = None,
-        configs: Mapping[str, bytes] | None = None,
         max_shard_bytes: int,
     ) -> FullTensors:
         """Return the plan for a captured state. Does not communicate."""
         views = {key: part_view(key, tensor) for key, tensor in captured.tensors(aliases=False)}
         check_safetensors(views.values())
-        plan = cls(rank, world_size, views, captured.aliases, configs or {}, group, max_shard_bytes)
+        plan = cls(rank, world_size, views, group, max_shard_bytes)
         plan.described = _describe(views.values(), captured)
         plan.signature = signature_of(plan.described)
         if isinstance(previous, FullTensors) and previous.signature == plan.signature:
@@ -124,8 +121,24 @@ class FullTensors:
 
     @property
     def file_names(self) -> str:
-        paths = [*(file.path for file in self.files), *self.configs, *_hf_indexes(self.files)]
-        return "|".join(map(re.escape, paths))
+        return "|".join(map(re.escape, [*(file.path for file in self.files), *self.indexes]))
+
+    @property
+    def indexes(self) -> dict[str, bytes]:
+        """The content of each model's `model.safetensors.index.json`, by path."""
+        folders: dict[str, list[tuple[_Item, str]]] = {}
+        for file in self.files:
+            folder, _, name = file.path.rpartition("/")
+            if name.startswith("model-"):
+                folders.setdefault(folder, []).extend((item, name) for item in file.items)
+        found = {}
+        for folder, held in folders.items():
+            numels = [math.prod(item.shape) for item, _ in held]
+            metadata = {"total_size": sum(item.nbytes for item, _ in held), "total_parameters": sum(numels)}
+            body = {"metadata": metadata, "weight_map": dict(sorted((item.name, name) for item, name in held))}
+            path = f"{folder}/model.safetensors.index.json".lstrip("/")
+            found[path] = (json.dumps(body, indent=2) + "\n").encode()
+        return found
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> FullTensors:
         known = tuple(signatures)
@@ -161,19 +174,6 @@ class FullTensors:
         files = {path: found.record for path, found in written.items()}
         phases = phases_of(list(written.values()), time.perf_counter() - started)
         return WrittenTensors(plain_part(self.world_size, slices, files), files, phases)
-
-    def index(
-        self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
-    ) -> Mapping[str, FileRecord]:
-        small = {**self.configs, **_hf_indexes(self.files)}
-        for path, data in small.items():
-            store.write(path, data, sync=sync)
-        written = {path: FileRecord(len(data), hex_digest_of(data)) for path, data in small.items()}
-        index = write_index(
-            parts, store, kind="ckptkit-full", save_id=save_id, extra=extra, files=written, aliases=self.aliases,
-            sync=sync,
-        )  # fmt: skip
-        return {**written, **index}
 
 
 # --- the plan
@@ -263,23 +263,6 @@ def _files(group: str, items: Sequence[_Item], max_shard_bytes: int) -> list[_Fi
     for number, file in enumerate(files, 1):
         file.path = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
     return files
-
-
-def _hf_indexes(files: Sequence[_File]) -> dict[str, bytes]:
-    """Return the content of each model's `model.safetensors.index.json`, by path."""
-    folders: dict[str, list[tuple[_Item, str]]] = {}
-    for file in files:
-        folder, _, name = file.path.rpartition("/")
-        if name.startswith("model-"):
-            folders.setdefault(folder, []).extend((item, name) for item in file.items)
-    found = {}
-    for folder, held in folders.items():
-        numels = [math.prod(item.shape) for item, _ in held]
-        metadata = {"total_size": sum(item.nbytes for item, _ in held), "total_parameters": sum(numels)}
-        body = {"metadata": metadata, "weight_map": dict(sorted((item.name, name) for item, name in held))}
-        path = f"{folder}/model.safetensors.index.json".lstrip("/")
-        found[path] = (json.dumps(body, indent=2) + "\n").encode()
-    return found
 
 
 # --- moving the bytes

@@ -9,16 +9,16 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.checkpoint.save.stream import open_stream, phases_of
 from ckptkit.checkpoint.state.local_part import PartView, check_safetensors, part_view, this_rank
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import crc32, signature_of
-from ckptkit.formats.dcp.index import PlainSlice, PlannedKey, mesh_index, plain_part, write_index
+from ckptkit.formats.dcp.index import PlainSlice, PlannedKey, mesh_index, plain_part
 from ckptkit.formats.hf.header import TensorToWrite
 from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
-from ckptkit.formats.own.record import FileRecord, WrittenTensors
+from ckptkit.formats.own.record import WrittenTensors
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,9 @@ class LocalTensors:
     world_size: int
     views: tuple[PartView, ...]
     mine: tuple[PartView, ...]
-    aliases: Mapping[str, Mapping[str, str]]
     signature: bytes
+
+    indexes: ClassVar[Mapping[str, bytes]] = {}
 
     @classmethod
     def of(cls, captured: Captured, rank: int, world_size: int) -> LocalTensors:
@@ -54,7 +55,7 @@ class LocalTensors:
                 ours = layout.replica(this_rank()) == turn % layout.replicas
             if ours or view.key in captured.own:
                 mine.append(view)
-        return cls(rank, world_size, views, tuple(mine), captured.aliases, signature)
+        return cls(rank, world_size, views, tuple(mine), signature)
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -98,13 +99,6 @@ class LocalTensors:
             for t in flat
         ]
         return WrittenTensors(plain_part(self.world_size, slices, files, meshes), files, phases)
-
-    def index(
-        self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
-    ) -> Mapping[str, FileRecord]:
-        return write_index(
-            parts, store, kind="ckptkit-local", save_id=save_id, extra=extra, aliases=self.aliases, sync=sync
-        )
 
 
 def _stored(view: PartView, meshes: list[dict[str, Any]]) -> list[LocalTensor]:

@@ -30,6 +30,7 @@ from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainS
 from ckptkit.checkpoint.state.values import decode
 from ckptkit.digests import digest_of, hex_digest_of
 from ckptkit.errors import SaveError, UsageError
+from ckptkit.formats.dcp.index import write_index
 from ckptkit.formats.dcp.subclasses import SUBCLASSES, describe
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import (
@@ -64,17 +65,14 @@ class TensorPlan(Protocol):
     def file_names(self) -> str: ...  # a regular expression for all ranks' files; known after `settle`
     @property
     def signature(self) -> bytes: ...  # equal on ranks that agree about their shared tensors
+    @property
+    def indexes(self) -> Mapping[str, bytes]: ...  # more files that rank 0 writes: path to bytes
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> TensorPlan:
         """Return the plan, adjusted to the other ranks' tensors. Collective if signatures changed."""
 
     def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> WrittenTensors:
         """Write this rank's files. `tensors`: staged copies in the plan's order; None for the live tensors."""
-
-    def index(
-        self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
-    ) -> Mapping[str, FileRecord]:
-        """Write the index of all ranks' parts, and return the files written. Call on rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +101,7 @@ class Prepared:
     """A save that this rank has captured. Objects are already encoded.
 
     Attributes:
+        aliases: By section, the tied weights that are stored under another name: each with that name.
         tellers: The ranks that send rank 0 the optimizers and modules that it lacks (pipeline stages).
     """
 
@@ -112,7 +111,8 @@ class Prepared:
     rank_objects: dict[str, Any]
     mesh: dict[str, Any] | None
     clock: PhaseClock
-    side_files: Mapping[str, bytes] = field(default_factory=dict)  # on rank 0: additional files that `index` writes
+    aliases: Mapping[str, Mapping[str, str]]
+    side_files: Mapping[str, bytes] = field(default_factory=dict)  # on rank 0: additional files that `_index` writes
     prints: Fingerprints | None = None  # fingerprints of the plain tensors, if there are several ranks
     failure: Exception | None = None  # an error on this rank after the capture; `publish` reports it to all ranks
     staged: Sequence[torch.Tensor] | None = None  # copies of `plan.tensors`; None if they were not staged
@@ -312,20 +312,14 @@ class Saver:
                 plan = LocalTensors.of(captured, rank, world_size)
             else:
                 plan = FullTensors.of(
-                    captured,
-                    rank,
-                    world_size,
-                    previous,
-                    group=self.transfers,
-                    configs=small,
-                    max_shard_bytes=self.max_shard_bytes,
+                    captured, rank, world_size, previous, group=self.transfers, max_shard_bytes=self.max_shard_bytes
                 )
-                small = {}  # the plan writes these with the model's files
+            aliases = {} if kind is StateDictType.SHARDED else captured.aliases  # SHARDED stores them under each name
             prints = Fingerprints(captured) if world_size > 1 else None
             every = (tensor for _, tensor in captured.tensors(aliases=True))
             found = next((layout_of(tensor) for tensor in every if isinstance(tensor, DTensor)), None)
             mesh = None if found is None else {"shape": list(found.mesh_shape), "names": list(found.mesh_names)}
-            made = Prepared(request, plan, captured.objects, captured.rank_objects, mesh, clock, small, prints)
+            made = Prepared(request, plan, captured.objects, captured.rank_objects, mesh, clock, aliases, small, prints)
         except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
             return None, Outcome.of_error(error)
         wanted = (request.step, request.tag, kind.value)
@@ -360,15 +354,17 @@ class Saver:
                     "%s differs between ranks; only rank 0's value was saved. To save all, wrap it in ckptkit.PerRank.",
                     key,
                 )
-        small = {**prepared.side_files, OBJECTS_NAME: _json({"format": 1, "objects": objects})}
+        indexes, found_objects = prepared.plan.indexes, _json({"format": 1, "objects": objects})
+        small = {**prepared.side_files, **indexes, OBJECTS_NAME: found_objects}
         for path, data in small.items():
             attempt.store.write(path, data, sync=True)
-        files = prepared.plan.index(
+        files = write_index(
             [part for part, *_ in answers],
             attempt.store,
+            kind=f"ckptkit-{prepared.request.state_dict_type.value}",
             save_id=attempt.save_id,
             extra={"step": prepared.request.step, "objects": OBJECTS_NAME},
-            sync=True,
+            aliases=prepared.aliases,
         )
         records = {path: FileRecord(len(data), hex_digest_of(data)) for path, data in small.items()}
         nbytes = sum(item.nbytes for item in [*files.values(), *records.values()])

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,8 +55,6 @@ class RankSlices:
 
 _log = logging.getLogger(__name__)
 Path = tuple["str | int", ...]
-Kind = Literal["ckptkit-sharded", "ckptkit-full", "ckptkit-local", "dcp"]
-"""The format's name in the manifest. The names of a "dcp" checkpoint's tensors are the user's, those of others ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +419,7 @@ class SaveIndex:
         paths.update({name: found.path for name, found in self._objects.items()})
         return paths
 
-    def manifest(self, save_id: str, extra: Mapping[str, Any], kind: Kind) -> Manifest:
+    def manifest(self, save_id: str, extra: Mapping[str, Any], kind: str) -> Manifest:
         """Return the manifest. `files` must list all of the checkpoint's files except the manifest itself."""
         keys = list(self._keys.values())
         distinct: dict[tuple[int, tuple[str, ...]], int] = {}
@@ -489,8 +487,7 @@ def write_index(
     save_id: str = "",
     sync: bool = True,
     extra: Mapping[str, Any] | None = None,
-    kind: Kind = "ckptkit-sharded",
-    files: Mapping[str, FileRecord] | None = None,
+    kind: str = "ckptkit-sharded",
     aliases: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Mapping[str, FileRecord]:
     """Write `manifest.safetensors` and, if the data files are DCP's, `.metadata`. Return the written files.
@@ -501,8 +498,7 @@ def write_index(
         parts: Each rank's `rank_part`.
         save_id: Recorded in both files.
         extra: JSON for the manifest's `info.extra`.
-        kind: The format name recorded in the manifest.
-        files: More files of the checkpoint.
+        kind: The format name recorded in the manifest. In "dcp", the tensors' names are the user's, otherwise ours.
         aliases: By section, the tied weights: each with the name under which it is stored.
 
     Raises:
@@ -510,7 +506,6 @@ def write_index(
     """
     index = SaveIndex.of(parts)
     index.check()
-    index.files.update(files or {})
     tied = {section: names for section, names in (aliases or {}).items() if names}
     written: dict[str, FileRecord] = {}
     with ExitStack() as stack:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +36,9 @@ from ckptkit.formats.dcp.host_bytes import (
     why_not_dense,
     without_subclass,
 )
-from ckptkit.formats.dcp.index import Path, PlannedKey, key_table, rank_part, write_index
+from ckptkit.formats.dcp.index import Path, PlannedKey, key_table, rank_part
 from ckptkit.formats.dcp.records import RecordFrame, frame_object, frame_tensor, is_plain
-from ckptkit.formats.own.record import FileRecord, WrittenTensors
+from ckptkit.formats.own.record import WrittenTensors
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.formats.pickles.weights_only import dump_plain
 from ckptkit.formats.trainers.shards import local_parts
@@ -120,6 +120,7 @@ class ShardedPlan:
 
     file_names = r"__\d+_\d+\.distcp|\.metadata"
     """A pattern that matches the paths of all the checkpoint's files except the manifest and the commit record."""
+    indexes: ClassVar[Mapping[str, bytes]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -209,12 +210,6 @@ class ShardedPlan:
             table=(self.digest, self.table if self.sends_table else None), private=private, objects=self.objects,
         )  # fmt: skip
         return WrittenTensors(part, written.files, written.phases)
-
-    def index(
-        self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
-    ) -> Mapping[str, FileRecord]:
-        """Write `.metadata` and the manifest from all ranks' parts. Return these two files. Only rank 0 calls this."""
-        return write_index(parts, store, save_id=save_id, extra=extra, sync=sync)
 
 
 def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple[int, ...]]:
