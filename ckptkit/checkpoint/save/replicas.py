@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckptkit.catalog.entry import Catalog
-from ckptkit.checkpoint.state.local_part import parts_here
+from ckptkit.checkpoint.state.local_part import ShardLayout, layout_of, parts_here, this_rank
 from ckptkit.checkpoint.state.optimizer import CapturedOptimizer
 from ckptkit.checkpoint.state.optimizer_layout import layouts
 from ckptkit.checkpoint.state.train_state import Captured
@@ -26,6 +26,7 @@ from ckptkit.checkpoint.state.values import references
 from ckptkit.digests import digest_of, signature_of
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.host_bytes import local_part, row_major
+from ckptkit.formats.trainers.shards import mesh_coordinate
 
 if TYPE_CHECKING:
     import torch
@@ -41,26 +42,50 @@ _BOUND = "bound"
 _PARTS = ("param_groups", "values", "shared")  # parts of an optimizer's JSON, each of which is compared as a whole
 _NAMES = "names"  # names of a rank's plain states, which differ between ranks that update different parameters
 _SAMPLE = 4096  # bytes that are sampled at the start, middle and end of a tensor that is not on the host
+_BLOCK, _TURNS = 4096, 16  # of a large replica on the host, each save hashes one block in 16
 _SHOWN = 5
-_HOLDING = 16  # bytes of the digests of names that precede a table of fingerprints
+_NAME, _CONTENT, _CLASS = range(3)  # columns of a table of fingerprints
+
+EVERY = 0
+"""The class of plain tensors before it is known which ranks have them."""
 
 
 class Fingerprints:
-    """Fingerprints of this rank's plain tensors and optimizer values, 16 bytes each.
+    """Fingerprints of this rank's plain tensors, optimizer values, and replicated parts of DTensors, 24 bytes each.
 
-    Tensors on the host are hashed completely (tens of GB/s). For a tensor on a device, the fingerprint covers a
-    reduction over all words, and three samples of bytes: only a few KB per tensor are copied to the host.
+    Each has a *class*. The ranks that send a class must have the same keys and contents in it, so that a save
+    exchanges only one signature per class. The class of a replicated DTensor follows from its mesh. Which ranks have a
+    plain tensor is not known before the first comparison: until then its class is `EVERY`, which all ranks send.
+
+    Plain tensors on the host are hashed completely (tens of GB/s). For a tensor on a device, the fingerprint covers a
+    reduction over all words, and three samples of bytes: only a few KB per tensor are copied to the host. Of a large
+    replicated DTensor on the host, each save hashes every 16th block, and 16 saves hash all of them: to hash them all
+    took a third of the time of a save.
+
+    Args:
+        classes: The classes of plain tensors, by name digest, as `differing` returns them.
+        turn: The number of the save, the same on all ranks.
     """
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, classes: Mapping[int, int], turn: int) -> None:
         import torch
+        from torch.distributed.tensor import DTensor
 
-        found = {
-            key: tensor
-            for key, tensor in captured.tensors(aliases=False)
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-            and not tensor.is_meta and not tensor.is_quantized and key not in captured.own
-        }  # fmt: skip
+        rank = this_rank()
+        found: dict[str, torch.Tensor] = {}
+        declared: dict[str, torch.Tensor] = {}
+        replicas: dict[str, tuple[torch.Tensor, int]] = {}
+        for key, tensor in captured.tensors(aliases=False):
+            if key in captured.declared:
+                declared[key] = tensor
+            elif isinstance(tensor, DTensor):
+                if (kind := _class_by_mesh(layout_of(tensor), rank)) and key not in captured.own:
+                    replicas[key] = local_part(tensor), kind
+            elif (
+                type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+                and not tensor.is_meta and not tensor.is_quantized and key not in captured.own
+            ):  # fmt: skip
+                found[key] = tensor
         unshaped = {key for taken in captured.optimizers.values() for key in taken.unshaped}
         kinds = {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()}
         names = [_name_digest(key, *(kind if key not in unshaped else ())) for key, kind in kinds.items()]
@@ -77,50 +102,116 @@ class Fingerprints:
             for part, tree in _parts(taken).items()
             if f"{section}.{part}" not in apart
         }
-        # Ranks that have the same part of a declared tensor must agree, too.
-        parts = {key: tensor for key, tensor in captured.tensors(aliases=False) if key in captured.declared}
-        self._plain = len(found) + len(trees)
-        self.keys = [*found, *trees, *parts]
-        self._table = np.empty((len(self.keys), 2), "<u8")
+        self.keys = [*found, *trees, *declared, *replicas]
         # Hash the parameters' names, too: ranks with different parameters (pipeline stages) have different values.
         salts = {
             section: "".join(f" {fqn}" for group in taken.tree["param_groups"] for fqn in group["params"])
             for section, taken in captured.optimizers.items()
         }
-        self._table[:, 0] = [
-            *names,
-            *(_name_digest(key + salts[key.rpartition(".")[0]]) for key in trees),
-            *(_name_digest(f"{key} {parts_here(tensor, local_part(tensor))[1]}") for key, tensor in parts.items()),
+        names += [_name_digest(key + salts[key.rpartition(".")[0]]) for key in trees]
+        names += [
+            _name_digest(f"{key} {parts_here(tensor, local_part(tensor))[1]}") for key, tensor in declared.items()
         ]
-        self._table[:, 1] = [*contents, *trees.values(), *_contents([local_part(tensor) for tensor in parts.values()])]
+        self._table = np.empty((len(self.keys), 3), "<u8")
+        self._table[:, _NAME] = [
+            *names,
+            *(_name_digest(f"{key} replica", local.dtype, local.shape) for key, (local, _) in replicas.items()),
+        ]
+        self._table[:, _CONTENT] = [
+            *contents,
+            *trees.values(),
+            *_contents([local_part(tensor) for tensor in declared.values()]),
+            *_contents([local for local, _ in replicas.values()], turn),
+        ]
+        self._table[:, _CLASS] = [
+            *(classes.get(name, EVERY) for name in names),
+            *(kind for _, kind in replicas.values()),
+        ]
 
     @property
-    def digests(self) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
-        """For plain and for declared tensors: a digest of this rank's keys, and one of the keys and their contents."""
-        plain, declared = (table.tobytes() for table in np.split(self._table, [self._plain]))
-        return (_holding(plain), signature_of(plain)), (_holding(declared), signature_of(declared))
+    def signatures(self) -> dict[int, bytes]:
+        """A signature of the names and contents in each class of this rank."""
+        rows = self._table[np.lexsort((self._table[:, _NAME], self._table[:, _CLASS]))]
+        kinds, starts = np.unique(rows[:, _CLASS], return_index=True)
+        parts = np.split(rows, starts)[1:]
+        return {EVERY: b""} | {k: signature_of(part.tobytes()) for k, part in zip(kinds.tolist(), parts, strict=True)}
 
-    def to_bytes(self) -> bytes:
-        """Return the table of fingerprints, for other ranks to pass to `differing`."""
-        return b"".join(names for names, _ in self.digests) + self._table.tobytes()
+    def to_bytes(self, unequal: Collection[int]) -> bytes:
+        """Return the fingerprints that may differ between ranks, for other ranks to pass to `differing`.
 
-    def differing(self, tables: Sequence[bytes]) -> tuple[dict[str, int], bool]:
-        """Return this rank's keys whose contents differ between ranks, each with the lowest rank that has the key.
+        Args:
+            unequal: The classes whose signatures differ. If any is of plain tensors, all plain tensors are compared.
+        """
+        kinds = self._table[:, _CLASS]
+        chosen = np.isin(kinds, np.array(list(unequal), "<u8"))
+        if not all(map(_is_by_mesh, unequal)):
+            chosen |= kinds % 2 == 0
+        return self._table[chosen].tobytes()
 
-        Also returns whether there is any such key on any rank.
+    def differing(self, tables: Sequence[bytes]) -> tuple[dict[str, int], bool, dict[int, int]]:
+        """Compare the ranks' fingerprints. Returns three values:
+
+        - this rank's keys whose contents differ between ranks, each with the lowest rank that has the key;
+        - whether there is any such key on any rank;
+        - the classes of all ranks' plain tensors, by name digest.
 
         Args:
             tables: All ranks' `to_bytes`.
         """
-        keepers: dict[int, int] = {}
+        holders: dict[int, list[int]] = {}
         contents: dict[int, set[int]] = {}
+        plain: set[int] = set()
         for rank, table in enumerate(tables):
-            for name, content in np.frombuffer(table[_HOLDING:], "<u8").reshape(-1, 2).tolist():
-                keepers.setdefault(name, rank)
+            for name, content, kind in np.frombuffer(table, "<u8").reshape(-1, 3).tolist():
+                holders.setdefault(name, []).append(rank)
                 contents.setdefault(name, set()).add(content)
+                if not _is_by_mesh(kind):
+                    plain.add(name)
         several = {name for name, found in contents.items() if len(found) > 1}
-        mine = zip(self.keys, self._table[:, 0].tolist(), strict=True)
-        return {key: keepers[name] for key, name in mine if name in several}, bool(several)
+        mine = zip(self.keys, self._table[:, _NAME].tolist(), strict=True)
+        keepers = {key: holders[name][0] for key, name in mine if name in several}
+        return keepers, bool(several), {name: _class_of_ranks(tuple(holders[name])) for name in plain}
+
+
+def unequal_classes(signatures: Sequence[Mapping[int, bytes]]) -> list[int]:
+    """Return the classes whose signatures differ between ranks. Omits most of many classes of replicas.
+
+    Args:
+        signatures: By rank, its `Fingerprints.signatures`.
+    """
+    found: dict[int, set[bytes]] = {}
+    for table in signatures:
+        for kind, signature in table.items():
+            found.setdefault(kind, set()).add(signature)
+    unequal = sorted(kind for kind, several in found.items() if len(several) > 1)
+    # A few classes give enough names for the error. In a large job, all ranks' tables would be many GB.
+    by_mesh = list(filter(_is_by_mesh, unequal))[:_SHOWN]
+    return [*(kind for kind in unequal if not _is_by_mesh(kind)), *by_mesh]
+
+
+@lru_cache(maxsize=1 << 12)
+def _class_of_ranks(ranks: tuple[int, ...]) -> int:
+    return (digest_of(str(ranks).encode()) | 3) - 1  # even, and not EVERY
+
+
+def _is_by_mesh(kind: int) -> bool:
+    return kind % 2 == 1
+
+
+@lru_cache(maxsize=1 << 10)
+def _class_by_mesh(layout: ShardLayout, rank: int) -> int:
+    """Return the class of DTensors with this layout, or 0 if no other rank has the same part."""
+    coordinate = mesh_coordinate(rank, layout.mesh_shape, layout.mesh_ranks)
+    if coordinate is None or layout.replicas == 1:
+        return 0
+    ranks = np.array(layout.mesh_ranks).reshape(layout.mesh_shape)
+    same = ranks[
+        tuple(
+            slice(None) if placement.kind == "replicate" else position
+            for position, placement in zip(coordinate, layout.placements, strict=True)
+        )
+    ]
+    return _class_of_ranks(tuple(sorted(same.flatten().tolist()))) + 1  # odd
 
 
 @lru_cache(maxsize=1 << 16)
@@ -134,15 +225,6 @@ def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
 
     names = [f"{fqn}.{state}" for (fqn, state), tensor in taken.tensors.items() if not isinstance(tensor, DTensor)]
     return {**{part: taken.tree[part] for part in _PARTS}, _NAMES: names}
-
-
-def holding(table: bytes) -> bytes:
-    """Return the digests of the names in a rank's `to_bytes`."""
-    return table[:_HOLDING]
-
-
-def _holding(table: bytes) -> bytes:
-    return signature_of(np.frombuffer(table, "<u8").reshape(-1, 2)[:, 0].tobytes())[:8]
 
 
 def part_ways(captured: Captured, keepers: Mapping[str, int], rank: int) -> None:
@@ -188,16 +270,26 @@ def _bound(captured: Captured) -> set[str]:
 
 
 def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
-    """Raise SaveError if plain parameters differ between ranks, or copies of a part that the layout declares.
+    """Raise SaveError if plain parameters differ between ranks, or copies of the same part of a sharded tensor.
 
     On a different mesh, all ranks would load one rank's values. An export would also contain only that rank's values.
     """
+    from torch.distributed.tensor import DTensor
+
     unlike = sorted(captured.declared.intersection(keys))
     if unlike:
         raise SaveError(
             f"{_listed(unlike)} differ between ranks that have the same part according to TrainState(layout=...), so "
             "only one rank's values would be saved. If these ranks have different parts (experts), declare a Shard "
             "over their mesh, too; if they should agree, broadcast the values."
+        )
+    unlike = sorted(key for key, tensor in captured.tensors(aliases=False) if key in keys and type(tensor) is DTensor)
+    if unlike:
+        raise SaveError(
+            f"{_listed(unlike)} differ between ranks that have replicas of the same DTensor, so only one rank's values "
+            "would be saved. Replicas diverge if ranks initialize or update them differently: broadcast the values "
+            "after initialization, and let every rank's gradients be reduced over the replicas. State that is meant to "
+            "differ must be plain tensors in TrainState(extra={...}), wrapped in ckptkit.PerRank."
         )
     unlike = sorted(captured.alike.intersection(keys))
     if unlike:
@@ -310,8 +402,12 @@ def _listed(keys: Sequence[str]) -> str:
 # --- fingerprints of contents
 
 
-def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
-    """Yield a 64-bit fingerprint of each tensor's contents."""
+def _contents(tensors: Sequence[torch.Tensor], turn: int | None = None) -> Iterator[int]:
+    """Yield a 64-bit fingerprint of each tensor's contents.
+
+    Args:
+        turn: Which of 16 blocks to hash in a large tensor on the host. None: all.
+    """
     import torch
 
     # Process small contiguous host tensors of equal shape and dtype together, such as step counts.
@@ -339,6 +435,8 @@ def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
                 yield known[index]
                 continue
             host = away[index].cpu() if index in away else _bytes_of(tensor)
+            if turn is not None and host.numel() > _BLOCK * _TURNS**2:
+                host = _sampled(host, turn)
             yield digest_of(host.numpy().data) if host.numel() else 0
 
 
@@ -350,6 +448,14 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     strides = tensor.stride()
     dims = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     return row_major(tensor.permute(dims).reshape(-1)).view(torch.uint8)  # copies a tensor with gaps, like a column
+
+
+def _sampled(row: torch.Tensor, turn: int) -> torch.Tensor:
+    """Return every 16th block of some bytes, and the bytes that follow the last 16 blocks."""
+    import torch
+
+    whole = row.numel() // (_BLOCK * _TURNS) * (_BLOCK * _TURNS)
+    return torch.cat([row[:whole].view(-1, _TURNS, _BLOCK)[:, turn % _TURNS].reshape(-1), row[whole:]])
 
 
 def _summary(row: torch.Tensor) -> torch.Tensor:

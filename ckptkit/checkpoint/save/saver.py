@@ -23,7 +23,7 @@ from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome, check_equal
 from ckptkit.checkpoint.save.full import FullTensors
 from ckptkit.checkpoint.save.hf_config import side_files
 from ckptkit.checkpoint.save.local import LocalTensors
-from ckptkit.checkpoint.save.replicas import Fingerprints, holding, part_ways, refuse_unlike, warn_of
+from ckptkit.checkpoint.save.replicas import Fingerprints, part_ways, refuse_unlike, unequal_classes, warn_of
 from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.optimizer import united
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
@@ -113,7 +113,7 @@ class Prepared:
     clock: PhaseClock
     aliases: Mapping[str, Mapping[str, str]]
     side_files: Mapping[str, bytes] = field(default_factory=dict)  # on rank 0: additional files that `_index` writes
-    prints: Fingerprints | None = None  # fingerprints of the plain tensors, if there are several ranks
+    prints: Fingerprints | None = None  # fingerprints of what several ranks have, if there are several ranks
     failure: Exception | None = None  # an error on this rank after the capture; `publish` reports it to all ranks
     staged: Sequence[torch.Tensor] | None = None  # copies of `plan.tensors`; None if they were not staged
     tellers: tuple[int, ...] = ()
@@ -144,7 +144,8 @@ class Saver:
     plans: dict[StateDictType, TensorPlan] = field(default_factory=dict)
     transfers: Any = None  # the group for gathering full tensors
     keepers: dict[str, int] | None = None
-    holdings: list[bytes] = field(default_factory=list)  # by rank, a digest of its plain keys at the last comparison
+    classes: dict[int, int] = field(default_factory=dict)  # of plain tensors, since the last comparison
+    turn: int = 0  # the number of saves
 
     def __post_init__(self) -> None:
         import ckptkit.formats.dcp.plan  # noqa: F401  now, so that the first save does not block for it
@@ -157,6 +158,7 @@ class Saver:
             UsageError: The ranks want to save different steps.
         """
         clock, what = PhaseClock(), "planning the save"
+        self.turn += 1
         group = self.coordinator.group
         if request.state_dict_type is StateDictType.FULL and self.transfers is None and group is not None:
             self.transfers = new_gloo_group(group, self.coordinator.timeout_s)  # for gathering full tensors
@@ -179,11 +181,11 @@ class Saver:
             else:
                 made, outcome = self._plan(captured, state, request, clock)
         with clock.phase("agree"):
-            signatures, alike, one_recipe, tellers = self.coordinator.settle(outcome, what, then=self._agreed)
+            signatures, unequal, one_recipe, tellers = self.coordinator.settle(outcome, what, then=self._agreed)
             assert made is not None  # if it were None, `settle` would have raised
             if not one_recipe:
                 self._join_recipes(captured)
-            if not alike and self._found_differences(captured, made.prints):
+            if unequal and self._found_differences(captured, made.prints, unequal):
                 made, outcome = self._plan(captured, state, request, clock)
                 signatures, _, _, tellers = self.coordinator.settle(outcome, what, then=self._agreed)
                 assert made is not None
@@ -315,7 +317,7 @@ class Saver:
                     captured, rank, world_size, previous, group=self.transfers, max_shard_bytes=self.max_shard_bytes
                 )
             aliases = {} if kind is StateDictType.SHARDED else captured.aliases  # SHARDED stores them under each name
-            prints = Fingerprints(captured) if world_size > 1 else None
+            prints = Fingerprints(captured, self.classes, self.turn) if world_size > 1 else None
             every = (tensor for _, tensor in captured.tensors(aliases=True))
             found = next((layout_of(tensor) for tensor in every if isinstance(tensor, DTensor)), None)
             mesh = None if found is None else {"shape": list(found.mesh_shape), "names": list(found.mesh_names)}
@@ -331,7 +333,7 @@ class Saver:
             for key, tree in _spread(captured.objects).items()
         }
         spread = digest_of(_json(names))
-        return made, Outcome((plan.signature, wanted, prints and prints.digests, recipes, spread))
+        return made, Outcome((plan.signature, wanted, prints and prints.signatures, recipes, spread))
 
     def _index(
         self, prepared: Prepared, attempt: SaveAttempt, answers: Sequence[tuple[bytes, bytes, dict[str, str], bytes]]
@@ -375,24 +377,20 @@ class Saver:
     # --- communication
 
     def _agreed(
-        self, answers: list[tuple[bytes, Any, tuple[tuple[bytes, bytes], ...] | None, int, int]]
-    ) -> tuple[list[bytes], bool, bool, tuple[int, ...]]:
+        self, answers: list[tuple[bytes, Any, dict[int, bytes] | None, int, int]]
+    ) -> tuple[list[bytes], list[int], bool, tuple[int, ...]]:
         """Compare the ranks' plans. Runs on rank 0. Returns four values:
 
         - all ranks' signatures;
-        - whether plain tensors are known to be equal: ranks with the same keys have the same contents, and no rank's
-          keys have changed since the last comparison;
+        - the classes of fingerprints that differ between ranks, in keys or contents;
         - whether all ranks split tensor subclasses into the same parts;
         - the lowest rank of each group of ranks that have the same parameter names, except rank 0's group.
         """
         signatures, wanted, prints, recipes, spread = zip(*answers, strict=True)
         check_equal(wanted, "what to save: (step, tag, type)")
-        digests = [digest for digest in prints if digest is not None]
-        held = [b"".join(names for names, _ in digest) for digest in digests]
-        one_each = all(len(set(kind)) == len({names for names, _ in kind}) for kind in zip(*digests, strict=True))
-        equal = one_each and (len(set(held)) <= 1 or held == self.holdings)
+        unequal = unequal_classes([table for table in prints if table is not None])
         tellers = tuple(sorted({spread.index(names) for names in spread} - {0}))
-        return list(signatures), equal, len(set(recipes)) == 1, tellers
+        return list(signatures), unequal, len(set(recipes)) == 1, tellers
 
     def _join_recipes(self, captured: Captured) -> None:
         """Give this rank the recipes of all ranks. Ranks may have different tensors. Collective.
@@ -418,15 +416,14 @@ class Saver:
         self.coordinator.settle(outcome, "planning the save")
         captured.objects[SUBCLASSES] = {key: recipe for key, (_, recipe) in found.items()}
 
-    def _found_differences(self, captured: Captured, prints: Fingerprints | None) -> bool:
-        """Compare plain tensors one by one, and remember which differ. Return whether any do on any rank.
+    def _found_differences(self, captured: Captured, prints: Fingerprints | None, unequal: Sequence[int]) -> bool:
+        """Compare tensors one by one, and remember which differ. Return whether any do on any rank.
 
         All ranks must call it.
         """
         assert prints is not None  # it is None only with a single rank
-        tables = self.coordinator.all_gather(prints.to_bytes())
-        self.holdings = [holding(table) for table in tables]
-        found, anywhere = prints.differing(tables)
+        found, anywhere, classes = prints.differing(self.coordinator.all_gather(prints.to_bytes(unequal)))
+        self.classes = classes or self.classes
         if anywhere:
             self.coordinator.run_on_all(
                 partial(refuse_unlike, found, captured), "comparing the parameters of the ranks"

@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ckptkit import CheckpointManager, TrainState, convert, open_checkpoint, reshard
-from ckptkit.checkpoint.save.replicas import _summary, own_copies
+from ckptkit.checkpoint.save.replicas import _sampled, _summary, own_copies
 from ckptkit.errors import CkptkitError, CorruptCheckpointError
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.storage.open import open_store
@@ -230,6 +232,76 @@ def test_parameters_that_differ_are_refused_by_name(tmp_path: Path, kind: str, s
     assert not list(tmp_path.glob("step*"))
     assert "model.loose differ between ranks, but are plain (unsharded) parameters" in str(caught.value)
     assert "norm" not in str(caught.value)
+
+
+def dtensor(mesh: DeviceMesh, *placements: Placement, numel: int = 4) -> DTensor:
+    return DTensor.from_local(torch.ones(numel), mesh, placements, run_check=False)
+
+
+@pytest.mark.parametrize("where", ["model.weight", "optimizer.state.weight.momentum_buffer", "extra.average"])
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+@on_ranks(2)
+def test_replicas_of_a_dtensor_that_differ_are_refused_by_name(tmp_path: Path, kind: str, where: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "fsdp"))
+    model = nn.Linear(3, 2, bias=False)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    momentum = torch.zeros_like(model.weight)
+    optimizer.state[model.weight]["momentum_buffer"] = momentum
+    average = dtensor(mesh, Replicate(), Shard(0))
+    state = TrainState(model=model, optimizer=optimizer, extra={"average": average}, rng=False)
+    tensors = {"model.weight": model.weight, "extra.average": average}
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        manager.save(1, state)
+        with torch.no_grad():
+            tensors.get(where, momentum).to_local().view(-1)[-1] += dist.get_rank()
+        with pytest.raises(CkptkitError, match=rf"{where} differ between ranks that have replicas"):
+            manager.save(2, state)
+    assert [path.name for path in tmp_path.glob("step*")] == ["step_00000001"]
+
+
+@on_ranks(4)
+def test_a_tensor_is_compared_on_all_ranks_that_have_it(tmp_path: Path) -> None:
+    """Every rank has the norm and the table; each pair has its own part of the weight, and its own stage."""
+    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
+    norm, weight = dtensor(mesh, Replicate(), Replicate()), dtensor(mesh, Replicate(), Shard(0))
+    plain = {"table": torch.ones(LARGE), f"stage{rank % 2}": torch.full((LARGE,), float(rank % 2))}
+    model = nn.Module()
+    for name, tensor in {"norm": norm, "weight": weight, **plain}.items():
+        model.register_parameter(name, nn.Parameter(tensor))
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainState(model=model))
+        for name in ("norm", "table"):
+            value = model.get_parameter(name).detach()
+            (value.to_local() if name == "norm" else value).add_(rank % 2)
+            with pytest.raises(CkptkitError, match=f"model.{name} differ"):
+                manager.save(2, TrainState(model=model))
+            value.fill_(1.0)
+        weight.to_local().add_(rank % 2)  # the ranks of a pair agree
+        manager.save(2, TrainState(model=model))
+
+
+@on_ranks(2)
+def test_sixteen_saves_compare_each_element_of_a_large_replica(tmp_path: Path) -> None:
+    average = dtensor(init_device_mesh("cpu", (2,)), Replicate(), numel=LARGE)
+    average.to_local()[LARGE // 2] += dist.get_rank()
+    refused = 0
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(16):
+            try:
+                manager.save(step, TrainState(extra={"average": average}, rng=False))
+            except CkptkitError as error:
+                assert "extra.average differ" in str(error)
+                refused += 1
+    assert refused == 1
+
+
+def test_sixteen_samples_of_a_row_contain_every_byte() -> None:
+    row = torch.arange(4096 * 16 * 20 + 7)
+    samples = [_sampled(row, turn) for turn in range(16)]
+    assert torch.equal(torch.cat(samples).unique(), row)
+    assert max(sample.numel() for sample in samples) < row.numel() // 15
 
 
 def save_extra(url: Path, kind: str) -> list[str]:
