@@ -167,6 +167,27 @@ def test_ranks_that_disagree_about_the_same_part_are_refused_by_name(ranks: Any,
     assert not list(tmp_path.glob("[1245]/step_*"))
 
 
+def unmatched(url: str, kind: str) -> list[str]:
+    """Each rank has its own stage; declare the experts of one of them, or of none."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = {f"stage{rank}": Experts(2)}
+    messages = []
+    for layout in ({"stage0.experts": "per_rank"}, {"*.experts": "per_rank", "experts": "per_rank"}):
+        state, root = TrainState(model=model, layout=layout, rng=False), f"{url}/{len(messages)}"
+        messages.append(refusal(lambda root=root, state=state: states.save(root, state, state_dict_type=kind)))
+    return messages
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_glob_that_matches_no_tensor_of_any_rank_is_refused(
+    ranks: Any, tmp_path: Path, kind: str, world_size: int
+) -> None:
+    for matched, message in ranks.run(unmatched, world_size, str(tmp_path), kind):
+        assert matched == ""
+        assert "no tensor of the model on any rank matches 'experts'. Globs match whole names" in message
+    assert not list(tmp_path.glob("1/step_*"))
+
+
 def test_a_layout_with_values_other_than_shards_is_refused() -> None:
     with pytest.raises(UsageError, match="of type list, expected a dict of globs"):
         TrainState(layout=[1])  # type: ignore[arg-type]

@@ -333,7 +333,7 @@ class Saver:
             for key, tree in _spread(captured.objects).items()
         }
         spread = digest_of(_json(names))
-        return made, Outcome((plan.signature, wanted, prints and prints.signatures, recipes, spread))
+        return made, Outcome((plan.signature, wanted, prints and prints.signatures, recipes, spread, captured.globs))
 
     def _index(
         self, prepared: Prepared, attempt: SaveAttempt, answers: Sequence[tuple[bytes, bytes, dict[str, str], bytes]]
@@ -377,7 +377,7 @@ class Saver:
     # --- communication
 
     def _agreed(
-        self, answers: list[tuple[bytes, Any, dict[int, bytes] | None, int, int]]
+        self, answers: list[tuple[bytes, Any, dict[int, bytes] | None, int, int, dict[str, bool]]]
     ) -> tuple[list[bytes], list[int], bool, tuple[int, ...]]:
         """Compare the ranks' plans. Runs on rank 0. Returns four values:
 
@@ -386,8 +386,14 @@ class Saver:
         - whether all ranks split tensor subclasses into the same parts;
         - the lowest rank of each group of ranks that have the same parameter names, except rank 0's group.
         """
-        signatures, wanted, prints, recipes, spread = zip(*answers, strict=True)
+        signatures, wanted, prints, recipes, spread, globs = zip(*answers, strict=True)
         check_equal(wanted, "what to save: (step, tag, type)")
+        if idle := sorted({glob for table in globs for glob in table if not any(t.get(glob) for t in globs)}):
+            raise UsageError(
+                f"TrainState(layout=...): no tensor of the model on any rank matches {', '.join(map(repr, idle))}. "
+                "Globs match whole names, as in model.state_dict(); if there are several models, these start with the "
+                "name of the model."
+            )
         unequal = unequal_classes([table for table in prints if table is not None])
         tellers = tuple(sorted({spread.index(names) for names in spread} - {0}))
         return list(signatures), unequal, len(set(recipes)) == 1, tellers

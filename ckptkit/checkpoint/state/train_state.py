@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import fnmatch
 import inspect
 import re
 import sys
@@ -189,6 +190,7 @@ class Captured:
     own: set[str] = field(default_factory=set)  # the keys in `loose` that belong to `rank_objects`
     alike: set[str] = field(default_factory=set)  # plain parameters that must be equal on all ranks
     declared: set[str] = field(default_factory=set)  # tensors that are parts of a global one because the layout says so
+    globs: dict[str, bool] = field(default_factory=dict)  # of the layout; whether it matches a tensor of this rank
 
     def places(self) -> Iterator[tuple[str, str, dict[Any, torch.Tensor], Any]]:
         """Yield (key, shared key, table, name in the table) of each tensor. Tied tensors have the same shared key."""
@@ -259,6 +261,9 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
     if recipes:
         captured.objects[SUBCLASSES] = recipes
     if state.layout:
+        owners = ((f"{name}." if name else "", live_models[section("model", name)]) for name in models)
+        fqns = [prefix + fqn for prefix, live in owners for fqn in live]
+        captured.globs.update({glob: bool(fnmatch.filter(fqns, glob)) for glob in state.layout})
         _globalize(captured, state)
     for name, (key, tensors) in zip(models, captured.models.items(), strict=True):
         prefix, plain = f"{name}." if name else "", [k for k, v in tensors.items() if type(v) is torch.nn.Parameter]
