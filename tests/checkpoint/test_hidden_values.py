@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,34 @@ def test_what_a_hook_adds_to_an_optimizers_state_dict_is_refused(tmp_path: Path,
     state = in_optimizer(torch.ones(4, 4))
     state.optimizer.register_state_dict_post_hook(add)
     check_refused(tmp_path, state, "the state_dict of SGD has 'count', but only 'state'")
+
+
+def changed_moments(_: Any, given: dict[str, Any]) -> None:
+    given["state"] = {key: {k: v.bfloat16() for k, v in state.items()} for key, state in given["state"].items()}
+
+
+def changed_rate(_: Any, given: dict[str, Any]) -> None:
+    given["param_groups"][0]["lr"] = 9.0
+
+
+def copied(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy(given)
+
+
+@pytest.mark.parametrize(
+    ("hook", "where"), [(changed_moments, "'exp_avg' of weight"), (changed_rate, "'lr' of group 0")]
+)
+def test_what_a_hook_changes_in_an_optimizers_state_dict_is_refused(tmp_path: Path, hook: Any, where: str) -> None:
+    state = in_optimizer(torch.ones(4, 4))
+    state.optimizer.register_state_dict_post_hook(hook)
+    check_refused(tmp_path, state, f"the state_dict of SGD returns other values than the optimizer has: {where}. Only")
+
+
+def test_a_hook_that_copies_an_optimizers_state_dict_is_accepted(tmp_path: Path) -> None:
+    state = in_optimizer(torch.full((4, 4), torch.nan))
+    state.optimizer.register_state_dict_post_hook(copied)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
 
 
 def one_rank_refuses(url: str, kind: str) -> tuple[str, str]:

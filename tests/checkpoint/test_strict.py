@@ -339,6 +339,27 @@ def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor(tmp_path: Path) 
     assert rate.item() == 0.5
 
 
+def with_rate(rate: Any) -> TrainState:
+    state = made_by(torch.optim.AdamW)
+    state.optimizer.param_groups[0]["lr"] = rate
+    return state
+
+
+def test_a_learning_rate_that_the_live_tensors_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
+    root = save(tmp_path, with_rate(torch.tensor(0.1, dtype=torch.float64)))
+    with pytest.raises(CheckpointMismatchError, match=r"lr is tensor\(0.1000.*float64\) in the checkpoint"):
+        load(root, with_rate(torch.tensor(0.25)))
+
+
+@pytest.mark.parametrize(("saved", "notes"), [(torch.tensor(0.5, dtype=torch.float64), 0), (0.5, 0), (0.1, 1)])
+def test_the_report_names_a_learning_rate_that_is_rounded(tmp_path: Path, saved: Any, notes: int) -> None:
+    state = with_rate(torch.tensor(0.25))
+    report = load(save(tmp_path, with_rate(saved)), state)
+    found = [note for note in report.notes if "lr=" in note]
+    assert found == ["optimizer group 0: lr=0.1 becomes 0.10000000149011612 in a torch.float32 tensor"] * notes
+    assert torch.equal(state.optimizer.param_groups[0]["lr"], torch.as_tensor(saved, dtype=torch.float32))
+
+
 def test_empty_state_and_empty_groups_survive(tmp_path: Path) -> None:
     source, state = TrainState(model=net(), extra={"epoch": 3}), trained()
     source.optimizer = torch.optim.AdamW(source.model.parameters(), lr=0.1)

@@ -7,6 +7,7 @@ which changes later training. `Optimizer.load_state_dict` casts fp32 state to th
 
 from __future__ import annotations
 
+import math
 import numbers
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ from ckptkit.formats.dcp.host_bytes import (
     hidden_ones,
     local_part,
     placed_like,
+    row_major,
     without_subclass,
 )
 from ckptkit.formats.dcp.subclasses import SEPARATOR, Recipe, is_state_in_parts, keeps_parts, open_all
@@ -130,7 +132,6 @@ def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> Ca
     captured.tensors.clear()
     captured.tensors.update(table)
     refuse_hidden(f"{what}.master.", captured.masters)
-    _check_whole(optimizer, parameters, what)
     for index, group in enumerate(optimizer.param_groups):
         _check_names(group, f"{what}: group {index}")
     captured.tree["param_groups"] = [
@@ -141,6 +142,7 @@ def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> Ca
     shared = {key: state for key, state in optimizer.state.items() if isinstance(key, str)}
     captured.tree["shared"] = {key: encode(state, f"{what}.shared.{key}", loose) for key, state in shared.items()}
     captured.unshaped.update(loose)
+    _check_whole(optimizer, parameters, what)
     return captured
 
 
@@ -266,6 +268,60 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
             "and 'param_groups' of an optimizer are saved. Pass the inner optimizer as TrainState(optimizer=), or this "
             "one as TrainState(extra={...})."
         )
+    if changed := _changed(given, optimizer, parameters):
+        more = [f"{name!r} of {where}" for where, name in changed[:_LISTED]]
+        raise SaveError(
+            f"{what}: the state_dict of {type(optimizer).__name__} returns other values than the optimizer has: "
+            f"{', '.join(more)}{f' and {len(changed) - _LISTED} more' if len(changed) > _LISTED else ''}. Only "
+            "the optimizer's own state and groups are saved. Remove the hook, or apply its change to the optimizer."
+        )
+
+
+def _changed(given: Any, optimizer: Any, parameters: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the (parameter or group, name) of each value in a state dict that differs from the optimizer's own.
+
+    Ignores values that the state dict omits: saving them is harmless.
+    """
+    stepped = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
+    names = {id(parameter): fqn for fqn, parameter in parameters.items()}
+    fqns = dict(enumerate(map(names.__getitem__, stepped)))
+    found = []
+    for key, state in given["state"].items():
+        fqn = fqns.get(key, key)
+        live = optimizer.state.get(parameters.get(fqn, key))
+        if not isinstance(state, Mapping) or not isinstance(live, Mapping):
+            found += [] if _equal(live, state) else [(str(fqn), "state")]
+            continue
+        for name, value in state.items():
+            packed = {name: value} if name in live or not isinstance(value, Mapping) else value  # as bitsandbytes does
+            if any(key not in live or not _equal(live[key], item) for key, item in packed.items()):
+                found.append((str(fqn), str(name)))
+    groups = given["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        return [*found, ("all groups", "param_groups")]
+    for index, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        shared = [name for name in group if name in live and name not in _GROUP_NAMES]
+        found += [(f"group {index}", name) for name in shared if not _equal(live[name], group[name])]
+    return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two values are stored as the same bytes. Values of unknown types are equal only if identical."""
+    import torch
+
+    if one is other:
+        return True
+    try:
+        tensors: list[dict[str, torch.Tensor]] = [{}, {}]
+        trees = [encode(value, "", table) for value, table in zip((one, other), tensors, strict=True)]
+    except SaveError:
+        return False
+    mine, theirs = tensors
+    return trees[0] == trees[1] and all(
+        torch.equal(*(row_major(local_part(t[key])).cpu().reshape(-1).view(torch.uint8) for t in tensors))
+        and (mine[key].dtype, mine[key].shape) == (theirs[key].dtype, theirs[key].shape)
+        for key in mine
+    )
 
 
 def united(trees: Sequence[JSON]) -> JSON:
@@ -472,6 +528,11 @@ def _group_settings(
             )
         elif isinstance(value, bool) and isinstance(live.get(key), bool) and value is not live[key]:
             changes.switches.append(f"{key}={value} of group {index} (here it is {live[key]})")
+        rounded = _rounded(live.get(key), value)
+        if rounded is not None:
+            changes.notes.append(
+                f"{what} group {index}: {key}={value!r} becomes {rounded!r} in a {live[key].dtype} tensor"
+            )
         if key not in live:
             changes.notes.append(f"{what} group {index}: added {key}={value!r} from the checkpoint")
         new[key] = value
@@ -484,8 +545,8 @@ def _group_settings(
 def _fits(live: Any, value: Any) -> bool:
     """Return whether a saved setting can replace the live one.
 
-    A number, possibly in a tensor, can replace a number. A sequence can replace one of equal length. Other values are
-    not checked.
+    A number, possibly in a tensor, can replace a number. A tensor can replace one whose dtype holds the same values. A
+    sequence can replace one of equal length. Other values are not checked.
     """
     import torch
 
@@ -495,11 +556,24 @@ def _fits(live: Any, value: Any) -> bool:
             and len(value) == len(live)
             and all(_fits(a, b) for a, b in zip(live, value, strict=True))
         )
-    if isinstance(value, torch.Tensor) and isinstance(live, (int, float, torch.Tensor)):
-        return value.numel() == 1 or (isinstance(live, torch.Tensor) and value.shape == live.shape)
+    if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
+        exact = value.dtype == live.dtype or torch.equal(value.to(live.dtype).to(value.dtype), value)
+        return exact and (value.numel() == 1 or value.shape == live.shape)
+    if isinstance(value, torch.Tensor) and isinstance(live, (int, float)):
+        return value.numel() == 1
     if isinstance(live, (int, float)) or (isinstance(live, torch.Tensor) and live.numel() == 1):
         return _is_real(value)
     return not isinstance(live, torch.Tensor)
+
+
+def _rounded(live: Any, value: Any) -> float | None:
+    """Return what a number becomes in the live tensor, if the tensor's dtype can't hold the number."""
+    import torch
+
+    if not isinstance(live, torch.Tensor) or not _is_real(value):
+        return None
+    held = torch.tensor(float(value), dtype=live.dtype).item()
+    return None if held == value or math.isnan(value) else held
 
 
 def _is_real(value: Any) -> bool:
