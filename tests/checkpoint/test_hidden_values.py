@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit import CheckpointManager, TrainState, convert
@@ -18,6 +19,7 @@ from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError, Uns
 from tests.checkpoint.hidden import HIDDEN as ALL
 from tests.checkpoint.hidden import Opaque, Scaled, Tagged, scaled
 from tests.checkpoint.states import bits, check_round_trip, load, refusal, save
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns about prototype and deprecated tensors
 MADE_OF_PARTS = ("wrapper", "wrapper parameter")  # they have __tensor_flatten__
@@ -207,6 +209,19 @@ def test_keys_of_an_optimizer_that_are_not_strings_are_refused_by_name(tmp_path:
     del state.optimizer.state[weight]
     state.optimizer.param_groups[0][5] = 1
     check_refused(tmp_path, state, "group 0 has the key 5, which is not a string")
+
+
+@on_ranks(2)
+def test_a_sharded_parameters_state_that_is_a_list_is_refused_by_name(tmp_path: Path) -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight] = [torch.ones(2)]  # type: ignore[assignment]
+    check_refused(tmp_path, TrainState(model=model, optimizer=optimizer), "the state of weight is a list")
+
+
+def test_a_quantized_state_of_another_shape_than_its_parameter_is_refused(tmp_path: Path) -> None:
+    odd = Scaled(torch.ones(2, 4, dtype=torch.int8), torch.tensor(0.5))
+    check_refused(tmp_path, in_optimizer(odd), r"weight.exp_avg has the shape \[2, 4\], but its parameter has \[4, 4\]")
 
 
 class Offloaded(torch.optim.SGD):

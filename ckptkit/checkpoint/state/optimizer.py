@@ -118,9 +118,19 @@ def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> Ca
     captured = CapturedOptimizer({}, {}, {})
     loose = captured.loose
     by_id = {id(parameter): fqn for fqn, parameter in parameters.items()}
-    _capture_states(captured, optimizer, {k: p for k, p in parameters.items() if p in optimizer.state}, what)
+    stepped = {fqn: parameter for fqn, parameter in parameters.items() if parameter in optimizer.state}
+    for fqn, parameter in stepped.items():
+        if not isinstance(state := optimizer.state[parameter], Mapping):
+            raise SaveError(f"{what}: the state of {fqn} is a {type(state).__name__}; only dicts can be saved.")
+    _capture_states(captured, optimizer, stepped, what)
     table, recipes, reasons = open_all(captured.tensors, lambda key: parameters[key[0]])
     captured.recipes.update(recipes)
+    for (fqn, name), recipe in recipes.items():
+        if recipe["shape"] != (shape := list(parameters[fqn].shape)):
+            reasons[fqn, name] = (
+                f"has the shape {recipe['shape']}, but its parameter has {shape}. A load creates quantized states with "
+                "the parameter's shape"
+            )
     captured.unshaped.update(
         f"{what}.state.{fqn}.{name}{SEPARATOR}{part}"
         for (fqn, name), recipe in recipes.items()
@@ -162,8 +172,6 @@ def _capture_states(
     loose = captured.loose
     for fqn, parameter in parameters.items():
         state = optimizer.state[parameter]
-        if not isinstance(state, Mapping):
-            raise SaveError(f"{what}: the state of {fqn} is a {type(state).__name__}; only dicts can be saved.")
         if not state:
             values[fqn] = {}
         _check_names(state, f"{what}: the state of {fqn}")
