@@ -36,6 +36,7 @@ from ckptkit import (
     reshard,
     verify,
 )
+from ckptkit import Shard as DeclaredShard
 from ckptkit.cli.main import main
 from ckptkit.errors import (
     CheckpointMismatchError,
@@ -796,3 +797,66 @@ def test_an_export_of_shards_with_a_scale_each_has_a_block_for_each(ranks: Any, 
         convert(str(tmp_path / name), str(tmp_path / f"{name}_hf"))
         weight: Any = of_torchao_file(tmp_path / f"{name}_hf")["a.weight"]
         assert torch.equal(weight.dequantize(), expected) and weight.block_size == [32, 64]
+
+
+class Experts(nn.Module):
+    def __init__(self, count: int, columns: int = 64) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(count, 64, columns))
+
+
+def experts(name: str, first: int, count: int, steps: int, dim: int = 0) -> tuple[Experts, Any]:
+    """Return some of four experts, and an optimizer of torchao."""
+    import torchao.optim
+
+    torch.manual_seed(0)
+    model = Experts(count) if dim == 0 else Experts(4, 16 * count)
+    wide = (first, count) if dim == 0 else (16 * first, 16 * count)
+    model.w.data.copy_(torch.randn(4, 64, 64).narrow(dim if dim == 0 else 2, *wide))
+    optimizer = getattr(torchao.optim, name)(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        model.w.grad = torch.randn(4, 64, 64).narrow(dim if dim == 0 else 2, *wide).clone()
+        with torch.compiler.set_stance("force_eager"):
+            optimizer.step()
+    return model, optimizer
+
+
+def of_rank(name: str, steps: int, dim: int = 0) -> TrainState:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+    count = 4 // ranks
+    model, optimizer = experts(name, dist.get_rank() * count, count, steps, dim)
+    shard = DeclaredShard(dim if dim == 0 else 2, mesh=mesh["ep"])
+    return TrainState(model=model, optimizer=optimizer, layout={"w": shard}, rng=False)
+
+
+def save_experts(url: str, name: str, kind: str, dim: int = 0) -> str:
+    return refusal(lambda: save(url, of_rank(name, 2, dim), state_dict_type=kind))
+
+
+def load_experts(url: str, name: str) -> list[bool]:
+    """Load into an optimizer with state, and into one without. Return whether each is then equal to the saved one."""
+    expected, equal = of_rank(name, 2), []
+    for steps in (1, 0):
+        state = of_rank(name, steps)
+        load(url, state)
+        mine, theirs = (dict(s.optimizer.state[s.model.w]) for s in (state, expected))
+        equal.append(bits(mine) == bits(theirs) and torch.equal(state.model.w, expected.model.w))
+    return equal
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_quantized_states_of_declared_experts_load_on_other_ranks(
+    ranks: Any, tmp_path: Path, name: str, kind: str
+) -> None:
+    for source, target in ((2, 2), (2, 4), (2, 1), (4, 2)) if kind != "local" else ((2, 2),):
+        url = str(tmp_path / f"{source}-{target}")
+        assert set(ranks.run(save_experts, source, url, name, kind)) == {""}
+        assert ranks.run(load_experts, target, url, name) == [[True, True]] * target
+
+
+def test_quantized_states_of_declared_experts_whose_blocks_are_split_are_refused(ranks: Any, tmp_path: Path) -> None:
+    for said in ranks.run(save_experts, 2, str(tmp_path), "AdamW8bit", "sharded", 2):
+        assert "optimizer.state.w.exp_avg has the shape [4, 64, 64]" in said
+        assert "blocks must not be split between ranks" in said
+    assert not list(tmp_path.glob("step_*"))

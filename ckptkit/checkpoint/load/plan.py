@@ -23,6 +23,7 @@ from ckptkit.checkpoint.state.optimizer import (
     OptimizerTree,
     class_name,
     group_changes,
+    joined,
     named_parameters,
     with_new_head,
 )
@@ -40,9 +41,10 @@ from ckptkit.checkpoint.state.train_state import (
 )
 from ckptkit.checkpoint.state.values import JSON, decode, references
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, SaveError, UsageError, command_line
-from ckptkit.formats.dcp.host_bytes import are_dense, dtype_name, expanded_ones, hidden_ones, local_part
+from ckptkit.formats.dcp.host_bytes import are_dense, dtype_name, expanded_ones, hidden_ones, local_part, placed_like
 from ckptkit.formats.dcp.subclasses import (
     SEPARATOR,
+    STATES,
     SUBCLASSES,
     Recipe,
     describe,
@@ -184,6 +186,7 @@ class OptimizerPlan:
     wholes: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # tensor subclasses to fill
     skip: bool = False  # whether to restore only master weights, which must follow the weights
     shards: dict[str, tuple[Shard, ...]] = field(default_factory=dict)  # declared by the layout, by FQN
+    joined: set[tuple[str, str]] = field(default_factory=set)  # parts in `live` that are parts of global tensors
 
     def shape(self, fqn: str) -> tuple[int, ...]:
         """Return the global shape of a parameter, of its saved weight, and of its master weight."""
@@ -540,13 +543,20 @@ class _Planner:
     def opened_states(self, plan: OptimizerPlan, fqn: str, parameter: torch.Tensor) -> None:
         """Match one parameter's states that are tensor subclasses. Create those that the live optimizer lacks."""
         import torch
+        from torch.distributed.tensor import DTensor
 
         live, entries = dict(plan.live[fqn]), plan.states.get(fqn, {})
         head = f"{plan.key}.state.{fqn}."
         outers = dict.fromkeys(outer_name(name, self.recipes, head) for name in entries)
         stored = {name: self.recipes[head + name] for name in outers if name not in entries}
         tensors = {k: v for k, v in live.items() if isinstance(v, torch.Tensor) or is_state_in_parts(v)}
-        _, recipes, reasons = open_all(tensors, lambda _: parameter)
+        shards = plan.shards.get(fqn, ())
+        try:
+            declared = joined(head.rstrip("."), tensors, parameter, shards)
+        except SaveError as error:
+            self.plan.mismatches.add("others", plan.key, [str(error)])
+            return
+        _, recipes, reasons = open_all({**tensors, **declared}, lambda _: parameter)
         wholes = {name: live[name] for name in recipes}
         others = [f"{fqn}.{name} here {why}" for name, why in reasons.items()]
         for name, recipe in stored.items():
@@ -554,8 +564,14 @@ class _Planner:
                 if name not in live:
                     front = name + SEPARATOR
                     parts = {part.removeprefix(front): item for part, item in entries.items() if part.startswith(front)}
-                    wholes[name] = new_tensor(recipe, parameter, parts)
-                opened, made, _ = open_all({name: wholes.get(name, live.get(name))}, lambda _: parameter)
+                    is_declared = bool(shards) and recipe.get("class") in STATES
+                    place = as_global(fqn, parameter, shards) if is_declared else parameter
+                    wholes[name] = new_tensor(recipe, place, parts)
+                    if is_declared:
+                        declared[name], local = wholes[name], local_part(wholes[name])
+                        wholes[name] = placed_like(parameter, local) if isinstance(parameter, DTensor) else local
+                tensor = declared.get(name, wholes.get(name, live.get(name)))
+                opened, made, _ = open_all({name: tensor}, lambda _: parameter)
                 if not same_recipe(made.get(name), recipe):
                     others.append(unlike(f"{fqn}.{name}", made.get(name), recipe))
                 elif opened.keys() - entries.keys():
@@ -564,6 +580,7 @@ class _Planner:
                 others.append(f"{fqn}.{name} in the checkpoint {error}")
                 continue
             plan.live[fqn].update(opened)
+            plan.joined.update((fqn, part) for part in opened if name in declared)
             others += [
                 f"{fqn}.{part} is {entries[part].dtype} in the checkpoint, {dtype_name(tensor.dtype)} here"
                 for part, tensor in opened.items()
@@ -848,7 +865,7 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
                 shape = wanted  # the live state is only a shard: take the shape of the whole parameter
             elif name in live:
                 shape = tuple(getattr(live[name], "shape", shape))
-                shape = wanted if shape == tuple(parameter.shape) else shape
+                shape = wanted if shape == tuple(parameter.shape) and (fqn, name) not in plan.joined else shape
             elif not same_weight and len(shape) == len(wanted) and entry.numel > 1:
                 # Factored moments have one row or one column.
                 fits = all(size in (1, whole) for size, whole in zip(shape, wanted, strict=True))

@@ -139,7 +139,8 @@ class Reading:
             for name, entry in wanted.items():
                 shards = plan.shards.get(fqn, ())
                 if wholes and outer_name(name, wholes) in wholes:
-                    self._read(as_global(entry.name, live[name], shards), entry, beside=self._atomic)
+                    whole = live[name] if (fqn, name) in plan.joined else as_global(entry.name, live[name], shards)
+                    self._read(whole, entry, beside=self._atomic)
                     continue
                 shards = shards if entry.numel > 1 else ()
                 held, order = None, None

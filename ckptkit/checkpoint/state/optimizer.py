@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.checkpoint.state.layout import Layout, Shard, global_state, shards_of
 from ckptkit.checkpoint.state.optimizer_layout import (
     PLAIN,
     SHARD,
@@ -39,7 +40,7 @@ from ckptkit.formats.dcp.host_bytes import (
     row_major,
     without_subclass,
 )
-from ckptkit.formats.dcp.subclasses import SEPARATOR, Recipe, is_state_in_parts, keeps_parts, open_all
+from ckptkit.formats.dcp.subclasses import SEPARATOR, STATES, Recipe, is_state_in_parts, keeps_parts, open_all
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +73,7 @@ class CapturedOptimizer:
     recipes: dict[tuple[str, str], Recipe] = field(default_factory=dict)
     cut: dict[str, ShardLayout] = field(default_factory=dict)  # layouts of the sharded parameters, by FQN
     unshaped: set[str] = field(default_factory=set)  # keys of plain tensors whose shape may differ between ranks
+    joined: set[tuple[str, str]] = field(default_factory=set)  # parts of states that `joined` returned
 
 
 def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dict[str, torch.nn.Parameter]:
@@ -103,7 +105,25 @@ def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dic
     return found
 
 
-def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> CapturedOptimizer:
+def joined(
+    what: str, states: Mapping[str, Any], parameter: torch.Tensor, shards: Sequence[Shard]
+) -> dict[str, torch.Tensor]:
+    """Return a declared parameter's quantized states (of torchao) as parts of global states, by name.
+
+    Raises:
+        SaveError: A state has another shape than the parameter.
+    """
+    recipes = open_all({k: v for k, v in states.items() if not is_state_in_parts(v)})[1] if shards else {}
+    return {
+        name: global_state(f"{what}.{name}", states[name], parameter, shards)
+        for name, recipe in recipes.items()
+        if recipe["class"] in STATES
+    }
+
+
+def capture_optimizer(
+    optimizer: Any, names: Mapping[int, str], what: str, layout: Layout | None = None
+) -> CapturedOptimizer:
     """Return the optimizer's state. Its tensors share memory with the live ones. Nothing is stepped, created or moved.
 
     First updates fp32 masters if other code has changed the weights.
@@ -123,10 +143,19 @@ def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> Ca
         if not isinstance(state := optimizer.state[parameter], Mapping):
             raise SaveError(f"{what}: the state of {fqn} is a {type(state).__name__}; only dicts can be saved.")
     _capture_states(captured, optimizer, stepped, what)
-    table, recipes, reasons = open_all(captured.tensors, lambda key: parameters[key[0]])
+    declared: dict[str, dict[str, Any]] = {}
+    for (fqn, name), value in captured.tensors.items() if layout else ():
+        declared.setdefault(fqn, {})[name] = value
+    wholes = {
+        (fqn, name): whole
+        for fqn, states in declared.items()
+        for name, whole in joined(f"{what}.state.{fqn}", states, parameters[fqn], shards_of(layout or {}, fqn)).items()
+    }
+    table, recipes, reasons = open_all({**captured.tensors, **wholes}, lambda key: parameters[key[0]])
     captured.recipes.update(recipes)
+    captured.joined.update((fqn, name) for fqn, name in table if (fqn, name.partition(SEPARATOR)[0]) in wholes)
     for (fqn, name), recipe in recipes.items():
-        if recipe["shape"] != (shape := list(parameters[fqn].shape)):
+        if recipe["shape"] != (shape := list(wholes.get((fqn, name), parameters[fqn]).shape)):
             reasons[fqn, name] = (
                 f"has the shape {recipe['shape']}, but its parameter has {shape}. A load creates quantized states with "
                 "the parameter's shape"

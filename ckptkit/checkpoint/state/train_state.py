@@ -253,7 +253,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
     names = parameter_names(state, live_models, stepped)
     for name, optimizer in optimizers.items():
         key = section("optimizer", name)
-        captured.optimizers[key] = taken = capture_optimizer(optimizer, names, key)
+        captured.optimizers[key] = taken = capture_optimizer(optimizer, names, key, state.layout)
         taken.tree.update(_other_names(captured, models, live_models, names, taken))
         captured.loose.update(taken.loose)
         captured.objects[key] = taken.tree
@@ -323,6 +323,8 @@ def _globalize(captured: Captured, state: TrainState) -> None:
 
     Runs after the lookups by identity, because the DTensors are new objects.
     """
+    from torch.distributed.tensor import DTensor
+
     before = {key: id(tensor) for key, tensor in captured.tensors(aliases=True)}
     parameters: dict[str, torch.Tensor] = {}
     for name in state.parts("model"):
@@ -332,11 +334,15 @@ def _globalize(captured: Captured, state: TrainState) -> None:
             tensors[fqn] = as_global(f"{section('model', name)}.{fqn}", tensor, shards_of(state.layout, prefix + fqn))
     for key, taken in captured.optimizers.items():
         for (fqn, name), value in taken.tensors.items():
+            if (fqn, name) in taken.joined:
+                continue
             what = f"{key}: state {name!r} of {fqn!r}"
             shards = shards_of(state.layout, fqn) if fqn in parameters else ()
             taken.tensors[fqn, name] = global_state(what, value, parameters.get(fqn, value), shards)
         for fqn, value in taken.masters.items():
             taken.masters[fqn] = as_global(f"{key}.master.{fqn}", value, shards_of(state.layout, fqn))
+        parts = {part: taken.tensors[part] for part in taken.joined}
+        captured.declared.update(f"{key}.state.{'.'.join(part)}" for part, t in parts.items() if isinstance(t, DTensor))
     captured.declared.update(k for k, tensor in captured.tensors(aliases=True) if id(tensor) != before[k])
 
 
