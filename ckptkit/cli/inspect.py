@@ -85,8 +85,8 @@ def _lines(report: InspectReport) -> list[str]:
             f"{format_size(section.nbytes):>9}  ({kinds})"
         )
         if list(section.placements) != ["whole"]:
-            cuts = [f"{count} {cut}" for cut, count in sorted(section.placements.items(), key=lambda item: -item[1])]
-            lines.append(f"  {'':<10} cut: {first_few(cuts, 4)}")
+            cuts = [f"{cut} ({count})" for cut, count in sorted(section.placements.items(), key=lambda item: -item[1])]
+            lines.append(f"  {'':<10} sharding: {first_few(cuts, 4)}")
     if report.objects:
         names = ", ".join(report.objects[:4]) + ", ..." * (len(report.objects) > 4)
         lines.append(f"  {'objects':<10} {len(report.objects):>6}  {names}")

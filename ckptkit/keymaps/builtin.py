@@ -386,7 +386,7 @@ def _may_give(key_map: NameMap, lost: list[str]) -> bool:
 
 
 def _candidates(config: Mapping[str, Any]) -> list[NameMap]:
-    """Return the maps to try: the model type's, all that rename between layouts of the Hub, their inverses, and those
+    """Return the maps to try: the model type's own, those between layouts of the Hub, the inverses of these, and those
     from torchtitan's names."""
     by_type = map_for_model_type(_model_type(config))
     kind = str(config.get("model_type", ""))

@@ -375,6 +375,6 @@ def _tied(catalog: Catalog, written: Collection[str]) -> Iterator[str]:
 
 
 def _groups(names: Sequence[str], reason: str) -> str:
-    """Return ": " and the first name components; "" if the reason already contains all of them."""
+    """Return ", in " and the first name components; "" if the reason already contains all of them."""
     found = [group for group in dict.fromkeys(name.partition(".")[0] for name in names) if group not in reason]
-    return ": " + ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") if found else ""
+    return ", in " + ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") if found else ""

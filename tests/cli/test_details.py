@@ -95,7 +95,7 @@ def test_verify_names_the_files_it_could_not_prove(zoo: Path) -> None:
 
 
 def test_inspect_shows_how_tensors_are_sharded(zoo: Path) -> None:
-    assert "21 dim 0 in 2" in ran("inspect", zoo / "verl_fsdp2_w2")
+    assert "sharding: dim 0 in 2 (21)" in ran("inspect", zoo / "verl_fsdp2_w2")
 
 
 def test_inspect_prints_equal_layers_on_one_line(tmp_path: Path) -> None:
