@@ -138,7 +138,7 @@ class SourceReader:
 
     Args:
         verifier: Gets the bytes of each range that has a record.
-        cached: Whether small remote reads may be served from cached blocks, because neighbors will be asked for later.
+        cached: Whether small remote reads may be served from cached blocks, because neighbours will be asked for later.
         span: Largest buffer for a strided region, in bytes; 0 for the default.
     """
 
@@ -177,7 +177,7 @@ class SourceReader:
     def read_many(self, ranges: Sequence[Range]) -> None:
         """Fill several views, and check their digests.
 
-        One call reads neighbors in a local file if they are given in the file's order. Reads of a remote store are
+        One call reads neighbours in a local file if they are given in the file's order. Reads of a remote store are
         batched.
 
         Raises:
@@ -222,7 +222,7 @@ class SourceReader:
                     self._verifier.feed(item.record, item.start, item.view)
 
     def _groups(self, ranges: Sequence[Range]) -> Iterator[list[Range]]:
-        """Yield ranges to read in one call: neighbors in a local file, any parts of remote files, or a single range."""
+        """Yield ranges to read in one call: neighbours in a local file, any parts of remote files, or one range."""
         group: list[Range] = []
         origin = begin = stop = nbytes = 0
         most = _WINDOW if self.descriptors is None else _PIECE

@@ -309,7 +309,9 @@ def _stack(rule: Stack, work: RuleState) -> int:
             _same_but(to, ordered, None)
             dim = rule.dim if rule.dim >= 0 else rule.dim + len(ordered[0].shape) + 1
             if not 0 <= dim <= len(ordered[0].shape):
-                raise CheckpointMismatchError(f"{to!r}: no new dimension {rule.dim} in {list(ordered[0].shape)}")
+                raise CheckpointMismatchError(
+                    f"{to!r}: tensors of shape {list(ordered[0].shape)} cannot be stacked along dimension {rule.dim}"
+                )
             made.append((to, concatenated(to, [t.unsqueezed(dim) for t in ordered], dim)))
         except CheckpointMismatchError as error:
             work.faults.append(str(error))

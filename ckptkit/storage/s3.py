@@ -425,7 +425,7 @@ def _taken(name: str) -> Iterator[None]:
     except FileExistsError:
         raise
     except OSError as error:
-        if http_status(error) == 412:  # s3fs does not recognise the wording of Ceph and others
+        if http_status(error) == 412:  # s3fs does not recognize the wording of Ceph and others
             raise FileExistsError(errno.EEXIST, f"{name} exists already") from error
         if http_status(error) == 501:
             raise NotConditionalError(errno.ENOTSUP, f"{name}: the server does not support conditional puts") from error

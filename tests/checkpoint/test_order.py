@@ -130,7 +130,7 @@ def _of_a_manager(root: str, kind: str, recorder: Recorder) -> None:
 def _of_a_command(root: str, kind: str, recorder: Recorder) -> None:
     source = f"{os.path.dirname(root)}/source/step_00000001"
     os.mkdir(root)
-    for again in (False, True):  # names that the rules recognise as checkpoints
+    for again in (False, True):  # names that the rules recognize as checkpoints
         if kind == "reshard":
             reshard(source, f"{root}/step_out", world_size=3, overwrite=again)
         else:

@@ -71,7 +71,7 @@ def test_the_reader_written_from_the_page_also_returns_values_other_than_tensors
 
 def save_large(root: str, kind: str) -> None:
     """Save tensors that outlines replace, and some that they contain. Ranks 0 and 1 share one copy of `twice`, ranks 2
-    and 3 another one that they do not recognise as equal."""
+    and 3 another one that they do not recognize as equal."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 

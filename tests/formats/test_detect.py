@@ -304,7 +304,7 @@ def test_a_model_file_is_chosen_among_torch_files_and_the_others_are_named(tmp_p
     assert source.catalog.info.notes == ("not read: optim.pt.",)
 
 
-def test_a_recognised_format_is_chosen_before_rank_files(tmp_path, zoo):
+def test_a_recognized_format_is_chosen_before_rank_files(tmp_path, zoo):
     _dcp(zoo, tmp_path / "step10" / "model_and_optim")
     (tmp_path / "step10" / "train").mkdir()
     for rank in range(2):

@@ -130,7 +130,7 @@ def test_names_reasons_and_paths_of_a_run_are_escaped_on_a_page(tmp_path: Path) 
     assert any("<script>alert(1)<!--" in text for text in read(tmp_path / "page.html").texts)
 
 
-def test_the_parser_of_these_tests_recognises_an_attack(tmp_path: Path) -> None:
+def test_the_parser_of_these_tests_recognizes_an_attack(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<html><body><script>alert(1)</script></body></html> default-src 'none'")
     with pytest.raises(AssertionError, match="script"):

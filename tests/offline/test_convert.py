@@ -271,7 +271,7 @@ def test_a_plain_export_imports_no_unneeded_modules(tmp_path):
     subprocess.run([sys.executable, "-c", code, SOURCE, str(tmp_path / "out")], check=True)
 
 
-def test_every_layout_with_a_map_is_recognised_by_name():
+def test_every_layout_with_a_map_is_recognized_by_name():
     layouts = (*builtin._STACKED, "tok_embeddings.weight")
     assert all(any(mark in name for mark in hf._MAPPED) for name in layouts)
 

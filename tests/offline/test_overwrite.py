@@ -1,4 +1,4 @@
-"""`--overwrite` replaces one recognised checkpoint or export, and nothing else."""
+"""`--overwrite` replaces one recognized checkpoint or export, and nothing else."""
 
 from __future__ import annotations
 

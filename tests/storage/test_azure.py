@@ -54,7 +54,7 @@ class TestAzure(StoreTests):
             out.write(bytes(len(data)))
         assert store.read("big", 0, 1000) == data[:1000]
 
-    def test_a_put_whose_answer_was_lost_is_recognised_as_ours(self, store: RemoteStore) -> None:
+    def test_a_put_whose_answer_was_lost_is_recognized_as_ours(self, store: RemoteStore) -> None:
         store.write("x", b"mine")
         full = store._full("x")
         assert store._api.is_mine(full, b"mine", mark="", tries=1)

@@ -122,7 +122,7 @@ class Prepared:
 
 @dataclass(eq=False)
 class Saver:
-    """Saves one run's states. Reuses the previous save's plan where possible.
+    """Saves one run's states. Keeps what the ranks agreed on in the previous save, as long as it holds.
 
     Attributes:
         objective: The (metric, "min" or "max") of `keep_best`.

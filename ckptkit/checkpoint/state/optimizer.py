@@ -394,7 +394,7 @@ def _settings(group: Mapping[str, JSON]) -> dict[str, JSON]:
 def new_state_tensor(
     parameter: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool, held: Held | None = None
 ) -> torch.Tensor:
-    """Return an uninitialised tensor for one of a parameter's states, placed like the parameter.
+    """Return an uninitialized tensor for one of a parameter's states, placed like the parameter.
 
     If its shape differs from the parameter's, it is sharded along only those dimensions that have the same size.
 

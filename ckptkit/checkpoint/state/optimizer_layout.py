@@ -107,7 +107,7 @@ def has_plain(value: Any) -> bool:
 
 
 def new_held(parameter: torch.Tensor, held: Held | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
-    """Return an uninitialised tensor for a state that the checkpoint stores as `held`.
+    """Return an uninitialized tensor for a state that the checkpoint stores as `held`.
 
     Return None if the caller must place the state like the parameter. This is the case if `held` is None or SHARD, if
     the parameter is not a DTensor, or if its mesh has a different number of dimensions.
@@ -126,7 +126,7 @@ def new_held(parameter: torch.Tensor, held: Held | None, dtype: torch.dtype, sha
 
 
 def new_placed(parameter: Any, placements: list[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> DTensor:
-    """Return an uninitialised DTensor on a parameter's mesh and device."""
+    """Return an uninitialized DTensor on a parameter's mesh and device."""
     import torch
     from torch.distributed.tensor import DTensor, empty
 

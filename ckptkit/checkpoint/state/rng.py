@@ -46,8 +46,8 @@ def shared_stream(rank: int, world_size: int) -> tuple[int, int]:
 def capture_rng() -> dict[str, Any]:
     """Return the states of this process's generators, as tensors and plain values.
 
-    numpy is included only if it has been imported. The GPU is included only if CUDA has been initialised, because
-    reading its state would initialise CUDA.
+    numpy is included only if it has been imported. The GPU is included only if CUDA has been initialized, because
+    reading its state would initialize CUDA.
     """
     import torch
 
@@ -171,7 +171,7 @@ def reseed(*parts: object) -> int:
     digest = sha256_of(repr(parts).encode())
     seed = int.from_bytes(digest[:8], "little") >> 1
     random.seed(seed)
-    torch.manual_seed(seed)  # also seeds the GPUs, once they are initialised
+    torch.manual_seed(seed)  # also seeds the GPUs, once they are initialized
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)

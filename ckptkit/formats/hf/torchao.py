@@ -164,7 +164,7 @@ def describe_tensors(names: Iterable[str], recipes: Mapping[str, Recipe]) -> dic
 
 
 def _context(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe's context. Shards with a scale each were saved with the size of a shard as their block size."""
+    """Return a recipe's context. If each shard has its own scale, the block size is that of a shard."""
     block = recipe["inner"].get("scale", {}).get("block")
     cut = recipe["context"].get("block_size") == {"$shape": True} and block is not None
     return {**recipe["context"], **({"block_size": block} if cut else {})}

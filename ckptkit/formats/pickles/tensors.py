@@ -315,7 +315,7 @@ class TensorRebuilder:
         if self._classes and function.name == "_rebuild_wrapper_subclass":
             made = function(*args)
             if not isinstance(made.dtype, TorchDType) or not isinstance(state, dict):
-                raise ValueError("a tensor of a class has no dtype or no attributes")
+                raise ValueError("a tensor subclass has no dtype or no attributes")
             return ClassRecord(kind, made.dtype.name, made.shape, _numbers(made.strides), state)
         raise OpaqueTensorError(kind or "?")
 

@@ -639,7 +639,8 @@ def _check_dtypes(pair: LoraPair, weight: Target) -> None:
     if kinds != {"float"} or pair.a.dtype != pair.b.dtype:
         advice = "--dtype bf16 dequantizes the base first." if dtype_of(weight.dtype).kind == "float8" else _ADVICE
         raise UnsupportedFormatError(
-            f"{pair.module!r}: {weight.dtype} and {pair.a.dtype}, {pair.b.dtype} can't be merged. {advice}"
+            f"{pair.module!r}: factors of {pair.a.dtype} (A) and {pair.b.dtype} (B) cannot be merged into a weight of "
+            f"{weight.dtype}. {advice}"
         )
 
 

@@ -141,7 +141,7 @@ def test_a_prefix_that_only_the_checkpoint_has_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["verl_fsdp2_w2", "lightning_trainer_full", "hf_trainer_fsdp2_sharded_w2"])
-def test_recognised_schedulers_are_restored(name, tmp_path):
+def test_recognized_schedulers_are_restored(name, tmp_path):
     state = run_of(name, scheduler=True)
     state.scheduler.last_epoch = 99
     report = load(state, name, tmp_path)

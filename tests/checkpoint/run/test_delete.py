@@ -402,7 +402,7 @@ def test_a_dry_run_of_the_cleanup_removes_nothing(run: Path) -> None:
 
 
 @pytest.mark.parametrize("models", [1, 2])
-def test_every_file_that_a_save_writes_is_recognised(tmp_path: Path, kind: str, models: int) -> None:
+def test_every_file_that_a_save_writes_is_recognized(tmp_path: Path, kind: str, models: int) -> None:
     side = tmp_path / "side"
     (side / "additional_chat_templates").mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "LICENSE", "additional_chat_templates/tool.jinja"):
@@ -423,5 +423,5 @@ def test_every_file_that_a_save_writes_is_recognised(tmp_path: Path, kind: str, 
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "eval/results.json", "state.safetensors", "plots/loss.png", "run.sh"])
-def test_files_that_no_save_writes_are_not_recognised(name: str) -> None:
+def test_files_that_no_save_writes_are_not_recognized(name: str) -> None:
     assert not may_be_saved(name)
