@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit import CheckpointManager, reshard
+from ckptkit import reshard
 from ckptkit.errors import CheckpointMismatchError
-from tests.checkpoint import earlier
+from tests.checkpoint import earlier, states
 from tests.ranks import Pool
 
 KEPT = Path(__file__).parent / "kept_0.1"
@@ -20,8 +20,7 @@ CASES = [(case, size) for case, written in earlier.SIZES.items() for size in sor
 
 def _loaded(url: str, case: str) -> dict[str, Any]:
     state, _ = earlier.made(case)
-    with CheckpointManager(url) as manager:
-        report = manager.load(state)
+    report = states.load(url, state)
     assert report is not None and not report.missing and not report.unexpected and not report.skipped
     assert (state.step, report.metrics, report.client_state) == (3, {"loss": 1.5}, {"epoch": 1})
     return earlier.values(state)

@@ -17,6 +17,7 @@ from ckptkit import reshard
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
+from tests.checkpoint import states
 from tests.fsdp import models
 from tests.ranks import on_ranks
 
@@ -169,15 +170,13 @@ def test_runs_with_ignored_parameters_and_column_shards_resume_on_any_number_of_
 def save_large(folder: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 4096, bias=False)
-    with CheckpointManager(folder, state_dict_type="full") as manager:
-        manager.save(1, TrainState(model=model, rng=False))
+    states.save(folder, TrainState(model=model, rng=False), state_dict_type="full")
 
 
 def load_large(folder: str) -> tuple[int, int]:
     facade = FSDPStrategy()
     model = facade.prepare_model(nn.Linear(64, 4096, bias=False))
-    with CheckpointManager(folder) as manager:
-        report = manager.load(TrainState(model=model, rng=False), verify=False)
+    report = states.load(folder, TrainState(model=model, rng=False), verify=False)
     return report.nbytes, next(model.parameters()).to_local().nbytes
 
 

@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckptkit import CheckpointManager, TrainState
+from ckptkit import TrainState
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeightOptimizer, param_groups
 from ckptkit.fsdp.strategy import is_mp_optimizer
+from tests.checkpoint import states
 from tests.fsdp import models
 from tests.ranks import on_ranks
 
@@ -371,8 +372,7 @@ def _load_dcp(model, source, folder):
 
 
 def _load_manager(model, source, folder, **options):
-    with CheckpointManager(folder) as manager:
-        manager.load(TrainState(model=model), **options)
+    states.load(folder, TrainState(model=model), **options)
 
 
 def _load_atomic(model, source, folder):
@@ -421,11 +421,9 @@ def test_weights_loaded_after_the_optimizer_was_created_are_kept(ranks, tmp_path
 def test_a_save_contains_masters_that_follow_loaded_weights(tmp_path):
     model, optimizer = adam(stepped=False)
     model.load_state_dict(low(seed=5).state_dict())
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, TrainState(model=model, optimizer=optimizer))
+    states.save(tmp_path, TrainState(model=model, optimizer=optimizer))
     other, resumed = adam(stepped=False, seed=8)
-    with CheckpointManager(tmp_path) as manager:
-        manager.load(TrainState(model=other, optimizer=resumed))
+    states.load(tmp_path, TrainState(model=other, optimizer=resumed))
     assert masters_match(resumed)
     assert torch.equal(other.embed.weight, low(seed=5).embed.weight)
 

@@ -75,9 +75,16 @@ def test_batch_sizes_give_the_accumulation_count(train, micro, ranks, steps):
 
 
 @on_ranks(2)
-def test_uneven_batches_are_refused_at_setup():
-    with pytest.raises(UsageError, match=r"train_batch_size 6 .* micro_train_batch_size 4 x 2 .* = 8"):
-        FSDPStrategy(micro_train_batch_size=4, train_batch_size=6).setup_distributed()
+def test_uneven_batches_and_ranks_are_refused_at_setup():
+    for options, said in (
+        (
+            {"micro_train_batch_size": 4, "train_batch_size": 6},
+            r"train_batch_size 6 .* micro_train_batch_size 4 x 2 .* = 8",
+        ),
+        ({"config": FSDPConfig(tp=3)}, r"tp x cp = 3 .* world size 2"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            FSDPStrategy(**options).setup_distributed()
 
 
 @on_ranks(2)
@@ -199,12 +206,14 @@ def test_impossible_options_are_refused_at_once(options, message):
 
 
 @on_ranks(2)
-def test_the_optimizer_of_another_model_is_refused():
+def test_the_optimizer_of_another_model_or_of_none_is_refused():
     strategy, actor, optimizer = models.prepared()
     critic = strategy.prepare_model(models.made(models.untied))
     assert models.step(strategy, actor, optimizer)
     with pytest.raises(UsageError, match=r"has no parameter of FSDPTinyLM.*another model's"):
         strategy.optimizer_step(optimizer, critic)
+    with pytest.raises(UsageError, match="no trainable parameter"):
+        strategy.create_optimizer(strategy.prepare_model(models.untied().requires_grad_(False)))
 
 
 @pytest.mark.parametrize("names", [(), ("head",)], ids=["all", "one"])
@@ -374,11 +383,6 @@ def test_context_parallel_training_equals_training_on_whole_sequences(ranks, wor
     assert max(result[3] for result in results) < 1e-6
 
 
-@on_ranks(1)
-def test_without_context_parallelism_there_is_no_mesh_for_it():
-    assert FSDPStrategy().context_parallel_mesh is None
-
-
 @on_ranks(2)
 def test_a_loss_that_was_not_scaled_is_refused():
     strategy, model, optimizer = models.prepared({"mixed_precision": "fp16"})
@@ -424,14 +428,6 @@ def test_the_scheduler_advances_with_the_steps():
         strategy.backward(models.loss_of(model, models.batch(index)), model, optimizer)
         strategy.optimizer_step(optimizer, model, scheduler)
     assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"], strategy.global_step) == (3, 0.25, 3)
-
-
-@on_ranks(2)
-def test_an_optimizer_without_parameters_is_refused():
-    strategy = FSDPStrategy()
-    model = strategy.prepare_model(models.untied().requires_grad_(False))
-    with pytest.raises(UsageError, match="no trainable parameter"):
-        strategy.create_optimizer(model)
 
 
 @on_ranks(2)
@@ -677,8 +673,17 @@ def equal_ranks(values):
     return [list(ranks) for _, ranks in itertools.groupby(range(len(values)), key=lambda rank: values[rank])]
 
 
-def _seeds(config):
-    """Return the first numbers of each generator after setup; `prepare_model` must draw none."""
+LAYOUTS = {  # ranks of the data, the same for ranks that share samples
+    "1d": ({}, [0, 1, 2, 3]),
+    "hsdp": ({"sharding_strategy": "HYBRID_SHARD", "shard": 2}, [0, 1, 2, 3]),
+    "tp": ({"tp": 2}, [0, 0, 1, 1]),
+    "cp": ({"cp": 2}, [0, 0, 1, 1]),
+    "tp-cp": ({"tp": 2, "cp": 2}, [0, 0, 0, 0]),
+}
+
+
+def _draws(config):
+    """Return the first numbers of each generator after setup, and the samples; `prepare_model` must draw none."""
     strategy = FSDPStrategy(FSDPConfig.from_dict(config), seed=7)
     strategy.setup_distributed()
     state = torch.get_rng_state()
@@ -687,69 +692,33 @@ def _seeds(config):
     torch.set_rng_state(state)
     strategy.prepare_model(model, tp_plan=plan)
     first = torch.nn.functional.dropout(torch.ones(64)), random.random(), np.random.rand()
-    torch.manual_seed(7 + strategy.data_parallel_rank)
+    rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
+    torch.manual_seed(7 + rank)
     assert torch.equal(first[0], torch.nn.functional.dropout(torch.ones(64)))
-    return [str(value) for value in first]
+    samples = list(torch.utils.data.DistributedSampler(range(12), size, rank, shuffle=True))
+    group = dist.get_process_group_ranks(strategy.data_parallel_mesh.get_group())
+    assert len(set(group)) == size and dist.get_rank() in group
+    assert (strategy.context_parallel_mesh is None) == ("cp" not in config)
+    return [str(value) for value in first], rank, size, samples, sorted(group)
 
 
-@pytest.mark.parametrize(
-    ("config", "groups"),
-    [
-        ({}, [[0], [1], [2], [3]]),
-        ({"sharding_strategy": "HYBRID_SHARD", "shard": 2}, [[0], [1], [2], [3]]),
-        ({"tp": 2}, [[0, 1], [2, 3]]),
-        ({"cp": 2}, [[0, 1], [2, 3]]),
-        ({"tp": 2, "cp": 2}, [[0, 1, 2, 3]]),
-    ],
-    ids=["1d", "hsdp", "tp", "cp", "tp-cp"],
-)
-def test_dropout_differs_only_between_data_parallel_ranks(ranks, config, groups):
-    found = ranks.run(_seeds, 4, config)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dropout_and_samples_differ_only_between_data_parallel_ranks(ranks, layout):
+    config, expected = LAYOUTS[layout]
+    drawn, numbers, sizes, samples, groups = zip(*ranks.run(_draws, 4, config), strict=True)
     for kind in range(3):
-        assert equal_ranks([values[kind] for values in found]) == groups
+        assert equal_ranks([values[kind] for values in drawn]) == equal_ranks(expected)
+    assert list(numbers) == expected and set(sizes) == {max(expected) + 1}
+    for group in groups:
+        assert [expected[rank] for rank in group] == list(range(max(expected) + 1))
+    assert equal_ranks(samples) == equal_ranks(expected)
+    assert sorted(sample for part in set(map(tuple, samples)) for sample in part) == list(range(12))
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "7", None])
 def test_an_invalid_seed_is_refused(seed):
     with pytest.raises(UsageError, match="seed is"):
         FSDPStrategy(seed=seed)
-
-
-def _samples(config):
-    strategy = FSDPStrategy(FSDPConfig.from_dict(config))
-    sampler = torch.utils.data.DistributedSampler(
-        range(12), strategy.data_parallel_size, strategy.data_parallel_rank, shuffle=True
-    )
-    group = dist.get_process_group_ranks(strategy.data_parallel_mesh.get_group())
-    return strategy.data_parallel_rank, strategy.data_parallel_size, list(sampler), sum(group)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected", "totals"),
-    [
-        ({}, [0, 1, 2, 3], [6, 6, 6, 6]),
-        ({"sharding_strategy": "HYBRID_SHARD", "shard": 2}, [0, 1, 2, 3], [6, 6, 6, 6]),
-        ({"tp": 2}, [0, 0, 1, 1], [2, 4, 2, 4]),
-        ({"cp": 2}, [0, 0, 1, 1], [2, 4, 2, 4]),
-        ({"cp": 2, "tp": 2}, [0, 0, 0, 0], [0, 1, 2, 3]),
-    ],
-    ids=["1d", "hsdp", "tp", "cp", "tp-cp"],
-)
-def test_a_sampler_gives_tp_and_cp_ranks_the_same_samples(ranks, config, expected, totals):
-    found = ranks.run(_samples, 4, config)
-    size = max(expected) + 1
-    assert [(rank, count) for rank, count, _, _ in found] == [(rank, size) for rank in expected]
-    assert [total for *_, total in found] == totals
-    parts = {}
-    for rank, _, part, _ in found:
-        assert parts.setdefault(rank, part) == part
-    assert sorted(sample for part in parts.values() for sample in part) == list(range(12))
-
-
-@on_ranks(3)
-def test_ranks_that_are_not_a_multiple_of_tp_are_refused_at_setup():
-    with pytest.raises(UsageError, match=r"tp x cp = 2 .* world size 3"):
-        FSDPStrategy(FSDPConfig(tp=2)).setup_distributed()
 
 
 def _with_dropout(folder, config, steps, resumes):

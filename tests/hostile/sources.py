@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
+from tests.checkpoint import states
 from tests.hostile.harness import Place
 
 ZOO = Path(__file__).parents[1] / "zoo"
@@ -90,8 +91,7 @@ def own(folder: Path) -> None:
 
 
 def full(folder: Path) -> None:
-    with CheckpointManager(folder, state_dict_type="full") as manager:
-        manager.save(3, TrainState(model=torch.nn.Linear(4, 4), step=3))
+    states.save(folder, TrainState(model=torch.nn.Linear(4, 4), step=3), 3, state_dict_type="full")
 
 
 def binary(folder: Path) -> None:

@@ -22,6 +22,7 @@ from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError, UnsafePathError, UsageError
 from ckptkit.formats.detect import open_source
 from ckptkit.storage.local import LocalStore
+from tests.checkpoint import states
 from tests.hostile import harness, sources
 from tests.hostile.harness import Place, run_commands, tree
 from tests.hostile.records import edit_record
@@ -133,8 +134,7 @@ def test_a_symlinked_run_directory_works_like_any_other(place: Place) -> None:
     """A link given by the user is followed; only links below it are restricted."""
     link = place.top / "link"
     link.symlink_to(place.src, target_is_directory=True)
-    with CheckpointManager(link, retention=RetentionPolicy(max_num=1)) as manager:
-        manager.save(3, TrainState(model=torch.nn.Linear(4, 4), step=3))
+    states.save(link, TrainState(model=torch.nn.Linear(4, 4), step=3), 3, retention=RetentionPolicy(max_num=1))
     assert [item.name for item in list_checkpoints(LocalStore(place.src)).committed] == ["step_00000003"]
 
 

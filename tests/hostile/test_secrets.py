@@ -30,6 +30,7 @@ from ckptkit.offline.convert import convert
 from ckptkit.offline.pictures.pages import inspect_page
 from ckptkit.redact import without_secrets
 from ckptkit.storage.open import open_store
+from tests.checkpoint import states
 from tests.hostile import sources
 
 HUSH = "S3CRET"
@@ -273,8 +274,7 @@ def _run(arguments: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -
 def test_a_successful_command_shows_no_storage_options(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with CheckpointManager("memory://run", storage_options=OPTIONS) as manager:
-        manager.save(1, TrainState(model=torch.nn.Linear(2, 2), step=1))
+    states.save("memory://run", TrainState(model=torch.nn.Linear(2, 2), step=1), storage_options=OPTIONS)
     place = "memory://run" if name.startswith(("ls", "prune")) else "memory://run/step_00000001"
     result = _run([*_commands(place, tmp_path)[name], "--verbose", *FLAGS], tmp_path, caplog)
     assert result.exit_code == 0, result.output

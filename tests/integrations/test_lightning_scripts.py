@@ -19,8 +19,9 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from ckptkit import CheckpointManager, TrainState, open_checkpoint
+from ckptkit import TrainState, open_checkpoint
 from ckptkit.integrations.lightning import CkptkitCheckpointIO, FSDP2Strategy, ManagedCheckpoint
+from tests.checkpoint import states
 from tests.fsdp.models import whole
 from tests.integrations.lightning_runs import (
     First,
@@ -308,8 +309,7 @@ def test_type_full_gathers_nothing_before_the_save_and_gives_rank_0_whole_tensor
 @on_ranks(2)
 def test_a_checkpoint_not_written_by_lightning_is_resumed_from(work: Path) -> None:
     module, trainer = fit(work, FSDP2Strategy(), steps=2)
-    with CheckpointManager(work / "run") as manager:
-        manager.save(2, TrainState(model=module, optimizer=trainer.optimizers[0], step=2))
+    states.save(work / "run", TrainState(model=module, optimizer=trainer.optimizers[0], step=2), 2)
     before, first = snapshot(module, trainer), First()
     fit(work, FSDP2Strategy(), first, steps=2, path=work / "run" / "step_00000002")
     assert equal({**before, "step": 0}, {**first.state, "lrs": before["lrs"]})

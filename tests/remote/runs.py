@@ -14,6 +14,7 @@ from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage import open_store
+from tests.checkpoint import states
 from tests.fsdp.models import whole
 
 Options = dict[str, Any]
@@ -46,8 +47,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def save(url: str, options: Options, step: int, **how: Any) -> None:
-    with CheckpointManager(url, storage_options=options, **how) as manager:
-        manager.save(step, state_of(step))
+    states.save(url, state_of(step), step, storage_options=options, **how)
 
 
 def loads(url: str, options: Options, step: int) -> None:

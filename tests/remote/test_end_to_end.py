@@ -28,6 +28,7 @@ from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.store import ReadInto
+from tests.checkpoint import states
 from tests.remote.runs import Options, full, run_cli, same, state_of
 from tests.storage import servers
 from tests.storage.proxy import Proxy
@@ -164,8 +165,7 @@ def test_saves_make_no_more_requests_than_torchs_writer(count: Count, options: O
         return count(lambda: dcp.save(dict(tensors), storage_writer=writer))
 
     def one_save() -> None:
-        with CheckpointManager(f"{url}/one", storage_options=options) as manager:
-            manager.save(1, state)
+        states.save(f"{url}/one", state, storage_options=options)
 
     model = nn.ParameterList([nn.Parameter(torch.rand(1 << 19)) for _ in range(9)])  # 18 MiB: two files
     state, tensors = TrainState(model=model), model.state_dict()
@@ -186,8 +186,7 @@ def test_saves_make_no_more_requests_than_torchs_writer(count: Count, options: O
 
 def test_commands_make_the_documented_number_of_requests(count: Count, options: Options, url: str) -> None:
     model = nn.ParameterList([nn.Parameter(torch.rand(833)) for _ in range(1200)])
-    with CheckpointManager(url, storage_options=options) as manager:
-        manager.save(1, TrainState(model=model))
+    states.save(url, TrainState(model=model), storage_options=options)
     counts = {
         "verify": count(lambda: verify(url, storage_options=options)),
         "convert": count(lambda: convert(url, f"{url}-torch", to="torch", storage_options=options)),

@@ -25,6 +25,7 @@ from ckptkit.errors import CkptkitError
 from ckptkit.offline.diff import diff
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage import open_store
+from tests.checkpoint import states
 from tests.remote.hub import hub_of
 from tests.remote.runs import Options, full, objects, run_cli, same, state_of, steps, top_names
 from tests.storage import servers
@@ -141,8 +142,7 @@ def _reshard(place: Place, part: int) -> None:
     base = place.url.rpartition("/")[0]
     for name, rows in (("small", 8), ("large", 4096)):  # 64 MiB
         state = TrainState(model=nn.Linear(4096, rows, bias=False))
-        with CheckpointManager(f"{base}/{name}", storage_options=place.options) as manager:
-            manager.save(1, state)
+        states.save(f"{base}/{name}", state, storage_options=place.options)
 
     def halve(name: str) -> None:
         source, target = f"{base}/{name}/step_00000001", f"{base}/half-{name}"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from ckptkit import CheckpointManager, TrainState
+from ckptkit import TrainState
 from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.load.foreign import adopt
 from ckptkit.checkpoint.state.rng import restore_rng
@@ -22,6 +22,7 @@ from ckptkit.checkpoint.state.values import decode
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.formats.detect import open_source
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from tests.checkpoint import states
 from tests.formats.readback import tensor_bytes
 
 ZOO = Path(__file__).parents[2] / "zoo"
@@ -83,8 +84,7 @@ def run_of(name: str, *, scheduler: bool = False, rng: bool = False) -> TrainSta
 
 def load(state: TrainState, name: str, tmp_path: Path, **options: Any) -> Any:
     """Load a checkpoint of the zoo, or of another directory; return the report."""
-    with CheckpointManager(tmp_path / "run") as manager:
-        return manager.load(state, str(ZOO / name), **options)
+    return states.load(tmp_path / "run", state, str(ZOO / name), **options)
 
 
 def check_weights(model: nn.Module, name: str, expected: str = "EXPECTED.safetensors") -> None:

@@ -30,6 +30,7 @@ from ckptkit.keymaps import (
     Stack,
     Transpose,
 )
+from tests.checkpoint import states
 from tests.fsdp.models import assert_equal, weights
 
 P = NamePattern
@@ -109,8 +110,7 @@ def write(kind: str, url: str, sharded: bool) -> None:
         fully_shard(model)
     if kind in ("sharded", "full"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-        with CheckpointManager(url, state_dict_type=kind) as manager:
-            manager.save(7, TrainState(model=model, optimizer=optimizer, extra={"note": "old"}))
+        states.save(url, TrainState(model=model, optimizer=optimizer, extra={"note": "old"}), 7, state_dict_type=kind)
     elif kind == "dcp":
         dcp.save({"model": model.state_dict()}, checkpoint_id=url)
     elif not dist.is_initialized() or dist.get_rank() == 0:
@@ -128,9 +128,7 @@ def warm_start(url: str, run: str, sharded: bool, key_map: Any = MAP, **options:
     before = weights(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     state = TrainState(model=model, optimizer=optimizer, extra={"note": "new"}, step=3)
-    with CheckpointManager(run) as manager:
-        report = manager.load(state, url, key_map=key_map, optimizer="skip", **options)
-    assert report is not None
+    report = states.load(run, state, url, key_map=key_map, optimizer="skip", **options)
     assert (state.step, state.extra) == (3, {"note": "new"})
     return before, report, weights(model)
 
@@ -222,8 +220,7 @@ def test_a_flipped_bit_is_found_in_a_slice_that_a_map_splits(source: str, tmp_pa
 def test_a_second_name_of_a_tied_weight_is_mapped(tmp_path: Path) -> None:
     tied = Old({"tok": torch.randn(4, 2), "head": torch.zeros(4, 2)})
     tied.head = tied.tok
-    with CheckpointManager(tmp_path / "old", state_dict_type="full") as manager:
-        manager.save(1, TrainState(model=tied, rng=False))
+    states.save(tmp_path / "old", TrainState(model=tied, rng=False), state_dict_type="full")
     untied = Old({"new.tok": torch.zeros(4, 2), "new.head": torch.zeros(4, 2)})
     with CheckpointManager(tmp_path / "run") as manager:
         key_map = NameMap("under", (Rename(P("{x}"), "new.{x}"),))
@@ -240,9 +237,7 @@ def test_a_map_file_is_read_and_its_sizes_come_from_the_models_config(source: st
     )
     model = Old({"embed": torch.zeros(PADDED, 4)})
     model.config = type("Config", (), {"to_dict": lambda self: {"vocab_size": PADDED}})()  # type: ignore[assignment]
-    with CheckpointManager(tmp_path / "run") as manager:
-        report = manager.load(TrainState(model=model), source, key_map=str(file))
-    assert report is not None
+    report = states.load(tmp_path / "run", TrainState(model=model), source, key_map=str(file))
     assert torch.equal(model.embed[:ROWS], old()["tok.weight"])
     assert report.padded == ["model.embed"]
 

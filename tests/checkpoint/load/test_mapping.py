@@ -17,6 +17,7 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointNotFoundError
 from ckptkit.formats.sources import Range, SourceReader
+from tests.checkpoint import states
 
 
 @pytest.fixture(scope="module", params=["sharded", "full", "local"])
@@ -37,8 +38,7 @@ def test_a_checkpoint_of_a_run_is_opened_and_loaded_by_its_name(saved: tuple[str
     root, model = saved
     assert open_checkpoint(f"{root}/{name}").step == 7
     fresh = TrainState(model=torch.nn.Linear(100, 50), rng=False)
-    with CheckpointManager(f"{root}-other") as manager:
-        report = manager.load(fresh, f"{root}/{name}", strict=False)
+    report = states.load(f"{root}-other", fresh, f"{root}/{name}", strict=False)
     assert report is not None and report.step == 7
     assert isinstance(fresh.model, torch.nn.Linear) and torch.equal(fresh.model.weight, model.weight)
 

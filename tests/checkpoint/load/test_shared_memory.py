@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.fsdp.hf_load import load_hf
+from tests.checkpoint import states
 from tests.ranks import on_ranks
 
 KINDS = ["sharded", "full", "local", "dcp", "safetensors"]
@@ -46,15 +46,13 @@ def saved(folder: Path, model: nn.Module, kind: str) -> str:
         (folder / "plain").mkdir()
         save_file({name: t.clone() for name, t in model.state_dict().items()}, folder / "plain/model.safetensors")
     else:
-        with CheckpointManager(folder / "plain", state_dict_type=kind) as manager:
-            manager.save(1, TrainState(model=model))
+        states.save(folder / "plain", TrainState(model=model), state_dict_type=kind)
         return str(folder / "plain/step_00000001")
     return str(folder / "plain")
 
 
 def load(folder: Path, url: str, model: nn.Module, **options: Any) -> Any:
-    with CheckpointManager(folder / "live") as manager:
-        return manager.load(TrainState(model=model, rng=False), url, **options)
+    return states.load(folder / "live", TrainState(model=model, rng=False), url, **options)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -121,8 +119,7 @@ def test_every_rank_refuses_tied_weights_that_differ_on_one_rank(tmp_path: Path,
     if kind == "dcp":
         dcp.save({"model": source.state_dict()}, checkpoint_id=f"{tmp_path}/step_00000001")
     else:
-        with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
-            manager.save(1, TrainState(model=source))
+        states.save(tmp_path, TrainState(model=source), state_dict_type=kind)
     before = model.embed.weight.to_local().clone()
     with pytest.raises(CheckpointMismatchError, match="share memory"):
         load(tmp_path, f"{tmp_path}/step_00000001", model)

@@ -19,7 +19,7 @@ from ckptkit.checkpoint.load.shared_reads import groups_of
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CorruptCheckpointError, RankFailedError, UsageError
-from tests.checkpoint import jobs
+from tests.checkpoint import jobs, states
 from tests.ranks import RankError, on_ranks, run_ranks
 from tests.storage.servers import moto
 
@@ -53,8 +53,7 @@ class Held(torch.nn.Module):
 
 
 def save_held(url: Path | str, **options: Any) -> None:
-    with CheckpointManager(url, **options) as manager:
-        manager.save(1, TrainState(model=Held(1), rng=False))
+    states.save(url, TrainState(model=Held(1), rng=False), **options)
 
 
 def load(url: Path | str, module: torch.nn.Module, options: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -108,16 +107,13 @@ def save_job(url: Path, layout: str) -> Any:
     jobs.seed(5, 0)
     job.data.rank = 0
     job.train(2)
-    with CheckpointManager(url) as manager:
-        manager.save(2, job.state())
+    states.save(url, job.state(), 2)
     return jobs.everything(job)
 
 
 def load_job(url: Path, layout: str) -> tuple[Any, int]:
     job = jobs.make(layout, "fp32", start=7)
-    with CheckpointManager(url) as manager:
-        report = manager.load(job.state(), per_rank_on_resize="keep", replicas="broadcast")
-    assert report is not None
+    report = states.load(url, job.state(), per_rank_on_resize="keep", replicas="broadcast")
     return jobs.everything(job), report.received
 
 
@@ -214,8 +210,7 @@ class Seen(torch.nn.Module):
 
 @pytest.fixture
 def seen(tmp_path: Path) -> Path:
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, TrainState(model=Seen(1.0, False), rng=False))
+    states.save(tmp_path, TrainState(model=Seen(1.0, False), rng=False))
     return tmp_path
 
 

@@ -21,7 +21,7 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.save import full, stream
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError
-from tests.checkpoint import jobs
+from tests.checkpoint import jobs, states
 from tests.ranks import run_ranks
 
 
@@ -32,8 +32,7 @@ def whole(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 def save(url: Path) -> Any:
     job = jobs.make("1d")
     job.train(2)
-    with CheckpointManager(url, state_dict_type="FULL_STATE_DICT") as manager:
-        manager.save(2, job.state())
+    states.save(url, job.state(), 2, state_dict_type="FULL_STATE_DICT")
     return whole(job.model.state_dict())
 
 
@@ -58,8 +57,7 @@ def small_shards(url: Path) -> Any:
     for i in range(7):
         values = torch.randn(5, 9)
         model.register_parameter(f"w{i}", nn.Parameter(distribute_tensor(values, mesh, [Shard(i % 2)])))
-    with CheckpointManager(url, state_dict_type="full", max_shard_size=300) as manager:
-        manager.save(1, TrainState(model=model, rng=False))
+    states.save(url, TrainState(model=model, rng=False), state_dict_type="full", max_shard_size=300)
     return whole(model.state_dict())
 
 
@@ -88,8 +86,7 @@ def test_from_pretrained_loads_a_full_checkpoint(tmp_path: Path, tie: bool) -> N
     tokens = torch.arange(12).reshape(2, 6)
     model(tokens, labels=tokens).loss.backward()
     optimizer.step()
-    with CheckpointManager(tmp_path, state_dict_type="full") as manager:
-        manager.save(1, TrainState(model=model, optimizer=optimizer))
+    states.save(tmp_path, TrainState(model=model, optimizer=optimizer), state_dict_type="full")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "step_00000001", dtype="auto")
     assert type(loaded) is type(model)
     assert loaded.dtype == torch.bfloat16

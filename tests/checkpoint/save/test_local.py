@@ -29,7 +29,7 @@ from ckptkit.formats.own import local as local_shards
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.offline.verify import verify
 from ckptkit.storage.local import LocalStore
-from tests.checkpoint import jobs
+from tests.checkpoint import jobs, states
 from tests.ranks import on_ranks
 
 
@@ -66,8 +66,7 @@ def save(url: Path, layout: str = "1d") -> Any:
     job = jobs.make(layout)
     jobs.seed(1, 0)
     job.train(1)
-    with CheckpointManager(url, state_dict_type="local") as manager:
-        manager.save(1, job.state())
+    states.save(url, job.state(), state_dict_type="local")
     return {k: v.to_local().detach().numpy() for k, v in job.model.state_dict().items() if hasattr(v, "to_local")}
 
 
@@ -139,8 +138,7 @@ def test_a_dtype_that_safetensors_lacks_is_refused_with_advice(tmp_path: Path) -
 
 
 def _save_sharded(url: Path) -> None:
-    with CheckpointManager(url, state_dict_type="LOCAL") as manager:
-        manager.save(1, TrainState(model=fully_shard(torch.nn.Linear(4, 4))))
+    states.save(url, TrainState(model=fully_shard(torch.nn.Linear(4, 4))), state_dict_type="LOCAL")
 
 
 def _load_whole(url: Path) -> str:
@@ -175,8 +173,7 @@ def test_of_plain_tensors_that_all_ranks_write_the_manifest_lists_the_lowest_ran
     model.register_buffer(
         f"own{rank}", torch.ones(3)
     )  # the ranks' plain tensors differ, so each rank writes all of its
-    with CheckpointManager(tmp_path, state_dict_type="local") as manager:
-        manager.save(1, TrainState(model=model, rng=False))
+    states.save(tmp_path, TrainState(model=model, rng=False), state_dict_type="local")
     if rank == 0:
         step = tmp_path / "step_00000001"
         tensors = open_catalog(LocalStore(str(step))).tensors

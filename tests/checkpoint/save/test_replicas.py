@@ -22,6 +22,7 @@ from ckptkit.checkpoint.save.replicas import _sampled, _summary, own_copies
 from ckptkit.errors import CkptkitError, CorruptCheckpointError
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.storage.open import open_store
+from tests.checkpoint import states
 from tests.ranks import on_ranks
 
 LARGE = 600_000  # elements: replicas of over 1 MiB are written in pieces, by several ranks
@@ -148,8 +149,7 @@ def test_an_export_says_that_it_has_one_copy(ranks: Any, tmp_path: Path, kind: s
 def save_equal(url: Path) -> None:
     model, optimizer = made()
     fill(model, optimizer, 3.0)
-    with CheckpointManager(url) as manager:
-        manager.save(1, state_of(model, optimizer))
+    states.save(url, state_of(model, optimizer))
 
 
 @on_ranks(2)
@@ -322,8 +322,7 @@ def test_differing_extra_tensors_are_saved_from_rank_0_with_a_warning(ranks: Any
 @on_ranks(2)
 def test_plain_torch_loads_the_copy_of_the_lowest_rank(tmp_path: Path) -> None:
     model, optimizer = made(1.0)
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, state_of(model, optimizer))
+    states.save(tmp_path, state_of(model, optimizer))
     target = {"model": made()[0].state_dict()}
     dcp.load(target, checkpoint_id=f"{tmp_path}/step_00000001")
     assert target["model"]["norm.running_mean"].unique().tolist() == [1.0]
