@@ -88,9 +88,9 @@ def first(metadata: Any, name: str = "col") -> tuple[Any, Any]:
     return next((k, v) for k, v in metadata.storage_data.items() if k.fqn == name)
 
 
-def test_metadata_rewritten_unchanged_are_accepted(zoo: Path, tmp_path: Path) -> None:
+def test_metadata_rewritten_in_another_order_are_accepted(zoo: Path, tmp_path: Path) -> None:
     folder = copied("dcp_dtensor_2d/ckpt", tmp_path)
-    changed(lambda m: None)(folder)
+    changed(lambda m: setattr(m, "storage_data", dict(reversed(m.storage_data.items()))))(folder)
     store = LocalStore(folder)
     weights = contents(store, open_catalog(store).by_role(Role.MODEL))
     assert weights == contents_of_file(zoo / "dcp_dtensor_2d/EXPECTED.safetensors")
@@ -181,6 +181,37 @@ def zstd_bomb(folder: Path) -> None:
     changed(lengthen)(folder)
 
 
+def swap(items: dict[Any, Any], key: Any, value: Any) -> None:
+    items[key] = value
+
+
+def tensor(m: Any) -> Any:
+    return m.state_dict_metadata["col"]
+
+
+UNUSUAL: dict[str, Callable[[Any], Any]] = {
+    "a key that is not text": lambda m: swap(m.state_dict_metadata, 7, tensor(m)),
+    "an entry that is neither": lambda m: swap(m.state_dict_metadata, "x", torch.Size([1])),
+    "a shape that is a list": lambda m: setattr(tensor(m), "size", [4]),
+    "a shape of bools": lambda m: setattr(tensor(m), "size", (True, True)),
+    "a size below zero": lambda m: setattr(tensor(m), "size", (-1, 4)),
+    "a huge size": lambda m: setattr(tensor(m), "size", (1 << 80, 4)),
+    "chunks that are a tuple": lambda m: setattr(tensor(m), "chunks", ()),
+    "a chunk that is something else": lambda m: swap(tensor(m).chunks, 0, first(m)[1]),
+    "an offset of another length": lambda m: setattr(tensor(m).chunks[0], "offsets", (0, 0, 0, 0, 0)),
+    "an offset that has no place": lambda m: setattr(tensor(m).chunks[0], "offsets", (1 << 40, 1 << 40)),
+    "an offset of text": lambda m: setattr(tensor(m).chunks[0], "offsets", ("0", "0")),
+    "no offsets": lambda m: delattr(tensor(m).chunks[0], "offsets"),
+    "no properties": lambda m: setattr(tensor(m), "properties", None),
+    "a place of another tensor": lambda m: swap(m.storage_data, dataclasses.replace(first(m)[0], fqn="other"),
+                                                m.storage_data.pop(first(m)[0])),
+    "a place without offset": lambda m: swap(m.storage_data, dataclasses.replace(first(m)[0], offset=None),
+                                             m.storage_data.pop(first(m)[0])),
+    "a place that is something else": lambda m: swap(m.storage_data, first(m)[0], 5),
+    "a length that is a float": lambda m: setattr(first(m)[1], "length", 2.0),
+    "a huge length": lambda m: setattr(first(m)[1], "length", 1 << 62),
+    "an unknown transform": lambda m: setattr(first(m)[1], "transform_descriptors", ["gzip"]),
+}  # fmt: skip
 OUTSIDE = "outside the checkpoint"
 FAULTS: list[tuple[str, Damage, type[CkptkitError], str]] = [
     ("a place is missing", changed(drop_place), IncompleteCheckpointError,
@@ -211,6 +242,7 @@ FAULTS: list[tuple[str, Damage, type[CkptkitError], str]] = [
      IncompleteCheckpointError, r"only \.metadata\.tmp is there"),
     ("empty metadata", written(".metadata", b""), IncompleteCheckpointError, "is empty"),
     ("an empty directory", without("*"), CheckpointNotFoundError, "not a DCP checkpoint"),
+    *((fault, changed(edit), CkptkitError, r"\.metadata") for fault, edit in UNUSUAL.items()),
 ]  # fmt: skip
 OTHER_FAULTS: list[tuple[str, Damage, type[CkptkitError], str]] = [
     ("dcp_no_collectives_w2", without("__0.metadata"), IncompleteCheckpointError, "__0.metadata is missing"),

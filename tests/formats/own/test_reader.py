@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from torch import nn
 import ckptkit
 from ckptkit import CheckpointManager, StateDictType, TrainState, convert, open_checkpoint, reshard
 from ckptkit.catalog.entry import Role
-from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError, IntegrityError
 from ckptkit.formats.own.manifest import Manifest
 from ckptkit.formats.own.reader import open_catalog, open_manifest
 from ckptkit.formats.own.record import CommitRecord, FileRecord
 from ckptkit.storage.local import LocalStore
 from tests.formats.own.test_manifest import catalog
+from tests.offline.folders import flip
 
 OBJECTS = {"format": 1, "objects": {"step": 12, "optimizer": {"param_groups": []}, "rng.0": {"$tuple": [1, 2]}}}
 
@@ -167,3 +169,16 @@ def test_opening_needs_no_torch(tmp_path):
         "open_catalog(open_store(sys.argv[1])); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("name", ["manifest.safetensors", "objects.json"])
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [(Path.unlink, IncompleteCheckpointError), (lambda file: os.truncate(file, 100), IncompleteCheckpointError),
+     (flip, IntegrityError)],
+)  # fmt: skip
+def test_an_error_names_a_damaged_file(tmp_path, name, damage, error):
+    store = commit(tmp_path)
+    damage(tmp_path / name)
+    with pytest.raises(error, match=name):
+        open_catalog(store)

@@ -79,15 +79,6 @@ def test_a_nan_in_bfloat16_has_the_bits_of_c10():
     assert set(ours[nan].tolist()) == {0x7FC0}
 
 
-def test_warnings_of_numpy_are_suppressed(recwarn):
-    both("float32", "float16")
-    assert not recwarn.list
-
-
-def test_the_same_dtype_needs_no_cast():
-    assert not is_cast("int64", "int64")
-
-
 @pytest.mark.parametrize("pair", [("int64", "float32"), ("float32", "float8_e4m3fn"), ("bool", "bfloat16")])
 def test_only_plain_floats_are_cast(pair):
     with pytest.raises(UnsupportedFormatError, match="only floats"):

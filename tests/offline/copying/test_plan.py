@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import safetensors
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,12 +20,11 @@ from ckptkit.catalog.targets import Target
 from ckptkit.digests import crc32, crc32_combine
 from ckptkit.errors import UnsupportedFormatError, UsageError
 from ckptkit.formats.checks import RecordTable
-from ckptkit.formats.hf.header import TensorToWrite, encode_header, lay_out, shard_names, split_into_shards
+from ckptkit.formats.hf.header import TensorToWrite, encode_header, lay_out, split_into_shards
 from ckptkit.keymaps.named import resolve_key_map
 from ckptkit.offline.copying.coverage import check_plan
 from ckptkit.offline.copying.plan import ComputedTensor, OutputFile, Placement, Plan, share_out
 from ckptkit.offline.export.files import hf_files, in_disk_order
-from ckptkit.offline.resharding.mesh import Cut, TargetMesh
 from ckptkit.offline.resharding.rank_files import dcp_files
 
 STORABLE = [d.name for d in DTYPES.values() if d.safetensors and d.kind != "float8"]
@@ -83,33 +81,12 @@ def test_shards_hold_all_tensors_in_order_and_respect_the_size_limit(sizes, limi
     assert all(len(shard) == 1 or sum(sizes[i] for i in shard) <= limit for shard in shards)
 
 
-def test_shards_are_numbered_as_on_the_hub():
-    assert shard_names(1) == ["model.safetensors"]
-    assert shard_names(2) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-
-
 def test_tensors_are_planned_in_disk_order():
     catalog = catalog_of("a", "b", "c")
     assert [t.name for t in in_disk_order(catalog, targets_of(catalog))] == ["c", "b", "a"]
 
 
 # --- by rank
-
-
-@given(st.lists(st.integers(0, 9), max_size=3), st.integers(1, 6))
-def test_chunks_equal_the_shards_of_fsdp2(shape, world_size):
-    shape = tuple(shape)
-    boxes = TargetMesh(shard=world_size).boxes(shape, Cut(0 if shape else None))
-    found = {
-        (int(rank), Box(tuple(o.tolist()), tuple(s.tolist())))
-        for rank, o, s in zip(boxes.ranks, boxes.offsets, boxes.sizes, strict=True)
-    }
-    if not shape or 0 in shape:
-        assert found == {(0, Box.whole(shape))}
-    else:
-        chunks = enumerate(torch.arange(shape[0]).chunk(world_size))
-        inner = shape[1:]
-        assert found == {(rank, Box((int(c[0]), *(0 for _ in inner)), (len(c), *inner))) for rank, c in chunks}
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (5, 3), (0, 3)])

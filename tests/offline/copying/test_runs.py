@@ -153,14 +153,6 @@ def test_every_row_shard_gets_a_digest_and_every_byte_is_read_once(tmp_path, all
     assert sum(read) == report.nbytes_read == len(NAMES) * 60 * 5 * 4
 
 
-def test_row_shards_are_planned_together(tmp_path: Path) -> None:
-    made = make_source(tmp_path / "in", {name: ("float32", (60, 5), rows(60, 4)) for name in NAMES})
-    builder = runs._WorkBuilder(made.catalog, check=True, digests=True)
-    assert builder.add_rows(placed(made, rows(60, 7), list(range(7)), 7).placements) == []
-    halves = placed(made, [Box((0, 0), (60, 3)), Box((0, 3), (60, 2))], [0, 1], 2).placements
-    assert builder.add_rows(halves) == list(halves)
-
-
 def test_every_column_shard_gets_a_digest(tmp_path: Path, all_runs: None) -> None:
     made = make_source(tmp_path / "in", {name: ("float32", (60, 6), [Box((0, 0), (60, 6))]) for name in NAMES})
     halves = [Box((0, 0), (60, 3)), Box((0, 3), (60, 3))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import pytest
 
@@ -32,26 +31,6 @@ def test_a_full_file_system_is_an_error_that_says_to_free_space(tmp_path):
                     sink.write(0, [(start, bytes(NBYTES))])
         finally:
             sink.close()
-
-
-def test_one_thread_at_a_time_writes_to_a_file(tmp_path, monkeypatch):
-    sink, real, inside, most = made_sink(tmp_path, nbytes=8 << 10), os.pwritev, [0], [0]
-
-    def slow(*args):
-        inside[0] += 1
-        most[0] = max(most[0], inside[0])
-        time.sleep(0.02)
-        inside[0] -= 1
-        return real(*args)
-
-    monkeypatch.setattr(os, "pwritev", slow)
-    threads = [threading.Thread(target=sink.write, args=(0, [(at << 10, bytes(1 << 10))])) for at in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    sink.close()
-    assert most == [1]
 
 
 def test_threads_that_write_short_pieces_side_by_side_keep_each_others_bytes(tmp_path):
