@@ -8,6 +8,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.formats.interop_cases import same
+
 LAYOUTS = {
     "plain@1": (1, (1,), ()),
     "shard0@2": (2, (2,), ((Shard(0),),)),
@@ -78,12 +80,4 @@ def differences(found: Any, expected: Any, path: str = "") -> list[str]:
         return [d for i, value in enumerate(expected) for d in differences(found[i], value, f"{path}.{i}")]
     if isinstance(expected, DTensor):
         return differences(found.to_local(), expected.to_local(), path)
-    if isinstance(expected, torch.Tensor):
-        same = found.shape == expected.shape and found.dtype == expected.dtype and _bytes(found) == _bytes(expected)
-        return [] if same else [path]
-    return [] if type(found) is type(expected) and found == expected else [f"{path}: {found!r}"]
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return [] if same(found, expected) else [f"{path}: {found!r}"]

@@ -141,21 +141,6 @@ def test_an_optimizer_file_next_to_the_weights_is_not_a_second_checkpoint(tmp_pa
     assert "/step_10/policy/weights" in open_source(str(tmp_path / "step_10")).url
 
 
-def test_opening_a_directory_of_lightning_files_opens_the_newest(tmp_path, zoo):
-    full = next((zoo / "lightning_trainer_full").glob("*.ckpt"))
-    shutil.copy(full, tmp_path / "epoch=0-step=3.ckpt")
-    shutil.copy(full, tmp_path / "epoch=0-step=12.ckpt")
-    assert open_source(str(tmp_path)).url.endswith("step=12.ckpt")
-
-
-@pytest.mark.parametrize(
-    "name", ["hf_ref_llama_tied/model.safetensors", "torchsave_pytorch_model_bin/pytorch_model.bin"]
-)
-def test_a_single_file_is_opened(zoo, name):
-    source = open_source(str(zoo / name))
-    assert "model.norm.weight" in source.catalog.by_role(Role.MODEL)
-
-
 def test_opening_one_file_opens_the_whole_checkpoint(zoo):
     source = open_source(str(zoo / "lightrft_mp_optim_w2" / "global_step7" / ".metadata"))
     assert source.url.endswith("global_step7") and source.catalog.info.step == 7
@@ -167,11 +152,6 @@ def test_a_link_that_the_user_names_is_followed_and_a_slash_at_the_end_changes_n
     (tmp_path / "link").symlink_to(tmp_path / "step-3")
     assert open_source(str(tmp_path / "link")).catalog.tensors
     assert open_source(f"{tmp_path}/step-3/").catalog.info.step == 3
-
-
-def test_weights_with_a_known_name_are_chosen_before_other_files(tmp_path, zoo):
-    shutil.copytree(zoo / "torchsave_pytorch_model_bin", tmp_path / "x")
-    assert identify(open_store(str(tmp_path / "x"))) == "torch"
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,10 @@ def verl(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "world", "tied", "dtype"),
     [
-        ("1d", 1, False, torch.float32),
-        ("1d", 2, True, torch.bfloat16),
-        ("1d", 3, False, torch.float32),
-        ("1d", 4, True, torch.float32),
-        ("hsdp", 4, True, torch.float32),
-        ("tp", 4, False, torch.float32),
+        ("1d", 1, False, torch.float32), ("1d", 2, True, torch.bfloat16), ("1d", 3, False, torch.float32),
+        ("1d", 4, True, torch.float32), ("hsdp", 4, True, torch.float32), ("tp", 4, False, torch.float32),
     ],
-)
+)  # fmt: skip
 def test_verl_files_give_every_weight_and_moment(verl, tmp_path, kind, world, tied, dtype):
     expected = verl(kind, world, tied=tied, dtype=dtype, trained=kind != "tp")
     if kind == "tp":

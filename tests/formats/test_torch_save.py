@@ -54,18 +54,15 @@ WRAPPERS: dict[str, Any] = {
     "model_state_dict": lambda w: {"model_state_dict": w},
     "nested": lambda w: {"app": {"model": w}},
     "of its own": lambda w: {"generator": w, "epoch": 3},
+    "of two models": lambda w: {"generator": w, "critic": w},
 }
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_weights_are_found_below_any_wrapper(tmp_path: Path, wrapper: str) -> None:
     catalog = open_catalog(save(tmp_path, WRAPPERS[wrapper](weights())))
-    assert catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
-
-
-def test_two_models_keep_their_whole_names(tmp_path: Path) -> None:
-    catalog = open_catalog(save(tmp_path, {"generator": weights(), "critic": weights()}))
-    assert {"generator.a.weight", "critic.a.weight"} <= catalog.by_role(Role.MODEL).keys()
+    fronts = ("generator.", "critic.") if wrapper == "of two models" else ("",)
+    assert catalog.by_role(Role.MODEL).keys() == {f"{front}{name}" for front in fronts for name in weights()}
 
 
 def test_a_second_copy_of_the_weights_is_not_a_model(tmp_path: Path) -> None:
@@ -89,10 +86,8 @@ def test_optimizer_states_with_names_are_assigned_to_parameters(tmp_path: Path, 
 
 def test_optimizer_states_with_numbers_have_no_parameter(tmp_path: Path) -> None:
     catalog = open_catalog(save(tmp_path, {"optimizer": adam([0, 1]), "model": weights()}))
-    assert {(e.fqn, e.state) for e in catalog.tensors.values() if e.role is Role.OPTIMIZER} == {
-        ("", "step"),
-        ("", "exp_avg"),
-    }
+    found = {(e.fqn, e.state) for e in catalog.tensors.values() if e.role is Role.OPTIMIZER}
+    assert found == {("", "step"), ("", "exp_avg")}
 
 
 def test_optimizer_states_with_numbers_use_the_names_of_their_group(tmp_path: Path) -> None:
@@ -179,10 +174,6 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_shards_are_joined_by_their_index(shards: Path) -> None:
-    assert open_catalog(LocalStore(shards)).by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
-
-
 def listing(**weight_map: Any) -> Damage:
     names = {name.replace("__", "."): file for name, file in weight_map.items()}
     return written(INDEX, json.dumps({"weight_map": names}))
@@ -206,7 +197,8 @@ def test_a_damaged_index_is_refused_by_name(shards: Path, fault: str, damage: Da
         open_catalog(LocalStore(shards))
 
 
-def test_without_an_index_all_numbered_files_are_read_and_a_missing_one_is_named(shards: Path) -> None:
+def test_shards_are_joined_with_and_without_an_index_and_a_missing_one_is_named(shards: Path) -> None:
+    assert open_catalog(LocalStore(shards)).by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
     (shards / INDEX).unlink()
     assert open_source(str(shards)).catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
     (shards / SHARD.format(1)).unlink()

@@ -32,14 +32,14 @@ def _options(case: dict[str, Any]) -> ReadOptions:
     return ReadOptions(layout=str(layout) if layout.exists() else None)
 
 
-def _url(case: dict[str, Any]) -> str:
+def url_of(case: dict[str, Any]) -> str:
     return str(ZOO / case["name"] / case["input"])
 
 
 @pytest.mark.parametrize("name", OK)
 def test_the_weights_are_bit_exact_and_all_else_can_be_read(name):
     case = CASES[name]
-    source = open_source(_url(case), options=_options(case))
+    source = open_source(url_of(case), options=_options(case))
     found = contents(source.store, source.catalog.by_role(Role.MODEL))
     expected = contents_of_file(ZOO / name / (case["expected"] or "model.safetensors"))
     assert {fqn: found[fqn] for fqn in set(found) - NOT_EXPECTED.get(name, set())} == expected
@@ -66,7 +66,7 @@ def test_the_error_for_a_broken_or_hostile_checkpoint_names_file_and_fault(name,
     monkeypatch.chdir(tmp_path)
     error, text = REFUSED[name]
     with pytest.raises(error, match=text):
-        open_source(_url(CASES[name]))
+        open_source(url_of(CASES[name]))
     assert not list(tmp_path.iterdir())  # no code ran
 
 
@@ -90,7 +90,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_format_is_detected(name):
-    assert identify(open_store(_url(CASES[name]))) == FORMATS[name]
+    assert identify(open_store(url_of(CASES[name]))) == FORMATS[name]
 
 
 OPTIMIZERS = [
@@ -104,7 +104,7 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_moments_have_the_shape_of_their_parameter(name):
-    catalog = open_source(_url(CASES[name])).catalog
+    catalog = open_source(url_of(CASES[name])).catalog
     model = catalog.by_role(Role.MODEL)
     states = catalog.by_role(Role.OPTIMIZER).values()
     for state in ("exp_avg", "exp_avg_sq"):
@@ -154,5 +154,5 @@ def test_opening_needs_no_torch():
         "for url in json.loads(sys.argv[1]): open_source(url)\n"
         "assert not {'torch', 'safetensors', 'deepspeed', 'lightning'} & set(sys.modules)\n"
     )
-    urls = [_url(CASES[name]) for name in OK if "fsdp1_local" not in name]
+    urls = [url_of(CASES[name]) for name in OK if "fsdp1_local" not in name]
     subprocess.run([sys.executable, "-c", code, json.dumps(urls)], check=True, timeout=120)

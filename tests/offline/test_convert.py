@@ -36,17 +36,17 @@ from ckptkit.offline.publish import options_of_both
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from tests.cli.commands import run
+from tests.formats.test_zoo import CASES, url_of
 from tests.offline.exports import assert_same, read_model, same_tensor, write_model
 from tests.offline.folders import UNEVEN, ZOO, names
 from tests.ranks import on_ranks
 
-CASES = {case["name"]: case for case in json.loads((ZOO / "MANIFEST.json").read_text())}
 SOURCE = str(UNEVEN / "ckpt")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def source_of(name: str) -> str:
-    return str(ZOO / name / CASES[name]["input"])
+    return url_of(CASES[name])
 
 
 def assert_expected(got: dict[str, torch.Tensor], *files: Path) -> None:

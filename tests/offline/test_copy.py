@@ -42,16 +42,10 @@ from tests.cli.commands import document, ran
 from tests.offline.folders import copied, flip, largest, tree
 
 FOREIGN = [
-    "dcp_fsdp2_uneven_w4/ckpt",
-    "dcp_zstd_w2/ckpt",
-    "hf_ref_llama_tied",
-    "deepspeed_zero2_bf16_w2",
-    "verl_fsdp2_w2",
-    "lightning_real_mp_w2",
-    "accelerate_fsdp2_sharded_llama_tied_w2",
-    "torchsave_pytorch_model_bin",
+    "dcp_fsdp2_uneven_w4/ckpt", "dcp_zstd_w2/ckpt", "hf_ref_llama_tied", "deepspeed_zero2_bf16_w2", "verl_fsdp2_w2",
+    "lightning_real_mp_w2", "accelerate_fsdp2_sharded_llama_tied_w2", "torchsave_pytorch_model_bin",
     "megatron_torch_dist_emulated",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

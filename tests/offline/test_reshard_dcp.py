@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import math
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +17,14 @@ from ckptkit.formats.dcp.torch_api import DCPReader
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
-from tests.offline.exports import same_tensor
+from tests.formats.interop_cases import same
 from tests.offline.folders import flip
 
 SOURCES = (
-    "dcp_appstate_w2",
-    "dcp_dtensor_2d",
-    "dcp_fsdp2_uneven_w4",
-    "dcp_hsdp_2x2",
-    "dcp_threads2_w2",
-    "dcp_torchtitan_like_w2",
-    "dcp_zstd_w2",
-    "fsdp1_dcp_sharded_nomesh_w2",
-    "lightning_real_mp_w2",
-    "lightning_trainer_fsdp_w2",
-    "megatron_torch_dist_emulated",
-    "torchtitan_llama3_names_w2",
-)
+    "dcp_appstate_w2", "dcp_dtensor_2d", "dcp_fsdp2_uneven_w4", "dcp_hsdp_2x2", "dcp_threads2_w2",
+    "dcp_torchtitan_like_w2", "dcp_zstd_w2", "fsdp1_dcp_sharded_nomesh_w2", "lightning_real_mp_w2",
+    "lightning_trainer_fsdp_w2", "megatron_torch_dist_emulated", "torchtitan_llama3_names_w2",
+)  # fmt: skip
 
 
 def _plain(url: str) -> dict[str, Any]:
@@ -49,21 +38,9 @@ def _plain(url: str) -> dict[str, Any]:
     return state
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and same_tensor(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, io.BytesIO):
-        return isinstance(b, io.BytesIO) and a.getvalue() == b.getvalue()
-    return type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)))
-
-
 def _all_equal(source: str, made: str) -> None:
     a, b = _plain(source), _plain(made)
-    assert a and {key for key in a if key not in b or not _same(a[key], b[key])} == set()
+    assert a and {key for key in a if key not in b or not same(a[key], b[key])} == set()
     paths = [dcp.FileSystemReader(url).read_metadata().planner_data for url in (source, made)]
     assert {key: paths[0][key] for key in a} == {key: paths[1][key] for key in a}
 
@@ -92,7 +69,7 @@ def test_torch_loads_a_result_whose_source_had_two_directories(zoo: Path, tmp_pa
     found = _plain(made)
     for part in BESIDE[name]:
         wanted = _plain(f"{source}/{part}".rstrip("/"))
-        assert {key for key in wanted if key not in found or not _same(wanted[key], found[key])} == set()
+        assert {key for key in wanted if key not in found or not same(wanted[key], found[key])} == set()
 
 
 def _state(seed: int) -> dict[str, Any]:
@@ -120,7 +97,7 @@ def test_a_nested_state_keeps_its_values(tmp_path: Path, mesh: str | None) -> No
     for reader in (dcp.FileSystemReader(made), DCPReader(made)):
         state = _state(0)
         dcp.load(state, storage_reader=reader, no_dist=True)
-        assert _same(state, _state(1))
+        assert same(state, _state(1))
 
 
 def test_the_step_comes_from_the_checkpoint_or_its_name_or_is_reported_unknown(tmp_path: Path) -> None:
@@ -159,7 +136,7 @@ def test_a_job_continues_from_a_state_with_custom_names(tmp_path: Path) -> None:
     assert report is not None and report.step == 9
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
     assert other.param_groups[0]["lr"] == 0.25
-    assert _same(list(other.state.values()), list(optimizer.state.values()))
+    assert same(list(other.state.values()), list(optimizer.state.values()))
 
 
 def test_a_flipped_bit_in_a_value_is_found_before_the_commit(tmp_path: Path) -> None:

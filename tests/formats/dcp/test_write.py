@@ -330,6 +330,28 @@ def test_a_write_reports_the_bytes_of_each_phase(tmp_path):
     assert all(4 << 20 <= nbytes < 5 << 20 for _, _, nbytes in written.phases)
 
 
+@on_ranks(2)
+def test_all_ranks_notice_a_change_on_one_rank(tmp_path):
+    """Between two saves only rank 1 gets another private key and another shared one: no rank may hang."""
+    rank, plan = dist.get_rank(), None
+    for i in range(4):
+        made: dict[str, Any] = {"all": torch.arange(10.0) + i, f"own.{rank}": torch.full((2,), float(i))}
+        if rank == 1 and i >= 1:
+            made["own.1"] = torch.full((3,), float(i))
+        if rank == 1 and i == 2:
+            made["new"] = torch.full((4,), float(i))
+        plan = plan_sharded(made, rank=rank, world_size=2, previous=plan, private=[f"own.{rank}"])
+        plan = plan.settle(all_gather(plan.signature), all_gather)
+        store = LocalStore(f"{tmp_path}/{i}")
+        parts = gather(plan.write(store, sync=False).part)
+        if parts is not None:
+            write_index(parts, store, sync=False)
+        dist.barrier()
+        target = {name: torch.zeros_like(value) for name, value in made.items()}
+        read_alone(f"{tmp_path}/{i}", target)
+        assert differences(target, made) == []
+
+
 @on_ranks(4)
 def test_names_are_sent_by_only_one_rank(tmp_path):
     made = {f"layers.{i}.weight": torch.zeros(4, 4) for i in range(500)}

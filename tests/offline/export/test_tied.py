@@ -30,11 +30,30 @@ def export(path: Path, config: dict[str, Any] | None, *, head: float | None = 0.
     return planned(write_model(path, tensors, config and {"model_type": "llama", **config}), **options)
 
 
-def test_an_equal_head_of_a_tied_config_is_written_once(tmp_path: Path) -> None:
-    found = export(tmp_path, TIED)
-    assert found.names == {EMBED, NORM}
-    assert found.export.leftovers == ((HEAD, f"tied: the same bytes as {EMBED!r}"),)
-    assert found.json()["tie_word_embeddings"] is True
+TEXT = {"text_config": {**TIED, "hidden_size": 3}}
+UNTIED_TEXT = {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False, "hidden_size": 3}}
+
+
+@pytest.mark.parametrize(
+    ("config", "head", "options", "kept", "settings"),
+    [
+        (TIED, 0.0, {}, False, TIED),
+        (TIED, None, {}, False, TIED),
+        ({"tie_word_embeddings": False}, 0.0, {}, True, {"tie_word_embeddings": False}),
+        ({"vocab_size": 4}, 0.0, {}, True, {"vocab_size": 4}),
+        ({"vocab_size": 4}, 1.0, {}, True, {"vocab_size": 4, "tie_word_embeddings": False}),
+        (TEXT, 1.0, {"untie": True}, True, UNTIED_TEXT),
+    ],
+)
+def test_a_head_is_written_unless_it_is_equal_and_the_config_ties_it(tmp_path, config, head, options, kept, settings):
+    found = export(tmp_path, config, head=head, **options)
+    assert found.names == ({EMBED, HEAD, NORM} if kept else {EMBED, NORM})
+    assert settings.items() <= found.json().items()
+
+
+def test_an_equal_head_of_a_tied_config_is_left_over(tmp_path: Path) -> None:
+    assert export(tmp_path, TIED).export.leftovers == ((HEAD, f"tied: the same bytes as {EMBED!r}"),)
+    assert export(tmp_path / "untied", None).names == {EMBED, HEAD, NORM}
 
 
 def test_a_head_that_differs_in_one_element_is_an_error(tmp_path: Path) -> None:
@@ -42,30 +61,8 @@ def test_a_head_that_differs_in_one_element_is_an_error(tmp_path: Path) -> None:
         export(tmp_path, TIED, head=1.0)
 
 
-def test_untie_keeps_both_and_corrects_the_config_of_the_text_model_too(tmp_path: Path) -> None:
-    found = export(tmp_path, {"text_config": {**TIED, "hidden_size": 3}}, head=1.0, untie=True)
-    assert found.names == {EMBED, HEAD, NORM}
-    assert found.json()["tie_word_embeddings"] is False
-    assert found.json()["text_config"] == {"tie_word_embeddings": False, "hidden_size": 3}
-
-
-@pytest.mark.parametrize("config", [{"tie_word_embeddings": False}, {"vocab_size": 4}, None])
-def test_an_equal_head_stays_unless_the_config_ties_it(tmp_path: Path, config: dict[str, Any] | None) -> None:
-    assert export(tmp_path, config).names == {EMBED, HEAD, NORM}
-
-
 def test_an_untied_config_needs_no_note(tmp_path: Path) -> None:
     assert export(tmp_path, {"tie_word_embeddings": False}).export.notes == ()
-
-
-def test_a_missing_head_under_a_tied_config_is_fine(tmp_path: Path) -> None:
-    assert export(tmp_path, TIED, head=None).names == {EMBED, NORM}
-
-
-def test_without_a_tie_setting_a_different_head_sets_the_config(tmp_path: Path) -> None:
-    found = export(tmp_path, {"vocab_size": 4}, head=1.0)
-    assert HEAD in found.names
-    assert found.json()["tie_word_embeddings"] is False
 
 
 def test_heads_of_another_dtype_are_not_equal(tmp_path: Path) -> None:
