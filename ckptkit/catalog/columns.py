@@ -37,6 +37,18 @@ def first_of_equal(table: Int64) -> Int64 | None:
     return None if new.all() else np.sort(order[new])
 
 
+def distinct_boxes(offsets: Int64, sizes: Int64) -> Int64:
+    """Return the indices of distinct, non-empty boxes, ascending. Includes only the first of several equal ones."""
+    rows = np.flatnonzero((sizes != 0).all(axis=1))
+    if sizes.shape[1] == 0 or len(rows) < 2:
+        return rows[:1]
+    offsets = offsets[rows]
+    if (offsets[1:, 0] > offsets[:-1, 0]).all():  # the common case: split along dimension 0, in order
+        return rows
+    first = first_of_equal(np.concatenate([offsets, sizes[rows]], axis=1))
+    return rows if first is None else rows[first]
+
+
 def _weights(count: int) -> UInt64:
     """Return an odd pseudo-random 64-bit factor for each column (splitmix64)."""
     result = []
@@ -46,6 +58,15 @@ def _weights(count: int) -> UInt64:
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
         result.append((z ^ (z >> 31)) | 1)
     return np.array(result, np.uint64)
+
+
+def products(values: npt.NDArray[Any], widths: Int64) -> npt.NDArray[Any]:
+    """Return the product of each row's numbers. `values` has all rows' numbers; `widths` how many each row has."""
+    found, begins = np.ones(len(widths), values.dtype), np.cumsum(widths) - widths
+    for width in distinct(widths).tolist():
+        rows = np.flatnonzero(widths == width)
+        found[rows] = np.prod(values[begins[rows][:, None] + np.arange(width)], axis=1)
+    return found
 
 
 def row_major(sizes: Int64) -> Int64:

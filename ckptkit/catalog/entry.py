@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box, row_major_strides
-from ckptkit.catalog.columns import first_of_equal, overlapping, tiles_exactly
+from ckptkit.catalog.columns import distinct_boxes, overlapping, tiles_exactly
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.digests import proves_equality
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
@@ -250,15 +250,7 @@ class SliceArray(Sequence[TensorSlice]):
 
     def distinct(self) -> Int64:
         """Return the rows with distinct, non-empty boxes, ascending. Includes only the first of several replicas."""
-        rows = np.flatnonzero((self.sizes != 0).all(axis=1))
-        if self.sizes.shape[1] == 0 or len(rows) < 2:
-            return rows[:1]
-        offsets = self.offsets[rows]
-        if (offsets[1:, 0] > offsets[:-1, 0]).all():  # the common case: split along dimension 0, in order
-            return rows
-        boxes = np.concatenate([offsets, self.sizes[rows]], axis=1)
-        first = first_of_equal(boxes)
-        return rows if first is None else rows[first]
+        return distinct_boxes(self.offsets, self.sizes)
 
     @staticmethod
     def whole(paths: tuple[str], start: int, nbytes: int, shape: tuple[int, ...]) -> SliceArray:
@@ -400,22 +392,8 @@ class TensorEntry:
             CorruptCheckpointError: A slice is outside the shape, or two slices overlap partially.
             IncompleteCheckpointError: Elements are missing.
         """
-        if self._cut_in_rows():
-            return
-        rows = self.slices.distinct()
-        offsets, sizes = self.slices.offsets[rows], self.slices.sizes[rows]
-        shape = np.asarray(self.shape, np.int64)
-        if ((offsets < 0) | (sizes < 0) | (sizes > shape) | (offsets > shape - sizes)).any():
-            raise CorruptCheckpointError(f"tensor {self.name!r}: a slice is outside its shape {list(self.shape)}.")
-        # Use Python's integers where 64 bits could overflow, because the shape may be malicious.
-        exact = np.int64 if self.numel * max(1, len(rows)) < 2**63 else object
-        covered = int(np.prod(sizes.astype(exact), axis=1).sum()) if len(rows) else 0
-        if covered > self.numel or (covered == self.numel and not self._tiled(offsets, sizes)):
-            raise CorruptCheckpointError(f"tensor {self.name!r}: two of its slices overlap, but are not equal.")
-        if covered != self.numel:
-            raise IncompleteCheckpointError(
-                f"tensor {self.name!r} of shape {list(self.shape)}: its slices have {covered} of {self.numel} elements."
-            )
+        if not self._cut_in_rows():
+            check_boxes(self.name, self.shape, self.slices.offsets, self.slices.sizes)
 
     def _cut_in_rows(self) -> bool:
         """Return whether the slices split the tensor along dimension 0, in order.
@@ -433,15 +411,32 @@ class TensorEntry:
             row += sizes[0]
         return bool(row == self.shape[0])
 
-    def _tiled(self, offsets: Int64, sizes: Int64) -> bool:
-        """Return whether no two of these slices overlap. Together they must have as many elements as the tensor."""
-        if len(sizes) <= _FEW_SLICES or self.numel == 0:
-            return not overlapping(offsets, sizes)
-        if len(sizes) << len(self.shape) > _MOST_CORNERS:
+
+def check_boxes(name: str, shape: tuple[int, ...], offsets: Int64, sizes: Int64) -> None:
+    """Check that these slices of a tensor, [n, ndim], cover it: see `TensorEntry.check_coverage`."""
+    rows = distinct_boxes(offsets, sizes)
+    offsets, sizes, numel, whole = offsets[rows], sizes[rows], math.prod(shape), np.asarray(shape, np.int64)
+    if ((offsets < 0) | (sizes < 0) | (sizes > whole) | (offsets > whole - sizes)).any():
+        raise CorruptCheckpointError(f"tensor {name!r}: a slice is outside its shape {list(shape)}.")
+    # Use Python's integers where 64 bits could overflow, because the shape may be malicious.
+    exact = np.int64 if numel * max(1, len(rows)) < 2**63 else object
+    covered = int(np.prod(sizes.astype(exact), axis=1).sum()) if len(rows) else 0
+    overlaps = covered > numel
+    if covered == numel:
+        if len(rows) <= _FEW_SLICES or numel == 0:
+            overlaps = overlapping(offsets, sizes)
+        elif len(rows) << len(shape) > _MOST_CORNERS:
             raise CorruptCheckpointError(
-                f"tensor {self.name!r}: {len(sizes)} slices in {len(self.shape)} dimensions; no job writes so many."
+                f"tensor {name!r}: {len(rows)} slices in {len(shape)} dimensions; no job writes so many."
             )
-        return tiles_exactly(offsets, sizes, np.asarray(self.shape, np.int64))
+        else:
+            overlaps = not tiles_exactly(offsets, sizes, whole)
+    if overlaps:
+        raise CorruptCheckpointError(f"tensor {name!r}: two of its slices overlap, but are not equal.")
+    if covered != numel:
+        raise IncompleteCheckpointError(
+            f"tensor {name!r} of shape {list(shape)}: its slices have {covered} of {numel} elements."
+        )
 
 
 def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.columns import first_of_equal
+from ckptkit.catalog.columns import first_of_equal, products
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, SliceArray, TensorEntry
+from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, check_boxes
 from ckptkit.catalog.tiles import are_rows
 from ckptkit.digests import DIGEST, hex_digest_of, new_hasher, signature_of
 from ckptkit.errors import CorruptCheckpointError, SaveError
@@ -382,10 +382,8 @@ class SaveIndex:
         for key, rows, offsets, sizes in self.entries():
             if key.name not in self._unproved:
                 continue
-            zeros = np.zeros(len(offsets), np.int64)
-            array = SliceArray(["?"], zeros.astype(np.int32), zeros, zeros, offsets, sizes)
             try:
-                TensorEntry(key.name, key.dtype, key.shape, array).check_coverage()
+                check_boxes(key.name, key.shape, offsets, sizes)
             except CorruptCheckpointError as error:
                 raise SaveError(
                     f"{error} The slices were written by ranks {self._ranks[rows].tolist()}, with the placements "
@@ -470,13 +468,7 @@ class SaveIndex:
     def _nbytes(self) -> Int64:
         """Return each slice's size in bytes."""
         itemsizes = np.array([dtype_of(key.dtype).itemsize for key in self._keys.values()], np.int64)
-        if not len(self._tensor):
-            return np.zeros(0, np.int64)
-        found, rows = itemsizes[self._tensor], self._widths[self._tensor]
-        first = np.cumsum(rows) - rows
-        for dim in range(int(rows.max())):
-            deep = rows > dim
-            found[deep] *= self._sizes[first[deep] + dim]
+        found: Int64 = itemsizes[self._tensor] * products(self._sizes, self._widths[self._tensor])
         return found
 
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.columns import distinct
+from ckptkit.catalog.columns import products
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Codec, Role, SliceArray
 from ckptkit.digests import CRC
@@ -90,12 +90,7 @@ class TensorColumns:
 
     def numels(self) -> npt.NDArray[np.float64]:
         """Return [n]: each slice's number of elements. They are floats so that a hostile size can't overflow."""
-        result = np.ones(len(self.files), np.float64)
-        widths, begins = self.ndims[self.owners], self.elements()
-        for ndim in distinct(widths).tolist():
-            rows = np.flatnonzero(widths == ndim)
-            result[rows] = np.prod(self.sizes[begins[rows][:, None] + np.arange(ndim)].astype(np.float64), axis=1)
-        return result
+        return products(self.sizes.astype(np.float64), self.ndims[self.owners])
 
     def take(self, keep: npt.NDArray[np.bool_]) -> TensorColumns:
         """Return the columns of the slices that the mask `keep` selects."""
@@ -140,48 +135,28 @@ class LocatedSlices(SliceArray):
     Boxes, files and ranks are known from the start. The attributes are views into columns that all tensors share.
     """
 
-    __slots__ = ("batch", "hi", "items", "lo", "tensor")
+    __slots__ = ("batch", "items", "rows", "tensor")
 
-    def __init__(self, items: Items, tensor: int) -> None:
+    def __init__(self, items: Items, tensor: int, batch: _Batch | None = None) -> None:
         self.items = items
         self.paths = items.paths
         self.tensor = tensor
-        self.lo: int = int(items.columns.bounds[tensor])
-        self.hi: int = int(items.columns.bounds[tensor + 1])
-        self.batch: _Batch | None = None
+        self.batch = batch
+        columns = items.columns
+        first, stop = columns.bounds.item(tensor), columns.bounds.item(tensor + 1)
+        self.rows = slice(first, stop)
+        self.files, self.ranks = columns.files[self.rows], items.ranks[self.rows]
+        box = slice(items.elements.item(first), items.elements.item(stop))
+        shape = (stop - first, len(columns.shapes[tensor]))
+        self.offsets, self.sizes = columns.offsets[box].reshape(shape), columns.sizes[box].reshape(shape)
 
     def __len__(self) -> int:
-        return self.hi - self.lo
-
-    @property
-    def name(self) -> str:
-        return self.items.columns.names[self.tensor]
+        return len(self.files)
 
     def under(self, paths: Sequence[str]) -> LocatedSlices:
-        moved = LocatedSlices(self.items, self.tensor)
-        moved.batch, moved.paths = self.batch, paths
+        moved = LocatedSlices(self.items, self.tensor, self.batch)
+        moved.paths = paths
         return moved
-
-    @property
-    def files(self) -> Int32:  # type: ignore[override]
-        return self.items.columns.files[self.lo : self.hi]
-
-    @property
-    def ranks(self) -> Int32:  # type: ignore[override]
-        return self.items.ranks[self.lo : self.hi]
-
-    @property
-    def offsets(self) -> Int64:  # type: ignore[override]
-        return self._box(self.items.columns.offsets)
-
-    @property
-    def sizes(self) -> Int64:  # type: ignore[override]
-        return self._box(self.items.columns.sizes)
-
-    def _box(self, table: Int64) -> Int64:
-        items, ndim = self.items, len(self.items.columns.shapes[self.tensor])
-        first = int(items.elements[self.lo])
-        return table[first : first + (self.hi - self.lo) * ndim].reshape(self.hi - self.lo, ndim)
 
     @property
     def opaque(self) -> str:  # type: ignore[override]
@@ -190,25 +165,25 @@ class LocatedSlices(SliceArray):
         return self.items.opaque.get(self.tensor, "")
 
     def records(self) -> list[tuple[str, int, int]]:
-        columns, rows = self.items.columns, slice(self.lo, self.hi)
-        files = [self.paths[file] for file in self.files]
-        return list(zip(files, columns.starts[rows].tolist(), columns.lengths[rows].tolist(), strict=True))
+        columns, files = self.items.columns, [self.paths[file] for file in self.files]
+        return list(zip(files, columns.starts[self.rows].tolist(), columns.lengths[self.rows].tolist(), strict=True))
 
     def _located(self) -> Items:
         if self.opaque:
+            name = self.items.columns.names[self.tensor]
             raise UnsupportedFormatError(
-                f"tensor {self.name!r:.80} {self.opaque}, which ckptkit cannot read. Load it with torch's "
+                f"tensor {name!r:.80} {self.opaque}, which ckptkit cannot read. Load it with torch's "
                 "FileSystemReader in a job that imports its class, and save a plain tensor (resolve_conj, resolve_neg)."
             )
         return self.items
 
     @property
     def starts(self) -> Int64:  # type: ignore[override]
-        return self._located().starts[self.lo : self.hi]
+        return self._located().starts[self.rows]
 
     @property
     def nbytes(self) -> Int64:  # type: ignore[override]
-        return self._located().nbytes[self.lo : self.hi]
+        return self._located().nbytes[self.rows]
 
     @property
     def strides(self) -> Mapping[int, tuple[int, ...]]:  # type: ignore[override]
@@ -235,8 +210,7 @@ class LocatedSlices(SliceArray):
         return self._digest_column(self._located().digest_nbytes)
 
     def _digest_column(self, column: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-        all_have = self.hi > self.lo and bool(self.items.checked[self.lo : self.hi].all())
-        return column[self.lo : self.hi] if all_have else None
+        return column[self.rows] if len(self) and self.items.checked[self.rows].all() else None
 
 
 def find_opaque(slices: LocatedSlices) -> bool:

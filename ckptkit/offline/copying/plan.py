@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
+from ckptkit.catalog.columns import products
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Target
@@ -144,20 +145,14 @@ class Placement:
         if all(isinstance(item, _WholePlacement) for item in placements):
             columns = np.array([item.only() for item in placements], np.int64).reshape(-1, 3).T
             return columns[0], columns[1], columns[2]
-        if not placements:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
         counts = [len(item) for item in placements]
-        nbytes = np.zeros(sum(counts), np.int64)
-        ndims = np.repeat([len(item.tensor.shape) for item in placements], counts)
-        for ndim in sorted({len(item.tensor.shape) for item in placements}):  # group by ndim: one by one takes seconds
-            alike = [item for item in placements if len(item.tensor.shape) == ndim]
-            itemsizes = [dtype_of(item.tensor.dtype).itemsize for item in alike]
-            sizes = np.concatenate([item.sizes for item in alike])
-            nbytes[ndims == ndim] = np.prod(sizes, axis=1) * np.repeat(itemsizes, [len(item) for item in alike])
+        # One product for all placements: one by one takes seconds.
+        widths = np.repeat([len(item.tensor.shape) for item in placements], counts)
+        numels = products(np.concatenate([item.sizes.reshape(-1) for item in placements]), widths)
         return (
             np.concatenate([item.files for item in placements]).astype(np.int64),
             np.concatenate([item.starts for item in placements]),
-            nbytes,
+            numels * np.repeat([dtype_of(item.tensor.dtype).itemsize for item in placements], counts),
         )
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
