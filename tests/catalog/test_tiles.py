@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.catalog import tiles
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.columns import first_of_equal, is_dense, row_major
 from ckptkit.catalog.entry import SliceArray, TensorEntry, TensorSlice
@@ -48,6 +49,24 @@ def test_pieces_fill_each_box_once_from_the_right_bytes(case):
         expected = np.full(shape, -1)
         expected[index(box)] = whole[index(box)]
         assert (got == expected).all()
+
+
+@given(cases)
+def test_the_interval_search_finds_the_same_pieces_as_comparing_all_pairs(case):
+    shape, parts, wanted = case
+    if not shape:
+        return
+    starts, sizes = columns(parts, len(shape))
+    lo, extent = columns(wanted, len(shape))
+    split = tiles._splitting_dim(starts, starts + sizes)
+    if split is None:
+        return
+    boxes, rows = tiles._by_intervals(*split, lo[:, split[0]], (lo + extent)[:, split[0]])
+    candidates = set(zip(boxes.tolist(), rows.tolist(), strict=True))
+    overlapping = {
+        (i, j) for i, box in enumerate(wanted) for j, part in enumerate(parts) if box.intersect(part) is not None
+    }
+    assert overlapping <= candidates
 
 
 def test_the_first_of_several_replicas_is_used():

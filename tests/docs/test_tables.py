@@ -144,11 +144,6 @@ def test_the_messages_of_the_troubleshooting_page_exist_in_the_package() -> None
     assert not {part for part in wanted if not any(part in text for text in said)}
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
-def test_each_example_is_in_the_table_of_examples(script: str) -> None:
-    assert f"[`{script}`]({script})" in text_of("examples/README.md")
-
-
 def test_each_measured_figure_of_the_readme_is_in_a_benchmarks_page() -> None:
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*/README.md"))
     text = text_of("README.md")

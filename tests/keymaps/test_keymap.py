@@ -296,19 +296,21 @@ def test_any_chain_of_operations_equals_numpy(data: Any) -> None:
 # --- wrappers and prefixes
 
 
-def test_wrapper_infixes_are_removed_everywhere() -> None:
-    name = "_orig_mod.model.layers.0._checkpoint_wrapped_module._fsdp_wrapped_module.mlp._orig_mod.w"
-    assert strip_infixes([name]) == {name: "model.layers.0.mlp.w"}
+WRAPPED = "_orig_mod.model.layers.0._checkpoint_wrapped_module._fsdp_wrapped_module.mlp._orig_mod.w"
 
 
-def test_an_infix_inside_a_longer_word_is_kept() -> None:
-    assert strip_infixes(["my_orig_mod.w"]) == {"my_orig_mod.w": "my_orig_mod.w"}
-
-
-def test_the_prefix_module_is_removed_only_if_every_name_has_it() -> None:
-    assert strip_infixes(["module.a", "module.module.b"]) == {"module.a": "a", "module.module.b": "module.b"}
-    assert strip_infixes(["_forward_module.a", "_forward_module.module.b"])["_forward_module.a"] == "a"  # Lightning's
-    assert strip_infixes(["module.a", "head.b"]) == {"module.a": "module.a", "head.b": "head.b"}
+@pytest.mark.parametrize(
+    "names",
+    [
+        {WRAPPED: "model.layers.0.mlp.w"},
+        {"my_orig_mod.w": "my_orig_mod.w"},  # inside a longer word
+        {"module.a": "a", "module.module.b": "module.b"},
+        {"_forward_module.a": "a", "_forward_module.module.b": "module.b"},  # Lightning's
+        {"module.a": "module.a", "head.b": "head.b"},  # not the prefix of every name
+    ],
+)
+def test_wrapper_infixes_and_a_common_module_prefix_are_removed(names: dict[str, str]) -> None:
+    assert strip_infixes(list(names)) == names
 
 
 def test_infixes_that_make_names_collide_are_refused() -> None:

@@ -30,11 +30,6 @@ def _run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         # Without a browser the pages are still parsed (test_pictures.py); CI installs one.
         assert not os.environ.get("CKPTKIT_REQUIRE_BROWSER"), "CI must have chromium: apt-get install chromium"
         pytest.skip("no chromium here: apt-get install chromium")
-    options = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--window-size=1280,900",
-        f"--user-data-dir={tmp_path}/p",
-    ]
-    return subprocess.run([CHROMIUM, *options, *arguments], capture_output=True, text=True, check=True, timeout=90)
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,900"]
+    arguments = (*options, f"--user-data-dir={tmp_path}/p", *arguments)
+    return subprocess.run([CHROMIUM, *arguments], capture_output=True, text=True, check=True, timeout=90)

@@ -121,14 +121,17 @@ def test_a_page_prints_on_paper(pages: dict[str, Path], tmp_path: Path) -> None:
     assert len(pdf) > 20_000  # a blank page has 1 kB
 
 
-def test_a_hostile_name_is_escaped(pages: dict[str, Path]) -> None:
-    assert "&lt;script&gt;" in pages["one"].read_text(encoding="utf-8")
-
-
-def test_a_page_of_a_large_checkpoint_draws_only_the_largest_tensors_and_says_so(pages: dict[str, Path]) -> None:
-    page = pages["many"].read_text(encoding="utf-8")
-    assert "The 300 largest of 2000 tensors are drawn." in page
-    assert len(page) < 1_000_000
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("one", "&lt;script&gt;"),  # the hostile name
+        ("two", "scalar tensors are hidden"),
+        ("many", "The 300 largest of 2000 tensors are drawn."),
+    ],
+)
+def test_a_page_escapes_names_and_says_what_it_does_not_draw(pages: dict[str, Path], name: str, said: str) -> None:
+    page = pages[name].read_text(encoding="utf-8")
+    assert said in page and len(page) < 1_000_000
 
 
 def entry(name: str, rows: int, ranks: tuple[int, ...] = (0, 1), state: str = "") -> TensorEntry:
@@ -173,10 +176,6 @@ def test_the_maps_of_the_optimizer_are_behind_one_click() -> None:
     panels = shard_maps([entry("a.w", 8), *(entry("a.w", 8, state=state) for state in states)])
     assert [bool(panel.behind) for panel in panels] == [False, False, True]
     assert list(bars(panels[-1].picture)) == ["a.w · exp_avg, exp_avg_sq"]
-
-
-def test_scalar_tensors_have_no_bar(pages: dict[str, Path]) -> None:
-    assert "scalar tensors are hidden" in pages["two"].read_text(encoding="utf-8")
 
 
 def test_step_counters_are_not_drawn_and_other_moments_open_with_a_click() -> None:

@@ -68,9 +68,12 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "x.pt"
 
 
-def test_an_archive_rezipped_by_python_is_read(saved: Path) -> None:
-    saved.write_bytes(rezip(lambda n, d: [(n, d)])(saved.read_bytes()))
-    assert read_archive(LocalStore(saved.parent), "x.pt")["w"].shape == (6,)
+def test_an_archive_that_is_rewritten_unchanged_is_read(saved: Path) -> None:
+    raw = saved.read_bytes()
+    at = raw.index(b"PK\x01\x02")
+    for same in (rezip(lambda n, d: [(n, d)])(raw), patched(raw, b"PK\x01\x02", 16, raw[at + 16 : at + 20])):
+        saved.write_bytes(same)
+        assert read_archive(LocalStore(saved.parent), "x.pt")["w"].shape == (6,)
 
 
 class _View:
@@ -193,13 +196,6 @@ def test_a_false_zip_directory_is_refused(saved: Path, fault: str) -> None:
     saved.write_bytes(patched(saved.read_bytes(), *ZIP_FAULTS[fault]))
     with pytest.raises(CorruptCheckpointError, match=r"x\.pt: "):
         read_archive(LocalStore(saved.parent), "x.pt")
-
-
-def test_a_zip_directory_rewritten_unchanged_is_accepted(saved: Path) -> None:
-    raw = saved.read_bytes()
-    at = raw.index(b"PK\x01\x02")
-    saved.write_bytes(patched(raw, b"PK\x01\x02", 16, raw[at + 16 : at + 20]))
-    assert read_archive(LocalStore(saved.parent), "x.pt")["w"].shape == (6,)
 
 
 def test_storages_that_overlap_are_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,6 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry, TensorSlice
 from ckptkit.catalog.targets import Target
-from ckptkit.digests import crc32, crc32_combine
 from ckptkit.errors import UnsupportedFormatError, UsageError
 from ckptkit.formats.checks import RecordTable
 from ckptkit.formats.hf.header import TensorToWrite, encode_header, lay_out, split_into_shards
@@ -154,19 +152,6 @@ def test_files_are_divided_evenly_and_the_last_goes_to_the_first_rank():
     loads = [sum(f.nbytes for f, rank in zip(files, owners, strict=False) if rank == r) for r in (0, 1)]
     assert max(loads) - min(loads) <= 4  # the last file
     assert owners[-1] == 0
-
-
-# --- digests
-
-
-@given(st.binary(max_size=300), st.binary(max_size=300))
-def test_the_crc_of_two_pieces_is_combined_from_both(first, second):
-    assert crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
-
-
-@given(st.binary(), st.binary())
-def test_the_fast_crc_equals_that_of_zlib(first, second):
-    assert crc32(second, crc32(first)) == zlib.crc32(first + second)
 
 
 def test_a_record_is_found_only_by_its_exact_range():
