@@ -81,7 +81,7 @@ class Format:
     path: str = ""
 
     def open(self, store: Store, options: ReadOptions) -> Catalog:
-        """Read the checkpoint at the store's root. Every error is a CkptkitError."""
+        """Read the checkpoint at the store's root. A malformed file raises a CkptkitError."""
         one_file = {"path": self.path} if self.path else {}
         try:
             catalog: Catalog = reader(self.reader).open_catalog(store, options=options, **one_file)
