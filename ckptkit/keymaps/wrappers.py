@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from ckptkit.errors import CheckpointMismatchError
+from ckptkit.errors import CheckpointMismatchError, UsageError
 
 # Name components that torch.compile, activation checkpointing and FSDP1 insert anywhere in a name.
 _INFIXES = re.compile(r"(?:^|(?<=\.))(?:(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.)+")
@@ -38,7 +38,8 @@ def strip_prefix(names: Iterable[str], prefix: str) -> dict[str, str]:
     """Map the names that start with `prefix` and a "." to the rest of the name.
 
     Raises:
-        CheckpointMismatchError: No name has the prefix, or two names would become equal.
+        CheckpointMismatchError: Two names would become equal.
+        UsageError: No name has the prefix.
     """
     listed = list(names)
     if not prefix:
@@ -47,7 +48,7 @@ def strip_prefix(names: Iterable[str], prefix: str) -> dict[str, str]:
     found = {name: name.removeprefix(dotted) for name in listed if name.startswith(dotted) and name != dotted}
     if not found:
         shown = ", ".join(repr(name) for name in listed[:3]) or "nothing"
-        raise CheckpointMismatchError(f"no tensor's name starts with {dotted!r}; the names are like {shown}.")
+        raise UsageError(f"no tensor's name starts with {dotted!r}; the names are like {shown}.")
     _refuse_collisions(found, f"the prefix {dotted!r} is stripped")
     return found
 

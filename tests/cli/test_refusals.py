@@ -29,6 +29,8 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
     "an adapter config is JSON": (2, "convert a b --adapter-config {here}/broken.json", "json is not valid JSON"),
     "an adapter config is an object": (2, "convert a b --adapter-config {here}/list.json", "JSON object"),
     "an unknown tensor tells how to list names": (2, "inspect {dcp} --tensors nothing*", "--tensors '*'"),
+    "a glob that selects nothing": (2, "convert {dcp} out --include nothing*", "after --include 'nothing*'."),
+    "a prefix that selects nothing": (2, "convert {dcp} out --strip-prefix net", "starts with 'net.'"),
     "a page of a reshard needs --html": (2, "inspect {root} --after {root}/100", "--html"),
     "a storage option is a pair": (2, "ls {root} --storage-option key", "--storage-option takes KEY=VALUE"),
     "a source's storage option is a pair": (2, "copy {root} out --src-storage-option =1", "--src-storage-option takes"),

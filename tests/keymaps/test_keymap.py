@@ -323,5 +323,5 @@ def test_strip_prefix_keeps_only_names_with_the_prefix() -> None:
 
 
 def test_a_prefix_that_no_name_has_is_refused_with_an_example() -> None:
-    with pytest.raises(CheckpointMismatchError, match=r"starts with 'actor\.'; the names are like 'net\.a'"):
+    with pytest.raises(UsageError, match=r"starts with 'actor\.'; the names are like 'net\.a'"):
         strip_prefix(["net.a"], "actor.")

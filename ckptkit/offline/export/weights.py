@@ -135,9 +135,11 @@ def select_targets(
         found.notes += [f"{option} {glob!r} matches no tensor" for glob in idle]
     _refuse_opaque(catalog, found, options, in_parts=in_parts)
     if not found.targets:
+        given = [*(f"--include {x!r}" for x in options.include), *(f"--exclude {x!r}" for x in options.exclude)]
+        given += [f"--strip-prefix {options.strip_prefix!r}"] if options.strip_prefix else []
+        after = f" after {' and '.join(given)}" if given else ""
         raise UsageError(
-            "nothing to export: --include, --exclude and --strip-prefix leave none of "
-            f"{counted(len(chosen.entries), f'{chosen.weights} tensor')}."
+            f"nothing to export: of {counted(len(chosen.entries), f'{chosen.weights} tensor')}, none is left{after}."
         )
     return found
 
