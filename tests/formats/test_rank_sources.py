@@ -86,15 +86,9 @@ def test_missing_optimizer_files_are_noted_and_the_weights_stay_readable(verl, t
 
 
 PLACED = {
-    "rows": ((7, 3), (0, None)),
-    "columns": ((3, 8), (None, 1)),
-    "tiles": ((5, 7), (0, 1)),
-    "twice": ((9, 2), (0, 0)),
-    "few": ((1, 4), (0, 0)),
-    "deep": ((2, 3, 5), (1, 2)),
-    "same": ((4,), (None, None)),
-    "scalar": ((), (None, None)),
-}
+    "rows": ((7, 3), (0, None)), "columns": ((3, 8), (None, 1)), "tiles": ((5, 7), (0, 1)), "twice": ((9, 2), (0, 0)),
+    "few": ((1, 4), (0, 0)), "deep": ((2, 3, 5), (1, 2)), "same": ((4,), (None, None)), "scalar": ((), (None, None)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 4), (4, 1)])

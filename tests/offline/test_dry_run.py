@@ -19,12 +19,9 @@ from tests.cli.commands import ran
 from tests.offline.folders import UNEVEN, copied, largest
 
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "hf": (convert, {"to": "hf"}),
-    "torch": (convert, {"to": "torch"}),
-    "dcp": (convert, {"to": "dcp"}),
-    "local": (convert, {"to": "local"}),
-    "reshard": (reshard, {"world_size": 2}),
-}
+    "hf": (convert, {"to": "hf"}), "torch": (convert, {"to": "torch"}), "dcp": (convert, {"to": "dcp"}),
+    "local": (convert, {"to": "local"}), "reshard": (reshard, {"world_size": 2}),
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -31,14 +31,10 @@ from tests.offline.exports import assert_same, converted, read_model, write_mode
 from tests.offline.folders import flip
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-    "matrix": ((300, 257), torch.bfloat16),
-    "cube": ((40, 7, 3), torch.float32),
-    "scalar": ((), torch.float32),
-    "empty": ((0, 4), torch.float32),
-    "long": ((70_001,), torch.float16),
-    "double": ((9,), torch.float64),
+    "matrix": ((300, 257), torch.bfloat16), "cube": ((40, 7, 3), torch.float32), "scalar": ((), torch.float32),
+    "empty": ((0, 4), torch.float32), "long": ((70_001,), torch.float16), "double": ((9,), torch.float64),
     "count": ((2,), torch.int64),
-}
+}  # fmt: skip
 WEIGHTS = (0.2, 0.3, 0.5)
 
 

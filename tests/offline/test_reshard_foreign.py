@@ -22,20 +22,12 @@ from tests.test_package import modules_after
 
 # Each with whether it stores the state of a torch scheduler.
 SOURCES = {
-    "deepspeed_zero1_odd_sizes_w3": False,
-    "deepspeed_zero2_bf16_w2": False,
-    "deepspeed_zero3_bf16_tied_w2": False,
-    "accelerate_fsdp2_sharded_llama_tied_w2": False,
-    "accelerate_fsdp2_nodcp_llama_untied_w2": False,
-    "hf_trainer_fsdp2_sharded_w2": True,
-    "lightning_trainer_fsdp_w2": True,
-    "lightrft_naive_optim_w2": True,
-    "dcp_torchtitan_like_w2": True,
-    "dcp_appstate_w2": False,
-    "verl_fsdp2_w2": False,
-    "verl_fsdp1_nomesh_w2": False,
+    "deepspeed_zero1_odd_sizes_w3": False, "deepspeed_zero2_bf16_w2": False, "deepspeed_zero3_bf16_tied_w2": False,
+    "accelerate_fsdp2_sharded_llama_tied_w2": False, "accelerate_fsdp2_nodcp_llama_untied_w2": False,
+    "hf_trainer_fsdp2_sharded_w2": True, "lightning_trainer_fsdp_w2": True, "lightrft_naive_optim_w2": True,
+    "dcp_torchtitan_like_w2": True, "dcp_appstate_w2": False, "verl_fsdp2_w2": False, "verl_fsdp1_nomesh_w2": False,
     "fsdp1_dcp_sharded_nomesh_w2": False,
-}
+}  # fmt: skip
 TIED = {"lm_head.weight": "model.embed_tokens.weight", "head.weight": "embed.weight"}
 
 

@@ -115,14 +115,10 @@ def columns(name, count, shape, dtype="float32"):
 
 
 TENSORS = [
-    columns("x" * 300, 3, (7, 9)),
-    columns("model.weight", 20, (7, 9), "bfloat16"),
-    columns("step", 1, ()),
-    columns("wide", 2, (1 << 35,)),
-    columns("wide.many", 30, (1 << 35, 2)),
-    columns("nothing", 0, (0,)),
+    columns("x" * 300, 3, (7, 9)), columns("model.weight", 20, (7, 9), "bfloat16"), columns("step", 1, ()),
+    columns("wide", 2, (1 << 35,)), columns("wide.many", 30, (1 << 35, 2)), columns("nothing", 0, (0,)),
     columns("é\n", 1, (3,), "float8_e4m3fn"),
-]
+]  # fmt: skip
 
 
 def expected() -> Metadata:

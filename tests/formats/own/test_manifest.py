@@ -59,34 +59,20 @@ def catalog(**changes) -> Catalog:
         tensor("list.0.é", "float32", (4, 3), [part("x/y.bin", 1, (0, 0), (4, 3), strides=(1, 4))], Role.OTHER,
                key=("list", 0, "é")),
     ]  # fmt: skip
-    objects = {
-        "optimizer.param_groups.0.lr": ObjectEntry(
-            "optimizer.param_groups.0.lr",
-            "__0_0.distcp",
-            100,
-            200,
-            digest=Digest("xxh3_64", 5, 100, 200),
-            role=Role.OPTIMIZER,
-            key=("optimizer", "param_groups", 0, "lr"),
-        ),
-        "note": ObjectEntry("note", encoding="value", value={"a": [1, 2.5, None]}),
-    }
+    key, digest = ("optimizer", "param_groups", 0, "lr"), Digest("xxh3_64", 5, 100, 200)
+    objects = [
+        ObjectEntry(".".join(map(str, key)), "__0_0.distcp", 100, 200, digest=digest, role=Role.OPTIMIZER, key=key),
+        ObjectEntry("note", encoding="value", value={"a": [1, 2.5, None]}),
+    ]
+    extra = {
+        MESHES: [{"shape": [2], "names": ["dp"]}], PLACEMENTS: {"model.layers.0.weight": [0, ["S(0)"]]}, "more": 1
+    }  # fmt: skip
     info = CatalogInfo(
-        "ckptkit-sharded",
-        producer="ckptkit",
-        step=12,
-        world_size=2,
-        mesh=MeshInfo((2,), ("dp",)),
-        files={"__0_0.distcp": 9999, "__1_0.distcp": 8888, "x/y.bin": 77},
-        side_files=("config.json",),
-        notes=("a note",),
-        extra={
-            MESHES: [{"shape": [2], "names": ["dp"]}],
-            PLACEMENTS: {"model.layers.0.weight": [0, ["S(0)"]]},
-            "more": 1,
-        },
-    )
-    made = Catalog({t.name: t for t in tensors}, objects, info)
+        "ckptkit-sharded", producer="ckptkit", step=12, world_size=2, mesh=MeshInfo((2,), ("dp",)),
+        files={"__0_0.distcp": 9999, "__1_0.distcp": 8888, "x/y.bin": 77}, side_files=("config.json",),
+        notes=("a note",), extra=extra,
+    )  # fmt: skip
+    made = Catalog({t.name: t for t in tensors}, {o.name: o for o in objects}, info)
     return dataclasses.replace(made, **changes) if changes else made
 
 

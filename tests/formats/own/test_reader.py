@@ -28,13 +28,7 @@ OBJECTS = {"format": 1, "objects": {"step": 12, "optimizer": {"param_groups": []
 
 
 def commit(
-    root: Path,
-    *,
-    kind: str = "sharded",
-    data: str = "",
-    objects: object = OBJECTS,
-    listed: list[str] | None = None,
-    nbytes: int = 1 << 30,
+    root: Path, *, kind="sharded", data="", objects: object = OBJECTS, listed=None, nbytes=1 << 30
 ) -> LocalStore:
     """Return a committed checkpoint whose data files are not needed to open it."""
     place = root / data
@@ -45,20 +39,13 @@ def commit(
     for name, content in contents.items():
         (place / name).write_bytes(content)
     files = {name: FileRecord(len(c), xxhash.xxh3_64_hexdigest(c)) for name, c in contents.items()}
-    files.update(
-        dict.fromkeys(Manifest.of(catalog()).paths if listed is None else listed, FileRecord(nbytes, "0" * 16))
-    )
+    paths = Manifest.of(catalog()).paths if listed is None else listed
+    files.update(dict.fromkeys(paths, FileRecord(nbytes, "0" * 16)))
     record = CommitRecord(
-        step=12,
-        save_id="0123456789abcdef",
-        data=data,
-        state_dict_type=kind,
-        world_size=2,
-        mesh={"shape": [2], "names": ["dp"]},
-        files=files,
-        manifest="manifest.safetensors",
+        step=12, save_id="0123456789abcdef", data=data, state_dict_type=kind, world_size=2,
+        mesh={"shape": [2], "names": ["dp"]}, files=files, manifest="manifest.safetensors",
         versions={"ckptkit": "0.1.0"},
-    )
+    )  # fmt: skip
     (root / "checkpoint.json").write_bytes(record.to_json())
     return LocalStore(root)
 

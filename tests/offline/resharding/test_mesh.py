@@ -92,13 +92,10 @@ def test_boxes_and_placements_equal_those_of_fsdp2(shape, style):
 @pytest.mark.parametrize(
     ("text", "sizes"),
     [
-        (None, (1, 8, 1)),
-        ("tp=2", (1, 4, 2)),
-        ("replicate=2,shard=2,tp=2", (2, 2, 2)),
-        ("dp_replicate=2,dp_shard=4", (2, 4, 1)),
-        ({"tp": 4}, (1, 2, 4)),
+        (None, (1, 8, 1)), ("tp=2", (1, 4, 2)), ("replicate=2,shard=2,tp=2", (2, 2, 2)),
+        ("dp_replicate=2,dp_shard=4", (2, 4, 1)), ({"tp": 4}, (1, 2, 4)),
     ],
-)
+)  # fmt: skip
 def test_ranks_not_named_in_a_mesh_become_shards(text: Any, sizes: tuple[int, int, int]) -> None:
     mesh = TargetMesh.parse(text, world_size=8)
     assert (mesh.replicate, mesh.shard, mesh.tp) == sizes
