@@ -30,56 +30,64 @@ def record(step: int, nbytes: int = 10, tag: str | None = None, created: float =
     )
 
 
-def kept(records: list[CommitRecord], protected: dict[str, str] | None = None, **policy: Any) -> list[int]:
-    return [d.step for d in decide(records, RetentionPolicy(**policy), protected=protected) if d.keep]
-
-
 RUN = [record(step) for step in (10, 20, 30, 40, 50)]
 
 
-def test_without_limits_nothing_is_deleted() -> None:
-    assert kept(RUN) == kept(RUN, keep_every=20) == kept(RUN, keep_best=("loss", "min")) == [10, 20, 30, 40, 50]
+SCORED = [record(1, loss=3.0), record(2, loss=1.0), record(3, loss=2.0), record(4), record(5, loss=math.nan)]
+SAME = [record(1, loss=1.0), record(2, loss=1.0), record(3)]
+GIB = [record(step, 2**30) for step in (1, 2)]
+NOON = 20_000 * 86_400 + 43_200  # a noon in UTC
+DAYS = [record(step, created=NOON + hours * 3600) for step, hours in enumerate((0, 11.9, 12.1, 60, 61, 62))]
 
 
-def test_max_num_keeps_the_newest() -> None:
-    assert kept(RUN, max_num=2) == [40, 50] and kept(RUN, max_num=1) == [50] and kept(RUN, max_num=9) == kept(RUN)
-
-
-def test_the_newest_is_the_last_of_the_run_not_the_highest_step() -> None:
-    assert kept([record(40), record(50), record(30)], max_num=1) == [30]
-
-
-def test_max_mem_deletes_the_oldest_until_the_total_fits() -> None:
-    assert kept(RUN, max_mem=30) == [30, 40, 50] and kept(RUN, max_mem=29) == [40, 50]
+@pytest.mark.parametrize(
+    ("run", "policy", "steps"),
+    [
+        (RUN, {}, [10, 20, 30, 40, 50]),
+        (RUN, {"keep_every": 20}, [10, 20, 30, 40, 50]),  # without limits, nothing is deleted
+        (RUN, {"keep_best": ("loss", "min")}, [10, 20, 30, 40, 50]),
+        (RUN, {"max_num": 2}, [40, 50]),
+        (RUN, {"max_num": 1}, [50]),
+        (RUN, {"max_num": 9}, [10, 20, 30, 40, 50]),
+        (RUN, {"max_num": 1, "keep_every": 20}, [20, 40, 50]),
+        (RUN, {"max_mem": 30}, [30, 40, 50]),
+        (RUN, {"max_mem": 29}, [40, 50]),
+        (GIB, {"max_mem": "2GiB"}, [1, 2]),
+        (GIB, {"max_mem": "2GB"}, [2]),
+        ([record(40), record(50), record(30)], {"max_num": 1}, [30]),  # the last of the run, not the highest step
+        ([], {"max_num": 1, "max_mem": 1}, []),
+        (DAYS, {"max_num": 1, "keep_daily": 1}, [5]),
+        (DAYS, {"max_num": 1, "keep_daily": 2}, [2, 5]),
+        (DAYS, {"max_num": 1, "keep_daily": 9}, [1, 2, 5]),
+        (DAYS, {"max_mem": 1, "keep_daily": 9}, [1, 2, 5]),
+        ([record(1), record(2), record(3, created=1e9)], {"max_num": 1, "keep_daily": 5}, [3]),  # no time, no day
+        (SCORED, {"max_num": 1, "keep_best": ("loss", "min")}, [2, 5]),
+        (SCORED, {"max_num": 1, "keep_best": ("loss", "max", 2)}, [1, 3, 5]),
+        (SCORED, {"max_mem": 1, "keep_best": ("loss", "min", 2)}, [2, 3, 5]),
+        (SAME, {"max_num": 1, "keep_best": ("loss", "min")}, [2, 3]),  # of equal ones, the newer
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_limits_delete_the_oldest_that_no_exemption_keeps(
+    run: list[CommitRecord], policy: dict[str, Any], steps: list[int]
+) -> None:
+    assert [d.step for d in decide(run, RetentionPolicy(**policy)) if d.keep] == steps
 
 
 def test_a_newest_checkpoint_above_max_mem_is_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ckptkit"):
-        assert kept(RUN, max_mem=5) == [50]
+        assert [d.step for d in decide(RUN, RetentionPolicy(max_mem=5)) if d.keep] == [50]
     assert "max_mem" in caplog.text and "step_00000050: the newest" in caplog.text
 
 
-def test_max_mem_accepts_decimal_and_binary_units() -> None:
-    gib = [record(step, 2**30) for step in (1, 2)]
-    assert kept(gib, max_mem="2GiB") == [1, 2] and kept(gib, max_mem="2GB") == [2]
-    assert RetentionPolicy(max_mem="1TB").max_mem == 10**12
-
-
-def test_multiples_of_keep_every_are_kept() -> None:
-    assert kept(RUN, max_num=1, keep_every=20) == [20, 40, 50]
-
-
-def test_keep_daily_keeps_the_newest_of_each_day() -> None:
-    noon = 20_000 * 86_400 + 43_200  # a noon in UTC
-    run = [record(step, created=noon + hours * 3600) for step, hours in enumerate((0, 11.9, 12.1, 60, 61, 62))]
-    assert kept(run, max_num=1, keep_daily=1) == [5]
-    assert kept(run, max_num=1, keep_daily=2) == [2, 5]
-    assert kept(run, max_num=1, keep_daily=9) == kept(run, max_mem=1, keep_daily=9) == [1, 2, 5]
-    assert decide(run, RetentionPolicy(max_num=1, keep_daily=9))[1].reason == "the newest of 2024-10-04 (keep_daily)"
-
-
-def test_a_checkpoint_without_a_time_belongs_to_no_day() -> None:
-    assert kept([record(1), record(2), record(3, created=1e9)], max_num=1, keep_daily=5) == [3]
+def test_every_decision_has_a_reason() -> None:
+    decisions = decide(RUN, RetentionPolicy(max_num=2, max_mem=15, keep_every=50))
+    assert [d.keep for d in decisions] == [False, False, False, False, True]
+    assert decisions[0].reason == "not among the 2 newest (max_num)"
+    assert decisions[3].reason == "20 B exceed 15 B (max_mem)"
+    assert decisions[4].reasons == ("the newest", "a multiple of 50 (keep_every)")
+    decisions = decide(DAYS, RetentionPolicy(max_num=1, keep_daily=9))
+    assert decisions[1].reason == "the newest of 2024-10-04 (keep_daily)"
 
 
 def test_given_limits_keep_the_recorded_exemptions() -> None:
@@ -90,6 +98,7 @@ def test_given_limits_keep_the_recorded_exemptions() -> None:
 
 def test_a_recorded_policy_is_read_back() -> None:
     policy = RetentionPolicy(max_mem="1GB", keep_best=("loss", "min"), keep_daily=7)
+    assert policy.max_mem == 10**9
     assert RetentionPolicy.recorded(json.loads(json.dumps(dataclasses.asdict(policy)))) == policy
 
 
@@ -98,32 +107,9 @@ def test_each_exemption_is_described_in_words() -> None:
     assert len(policy.exemptions) == sum(name.startswith("keep_") for name in RetentionPolicy.__slots__)
 
 
-def test_the_best_are_kept_whatever_the_limits() -> None:
-    run = [record(1, loss=3.0), record(2, loss=1.0), record(3, loss=2.0), record(4), record(5, loss=math.nan)]
-    assert kept(run, max_num=1, keep_best=("loss", "min")) == [2, 5]
-    assert kept(run, max_num=1, keep_best=("loss", "max", 2)) == [1, 3, 5]
-    assert kept(run, max_mem=1, keep_best=("loss", "min", 2)) == [2, 3, 5]
-
-
-def test_if_metrics_are_equal_the_newer_checkpoint_is_the_best() -> None:
-    assert kept([record(1, loss=1.0), record(2, loss=1.0), record(3)], max_num=1, keep_best=("loss", "min")) == [2, 3]
-
-
 def test_protected_checkpoints_are_kept_with_their_reason() -> None:
     decisions = decide(RUN, RetentionPolicy(max_num=1), protected={"step_00000010": "resumed from", "gone": "x"})
     assert [(d.step, d.reason) for d in decisions if d.keep] == [(10, "resumed from"), (50, "the newest")]
-
-
-def test_every_decision_has_a_reason() -> None:
-    decisions = decide(RUN, RetentionPolicy(max_num=2, max_mem=15, keep_every=50))
-    assert [d.keep for d in decisions] == [False, False, False, False, True]
-    assert decisions[0].reason == "not among the 2 newest (max_num)"
-    assert decisions[3].reason == "20 B exceed 15 B (max_mem)"
-    assert decisions[4].reasons == ("the newest", "a multiple of 50 (keep_every)")
-
-
-def test_deciding_about_an_empty_run_is_no_error() -> None:
-    assert decide([], RetentionPolicy(max_num=1, max_mem=1)) == []
 
 
 @pytest.mark.parametrize(
