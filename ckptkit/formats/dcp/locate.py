@@ -108,6 +108,7 @@ class Items:
 
     Attributes:
         columns: What `.metadata` says about the items.
+        firsts, boxes: Each tensor's first row, and where its numbers begin in `offsets` and `sizes`, as lists.
         starts, nbytes, digests, digest_starts, digest_nbytes: As in `SliceArray`, once located.
         checked: [n] whether the slice has a digest.
         strides, codecs: As in `SliceArray`, by tensor.
@@ -120,6 +121,8 @@ class Items:
         self.ranks: Int32 = np.array(ranks, np.int32)[columns.files]
         self.columns = columns
         self.elements = columns.elements()
+        self.firsts: list[int] = columns.bounds.tolist()
+        self.boxes: list[int] = self.elements[columns.bounds].tolist()
         count = len(columns.files)
         self.starts, self.nbytes, self.digest_starts, self.digest_nbytes = (np.zeros(count, np.int64) for _ in range(4))
         self.digests = np.zeros(count, np.uint64)
@@ -142,12 +145,10 @@ class LocatedSlices(SliceArray):
         self.paths = items.paths
         self.tensor = tensor
         self.batch = batch
-        columns = items.columns
-        first, stop = columns.bounds.item(tensor), columns.bounds.item(tensor + 1)
-        self.rows = slice(first, stop)
-        self.files, self.ranks = columns.files[self.rows], items.ranks[self.rows]
-        box = slice(items.elements.item(first), items.elements.item(stop))
-        shape = (stop - first, len(columns.shapes[tensor]))
+        columns, first, stop = items.columns, items.firsts[tensor], items.firsts[tensor + 1]
+        self.rows = rows = slice(first, stop)
+        self.files, self.ranks = columns.files[rows], items.ranks[rows]
+        box, shape = slice(*items.boxes[tensor : tensor + 2]), (stop - first, len(columns.shapes[tensor]))
         self.offsets, self.sizes = columns.offsets[box].reshape(shape), columns.sizes[box].reshape(shape)
 
     def __len__(self) -> int:
