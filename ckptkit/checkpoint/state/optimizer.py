@@ -317,7 +317,7 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
 def _changed(given: Any, optimizer: Any, parameters: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the (parameter or group, name) of each value in a state dict that differs from the optimizer's own.
 
-    Ignores values that the state dict omits: saving them is harmless.
+    Ignores values of the optimizer that the state dict omits, because saving them is harmless.
     """
     stepped = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
     names = {id(parameter): fqn for fqn, parameter in parameters.items()}

@@ -88,7 +88,7 @@ def unknown_type(kind: str) -> type[UnknownGlobal]:
 
 
 class Function(Stub):
-    """A function of ours that stands in for a function on the allow-list."""
+    """A harmless function that stands in for a function on the allow-list."""
 
     __slots__ = ("_call", "name")
 

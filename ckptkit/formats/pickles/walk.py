@@ -106,7 +106,7 @@ def load_prefix(
 
 
 def guarded(file: str, run: Callable[[], Any]) -> Any:
-    """Return run(). If a malformed pickle makes it fail, raise an error of ours that names `file`."""
+    """Return run(). If it fails because the pickle is malformed, raise a CkptkitError that names `file`."""
     try:
         return run()
     except CkptkitError as error:

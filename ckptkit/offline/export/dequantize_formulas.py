@@ -4,9 +4,9 @@ Each formula is a function (stored weight, inputs, first row) -> weight in the w
 only some rows, starting at `first`. Inputs are complete, except that scales with one row per row of the weight are
 sliced like the weight.
 
-All formulas share one mechanism, `_decoded`. A quantized element is a code, and belongs to a group that shares a scale.
-It has few possible values, so these are computed once for each group, and elements are looked up. This takes a third
-of the time of decoding, multiplying and rounding each element.
+All formulas share one mechanism, `_decoded`. A quantized element is a code of a few bits, and belongs to a group that
+shares a scale. The values of all possible codes are computed once for each group, and then each element is looked up.
+This takes a third of the time of decoding, multiplying and rounding each element.
 
 Nothing here imports torch, because torch alone takes more memory than a conversion.
 """
