@@ -12,7 +12,7 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO, TypeVar, cast
 
@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 StorageOptions = Mapping[str, Any] | None
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 PROGRESS_DELAY_S = 1.0  # shorter operations show no bar
-_LISTED = 5  # lines of a list that an error shows, unless --verbose
+_LISTED = 5  # lines of a list that are shown unless --verbose was given
 
 
 def command_frame(function: F) -> F:
@@ -35,7 +35,7 @@ def command_frame(function: F) -> F:
     output = grouped("Output")
 
     @output("-q", "--quiet", is_flag=True, help="Print results and errors only.")
-    @output("-v", "--verbose", is_flag=True, help="Print what is being done.")
+    @output("-v", "--verbose", is_flag=True, help="Print what is being done, and long lists in full.")
     @output("--debug", is_flag=True, help="Show a traceback when something fails.")
     @functools.wraps(function)
     def framed(*args: Any, quiet: bool, verbose: bool, debug: bool, **kwargs: Any) -> None:
@@ -65,7 +65,7 @@ def command_frame(function: F) -> F:
             if debug:
                 click.echo(printable(without_secrets(traceback.format_exc())), err=True, nl=False)
             text = _message(error)
-            _say((text if verbose or debug else _shortened(text)) + _older(error))
+            _say((text if debug else _shortened(text)) + _older(error))
             raise SystemExit(error.exit_code if isinstance(error, CkptkitError) else 1) from None
 
     return framed  # type: ignore[return-value]
@@ -121,17 +121,24 @@ class _Printable:
         return getattr(self._stream, name)
 
 
+def shortened(lines: Sequence[str], kinds: Sequence[str]) -> list[str]:
+    """Return the lines, at most five in a row of each kind unless --verbose was given. The kind "" has no limit."""
+    if click.get_current_context().meta.get("ckptkit.verbose"):
+        return list(lines)
+    shown: list[str] = []
+    for kind, group in itertools.groupby(zip(lines, kinds, strict=True), lambda pair: pair[1]):
+        found = [line for line, _ in group]
+        shown += found[:_LISTED] if kind else found
+        if kind and len(found) > _LISTED:
+            indent = "  " * found[0].startswith("  ")
+            shown.append(f"{indent}... and {len(found) - _LISTED} more of {len(found)}; --verbose lists them")
+    return shown
+
+
 def _shortened(text: str) -> str:
-    """Return the text with at most five lines of each list: indented lines in a row that begin with the same word."""
-    lines: list[str] = []
-    for word, group in itertools.groupby(
-        text.splitlines(), lambda line: line.startswith("  ") and line.split(" ", 3)[2]
-    ):
-        found = list(group)
-        lines += found[:_LISTED] if word else found
-        if word and len(found) > _LISTED:
-            lines.append(f"  ... and {len(found) - _LISTED} more of {len(found)}; --verbose lists them")
-    return "\n".join(lines)
+    """Shorten the lists in an error: indented lines in a row that begin with the same word."""
+    lines = text.splitlines()
+    return "\n".join(shortened(lines, [line.split(" ", 3)[2] if line.startswith("  ") else "" for line in lines]))
 
 
 def _say(text: str) -> None:

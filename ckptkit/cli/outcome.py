@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ckptkit.cli.frame import if_interrupted, is_quiet, json_option, print_json, progress_bar
+from ckptkit.cli.frame import if_interrupted, is_quiet, json_option, print_json, progress_bar, shortened
 from ckptkit.cli.options import Count, OneOf, grouped
 from ckptkit.units import format_size
 
@@ -65,13 +65,22 @@ def carry_out(function: Callable[..., ConvertReport], src: Any, dst: str, *, as_
     elif as_json:
         print_json({"schema": "ckptkit.convert/1", **report.to_json()})
     elif report.dry_run:
-        click.echo("\n".join(report.plan_lines()))
+        click.echo("\n".join(_plan_lines(report)))
     elif is_quiet():
         click.echo("\n".join([*(f"warning: {text}" for text in report.warnings), report.proof()]))
     else:
         click.echo("\n".join([*report.lines(), *filter(None, [report.serving])]))
     if report.faults:
         raise SystemExit(1)
+
+
+def _plan_lines(report: ConvertReport) -> list[str]:
+    lines, last = report.plan_lines(), len(report.plan.placements)
+    kinds = ["tensor" if 0 < i <= last else "" for i in range(len(lines))]
+    for i, line in enumerate(lines):
+        if line.startswith("would fail: "):  # such as "would fail: missing: NAME"
+            kinds[i] = ":".join(line.split(":")[:2])
+    return shortened(lines, kinds)
 
 
 def interrupted_words(dst: str, *, overwrite: bool) -> str:

@@ -81,6 +81,15 @@ def test_a_dry_run_that_would_fail_lists_why_and_exits_with_1(zoo: Path, tmp_pat
     assert "nothing was written" in said
 
 
+def test_a_dry_run_shows_five_tensors_and_five_faults_of_a_kind_unless_verbose(zoo: Path, tmp_path: Path) -> None:
+    words = ("convert", zoo / DCP, tmp_path / "out", "--base", zoo / "hf_ref_llama_untied", "--dry-run")
+    short, long = ran(*words, code=1), ran(*words, "--verbose", code=1)
+    for kind, many in (("  from __", 18), ("would fail: missing: ", 21), ("would fail: unexpected: ", 18)):
+        assert (short.count(kind), long.count(kind)) == (5, many)
+        assert f"\n... and {many - 5} more of {many}; --verbose lists them\n" in short
+    assert "--verbose" not in long
+
+
 def test_an_adapter_config_from_a_file_is_written_into_the_export(zoo: Path, tmp_path: Path) -> None:
     lora = {f"base_model.model.q.lora_{x}.weight": np.ones(s, np.float32) for x, s in (("A", (2, 8)), ("B", (8, 2)))}
     save_file(lora, tmp_path / "weights.safetensors")
