@@ -88,8 +88,9 @@ def main() -> None:
     parser.add_argument("--make", nargs="+", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.make and len(options.make) == 2:
-        make = make_verl if options.make[1].name == "actor" else make_dcp
-        make(*options.make, options.ranks)
+        model, folder = options.make
+        make = make_verl if folder.name == "actor" else make_dcp
+        make(model, folder, options.ranks)
         return
     if options.make:
         size = parse_size(options.size)

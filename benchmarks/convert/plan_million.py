@@ -127,7 +127,7 @@ def read(path: Path, to_ranks: int) -> None:
     catalog = Manifest.from_bytes(path.read_bytes()).catalog()
     lap("read the manifest")
     targets = [Target.of(entry) for entry in catalog.tensors.values()]
-    files, placements, last = hf_files(catalog, targets, max_shard_size=5 * 10**9)
+    files, placements, last = hf_files(catalog, targets, max_shard_size=5 * 10**9, metadata={})
     plan = Plan(catalog, tuple(files), tuple(placements), last)
     lap("lay out Hugging Face files")
     check_plan(plan)

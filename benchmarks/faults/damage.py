@@ -82,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "saved"
         run_ranks(make_run, 2, str(saved))
-        pool = Pool(2)
+        pool = Pool()
         for kind in options.kinds.split(","):
             count, wrong = 0, []
             for seed in range(1, 1 + options.rounds):

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--filesystems", default=",".join(FILESYSTEMS))
     parser.add_argument("--workers", default="1,2,4")
     options = parser.parse_args()
-    pool, wrong = Pool(2), []
+    pool, wrong = Pool(), []
     print("| full | threads | saves | failed | bad | slowest error, s |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for number, filesystem in enumerate(options.filesystems.split(",")):

@@ -245,6 +245,6 @@ def ensure_process_group(device_type: str, *, timeout: datetime.timedelta | None
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in its module's __all__
+        store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return True
