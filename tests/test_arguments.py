@@ -92,7 +92,7 @@ MANAGER: Mistakes = [
     (lambda: manager(timeout_s=datetime.timedelta(minutes=5)), "is not a duration"),
     (lambda: manager(async_policy="drop"), "async_policy='drop': expected"),
     (lambda: manager(async_mode=True), "async_mode=True: expected"),
-    (lambda: manager(async_mode="process"), "with a thread. Use async_mode='thread'"),
+    (lambda: manager(async_mode="process"), "than a thread does. Use async_mode='thread'"),
     (lambda: manager(on_signal="SIGTERM"), f"on_signal is 'SIGTERM', {SIGNALS}"),
     (lambda: manager(on_signal=["SIGTERM"]), f"on_signal is ['SIGTERM'], {SIGNALS}"),
     (lambda: manager(on_signal=signal.SIGTERM), SIGNALS),

@@ -652,8 +652,8 @@ def check_options(
             raise UsageError(f"{name}={value!r}: expected {', '.join(map(repr, others))} or {last!r}.")
     if async_mode == "process":
         raise UsageError(
-            "async_mode='process' was removed, because training lost more time with it than with a thread. Use "
-            "async_mode='thread', the default."
+            "async_mode='process' is not supported: a process slows training on full cores more than a thread does. "
+            "Use async_mode='thread', the default."
         )
     if async_mode != "thread":
         raise UsageError(f"async_mode={async_mode!r}: expected 'thread'.")

@@ -172,7 +172,7 @@ def test_a_missing_keep_best_metric_is_warned_about_once(tmp_path: Path, caplog:
     with CheckpointManager(tmp_path, retention=BEST) as manager, caplog.at_level(logging.WARNING, "ckptkit"):
         for step in (1, 2):
             manager.save(step, linear(), metrics={"val_loss": 1.0})
-    assert caplog.messages == ["keep_best ranks checkpoints by 'loss', but the metrics of step 1 are val_loss"]
+    assert caplog.messages == ["keep_best ranks checkpoints by 'loss', but step 1 has only the metrics: val_loss"]
 
 
 # --- wrong calls raise at once, and nothing is written

@@ -281,7 +281,7 @@ class Saver:
         self.ranked = bool(request.metrics)
         if request.metrics and metric not in request.metrics:
             _log.warning(
-                "keep_best ranks checkpoints by %r, but the metrics of step %d are %s",
+                "keep_best ranks checkpoints by %r, but step %d has only the metrics: %s",
                 metric,
                 request.step,
                 ", ".join(request.metrics),

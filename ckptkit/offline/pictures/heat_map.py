@@ -158,7 +158,7 @@ def _cell(x: float, middle: float, width: float, title: str = "") -> str:
 
 
 def _look(change: float) -> str:
-    """Return the attributes of the cells with this change. The colour is logarithmic, in steps of a third of ten."""
+    """Return the attributes of the cells with this change. The colour has three steps for each factor of ten."""
     if change == 0:
         return 'class="equal"'
     if not math.isfinite(change):
