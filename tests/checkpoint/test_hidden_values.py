@@ -211,6 +211,24 @@ def test_keys_of_an_optimizer_that_are_not_strings_are_refused_by_name(tmp_path:
     check_refused(tmp_path, state, "group 0 has the key 5, which is not a string")
 
 
+@pytest.mark.parametrize("per_rank", [False, True])
+@on_ranks(2)
+def test_plain_quantized_parameters_that_differ_are_refused_unless_declared(tmp_path: Path, per_rank: bool) -> None:
+    torch.manual_seed(0)
+    made = Scaled(torch.full((4, 4), dist.get_rank(), dtype=torch.int8), torch.tensor(0.5))
+    state = in_model(nn.Parameter(made, requires_grad=False))
+    if per_rank:
+        state.layout = {"odd": "per_rank"}
+        other = in_model(nn.Parameter(scaled(), requires_grad=False))
+        other.layout = state.layout
+        load(save(tmp_path, state), other)
+        assert bits(other.model) == bits(state.model)
+        return
+    with pytest.raises(CkptkitError, match=r"model\.odd::values differ between ranks, but are plain"):
+        save(tmp_path, state)
+    assert not list(tmp_path.glob("step_*"))
+
+
 @on_ranks(2)
 def test_a_sharded_parameters_state_that_is_a_list_is_refused_by_name(tmp_path: Path) -> None:
     model = fully_shard(nn.Linear(4, 4))

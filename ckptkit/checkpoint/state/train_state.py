@@ -226,7 +226,6 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
         UsageError: The optimizer has parameters that are in none of the models.
         SaveError: A value cannot be saved in a form that loads safely, or the state is half loaded.
     """
-    import torch
     from torch.distributed.tensor import DTensor
 
     check_whole(state)
@@ -266,8 +265,9 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
         captured.globs.update({glob: bool(fnmatch.filter(fqns, glob)) for glob in state.layout})
         _globalize(captured, state)
     for name, (key, tensors) in zip(models, captured.models.items(), strict=True):
-        prefix, plain = f"{name}." if name else "", [k for k, v in tensors.items() if type(v) is torch.nn.Parameter]
-        captured.alike.update(f"{key}.{fqn}" for fqn in plain if not is_per_rank(state.layout, prefix + fqn))
+        plain = _plain_parameters(key, tensors, live_models[key], recipes)
+        prefix = f"{name}." if name else ""
+        captured.alike.update(f"{key}.{k}" for k, fqn in plain.items() if not is_per_rank(state.layout, prefix + fqn))
         # The live tensors keep their class.
         tensors.update({k: without_subclass(v) for k, v in tensors.items() if not isinstance(v, DTensor)})
     schedulers, scalers = state.parts("scheduler"), state.parts("grad_scaler")
@@ -295,6 +295,17 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
     refuse_hidden("", captured.loose)
     captured.objects["step"] = int(state.step if step is None else step)
     return captured
+
+
+def _plain_parameters(
+    key: str, tensors: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]
+) -> dict[str, str]:
+    """Return the captured tensors that are not sharded and belong to parameters, each with its parameter's FQN."""
+    from torch.distributed.tensor import DTensor
+    from torch.nn import Parameter
+
+    owners = {k: outer_name(k, recipes, f"{key}.") for k, v in tensors.items() if not isinstance(v, DTensor)}
+    return {k: fqn for k, fqn in owners.items() if isinstance(live[fqn], Parameter)}
 
 
 def _other_names(
