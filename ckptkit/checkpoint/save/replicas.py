@@ -62,12 +62,24 @@ class Fingerprints:
     replicated DTensor on the host, each save hashes every 16th block, and 16 saves hash all of them: to hash them all
     took a third of the time of a save.
 
+    A DTensor on a mesh of only some ranks may exist on other meshes, too, for example if the ranks of other meshes have
+    other experts. The lowest ranks of the meshes send the names of such tensors once (`apart`). Those that exist on
+    several meshes (`shared_names`) are compared like plain tensors.
+
     Args:
         classes: The classes of plain tensors, by name digest, as `differing` returns them.
+        shared: The digests of the names of DTensors that exist on several meshes.
         turn: The number of the save, the same on all ranks.
+        world_size: The number of ranks that save.
+
+    Attributes:
+        apart: This rank's rows for `shared_names`.
+        apart_signature: Changes if tensors on meshes of only some ranks are added or removed. b"" without such tensors.
     """
 
-    def __init__(self, captured: Captured, classes: Mapping[int, int], turn: int) -> None:
+    def __init__(
+        self, captured: Captured, classes: Mapping[int, int], shared: Collection[int], turn: int, world_size: int
+    ) -> None:
         import torch
         from torch.distributed.tensor import DTensor
 
@@ -75,17 +87,29 @@ class Fingerprints:
         found: dict[str, torch.Tensor] = {}
         declared: dict[str, torch.Tensor] = {}
         replicas: dict[str, tuple[torch.Tensor, int]] = {}
+        partial: list[tuple[tuple[int, ...], int]] = []  # (ranks, name digest) on meshes of only some ranks
         for key, tensor in captured.tensors(aliases=False):
             if key in captured.declared:
                 declared[key] = tensor
             elif isinstance(tensor, DTensor):
-                if (kind := _class_by_mesh(layout_of(tensor), rank)) and key not in captured.own:
+                if key in captured.own:
+                    continue
+                layout = layout_of(tensor)
+                if len(layout.mesh_ranks) != world_size and rank in layout.mesh_ranks:
+                    partial.append((layout.mesh_ranks, digest := _name_digest(key)))
+                    if digest in shared:
+                        declared[key] = tensor
+                        continue
+                if kind := _class_by_mesh(layout, rank):
                     replicas[key] = local_part(tensor), kind
             elif (
                 type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
                 and not tensor.is_meta and not tensor.is_quantized and key not in captured.own
             ):  # fmt: skip
                 found[key] = tensor
+        rows = np.array([(_class_of_ranks(ranks), name) for ranks, name in partial], "<u8").reshape(-1, 2)
+        self.apart = rows[[min(ranks) == rank for ranks, _ in partial]].tobytes()
+        self.apart_signature = signature_of(rows.tobytes()) if partial else b""
         unshaped = {key for taken in captured.optimizers.values() for key in taken.unshaped}
         kinds = {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()}
         names = [_name_digest(key, *(kind if key not in unshaped else ())) for key, kind in kinds.items()]
@@ -171,6 +195,17 @@ class Fingerprints:
         mine = zip(self.keys, self._table[:, _NAME].tolist(), strict=True)
         keepers = {key: holders[name][0] for key, name in mine if name in several}
         return keepers, bool(several), {name: _class_of_ranks(tuple(holders[name])) for name in plain}
+
+
+def shared_names(tables: Sequence[bytes]) -> list[int]:
+    """Return the digests of the names that exist on several meshes.
+
+    Args:
+        tables: By rank, its `Fingerprints.apart`.
+    """
+    rows = np.unique(np.frombuffer(b"".join(tables), "<u8").reshape(-1, 2), axis=0)
+    names, counts = np.unique(rows[:, 1], return_counts=True)
+    return names[counts > 1].tolist()  # type: ignore[no-any-return]
 
 
 def unequal_classes(signatures: Sequence[Mapping[int, bytes]]) -> list[int]:
@@ -288,8 +323,9 @@ def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
         raise SaveError(
             f"{_listed(unlike)} differ between ranks that have replicas of the same DTensor, so only one rank's values "
             "would be saved. Replicas diverge if ranks initialize or update them differently: broadcast the values "
-            "after initialization, and let every rank's gradients be reduced over the replicas. State that is meant to "
-            "differ must be plain tensors in TrainState(extra={...}), wrapped in ckptkit.PerRank."
+            "after initialization, and reduce the gradients over the replicas. If these ranks have different parts "
+            "(experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). State that is meant "
+            "to differ must be plain tensors in TrainState(extra={...}), wrapped in ckptkit.PerRank."
         )
     unlike = sorted(captured.alike.intersection(keys))
     if unlike:

@@ -23,7 +23,15 @@ from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome, check_equal
 from ckptkit.checkpoint.save.full import FullTensors
 from ckptkit.checkpoint.save.hf_config import side_files
 from ckptkit.checkpoint.save.local import LocalTensors
-from ckptkit.checkpoint.save.replicas import Fingerprints, part_ways, refuse_unlike, unequal_classes, warn_of
+from ckptkit.checkpoint.save.replicas import (
+    EVERY,
+    Fingerprints,
+    part_ways,
+    refuse_unlike,
+    shared_names,
+    unequal_classes,
+    warn_of,
+)
 from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.optimizer import united
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
@@ -145,6 +153,8 @@ class Saver:
     transfers: Any = None  # the group for gathering full tensors
     keepers: dict[str, int] | None = None
     classes: dict[int, int] = field(default_factory=dict)  # of plain tensors, since the last comparison
+    apart: bytes = b""  # signature of the tensors on meshes of only some ranks, at their last comparison
+    shared: frozenset[int] = frozenset()  # digests of the names of those that exist on several meshes
     turn: int = 0  # the number of saves
 
     def __post_init__(self) -> None:
@@ -181,13 +191,15 @@ class Saver:
             else:
                 made, outcome = self._plan(captured, state, request, clock)
         with clock.phase("agree"):
-            signatures, unequal, one_recipe, tellers = self.coordinator.settle(outcome, what, then=self._agreed)
+            signatures, unequal, one_recipe, apart, tellers = self.coordinator.settle(outcome, what, then=self._agreed)
             assert made is not None  # if it were None, `settle` would have raised
             if not one_recipe:
                 self._join_recipes(captured)
+            if apart and self._found_shared(captured, made):
+                unequal = [EVERY, *unequal]
             if unequal and self._found_differences(captured, made.prints, unequal):
                 made, outcome = self._plan(captured, state, request, clock)
-                signatures, _, _, tellers = self.coordinator.settle(outcome, what, then=self._agreed)
+                signatures, *_, tellers = self.coordinator.settle(outcome, what, then=self._agreed)
                 assert made is not None
             made.tellers = tellers
             made.plan = made.plan.settle(signatures, self.coordinator.all_gather)
@@ -317,7 +329,7 @@ class Saver:
                     captured, rank, world_size, previous, group=self.transfers, max_shard_bytes=self.max_shard_bytes
                 )
             aliases = {} if kind is StateDictType.SHARDED else captured.aliases  # SHARDED stores them under each name
-            prints = Fingerprints(captured, self.classes, self.turn) if world_size > 1 else None
+            prints = self._fingerprints(captured) if world_size > 1 else None
             every = (tensor for _, tensor in captured.tensors(aliases=True))
             found = next((layout_of(tensor) for tensor in every if isinstance(tensor, DTensor)), None)
             mesh = None if found is None else {"shape": list(found.mesh_shape), "names": list(found.mesh_names)}
@@ -333,7 +345,10 @@ class Saver:
             for key, tree in _spread(captured.objects).items()
         }
         spread = digest_of(_json(names))
-        return made, Outcome((plan.signature, wanted, prints and prints.signatures, recipes, spread, captured.globs))
+        is_new = prints is not None and prints.apart_signature != self.apart
+        return made, Outcome(
+            (plan.signature, wanted, prints and prints.signatures, recipes, spread, captured.globs, is_new)
+        )
 
     def _index(
         self, prepared: Prepared, attempt: SaveAttempt, answers: Sequence[tuple[bytes, bytes, dict[str, str], bytes]]
@@ -377,16 +392,17 @@ class Saver:
     # --- communication
 
     def _agreed(
-        self, answers: list[tuple[bytes, Any, dict[int, bytes] | None, int, int, dict[str, bool]]]
-    ) -> tuple[list[bytes], list[int], bool, tuple[int, ...]]:
-        """Compare the ranks' plans. Runs on rank 0. Returns four values:
+        self, answers: list[tuple[bytes, Any, dict[int, bytes] | None, int, int, dict[str, bool], bool]]
+    ) -> tuple[list[bytes], list[int], bool, bool, tuple[int, ...]]:
+        """Compare the ranks' plans. Runs on rank 0. Returns five values:
 
         - all ranks' signatures;
         - the classes of fingerprints that differ between ranks, in keys or contents;
         - whether all ranks split tensor subclasses into the same parts;
+        - whether any rank has other tensors on meshes of only some ranks than before;
         - the lowest rank of each group of ranks that have the same parameter names, except rank 0's group.
         """
-        signatures, wanted, prints, recipes, spread, globs = zip(*answers, strict=True)
+        signatures, wanted, prints, recipes, spread, globs, apart = zip(*answers, strict=True)
         check_equal(wanted, "what to save: (step, tag, type)")
         if idle := sorted({glob for table in globs for glob in table if not any(t.get(glob) for t in globs)}):
             raise UsageError(
@@ -396,7 +412,20 @@ class Saver:
             )
         unequal = unequal_classes([table for table in prints if table is not None])
         tellers = tuple(sorted({spread.index(names) for names in spread} - {0}))
-        return list(signatures), unequal, len(set(recipes)) == 1, tellers
+        return list(signatures), unequal, len(set(recipes)) == 1, any(apart), tellers
+
+    def _fingerprints(self, captured: Captured) -> Fingerprints:
+        return Fingerprints(captured, self.classes, self.shared, self.turn, self.coordinator.world_size)
+
+    def _found_shared(self, captured: Captured, made: Prepared) -> bool:
+        """Find the DTensors that exist on several meshes. Return whether they have changed. All ranks must call it."""
+        assert made.prints is not None  # it is None only with a single rank
+        self.apart, before = made.prints.apart_signature, self.shared
+        outcome = Outcome(made.prints.apart)
+        self.shared = frozenset(self.coordinator.settle(outcome, "comparing meshes", then=shared_names))
+        if self.shared != before:
+            made.prints = self._fingerprints(captured)
+        return self.shared != before
 
     def _join_recipes(self, captured: Captured) -> None:
         """Give this rank the recipes of all ranks. Ranks may have different tensors. Collective.

@@ -282,6 +282,33 @@ def test_a_tensor_is_compared_on_all_ranks_that_have_it(tmp_path: Path) -> None:
         manager.save(2, TrainState(model=model))
 
 
+@pytest.mark.parametrize("where", ["weight", "moment"])
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+@on_ranks(4)
+def test_dtensors_of_several_meshes_that_differ_are_refused(tmp_path: Path, kind: str, where: str) -> None:
+    """Two meshes of two ranks each have all tensors, without a dimension of the mesh for the two copies."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))["fsdp"]
+    model = nn.Linear(4, 4)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    momentum = optimizer.state[model.weight]["momentum_buffer"] = torch.zeros_like(model.weight)
+    state = TrainState(model=model, optimizer=optimizer, rng=False)
+    changed = {"weight": model.weight, "moment": momentum}[where].detach().to_local()
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        manager.save(1, state)
+        changed[-1, -1] = rank // 2
+        with pytest.raises(CkptkitError, match=r"differ between ranks that have replicas(?s:.*)TrainState\(layout="):
+            manager.save(2, state)
+        changed[-1, -1] = 5
+        manager.save(3, state)
+    changed[-1, -1] = rank // 2
+    with CheckpointManager(tmp_path / "new", state_dict_type=kind) as manager, pytest.raises(CkptkitError):
+        manager.save(1, state)
+    assert sorted(path.name for path in tmp_path.rglob("step*")) == ["step_00000001", "step_00000003"]
+
+
 @on_ranks(2)
 def test_sixteen_saves_compare_each_element_of_a_large_replica(tmp_path: Path) -> None:
     average = dtensor(init_device_mesh("cpu", (2,)), Replicate(), numel=LARGE)
