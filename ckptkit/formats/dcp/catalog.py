@@ -27,7 +27,7 @@ from ckptkit.errors import (
     UnsafePathError,
     UnsupportedFormatError,
 )
-from ckptkit.formats.dcp.locate import Items, LocatedSlices, TensorColumns, find_opaque, item_batches
+from ckptkit.formats.dcp.locate import Items, LocatedSlices, find_opaque, item_batches
 from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import NO_RECORD, step_of_name
@@ -265,9 +265,9 @@ class _Builder:
         for part in self.parts:
             self._gather(part)
             part.entries, part.storage = {}, {}  # free the unpickled metadata
-        columns = self._joined_rows()
-        roles = RoleTable(self.paths, columns.names)
-        tensors = self._tensors(columns, roles)
+        items = self._joined_rows()
+        roles = RoleTable(self.paths, items.names)
+        tensors = self._tensors(items, roles)
         objects = {name: self._object(name, roles) for name in self.objects}
         check_coverage(list(tensors.values()))
         return Catalog(tensors, objects, self._info())
@@ -352,23 +352,26 @@ class _Builder:
 
     # --- columns
 
-    def _joined_rows(self) -> TensorColumns:
-        """Return the slices of all tensors as columns."""
+    def _joined_rows(self) -> Items:
+        """Return the items of all tensors."""
         rows = self.rows.values()
 
         def column(field: str, dtype: Any) -> npt.NDArray[Any]:
             return np.fromiter(chain.from_iterable(map(attrgetter(field), rows)), dtype)
 
         try:
-            boxes = [
+            offsets, sizes = (
                 np.fromiter(chain.from_iterable(chain.from_iterable(map(attrgetter(field), rows))), np.int64)
                 for field in ("offsets", "sizes")
-            ]
+            )
         except OverflowError:
             huge = (any(abs(n) >> 63 for n in chain(*item.offsets, *item.sizes)) for item in rows)
             name = next(compress(self.rows, huge), "")
             raise CorruptCheckpointError(f"{self._source}: a part of {name!r:.80} is out of range.") from None
-        return TensorColumns(
+        return Items(
+            self.store,
+            self.files.paths,
+            np.array(self.files.ranks, np.int32),
             list(self.rows),
             [item.dtype for item in rows],
             [item.shape for item in rows],
@@ -378,25 +381,25 @@ class _Builder:
             column("starts", np.int64),
             column("lengths", np.int64),
             column("zstd", np.bool_),
-            *boxes,
+            offsets,
+            sizes,
         )
 
-    def _tensors(self, columns: TensorColumns, roles: RoleTable) -> dict[str, TensorEntry]:
-        sizes = np.array(self.files.sizes, np.int64)[columns.files] if len(columns.files) else columns.starts
-        bad = np.flatnonzero((sizes >= 0) & (columns.starts + columns.lengths > sizes))
+    def _tensors(self, items: Items, roles: RoleTable) -> dict[str, TensorEntry]:
+        sizes = np.array(self.files.sizes, np.int64)[items.files] if len(items.files) else items.places
+        bad = np.flatnonzero((sizes >= 0) & (items.places + items.lengths > sizes))
         if len(bad):
             row = int(bad[0])
-            path, start = self.files.paths[int(columns.files[row])], int(columns.starts[row])
+            path, start = self.files.paths[int(items.files[row])], int(items.places[row])
             raise IncompleteCheckpointError(
                 f"{path} is truncated: it has {int(sizes[row])} bytes, but an item is at "
-                f"[{start}, {start + int(columns.lengths[row])})."
+                f"[{start}, {start + int(items.lengths[row])})."
             )
-        numels, short = self._check_bytes(columns)
+        numels, short = self._check_bytes(items)
         if not numels.all():
-            columns = columns.take(numels != 0)
-        items = Items(self.store, self.files.paths, self.files.ranks, columns)
+            items = items.take(numels != 0)
         entries: dict[str, TensorEntry] = {}
-        for i, (name, dtype, shape) in enumerate(zip(columns.names, columns.dtypes, columns.shapes, strict=True)):
+        for i, (name, dtype, shape) in enumerate(zip(items.names, items.dtypes, items.shapes, strict=True)):
             found = roles.of(name)
             entries[name] = TensorEntry(
                 name, dtype, shape, LocatedSlices(items, i), found.role, found.fqn, found.state,
@@ -415,7 +418,7 @@ class _Builder:
         item_batches((entry.role, entry.slices) for entry in entries.values())
         return entries
 
-    def _check_bytes(self, columns: TensorColumns) -> tuple[npt.NDArray[np.float64], dict[str, CorruptCheckpointError]]:
+    def _check_bytes(self, items: Items) -> tuple[npt.NDArray[np.float64], dict[str, CorruptCheckpointError]]:
         """Check that no slice declares more bytes than the file stores for it, because a load allocates the declared
         size.
 
@@ -423,25 +426,25 @@ class _Builder:
             Each slice's number of elements. Also an error for each tensor that declares too many bytes, but may be of a
             subclass that packs its values.
         """
-        owners, numels = columns.owners, columns.numels()
-        negative = np.flatnonzero(columns.sizes < 0)
+        owners, numels = items.owners, items.numels()
+        negative = np.flatnonzero(items.sizes < 0)
         if len(negative):
-            row = int(np.searchsorted(columns.elements(), negative[0], side="right")) - 1
-            name = columns.names[int(owners[row])]
+            row = int(np.searchsorted(items.elements, negative[0], side="right")) - 1
+            name = items.names[int(owners[row])]
             raise CorruptCheckpointError(f"{self._source}: a part of {name!r:.80} has a negative size.")
-        itemsizes = np.array([dtype_of(dtype).itemsize for dtype in columns.dtypes], np.float64)
+        itemsizes = np.array([dtype_of(dtype).itemsize for dtype in items.dtypes], np.float64)
         wanted = numels * itemsizes[owners] if len(owners) else numels
-        bad = np.flatnonzero(~columns.zstd & (wanted > columns.lengths))
-        at = columns.elements()
+        bad = np.flatnonzero(~items.zstd & (wanted > items.lengths))
+        at = items.elements
         short: dict[str, CorruptCheckpointError] = {}
         for row in bad.tolist():
-            name, path = columns.names[int(owners[row])], self.files.paths[int(columns.files[row])]
-            sizes = columns.sizes[int(at[row]) : int(at[row + 1])].tolist()
+            name, path = items.names[int(owners[row])], self.files.paths[int(items.files[row])]
+            sizes = items.sizes[int(at[row]) : int(at[row + 1])].tolist()
             error = CorruptCheckpointError(
                 f"{self._source}: the part of {name!r:.80} of sizes {sizes} needs {wanted[row]:.0f} "
-                f"bytes, but {path} stores {int(columns.lengths[row])} for it."
+                f"bytes, but {path} stores {int(items.lengths[row])} for it."
             )
-            if wanted[row] > _MOST_PACKED * columns.lengths[row]:
+            if wanted[row] > _MOST_PACKED * items.lengths[row]:
                 raise error
             short.setdefault(name, error)
         return numels, short

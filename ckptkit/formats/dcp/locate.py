@@ -12,7 +12,7 @@ import math
 import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -52,62 +52,19 @@ _MAX_FRAMES = 8  # layouts to try per dtype, shape and length; pickles that name
 _SLACK = 1 << 20  # a decompressed item may be this much longer than its tensor
 
 
-@dataclass(frozen=True, slots=True)
-class TensorColumns:
-    """Tensors, with their slices as columns: rows [bounds[i], bounds[i + 1]) belong to tensor i.
+@dataclass(eq=False, slots=True)
+class Items:
+    """A checkpoint's tensor items: the rows [bounds[i], bounds[i + 1]) are the slices of tensor i.
 
     Attributes:
+        ranks: By file, the rank that wrote it.
         ndims: [t] number of dimensions.
         files: [n] data file number.
-        starts, lengths: [n] byte range of the slice's item in its file.
+        places, lengths: [n] byte range of the slice's item in its file.
         zstd: [n] whether the item is compressed.
         offsets, sizes: One number per dimension per slice, concatenated over all slices.
-    """
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[tuple[int, ...]]
-    ndims: Int64
-    bounds: Int64
-    files: Int32
-    starts: Int64
-    lengths: Int64
-    zstd: npt.NDArray[np.bool_]
-    offsets: Int64
-    sizes: Int64
-
-    @property
-    def owners(self) -> Int64:
-        """[n] the index of the tensor that each slice belongs to."""
-        return np.repeat(np.arange(len(self.names)), np.diff(self.bounds))
-
-    def elements(self) -> Int64:
-        """Return [n + 1]: the start of each slice's numbers in `offsets` and `sizes`, and the end of the last
-        slice's.
-        """
-        result: Int64 = np.concatenate([[0], np.cumsum(self.ndims[self.owners])])
-        return result
-
-    def numels(self) -> npt.NDArray[np.float64]:
-        """Return [n]: each slice's number of elements. They are floats so that a hostile size can't overflow."""
-        return products(self.sizes.astype(np.float64), self.ndims[self.owners])
-
-    def take(self, keep: npt.NDArray[np.bool_]) -> TensorColumns:
-        """Return the columns of the slices that the mask `keep` selects."""
-        wide = np.repeat(keep, self.ndims[self.owners])
-        counts = np.bincount(self.owners[keep], minlength=len(self.names))
-        return TensorColumns(
-            self.names, self.dtypes, self.shapes, self.ndims, np.concatenate([[0], np.cumsum(counts)]),
-            self.files[keep], self.starts[keep], self.lengths[keep], self.zstd[keep],
-            self.offsets[wide], self.sizes[wide],
-        )  # fmt: skip
-
-
-class Items:
-    """A checkpoint's tensor items, one row per item, in the same order as in `columns`.
-
-    Attributes:
-        columns: What `.metadata` says about the items.
+        owners: [n] the tensor that each slice belongs to.
+        elements: [n + 1] the start of each slice's numbers in `offsets` and `sizes`, and the end of the last slice's.
         firsts, boxes: Each tensor's first row, and where its numbers begin in `offsets` and `sizes`, as lists.
         starts, nbytes, digests, digest_starts, digest_nbytes: As in `SliceArray`, once located.
         checked: [n] whether the slice has a digest.
@@ -115,21 +72,54 @@ class Items:
         opaque: Why a tensor's records can't be read as plain memory, by tensor, once that is known.
     """
 
-    def __init__(self, store: Store, paths: Sequence[str], ranks: Sequence[int], columns: TensorColumns) -> None:
-        self.store = store
-        self.paths = paths
-        self.ranks: Int32 = np.array(ranks, np.int32)[columns.files]
-        self.columns = columns
-        self.elements = columns.elements()
-        self.firsts: list[int] = columns.bounds.tolist()
-        self.boxes: list[int] = self.elements[columns.bounds].tolist()
-        count = len(columns.files)
+    store: Store
+    paths: Sequence[str]
+    ranks: Int32
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    ndims: Int64
+    bounds: Int64
+    files: Int32
+    places: Int64
+    lengths: Int64
+    zstd: npt.NDArray[np.bool_]
+    offsets: Int64
+    sizes: Int64
+    owners: Int64 = field(init=False)
+    elements: Int64 = field(init=False)
+    firsts: list[int] = field(init=False)
+    boxes: list[int] = field(init=False)
+    starts: Int64 = field(init=False)
+    nbytes: Int64 = field(init=False)
+    digests: UInt64 = field(init=False)
+    digest_starts: Int64 = field(init=False)
+    digest_nbytes: Int64 = field(init=False)
+    checked: npt.NDArray[np.bool_] = field(init=False)
+    strides: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)
+    codecs: dict[int, dict[int, Codec]] = field(default_factory=dict)
+    opaque: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        count = len(self.files)
+        self.owners = np.repeat(np.arange(len(self.names)), np.diff(self.bounds))
+        self.elements = np.concatenate([[0], np.cumsum(self.ndims[self.owners])])
+        self.firsts, self.boxes = self.bounds.tolist(), self.elements[self.bounds].tolist()
         self.starts, self.nbytes, self.digest_starts, self.digest_nbytes = (np.zeros(count, np.int64) for _ in range(4))
-        self.digests = np.zeros(count, np.uint64)
-        self.checked = np.zeros(count, bool)
-        self.opaque: dict[int, str] = {}
-        self.strides: dict[int, dict[int, tuple[int, ...]]] = {}
-        self.codecs: dict[int, dict[int, Codec]] = {}
+        self.digests, self.checked = np.zeros(count, np.uint64), np.zeros(count, bool)
+
+    def numels(self) -> npt.NDArray[np.float64]:
+        """Return [n]: each slice's number of elements. They are floats so that a hostile size can't overflow."""
+        return products(self.sizes.astype(np.float64), self.ndims[self.owners])
+
+    def take(self, keep: npt.NDArray[np.bool_]) -> Items:
+        """Return the items of the slices that the mask `keep` selects."""
+        wide = np.repeat(keep, self.ndims[self.owners])
+        counts = np.bincount(self.owners[keep], minlength=len(self.names))
+        return replace(
+            self, bounds=np.concatenate([[0], np.cumsum(counts)]), files=self.files[keep], places=self.places[keep],
+            lengths=self.lengths[keep], zstd=self.zstd[keep], offsets=self.offsets[wide], sizes=self.sizes[wide],
+        )  # fmt: skip
 
 
 class LocatedSlices(SliceArray):
@@ -145,11 +135,12 @@ class LocatedSlices(SliceArray):
         self.paths = items.paths
         self.tensor = tensor
         self.batch = batch
-        columns, first, stop = items.columns, items.firsts[tensor], items.firsts[tensor + 1]
-        self.rows = rows = slice(first, stop)
-        self.files, self.ranks = columns.files[rows], items.ranks[rows]
-        box, shape = slice(*items.boxes[tensor : tensor + 2]), (stop - first, len(columns.shapes[tensor]))
-        self.offsets, self.sizes = columns.offsets[box].reshape(shape), columns.sizes[box].reshape(shape)
+        first, stop = items.firsts[tensor : tensor + 2]
+        self.rows = slice(first, stop)
+        self.files = items.files[self.rows]
+        self.ranks = items.ranks[self.files]
+        box, shape = slice(*items.boxes[tensor : tensor + 2]), (stop - first, len(items.shapes[tensor]))
+        self.offsets, self.sizes = items.offsets[box].reshape(shape), items.sizes[box].reshape(shape)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -166,12 +157,12 @@ class LocatedSlices(SliceArray):
         return self.items.opaque.get(self.tensor, "")
 
     def records(self) -> list[tuple[str, int, int]]:
-        columns, files = self.items.columns, [self.paths[file] for file in self.files]
-        return list(zip(files, columns.starts[self.rows].tolist(), columns.lengths[self.rows].tolist(), strict=True))
+        items, files = self.items, [self.paths[file] for file in self.files]
+        return list(zip(files, items.places[self.rows].tolist(), items.lengths[self.rows].tolist(), strict=True))
 
     def _located(self) -> Items:
         if self.opaque:
-            name = self.items.columns.names[self.tensor]
+            name = self.items.names[self.tensor]
             raise UnsupportedFormatError(
                 f"tensor {name!r:.80} {self.opaque}, which ckptkit cannot read. Load it with torch's "
                 "FileSystemReader in a job that imports its class, and save a plain tensor (resolve_conj, resolve_neg)."
@@ -255,20 +246,19 @@ class _Locator:
     def __init__(self, items: Items, tensors: Sequence[int]) -> None:
         self.items = items
         self.store = items.store
-        self.columns = columns = items.columns
-        wanted = np.zeros(len(columns.names), bool)
+        wanted = np.zeros(len(items.names), bool)
         wanted[tensors] = True
-        rows = np.flatnonzero(wanted[columns.owners])
-        self.rows = rows[np.lexsort((columns.starts[rows], columns.files[rows]))]
+        rows = np.flatnonzero(wanted[items.owners])
+        self.rows = rows[np.lexsort((items.places[rows], items.files[rows]))]
 
     def run(self) -> None:
-        packed = self.columns.zstd[self.rows]
+        items = self.items
+        packed = items.zstd[self.rows]
         for row in self.rows[packed].tolist():
             self._compressed(row)
         rows = self.rows[~packed]
-        columns = self.columns
-        files, starts = columns.files[rows], columns.starts[rows]
-        stops = starts + columns.lengths[rows]
+        files, starts = items.files[rows], items.places[rows]
+        stops = starts + items.lengths[rows]
         # Items that start at the same byte are either the same item or parts of one safetensors blob.
         bad = (files[1:] == files[:-1]) & (starts[1:] < stops[:-1]) & (starts[1:] != starts[:-1])
         if bad.any():
@@ -284,32 +274,33 @@ class _Locator:
     # --- what `.metadata` says about an item
 
     def _tensor(self, row: int) -> int:
-        return int(np.searchsorted(self.columns.bounds, row, side="right")) - 1
+        return int(self.items.owners[row])
 
     def _name(self, row: int) -> str:
-        return self.columns.names[self._tensor(row)]
+        return self.items.names[self._tensor(row)]
 
     def _path(self, row: int) -> str:
-        return self.items.paths[int(self.columns.files[row])]
+        return self.items.paths[int(self.items.files[row])]
 
     def _box(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        span = slice(int(self.items.elements[row]), int(self.items.elements[row + 1]))
-        return tuple(self.columns.offsets[span].tolist()), tuple(self.columns.sizes[span].tolist())
+        items = self.items
+        span = slice(int(items.elements[row]), int(items.elements[row + 1]))
+        return tuple(items.offsets[span].tolist()), tuple(items.sizes[span].tolist())
 
     def _label(self, row: int) -> str:
-        return f"{self._path(row)}: the item of {self._name(row)!r:.80} at byte {int(self.columns.starts[row])}"
+        return f"{self._path(row)}: the item of {self._name(row)!r:.80} at byte {int(self.items.places[row])}"
 
     # --- files that consist of one safetensors blob
 
     def _safetensors(self, rows: Int64, head: bytes) -> None:
         """Locate the items in a file that consists of one safetensors blob."""
-        columns, path, start = self.columns, self._path(int(rows[0])), int(self.columns.starts[rows[0]])
+        items, path, start = self.items, self._path(int(rows[0])), int(self.items.places[rows[0]])
         if head[8:9] != b"{":
             raise CorruptCheckpointError(
                 f"{path}: expected a torch.save zip or a safetensors header at byte {start}, found neither. "
                 "The file is damaged, or belongs to another save."
             )
-        if (columns.starts[rows] != start).any():
+        if (items.places[rows] != start).any():
             raise CorruptCheckpointError(
                 f"{path} is one safetensors file, so .metadata must give all its items the same start, "
                 "but their starts differ."
@@ -317,7 +308,7 @@ class _Locator:
         header = read_header(self.store, path, start=start)
         saved = saved_offsets(header, path)
         for row in rows.tolist():
-            name, dtype, (offsets, sizes) = self._name(row), columns.dtypes[self._tensor(row)], self._box(row)
+            name, dtype, (offsets, sizes) = self._name(row), items.dtypes[self._tensor(row)], self._box(row)
             found = header.tensors.get(name)
             if found is None:
                 raise IncompleteCheckpointError(f"{path}: tensor {name!r:.80} is missing, but .metadata lists it.")
@@ -336,10 +327,10 @@ class _Locator:
 
     def _read(self, rows: Int64) -> None:
         """Locate items, given in order of file and start. Reads both ends of each item, and parses one zip per kind."""
-        columns, paths = self.columns, self.items.paths
-        owners = np.searchsorted(columns.bounds, rows, side="right") - 1
-        begins, ends = self.items.elements[rows].tolist(), self.items.elements[rows + 1].tolist()
-        files, starts, lengths = (column[rows].tolist() for column in (columns.files, columns.starts, columns.lengths))
+        items, paths = self.items, self.items.paths
+        owners = items.owners[rows]
+        begins, ends = items.elements[rows].tolist(), items.elements[rows + 1].tolist()
+        files, starts, lengths = (column[rows].tolist() for column in (items.files, items.places, items.lengths))
         fronts, tails = np.zeros((2, len(rows), ENDS), np.uint8)
         front, tail = fronts.reshape(-1).data, tails.reshape(-1).data
         reads: list[ReadInto] = []
@@ -349,12 +340,12 @@ class _Locator:
             # An item in a safetensors blob may be shorter than the bytes that identify the blob.
             reads.append(ReadInto(paths[file], start, front[at : at + max(nbytes, _HEAD)]))
             reads.append(ReadInto(paths[file], start + length - nbytes, tail[at + ENDS - nbytes : at + ENDS]))
-            sizes = columns.sizes[begins[i] : ends[i]].tobytes()
-            alike.setdefault((columns.dtypes[owner], sizes, length), []).append(i)
+            sizes = items.sizes[begins[i] : ends[i]].tobytes()
+            alike.setdefault((items.dtypes[owner], sizes, length), []).append(i)
         self.store.read_many(reads)
         is_zip = (fronts[:, :4] == np.frombuffer(_ZIP, np.uint8)).all(axis=1)
         blobs = np.flatnonzero(~is_zip)
-        for members in np.split(blobs, np.flatnonzero(np.diff(columns.files[rows[blobs]])) + 1) if len(blobs) else ():
+        for members in np.split(blobs, np.flatnonzero(np.diff(items.files[rows[blobs]])) + 1) if len(blobs) else ():
             self._safetensors(rows[members], bytes(fronts[members[0]]))
         for same_kind in alike.values():
             left, frames = np.array(same_kind)[is_zip[same_kind]], 0
@@ -366,13 +357,13 @@ class _Locator:
                     frames += 1
                     same = frame.same(fronts[left], tails[left])
                     fitting = left[same]
-                    begins = columns.starts[rows[fitting]] + frame.begin
+                    begins = items.places[rows[fitting]] + frame.begin
                     self._put(rows[fitting], frame.tensor, begins, frame.crcs(tails[fitting]))
                     left = left[~same]
 
     def _alone(self, row: int, front: bytes, tail: bytes) -> Frame | None:
         """Locate an item by parsing it. Return a frame to compare other items with, or None if it has none."""
-        path, start, length = self._path(row), int(self.columns.starts[row]), int(self.columns.lengths[row])
+        path, start, length = self._path(row), int(self.items.places[row]), int(self.items.lengths[row])
         label, tensor = self._label(row), self._tensor(row)
         try:
             found, frame = parse_item(self.store, path, start, front, tail, length, label)
@@ -381,7 +372,7 @@ class _Locator:
             if kind:
                 self.items.opaque[tensor] = f"is a {kind}"
                 return None
-            name = self.columns.names[tensor]
+            name = self.items.names[tensor]
             if repr(name)[:80] in str(error):
                 raise
             raise UnsafePickleError(f"tensor {name!r:.80}: {error}") from None
@@ -401,18 +392,18 @@ class _Locator:
 
     def _compressed(self, row: int) -> None:
         """Locate a zstd-compressed item by decompressing all of it."""
-        columns, path, label = self.columns, self._path(row), self._label(row)
-        start, length = int(columns.starts[row]), int(columns.lengths[row])
-        wanted = math.prod(self._box(row)[1]) * dtype_of(columns.dtypes[self._tensor(row)]).itemsize
+        items, path, label = self.items, self._path(row), self._label(row)
+        start, length = int(items.places[row]), int(items.lengths[row])
+        wanted = math.prod(self._box(row)[1]) * dtype_of(items.dtypes[self._tensor(row)]).itemsize
         data = decode_zstd(self.store.read(path, start, start + length), wanted + _SLACK, file=label)
         found = one_tensor(read_archive(memory_store(label, data), label), label)
         self._check(row, found, label)
         owner = self._tensor(row)
-        self.items.codecs.setdefault(owner, {})[row - int(columns.bounds[owner])] = Codec("zstd", start, length)
+        self.items.codecs.setdefault(owner, {})[row - int(items.bounds[owner])] = Codec("zstd", start, length)
         self._put(np.array([row]), found, found.storage.start, found.storage.crc32)
 
     def _check(self, row: int, tensor: StoredTensor, label: str) -> None:
-        dtype, sizes = self.columns.dtypes[self._tensor(row)], self._box(row)[1]
+        dtype, sizes = self.items.dtypes[self._tensor(row)], self._box(row)[1]
         if (tensor.dtype, tensor.shape) != (dtype, sizes):
             raise CorruptCheckpointError(
                 f"{label} contains {tensor.dtype} {list(tensor.shape)}, but .metadata says {dtype} {list(sizes)}. "
@@ -429,7 +420,7 @@ class _Locator:
             items.digests[rows] = crcs
         for row in () if tensor.contiguous else rows.tolist():
             owner = self._tensor(row)
-            items.strides.setdefault(owner, {})[row - int(self.columns.bounds[owner])] = tensor.strides
+            items.strides.setdefault(owner, {})[row - int(self.items.bounds[owner])] = tensor.strides
 
 
 # --- parsing one item from its two ends
