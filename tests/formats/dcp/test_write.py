@@ -332,14 +332,14 @@ def test_a_write_reports_the_bytes_of_each_phase(tmp_path):
 
 @on_ranks(2)
 def test_all_ranks_notice_a_change_on_one_rank(tmp_path):
-    """Between two saves only rank 1 gets another private key and another shared one: no rank may hang."""
+    """Between two saves only rank 1 gets another private key and more shared ones: no rank may hang."""
     rank, plan = dist.get_rank(), None
     for i in range(4):
         made: dict[str, Any] = {"all": torch.arange(10.0) + i, f"own.{rank}": torch.full((2,), float(i))}
         if rank == 1 and i >= 1:
             made["own.1"] = torch.full((3,), float(i))
         if rank == 1 and i == 2:
-            made["new"] = torch.full((4,), float(i))
+            made.update({f"new.{n}": torch.full((4,), float(i)) for n in range(40)})
         plan = plan_sharded(made, rank=rank, world_size=2, previous=plan, private=[f"own.{rank}"])
         plan = plan.settle(all_gather(plan.signature), all_gather)
         store = LocalStore(f"{tmp_path}/{i}")
