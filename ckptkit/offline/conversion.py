@@ -15,6 +15,7 @@ from ckptkit.offline.copying.copier import Digested, Progress
 from ckptkit.offline.copying.coverage import check_plan, used_sources
 from ckptkit.offline.copying.execute import CopyReport, execute
 from ckptkit.offline.copying.plan import Plan
+from ckptkit.offline.gaps import file_sizes
 from ckptkit.offline.prove import prove_equal, prove_masters
 from ckptkit.offline.publish import Options, OutputPlace, Session
 from ckptkit.offline.reading import check_read_as_seen
@@ -309,11 +310,10 @@ def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
         if slices.ranks is not None:
             for (path, _, _), rank in zip(records, slices.ranks.tolist(), strict=True):
                 ranks.setdefault(path, set()).add(rank)
-    folders = {path.rpartition("/")[0] for path in ends}
-    there = {item.path: item.size for folder in folders for item in store.list(folder)}
+    there = file_sizes(store, {path.rpartition("/")[0] for path in ends})
     for path, end in ends.items():
         size = there.get(path, -1)
-        if size < 0:  # links have no size in the listing
+        if size < 0:  # a web server's listing has no sizes
             info = store.info(path)
             size = -1 if info is None else info.size
         if size < end:

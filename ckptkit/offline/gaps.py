@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ckptkit.catalog.entry import Catalog
@@ -12,11 +13,13 @@ from ckptkit.errors import (
     CkptkitError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    UnsafePathError,
     UnsafePickleError,
     command_line,
 )
 from ckptkit.formats.hf.side_files import is_side_file
 from ckptkit.formats.pickles.objects import read_object
+from ckptkit.formats.pickles.zip import file_size
 
 if TYPE_CHECKING:
     from ckptkit.storage.store import Store
@@ -105,8 +108,19 @@ def _stated(catalog: Catalog) -> tuple[str, ...]:
 def _files(store: Store, catalog: Catalog) -> dict[str, int]:
     """Return the sizes of all files in the checkpoint's directories."""
     info = catalog.info
-    folders = {""} | {path.rpartition("/")[0] for path in (*info.files, *info.side_files)}
-    return {item.path: item.size for folder in sorted(folders) for item in store.list(folder) if item.kind == "file"}
+    return file_sizes(store, {""} | {path.rpartition("/")[0] for path in (*info.files, *info.side_files)})
+
+
+def file_sizes(store: Store, folders: Iterable[str]) -> dict[str, int]:
+    """Return the sizes of all files in these directories. A link that the store follows has the size of its target."""
+    found = {}
+    for item in (item for folder in sorted(folders) for item in store.list(folder)):
+        if item.kind == "file":
+            found[item.path] = item.size
+        elif item.kind == "symlink":
+            with suppress(FileNotFoundError, UnsafePathError, CorruptCheckpointError):
+                found[item.path] = file_size(store, item.path)
+    return found
 
 
 def _missing_ranks(files: Mapping[str, int], world_size: int) -> list[str]:

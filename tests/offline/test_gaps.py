@@ -116,6 +116,15 @@ def test_an_unrecorded_number_of_ranks_is_reported_as_not_proved(zoo: Path, tmp_
     assert "how many ranks" in verify(str(copy)).summary()
 
 
+def test_a_rank_file_behind_a_link_is_not_missing(zoo: Path, tmp_path: Path) -> None:
+    copy = _copy(zoo / "verl_fsdp2_w2", tmp_path / "verl")
+    for path in [*copy.rglob("model_*.pt"), *copy.rglob("optim_*.pt")]:
+        path.rename(path.with_suffix(".target"))
+        path.symlink_to(path.with_suffix(".target").name)
+    assert _found(copy) == ""
+    assert reshard(str(copy), str(tmp_path / "new"), world_size=3, verify=True).verified
+
+
 def test_checkpoints_without_tensors_are_not_called_equal(tmp_path: Path, zoo: Path) -> None:
     with pytest.raises(CkptkitError):
         diff(str(tmp_path), str(zoo / "hf_ref_llama_tied"))
