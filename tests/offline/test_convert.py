@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -211,15 +210,6 @@ def test_a_small_limit_makes_shards_and_an_exact_index(tmp_path):
 def test_one_shard_has_no_index(tmp_path):
     convert(SOURCE, str(tmp_path / "out"))
     assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
-
-
-def test_file_modes_follow_the_umask(tmp_path):
-    before = os.umask(0o027)
-    try:
-        convert(SOURCE, str(tmp_path / "out"))
-    finally:
-        os.umask(before)
-    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o640
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -19,7 +19,7 @@ from ckptkit.offline.diff import DiffReport, diff
 from ckptkit.offline.listing import Listed
 from ckptkit.offline.pictures.heat_map import heat_maps, layer_of
 from ckptkit.offline.pictures.page import PAGE
-from ckptkit.offline.pictures.pages import inspect_page, write_diff_page, write_inspect_page
+from ckptkit.offline.pictures.pages import write_diff_page, write_inspect_page
 from ckptkit.offline.pictures.reshard_map import flows
 from ckptkit.offline.pictures.shard_map import rank_totals, shard_maps
 from ckptkit.offline.pictures.timeline import LEFT, WIDTH, timeline
@@ -208,11 +208,6 @@ def test_the_ribbons_of_a_reshard_count_every_byte_once(zoo: Path, tmp_path: Pat
     matrix = flows(before, after)
     assert matrix.shape == (2, 3)
     assert matrix.sum() == sum(entry.nbytes for entry in after)
-
-
-def test_a_page_shows_no_secret_of_its_url(zoo: Path) -> None:
-    catalog = open_source(str(zoo / "hf_ref_llama_untied")).catalog
-    assert "hunter2" not in inspect_page(catalog, "https://user:hunter2@host/run")
 
 
 def test_areas_are_in_proportion_to_sizes() -> None:
