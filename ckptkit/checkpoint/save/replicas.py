@@ -23,7 +23,7 @@ from ckptkit.checkpoint.state.optimizer import CapturedOptimizer
 from ckptkit.checkpoint.state.optimizer_layout import layouts
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.checkpoint.state.values import references
-from ckptkit.digests import digest_of, signature_of
+from ckptkit.digests import digest_of, hash_of, signature_of
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.host_bytes import local_part, row_major
 from ckptkit.formats.trainers.shards import mesh_coordinate
@@ -42,7 +42,7 @@ _BOUND = "bound"
 _PARTS = ("param_groups", "values", "shared")  # parts of an optimizer's JSON, each of which is compared as a whole
 _NAMES = "names"  # names of a rank's plain states, which differ between ranks that update different parameters
 _SAMPLE = 4096  # bytes that are sampled at the start, middle and end of a tensor that is not on the host
-_BLOCK, _TURNS = 4096, 16  # of a large replica on the host, each save hashes one block in 16
+_BLOCK, _TURNS = 1 << 16, 16  # of a large replica on the host, each save hashes one block in 16
 _SHOWN = 5
 _NAME, _CONTENT, _CLASS = range(3)  # columns of a table of fingerprints
 
@@ -471,8 +471,9 @@ def _contents(tensors: Sequence[torch.Tensor], turn: int | None = None) -> Itera
                 yield known[index]
                 continue
             host = away[index].cpu() if index in away else _bytes_of(tensor)
-            if turn is not None and host.numel() > _BLOCK * _TURNS**2:
-                host = _sampled(host, turn)
+            if turn is not None and host.numel() > _BLOCK * _TURNS:
+                yield hash_of(_sampled(host, turn))
+                continue
             yield digest_of(host.numpy().data) if host.numel() else 0
 
 
@@ -486,12 +487,11 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return row_major(tensor.permute(dims).reshape(-1)).view(torch.uint8)  # copies a tensor with gaps, like a column
 
 
-def _sampled(row: torch.Tensor, turn: int) -> torch.Tensor:
-    """Return every 16th block of some bytes, and the bytes that follow the last 16 blocks."""
-    import torch
-
-    whole = row.numel() // (_BLOCK * _TURNS) * (_BLOCK * _TURNS)
-    return torch.cat([row[:whole].view(-1, _TURNS, _BLOCK)[:, turn % _TURNS].reshape(-1), row[whole:]])
+def _sampled(row: torch.Tensor, turn: int) -> Iterator[Any]:
+    """Yield every 16th block of some bytes on the host."""
+    data = row.numpy()
+    for start in range(turn % _TURNS * _BLOCK, len(data), _TURNS * _BLOCK):
+        yield data[start : start + _BLOCK]
 
 
 def _summary(row: torch.Tensor) -> torch.Tensor:

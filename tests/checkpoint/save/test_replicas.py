@@ -324,11 +324,11 @@ def test_sixteen_saves_compare_each_element_of_a_large_replica(tmp_path: Path) -
     assert refused == 1
 
 
-def test_sixteen_samples_of_a_row_contain_every_byte() -> None:
-    row = torch.arange(4096 * 16 * 20 + 7)
-    samples = [_sampled(row, turn) for turn in range(16)]
-    assert torch.equal(torch.cat(samples).unique(), row)
-    assert max(sample.numel() for sample in samples) < row.numel() // 15
+def test_sixteen_samples_of_a_row_contain_every_byte_once() -> None:
+    row = torch.arange((1 << 16) * 16 * 3 + 7)
+    samples = [torch.cat([torch.from_numpy(block) for block in _sampled(row, turn)]) for turn in range(16)]
+    assert torch.equal(torch.cat(samples).sort().values, row)
+    assert max(sample.numel() for sample in samples) < row.numel() // 10
 
 
 def save_extra(url: Path, kind: str) -> list[str]:
