@@ -16,24 +16,26 @@ _DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|min|h|d)?\s
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def parse_size(text: str | int | float) -> int:
+def parse_size(text: str | int | float, name: str = "") -> int:
     """Return a size in bytes. Accepts "40GiB", "512MB", "1.5T" or 1024.
 
-    A bare number counts bytes. Prefixes without an "i" are powers of ten: "5G" equals "5GB".
+    A bare number counts bytes. Prefixes without an "i" are powers of ten: "5G" equals "5GB". `name` is the argument's,
+    for the error.
 
     Raises:
         UsageError: `text` is negative, infinite or not a size.
     """
+    shown = f"{name}: {text!r}" if name else repr(text)
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text < float("inf"):
-            raise UsageError(f"{text!r} is not a size: it must be 0 or more bytes, and finite.")
+            raise UsageError(f"{shown} is not a size: it must be 0 or more bytes, and finite.")
         return int(text)
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise UsageError(f"{text!r} is not a size. Give bytes or a size such as '512MB' (10^6) or '40GiB' (2^30).")
+        raise UsageError(f"{shown} is not a size. Give bytes or a size such as '512MB' (10^6) or '40GiB' (2^30).")
     number, prefix, binary, _ = match.groups()
     if binary and not prefix:
-        raise UsageError(f"{text!r} is not a size: 'i' needs a prefix, as in '40GiB'.")
+        raise UsageError(f"{shown} is not a size: 'i' needs a prefix, as in '40GiB'.")
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()])
 
 
@@ -49,19 +51,20 @@ def format_size(nbytes: int) -> str:
     raise AssertionError("unreachable")
 
 
-def parse_duration(text: str | int | float) -> float:
-    """Return a duration in seconds. Accepts "90s", "5m", "1.5h", "2d" or 30.
+def parse_duration(text: str | int | float, name: str = "") -> float:
+    """Return a duration in seconds. Accepts "90s", "5m", "1.5h", "2d" or 30. `name` is the argument's, for the error.
 
     Raises:
         UsageError: `text` is negative, infinite or not a duration.
     """
+    shown = f"{name}: {text!r}" if name else repr(text)
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text < float("inf"):
-            raise UsageError(f"{text!r} is not a duration: it must be 0 or more seconds, and finite.")
+            raise UsageError(f"{shown} is not a duration: it must be 0 or more seconds, and finite.")
         return float(text)
     match = _DURATION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise UsageError(f"{text!r} is not a duration. Give seconds or a duration such as '90s', '5m' or '2h'.")
+        raise UsageError(f"{shown} is not a duration. Give seconds or a duration such as '90s', '5m' or '2h'.")
     number, unit = match.groups()
     return float(number) * _SECONDS[(unit or "s").lower()]
 

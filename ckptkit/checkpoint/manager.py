@@ -185,7 +185,7 @@ class CheckpointManager:
     ) -> None:
         # First check only the arguments that are needed to connect the ranks. The others are checked once the ranks are
         # connected, so that all ranks raise if one of them got a wrong argument.
-        limit_s, signals = parse_duration(timeout_s), _signals(on_signal)
+        limit_s, signals = parse_duration(timeout_s, "timeout_s"), _signals(on_signal)
         _check_group(process_group)
         self._pid = os.getpid()
         self._closed = False
@@ -658,7 +658,7 @@ def check_options(
     if async_mode != "thread":
         raise UsageError(f"async_mode={async_mode!r}: expected 'thread'.")
     parsed = StateDictType.parse(state_dict_type)
-    max_shard_bytes = parse_size(max_shard_size)
+    max_shard_bytes = parse_size(max_shard_size, "max_shard_size")
     if max_shard_bytes < 1:
         raise wrong("max_shard_size", max_shard_size, "more than 0 bytes")
     if on_commit is not None and not callable(on_commit):
@@ -668,7 +668,7 @@ def check_options(
             location(name, place)
     _check_group(process_group)
     check_storage_options(storage_options=storage_options)
-    parse_duration(timeout_s)
+    parse_duration(timeout_s, "timeout_s")
     _signals(on_signal)
     return where, parsed, max_shard_bytes
 

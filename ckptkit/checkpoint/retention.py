@@ -47,7 +47,7 @@ class RetentionPolicy:
             if value is not None and not _is_count(value):
                 raise UsageError(f"{name} is {value!r}, expected an integer of at least 1. To {what}, omit it.")
         if self.max_mem is not None:
-            nbytes = parse_size(self.max_mem)
+            nbytes = parse_size(self.max_mem, "max_mem")
             if nbytes < 1:
                 raise UsageError(f"max_mem is {self.max_mem!r}, expected more than 0 bytes. For no limit, omit it.")
             object.__setattr__(self, "max_mem", nbytes)

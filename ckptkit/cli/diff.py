@@ -36,6 +36,8 @@ def command(a: str, b: str, *, html: str | None, as_json: bool, **options: Any) 
 
     with progress_bar("diff") as progress:
         report = diff(a, b, progress=progress, **options)
+    for text in report.notes:
+        note(f"note: {text}")
     if html:
         from ckptkit.offline.pictures.pages import write_diff_page
 

@@ -74,7 +74,7 @@ def save_hf(
     """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype is {dtype!r}; it must be one of {', '.join(_DTYPES)}.")
-    max_bytes = parse_size(max_shard_size)
+    max_bytes = parse_size(max_shard_size, "max_shard_size")
 
     def collect() -> tuple[Exported, list[Target]]:
         source = exported(model)

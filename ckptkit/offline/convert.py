@@ -120,11 +120,11 @@ def convert(  # noqa: PLR0913 - one argument per option
     started = time.perf_counter()
     src, dst = location("src", src), location("dst", dst)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
-    memory = parse_size(max_memory)
+    memory = parse_size(max_memory, "max_memory")
     how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress, started)
     dtype = str(dtype)  # accepts torch.bfloat16
     export_dtype("float32", dtype)  # raises for an unknown dtype, before the source is opened
-    output = Output(dst, to, parse_size(max_shard_size), world_size, sha256, how)
+    output = Output(dst, to, parse_size(max_shard_size, "max_shard_size"), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
     reading = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run, inner="weights")

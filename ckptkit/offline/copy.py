@@ -225,7 +225,9 @@ def copy(
     started = time.perf_counter()
     src, dst = location("src", src), location("dst", dst)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
-    how = How(workers, parse_size(max_memory), check, verify, dry_run, overwrite, there, here, progress, started)
+    how = How(
+        workers, parse_size(max_memory, "max_memory"), check, verify, dry_run, overwrite, there, here, progress, started
+    )
     reading = ReadOptions(allow_pickle=allow_pickle)
     found = run_at(src, storage_options=there)
     if found is None:

@@ -85,6 +85,7 @@ class DiffReport:
     Attributes:
         values: Differing values other than tensors: path ("optimizer.param_groups[0].lr") -> both values as text.
         left_out: Names that were not compared, because one side has only weights.
+        notes: Hints for the user, such as a glob that matches nothing.
     """
 
     a: str
@@ -102,6 +103,7 @@ class DiffReport:
     left_out: tuple[str, ...] = ()
     records: Mapping[str, str] = field(default_factory=dict)  # tensors of unknown classes -> how they differ
     by_record: int = 0  # how many of `same` have unknown classes and were compared byte for byte
+    notes: tuple[str, ...] = ()
 
     @property
     def differs(self) -> bool:
@@ -207,14 +209,26 @@ class NameFilter:
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    _used: set[str] = field(default_factory=set)  # the globs that have matched a name
 
     def __call__(self, *names: str) -> bool:
         """Return whether to compare a tensor that has these names, such as its FQN and its key."""
 
         def matches(patterns: Sequence[str]) -> bool:
-            return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
+            found = {pattern for pattern in patterns if any(fnmatch.fnmatchcase(name, pattern) for name in names)}
+            self._used.update(found)
+            return bool(found)
 
-        return (not self.include or matches(self.include)) and not matches(self.exclude)
+        excluded = matches(self.exclude)
+        return (not self.include or matches(self.include)) and not excluded
+
+    def notes(self) -> tuple[str, ...]:
+        """Return a note on each glob that has matched nothing."""
+        options = {"--include": self.include, "--exclude": self.exclude}
+        return tuple(
+            f"{option} {glob!r} matches no tensor or value"
+            for option, globs in options.items() for glob in globs if glob not in self._used
+        )  # fmt: skip
 
     def __str__(self) -> str:
         given = [*(f"--include {x!r}" for x in self.include), *(f"--exclude {x!r}" for x in self.exclude)]
@@ -245,8 +259,9 @@ class _Side:
         targets = [Target.of(entry) for entry in readable if small.get(entry.name) is None]
         plan = Plan(source.catalog, (), tuple(Placement.whole(target, 0, 0) for target in targets), (), (), (), ())
         work = prepare(plan, check=False, by_boxes=True)
-        reader = SourceReader(source.store, work.origins, span=max(1 << 20, parse_size(max_memory) // 4))
-        gatherer = Gatherer(reader, work.maps, max_bytes=parse_size(max_memory))
+        memory = parse_size(max_memory, "max_memory")
+        reader = SourceReader(source.store, work.origins, span=max(1 << 20, memory // 4))
+        gatherer = Gatherer(reader, work.maps, max_bytes=memory)
         return cls(source, _named(readable), opaque, small, reader, gatherer)
 
     def read(self, entries: Sequence[TensorEntry]) -> tuple[Bytes, list[int]]:
@@ -375,7 +390,7 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
         shapes=shapes, dtypes=dtypes, changes={name: changes[name] for name in both},
         values={place: texts for found in unequal.values() for place, texts in found.items()},
         same_values=sum(not unequal[name] for name in shared),
-        left_out=left_out, records=records, by_record=by_record,
+        left_out=left_out, records=records, by_record=by_record, notes=wanted.notes(),
     )  # fmt: skip
 
 

@@ -120,11 +120,11 @@ def merge(  # noqa: PLR0913 - one argument an option
     if sum_dtype not in ("fp32", "fp64"):
         raise UsageError(f"sum_dtype={sum_dtype!r}: expected 'fp32' or 'fp64'.")
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
-    memory = parse_size(max_memory)
+    memory = parse_size(max_memory, "max_memory")
     how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress, started)
     dtype = str(dtype)  # accepts torch.bfloat16
     export_dtype("float32", dtype)  # raises for an unknown dtype, before a source is opened
-    output = Output(dst, to, parse_size(max_shard_size), world_size, sha256, how)
+    output = Output(dst, to, parse_size(max_shard_size, "max_shard_size"), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
     urls = _of_run(given, last, steps, there)
     factors = weights_of(weights, len(urls))

@@ -98,7 +98,9 @@ def reshard(  # noqa: PLR0913 - one argument per option
     split = None if tp_plan is None else TPPlan.of(tp_plan)
     vocabulary = VocabSize.of(vocab_size, new_rows, dry=dry_run)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
-    how = How(workers, parse_size(max_memory), check, verify, dry_run, overwrite, there, here, progress, started)
+    how = How(
+        workers, parse_size(max_memory, "max_memory"), check, verify, dry_run, overwrite, there, here, progress, started
+    )
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run, inner="all")
     refuse_partial(source.store, source.catalog)

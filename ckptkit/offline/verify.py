@@ -153,7 +153,7 @@ def verify(
     """
     check_flags(quick=quick)
     check_int("workers", workers, least=0)
-    limit = parse_size(max_memory)
+    limit = parse_size(max_memory, "max_memory")
     source = open_pinned(location("url", url), storage_options=storage_options, options=options)
     store, catalog = source.store, source.catalog
     uninterpreted = dict(catalog.info.extra.get("opaque", {})) if quick else catalog.opaque()

@@ -136,7 +136,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         if self.max_memory is not None:
-            parse_size(self.max_memory)
+            parse_size(self.max_memory, "max_memory")
             if not self.atomic:
                 raise UsageError("max_memory= limits the second copy that atomic=True makes. Pass both, or neither.")
         check_flags(strict=self.strict, convert_dtype=self.convert_dtype, atomic=self.atomic)

@@ -65,7 +65,7 @@ class Reading:
         check_claims(store, groups)
         self.states = [self._optimizer(optimizer) for optimizer in plan.optimizers]
         if options.atomic:
-            self._check_memory(None if options.max_memory is None else parse_size(options.max_memory))
+            self._check_memory(None if options.max_memory is None else parse_size(options.max_memory, "max_memory"))
         self.refs = self._references(plan)
         self.filler.plan()
         if not options.atomic and store.sizes_are_free:
