@@ -167,7 +167,7 @@ MUTATIONS = (
     Mutation(
         "two CRCs are joined at the wrong distance",
         DIGESTS, "_multiply(_shift(second_nbytes), first)", "_multiply(_shift(second_nbytes + 1), first)",
-        "tests/offline/copying/test_plan.py",
+        "tests/formats/test_checks.py",
     ),
     Mutation(
         "a fingerprint forgets where a block lies",
