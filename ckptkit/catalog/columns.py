@@ -63,7 +63,7 @@ def _weights(count: int) -> UInt64:
 def products(values: npt.NDArray[Any], widths: Int64) -> npt.NDArray[Any]:
     """Return the product of each row's numbers. `values` has all rows' numbers; `widths` how many each row has."""
     found, begins = np.ones(len(widths), values.dtype), np.cumsum(widths) - widths
-    for width in distinct(widths).tolist():
+    for width in np.flatnonzero(np.bincount(widths)).tolist():
         rows = np.flatnonzero(widths == width)
         found[rows] = np.prod(values[begins[rows][:, None] + np.arange(width)], axis=1)
     return found

@@ -248,10 +248,6 @@ class SliceArray(Sequence[TensorSlice]):
     def __iter__(self) -> Iterator[TensorSlice]:
         return (self[i] for i in range(len(self)))
 
-    def distinct(self) -> Int64:
-        """Return the rows with distinct, non-empty boxes, ascending. Includes only the first of several replicas."""
-        return distinct_boxes(self.offsets, self.sizes)
-
     @staticmethod
     def whole(paths: tuple[str], start: int, nbytes: int, shape: tuple[int, ...]) -> SliceArray:
         """Return a contiguous tensor's single slice. Creates no columns, because most files contain only such tensors.

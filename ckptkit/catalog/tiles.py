@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.columns import row_major
+from ckptkit.catalog.columns import distinct_boxes, row_major
 from ckptkit.catalog.entry import SliceArray, TensorEntry
 
 Int64 = npt.NDArray[np.int64]
@@ -56,7 +56,7 @@ def pieces(slices: SliceArray, offsets: Int64, sizes: Int64, itemsize: int | Int
     Args:
         itemsize: Of the tensor or, if there are several, of the tensor of each box, [m].
     """
-    rows = slices.distinct()
+    rows = distinct_boxes(slices.offsets, slices.sizes)
     if not slices.sizes.shape[1]:
         count = len(offsets) if len(rows) else 0
         boxes, found = np.arange(count), np.full(count, rows[0] if count else 0, np.int64)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box, row_major_strides
-from ckptkit.catalog.columns import distinct, first_of_equal, is_dense, row_major
+from ckptkit.catalog.columns import distinct, distinct_boxes, first_of_equal, is_dense, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Role, TensorEntry
 from ckptkit.catalog.targets import Target
@@ -209,7 +209,7 @@ class _Prover:
             return total
         where, slices = self._maps[key], entry.slices
         into = dtype_of(entry.dtype).itemsize
-        for row in slices.distinct().tolist():
+        for row in distinct_boxes(slices.offsets, slices.sizes).tolist():
             part = slices[row]
             at = part.start
             for tile in part.box.tiles(max(1, _CHUNK // into)):
@@ -270,7 +270,7 @@ def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
     (replicas), and if there are no slices or too many.
     """
     slices, itemsize = entry.slices, dtype_of(entry.dtype).itemsize
-    rows = slices.distinct()
+    rows = distinct_boxes(slices.offsets, slices.sizes)
     boxes = np.concatenate([placement.offsets, placement.sizes], axis=1)
     if slices.strides or not entry.shape or len(rows) * len(placement) > _MAX_PAIRS:
         return None

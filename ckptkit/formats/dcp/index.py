@@ -21,7 +21,7 @@ from ckptkit.catalog.tiles import are_rows
 from ckptkit.digests import DIGEST, hex_digest_of, new_hasher, signature_of
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.files import ROW
-from ckptkit.formats.dcp.metadata import RecordColumns, encode_metadata
+from ckptkit.formats.dcp.metadata import MetadataPickle, RecordColumns
 from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.own.columns import Columns, pack, pack_texts, unpack, unpack_texts
 from ckptkit.formats.own.manifest import MESHES, Manifest, Slices, Tensors
@@ -403,14 +403,7 @@ class SaveIndex:
             for key, rows, offsets, sizes in self.entries()
         ]  # fmt: skip
         objects = {name: found.place for name, found in self._objects.items()}
-        return encode_metadata(
-            tensors,
-            self.paths,
-            objects=objects,
-            planner_data=self._key_paths(),
-            checkpoint_id=checkpoint_id,
-            save_id=save_id,
-        )
+        return MetadataPickle(tensors, self.paths, objects, self._key_paths(), checkpoint_id, save_id).chunks()
 
     def _key_paths(self) -> dict[str, Path]:
         paths = {key.name: key.path for key in self._keys.values()}

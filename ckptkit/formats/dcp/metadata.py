@@ -42,34 +42,21 @@ class RecordColumns:
     lengths: Int64
 
 
-def encode_metadata(
-    tensors: Sequence[RecordColumns],
-    paths: Sequence[str],
-    *,
-    objects: Mapping[str, tuple[int, int, int]],
-    planner_data: Mapping[str, tuple[str | int, ...]] | None = None,
-    checkpoint_id: str = "",
-    save_id: str = "",
-) -> Iterator[bytes]:
-    """Yield the bytes of `.metadata`, about a megabyte at a time.
+@dataclass(slots=True)
+class MetadataPickle:
+    """Writes `.metadata` into a buffer, and keeps track of the pickle's memo.
 
-    Args:
+    Attributes:
         objects: (file, start, length) for each BYTE item, by name.
         planner_data: Each key's path in the nested state dict, or None.
     """
-    return _Writer(tensors, paths, objects, planner_data, checkpoint_id, save_id).chunks()
-
-
-@dataclass(slots=True)
-class _Writer:
-    """Writes one pickle into a buffer, and keeps track of its memo."""
 
     tensors: Sequence[RecordColumns]
     paths: Sequence[str]
     objects: Mapping[str, tuple[int, int, int]]
-    planner_data: Mapping[str, tuple[str | int, ...]] | None
-    checkpoint_id: str
-    save_id: str
+    planner_data: Mapping[str, tuple[str | int, ...]] | None = None
+    checkpoint_id: str = ""
+    save_id: str = ""
     _out: bytearray = field(default_factory=bytearray)
     _memo: dict[Any, int] = field(default_factory=dict)
     _next: int = 0
@@ -264,30 +251,28 @@ class _Writer:
         if dtype in self._heads:
             self._out += self._heads[dtype]
             return
-        self._write_head(dtype)  # adds its values to the memo, to which the second one refers
-        mark = len(self._out)
-        self._write_head(dtype)
-        self._heads[dtype] = self._taken(mark)
-
-    def _write_head(self, dtype: str) -> None:
-        self._new("TensorStorageMetadata")
-        self._text("properties")
-        self._new("TensorProperties", state=b"(")
-        # (dtype, layout, requires_grad, memory format, pin_memory) and BUILD
-        self._global("torch", dtype)
-        if not self._get("strided"):
-            self._global("torch.serialization", "_get_layout")
-            self._text("torch.strided")
-            self._out += b"\x85R"
-            self._put("strided")
-        self._out += b"\x89"
-        if not self._get("contiguous"):
-            self._global(_MODULE, "_MEM_FORMAT_ENCODING")
-            self._out += b"K\x00\x85R"
-            self._put("contiguous")
-        self._out += b"\x89tb"
-        self._text("size")
-        self._global("torch", "Size")
+        for is_first in (True, False):  # the first one adds its values to the memo, to which the second one refers
+            mark = len(self._out)
+            self._new("TensorStorageMetadata")
+            self._text("properties")
+            self._new("TensorProperties", state=b"(")
+            # (dtype, layout, requires_grad, memory format, pin_memory) and BUILD
+            self._global("torch", dtype)
+            if not self._get("strided"):
+                self._global("torch.serialization", "_get_layout")
+                self._text("torch.strided")
+                self._out += b"\x85R"
+                self._put("strided")
+            self._out += b"\x89"
+            if not self._get("contiguous"):
+                self._global(_MODULE, "_MEM_FORMAT_ENCODING")
+                self._out += b"K\x00\x85R"
+                self._put("contiguous")
+            self._out += b"\x89tb"
+            self._text("size")
+            self._global("torch", "Size")
+            if not is_first:
+                self._heads[dtype] = self._taken(mark)
 
     def _global(self, module: str, name: str) -> None:
         if not self._get((module, name)):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.columns import distinct
+from ckptkit.catalog.columns import distinct, distinct_boxes
 from ckptkit.catalog.tiles import pieces
 from ckptkit.digests import new_signer
 from ckptkit.errors import StorageError
@@ -354,7 +354,8 @@ def _records_of(plan: Plan, index: int, maps: Mapping[str, EntryMap]) -> Int64:
         if not len(rows):
             continue
         if isinstance(tensor, ComputedTensor) or not all(part.is_plain for part in tensor.parts):
-            found += [maps[key].records[maps[key].entry.slices.distinct()] for key in tensor.sources]
+            for where in (maps[key] for key in tensor.sources):
+                found.append(where.records[distinct_boxes(where.entry.slices.offsets, where.entry.slices.sizes)])
         else:
             for part in tensor.parts:
                 where = maps[part.source]

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.columns import distinct, is_dense, row_major
+from ckptkit.catalog.columns import distinct, distinct_boxes, is_dense, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Part, Target
@@ -340,7 +340,7 @@ class _WorkBuilder:
             if key not in self._by_row:
                 entry = self.catalog.tensors[key]
                 self._by_row[key] = self._origins.of(entry.slices)
-                self._add_records(entry, entry.slices.distinct())
+                self._add_records(entry, distinct_boxes(entry.slices.offsets, entry.slices.sizes))
         for target in tensor.inputs if isinstance(tensor, ComputedTensor) else (tensor,):
             for key in target.sources:
                 is_cast(self.catalog.tensors[key].dtype, target.dtype)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.entry import Catalog
-from ckptkit.formats.dcp.metadata import RecordColumns, encode_metadata
+from ckptkit.formats.dcp.metadata import MetadataPickle, RecordColumns
 from ckptkit.formats.dcp.records import RecordFrame, frame_tensor
 from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, OutputTensor, Placement
 from ckptkit.offline.export.files import in_disk_order
@@ -95,9 +95,7 @@ def lay_out_dcp(
     planner = {".".join(map(str, key)): key for key in (*keys, *(key for key, _ in objects))}
     ends = np.cumsum([0, *(len(record) for _, record in objects)]).tolist()
     at = {".".join(map(str, key)): (0, ends[i], len(record)) for i, (key, record) in enumerate(objects)}
-    metadata = b"".join(
-        encode_metadata(columns, paths, objects=at, planner_data=planner, checkpoint_id=save_id, save_id=save_id)
-    )
+    metadata = b"".join(MetadataPickle(columns, paths, at, planner, save_id, save_id).chunks())
     return [*files, OutputFile.of_bytes(METADATA, metadata)], placements, (METADATA,)
 
 

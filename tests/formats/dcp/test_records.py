@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptkit.catalog.dtypes import DTYPES
-from ckptkit.formats.dcp.metadata import RecordColumns, encode_metadata
+from ckptkit.formats.dcp.metadata import MetadataPickle, RecordColumns
 from ckptkit.formats.dcp.records import frame_object, frame_tensor, is_plain
 
 SHAPES = [(), (0,), (0, 3), (3, 5), (2, 3, 4, 5), (40, 50, 2), (300, 300)]
@@ -140,7 +140,7 @@ def expected() -> Metadata:
 @pytest.mark.parametrize("load", [pickle.loads, lambda data: pickle._Unpickler(io.BytesIO(data)).load()])
 def test_metadata_unpickles_to_torchs_own_objects(load):
     places = {"objects": {"o.k": (1, 2, 3)}, "planner_data": PLANNER, "checkpoint_id": "/x", "save_id": "id"}
-    found = load(b"".join(encode_metadata(TENSORS, FILES, **places)))
+    found = load(b"".join(MetadataPickle(TENSORS, FILES, **places).chunks()))
     assert found == expected()
     assert [key.index for key in found.storage_data] == [key.index for key in expected().storage_data]
     chunk = next(iter(found.state_dict_metadata.values())).chunks[0]

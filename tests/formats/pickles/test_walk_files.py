@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckptkit.errors import CkptkitError, CorruptCheckpointError
-from ckptkit.formats.dcp.metadata import RecordColumns, encode_metadata
+from ckptkit.formats.dcp.metadata import MetadataPickle, RecordColumns
 from ckptkit.formats.pickles import zip as archives
 from ckptkit.formats.pickles.walk import loads
 from ckptkit.storage.local import LocalStore
@@ -46,9 +46,7 @@ def test_our_metadata_is_read_like_the_c_unpickler_does() -> None:
     columns = RecordColumns(
         "model.w", "bfloat16", (400, 7), offsets, sizes, np.zeros(2, np.int32), np.array([0, 5000]), np.array([5000, 9])
     )
-    data = b"".join(
-        encode_metadata([columns], ["__0_0.distcp"], objects={"step": (0, 6000, 4)}, planner_data={"step": ("step",)})
-    )
+    data = b"".join(MetadataPickle([columns], ["__0_0.distcp"], {"step": (0, 6000, 4)}, {"step": ("step",)}).chunks())
     assert shown(loads(data, file="m")) == shown(loads_in_c(data, file="m"))
 
 
