@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ckptkit import Shard, TrainState, open_checkpoint
 from ckptkit.errors import UsageError
 from ckptkit.offline.convert import convert
+from ckptkit.offline.reshard import reshard
 from tests.checkpoint import meshes, states
 from tests.checkpoint.optimizers import masters
 from tests.checkpoint.states import refusal
@@ -208,6 +209,38 @@ def factored(url: str) -> str:
 def test_states_of_another_shape_than_their_declared_parameter_are_refused(ranks: Any, tmp_path: Path) -> None:
     for message in ranks.run(factored, 2, str(tmp_path)):
         assert "state 'row' of 'experts' has shape [2]" in message
+
+
+def test_experts_of_one_element_have_global_moments(ranks: Any, tmp_path: Path, kind: str) -> None:
+    """A state with the parameter's shape is a part of a global state, even if it is a single number."""
+    ranks.run(one_each, 2, str(tmp_path), kind)
+    model = Experts(2)
+    model.experts = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    url = tmp_path
+    if kind == "local":
+        url = tmp_path / "resharded"
+        reshard(str(tmp_path / "step_00000001"), str(url / "step_00000001"), world_size=1)
+    states.load_all(url, TrainState(model=model, optimizer=optimizer, rng=False))
+    assert optimizer.state[model.experts]["momentum_buffer"].tolist() == [1.0, 2.0]
+
+
+def one_each(url: str, kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    model = Experts(2)
+    model.experts = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.experts.grad = torch.ones(1) + dist.get_rank()
+    optimizer.step()
+    layout = {"experts": Shard(0, mesh=mesh)}
+
+    def state() -> TrainState:
+        return TrainState(model=model, optimizer=optimizer, layout=layout, rng=False)
+
+    states.save(url, state(), state_dict_type=kind)
+    optimizer.state.clear()
+    states.load_all(url, state())
+    assert optimizer.state[model.experts]["momentum_buffer"].tolist() == [1.0 + dist.get_rank()]
 
 
 def strided(url: str, kind: str) -> None:

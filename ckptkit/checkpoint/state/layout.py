@@ -124,7 +124,7 @@ def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch
 
 def global_state(what: str, value: Any, parameter: torch.Tensor, shards: Sequence[Shard]) -> Any:
     """Return a declared parameter's optimizer state as a part of a global state, like the parameter."""
-    if not shards or value.numel() == 1:
+    if not shards or (value.numel() == 1 and value.shape != parameter.shape):
         return value
     if value.shape != parameter.shape:
         raise SaveError(
