@@ -39,7 +39,8 @@ PER_RANK = "per_rank"
 _BOUND = "bound"
 """Wraps a value in `per_rank.<rank>` that may be loaded only where parameters are sharded in the same way."""
 
-_PARTS = ("param_groups", "values", "shared")  # parts of an optimizer's JSON, each of which is compared as a whole
+_SHARED = "shared"
+_PARTS = ("param_groups", "values", _SHARED)  # parts of an optimizer's JSON, each of which is compared as a whole
 _NAMES = "names"  # names of a rank's plain states, which differ between ranks that update different parameters
 _SAMPLE = 4096  # bytes that are sampled at the start, middle and end of a tensor that is not on the host
 _BLOCK, _TURNS = 1 << 16, 16  # of a large replica on the host, each save hashes one block in 16
@@ -69,7 +70,7 @@ class Fingerprints:
     Args:
         classes: The classes of plain tensors, by name digest, as `differing` returns them.
         shared: The digests of the names of DTensors that exist on several meshes.
-        turn: The number of the save, the same on all ranks.
+        turn: Grows by 1 with each save, and is the same on all ranks.
         world_size: The number of ranks that save.
 
     Attributes:
@@ -128,11 +129,14 @@ class Fingerprints:
         }
         self.keys = [*found, *trees, *declared, *replicas]
         # Hash the parameters' names, too: ranks with different parameters (pipeline stages) have different values.
+        # But "shared" belongs to no parameter: all ranks have it under the same names.
         salts = {
-            section: "".join(f" {fqn}" for group in taken.tree["param_groups"] for fqn in group["params"])
+            f"{section}.{part}": "".join(f" {fqn}" for group in taken.tree["param_groups"] for fqn in group["params"])
             for section, taken in captured.optimizers.items()
+            for part in (*_PARTS, _NAMES)
+            if part != _SHARED
         }
-        names += [_name_digest(key + salts[key.rpartition(".")[0]]) for key in trees]
+        names += [_name_digest(key + salts.get(key, "")) for key in trees]
         names += [
             _name_digest(f"{key} {parts_here(tensor, local_part(tensor))[1]}") for key, tensor in declared.items()
         ]

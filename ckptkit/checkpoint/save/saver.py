@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_IN = ": "  # between the key of an object and a name in it; no key contains it
+
 
 class TensorPlan(Protocol):
     """This rank's plan for a save. There is one implementation per state-dict type."""
@@ -155,7 +157,7 @@ class Saver:
     classes: dict[int, int] = field(default_factory=dict)  # of plain tensors, since the last comparison
     apart: bytes = b""  # signature of the tensors on meshes of only some ranks, at their last comparison
     shared: frozenset[int] = frozenset()  # digests of the names of those that exist on several meshes
-    turn: int = 0  # the number of saves
+    turn: int = 0  # selects the blocks of large replicas to compare; 0 before the first save
 
     def __post_init__(self) -> None:
         import ckptkit.formats.dcp.plan  # noqa: F401  now, so that the first save does not block for it
@@ -168,7 +170,8 @@ class Saver:
             UsageError: The ranks want to save different steps.
         """
         clock, what = PhaseClock(), "planning the save"
-        self.turn += 1
+        # A new manager, as after a restart, must not begin with the same blocks of large replicas each time.
+        self.turn = self.turn + 1 if self.turn else digest_of(str(request.step).encode())
         group = self.coordinator.group
         if request.state_dict_type is StateDictType.FULL and self.transfers is None and group is not None:
             self.transfers = new_gloo_group(group, self.coordinator.timeout_s)  # for gathering full tensors
@@ -238,10 +241,8 @@ class Saver:
                 prepared.written = sum(item.nbytes for item in written.files.values())
                 if prepared.failure is not None:
                     raise prepared.failure
-                shared = {key: tree for key, tree in prepared.objects.items() if not key.startswith("optimizer")}
-                digests = {key: hex_digest_of(_json(tree)) for key, tree in shared.items()}
                 own = _spread(prepared.objects) if self.coordinator.rank in prepared.tellers else {}
-                payload = (written.part, _json(prepared.rank_objects), digests, _json(own))
+                payload = (written.part, _json(prepared.rank_objects), _digests(prepared.objects), _json(own))
             except BaseException as error:  # noqa: BLE001  `abort` raises it on every rank
                 attempt.abort(prepared.failure or error)
             fields = {
@@ -363,10 +364,9 @@ class Saver:
             found = [trees[key] for trees in [prepared.objects, *told] if key in trees]
             joins = key.partition("_")[0] == "optimizer"
             objects[key] = united(found) if joins else {k: v for tree in reversed(found) for k, v in tree.items()}
-        joined = set(_spread(prepared.objects)) if prepared.tellers else set()
         tables = [digests for _, _, digests, _ in answers]
-        for key in sorted({key for table in tables for key in table} - joined):
-            if len({table.get(key) for table in tables}) > 1:
+        for key in sorted({key for table in tables for key in table}):
+            if len({table.get(key) for table in tables if key in table or _IN not in key}) > 1:
                 _log.warning(
                     "%s differs between ranks; only rank 0's value was saved. To save all, wrap it in ckptkit.PerRank.",
                     key,
@@ -504,8 +504,22 @@ def _spread(objects: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: tree
         for key, tree in objects.items()
-        if key == "classes" or key.endswith(".extra_state") or key.partition("_")[0] == "optimizer"
+        if key == "classes"
+        or (key.startswith("model") and key.endswith(".extra_state"))
+        or key.partition("_")[0] == "optimizer"
     }
+
+
+def _digests(objects: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest of each object except optimizers, which fingerprints compare.
+
+    An object that contains names of parameters or modules has a digest for each name: ranks may lack some of them.
+    """
+    spread = _spread(objects)
+    whole = {key: tree for key, tree in objects.items() if key not in spread}
+    trees = {key: tree for key, tree in spread.items() if key.partition("_")[0] != "optimizer"}
+    entries = {f"{key}{_IN}{name}": value for key, tree in trees.items() for name, value in tree.items()}
+    return {key: hex_digest_of(_json(value)) for key, value in {**whole, **entries}.items()}
 
 
 def _json(value: Any) -> bytes:

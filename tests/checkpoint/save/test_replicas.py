@@ -221,6 +221,50 @@ def test_ranks_with_different_stages_keep_their_own_values(tmp_path: Path, kind:
             assert model.running_mean.tolist() == [10.0 * step + rank] * 3
 
 
+class Told(nn.Module):
+    """A module with extra state."""
+
+    value: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+
+@on_ranks(2)
+def test_state_that_two_stages_have_under_one_name_is_never_lost_silently(tmp_path: Path, kind: str) -> None:
+    """Each rank gets its own optimizer state of no parameter back; of extra state, a warning names the part."""
+
+    def made(value: int) -> TrainState:
+        told = Told()
+        told.value = value
+        model = nn.ModuleDict({f"stage{dist.get_rank()}": nn.Linear(2, 2), "told": told})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.state["all"] = {"number": value, "tensor": torch.full((3,), float(value))}
+        return TrainState(model=model, optimizer=optimizer, rng=False)
+
+    live = made(9)
+    with warned() as lines, CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        manager.save(1, made(dist.get_rank()))
+        manager.load(live)
+    assert live.optimizer.state["all"]["number"] == dist.get_rank()
+    assert live.optimizer.state["all"]["tensor"].tolist() == [float(dist.get_rank())] * 3
+    about = [line for line in lines if "differ" in line]
+    if dist.get_rank() == 0:
+        assert [line.partition(" differ")[0] for line in about] == [
+            "optimizer.shared",
+            "model.extra_state: told._extra_state",
+        ]
+
+
+@pytest.mark.parametrize("value", [5, [5], {"a": 5}])
+def test_an_extra_value_may_be_named_extra_state(tmp_path: Path, value: Any) -> None:
+    live = TrainState(extra={"extra_state": None}, rng=False)
+    states.check_round_trip(tmp_path, TrainState(extra={"extra_state": value}, rng=False), live, "sharded")
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 @on_ranks(2)
 def test_parameters_that_differ_are_refused_by_name(tmp_path: Path, kind: str, sharded: bool) -> None:
@@ -322,6 +366,15 @@ def test_sixteen_saves_compare_each_element_of_a_large_replica(tmp_path: Path) -
                 assert "extra.average differ" in str(error)
                 refused += 1
     assert refused == 1
+
+
+@on_ranks(2)
+def test_a_new_manager_compares_other_blocks_of_a_large_replica(tmp_path: Path) -> None:
+    average = dtensor(init_device_mesh("cpu", (2,)), Replicate(), numel=LARGE)
+    average.to_local()[LARGE // 2] += dist.get_rank()
+    state = TrainState(extra={"average": average}, rng=False)
+    said = [states.refusal(lambda step=step: states.save(tmp_path, state, step)) for step in range(0, 60_000, 1000)]
+    assert any("extra.average differ" in text for text in said)
 
 
 def test_sixteen_samples_of_a_row_contain_every_byte_once() -> None:
