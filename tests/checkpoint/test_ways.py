@@ -73,11 +73,12 @@ def _name(frame: FrameType) -> str:
 
 
 def save_one_tensor(url: str) -> Entered:
-    """Save a 4x4 tensor, the first checkpoint of a run."""
+    """Save a 4x4 tensor, the first checkpoint of a run, but not the first of this process."""
     model = torch.nn.Module()
     model.register_parameter("w", torch.nn.Parameter(torch.arange(16.0).reshape(4, 4)))
-    with CheckpointManager(url) as manager, Entered("write", "pwrite") as found:
-        manager.save(1, TrainState(model=model, rng=False))
+    for run in ("warm", "counted"):
+        with CheckpointManager(f"{url}/{run}") as manager, Entered("write", "pwrite") as found:
+            manager.save(1, TrainState(model=model, rng=False))
     return found
 
 
@@ -85,7 +86,7 @@ def test_a_save_of_one_tensor_has_few_of_our_frames_above_its_write_and_calls_fe
     found = save_one_tensor(str(tmp_path))
     (of_tensor,) = [stack for stack in found.stacks if any("formats/dcp/files.py" in name for name in stack)]
     assert len(of_tensor) <= 6, of_tensor
-    assert 0 < len(found.functions) <= 276, len(found.functions)
+    assert 0 < len(found.functions) <= 265, len(found.functions)
 
 
 def test_a_save_lists_the_run_once_and_reports_how_many_checkpoints_it_has(tmp_path: Path) -> None:
