@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit import CheckpointManager, TrainState, convert
 from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError, UnsupportedFormatError
+from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from tests.checkpoint.hidden import HIDDEN as ALL
 from tests.checkpoint.hidden import Opaque, Scaled, Tagged, scaled
 from tests.checkpoint.states import bits, check_round_trip, load, refusal, save
@@ -284,6 +285,39 @@ def test_what_a_hook_changes_in_an_optimizers_state_dict_is_refused(tmp_path: Pa
     state = in_optimizer(torch.ones(4, 4))
     state.optimizer.register_state_dict_post_hook(hook)
     check_refused(tmp_path, state, f"the state_dict of SGD returns other values than the optimizer has: {where}. Only")
+
+
+def test_what_a_hook_changes_in_a_master_optimizers_state_dict_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2).bfloat16()
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.register_state_dict_post_hook(changed_rate)
+    check_refused(tmp_path, TrainState(model=model, optimizer=optimizer), "returns other values than the optimizer has")
+
+
+def test_hooks_around_saves_and_loads_are_called(tmp_path: Path) -> None:
+    """An optimizer may unpack its state before `state_dict`, and pack it after `load_state_dict`."""
+    packed: list[float] = []
+
+    def made() -> TrainState:
+        model = nn.Linear(1, 1, bias=False)
+        return TrainState(model=model, optimizer=torch.optim.SGD(model.parameters()), rng=False)
+
+    def unpack(optimizer: Any) -> None:
+        optimizer.state[optimizer.param_groups[0]["params"][0]] = {"packed": torch.ones(1, 1) * 3}
+
+    def pack(optimizer: Any) -> None:
+        packed.append(optimizer.state[optimizer.param_groups[0]["params"][0]]["packed"].item())
+
+    source, live = made(), made()
+    source.optimizer.register_state_dict_pre_hook(unpack)
+    live.optimizer.register_load_state_dict_pre_hook(lambda *_: None)
+    live.optimizer.register_load_state_dict_post_hook(pack)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, source)
+        report = manager.load(live)
+    assert packed == [3.0]
+    assert report is not None
+    assert any("load_state_dict pre-hooks were not called" in note for note in report.notes)
 
 
 def test_a_hook_that_copies_an_optimizers_state_dict_is_accepted(tmp_path: Path) -> None:

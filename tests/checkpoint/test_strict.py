@@ -351,6 +351,17 @@ def test_a_learning_rate_that_the_live_tensors_dtype_cannot_hold_is_refused(tmp_
         load(root, with_rate(torch.tensor(0.25)))
 
 
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [(0.3, torch.tensor(1)), (torch.tensor([0.1]), torch.tensor([0.2, 0.3])), (1.5, torch.tensor(True))],
+)
+def test_a_setting_that_would_be_truncated_or_repeated_is_refused(tmp_path: Path, saved: Any, live: Any) -> None:
+    root = save(tmp_path, with_rate(saved))
+    with pytest.raises(CheckpointMismatchError, match=r"group 0: lr is .* in the checkpoint, but"):
+        load(root, with_rate(live))
+    load(save(tmp_path / "whole", with_rate(2.0)), with_rate(torch.tensor(1)))
+
+
 @pytest.mark.parametrize(("saved", "notes"), [(torch.tensor(0.5, dtype=torch.float64), 0), (0.5, 0), (0.1, 1)])
 def test_the_report_names_a_learning_rate_that_is_rounded(tmp_path: Path, saved: Any, notes: int) -> None:
     state = with_rate(torch.tensor(0.25))

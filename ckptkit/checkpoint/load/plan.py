@@ -41,7 +41,15 @@ from ckptkit.checkpoint.state.train_state import (
 )
 from ckptkit.checkpoint.state.values import JSON, decode, references
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, SaveError, UsageError, command_line
-from ckptkit.formats.dcp.host_bytes import are_dense, dtype_name, expanded_ones, hidden_ones, local_part, placed_like
+from ckptkit.formats.dcp.host_bytes import (
+    are_dense,
+    dtype_name,
+    expanded_ones,
+    has_load_hooks,
+    hidden_ones,
+    local_part,
+    placed_like,
+)
 from ckptkit.formats.dcp.subclasses import (
     SEPARATOR,
     STATES,
@@ -528,6 +536,10 @@ class _Planner:
         plan.keep = list(plan.groups.missing)
         plan.states = {fqn: entries for fqn, entries in states.items() if fqn in plan.parameters}
         found.add("others", plan.key, self.of_their_state_dict(plan))
+        if has_load_hooks(plan.optimizer):
+            plan.groups.notes.append(
+                f"{plan.key}: its load_state_dict pre-hooks were not called: loads do not go through load_state_dict"
+            )
         plan.live = {fqn: dict(plan.optimizer.state.get(item, {})) for fqn, item in plan.parameters.items()}
         values = [value for state in plan.live.values() for value in state.values()]
         tensors = [value for value in values if isinstance(value, torch.Tensor) or is_state_in_parts(value)]

@@ -32,6 +32,7 @@ from ckptkit.checkpoint.state.optimizer_layout import (
 from ckptkit.checkpoint.state.values import JSON, decode, encode, is_order, order_of
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import (
+    before_state_dict,
     expanded_ones,
     has_state_dict_hooks,
     hidden_ones,
@@ -126,12 +127,13 @@ def capture_optimizer(
 ) -> CapturedOptimizer:
     """Return the optimizer's state. Its tensors share memory with the live ones. Nothing is stepped, created or moved.
 
-    First updates fp32 masters if other code has changed the weights.
+    First runs the optimizer's `state_dict` pre-hooks, and updates fp32 masters if other code has changed the weights.
 
     Raises:
         UsageError: A parameter does not belong to the model.
         SaveError: A state is neither a supported tensor nor a value that loads safely.
     """
+    before_state_dict(optimizer)
     parameters = named_parameters(optimizer, names, what)
     if getattr(optimizer, "master_state_name", None) is not None:
         optimizer.follow_weights()
@@ -288,7 +290,7 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
         )
     torchs = torch.optim.Optimizer.state_dict
     is_torchs = getattr(type(optimizer), "state_dict", torchs) is torchs
-    if (is_torchs and not has_state_dict_hooks(optimizer)) or hasattr(optimizer, "master_state_name"):
+    if (is_torchs or hasattr(optimizer, "master_state_name")) and not has_state_dict_hooks(optimizer):
         return
     if keeps_parts(optimizer):
         return  # its state_dict has nothing else, and fails for uneven shards
@@ -595,9 +597,11 @@ def _fits(live: Any, value: Any) -> bool:
         )
     if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
         exact = value.dtype == live.dtype or torch.equal(value.to(live.dtype).to(value.dtype), value)
-        return exact and (value.numel() == 1 or value.shape == live.shape)
+        return exact and (value.numel() == live.numel() == 1 or value.shape == live.shape)
     if isinstance(value, torch.Tensor) and isinstance(live, (int, float)):
         return value.numel() == 1
+    if isinstance(live, torch.Tensor) and not (live.is_floating_point() or live.is_complex()):
+        return live.numel() == 1 and _is_real(value) and float(value).is_integer()
     if isinstance(live, (int, float)) or (isinstance(live, torch.Tensor) and live.numel() == 1):
         return _is_real(value)
     return not isinstance(live, torch.Tensor)

@@ -358,3 +358,20 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def has_state_dict_hooks(optimizer: Any) -> bool:
     """Return whether functions change what an optimizer's `state_dict` returns."""
     return bool(getattr(optimizer, "_optimizer_state_dict_post_hooks", None))
+
+
+def has_load_hooks(optimizer: Any) -> bool:
+    """Return whether functions change what an optimizer's `load_state_dict` receives."""
+    return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None))
+
+
+def before_state_dict(optimizer: Any) -> None:
+    """Run what an optimizer's `state_dict` runs first. It may put state in its place."""
+    for hook in list(getattr(optimizer, "_optimizer_state_dict_pre_hooks", {}).values()):
+        hook(optimizer)
+
+
+def after_load(optimizer: Any) -> None:
+    """Run what an optimizer's `load_state_dict` runs last."""
+    for hook in list(getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {}).values()):
+        hook(optimizer)
