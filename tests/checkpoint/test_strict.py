@@ -371,6 +371,20 @@ def test_the_report_names_a_learning_rate_that_is_rounded(tmp_path: Path, saved:
     assert torch.equal(state.optimizer.param_groups[0]["lr"], torch.as_tensor(saved, dtype=torch.float32))
 
 
+def test_large_tensors_in_groups_are_restored(tmp_path: Path, kind: str) -> None:
+    def made(value: float) -> TrainState:
+        state = made_by(torch.optim.AdamW)
+        state.optimizer.param_groups[0].update(scales=torch.full((5000,), value), rows=[torch.full((5000,), -value)])
+        return state
+
+    check_round_trip(tmp_path, made(2.0), made(1.0), kind)
+    if kind == "sharded":
+        found = {"optimizer": {"param_groups": [{"scales": torch.zeros(5000), "rows": [torch.zeros(5000)]}]}}
+        dcp.load(found, checkpoint_id=tmp_path / "step_00000001", no_dist=True)
+        assert found["optimizer"]["param_groups"][0]["scales"].unique().tolist() == [2.0]
+        assert found["optimizer"]["param_groups"][0]["rows"][0].unique().tolist() == [-2.0]
+
+
 def test_empty_state_and_empty_groups_survive(tmp_path: Path) -> None:
     source, state = TrainState(model=net(), extra={"epoch": 3}), trained()
     source.optimizer = torch.optim.AdamW(source.model.parameters(), lr=0.1)

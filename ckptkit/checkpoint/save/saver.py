@@ -35,7 +35,7 @@ from ckptkit.checkpoint.save.replicas import (
 from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.optimizer import united
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
-from ckptkit.checkpoint.state.values import decode
+from ckptkit.checkpoint.state.values import decode, references
 from ckptkit.digests import digest_of, hex_digest_of
 from ckptkit.errors import SaveError, UsageError
 from ckptkit.formats.dcp.index import write_index
@@ -485,7 +485,8 @@ def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
             states.setdefault(fqn, {}).update({k: v for k, v in values.items() if not isinstance(v, (dict, list))})
         groups = [
             # torch requires these names if the optimizer was created with named parameters.
-            {key: decode(value, captured.loose.__getitem__) for key, value in group.items()}
+            # Large tensors are in `loose`, under the names that DCP would give them here.
+            {k: decode(value, captured.loose.__getitem__) for k, value in group.items() if not references(value)}
             | {"param_names": group["params"]}
             for group in taken.tree["param_groups"]
         ]
