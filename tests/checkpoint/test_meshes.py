@@ -21,7 +21,7 @@ from ckptkit.offline.reshard import reshard
 from tests.checkpoint import meshes, states
 from tests.checkpoint.optimizers import masters
 from tests.checkpoint.states import refusal
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 PAIRS = [  # the first pair runs by day
     ("pp2 ep2", "fsdp2 ep2"), ("fsdp2 ep2", "pp2"),
@@ -241,6 +241,20 @@ def one_each(url: str, kind: str) -> None:
     optimizer.state.clear()
     states.load_all(url, state())
     assert optimizer.state[model.experts]["momentum_buffer"].tolist() == [1.0 + dist.get_rank()]
+
+
+@pytest.mark.parametrize("glob", ["*", "0.weight"])
+@on_ranks(2)
+def test_quantized_weights_are_no_parts_of_a_global_weight(tmp_path: Path, kind: str, glob: str) -> None:
+    """Their description has the shape of one rank's part, so an export would be wrong."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(32, 4, bias=False))
+    quantize_(model, Int8WeightOnlyConfig())
+    layout = {glob: Shard(0, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))}
+    said = refusal(lambda: states.save(tmp_path, TrainState(model=model, layout=layout), state_dict_type=kind))
+    assert "model.0.weight is stored in parts, which TrainState(layout=...) cannot join" in said
+    assert not list(tmp_path.glob("step_*"))
 
 
 def strided(url: str, kind: str) -> None:

@@ -342,6 +342,12 @@ def _globalize(captured: Captured, state: TrainState) -> None:
         tensors, prefix = captured.models[section("model", name)], f"{name}." if name else ""
         parameters.update((prefix + fqn, tensor) for fqn, tensor in tensors.items())
         for fqn, tensor in tensors.items():
+            outer = outer_name(fqn, captured.objects.get(SUBCLASSES, {}), f"{section('model', name)}.")
+            if outer != fqn and shards_of(state.layout, prefix + outer):
+                raise SaveError(
+                    f"{section('model', name)}.{outer} is stored in parts, which TrainState(layout=...) cannot join to "
+                    "a global tensor. Declare it 'per_rank', or train with unquantized weights. Nothing was saved."
+                )
             tensors[fqn] = as_global(f"{section('model', name)}.{fqn}", tensor, shards_of(state.layout, prefix + fqn))
     for key, taken in captured.optimizers.items():
         for (fqn, name), value in taken.tensors.items():
