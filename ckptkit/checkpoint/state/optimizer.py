@@ -367,6 +367,9 @@ def united(trees: Sequence[JSON]) -> JSON:
     """Merge the ranks' trees for an optimizer whose parameters are spread over them (one tree per pipeline stage).
 
     A group is merged into one with equal settings: preferably the one at the same position, otherwise the first.
+
+    Raises:
+        SaveError: Trees have different values for one parameter.
     """
     first = {
         **trees[0],
@@ -382,6 +385,12 @@ def united(trees: Sequence[JSON]) -> JSON:
                 groups += same
             same[0]["params"] += [fqn for fqn in group["params"] if fqn not in known]
             known.update(group["params"])
+        both = tree["values"].keys() & first["values"].keys()
+        if unlike := sorted(fqn for fqn in both if tree["values"][fqn] != first["values"][fqn]):
+            raise SaveError(
+                f"the optimizer states of {', '.join(unlike[:_LISTED])} differ between pipeline stages that have the "
+                "same parameter, so only one stage's values would be saved. Nothing was saved."
+            )
         first["values"] = {**tree["values"], **first["values"]}
         first["shared"] = {**tree["shared"], **first["shared"]}
         if tied := {**tree.get("tied", {}), **first.get("tied", {})}:

@@ -259,6 +259,23 @@ def test_state_that_two_stages_have_under_one_name_is_never_lost_silently(tmp_pa
         ]
 
 
+@pytest.mark.parametrize("differs", [True, False])
+@on_ranks(2)
+def test_values_of_a_parameter_of_two_stages_are_refused_if_they_differ(
+    tmp_path: Path, kind: str, differs: bool
+) -> None:
+    model = nn.ModuleDict({f"stage{dist.get_rank()}": nn.Linear(2, 2), "tied": nn.Linear(2, 2, bias=False)})
+    nn.init.ones_(model["tied"].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model["tied"].weight] = {"steps": 3 + dist.get_rank() * differs}
+    said = states.refusal(
+        lambda: states.save(tmp_path, TrainState(model=model, optimizer=optimizer), state_dict_type=kind)
+    )
+    assert ("the optimizer states of tied.weight differ between pipeline stages" in said) == differs
+    dist.barrier()
+    assert bool(list(tmp_path.glob("step*"))) != differs
+
+
 @pytest.mark.parametrize("value", [5, [5], {"a": 5}])
 def test_an_extra_value_may_be_named_extra_state(tmp_path: Path, value: Any) -> None:
     live = TrainState(extra={"extra_state": None}, rng=False)
