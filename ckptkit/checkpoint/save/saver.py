@@ -194,7 +194,13 @@ class Saver:
             else:
                 made, outcome = self._plan(captured, state, request, clock)
         with clock.phase("agree"):
-            signatures, unequal, one_recipe, apart, tellers = self.coordinator.settle(outcome, what, then=self._agreed)
+            try:
+                signatures, unequal, one_recipe, apart, tellers = self.coordinator.settle(
+                    outcome, what, then=self._agreed
+                )
+            except BaseException:
+                self.turn = 0  # the ranks may have begun with different steps
+                raise
             assert made is not None  # if it were None, `settle` would have raised
             if not one_recipe:
                 self._join_recipes(captured)

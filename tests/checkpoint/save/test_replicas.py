@@ -394,6 +394,17 @@ def test_a_new_manager_compares_other_blocks_of_a_large_replica(tmp_path: Path) 
     assert any("extra.average differ" in text for text in said)
 
 
+@on_ranks(2)
+def test_equal_replicas_are_saved_after_a_save_with_unequal_steps(tmp_path: Path) -> None:
+    average = dtensor(init_device_mesh("cpu", (2,)), Replicate(), numel=LARGE)
+    average.to_local()[:] = torch.arange(LARGE)
+    state = TrainState(extra={"average": average}, rng=False)
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(CkptkitError, match="what to save"):
+            manager.save(10 + dist.get_rank(), state)
+        manager.save(12, state)
+
+
 def test_sixteen_samples_of_a_row_contain_every_byte_once() -> None:
     row = torch.arange((1 << 16) * 16 * 3 + 7)
     samples = [torch.cat([torch.from_numpy(block) for block in _sampled(row, turn)]) for turn in range(16)]
