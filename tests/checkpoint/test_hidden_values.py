@@ -327,6 +327,23 @@ def test_a_hook_that_copies_an_optimizers_state_dict_is_accepted(tmp_path: Path)
         manager.save(1, state)
 
 
+def emptied(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize("hook", [copied, emptied])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_state_dict_that_omits_states_or_has_a_tied_weight_twice_is_accepted(tmp_path: Path, hook: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW([*model[0].parameters(), *model[1].parameters()])
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.register_state_dict_post_hook(hook)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainState(model=model, optimizer=optimizer))
+
+
 def one_rank_refuses(url: str, kind: str) -> tuple[str, str]:
     rank = dist.get_rank()
     state = in_model(scaled(Opaque) if rank == 1 else torch.ones(4, 4))

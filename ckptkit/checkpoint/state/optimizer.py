@@ -321,11 +321,11 @@ def _changed(given: Any, optimizer: Any, parameters: Mapping[str, Any]) -> list[
 
     Ignores values of the optimizer that the state dict omits, because saving them is harmless.
     """
-    stepped = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
     names = {id(parameter): fqn for fqn, parameter in parameters.items()}
-    fqns = dict(enumerate(map(names.__getitem__, stepped)))
+    # torch numbers a parameter that is twice in a group by its last place.
+    fqns = dict(enumerate(names[id(p)] for group in optimizer.param_groups for p in group["params"]))
     found = []
-    for key, state in given["state"].items():
+    for key, state in given.get("state", {}).items():
         fqn = fqns.get(key, key)
         live = optimizer.state.get(parameters.get(fqn, key))
         if not isinstance(state, Mapping) or not isinstance(live, Mapping):
@@ -335,7 +335,7 @@ def _changed(given: Any, optimizer: Any, parameters: Mapping[str, Any]) -> list[
             packed = {name: value} if name in live or not isinstance(value, Mapping) else value  # as bitsandbytes does
             if any(key not in live or not _equal(live[key], item) for key, item in packed.items()):
                 found.append((str(fqn), str(name)))
-    groups = given["param_groups"]
+    groups = given.get("param_groups", optimizer.param_groups)
     if len(groups) != len(optimizer.param_groups):
         return [*found, ("all groups", "param_groups")]
     for index, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
