@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ckptkit.catalog.entry import Catalog
@@ -118,8 +118,13 @@ def file_sizes(store: Store, folders: Iterable[str]) -> dict[str, int]:
         if item.kind == "file":
             found[item.path] = item.size
         elif item.kind == "symlink":
-            with suppress(FileNotFoundError, UnsafePathError, CorruptCheckpointError):
+            try:
                 found[item.path] = file_size(store, item.path)
+            except (FileNotFoundError, UnsafePathError, CorruptCheckpointError):
+                continue
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
     return found
 
 

@@ -121,6 +121,7 @@ def test_a_rank_file_behind_a_link_is_not_missing(zoo: Path, tmp_path: Path) -> 
     for path in [*copy.rglob("model_*.pt"), *copy.rglob("optim_*.pt")]:
         path.rename(path.with_suffix(".target"))
         path.symlink_to(path.with_suffix(".target").name)
+    (path.parent / "loop").symlink_to("loop")
     assert _found(copy) == ""
     assert reshard(str(copy), str(tmp_path / "new"), world_size=3, verify=True).verified
 
