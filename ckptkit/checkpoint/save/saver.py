@@ -430,7 +430,7 @@ class Saver:
         outcome = Outcome(made.prints.apart)
         self.shared = frozenset(self.coordinator.settle(outcome, "comparing meshes", then=shared_names))
         if self.shared != before:
-            made.prints = self._fingerprints(captured)
+            made.prints = self.coordinator.run_on_all(partial(self._fingerprints, captured), "comparing meshes")
         return self.shared != before
 
     def _join_recipes(self, captured: Captured) -> None:

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ckptkit import CheckpointManager, TrainState, convert, open_checkpoint, reshard
 from ckptkit.checkpoint.save.replicas import _sampled, _summary, own_copies
-from ckptkit.errors import CkptkitError, CorruptCheckpointError
+from ckptkit.checkpoint.save.saver import Saver
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, RankFailedError
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.storage.open import open_store
 from tests.checkpoint import states
@@ -368,6 +369,27 @@ def test_dtensors_of_several_meshes_that_differ_are_refused(tmp_path: Path, kind
     with CheckpointManager(tmp_path / "new", state_dict_type=kind) as manager, pytest.raises(CkptkitError):
         manager.save(1, state)
     assert sorted(path.name for path in tmp_path.rglob("step*")) == ["step_00000001", "step_00000003"]
+
+
+@on_ranks(4)
+def test_a_rank_that_fails_while_meshes_are_compared_fails_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))["fsdp"]
+    state = TrainState(extra={"average": dtensor(mesh, Replicate())}, rng=False)
+    original, calls = Saver._fingerprints, []
+
+    def failing(*args: Any) -> Any:
+        calls.append(args)
+        if rank == 3 and len(calls) == 2:
+            raise MemoryError("no memory for fingerprints")
+        return original(*args)
+
+    monkeypatch.setattr(Saver, "_fingerprints", failing)
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(RankFailedError, match="rank 3: MemoryError: no memory for fingerprints"):
+            manager.save(1, state)
+        manager.save(1, state)
 
 
 @on_ranks(2)
