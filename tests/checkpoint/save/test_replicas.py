@@ -372,9 +372,7 @@ def test_dtensors_of_several_meshes_that_differ_are_refused(tmp_path: Path, kind
 
 
 @on_ranks(4)
-def test_a_rank_that_fails_while_meshes_are_compared_fails_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_fails_while_meshes_are_compared_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))["fsdp"]
     state = TrainState(extra={"average": dtensor(mesh, Replicate())}, rng=False)
     original, calls = Saver._fingerprints, []
