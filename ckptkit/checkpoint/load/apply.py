@@ -171,6 +171,9 @@ def apply_optimizer(
             new.setdefault(fqn, {}).update(items)
         for fqn, master in masters.items():
             new.setdefault(fqn, {})[str(name)] = master
+        for fqn, state_name, other, other_name in plan.same:
+            if state_name in new.get(fqn, {}) and other_name in new.get(other, {}):
+                new[fqn][state_name] = new[other][other_name]
         apply_state(plan.optimizer, plan.parameters, new, shared, keep=plan.keep)
         apply_settings(plan.optimizer, plan.groups.settings)
         after_load(plan.optimizer)

@@ -187,6 +187,7 @@ class OptimizerPlan:
     shared: dict[str, JSON] = field(default_factory=dict)  # state that belongs to no parameter, as JSON
     held: dict[str, Held] = field(default_factory=dict)  # how states are stored; see OptimizerTree
     orders: dict[str, list[int]] = field(default_factory=dict)  # memory orders; see OptimizerTree
+    same: list[list[str]] = field(default_factory=list)  # states that are one tensor; see OptimizerTree
     keep: list[str] = field(
         default_factory=list
     )  # parameters that the checkpoint's optimizer lacks; they keep their state
@@ -515,6 +516,7 @@ class _Planner:
         if saved is not None:
             plan.groups = group_changes(plan.optimizer, names, saved.param_groups, self.small, plan.key)
             plan.values, plan.shared, plan.held, plan.orders = saved.values, saved.shared, saved.held, saved.orders
+            plan.same = saved.same
             plan.groups.unexpected += [f"{fqn}.{name}" for fqn in states if fqn not in owners for name in states[fqn]]
             if saved.states or self.own.bound:
                 found.add("others", plan.key, self.of_other_ranks(plan, saved))

@@ -62,7 +62,8 @@ class CapturedOptimizer:
 
     Attributes:
         tree: JSON. "param_groups": each with "params", a list of FQNs. "values": non-tensor state, by FQN. "shared":
-            state that belongs to no parameter. "held", "orders", "own" and "tied", if needed: see `OptimizerTree`.
+            state that belongs to no parameter. If needed, "held", "orders", "own", "same" and "tied": see
+            `OptimizerTree`.
         recipes: How tensor subclasses are split into plain tensors (`Recipe`), by (fqn, state name). `tensors` has
             their parts.
     """
@@ -200,6 +201,8 @@ def _capture_states(
     helds: dict[str, Held] = {}
     orders: dict[str, list[int]] = {}
     plain: list[str] = []  # states with plain tensors whose values may differ between ranks
+    seen: dict[int, list[str]] = {}  # by id of a tensor: FQN and name of the first state that is this tensor
+    same: list[list[str]] = []
     loose = captured.loose
     for fqn, parameter in parameters.items():
         state = optimizer.state[parameter]
@@ -210,6 +213,8 @@ def _capture_states(
             if name == master_name:
                 captured.masters[fqn] = value
                 continue
+            if isinstance(value, torch.Tensor) and (first := seen.setdefault(id(value), [fqn, name])) != [fqn, name]:
+                same.append([fqn, name, *first])
             if is_state_in_parts(value):
                 captured.tensors[fqn, name] = value
                 continue
@@ -236,7 +241,7 @@ def _capture_states(
             if held == PLAIN and value.numel() > 1:
                 plain.append(f"{fqn}.{name}")
     own = {"layouts": layouts(captured.cut), "states": plain} if plain else {}
-    found = {"held": helds, "orders": orders, "own": own}
+    found = {"held": helds, "orders": orders, "own": own, "same": same}
     captured.tree.update(param_groups=[], values=values, shared={}, **{k: v for k, v in found.items() if v})
 
 
@@ -395,6 +400,8 @@ def united(trees: Sequence[JSON]) -> JSON:
         first["shared"] = {**tree["shared"], **first["shared"]}
         if tied := {**tree.get("tied", {}), **first.get("tied", {})}:
             first["tied"] = tied
+        if same := [*first.get("same", []), *(row for row in tree.get("same", []) if row not in first.get("same", []))]:
+            first["same"] = same
     return first
 
 
@@ -449,6 +456,7 @@ class OptimizerTree:
     orders: dict[str, list[int]]  # the memory order of plain states' dimensions; omits those of a new state
     layouts: list[JSON]  # how the parameters were sharded, if `states` is not empty
     states: list[str]  # "<fqn>.<name>" of states with plain tensors whose values may differ between ranks
+    same: list[list[str]]  # [fqn, name, other fqn, other name]: two parameters' states that are one tensor
     tied: dict[str, str]  # other names of tied parameters -> the name in the groups
 
     @classmethod
@@ -474,9 +482,13 @@ class OptimizerTree:
         need(isinstance(orders, dict) and all(map(is_order, orders.values())), "'orders'", "of dimensions")
         need(isinstance(own, dict) and isinstance(own.get("layouts"), list), "'own'", "an object with 'layouts'")
         need(_is_list_of(own.get("states"), str), "'own'", "an object with 'states', a list of names")
+        same = tree.get("same", [])
+        need(
+            isinstance(same, list) and all(_is_list_of(row, str) and len(row) == 4 for row in same), "'same'", "a list"
+        )
         tied = tree.get("tied", {})
         need(isinstance(tied, dict) and _is_list_of(list(tied.values()), str), "'tied'", "an object of names")
-        return cls(groups, values, shared, held, orders, own["layouts"], own["states"], tied)
+        return cls(groups, values, shared, held, orders, own["layouts"], own["states"], same, tied)
 
     def renamed(self, fqn: str, name: str, old: str, new: str) -> OptimizerTree:
         """Return the tree with another name for a parameter.
@@ -490,7 +502,8 @@ class OptimizerTree:
         ]
         values = {name if key == fqn else key: value for key, value in self.values.items()}
         held, orders = with_new_head(self.held, old, new), with_new_head(self.orders, old, new)
-        return replace(self, param_groups=groups, values=values, held=held, orders=orders)
+        same = [[name if i % 2 == 0 and item == fqn else item for i, item in enumerate(row)] for row in self.same]
+        return replace(self, param_groups=groups, values=values, held=held, orders=orders, same=same)
 
 
 def with_new_head(table: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:

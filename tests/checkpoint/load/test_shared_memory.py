@@ -167,3 +167,41 @@ def test_a_buffer_and_its_conjugate_view_load_and_a_different_value_is_refused(t
     model.conjugate = model.z.clone()
     with pytest.raises(CheckpointMismatchError, match=r"model\.z and model\.conjugate"):
         load(tmp_path, saved(tmp_path / "other", model, kind), live)
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts steps in one tensor that the states of all parameters share, and adds the count to each parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        if not self.state:
+            count = torch.zeros(2)
+            for parameter in parameters:
+                self.state[parameter] = {"count": count, "own": torch.zeros(2)}
+        self.state[parameters[0]]["count"] += 1
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter += self.state[parameter]["count"][0]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_states_that_are_one_tensor_are_one_after_a_load(tmp_path: Path, kind: str, warm: bool) -> None:
+    def made() -> TrainState:
+        model = torch.nn.Linear(3, 2)
+        return TrainState(model=model, optimizer=Counting(model.parameters()))
+
+    source, live = made(), made()
+    source.optimizer.step()
+    if warm:
+        live.optimizer.step()
+    states.save(tmp_path, source, state_dict_type=kind)
+    states.load_all(tmp_path, live)
+    first, second = live.optimizer.state.values()
+    assert first["count"] is second["count"] and first["own"] is not second["own"]
+    for state in (source, live):
+        state.optimizer.step()
+    assert all(map(torch.equal, source.model.parameters(), live.model.parameters()))
