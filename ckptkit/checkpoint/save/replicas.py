@@ -93,7 +93,7 @@ class Fingerprints:
             if key in captured.declared:
                 declared[key] = tensor
             elif isinstance(tensor, DTensor):
-                if key in captured.own:
+                if key in captured.own or key in captured.unlike:
                     continue
                 layout = layout_of(tensor)
                 if len(layout.mesh_ranks) != world_size and rank in layout.mesh_ranks:
@@ -328,8 +328,9 @@ def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
             f"{_listed(unlike)} differ between ranks that have replicas of the same DTensor, so only one rank's values "
             "would be saved. Replicas diverge if ranks initialize or update them differently: broadcast the values "
             "after initialization, and reduce the gradients over the replicas. If these ranks have different parts "
-            "(experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). State that is meant "
-            "to differ must be plain tensors in TrainState(extra={...}), wrapped in ckptkit.PerRank."
+            "(experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). If one replica is "
+            "enough, because they differ only by rounding: layout={'NAME': 'any_replica'}. In extra, wrap plain "
+            "tensors that differ in ckptkit.PerRank."
         )
     unlike = sorted(captured.alike.intersection(keys))
     if unlike:

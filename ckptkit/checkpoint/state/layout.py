@@ -36,10 +36,11 @@ class Shard:
     replicas: DeviceMesh | None = None
 
 
-Layout = Mapping[str, "Shard | Sequence[Shard] | Literal['per_rank']"]
+Layout = Mapping[str, "Shard | Sequence[Shard] | Literal['per_rank', 'any_replica']"]
 """Maps globs of FQNs to shards (outermost first). A matching tensor is a part of a global tensor.
 
-The value "per_rank" means instead that each rank keeps its own tensor.
+Two words mean something else. "per_rank": each rank keeps its own plain tensor. "any_replica": replicas of a DTensor,
+and of its optimizer state, may differ; they are not compared, and one replica is saved.
 """
 
 
@@ -50,7 +51,7 @@ def check_layout(layout: object) -> None:
             "TrainState(layout=...)", layout, "a dict of globs, such as {'*.experts.*': ckptkit.Shard(0, mesh=ep)}"
         )
     for glob, declared in layout.items():
-        if declared == "per_rank":
+        if declared in ("per_rank", "any_replica"):
             continue
         shards = [declared] if isinstance(declared, Shard) else declared
         if not isinstance(shards, Sequence) or not shards or not all(isinstance(shard, Shard) for shard in shards):
@@ -71,9 +72,9 @@ def shards_of(layout: Layout, fqn: str) -> tuple[Shard, ...]:
     return (found,) if isinstance(found, Shard) else () if isinstance(found, str) else tuple(found)
 
 
-def is_per_rank(layout: Layout, fqn: str) -> bool:
-    """Return whether the layout declares a tensor "per_rank"."""
-    return next((declared == "per_rank" for glob, declared in layout.items() if fnmatch.fnmatchcase(fqn, glob)), False)
+def is_declared(layout: Layout, fqn: str, word: str) -> bool:
+    """Return whether the first matching glob declares a tensor as `word`."""
+    return next((declared == word for glob, declared in layout.items() if fnmatch.fnmatchcase(fqn, glob)), False)
 
 
 def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch.Tensor:

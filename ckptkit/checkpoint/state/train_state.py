@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.arguments import check_flags, wrong
-from ckptkit.checkpoint.state.layout import Layout, as_global, check_layout, global_state, is_per_rank, shards_of
+from ckptkit.checkpoint.state.layout import Layout, as_global, check_layout, global_state, is_declared, shards_of
 from ckptkit.checkpoint.state.optimizer import CapturedOptimizer, capture_optimizer, class_name, refuse_hidden
 from ckptkit.checkpoint.state.rng import capture_rng
 from ckptkit.checkpoint.state.values import JSON, encode
@@ -190,6 +190,7 @@ class Captured:
     own: set[str] = field(default_factory=set)  # the keys in `loose` that belong to `rank_objects`
     alike: set[str] = field(default_factory=set)  # plain parameters that must be equal on all ranks
     declared: set[str] = field(default_factory=set)  # tensors that are parts of a global one because the layout says so
+    unlike: set[str] = field(default_factory=set)  # tensors whose replicas may differ because the layout says so
     globs: dict[str, bool] = field(default_factory=dict)  # of the layout; whether it matches a tensor of this rank
 
     def places(self) -> Iterator[tuple[str, str, dict[Any, torch.Tensor], Any]]:
@@ -267,7 +268,8 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
     for name, (key, tensors) in zip(models, captured.models.items(), strict=True):
         plain = _plain_parameters(key, tensors, live_models[key], recipes)
         prefix = f"{name}." if name else ""
-        captured.alike.update(f"{key}.{k}" for k, fqn in plain.items() if not is_per_rank(state.layout, prefix + fqn))
+        alike = [k for k, fqn in plain.items() if not is_declared(state.layout, prefix + fqn, "per_rank")]
+        captured.alike.update(f"{key}.{k}" for k in alike)
         # The live tensors keep their class.
         tensors.update({k: without_subclass(v) for k, v in tensors.items() if not isinstance(v, DTensor)})
     schedulers, scalers = state.parts("scheduler"), state.parts("grad_scaler")
@@ -361,6 +363,18 @@ def _globalize(captured: Captured, state: TrainState) -> None:
         parts = {part: taken.tensors[part] for part in taken.joined}
         captured.declared.update(f"{key}.state.{'.'.join(part)}" for part, t in parts.items() if isinstance(t, DTensor))
     captured.declared.update(k for k, tensor in captured.tensors(aliases=True) if id(tensor) != before[k])
+    captured.unlike.update(_any_replica(captured, state))
+
+
+def _any_replica(captured: Captured, state: TrainState) -> Iterator[str]:
+    """Yield the keys of tensors that the layout declares "any_replica", and of their optimizer states."""
+    layout, word = state.layout, "any_replica"
+    for name in state.parts("model"):
+        key, prefix = section("model", name), f"{name}." if name else ""
+        yield from (f"{key}.{fqn}" for fqn in captured.models[key] if is_declared(layout, prefix + fqn, word))
+    for key, taken in captured.optimizers.items():
+        yield from (f"{key}.state.{fqn}.{item}" for fqn, item in taken.tensors if is_declared(layout, fqn, word))
+        yield from (f"{key}.master.{fqn}" for fqn in taken.masters if is_declared(layout, fqn, word))
 
 
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:

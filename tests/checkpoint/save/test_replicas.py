@@ -320,7 +320,17 @@ def test_replicas_of_a_dtensor_that_differ_are_refused_by_name(tmp_path: Path, k
             tensors.get(where, momentum).to_local().view(-1)[-1] += dist.get_rank()
         with pytest.raises(CkptkitError, match=rf"{where} differ between ranks that have replicas"):
             manager.save(2, state)
-    assert [path.name for path in tmp_path.glob("step*")] == ["step_00000001"]
+        assert [path.name for path in tmp_path.glob("step*")] == ["step_00000001"]
+        if where.startswith("extra"):
+            return
+        state.layout = {"weight": "any_replica"}
+        manager.save(2, state)
+        manager.load(state)
+    loaded = [model.weight, state.optimizer.state[model.weight]["momentum_buffer"]]
+    found = [tensor.to_local().tolist() for tensor in loaded]
+    of_all: list[Any] = [None, None]
+    dist.all_gather_object(of_all, found)
+    assert of_all[0] == of_all[1]  # of one replica
 
 
 @on_ranks(4)
