@@ -213,14 +213,22 @@ class SliceArray(Sequence[TensorSlice]):
     def __len__(self) -> int:
         return len(self.starts)
 
-    def record(self, row: int) -> tuple[str, int, int]:
-        """Return (path, start, nbytes) for one row. Faster than `self[row]`."""
+    def byte_range(self, row: int) -> tuple[str, int, int]:
+        """Return (path, start, nbytes) of one row's bytes. Faster than `self[row]`."""
         return self.paths[self.files.item(row)], self.starts.item(row), self.nbytes.item(row)
 
-    def records(self) -> list[tuple[str, int, int]]:
-        """Return (path, start, nbytes) for each stored slice, even if the tensor is opaque."""
+    def byte_ranges(self) -> list[tuple[str, int, int]]:
+        """Return (path, start, nbytes) of each row's bytes."""
         files = [self.paths[file] for file in self.files.tolist()]
         return list(zip(files, self.starts.tolist(), self.nbytes.tolist(), strict=True))
+
+    def records(self) -> list[tuple[str, int, int]]:
+        """Return (path, start, nbytes) as the checkpoint's index declares them, even if the tensor is opaque.
+
+        A format whose index does not say where a slice's bytes are overrides this. Then the range names the item that
+        contains them, and may have the size of the slice but not its place.
+        """
+        return self.byte_ranges()
 
     @overload
     def __getitem__(self, row: int) -> TensorSlice: ...
@@ -267,7 +275,7 @@ class SliceArray(Sequence[TensorSlice]):
     def joined(columns: Sequence[SliceArray]) -> tuple[Int64, Int64]:
         """Concatenate the `starts` of several tensors, and likewise their `nbytes`."""
         if all(isinstance(item, _WholeSlice) for item in columns):  # creating 300,000 tiny arrays would take seconds
-            rows = [item.record(0) for item in columns]
+            rows = [item.byte_range(0) for item in columns]
             return np.array([row[1] for row in rows], np.int64), np.array([row[2] for row in rows], np.int64)
         return np.concatenate([item.starts for item in columns]), np.concatenate([item.nbytes for item in columns])
 
@@ -330,10 +338,10 @@ class _WholeSlice(SliceArray):
     def sizes(self) -> Int64:  # type: ignore[override]
         return np.array(self._shape, np.int64).reshape(1, -1)
 
-    def record(self, row: int) -> tuple[str, int, int]:
+    def byte_range(self, row: int) -> tuple[str, int, int]:
         return self._paths[0], self._start, self._nbytes
 
-    def records(self) -> list[tuple[str, int, int]]:
+    def byte_ranges(self) -> list[tuple[str, int, int]]:
         return [(self._paths[0], self._start, self._nbytes)]
 
     def __len__(self) -> int:

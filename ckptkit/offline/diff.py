@@ -302,9 +302,9 @@ def _pieces(entry: TensorEntry) -> Sequence[tuple[str, int, int]] | None:
     if slices.strides or slices.codecs:
         return None
     if slices.is_all_of(shape) or len(slices) == 1:
-        record = slices.record(0)
+        record = slices.byte_range(0)
         return [record] if record[2] == entry.nbytes else None
-    records = slices.records()
+    records = slices.byte_ranges()
     for offsets, sizes, (_, _, nbytes) in zip(slices.offsets.tolist(), slices.sizes.tolist(), records, strict=True):
         if not shape or offsets != [at, *[0] * (len(shape) - 1)] or tuple(sizes[1:]) != shape[1:]:
             return None

@@ -192,7 +192,7 @@ def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
     first: dict[tuple[str, int, int], tuple[str, tuple[int, ...]]] = {}
     for entry, _, nbytes in model:
         if nbytes and not entry.slices.opaque:
-            kept, shape = first.setdefault(entry.slices.record(0), (entry.fqn, entry.shape))
+            kept, shape = first.setdefault(entry.slices.byte_range(0), (entry.fqn, entry.shape))
             if kept != entry.fqn and entry.shape == shape:
                 found.setdefault(entry.fqn, kept)
     return found

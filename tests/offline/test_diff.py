@@ -140,6 +140,12 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < 40 << 20  # for 224 MiB more on both sides together
 
 
+@pytest.mark.parametrize("name", ["dcp_serialization_safetensors_w2", "dcp_zstd_w2", "dcp_dtensor_2d"])
+def test_records_of_every_kind_are_read_where_they_are(zoo: Path, name: str) -> None:
+    report = diff(str(zoo / name / "ckpt"), str(zoo / name / "EXPECTED.safetensors"))
+    assert not report.differs and report.same
+
+
 def test_an_export_is_compared_by_weights_and_missing_tensors_are_named(zoo: Path, tmp_path: Path) -> None:
     source = str(zoo / "dcp_torchtitan_like_w2")
     convert(source, str(tmp_path / "out"), to="dcp")

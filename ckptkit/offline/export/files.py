@@ -63,7 +63,7 @@ def in_disk_order(catalog: Catalog, tensors: Sequence[OutputTensor]) -> list[Out
         for key in tensor.sources:
             slices = catalog.tensors[key].slices
             if len(slices):
-                return slices.record(0)[:2]
+                return slices.byte_range(0)[:2]
         return "", 0
 
     return sorted(tensors, key=place)

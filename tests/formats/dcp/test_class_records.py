@@ -143,7 +143,7 @@ def test_no_flipped_bit_of_a_record_is_read_as_good(tmp_path: Path) -> None:
     catalog, _ = opened(url)
     for name in ("codes", "scale", "qmap"):
         slices = catalog.tensors[f"{KEY}::{name}"].slices
-        path, start, nbytes = slices.record(0)
+        path, start, nbytes = slices.byte_range(0)
         for at in (start, start + nbytes // 2, start + nbytes - 1):
             flip(tmp_path / "theirs" / path, at, bit=2)
             with pytest.raises(CkptkitError, match=KEY):
