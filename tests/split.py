@@ -28,7 +28,7 @@ NIGHT: dict[str, int] = {
     "tests/offline/test_kill_commands.py::test_a_prune_killed_at_any_file_operation_is_finished_by_the_next": 0,
     "tests/offline/test_resume_kills.py": 0,
     "tests/offline/copying/test_resume.py": 4,
-    "tests/offline/copying/test_resume.py::test_a_run_killed_twice_continues_from_both": 0,
+    "tests/offline/copying/test_resume.py::test_a_run_killed_twice_keeps_the_steps_of_both_attempts": 0,
     "tests/offline/test_copy.py::test_a_copy_killed_at_any_file_operation_leaves_a_valid_run_and_continues": 0,
     # Faults, damage and full disks: one of each kind by day.
     "tests/checkpoint/test_damage.py": 3,

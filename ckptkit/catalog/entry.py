@@ -439,7 +439,7 @@ def check_boxes(name: str, shape: tuple[int, ...], offsets: Int64, sizes: Int64)
         raise CorruptCheckpointError(f"tensor {name!r}: two of its slices overlap, but are not equal.")
     if covered != numel:
         raise IncompleteCheckpointError(
-            f"tensor {name!r} of shape {list(shape)}: its slices have {covered} of {numel} elements."
+            f"tensor {name!r} of shape {list(shape)}: its slices cover only {covered} of {numel} elements."
         )
 
 

@@ -122,7 +122,7 @@ class _Printable:
 
 
 def shortened(lines: Sequence[str], kinds: Sequence[str]) -> list[str]:
-    """Return the lines, at most five in a row of each kind unless --verbose was given. The kind "" has no limit."""
+    """Return the lines. Without --verbose, keep at most five consecutive lines of a kind; the kind "" has no limit."""
     if click.get_current_context().meta.get("ckptkit.verbose"):
         return list(lines)
     shown: list[str] = []

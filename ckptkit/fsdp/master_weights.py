@@ -255,7 +255,7 @@ class MasterWeightOptimizer(Optimizer):
         if followed:
             names = [name for name, _ in named_parameters_of(self)]
             shown = first_few([repr(names[index]) for index in sorted(followed)], 3)
-            _log.info("weights changed outside of the optimizer; their fp32 masters follow: %s", shown)
+            _log.info("weights were changed outside the optimizer, so their fp32 masters were updated: %s", shown)
         return len(followed)
 
     def _parameters(self) -> Iterator[torch.Tensor]:

@@ -106,5 +106,6 @@ def _check_divides(name: str, module: nn.Module, style: ParallelStyle, size: int
     if weight.shape[dim] % size:
         raise UsageError(
             f"{name!r} splits dimension {dim} of its weight {list(weight.shape)} over tp={size} ranks, "
-            f"but {weight.shape[dim]} is not a multiple of {size}. Choose a tp that divides it, or leave it out."
+            f"but {weight.shape[dim]} is not a multiple of {size}. Choose a tp that divides it, "
+            "or leave the module out of tp_plan."
         )

@@ -62,7 +62,7 @@ def gathered_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
 def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load rank 0's tensors into a live model. All ranks must call this; ranks other than 0 pass {}.
 
-    If tensors are cast to a different dtype, this is logged.
+    Casts to another dtype are logged.
 
     Raises:
         CheckpointMismatchError: Names, shapes, or the values of tied weights differ; nothing was changed. All ranks

@@ -265,7 +265,9 @@ def _stage_local(
 ) -> Iterator[LocalStore]:
     head, name = (target.url, file) if file else os.path.split(target.url)
     if not name:
-        raise UsageError(f"{target.url} can't be replaced by a checkpoint. Name a directory below it.")
+        raise UsageError(
+            f"{target.url} is the root of a file system, which nothing can replace. Name a directory below it."
+        )
     parent = LocalStore(head)
     left = resumable(parent, name, dead=dead) if resume else None
     clean_siblings(parent, name, keep=left, replaceable=replaceable)  # first: it may finish a dead writer's replacement

@@ -78,7 +78,7 @@ def test_auto_shard_size_follows_the_number_of_parameters(numel, training, size)
 @pytest.mark.parametrize(
     ("data_ranks", "shard"), [(4, "auto"), (8, "auto"), (12, "auto"), (16, 8)], ids=["4", "8", "12", "16"]
 )
-def test_an_auto_shard_size_that_does_not_divide_the_ranks_means_all_of_them(data_ranks, shard):
+def test_if_the_auto_shard_size_does_not_divide_the_ranks_all_ranks_share_one_copy(data_ranks, shard):
     model = nn.Module()
     model.weight = nn.Parameter(torch.empty(20 * 10**9, device="meta"))
     config = configured(

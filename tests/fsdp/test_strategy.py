@@ -286,7 +286,7 @@ def test_one_step_after_the_last_backward_of_a_window_is_enough():
 )
 @on_ranks(2)
 def test_the_last_accumulation_window_may_be_shorter(config, tolerance, every):
-    """Two of four backward passes, closed early, and one process on the same samples."""
+    """End the window after two of four backward passes, and compare with one process on the same samples."""
     strategy, model, optimizer = models.prepared(
         config, factory=SGD, max_norm=1.0, train_batch_size=8, sync_every_micro_batch=every
     )

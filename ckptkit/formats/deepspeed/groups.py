@@ -1,4 +1,4 @@
-"""Reads the flat groups in DeepSpeed's optimizer files: where their parameters are, their moments and settings.
+"""Reads the flat groups in DeepSpeed's optimizer files: positions of parameters, moments, and settings.
 
 ZeRO-1/2 concatenate a group's parameters and split the resulting vector over the ranks (the last rank's part may lack
 its padding). ZeRO-3 splits each parameter into ceil(numel / ranks) elements per rank, and each rank concatenates its

@@ -88,7 +88,7 @@ def match_masters(
 ) -> list[list[str]] | None:
     """Return the parameter names of each group's fp32 masters, or None if nothing proves them.
 
-    Shapes and order decide, or, where these allow several assignments, the values of weights and masters.
+    They are matched by shape and order. If these allow several assignments, the values of weights and masters decide.
 
     Args:
         masters: By group and index. They have no names, but the order of the optimizer's groups.

@@ -89,7 +89,8 @@ def _local_parts(
 def _nested(mesh_shape: Sequence[int], placements: Sequence[PlacementRecord]) -> list[int]:
     """Return the order in which FSDP2 split a tensor with strided shards, or [] if it did not make these placements.
 
-    FSDP2 splits what the mesh dimensions to the right have already split: as many of them as make up the split factor.
+    A strided shard splits what mesh dimensions to its right have already split. The product of their sizes is its split
+    factor.
     """
     order: list[int] = []
 

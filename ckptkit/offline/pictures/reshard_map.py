@@ -48,7 +48,7 @@ def _group(slices: SliceArray, ranks: int, groups: int) -> npt.NDArray[np.int64]
 
 
 def _overlaps(a: SliceArray, b: SliceArray) -> npt.NDArray[np.int64]:
-    """Return how many elements each slice of `a` shares with each slice of `b`, [a, b]. Replicas in `a` count once."""
+    """Return how many elements slices of `a` (rows) share with slices of `b` (columns). Replicas in `a` count once."""
     _, first = np.unique(np.concatenate([a.offsets, a.sizes], axis=1), axis=0, return_index=True)
     keep = np.zeros(len(a), bool)
     keep[first] = True

@@ -135,7 +135,7 @@ def test_a_killed_conversion_with_another_vocabulary_continues(tmp_path, steps):
     assert {name: len(tensor) for name, tensor in made.items()} == {**dict.fromkeys(rows, 75), list(rows)[1]: 90}
 
 
-def test_a_run_killed_twice_continues_from_both(source, tmp_path):
+def test_a_run_killed_twice_keeps_the_steps_of_both_attempts(source, tmp_path):
     killed("convert", source, tmp_path / "out", 1)
     killed("convert", source, tmp_path / "out", 2)
     assert "3 of 5 steps" in went_on(convert(str(source), str(tmp_path / "out")).notes)
