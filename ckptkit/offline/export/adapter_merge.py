@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -424,7 +425,11 @@ class _Changes:
             times = 2 if inside_attention else 1
             twice = f"W + {times} * ({_product(scale)})" if times > 1 else f"W + {_product(scale)}"
             change = Change(
-                (pair.a, pair.b), merge_formulas.rounded(scale, times=times), twice, True, _scratch(pair, 3)
+                (pair.a, pair.b),
+                partial(merge_formulas.rounded, scale=scale, times=times),
+                twice,
+                True,
+                _scratch(pair, 3),
             )
         elif len(weight.shape) > 2:
             change = self._convolution(pair, weight, scale, magnitude)
@@ -443,15 +448,17 @@ class _Changes:
         inputs, scratch = (pair.a, pair.b), _scratch(pair, 3)
         diag = self.left.pop(f"{pair.key}.lora_diag", None)
         if magnitude is not None:
-            formula = merge_formulas.dora(scale, transposed=transposed)
+            formula: Formula = partial(merge_formulas.dora, scale=scale, transposed=transposed)
             return Change((*inputs, magnitude), formula, f"DoRA of {label}", not transposed, 2 * scratch)
         if diag is not None and not transposed:
-            return Change((*inputs, diag), merge_formulas.diagonal(scale), f"{label} (KaSA)", True, scratch)
+            formula = partial(merge_formulas.diagonal, scale=scale)
+            return Change((*inputs, diag), formula, f"{label} (KaSA)", True, scratch)
         if self.config.get("use_bdlora") and not transposed and not pair.embedding:
-            return Change(inputs, merge_formulas.block_diagonal(scale, blocks), f"{label} (blocks)", True, scratch)
+            formula = partial(merge_formulas.block_diagonal, scale=scale, blocks=blocks)
+            return Change(inputs, formula, f"{label} (blocks)", True, scratch)
         twice = pair.embedding or self.config.get("init_lora_weights") == "mica"
         made = merge_formulas.rounded if twice else merge_formulas.linear
-        return Change(inputs, made(scale, transposed=transposed), label, True, scratch)
+        return Change(inputs, partial(made, scale=scale, transposed=transposed), label, True, scratch)
 
     def _blocks(self, pair: LoraPair, weight: Target) -> tuple[int, int]:
         """Return how many diagonal blocks A has, and how many B has."""
@@ -497,13 +504,8 @@ class _Changes:
             )
         inputs = (pair.a, pair.b) if magnitude is None else (pair.a, pair.b, magnitude)
         label = f"W + {scale:g} * A convolved with B"
-        return Change(
-            inputs,
-            merge_formulas.conv(scale, is_dora=magnitude is not None),
-            label if magnitude is None else f"DoRA of {label}",
-            False,
-            _scratch(pair, 6),
-        )
+        label = label if magnitude is None else f"DoRA of {label}"
+        return Change(inputs, partial(merge_formulas.conv, scale=scale), label, False, _scratch(pair, 6))
 
     def _add_bias(self, pair: LoraPair, scale: float) -> None:
         added = self.left.pop(f"{pair.key}.lora_B.bias", None)
@@ -519,7 +521,8 @@ class _Changes:
             raise CheckpointMismatchError(
                 f"{name!r} has shape {list(self.split.base[name].shape)}, but the adapter's has {list(added.shape)}."
             )
-        self._add(name, Change((added,), merge_formulas.bias(scale), f"bias + {scale:g} * bias of B", True, 8))
+        formula = partial(merge_formulas.bias, scale=scale)
+        self._add(name, Change((added,), formula, f"bias + {scale:g} * bias of B", True, 8))
 
     # --- parameters: experts
 
@@ -536,9 +539,9 @@ class _Changes:
             _check_dtypes(pair, weight)
             scale = scaling(self.config, name)
             label = f"W + {_product(scale)}"
-            formula = merge_formulas.rounded(scale)
+            formula: Formula = partial(merge_formulas.rounded, scale=scale)
             if len(weight.shape) == 3:
-                formula = merge_formulas.experts(scale, weight.shape[0], in_first=in_first)
+                formula = partial(merge_formulas.experts, scale=scale, count=weight.shape[0], in_first=in_first)
                 label += " of each expert" + (", transposed" if in_first else "")
             self._add(name, Change((pair.a, pair.b), formula, label, True, _scratch(pair, 5)))
 
@@ -594,7 +597,8 @@ class _Changes:
                 f"{list(weight.shape)}, but the trained rows in the checkpoint are {list(rows.shape)}."
             )
         label = f"W with rows {', '.join(map(str, indices[:4]))}{', ...' if len(indices) > 4 else ''} of the adapter"
-        self._add(f"{module}.weight", Change((rows,), merge_formulas.tokens(indices), label, True, 8))
+        formula = partial(merge_formulas.tokens, indices=indices)
+        self._add(f"{module}.weight", Change((rows,), formula, label, True, 8))
 
 
 def _is_for_training(name: str) -> bool:

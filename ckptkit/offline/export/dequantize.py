@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ckptkit.catalog.box import Box
@@ -201,10 +202,10 @@ def _eight(name: str, targets: Mapping[str, Target], blocks: Any, dtype: str) ->
 def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[formulas.Dequantization, str, int]:
     """Return a weight's formula, its label in a plan, and how many inputs are sliced along with its rows."""
     if scale.numel == 1:
-        return formulas.whole(dtype), f"FP8 weight * scale in {scale.dtype}", 0
+        return partial(formulas.whole, dtype=dtype), f"FP8 weight * scale in {scale.dtype}", 0
     rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (weight.shape[0], 1)
     if scale.numel == weight.shape[0] and len(weight.shape) == 2:
-        return formulas.by_row(dtype), f"FP8 weight * scale of the row in {scale.dtype}", 0
+        return partial(formulas.by_row, dtype=dtype), f"FP8 weight * scale of the row in {scale.dtype}", 0
     size = _block_size(weight, scale, blocks, rows, columns)
     if size is None or scale.shape[:-2] != weight.shape[:-2]:
         raise CheckpointMismatchError(
@@ -212,7 +213,8 @@ def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[fo
             f"each row, or for each block{f' of {blocks}' if blocks else ''}."
         )
     label = f"FP8 weight * scale of the block of {size[0]} x {size[1]} in {scale.dtype}"
-    return formulas.by_block(*size, dtype), label, int(len(weight.shape) > 2 or size[0] == 1)
+    formula = partial(formulas.by_block, high=size[0], wide=size[1], dtype=dtype)
+    return formula, label, int(len(weight.shape) > 2 or size[0] == 1)
 
 
 def _block_size(weight: Target, scale: Target, blocks: Any, rows: int, columns: int) -> tuple[int, int] | None:
@@ -250,7 +252,7 @@ def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
     made = _source(weight, dtype, blocks.sources[0], (blocks.shape[0], blocks.shape[2] * 32, blocks.shape[1]))
     label = "MXFP4 weight * 2 ** (scale of the group - 127), transposed"
     scratch = dtype_of(dtype).itemsize + 2
-    return _weight(weight, blocks, [scales], made, formulas.mxfp4(dtype), label, 1, scratch=scratch)
+    return _weight(weight, blocks, [scales], made, partial(formulas.mxfp4, dtype=dtype), label, 1, scratch=scratch)
 
 
 # --- compressed-tensors
@@ -337,10 +339,9 @@ def _integers(
         )
     shape = targets.get(f"{weight}_shape")
     parts = [part for part in (scale, zero, shape) if part is not None]
-    formula = formulas.integers(
-        codes.name, bits, (rows, columns), group=group, by_rows=strategy != "tensor", packed=packed,
-        packed_zero=packed_zero,
-        has_zero=zero is not None, has_shape=shape is not None, dtype=dtype,
+    formula = partial(
+        formulas.integers, name=codes.name, bits=bits, shape=(rows, columns), group=group, by_rows=strategy != "tensor",
+        packed=packed, packed_zero=packed_zero, has_zero=zero is not None, has_shape=shape is not None, dtype=dtype,
     )  # fmt: skip
     zeros = "" if zero is None else " - zero point"
     label = f"INT{bits} (weight{zeros}) * scale of the {strategy} in {scale.source_dtype}"
@@ -379,7 +380,7 @@ def _fp4(
     label = f"{kind} weight * scale of the group" + (" / global scale" if overall is not None else "")
     parts = [part for part in (scale, overall) if part is not None]
     made = _source(weight, dtype, codes.sources[0], (rows, columns))
-    return _weight(weight, codes, parts, made, formulas.fp4(group, dtype), label, 1, scratch=8)
+    return _weight(weight, codes, parts, made, partial(formulas.fp4, group=group, dtype=dtype), label, 1, scratch=8)
 
 
 def _unsupported(name: str, what: str) -> UnsupportedFormatError:

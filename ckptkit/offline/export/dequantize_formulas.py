@@ -1,8 +1,8 @@
 """Computes dequantized weights in numpy, as transformers and compressed-tensors do on a CPU, operation by operation.
 
-Each formula is a function (stored weight, inputs, first row) -> weight in the wanted dtype. The stored weight may be
-only some rows, starting at `first`. Inputs are complete, except that scales with one row per row of the weight are
-sliced like the weight.
+Each formula is a function (stored weight, inputs, first row) -> weight in the wanted dtype, once `functools.partial`
+has bound its keywords. The stored weight may be only some rows, starting at `first`. Inputs are complete, except that
+scales with one row per row of the weight are sliced like the weight.
 
 All formulas share one mechanism, `_decoded`. A quantized element is a code of a few bits, and belongs to a group that
 shares a scale. The values of all possible codes are computed once for each group, and then each element is looked up.
@@ -65,73 +65,60 @@ class Stored:
 Dequantization: TypeAlias = Callable[[Stored, Sequence[Stored], int], Computed]
 
 
-def whole(dtype: str) -> Dequantization:
-    """Return the formula W * scale. Inputs: the tensor's scale."""
-
-    def scaled(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
-        return _scaled(w, inputs[0], np.zeros((len(w.rows()), 1), np.intp), _ONE_COLUMN, dtype)
-
-    return scaled
+def whole(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Computed:
+    """Return W * scale. Inputs: the tensor's scale."""
+    return _scaled(w, inputs[0], np.zeros((len(w.rows()), 1), np.intp), _ONE_COLUMN, dtype)
 
 
-def by_row(dtype: str) -> Dequantization:
-    """Return the formula that multiplies each row of W by its scale. Inputs: the scales of all rows."""
-
-    def scaled(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
-        return _scaled(w, inputs[0], np.arange(first, first + w.shape[0])[:, None], _ONE_COLUMN, dtype)
-
-    return scaled
+def by_row(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Computed:
+    """Return W with each row multiplied by its scale. Inputs: the scales of all rows."""
+    return _scaled(w, inputs[0], np.arange(first, first + w.shape[0])[:, None], _ONE_COLUMN, dtype)
 
 
-def by_block(high: int, wide: int, dtype: str) -> Dequantization:
-    """Return the formula that multiplies each block of `high` x `wide` elements by its scale.
+def by_block(w: Stored, inputs: Sequence[Stored], first: int, *, high: int, wide: int, dtype: str) -> Computed:
+    """Return W with each block of `high` x `wide` elements multiplied by its scale.
 
     Inputs: scales, [..., blocks down, blocks across]. If blocks span several rows, these are all scales; otherwise,
     only the given rows' scales.
     """
-
-    def scaled(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
-        start = first if len(w.shape) == 2 and high > 1 else 0  # in higher dimensions, only the outermost is sliced
-        height, width = w.shape[-2:]
-        down, across = inputs[0].shape[-2:]
-        row = np.arange(math.prod(w.shape[:-1]))
-        block_row = row // height * down + (start + row % height) // high
-        return _scaled(w, inputs[0], block_row[:, None] * across, np.arange(width)[None] // wide, dtype)
-
-    return scaled
+    start = first if len(w.shape) == 2 and high > 1 else 0  # in higher dimensions, only the outermost is sliced
+    height, width = w.shape[-2:]
+    down, across = inputs[0].shape[-2:]
+    row = np.arange(math.prod(w.shape[:-1]))
+    block_row = row // height * down + (start + row % height) // high
+    return _scaled(w, inputs[0], block_row[:, None] * across, np.arange(width)[None] // wide, dtype)
 
 
-def mxfp4(dtype: str) -> Dequantization:
-    """Return the formula that turns MXFP4 blocks [experts, out, groups, 16] into weights [experts, groups * 32, out].
+def mxfp4(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Computed:
+    """Return MXFP4 blocks [experts, out, groups, 16] as weights [experts, groups * 32, out].
 
     Each byte contains two FP4 codes, the lower one first. Each value is multiplied by two to the power of its group's
     exponent. Inputs: the exponents plus 127, as bytes [experts, out, groups].
 
     Follows `convert_moe_packed_tensors` in transformers (integrations/mxfp4.py).
     """
-
-    def unpacked(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
-        experts, out, groups, _ = w.shape
-        powers = np.ldexp(1.0, np.arange(256) - 127)  # in float64, because the last is beyond float32
-        exponents = inputs[0].data.reshape(-1, 1).astype(np.intp)
-        made, infinite = _decoded(
-            w.rows(), exponents, _ONE_COLUMN, _pairs().astype(np.float64), lambda v, group: v * powers[group], dtype
-        )
-        unit = _UNITS[dtype_of(dtype).itemsize]
-        values = made.view(unit).reshape(experts, out, groups * 32)
-        turned = np.empty((experts, groups * 32, out), unit)
-        for start in range(0, out, _ROWS):  # by blocks of rows, because otherwise each element would be a cache miss
-            turned[:, :, start : start + _ROWS] = values[:, start : start + _ROWS].transpose(0, 2, 1)
-        return turned.reshape(-1).view(np.uint8), infinite
-
-    return unpacked
+    experts, out, groups, _ = w.shape
+    powers = np.ldexp(1.0, np.arange(256) - 127)  # in float64, because the last is beyond float32
+    exponents = inputs[0].data.reshape(-1, 1).astype(np.intp)
+    made, infinite = _decoded(
+        w.rows(), exponents, _ONE_COLUMN, _pairs().astype(np.float64), lambda v, group: v * powers[group], dtype
+    )
+    unit = _UNITS[dtype_of(dtype).itemsize]
+    values = made.view(unit).reshape(experts, out, groups * 32)
+    turned = np.empty((experts, groups * 32, out), unit)
+    for start in range(0, out, _ROWS):  # by blocks of rows, because otherwise each element would be a cache miss
+        turned[:, :, start : start + _ROWS] = values[:, start : start + _ROWS].transpose(0, 2, 1)
+    return turned.reshape(-1).view(np.uint8), infinite
 
 
 def integers(
+    w: Stored,
+    inputs: Sequence[Stored],
+    first: int,
+    *,
     name: str,
     bits: int,
     shape: tuple[int, int],
-    *,
     group: int,
     by_rows: bool,
     packed: bool,
@@ -139,8 +126,8 @@ def integers(
     has_zero: bool,
     has_shape: bool,
     dtype: str,
-) -> Dequantization:
-    """Return the formula (W - zero point) * scale for a matrix of integers, rounded to the scale's dtype.
+) -> Computed:
+    """Return (W - zero point) * scale for a matrix of integers, rounded to the scale's dtype.
 
     Follows `dequantize` in compressed-tensors (quantization/lifecycle/forward.py). Inputs: scales, then zero points and
     the shape if present.
@@ -154,62 +141,54 @@ def integers(
         packed: Whether integers are packed along rows. Otherwise each takes a byte.
         packed_zero: Whether zero points are packed along columns. Otherwise each takes a byte.
     """
+    if has_shape and tuple(inputs[-1].numbers().tolist()) != shape:
+        raise UnsupportedFormatError(
+            f"{name!r} records the shape {inputs[-1].numbers().tolist()} for its weight, but its scales imply "
+            f"{list(shape)}. Keep it with --dtype keep."
+        )
+    height, width = w.shape[0], shape[1]
+    scales = inputs[0].numbers().reshape(-1)
+    across = width // group if group else 1  # groups per row
+    values = np.arange(1 << bits).astype(scales.dtype) - (1 << bits - 1)
+    codes = _unpacked(w.rows(), bits)[:, :width] if packed else np.bitwise_xor(w.rows(), 128, dtype=np.uint8)
+    codes = codes.reshape(height, across, -1)
+    groups = np.arange(height * across).reshape(height, across, 1) * int(by_rows)
+    zero: Array | None = None
+    if has_zero and packed_zero:  # along columns
+        words = np.ascontiguousarray(inputs[1].numbers().T)
+        zero = _unpacked(words.view(np.uint8), bits)[:, : shape[0]].T.astype(scales.dtype) - (1 << bits - 1)
+    elif has_zero:
+        zero = inputs[1].numbers().astype(scales.dtype)
+    if zero is not None:
+        zero = (zero.reshape(shape[0], -1)[first : first + height] if by_rows else zero).reshape(-1)
 
-    def unpacked(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
-        if has_shape and tuple(inputs[-1].numbers().tolist()) != shape:
-            raise UnsupportedFormatError(
-                f"{name!r} records the shape {inputs[-1].numbers().tolist()} for its weight, but its scales imply "
-                f"{list(shape)}. Keep it with --dtype keep."
-            )
-        height, width = w.shape[0], shape[1]
-        scales = inputs[0].numbers().reshape(-1)
-        across = width // group if group else 1  # groups per row
-        values = np.arange(1 << bits).astype(scales.dtype) - (1 << bits - 1)
-        codes = _unpacked(w.rows(), bits)[:, :width] if packed else np.bitwise_xor(w.rows(), 128, dtype=np.uint8)
-        codes = codes.reshape(height, across, -1)
-        groups = np.arange(height * across).reshape(height, across, 1) * int(by_rows)
-        zero: Array | None = None
-        if has_zero and packed_zero:  # along columns
-            words = np.ascontiguousarray(inputs[1].numbers().T)
-            zero = _unpacked(words.view(np.uint8), bits)[:, : shape[0]].T.astype(scales.dtype) - (1 << bits - 1)
-        elif has_zero:
-            zero = inputs[1].numbers().astype(scales.dtype)
-        if zero is not None:
-            zero = (zero.reshape(shape[0], -1)[first : first + height] if by_rows else zero).reshape(-1)
+    def product(values: Floats, groups: Indices) -> Floats:
+        # This is exact even in 16 bits: differences of 8-bit integers, and their products in float32.
+        made: Floats = (values if zero is None else values - zero[groups]) * scales[groups]
+        return made
 
-        def product(values: Floats, groups: Indices) -> Floats:
-            # This is exact even in 16 bits: differences of 8-bit integers, and their products in float32.
-            made: Floats = (values if zero is None else values - zero[groups]) * scales[groups]
-            return made
-
-        return _decoded(codes, groups, _ONE_COLUMN[None], values, product, dtype, held=inputs[0].dtype)
-
-    return unpacked
+    return _decoded(codes, groups, _ONE_COLUMN[None], values, product, dtype, held=inputs[0].dtype)
 
 
-def fp4(group: int, dtype: str) -> Dequantization:
-    """Return the formula W * scale for FP4 (two codes per byte, the lower one first), rounded to bfloat16.
+def fp4(w: Stored, inputs: Sequence[Stored], first: int, *, group: int, dtype: str) -> Computed:
+    """Return W * scale for FP4 (two codes per byte, the lower one first), rounded to bfloat16.
 
     Inputs: one scale for every `group` columns, in FP8 or as a byte (the exponent plus 127). For NVFP4, a second input
     is the number by which all scales are divided. Follows `decompress` in the NVFP4 and MXFP4 compressors of
     compressed-tensors.
     """
-
-    def unpacked(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
-        # There are only 256 different scales, so these are the groups, not their places.
-        scales = _scales(Stored(np.arange(256, dtype=np.uint8), inputs[0].dtype, (256,)))
-        if len(inputs) > 1:
-            overall = inputs[1]
-            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-                scales = scales / overall.numbers().reshape(())
-            if not overall.shape or overall.dtype == "bfloat16":  # in this case, torch does not divide in float32
-                scales = _held(scales, "bfloat16")
-        codes = w.data.reshape(w.shape[0], -1, group // 2)
-        groups = inputs[0].data.reshape(*codes.shape[:2], 1).astype(np.intp)
-        values = _pairs().astype(scales.dtype)
-        return _decoded(codes, groups, _ONE_COLUMN[None], values, lambda v, at: v * scales[at], dtype, held="bfloat16")
-
-    return unpacked
+    # There are only 256 different scales, so these are the groups, not their places.
+    scales = _scales(Stored(np.arange(256, dtype=np.uint8), inputs[0].dtype, (256,)))
+    if len(inputs) > 1:
+        overall = inputs[1]
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            scales = scales / overall.numbers().reshape(())
+        if not overall.shape or overall.dtype == "bfloat16":  # in this case, torch does not divide in float32
+            scales = _held(scales, "bfloat16")
+    codes = w.data.reshape(w.shape[0], -1, group // 2)
+    groups = inputs[0].data.reshape(*codes.shape[:2], 1).astype(np.intp)
+    values = _pairs().astype(scales.dtype)
+    return _decoded(codes, groups, _ONE_COLUMN[None], values, lambda v, at: v * scales[at], dtype, held="bfloat16")
 
 
 # --- what the formulas share

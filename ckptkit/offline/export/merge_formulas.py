@@ -1,8 +1,9 @@
 """Computes merged LoRA weights as PEFT's `merge_and_unload` does on a CPU, operation by operation.
 
-Each formula is a function (weight, inputs, first row) -> new weight. If the formula handles rows independently, the
-weight may be only some rows, starting at `first`. Inputs are always complete. The formulas follow `get_delta_weight`,
-`merge` and `merge_unsafe` in peft/tuners/lora/{layer,variants,dora}.py, version 0.21.
+Each formula is a function (weight, inputs, first row) -> new weight, once `functools.partial` has bound its keywords.
+If the formula handles rows independently, the weight may be only some rows, starting at `first`. Inputs are always
+complete. The formulas follow `get_delta_weight`, `merge` and `merge_unsafe` in
+peft/tuners/lora/{layer,variants,dora}.py, version 0.21.
 """
 
 from __future__ import annotations
@@ -11,172 +12,138 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
-Formula: TypeAlias = "Callable[[torch.Tensor, Sequence[torch.Tensor], int], torch.Tensor]"
-
-
-def linear(scale: float, *, transposed: bool = False) -> Formula:
-    """Return the formula W + scale * (B @ A), added in the wider dtype. Inputs: A, B."""
-
-    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
-        a, b = inputs
-        w += _delta(a, b, scale, transposed, _rows(w, first))
-        return w
-
-    return merge
+Formula: TypeAlias = "Callable[[Tensor, Sequence[Tensor], int], Tensor]"
 
 
-def rounded(scale: float, *, transposed: bool = False, times: int = 1) -> Formula:
-    """Return the formula W + scale * (B @ A), with the product rounded to W's dtype first. Inputs: A, B.
+def linear(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, transposed: bool = False) -> Tensor:
+    """Return W + scale * (B @ A), added in the wider dtype. Inputs: A, B."""
+    a, b = inputs
+    w += _delta(a, b, scale, transposed, _rows(w, first))
+    return w
+
+
+def rounded(
+    w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, transposed: bool = False, times: int = 1
+) -> Tensor:
+    """Return W + scale * (B @ A), with the product rounded to W's dtype first. Inputs: A, B.
 
     PEFT rounds for embeddings, parameters and attention. The product is added `times` times, but rounded only the first
     time. PEFT adds it twice for MultiheadAttention's out_proj, in `merge` as in training.
     """
-
-    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
-        a, b = inputs
-        delta = _delta(a, b, scale, transposed, _rows(w, first))
-        w += delta.to(w.dtype)
-        for _ in range(times - 1):
-            w += delta
-        return w
-
-    return merge
+    a, b = inputs
+    delta = _delta(a, b, scale, transposed, _rows(w, first))
+    w += delta.to(w.dtype)
+    for _ in range(times - 1):
+        w += delta
+    return w
 
 
-def diagonal(scale: float) -> Formula:
-    """Return the formula W + scale * ((B * diag) @ A), as in KaSA. Inputs: A, B, diag."""
-
-    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
-        a, b, diag = inputs
-        dtype, half = b.dtype, _is_half(b)
-        b = b[_rows(w, first)]
-        delta = (b.float() * diag.float()) @ a.float() if half else (b * diag) @ a
-        delta = delta * scale
-        w += (delta.to(dtype) if half else delta).to(w.dtype)
-        return w
-
-    return merge
+def diagonal(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float) -> Tensor:
+    """Return W + scale * ((B * diag) @ A), as in KaSA. Inputs: A, B, diag."""
+    a, b, diag = inputs
+    dtype, half = b.dtype, _is_half(b)
+    b = b[_rows(w, first)]
+    delta = (b.float() * diag.float()) @ a.float() if half else (b * diag) @ a
+    delta = delta * scale
+    w += (delta.to(dtype) if half else delta).to(w.dtype)
+    return w
 
 
-def block_diagonal(scale: float, blocks: tuple[int, int]) -> Formula:
-    """Return the formula W + scale * (B @ A), where A or B is stored as its diagonal blocks. Inputs: A, B.
+def block_diagonal(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, blocks: tuple[int, int]) -> Tensor:
+    """Return W + scale * (B @ A), where A or B is stored as its diagonal blocks. Inputs: A, B.
 
     Args:
         blocks: How many blocks A and B have; 1 for a full matrix.
     """
+    import torch
 
-    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
-        import torch
-
-        whole: Any = torch.block_diag  # typed as Any, because torch does not annotate it
-        a, b = (
-            whole(*torch.chunk(factor, n, dim=0)) if n > 1 else factor for factor, n in zip(inputs, blocks, strict=True)
-        )
-        if _is_half(w):
-            a, b = a.float(), b.float()
-        w += ((b[_rows(w, first)] @ a) * scale).to(w.dtype)
-        return w
-
-    return merge
+    whole: Any = torch.block_diag  # typed as Any, because torch does not annotate it
+    a, b = (
+        whole(*torch.chunk(factor, n, dim=0)) if n > 1 else factor for factor, n in zip(inputs, blocks, strict=True)
+    )
+    if _is_half(w):
+        a, b = a.float(), b.float()
+    w += ((b[_rows(w, first)] @ a) * scale).to(w.dtype)
+    return w
 
 
-def dora(scale: float, *, transposed: bool = False) -> Formula:
-    """Return the formula magnitude / |W + delta| * (W + delta), with one norm per output. Inputs: A, B, magnitude.
+def dora(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, transposed: bool = False) -> Tensor:
+    """Return magnitude / |W + delta| * (W + delta), with one norm per output. Inputs: A, B, magnitude.
 
     With `transposed`, rows cannot be computed separately, because the norms are per column.
     """
+    import torch
 
-    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
-        import torch
-
-        a, b, magnitude = inputs
-        rows = _rows(w, first)
-        delta = _delta(a, b, scale, transposed, rows)
-        # Use the same views as PEFT, because the summation order of a norm depends on the strides.
-        changed = (w.T if transposed else w) + 1 * (delta.T if transposed else delta)
-        norm = torch.linalg.norm(changed, dim=1).to(changed.dtype)
-        factor = (magnitude.reshape(-1) if transposed else magnitude.reshape(-1)[rows]) / norm
-        factor = factor.view(-1, 1)
-        made: torch.Tensor = ((factor.T if transposed else factor) * (w + delta)).to(w.dtype)
-        return made
-
-    return merge
+    a, b, magnitude = inputs
+    rows = _rows(w, first)
+    delta = _delta(a, b, scale, transposed, rows)
+    # Use the same views as PEFT, because the summation order of a norm depends on the strides.
+    changed = (w.T if transposed else w) + 1 * (delta.T if transposed else delta)
+    norm = torch.linalg.norm(changed, dim=1).to(changed.dtype)
+    factor = (magnitude.reshape(-1) if transposed else magnitude.reshape(-1)[rows]) / norm
+    factor = factor.view(-1, 1)
+    made: Tensor = ((factor.T if transposed else factor) * (w + delta)).to(w.dtype)
+    return made
 
 
-def conv(scale: float, *, is_dora: bool = False) -> Formula:
-    """Return the formula of `linear` or `dora` for 1-D to 3-D convolutions. Inputs: A, B[, magnitude]."""
-
-    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
-        delta = _conv_delta(w, inputs[0], inputs[1], scale)
-        if not is_dora:
-            w += delta
-            return w
-        changed = w + 1 * delta
-        norm = changed.norm(p=2, dim=tuple(range(1, w.dim())), keepdim=True).transpose(1, 0)
-        factor = inputs[2] / norm
-        made: torch.Tensor = (factor.view(-1, *(1,) * (w.dim() - 1)) * (w + delta)).to(w.dtype)
-        return made
-
-    return merge
+def conv(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float) -> Tensor:
+    """Return `linear` or `dora` for 1-D to 3-D convolutions. Inputs: A, B[, magnitude]."""
+    delta = _conv_delta(w, inputs[0], inputs[1], scale)
+    if len(inputs) == 2:
+        w += delta
+        return w
+    changed = w + 1 * delta
+    norm = changed.norm(p=2, dim=tuple(range(1, w.dim())), keepdim=True).transpose(1, 0)
+    factor = inputs[2] / norm
+    made: Tensor = (factor.view(-1, *(1,) * (w.dim() - 1)) * (w + delta)).to(w.dtype)
+    return made
 
 
-def experts(scale: float, count: int, *, in_first: bool) -> Formula:
-    """Return the formula that adds scale * (B @ A) to each of `count` experts stacked in one parameter. Inputs: A, B.
+def experts(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, count: int, in_first: bool) -> Tensor:
+    """Return W plus scale * (B @ A) for each of `count` experts stacked in one parameter. Inputs: A, B.
 
     Rows are experts. `in_first`: whether the parameter is [experts, in, out] rather than [experts, out, in].
     """
+    import torch
 
-    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
-        import torch
-
-        a, b = inputs
-        if count == 1:  # PEFT treats a single expert as a matrix
-            w += _delta(a, b, scale, False, slice(None)).to(w.dtype)
-            return w
-        rows = _rows(w, first)
-        a = a.reshape(count, -1, a.shape[-1])[rows]
-        b = b.reshape(b.shape[0], -1, count)[..., rows]
-        order = "o r e, e r i -> e i o" if in_first else "o r e, e r i -> e o i"
-        w += (torch.einsum(order, b, a) * scale).to(w.dtype)
+    a, b = inputs
+    if count == 1:  # PEFT treats a single expert as a matrix
+        w += _delta(a, b, scale, False, slice(None)).to(w.dtype)
         return w
-
-    return merge
-
-
-def bias(scale: float) -> Formula:
-    """Return the formula that adds B's scaled bias to a layer's bias. Inputs: B's bias."""
-
-    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
-        w += inputs[0][_rows(w, first)] * scale
-        return w
-
-    return merge
+    rows = _rows(w, first)
+    a = a.reshape(count, -1, a.shape[-1])[rows]
+    b = b.reshape(b.shape[0], -1, count)[..., rows]
+    order = "o r e, e r i -> e i o" if in_first else "o r e, e r i -> e o i"
+    w += (torch.einsum(order, b, a) * scale).to(w.dtype)
+    return w
 
 
-def tokens(indices: Sequence[int]) -> Formula:
-    """Return the formula that replaces an embedding's trained rows. Inputs: those rows, in the order of `indices`."""
-
-    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
-        import torch
-
-        there = [i for i, index in enumerate(indices) if first <= index < first + len(w)]
-        places = torch.tensor([indices[i] - first for i in there], dtype=torch.int64)
-        return w.index_copy(0, places, inputs[0][there].to(w))
-
-    return merge
+def bias(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float) -> Tensor:
+    """Return a layer's bias plus B's scaled bias. Inputs: B's bias."""
+    w += inputs[0][_rows(w, first)] * scale
+    return w
 
 
-def _rows(w: torch.Tensor, first: int) -> slice:
+def tokens(w: Tensor, inputs: Sequence[Tensor], first: int, *, indices: Sequence[int]) -> Tensor:
+    """Return an embedding with its trained rows. Inputs: those rows, in the order of `indices`."""
+    import torch
+
+    there = [i for i, index in enumerate(indices) if first <= index < first + len(w)]
+    places = torch.tensor([indices[i] - first for i in there], dtype=torch.int64)
+    return w.index_copy(0, places, inputs[0][there].to(w))
+
+
+def _rows(w: Tensor, first: int) -> slice:
     return slice(first, first + w.shape[0])
 
 
-def _is_half(tensor: torch.Tensor) -> bool:
+def _is_half(tensor: Tensor) -> bool:
     return tensor.element_size() == 2
 
 
-def _delta(a: torch.Tensor, b: torch.Tensor, scale: float, transposed: bool, rows: slice) -> torch.Tensor:
+def _delta(a: Tensor, b: Tensor, scale: float, transposed: bool, rows: slice) -> Tensor:
     """Return scale * (B @ A), computed as PEFT does on a CPU, which multiplies 16-bit factors in float32."""
     dtype, half = b.dtype, _is_half(b)
     if transposed:
@@ -188,7 +155,7 @@ def _delta(a: torch.Tensor, b: torch.Tensor, scale: float, transposed: bool, row
     return delta.to(dtype) if half else delta
 
 
-def _conv_delta(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+def _conv_delta(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     from torch.nn import functional
 
     dtype, half = a.dtype, _is_half(a)
