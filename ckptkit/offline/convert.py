@@ -335,18 +335,18 @@ def _lay_out(source: Source, export: HFExport, place: OutputPlace, output: Outpu
         plan, sealing = plan_local(catalog, tensors, mesh, identity_of(source, output.dst, output.how.here))
         return (list(plan.files), list(plan.placements), plan.last), sealing
     if to == "torch":
-        from ckptkit.offline.export.torch_file import torch_file
+        from ckptkit.offline.export.files import torch_file
 
         return torch_file(catalog, tensors, path=place.file_name), None
     if to == "dcp":
         from ckptkit.offline.resharding.rank_files import dcp_files
 
         return dcp_files(catalog, tensors, world_size=world_size or 1), None
-    from ckptkit.offline.export.files import adapter_files, hf_files
+    from ckptkit.offline.export.files import hf_files
 
-    if export.kind == "adapter":
-        return adapter_files(catalog, tensors, metadata=export.metadata), None
-    return hf_files(catalog, tensors, max_shard_size=output.max_shard_size, metadata=export.metadata), None
+    adapter = export.kind == "adapter"
+    size = output.max_shard_size
+    return hf_files(catalog, tensors, max_shard_size=size, metadata=export.metadata, adapter=adapter), None
 
 
 def _notes(source: Source, export: HFExport, plan: Plan) -> tuple[str, ...]:

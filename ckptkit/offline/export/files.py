@@ -1,4 +1,4 @@
-"""Lays out the files of a Hugging Face model: safetensors shards, and an index if there are several shards."""
+"""Lays out exported files: safetensors shards, with an index if there are several, or a single `torch.save` file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ckptkit.formats.hf.header import (
     shard_names,
     split_into_shards,
 )
-from ckptkit.offline.copying.plan import Literal, OutputFile, OutputTensor, Placement, Plan
+from ckptkit.formats.pickles.encode import encode_torch_file
+from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, OutputTensor, Placement, Plan
 from ckptkit.storage.store import Store
 
 Placed: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, byte offset in the file
@@ -28,17 +29,24 @@ ADAPTER = "adapter_model.safetensors"
 
 
 def hf_files(
-    catalog: Catalog, tensors: Sequence[OutputTensor], *, max_shard_size: int, metadata: Mapping[str, str]
+    catalog: Catalog,
+    tensors: Sequence[OutputTensor],
+    *,
+    max_shard_size: int,
+    metadata: Mapping[str, str],
+    adapter: bool = False,
 ) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
     """Lay out tensors as `model*.safetensors`; return (files, placements, paths to publish last).
 
     Args:
         metadata: What each header's `__metadata__` contains beside the format.
+        adapter: Whether to write the one file that PEFT loads instead, `adapter_model.safetensors`.
     """
     ordered = in_disk_order(catalog, tensors)
     headers = [TensorToWrite(t.name, t.dtype, t.shape) for t in ordered]
-    shards = split_into_shards([header.nbytes for header in headers], max_shard_size)
-    names = shard_names(len(shards))
+    sizes = [header.nbytes for header in headers]
+    shards = [list(range(len(sizes)))] if adapter else split_into_shards(sizes, max_shard_size)
+    names = [ADAPTER] if adapter else shard_names(len(shards))
     files: list[OutputFile] = []
     placements: list[Placement] = []
     weight_map: dict[str, str] = {}
@@ -50,9 +58,8 @@ def hf_files(
             weight_map[ordered[i].name] = name
     if len(shards) == 1:
         return files, placements, (names[0],)
-    total = sum(header.nbytes for header in headers)
     numel = sum(header.nbytes // dtype_of(header.dtype).itemsize for header in headers)
-    files.append(OutputFile.of_bytes(INDEX, encode_index(weight_map, total_size=total, total_parameters=numel)))
+    files.append(OutputFile.of_bytes(INDEX, encode_index(weight_map, total_size=sum(sizes), total_parameters=numel)))
     return files, placements, (INDEX,)
 
 
@@ -69,15 +76,18 @@ def in_disk_order(catalog: Catalog, tensors: Sequence[OutputTensor]) -> list[Out
     return sorted(tensors, key=place)
 
 
-def adapter_files(
-    catalog: Catalog, tensors: Sequence[OutputTensor], *, metadata: Mapping[str, str]
+def torch_file(
+    catalog: Catalog, tensors: Sequence[OutputTensor], *, path: str
 ) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
-    """Lay out tensors in `adapter_model.safetensors`, the file that PEFT loads."""
+    """Lay out tensors in one `torch.save` file at `path`; return (files, placements, paths to publish last)."""
     ordered = in_disk_order(catalog, tensors)
-    layout = lay_out([TensorToWrite(t.name, t.dtype, t.shape) for t in ordered], {**METADATA, **metadata})
-    file = OutputFile(ADAPTER, layout.nbytes, (Literal(0, layout.header),))
-    placements = [Placement.whole(tensor, 0, start) for tensor, start in zip(ordered, layout.starts, strict=True)]
-    return [file], placements, (ADAPTER,)
+    headers = [TensorToWrite(t.name, t.dtype, t.shape) for t in ordered]
+    laid = encode_torch_file(headers)
+    crcs = tuple(
+        CrcField(at, start, header.nbytes) for at, start, header in zip(laid.crcs, laid.starts, headers, strict=True)
+    )
+    file = OutputFile(path, laid.nbytes, tuple(Literal(start, data) for start, data in laid.literals), crcs)
+    return [file], [Placement.whole(tensor, 0, start) for tensor, start in zip(ordered, laid.starts, strict=True)], ()
 
 
 def check_headers(plan: Plan, store: Store) -> int:
