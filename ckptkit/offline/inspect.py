@@ -189,10 +189,12 @@ def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
     found: dict[str, str] = {}
     for names in catalog.info.extra.get("aliases", {}).values():
         found.update(names)
-    first: dict[tuple[str, int, int], tuple[str, tuple[int, ...]]] = {}
+    first: dict[Any, tuple[str, tuple[int, ...]]] = {}
     for entry, _, nbytes in model:
         if nbytes and not entry.slices.opaque:
-            kept, shape = first.setdefault(entry.slices.byte_range(0), (entry.fqn, entry.shape))
+            # The range of a compressed slice is one in its decompressed record, so the record belongs to the place.
+            place = entry.slices.byte_range(0), entry.slices.codecs.get(0)
+            kept, shape = first.setdefault(place, (entry.fqn, entry.shape))
             if kept != entry.fqn and entry.shape == shape:
                 found.setdefault(entry.fqn, kept)
     return found

@@ -76,6 +76,10 @@ def test_a_file_whose_names_share_bytes_shows_them_as_tied(tmp_path: Path) -> No
     assert inspect(str(tmp_path / "tied.pt")).tied == {"head.weight": "embed.weight"}
 
 
+def test_compressed_tensors_of_one_file_are_not_tied(zoo: Path) -> None:
+    assert inspect(str(zoo / "dcp_zstd_w2")).tied == {}
+
+
 def test_the_tree_is_limited_by_depth(zoo: Path) -> None:
     tree = inspect(str(zoo / "hf_ref_llama_untied"), depth=1).tree
     assert tree is not None
