@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ckptkit.checkpoint.state.train_state import TrainState, is_stateful
+from ckptkit.checkpoint.load.mapping import open_checkpoint
+from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, section
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.config import FSDPConfig, MixedPrecision
 from ckptkit.fsdp.gradients import clip_grad_norm
@@ -136,7 +137,8 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         """Fill the modules, optimizers and values in `state` in place. Return the values for which `state` has no key.
 
         All ranks must call this. Reads every format that ckptkit reads. A checkpoint written by another program need
-        not contain the values in `state`.
+        not contain the values in `state`. If the number of ranks has changed, dataloaders whose states differ between
+        ranks are left unchanged, with a warning.
 
         Raises:
             CheckpointMismatchError: The checkpoint does not match; nothing was changed.
@@ -145,10 +147,19 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         if not isinstance(given, dict) or not any(isinstance(item, nn.Module) for item in given.values()):
             raise UsageError("load: pass the module to fill, or a dict that contains one: {'model': model, ...}.")
         url, own = self.broadcast(str(path)), self._own()
-        foreign = own.decide(lambda: bool(own.find(url)[2]), "looking for the checkpoint")
+
+        def look() -> tuple[bool, set[str]]:
+            root, name, other = own.find(url)
+            if other:
+                return True, set()
+            catalog = open_checkpoint(f"{root}/{name}", storage_options=self._storage_options).catalog
+            return False, {name.partition(".")[0] for name in (*catalog.tensors, *catalog.objects)}
+
+        foreign, sections = own.decide(look, "looking for the checkpoint")
         plain = [key for key, item in given.items() if not isinstance(item, (nn.Module, Optimizer))]
-        target = _train_state({key: item for key, item in given.items() if not (foreign and key in plain)})
-        _, report = own.load(url, target, strict=strict, **({} if target.optimizer else {"optimizer": "skip"}))
+        target = _train_state({key: item for key, item in given.items() if not (foreign and key in plain)}, sections)
+        options: dict[str, Any] = {} if target.optimizer else {"optimizer": "skip"}
+        _, report = own.load(url, target, strict=strict, per_rank_on_resize="keep", **options)
         found = {**lightning_extras(report.extra)} if foreign else {**report.extra, **target.extra}
         found.pop("lightning", None)
         given.update({key: found[key] for key in plain if key in found and not is_stateful(given[key])})
@@ -168,14 +179,20 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         return self._checkpoints
 
 
-def _train_state(state: Mapping[str, Any]) -> TrainState:
+def _train_state(state: Mapping[str, Any], sections: Collection[str] = ()) -> TrainState:
+    """Return a TrainState. A single module or optimizer has no name in it, unless the checkpoint's sections do."""
+
+    def parts(kind: str, items: Mapping[str, Any]) -> Any:
+        is_named = len(items) > 1 or any(section(kind, key) in sections for key in items)
+        return items if is_named else next(iter(items.values()), None)
+
     models = {key: item for key, item in state.items() if isinstance(item, nn.Module)}
     optimizers = {key: item for key, item in state.items() if isinstance(item, Optimizer)}
     loaders = {key: item for key, item in state.items() if isinstance(item, DataLoader) and is_stateful(item)}
     others = {key: item for key, item in state.items() if key not in {**models, **optimizers, **loaders}}
     return TrainState(
-        model=next(iter(models.values())) if len(models) == 1 else models or None,
-        optimizer=next(iter(optimizers.values())) if len(optimizers) == 1 else optimizers or None,
+        model=parts("model", models),
+        optimizer=parts("optimizer", optimizers),
         dataloader=loaders or None,
         extra=others,
         rng=bool(optimizers),

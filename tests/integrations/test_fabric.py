@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from ckptkit.errors import CheckpointMismatchError, UsageError
+from tests.checkpoint.states import bits
 from tests.fsdp import models
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not find_spec("lightning"), reason="no lightning")]
@@ -154,3 +156,98 @@ def test_a_checkpoint_of_fabrics_own_strategy_is_loaded(framework_ranks, tmp_pat
     for weights, step, moments in framework_ranks.run(_adopted, 2, str(tmp_path), timeout=240):
         assert (step, moments) == (7, {1.0})
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def _two(fabric, seed):
+    state = {}
+    for offset, key in enumerate(("generator", "critic")):
+        state[key] = fabric.setup(models.made(models.untied, seed + offset))
+        made = torch.optim.SGD(state[key].parameters(), lr=0.1, momentum=0.9)
+        state[f"{key}_optimizer"] = fabric.setup_optimizers(made)
+    return state
+
+
+def _all(state):
+    weights = {key: {name: models.whole(value) for name, value in state[key].state_dict().items()} for key in MODELS}
+    moments = {
+        key: [models.whole(s["momentum_buffer"]) for s in state[f"{key}_optimizer"].state.values()] for key in MODELS
+    }
+    return bits((weights, moments))
+
+
+MODELS = ("generator", "critic")
+
+
+def _saved_two(folder):
+    fabric = _fabric()
+    state = _two(fabric, 1)
+    for key in MODELS:
+        fabric.backward(models.loss_of(state[key], models.batch(0)))
+        state[f"{key}_optimizer"].step()
+    fabric.save(f"{folder}/both", {**state, "step": 3})
+    return _all(state)
+
+
+def _loaded_one_by_one(folder):
+    fabric = _fabric()
+    state = _two(fabric, 5)
+    for key in MODELS:
+        chosen = {name: value for name, value in state.items() if name.startswith(key)}
+        assert fabric.load(f"{folder}/both", chosen) == {"step": 3}
+    loaded = _all(state)
+    alone = _two(fabric, 7)
+    fabric.load(f"{folder}/both", {"critic": alone["critic"]})
+    same = [
+        torch.equal(models.whole(a), models.whole(b))
+        for a, b in zip(alone["critic"].parameters(), state["critic"].parameters(), strict=True)
+    ]
+    assert all(same) and not alone["critic_optimizer"].state
+    return loaded
+
+
+def test_one_of_several_modules_loads_with_its_optimizer(framework_ranks, tmp_path):
+    saved = framework_ranks.run(_saved_two, 2, str(tmp_path), timeout=240)[0]
+    for ranks in (2, 1):
+        assert framework_ranks.run(_loaded_one_by_one, ranks, str(tmp_path), timeout=240) == [saved] * ranks
+
+
+def _with_data(seed):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    fabric = _fabric()
+    state = _made(fabric, seed)
+    del state["schedule"]
+    loader = StatefulDataLoader(list(range(10)), batch_size=1)
+    return fabric, {**state, "data": fabric.setup_dataloaders(loader, use_distributed_sampler=False)}, loader
+
+
+def _data_saved(folder):
+    fabric, state, loader = _with_data(1)
+    batches = iter(loader)
+    for _ in range(2 + fabric.global_rank):
+        next(batches)
+    fabric.save(f"{folder}/data", state)
+
+
+def _data_loaded(folder):
+    fabric, state, loader = _with_data(2)
+    records = []
+    logger = logging.getLogger("ckptkit.integrations.lightning_state")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append
+    logger.addHandler(handler)
+    try:
+        fabric.load(f"{folder}/data", state)
+        fabric.load(f"{folder}/data", {"model": state["model"], "other": 7}, strict=False)
+    finally:
+        logger.removeHandler(handler)
+    return next(batch.item() for batch in loader), [record.getMessage() for record in records]
+
+
+def test_what_a_load_leaves_unchanged_is_warned_about(framework_ranks, tmp_path):
+    framework_ranks.run(_data_saved, 2, str(tmp_path), timeout=240)
+    (first, said), (second, none) = framework_ranks.run(_data_loaded, 2, str(tmp_path), timeout=240)
+    assert (first, second, none) == (2, 3, [])
+    assert len(said) == 1 and "1 missing (extra.other)" in said[0]
+    ((position, said),) = framework_ranks.run(_data_loaded, 1, str(tmp_path), timeout=240)
+    assert position == 0 and len(said) == 2 and "skipped (dataloader_data)" in said[0]
