@@ -211,11 +211,12 @@ def choose_weights(
     if weights == "model" or (weights == "auto" and model and not _rounded(catalog, dtype)):
         if not model:
             raise CheckpointNotFoundError(f"the checkpoint contains no model weights: {_roles(catalog)}.")
-        return Weights(model, "model")
+        casts = dtype != "keep" and any(export_dtype(item.dtype, dtype) != item.dtype for item in model.values())
+        return Weights(model, "model", _lower_bits(catalog) if casts else ())
     masters = catalog.by_role(Role.MASTER)
     if not masters:
         what = "no fp32 masters" if weights == "master" else "neither model weights nor fp32 masters"
-        why = "".join(f"\n  {note}" for note in catalog.info.notes)
+        why = "".join(f"\n  {note}" for note in (*catalog.info.notes, *_lower_bits(catalog)))
         raise CheckpointNotFoundError(f"the checkpoint contains {what}: {_roles(catalog)}.{why}")
     if not model:
         return Weights(masters, "master", ("the checkpoint contains only fp32 masters, which are exported",))
@@ -238,6 +239,17 @@ def choose_weights(
         else []
     )
     return Weights(chosen, "master", tuple(notes))
+
+
+def _lower_bits(catalog: Catalog) -> tuple[str, ...]:
+    """Return a note if flashoptim keeps the lower bits of weights in its state. Only its kernels can add them."""
+    kept = [name for name in catalog.tensors if name.startswith("optimizer") and name.endswith(".error_bits")]
+    if not kept:
+        return ()
+    return (
+        f"flashoptim keeps the lower bits of {counted(len(kept), 'weight')} in error_bits; they are not exported. For "
+        "exact fp32 weights, load the run, and save what optimizer.get_fp32_model_state_dict(model) returns",
+    )
 
 
 def _rounded(catalog: Catalog, dtype: str) -> bool:
