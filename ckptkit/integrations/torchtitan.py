@@ -27,7 +27,7 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, is_stateful
-from ckptkit.errors import UsageError
+from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 
 
 class _Manager:
@@ -167,9 +167,11 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         self._load_step = _int(config, "load_step", -1, least=-1)
         self._last_model_only = _flag(config, "last_save_model_only", False)
         self._model = model_parts[0] if len(model_parts) == 1 else list(model_parts)
-        self._optimizer = _one_of(list(getattr(optimizers, "optimizers", optimizers)), stages=len(model_parts))
+        self._optimizers = list(getattr(optimizers, "optimizers", optimizers))
+        self._optimizer = _by_class(self._optimizers, stages=len(model_parts))
         self._schedulers = named.get("lr_schedulers")
-        self._dataloader = named.get("dataloader")
+        loader = named.get("dataloader")
+        self._dataloader = _ByDataRank(loader) if hasattr(loader, "dp_world_size") and is_stateful(loader) else loader
         self._states = dict(named["states"])
         if self._last_model_only and not self._load_only:
             _check_dtype(model_parts, str(_of(config, "export_dtype", "")))
@@ -223,14 +225,34 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         found = step if step != -1 else self.manager.latest()
         if found == 0:
             state, options = TrainState(model=self._model, rng=False), {}
-        self.last_load = self.manager.load(state, "latest" if step == -1 else step, **options)
+        try:
+            self.last_load = self._restore(state, "latest" if step == -1 else step, options)
+        except CheckpointNotFoundError as error:
+            if step == -1:
+                raise
+            try:
+                self.last_load = self._restore(state, f"{self.folder}/step-{step}", options)  # torchtitan's own
+            except CheckpointNotFoundError:
+                raise error from None
         if self.last_load is None and self._initial:
             if self._initial_model_only:
                 state = TrainState(model=self._model, rng=False)
             # A name without a slash would mean a checkpoint of this run, so turn it into a path.
             url = str(self._initial) if "/" in str(self._initial) else f"./{self._initial}"
-            self.last_load = self.manager.load(state, url, per_rank_on_resize="keep", **options)
+            self.last_load = self._restore(state, url, {"per_rank_on_resize": "keep", **options})
         return self.last_load is not None
+
+    def _restore(self, state: TrainState, which: str | int, options: Mapping[str, Any]) -> LoadReport | None:
+        try:
+            return self.manager.load(state, which, **options)
+        except CheckpointMismatchError as error:
+            if not (isinstance(self._model, list) and isinstance(state.optimizer, dict)):
+                raise
+            state.optimizer = _joined(self._optimizers)  # as older checkpoints of several stages have them
+            try:
+                return self.manager.load(state, which, **options)
+            except CheckpointMismatchError:
+                raise error from None
 
     def _wait_for_saving(self) -> None:
         """Wait for the running save. Collective."""
@@ -255,14 +277,53 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         )
 
 
-def _one_of(optimizers: list[Any], *, stages: int) -> Any:
+def _by_class(optimizers: list[Any], *, stages: int) -> Any:
     """Return the optimizers in a form that TrainState accepts.
 
-    If there are several stages, their optimizers become one, because the number of stages per rank depends on the mesh.
+    If there are several stages, the optimizers of a class become one, because the number of stages per rank depends on
+    the mesh. A single stage has one optimizer of each class, in the same order.
     """
-    if stages > 1:  # keep the class name, because a checkpoint records it
-        return type(type(optimizers[0]).__name__, (_OneOptimizer,), {})(optimizers)
+    if stages > 1:
+        classes: dict[str, list[Any]] = {}
+        for optimizer in optimizers:
+            classes.setdefault(type(optimizer).__name__, []).append(optimizer)
+        optimizers = [_joined(items) for items in classes.values()]
     return optimizers[0] if len(optimizers) == 1 else {str(i): item for i, item in enumerate(optimizers)}
+
+
+def _joined(optimizers: list[Any]) -> Any:
+    """Return several optimizers as one. It has the class name of the first, because a checkpoint records it."""
+    return type(type(optimizers[0]).__name__, (_OneOptimizer,), {})(optimizers)
+
+
+class _ByDataRank:
+    """torchtitan's dataloader, whose state names the data-parallel rank it is for. It loads on any mesh with as many of
+    them, even if it assigns other global ranks to them.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.state_dict = loader.state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._loader.load_state_dict(state_dict)
+        self._loader.state_dict()  # creates its iterator before the random state is restored, as a load always does
+
+    def merge_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the states of all saved ranks as one, from which the dataloader takes its own part.
+
+        Raises:
+            CheckpointMismatchError: The number of data-parallel ranks has changed.
+        """
+        found = {name: value for state in states for name, value in state.items()}
+        saved, here = found.get("world_size"), self._loader.dp_world_size
+        if saved != here:
+            raise CheckpointMismatchError(
+                f"dataloader: it was saved on {saved} data-parallel ranks, this job has {here}, and torchtitan cannot "
+                "divide its state differently. To read the data from the start, add 'dataloader' to "
+                "exclude_from_loading."
+            )
+        return found
 
 
 class _OneOptimizer:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import pickle
+import shutil
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -13,16 +15,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from ckptkit import RetentionPolicy
 from ckptkit.errors import CheckpointNotFoundError, UsageError
-from ckptkit.integrations.torchtitan import TorchtitanCheckpointer
+from ckptkit.integrations.torchtitan import TorchtitanCheckpointer, _joined
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from torchtitan_checkpointer import Schedulers, TrainState, main
 
 from tests.checkpoint.load.test_foreign import check_optimizer, check_weights, run_of
+from tests.checkpoint.states import bits
+from tests.ranks import RankError
 
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 ZOO = Path(__file__).parents[1] / "zoo"
 
 
@@ -195,6 +202,20 @@ def test_a_checkpoint_written_by_torchtitan_is_resumed_from_with_its_optimizer(t
     check_optimizer(state.optimizer, state.model, name)
 
 
+def test_load_step_names_a_step_that_torchtitan_wrote(tmp_path):
+    name = "dcp_torchtitan_like_w2"
+    shutil.copytree(ZOO / name, tmp_path / "checkpoint")
+    shutil.copytree(ZOO / name / "step-2", tmp_path / "checkpoint/step-4")
+    state = run_of(name)
+    with closing(newest(tmp_path, state, load_step=2)) as checkpointer:
+        assert checkpointer.load() and checkpointer.last_load.url.endswith("/step-2")
+        check_weights(state.model, name)
+        checkpointer.save(6, last_step=True)
+        assert checkpointer.load(4) and checkpointer.last_load.url.endswith("/step-4")
+        with pytest.raises(CheckpointNotFoundError, match=r"has no checkpoint .3.*step_00000006"):
+            checkpointer.load(3)
+
+
 class Stage(torch.nn.Module):
     """Some layers of a model of four, under their names in the model."""
 
@@ -237,6 +258,98 @@ def test_pipeline_stages_load_on_any_division_into_stages(ranks, tmp_path):
         assert sum(map(len, loaded)) == len(whole) == 8
         for name, values in {name: values for rank in loaded for name, values in rank.items()}.items():
             assert all(torch.equal(value, other) for value, other in zip(values, whole[name], strict=True)), name
+
+
+def _mixed(folder, split, trains, is_old=False):
+    """Like `_stages`, with two optimizers of different classes for each stage, as torchtitan's container makes them."""
+    parts = [Stage(*layers) for layers in split[dist.get_rank()]]
+    rates, optimizers = {"weight": 0.1 if trains else 0.3, "bias": 0.2 if trains else 0.4}, []
+    for part in parts:
+        for make, kind in ((torch.optim.SGD, "bias"), (torch.optim.AdamW, "weight")):
+            chosen = [parameter for name, parameter in part.named_parameters() if name.endswith(kind)]
+            optimizers.append(make(chosen, lr=rates[kind], **({"momentum": 0.9} if kind == "bias" else {})))
+    checkpointer = TorchtitanCheckpointer(
+        Config(interval=1), dataloader=None, model_parts=parts, optimizers=SimpleNamespace(optimizers=optimizers),
+        lr_schedulers=TrainState(), states={"train_state": TrainState()}, base_folder=folder,
+    )  # fmt: skip
+    if is_old:
+        checkpointer._optimizer = _joined(optimizers)
+    if trains:
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                parameter.grad = torch.full_like(parameter, float(name.split(".")[1]) - 1.5)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert checkpointer.save(1)
+    else:
+        assert checkpointer.load()
+    checkpointer.close()
+    states = {id(p): (o.state[p], o.param_groups[0]["lr"]) for o in optimizers for p in o.param_groups[0]["params"]}
+    return {
+        name: [parameter.detach(), *states[id(parameter)]]
+        for part in parts
+        for name, parameter in part.named_parameters()
+    }
+
+
+def test_optimizers_of_two_classes_load_on_any_division_into_stages(ranks, tmp_path):
+    splits = [[[(0,), (2,)], [(1,), (3,)]], [[(0, 1)], [(2, 3)]], [[(0, 1, 2, 3)]], [[(0,)], [(1,), (2,), (3,)]]]
+    for number, saved_with in enumerate(splits):
+        folder = str(tmp_path / str(number))
+        whole = {k: v for rank in ranks.run(_mixed, len(saved_with), folder, saved_with, True) for k, v in rank.items()}
+        for split in splits:
+            loaded = ranks.run(_mixed, len(split), folder, split, False)
+            assert bits({name: values for rank in loaded for name, values in rank.items()}) == bits(whole)
+
+
+def test_optimizers_of_two_classes_load_from_a_checkpoint_that_has_them_as_one(ranks, tmp_path):
+    split = [[(0,), (2,)], [(1,), (3,)]]
+    saved = ranks.run(_mixed, 2, str(tmp_path), split, True, True)
+    assert bits(ranks.run(_mixed, 2, str(tmp_path), split, False)) == bits(saved)
+
+
+class DataRanks:
+    """A dataloader as torchtitan has it: its state is kept under the name of its data-parallel rank."""
+
+    def __init__(self, rank, size, position=0):
+        self.dp_rank, self.dp_world_size, self.position = rank, size, position
+
+    def state_dict(self):
+        return {f"dp_rank_{self.dp_rank}": pickle.dumps(self.position), "world_size": self.dp_world_size}
+
+    def load_state_dict(self, state):
+        if f"dp_rank_{self.dp_rank}" in state:  # else torchtitan logs a warning, and starts with the first sample
+            assert state["world_size"] == self.dp_world_size
+            self.position = pickle.loads(state[f"dp_rank_{self.dp_rank}"])
+
+
+def _data(folder, data_ranks, trains, own=False):
+    """Save, or load, on ranks of which each reads the data of `data_ranks[rank]`; return the position in them."""
+    rank, size = data_ranks[dist.get_rank()], len(set(data_ranks))
+    loader, state = DataRanks(rank, size, 100 + rank if trains else 0), small()
+    parts = dict(model_parts=[state.model], optimizers=[state.optimizer], lr_schedulers=Schedulers(state.optimizer))
+    state.optimizer.step()
+    if own:  # as torchtitan's checkpointer stores them
+        content = {"optimizer": get_optimizer_state_dict(state.model, state.optimizer, options=FLAT)}
+        content |= {**state.model.state_dict(), "dataloader": loader, "train_state": TrainState(), "lr_scheduler": {}}
+        dcp.save(content, checkpoint_id=f"{folder}/checkpoint/step-1")
+        return loader.position
+    checkpointer = TorchtitanCheckpointer(
+        Config(interval=1), dataloader=loader, states={"train_state": TrainState()}, base_folder=folder, **parts
+    )
+    assert checkpointer.save(1) if trains else checkpointer.load()
+    checkpointer.close()
+    return loader.position
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["ours", "torchtitan's"])
+def test_each_rank_continues_with_the_data_of_its_data_parallel_rank(ranks, tmp_path, own):
+    folder = str(tmp_path)
+    assert ranks.run(_data, 4, folder, [0, 0, 1, 1], True, own) == [100, 100, 101, 101]
+    assert ranks.run(_data, 4, folder, [0, 1, 0, 1], False) == [100, 101, 100, 101]
+    assert ranks.run(_data, 2, folder, [0, 1], False) == [100, 101]
+    with pytest.raises(RankError, match=r"saved on 2 data-parallel ranks, this job has 1.* exclude_from_loading"):
+        ranks.run(_data, 2, folder, [0, 0], False)
 
 
 def test_the_checkpointer_is_built_from_a_torchtitan_config(tmp_path):

@@ -181,8 +181,12 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     found = dict(zip(schedulers, saved, strict=True)) if len(schedulers) == len(saved) else {}
     for key, value in (found | _random_states(values)).items():
         objects[key] = encode(value, key, refs)
-    for name, part in _flattened_extras(values, tensors, store, catalog, state).items():
-        objects[f"extra.{name}"] = encode(part, f"extra.{name}", refs)
+    flattened = {name: f"extra.{name}" for name, item in state.extra.items() if is_stateful(item)}
+    for name, item in state.parts("dataloader").items():
+        if hasattr(item, "merge_ranks"):  # torchtitan's, which finds its part of the state of all ranks
+            flattened[section("dataloader", name)] = f"{section('dataloader', name)}.0"
+    for name, part in _flattened(list(flattened), values, tensors, store, catalog).items():
+        objects[flattened[name]] = encode(part, flattened[name], refs)
         values = {key: value for key, value in values.items() if not key.startswith(f"{name}.")}
     _put_extras(values, objects, refs, notes)
     notes += [f"{name} was not read: {why}" for name, why in unread.items()]
@@ -326,18 +330,17 @@ def _state(entry: TensorEntry) -> str:
     return entry.state.removeprefix(f"{_BITSANDBYTES}.")
 
 
-def _flattened_extras(
-    values: Mapping[str, Any], tensors: dict[str, TensorEntry], store: Store, catalog: Catalog, state: TrainState
+def _flattened(
+    names: Sequence[str], values: Mapping[str, Any], tensors: dict[str, TensorEntry], store: Store, catalog: Catalog
 ) -> dict[str, dict[str, Any]]:
-    """Return the state of each object in `extra` that torch's DCP stored flattened, under keys such as
-    "train_state.step".
+    """Return the state of each named object that torch's DCP stored flattened, under keys such as "train_state.step".
 
     Removes these states' tensors from `tensors`.
     """
     from ckptkit.formats.dcp.fill import read_whole
 
     found: dict[str, dict[str, Any]] = {}
-    for name in (name for name, item in state.extra.items() if is_stateful(item)):
+    for name in names:
         front = f"{name}."
         whole = [
             entry for entry in catalog.tensors.values() if entry.role is Role.OTHER and entry.name.startswith(front)

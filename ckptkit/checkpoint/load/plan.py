@@ -728,7 +728,9 @@ class _Planner:
             return
         trees = [self.objects[f"{key}.{rank}"] for rank in ranks]
         policy = self.options.per_rank_on_resize
-        if len(ranks) == self.world_size and ranks[-1] == self.world_size - 1:
+        if merge := getattr(item, "merge_ranks", None):  # its states say which rank they are for
+            self.plan.objects.append(ObjectTarget(kind, key, item, (merge(trees),)))
+        elif len(ranks) == self.world_size and ranks[-1] == self.world_size - 1:
             self.plan.objects.append(ObjectTarget(kind, key, item, (trees[self.rank],)))
         elif callable(policy):
             self.plan.objects.append(ObjectTarget(kind, key, item, tuple(trees), policy))
