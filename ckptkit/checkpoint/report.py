@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.checkpoint.load.plan import LoadOptions
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
-from ckptkit.units import format_size
+from ckptkit.units import first_few, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
 _TURNS = ("write", "digest", "sync")
-_NAMED = 3  # `LoadReport.line` names at most this many items of each kind
 _TOLD = 0.0005  # seconds; shorter phases are printed without a rate
 
 
@@ -228,7 +227,7 @@ class LoadReport(TimedReport):
     deferred: DeferredOptimizer | None = None
 
     def line(self) -> str:
-        """Return a one-line summary, with the first names that were missing, unexpected or skipped."""
+        """Return a one-line summary, with the first names that were missing, unexpected or skipped (and why)."""
         rate = self.nbytes / max(self.seconds, 1e-9)
         parts = [
             f"loaded step {self.step}",
@@ -237,10 +236,15 @@ class LoadReport(TimedReport):
             f"{self.seconds:.2f} s",
             f"{format_size(int(rate))}/s",
         ]
-        for name, items in (("missing", self.missing), ("unexpected", self.unexpected), ("skipped", self.skipped)):
+        for name, items in (("missing", self.missing), ("unexpected", self.unexpected)):
             if items:
-                more = ", ..." if len(items) > _NAMED else ""
-                parts.append(f"{len(items)} {name} ({', '.join(list(items)[:_NAMED])}{more})")
+                parts.append(f"{len(items)} {name} ({first_few(items)})")
+        if self.skipped:
+            by_reason: dict[str, list[str]] = {}
+            for name, reason in self.skipped.items():
+                by_reason.setdefault(reason, []).append(name)
+            groups = [f"{first_few(names)} ({reason})" for reason, names in by_reason.items()]
+            parts.append(f"{len(self.skipped)} skipped: {'; '.join(groups)}")
         return " · ".join(parts)
 
 

@@ -188,8 +188,16 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
     from tqdm import tqdm
 
     first = time.monotonic() + PROGRESS_DELAY_S
+    known = _width_is_known(sys.stderr)
     with tqdm(
-        desc=title, unit="B", unit_scale=True, file=sys.stderr, leave=False, dynamic_ncols=True, delay=PROGRESS_DELAY_S
+        desc=title,
+        unit="B",
+        unit_scale=True,
+        file=sys.stderr,
+        leave=False,
+        dynamic_ncols=known,
+        ncols=None if known else 80,
+        delay=PROGRESS_DELAY_S,
     ) as bar:
 
         def update(done: int, total: int, what: str) -> None:
@@ -206,6 +214,14 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
                 bar.set_description(phase or title)
 
         yield update
+
+
+def _width_is_known(stream: Any) -> bool:
+    """Return False on a terminal that reports 0 columns, as some pseudo-terminals do: a bar of tqdm has one cell there."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:
+        return True
 
 
 def _parsed(_context: click.Context, option: click.Parameter, pairs: tuple[str, ...]) -> Mapping[str, Any] | None:

@@ -127,7 +127,7 @@ def test_the_log_line_counts_newest_exempt_and_undeletable_checkpoints(
     assert steps(tmp_path) == list(saved)
 
 
-def test_a_save_logs_one_line_and_a_load_report_names_what_it_skipped(
+def test_a_save_and_a_load_log_one_line_each_which_names_what_was_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = linear()
@@ -136,9 +136,11 @@ def test_a_save_logs_one_line_and_a_load_report_names_what_it_skipped(
         manager.save(1, state)
         assert len(caplog.records) == 1
         report = manager.load(TrainState(model=state.model))
-        assert report is not None and "1 skipped (optimizer)" in report.line()
+        assert report is not None and report.line().endswith("1 skipped: optimizer (not in the training state)")
+        caplog.clear()
         manager.load(state, include=["bias"], optimizer="skip")
-    assert "not loaded (not included): model.weight" in caplog.messages
+    (message,) = caplog.messages
+    assert message.endswith(' · 2 skipped: model.weight (not included); optimizer (optimizer="skip")')
 
 
 # --- what is kept

@@ -1,10 +1,11 @@
-"""Ctrl-C from the keyboard of a real terminal, once and three times."""
+"""On a real terminal: progress bars, and Ctrl-C from the keyboard, once and three times."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -36,10 +37,18 @@ commands.main(["convert", SOURCE, TARGET])
 """
 
 
-def on_a_terminal(script: str, *, keys: bytes = b"") -> tuple[int, str]:
-    """Run a script on a terminal of 100 columns; type `keys` when it prints READY. Return exit code and screen."""
+BAR = """
+import click, ckptkit.cli.frame as frame
+frame.PROGRESS_DELAY_S = 0.0
+with click.Context(click.Command("x")), frame.progress_bar("convert") as update:
+    update(2_000_000, 4_000_000, "model.safetensors")
+"""
+
+
+def on_a_terminal(script: str, *, keys: bytes = b"", columns: int = 100) -> tuple[int, str]:
+    """Run a script on a terminal; type `keys` when it prints READY. Return exit code and screen."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
     command = [sys.executable, "-c", OWN_TERMINAL + script]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True)
@@ -63,6 +72,13 @@ def on_a_terminal(script: str, *, keys: bytes = b"") -> tuple[int, str]:
         process.kill() if time.monotonic() >= deadline else process.wait(60)
         os.close(ours)
     return process.wait(), screen.decode(errors="replace")
+
+
+@pytest.mark.parametrize("columns", [100, 0])
+def test_a_terminal_that_reports_no_width_shows_a_progress_bar_too(columns):
+    code, screen = on_a_terminal(BAR, columns=columns)
+    assert code == 0, screen
+    assert re.search(r"50%\|[^|]{5,}\| 2\.00M/4\.00M", screen)
 
 
 @pytest.mark.parametrize("presses", [1, 3])

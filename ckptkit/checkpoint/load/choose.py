@@ -233,12 +233,6 @@ class Loader:
         if self.coordinator.is_main:
             if _log.isEnabledFor(logging.INFO):
                 _log.info("%s", report.line())
-            reasons: dict[str, list[str]] = {}
-            for name, reason in report.skipped.items():
-                reasons.setdefault(reason, []).append(name)
-            for reason, names in reasons.items():
-                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                _log.info("not loaded (%s): %s%s", reason, ", ".join(names[:5]), more)
             for note in report.notes:
                 _log.log(logging.WARNING if note.startswith("not proved: ") else logging.INFO, "%s", note)
             if _log.isEnabledFor(logging.DEBUG):
