@@ -84,7 +84,7 @@ def _lines(report: DiffReport, *, every: bool) -> list[str]:
 
 def _table(title: str, rows: Iterable[TensorDiff | LayerDiff], names: list[str]) -> list[str]:
     width = max(len(title), *map(len, names))
-    lines = [f"{title:<{width}}  {'elements':>10}  {'max abs':>9}  {'max rel':>9}  {'cosine':>10}"]
+    lines = [f"{title:<{width}}  {'differing':>10}  {'max abs':>9}  {'max rel':>9}  {'cosine':>10}"]
     for row, name in zip(rows, names, strict=True):
         numbers = f"{_shown(row.max_abs):>9}  {_shown(row.max_rel):>9}  {_shown(row.cosine, 8):>10}"
         lines.append(f"{name:<{width}}  {row.elements:>10}  {numbers}")

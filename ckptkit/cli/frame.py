@@ -217,7 +217,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
 
 
 def _width_is_known(stream: Any) -> bool:
-    """Return False on a terminal that reports 0 columns, as some pseudo-terminals do: a bar of tqdm has one cell there."""
+    """Return False on a terminal that reports 0 columns, as some pseudo-terminals do: tqdm's bar has one cell there."""
     try:
         return os.get_terminal_size(stream.fileno()).columns > 0
     except OSError:

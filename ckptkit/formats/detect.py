@@ -267,7 +267,8 @@ def open_source(
     try:
         catalog = found.form.open(found.place.store, options)
     except CkptkitError as error:
-        told = type(error)(f"{error} This is {found.url}: {found.note}") if found.note else error
+        here = "" if found.url in str(error) else f" This is {found.url}."
+        told = type(error)(f"{error}{here} {found.note}") if found.note else error
         if isinstance(told, CorruptCheckpointError):
             told.checkpoint = found.url
         if told is error:

@@ -132,6 +132,8 @@ def _read_any(store: Store, path: str, unknown: Unknown) -> Any:
         return read_tar(store, path, unknown=unknown)
     if head[:1] == b"\x80":
         return loads(store.read(path), file=path, unknown=unknown)
+    if not head:
+        raise CorruptCheckpointError(f"{path} is empty (0 bytes). Was its write interrupted?")
     found = f"{len(head)} bytes" if len(head) < 8 else f"bytes {head[:8]!r}"
     raise CorruptCheckpointError(f"{path}: it begins with {found}, unlike any file of torch.save. Is it truncated?")
 

@@ -19,6 +19,7 @@ from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
+from ckptkit.units import first_few
 
 SCHEMA = "ckptkit.ls/1"
 _RESUMED = "the last job resumed from it and kept it; that job has ended, so the next save or prune deletes it"
@@ -226,6 +227,6 @@ def nothing_of_ours(
         first, more = found_here[0].path, f", and {len(found_here) - 1} more" * (len(found_here) > 1)
         see = command_line("ls", "--all", url)
         return f"{url} contains no usable checkpoint, only {first}{more}. To see what is wrong: {see}"
-    more = ", ..." if len(inventory.foreign) > 5 else ""
-    others = f" It contains {', '.join(inventory.foreign[:5])}{more}." if inventory.foreign else " It is empty."
-    return f"{url} contains no ckptkit checkpoint.{others} {look}"
+    if not inventory.foreign:
+        return f"{url} is empty: it contains no checkpoint."
+    return f"{url} contains no ckptkit checkpoint. It contains {first_few(inventory.foreign)}. {look}"

@@ -237,8 +237,8 @@ def open_target(
     """
     here, there = _identity(dst), _identity(source)
     if f"{there}/".startswith(f"{here}/"):
-        what = "the source itself" if here == there else f"a directory above the source, {source}"
-        raise UsageError(f"{dst} is {what}, which the result would replace. Give another DST.")
+        what = "is the source" if here == there else f"contains the source, {source}"
+        raise UsageError(f"{dst} {what}: the result would replace it. Give another DST.")
     if single_file and dst.endswith(_FILE_ENDINGS) and not os.path.isdir(dst):
         folder, _, name = dst.rpartition("/")
         return OutputPlace(folder or ("/" if dst.startswith("/") else "."), name, True, overwrite, storage_options)

@@ -228,7 +228,9 @@ def check_committed(source: Source) -> None:
             raise IntegrityError(f"{found.message} {_ANYWAY}")
 
 
-_ANYWAY = "To use the tensors that can be read, unchecked: --no-check, with --include or --exclude if some cannot."
+_ANYWAY = (
+    "To use the other tensors anyway, pass --no-check, and leave out what cannot be read by --include or --exclude."
+)
 
 
 def _beside_tensors(catalog: Catalog) -> list[Check]:
@@ -252,13 +254,14 @@ def file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
     for path, size in catalog.info.files.items():
         found = store.info(path)
         if found is None:
-            words = f"{path}: the file is missing"
+            words, these = f"{path}: the file is missing", ", and with it"
         elif found.kind == "file" and size >= 0 and found.size != size:
-            words = f"{path}: {found.size} bytes, expected {size}. The file is truncated or was replaced"
+            words = f"{path}: the file has {found.size} bytes, expected {size}. It is truncated or was replaced"
+            these = ". The missing bytes belong to"
         else:
             continue
         names = _tensors_of(catalog, path, found.size if found is not None else 0)
-        yield Problem(path, "", f"{words}, and with it {names}." if names else f"{words}.")
+        yield Problem(path, "", f"{words}{these} {names}." if names else f"{words}.")
 
 
 def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:

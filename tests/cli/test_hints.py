@@ -141,7 +141,7 @@ RUNS: dict[str, tuple[str, ...]] = {  # arguments, run in that directory
     "push of no export": ("push", "run", "me/model"),
     "a name in a run without one": ("verify", "empty/latest"),
 }
-WITHOUT = {"a name in a run without one"}
+WITHOUT = {"a name in a run without one", "ls of an empty directory"}
 
 
 def check_line(hint: str) -> None:

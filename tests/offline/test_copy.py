@@ -192,7 +192,7 @@ def test_copy_overwrites_under_the_same_rules_as_convert(run: Path, tmp_path: Pa
     (out / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointExistsError, match=r"notes\.txt"):
         copy(f"{run}/1", str(out), overwrite=True)
-    with pytest.raises(UsageError, match="the source itself"):
+    with pytest.raises(UsageError, match="is the source: the result"):
         copy(f"{run}/1", str(run / "step_00000001"), overwrite=True)
 
 

@@ -293,7 +293,7 @@ def test_a_head_in_only_one_source_is_refused_with_a_command_that_keeps_it(tmp_p
 
 
 def test_the_result_never_replaces_a_source(sources: list[str]) -> None:
-    with pytest.raises(UsageError, match="is the source itself"):
+    with pytest.raises(UsageError, match="is the source: the result would replace it"):
         merge(sources, sources[0], overwrite=True)
 
 

@@ -454,8 +454,8 @@ def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
     if record is None:
         run = store.url if "/" in path else store.url.rstrip("/").rpartition("/")[0] or "/"
         raise CheckpointNotFoundError(
-            f"{store.url.rstrip('/')}/{path} does not exist: no save to this directory was completed. "
-            f"Try: {command_line('ls', run)}"
+            f"{store.url.rstrip('/')}/{path} does not exist: this is not a ckptkit checkpoint, or its save was not "
+            f"completed. Try: {command_line('ls', run)}"
         )
     return record
 

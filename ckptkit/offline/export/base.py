@@ -322,4 +322,4 @@ def _json_object(data: bytes | None, where: str) -> dict[str, Any] | None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    return (str(error).splitlines() or [type(error).__name__])[0].removeprefix("Got: ")[:300]  # Got: of huggingface_hub
