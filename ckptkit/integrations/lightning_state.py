@@ -226,7 +226,7 @@ class LightningCheckpoints:
         # Load a ckptkit checkpoint by name, because that protects it from rotation during this run.
         report = self._manager(root, self.retention).load(state, url or name, **options)
         assert report is not None  # loading from a URL either returns a report or raises
-        left = [name for name in report.skipped if name.startswith("dataloader")]
+        left = state.dataloader is not None and any(name.startswith("dataloader") for name in report.skipped)
         if (report.missing or report.unexpected or left) and self._coordinator.is_main:
             _log.warning("%s: %s", filepath, report.line())  # Lightning's caller does not get the report
         checkpoint = _as_lightnings(lightning_extras(report.extra), report.step)
