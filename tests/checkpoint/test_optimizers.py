@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.checkpoint.optimizers import Net, made, train
 from tests.checkpoint.states import KINDS, bits, different, load, load_all, refusal, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries use deprecated functions of torch
+needs_flashoptim = pytest.mark.skipif(find_spec("flashoptim") is None, reason="it needs a newer numpy than the lowest")
 
 SIZES = (2, 1, 3)
 ELSEWHERE = {1: 2, 2: 3, 3: 1}
@@ -241,6 +243,7 @@ def test_optimizer_state_that_no_load_could_restore_is_refused_on_every_rank(
         assert NOT_SAVED[name] in text
 
 
+@needs_flashoptim
 def test_reshard_keeps_the_quantized_states_of_flashoptim(ranks: Any, tmp_path: Path) -> None:
     name, url = "FlashAdamW of flashoptim", str(tmp_path / "run")
     (saved, text), _ = ranks.run(run, 2, name, url, True)
@@ -259,6 +262,7 @@ def load_what_flashoptim_saved(url: str) -> str:
     return refusal(lambda: load(f"{url}-run", TrainState(model=again[0], optimizer=again[1], rng=False), url))
 
 
+@needs_flashoptim
 def test_states_in_the_form_of_flashoptims_state_dict_are_refused_by_name(ranks: Any, tmp_path: Path) -> None:
     """A new optimizer would take them for other states, and start without moments."""
     for text in ranks.run(load_what_flashoptim_saved, 2, str(tmp_path / "theirs")):
@@ -275,6 +279,7 @@ def load_weights_alone(url: str) -> list[str]:
     return different(everything(*again), before)
 
 
+@needs_flashoptim
 def test_masters_of_flashoptim_take_the_values_of_weights_that_are_loaded_alone(ranks: Any, tmp_path: Path) -> None:
     for changed in ranks.run(load_weights_alone, 2, str(tmp_path)):
         assert {name.rpartition(".")[2] for name in changed} == {"weight", "error_bits"}
