@@ -36,7 +36,7 @@ Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 
-UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+UNITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 """For each itemsize, a numpy dtype that moves elements without changing a bit."""
 _PIECE = 512 << 10  # bytes that are read, and then hashed, at once; larger pieces leave the cache on a busy machine
 _GAP = 16 << 10  # a gap of at most this size is read and discarded, because a call costs more

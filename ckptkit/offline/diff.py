@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ckptkit.arguments import Location, globs, location
 from ckptkit.catalog.box import Box
+from ckptkit.catalog.casts import float_values
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
 from ckptkit.catalog.targets import Target
@@ -25,7 +26,6 @@ from ckptkit.formats.detect import Source
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
 from ckptkit.formats.sources import SourceReader
 from ckptkit.gc_pause import collector_paused
-from ckptkit.offline.copying.casts import float_values
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Placement, Plan
 from ckptkit.offline.copying.runs import prepare

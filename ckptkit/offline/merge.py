@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.arguments import Location, check_int, globs, location, wrong
+from ckptkit.catalog.casts import cast_into, float_values, round_pairs, split_pairs
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import export_dtype
 from ckptkit.catalog.targets import Target
@@ -32,7 +33,6 @@ from ckptkit.formats.dcp.subclasses import outer_name
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.conversion import ConvertReport, How
 from ckptkit.offline.convert import Format, Output, Weights, choose, key_map_of, write
-from ckptkit.offline.copying.casts import cast_into, float_values, round_pairs, split_pairs
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.gather import PIECE
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor

@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.casts import cast_into
 from ckptkit.catalog.columns import distinct, distinct_boxes, first_of_equal, is_dense, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.digests import Fingerprint, fingerprint_of_runs, new_hasher
 from ckptkit.errors import IntegrityError
-from ckptkit.formats.sources import EntryMap, Origin, SourceReader
-from ckptkit.offline.copying.casts import cast_into
+from ckptkit.formats.sources import UNITS, EntryMap, Origin, SourceReader
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import OutputTensor, Placement, Plan
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
-
-_UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int) -> Fingerprint:
@@ -60,7 +58,7 @@ def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int)
     for size, stride in zip(box.sizes[:dim], row_major_strides(shape)[:dim], strict=True):
         steps = np.arange(size, dtype=np.uint64) * np.uint64(stride)
         starts = (starts[:, None] + steps).reshape(-1)
-    return fingerprint_of_runs(data.view(_UNITS[itemsize]), starts, Box.whole(box.sizes[dim:]).numel)
+    return fingerprint_of_runs(data.view(UNITS[itemsize]), starts, Box.whole(box.sizes[dim:]).numel)
 
 
 _CHUNK = 1 << 20

@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from ckptkit.arguments import check_int
 from ckptkit.catalog.box import Box
+from ckptkit.catalog.casts import cast, float_values
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.catalog.targets import NO_SOURCE, Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
 from ckptkit.formats.sources import SourceReader
-from ckptkit.offline.copying.casts import cast_into, float_values
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor, Placement, Plan
 from ckptkit.offline.copying.runs import prepare
@@ -291,13 +291,8 @@ def _row_bytes(mean: Doubles | None, target: Target) -> Bytes:
     if mean is None:
         width = Box.whole(target.shape[1:]).numel
         return np.zeros(width * dtype_of(target.dtype).itemsize, np.uint8)
-    return _cast(_cast(mean.view(np.uint8), "float64", target.source_dtype), target.source_dtype, target.dtype)
-
-
-def _cast(data: Bytes, source: str, target: str) -> Bytes:
-    out = np.empty(len(data) // dtype_of(source).itemsize * dtype_of(target).itemsize, np.uint8)
-    cast_into(data, out, source, target)
-    return out
+    stored, _ = cast(mean.view(np.uint8), "float64", target.source_dtype)
+    return cast(stored, target.source_dtype, target.dtype)[0]
 
 
 def _mean(target: Target, store: Store, catalog: Catalog) -> Doubles:
@@ -334,7 +329,7 @@ def _state_rows(
     rows = {name: _mean(_target(item.tensor, name), store, catalog) for name, item in masters.items()}
     for name, mean in rows.items():  # round to the master's dtype: the weight's new rows must equal the master's, cast
         dtype = masters[name].tensor.dtype
-        rows[name] = float_values(_cast(mean.view(np.uint8), "float64", dtype), dtype).astype(np.float64)
+        rows[name] = float_values(cast(mean.view(np.uint8), "float64", dtype)[0], dtype).astype(np.float64)
     for name, mean in of_weights.items():
         if name not in rows:
             tied = [other for other in masters if np.array_equal(of_weights[other], mean)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
+from ckptkit.catalog.casts import cast
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry, TensorSlice
+from ckptkit.formats.sources import Bytes, read_box
 from ckptkit.storage import Store
 
 _SAMPLE = 4096  # how many elements are compared
@@ -27,13 +27,11 @@ def check_masters(store: Store, catalog: Catalog) -> list[str]:
     wrong = []
     for fqn, master in catalog.by_role(Role.MASTER).items():
         weight = model.get(fqn)
-        same = weight is not None and weight.shape == master.shape
-        if (
-            weight is None
-            or not same
-            or not np.array_equal(_cast(_read(store, master), weight.dtype), _read(store, weight))
-        ):
-            wrong.append(fqn)
+        if weight is not None and weight.shape == master.shape:
+            made = _rounded(_whole(store, master), master.dtype, weight.dtype)
+            if np.array_equal(made, _whole(store, weight)):
+                continue
+        wrong.append(fqn)
     return wrong
 
 
@@ -60,45 +58,22 @@ class MasterSampler:
                 start = _start_in(part, mine.box)
                 if start is not None and mine.strides is None and mine.box.is_contiguous_in(part.box.sizes):
                     count = min(mine.box.numel, _SAMPLE)
-                    cast = _cast(self._read(mine.path, mine.start, master.dtype, count), weight.dtype)
-                    other = self._read(part.path, part.start + start * itemsize, weight.dtype, count)
-                    return np.array_equal(cast, other)
+                    made = self._read(mine.path, mine.start, count * dtype_of(master.dtype).itemsize)
+                    other = self._read(part.path, part.start + start * itemsize, count * itemsize)
+                    return np.array_equal(_rounded(made, master.dtype, weight.dtype), other)
         return True
 
-    def _first(self, path: str, start: int, dtype: str, count: int) -> npt.NDArray[Any]:
-        itemsize = dtype_of(dtype).itemsize
-        return np.frombuffer(self.store.read(path, start, start + count * itemsize), f"<u{itemsize}")
+    def _first(self, path: str, start: int, nbytes: int) -> Bytes:
+        return np.frombuffer(self.store.read(path, start, start + nbytes), np.uint8)
 
 
-def _read(store: Store, entry: TensorEntry) -> npt.NDArray[Any]:
-    """Return the whole tensor's bits as unsigned integers of its item size."""
-    kind = np.dtype(f"<u{dtype_of(entry.dtype).itemsize}")
-    whole = np.empty(entry.shape, kind)
-    for part in entry.slices:
-        if part.box.numel == 0:
-            continue
-        raw = np.frombuffer(store.read(part.path, part.start, part.start + part.nbytes), kind)
-        strides = None if part.strides is None else [step * kind.itemsize for step in part.strides]
-        view = (
-            raw.reshape(part.box.sizes)
-            if strides is None
-            else np.lib.stride_tricks.as_strided(raw, part.box.sizes, strides)
-        )
-        whole[tuple(slice(a, b) for a, b in zip(part.box.offsets, part.box.stops, strict=True))] = view
-    return whole
+def _whole(store: Store, entry: TensorEntry) -> Bytes:
+    return read_box(store, entry, Box.whole(entry.shape)).reshape(-1)
 
 
-def _cast(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """Round fp32 bits to `dtype` as torch does: to the nearest value, ties to even."""
-    if dtype == "float16":
-        with np.errstate(over="ignore"):
-            return bits.view("<f4").astype("<f2").view("<u2")
-    if dtype == "bfloat16":
-        wide = bits.reshape(-1).astype(np.uint64)  # NumPy 1 turns a scalar and an int into a float
-        rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
-        nan = (wide & 0x7FFFFFFF) > 0x7F800000
-        return np.where(nan, 0x7FC0, rounded).astype("<u2").reshape(bits.shape)
-    return bits
+def _rounded(data: Bytes, source: str, target: str) -> Bytes:
+    """Return a master's elements rounded to 16 bits. To any other dtype, masters are not cast."""
+    return cast(data, source, target)[0] if target in ("float16", "bfloat16") else data
 
 
 def _start_in(part: TensorSlice, box: Box) -> int | None:

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.casts import cast_into
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.digests import new_hasher
 from ckptkit.formats.checks import Verifier
 from ckptkit.formats.sources import Range, SourceReader, strided
-from ckptkit.offline.copying.casts import cast_into
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Placement, Plan
 from ckptkit.offline.copying.pool import Stopped, Worker

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.casts import cast_into
 from ckptkit.catalog.columns import is_dense
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Target
 from ckptkit.catalog.tiles import pieces
 from ckptkit.errors import UsageError
 from ckptkit.formats.sources import UNITS, EntryMap, Range, SourceReader, strided
-from ckptkit.offline.copying.casts import cast_into
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 from ckptkit.units import format_size
 

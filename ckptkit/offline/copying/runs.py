@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
+from ckptkit.catalog.casts import is_cast
 from ckptkit.catalog.columns import distinct, distinct_boxes, is_dense, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
@@ -29,7 +30,6 @@ from ckptkit.digests import CRC, NAMES
 from ckptkit.formats.checks import RecordTable, recorded
 from ckptkit.formats.sources import EntryMap, Origin, Origins
 from ckptkit.gc_pause import collector_paused
-from ckptkit.offline.copying.casts import is_cast
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement, Plan
 
 Int64 = npt.NDArray[np.int64]

@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
+from ckptkit.catalog.casts import cast
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.digests import crc32
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
-from ckptkit.offline.copying.casts import cast_into
+from ckptkit.formats.sources import UNITS
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 from ckptkit.offline.export import merge_formulas
 from ckptkit.offline.export.adapters import AdapterSplit, LoraPair, is_of_parameter, scaling, target_parameters
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 
 Bytes = npt.NDArray[np.uint8]
-
-_UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +142,8 @@ class _Step:
             shape = (shapes[0][0], *self.shape[1:]) if self.shape else self.shape
             made, dtypes, shapes = [decoded, *made[rest]], [decode.dtype, *dtypes[rest]], [shape, *shapes[rest]]
         if change is None or change.formula is None:
-            out = made[0]
-            if dtypes[0] != dtype:
-                out = np.empty(len(out) // dtype_of(dtypes[0]).itemsize * dtype_of(dtype).itemsize, np.uint8)
-                infinite += cast_into(made[0], out, dtypes[0], dtype)
-            return out.view(_UNITS[dtype_of(dtype).itemsize]).reshape(self.shape), infinite
+            out, more = cast(made[0], dtypes[0], dtype)
+            return out.view(UNITS[dtype_of(dtype).itemsize]).reshape(self.shape), infinite + more
         tensors = [_tensor(*item) for item in zip(made, dtypes, shapes, strict=True)]
         bits, more = _bits(change.formula(tensors[0], tensors[1:], self.first), dtype)
         return bits.reshape(self.shape), infinite + more
@@ -179,7 +175,7 @@ def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
             at += len(step.inputs)
         if plain:
             return made[steps[0].source][0].reshape(-1).view(np.uint8), infinite
-        out: npt.NDArray[Any] = np.empty(target.shape, _UNITS[dtype_of(target.dtype).itemsize])
+        out: npt.NDArray[Any] = np.empty(target.shape, UNITS[dtype_of(target.dtype).itemsize])
         for part in target.parts:
             out[_slices(part.target_box)] = _part(part, *made[part.source])
         return out.reshape(-1).view(np.uint8), infinite
@@ -264,7 +260,7 @@ def _bits(tensor: torch.Tensor, dtype: str) -> tuple[npt.NDArray[Any], int]:
     if made.dtype != tensor.dtype and made.is_floating_point():
         infinite = int((made.isinf() & tensor.isfinite()).sum())
     flat = made.contiguous().reshape(-1).view(torch.uint8).numpy()
-    bits: npt.NDArray[Any] = flat.view(_UNITS[dtype_of(dtype).itemsize])
+    bits: npt.NDArray[Any] = flat.view(UNITS[dtype_of(dtype).itemsize])
     return bits, infinite
 
 

@@ -22,9 +22,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.casts import cast, cast_into, float_values
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.errors import UnsupportedFormatError
-from ckptkit.offline.copying.casts import cast_into, float_values
+from ckptkit.formats.sources import UNITS
 from ckptkit.offline.copying.plan import Computed
 
 Array = npt.NDArray[Any]
@@ -32,7 +33,6 @@ Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 Indices: TypeAlias = npt.NDArray[np.intp]
 
 _BLOCK = 1 << 16  # codes at a time; temporaries stay in the cache
-_UNITS: dict[int, Any] = {2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 # The values of FP4 codes (E2M1) without their sign, which is in bit 3.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -103,7 +103,7 @@ def mxfp4(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Com
     made, infinite = _decoded(
         w.rows(), exponents, _ONE_COLUMN, _pairs().astype(np.float64), lambda v, group: v * powers[group], dtype
     )
-    unit = _UNITS[dtype_of(dtype).itemsize]
+    unit = UNITS[dtype_of(dtype).itemsize]
     values = made.view(unit).reshape(experts, out, groups * 32)
     turned = np.empty((experts, groups * 32, out), unit)
     for start in range(0, out, _ROWS):  # by blocks of rows, because otherwise each element would be a cache miss
@@ -245,7 +245,7 @@ def _decoded(
     beyond = None  # how many elements of each entry became infinite
     if _round_into(table, products, held, dtype):
         beyond = (np.isfinite(products).reshape(-1) & np.isinf(float_values(table, dtype))).reshape(-1, each).sum(1)
-    unit = _UNITS[each * itemsize]
+    unit = UNITS[each * itemsize]
     table, made = table.view(unit), out.view(unit).reshape(codes.shape)
     # Narrow indices, because most of the time goes into computing them.
     index = np.uint16 if len(table) <= 1 << 16 else np.uint32
@@ -276,8 +276,7 @@ def _round_into(out: npt.NDArray[np.uint8], values: Floats, held: str, dtype: st
 def _held(values: Floats, dtype: str) -> Floats:
     """Return the values rounded to `dtype`, as float32 (float64 if `dtype` is float64)."""
     raw = np.ascontiguousarray(values).reshape(-1)
-    data = np.empty(raw.size * dtype_of(dtype).itemsize, np.uint8)
-    cast_into(raw.view(np.uint8), data, raw.dtype.name, dtype)
+    data, _ = cast(raw.view(np.uint8), raw.dtype.name, dtype)
     return float_values(data, dtype).reshape(values.shape)
 
 

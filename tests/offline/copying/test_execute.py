@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.catalog.box import Box
+from ckptkit.catalog.casts import cast_into
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Digest, SliceArray
 from ckptkit.catalog.targets import Target, concatenated
 from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError, UsageError
 from ckptkit.offline.copying import execute as engine
-from ckptkit.offline.copying.casts import cast_into
 from ckptkit.offline.copying.execute import execute
 from ckptkit.offline.copying.plan import ComputedTensor, CrcField, Literal, OutputFile, Placement, Plan
 from ckptkit.offline.prove import prove_equal

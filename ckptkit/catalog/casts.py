@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.errors import UnsupportedFormatError
 
 Bytes = npt.NDArray[np.uint8]
@@ -57,6 +58,14 @@ def cast_into(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str
             _cast_block(into[start : start + _BLOCK], out[start : start + _BLOCK], source_dtype, target_dtype)
             for start in range(0, len(into), _BLOCK)
         )
+
+
+def cast(data: Bytes, source_dtype: str, target_dtype: str) -> tuple[Bytes, int]:
+    """Return the elements in another dtype, and how many finite ones became infinite. See `cast_into`."""
+    if source_dtype == target_dtype:
+        return data, 0
+    out = np.empty(len(data) // dtype_of(source_dtype).itemsize * dtype_of(target_dtype).itemsize, np.uint8)
+    return out, cast_into(data, out, source_dtype, target_dtype)
 
 
 def float_values(data: Bytes, dtype: str) -> Array:

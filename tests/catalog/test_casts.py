@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from ckptkit.catalog.casts import cast_into, float_values, is_cast
 from ckptkit.errors import UnsupportedFormatError
-from ckptkit.offline.copying.casts import cast_into, float_values, is_cast
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
