@@ -400,7 +400,6 @@ class _Changes:
     # --- modules: linear, embedding, convolution, attention
 
     def _add_module(self, pair: LoraPair) -> None:
-        assert pair.a is not None and pair.b is not None
         module = pair.module
         inside_attention = pair.key.endswith(".base_layer.out_proj")  # out_proj of MultiheadAttention
         scale = scaling(self.config, pair.patterned)
@@ -435,7 +434,6 @@ class _Changes:
         self._add_bias(pair, scale)
 
     def _matrix(self, pair: LoraPair, weight: Target, scale: float, magnitude: Target | None) -> Change:
-        assert pair.a is not None and pair.b is not None
         kinds = (True,) if pair.embedding else (False, True)
         blocks = self._blocks(pair, weight)
         fitting = _check_shapes(pair, weight, kinds, blocks)
@@ -458,7 +456,6 @@ class _Changes:
 
     def _blocks(self, pair: LoraPair, weight: Target) -> tuple[int, int]:
         """Return how many diagonal blocks A has, and how many B has."""
-        assert pair.a is not None and pair.b is not None
         if not self.config.get("use_bdlora") or any(
             len(t.shape) != 2 or 0 in t.shape for t in (weight, pair.a, pair.b)
         ):
@@ -477,12 +474,10 @@ class _Changes:
             weight = self.split.base.get(f"{pair.module}.weight")
             if weight is None or pair.embedding or len(weight.shape) != 2 or weight.shape[0] == weight.shape[1]:
                 continue
-            assert pair.a is not None and pair.b is not None
             proved.add((pair.b.shape[0], pair.a.shape[-1]) != weight.shape)
         return proved.pop() if len(proved) == 1 else bool(self.config.get("fan_in_fan_out"))
 
     def _convolution(self, pair: LoraPair, weight: Target, scale: float, magnitude: Target | None) -> Change:
-        assert pair.a is not None and pair.b is not None
         shapes = _shapes(pair, weight)
         ndim = len(weight.shape)
         if ndim > 5 or len(pair.a.shape) != ndim or len(pair.b.shape) != ndim:
@@ -530,7 +525,6 @@ class _Changes:
     def _add_parameters(self, module: str, pairs: Sequence[LoraPair]) -> None:
         in_first, names = self._assigned(module, pairs)
         for pair, name in zip(pairs, names, strict=True):
-            assert pair.a is not None and pair.b is not None
             weight = self.split.base[name]
             _check_dtypes(pair, weight)
             scale = scaling(self.config, name)
@@ -623,18 +617,15 @@ def _product(scale: float) -> str:
 def _scratch(pair: LoraPair, times: int) -> int:
     """Return the temporary memory that a formula needs, in bytes per element of the weight. 16-bit factors are
     multiplied in float32."""
-    assert pair.b is not None
     return times * max(4, dtype_of(pair.b.dtype).itemsize)
 
 
 def _shapes(pair: LoraPair, weight: Target | None = None) -> str:
-    assert pair.a is not None and pair.b is not None
     of_weight = f"W {list(weight.shape)}, " if weight is not None else ""
     return f"{of_weight}A {list(pair.a.shape)}, B {list(pair.b.shape)}"
 
 
 def _check_dtypes(pair: LoraPair, weight: Target) -> None:
-    assert pair.a is not None and pair.b is not None
     kinds = {dtype_of(target.dtype).kind for target in (weight, pair.a, pair.b)}
     if kinds != {"float"} or pair.a.dtype != pair.b.dtype:
         advice = "--dtype bf16 dequantizes the base first." if dtype_of(weight.dtype).kind == "float8" else _ADVICE
@@ -648,7 +639,6 @@ def _check_shapes(
     pair: LoraPair, weight: Target, kinds: Sequence[bool], blocks: tuple[int, int] = (1, 1)
 ) -> list[bool]:
     """Return the orientations among `kinds` (transposed or not) in which the factors' product fits the weight."""
-    assert pair.a is not None and pair.b is not None
     a, b = pair.a.shape, pair.b.shape
     fits: list[bool] = []
     if len(weight.shape) == len(a) == len(b) == 2 and a[0] == b[1] * blocks[1]:
@@ -664,7 +654,6 @@ def _check_shapes(
 
 def _fits(pair: LoraPair, shape: tuple[int, ...], in_first: bool) -> bool:
     """Return whether the factors fit a parameter of this shape."""
-    assert pair.a is not None and pair.b is not None
     a, b = pair.a.shape, pair.b.shape
     if len(a) != 2 or len(b) != 2 or b[1] != a[0] or len(shape) not in (2, 3):
         return False

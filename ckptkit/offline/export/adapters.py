@@ -39,13 +39,21 @@ class LoraPair:
     Attributes:
         key: The module's stored name under PEFT's root. It contains `base_layer` if adapters are nested.
         module: The module's name in the base model.
+        factors: "A" and "B".
     """
 
     key: str
     module: str
-    a: Target | None = None
-    b: Target | None = None
+    factors: dict[str, Target] = field(default_factory=dict)
     embedding: bool = False
+
+    @property
+    def a(self) -> Target:
+        return self.factors["A"]
+
+    @property
+    def b(self) -> Target:
+        return self.factors["B"]
 
     @property
     def patterned(self) -> str:
@@ -134,7 +142,7 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
             f"the checkpoint contains several adapters: {', '.join(adapters)}. Choose one by excluding "
             "the others: --exclude '*.NAME.*'."
         )
-    alone = [pair.module for pair in split.pairs.values() if pair.a is None or pair.b is None]
+    alone = [pair.module for pair in split.pairs.values() if len(pair.factors) < 2]
     if alone:
         raise CheckpointMismatchError(f"lora_A or lora_B is missing for: {', '.join(alone)}.")
     return replace(split, names=tuple(adapters))
@@ -224,11 +232,9 @@ def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict
     """Return the tensors of adapter_model.safetensors under PEFT's names, and notes."""
     made: dict[str, Target] = {}
     for pair in split.pairs.values():
-        module = pair.key
-        names = ("lora_embedding_A", "lora_embedding_B") if pair.embedding else ("lora_A.weight", "lora_B.weight")
-        for name, target in zip(names, (pair.a, pair.b), strict=True):
-            if target is not None:
-                made[f"{_ROOT}{module}.{name}"] = target
+        for letter, target in (("A", pair.a), ("B", pair.b)):
+            name = f"lora_embedding_{letter}" if pair.embedding else f"lora_{letter}.weight"
+            made[f"{_ROOT}{pair.key}.{name}"] = target
     others = {name: target for name, target in split.others.items() if not _is_tied_token_adapter(name, split, config)}
     made.update({_ROOT + name: target for name, target in (*others.items(), *split.saved.items())})
     made.update({_ROOT + name: target for name, target in _trained_biases(split, config).items()})
@@ -314,10 +320,7 @@ def _add_factor(split: AdapterSplit, match: re.Match[str], target: Target) -> No
     else:
         pair = split.pairs.setdefault(module, LoraPair(module, module))
         pair.embedding = kind.startswith("lora_embedding")
-        if kind.endswith("A"):
-            pair.a = target
-        else:
-            pair.b = target
+        pair.factors[kind[-1]] = target
 
 
 def _name_modules(split: AdapterSplit) -> None:
@@ -340,7 +343,6 @@ def _add_base(split: AdapterSplit, name: str, target: Target) -> None:
 
 
 def _rank(pair: LoraPair) -> int:
-    assert pair.a is not None
     return pair.a.shape[0] if pair.a.shape else 0
 
 

@@ -251,8 +251,8 @@ def _model_tensors(
         changes = adapter_changes(split, config, model_type=_model_type(draft.base.config))
         draft.targets = {**split.base, **{name: replace(t, name=name) for name, t in split.saved.items()}}
         for pair in split.pairs.values():
-            for factor in (pair.a, pair.b):
-                draft.dropped.update(dict.fromkeys(factor.sources if factor else (), "merged into the base weight"))
+            for factor in pair.factors.values():
+                draft.dropped.update(dict.fromkeys(factor.sources, "merged into the base weight"))
         for other in split.others.values():
             draft.dropped.update(dict.fromkeys(other.sources, "part of the adapter that was merged"))
         draft.notes.append(f"adapter merged into {counted(len(split.pairs), 'weight')}")
