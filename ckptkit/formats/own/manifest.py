@@ -248,7 +248,15 @@ PLACEMENTS = "placements"
 """Key in `info.extra`: {tensor name: [mesh index, ["S(0)", "R", "SS(0,2)", ...]]}. There is one string per mesh
 dimension, for Shard, Replicate, or _StridedShard with its split factor."""
 _ROLES = tuple(Role)
-_SLICE_DIGEST = f"slice.{DIGEST}"
+_SLICE_COLUMNS = (  # name, attribute of `Slices`, dtype
+    ("slice.file", "files", "int32"),
+    ("slice.start", "starts", "int64"),
+    ("slice.nbytes", "nbytes", "int64"),
+    ("slice.offset", "offsets", "int64"),
+    ("slice.size", "sizes", "int64"),
+    ("slice.rank", "ranks", "int32"),
+    (f"slice.{DIGEST}", "digests", "uint64"),
+)
 _ENCODINGS = ("torch_save", "json", "value")
 _OBJECT_COLUMNS = (
     ("file", "int32"),
@@ -367,17 +375,10 @@ class Manifest:
             "tensor.fqn": np.array(fqns, np.int32),
             "tensor.placement": tensors.placements,
             **_pack_keys("tensor", tensors.names, tensors.keys),
-            "slice.file": slices.files,
-            "slice.start": slices.starts,
-            "slice.nbytes": slices.nbytes,
-            "slice.offset": slices.offsets,
-            "slice.size": slices.sizes,
-            "slice.rank": slices.ranks,
+            **{name: column for name, key, _ in _SLICE_COLUMNS if (column := getattr(slices, key)) is not None},
             "stride.row": np.array(sorted(slices.strides), np.int64),
             "stride.value": np.array([n for row in sorted(slices.strides) for n in slices.strides[row]], np.int64),
         }
-        if slices.digests is not None:
-            arrays[_SLICE_DIGEST] = slices.digests
         objects, values = _pack_objects(self.objects, self.paths)
         arrays.update(objects)
         fields: dict[str, Any] = {
@@ -440,16 +441,11 @@ def _decode(columns: Columns) -> Manifest:
     total = int(stops[-1]) if count else 0
     elements = int((np.diff(stops, prepend=0) * ndims).sum())
     paths = unpack_texts(columns, "paths")
-    slices = Slices(
-        columns.get("slice.file", "int32", total),
-        columns.get("slice.start", "int64", total),
-        columns.get("slice.nbytes", "int64", total),
-        columns.get("slice.offset", "int64", elements),
-        columns.get("slice.size", "int64", elements),
-        columns.get("slice.rank", "int32", total),
-        columns.get(_SLICE_DIGEST, "uint64", total) if _SLICE_DIGEST in columns.arrays else None,
-        _decode_strides(columns, ndims, stops),
-    )
+    found: dict[str, Any] = {"digests": None}
+    for name, key, dtype in _SLICE_COLUMNS:
+        if key != "digests" or name in columns.arrays:
+            found[key] = columns.get(name, dtype, elements if key in ("offsets", "sizes") else total)
+    slices = Slices(**found, strides=_decode_strides(columns, ndims, stops))
     placements = [(int(mesh), tuple(texts)) for mesh, texts in columns.field("placements", list)]
     return Manifest(paths, tensors, slices, _decode_objects(columns, paths), _decode_info(columns), placements)
 
@@ -608,19 +604,8 @@ class _Placements(Mapping[str, "list[Any]"]):
 # --- from a catalog to columns, and from columns to the arrays to pack
 
 
-_SLICE_COLUMNS = {
-    "files": "int32",
-    "starts": "int64",
-    "nbytes": "int64",
-    "offsets": "int64",
-    "sizes": "int64",
-    "ranks": "int32",
-    "digests": "uint64",
-}
-
-
 def _slices(entries: Sequence[TensorEntry], paths: dict[str, int]) -> Slices:
-    parts: dict[str, list[Column]] = {name: [] for name in _SLICE_COLUMNS}
+    parts: dict[str, list[Column]] = {key: [] for _, key, _ in _SLICE_COLUMNS}
     strides: dict[int, tuple[int, ...]] = {}
     tables: dict[int, Column] = {}  # by id(array.paths): all of a catalog's tensors share one list
     row = digested = 0
@@ -648,8 +633,8 @@ def _slices(entries: Sequence[TensorEntry], paths: dict[str, int]) -> Slices:
             f"a manifest needs digests of all slices or of none; {digested} of {row} have one."
         )
     found: dict[str, Any] = {
-        name: np.concatenate([np.zeros(0, dtype), *parts[name]]).astype(dtype, copy=False)
-        for name, dtype in _SLICE_COLUMNS.items()
+        key: np.concatenate([np.zeros(0, dtype), *parts[key]]).astype(dtype, copy=False)
+        for _, key, dtype in _SLICE_COLUMNS
     }
     return Slices(**{**found, "digests": found["digests"] if digested else None}, strides=strides)
 
