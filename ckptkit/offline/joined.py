@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.formats.detect import Source
-from ckptkit.offline.copying.plan import ComputedTensor
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.store import FileInfo, ReadInto, Store
 
@@ -22,18 +22,15 @@ def key_in(index: int, key: str) -> str:
     return f"source {index + 1}: {key}"
 
 
-def taken_from(target: Target, index: int) -> Target:
-    """Return a target of source `index`, with the joined catalog's keys."""
-    return replace(target, parts=tuple(replace(part, source=key_in(index, part.source)) for part in target.parts))
-
-
-def computed_from(tensor: ComputedTensor, index: int) -> ComputedTensor:
-    """Return a computed tensor of source `index`, with the joined catalog's keys."""
+def taken_from(tensor: OutputTensor, index: int) -> OutputTensor:
+    """Return a tensor of source `index`, with the joined catalog's keys."""
+    if isinstance(tensor, Target):
+        return replace(tensor, parts=tuple(replace(part, source=key_in(index, part.source)) for part in tensor.parts))
 
     def cut(start: int, stop: int) -> ComputedTensor:
-        return computed_from(tensor.rows(start, stop), index)
+        return cast(ComputedTensor, taken_from(tensor.rows(start, stop), index))
 
-    inputs = tuple(taken_from(target, index) for target in tensor.inputs)
+    inputs = tuple(taken_from(item, index) for item in tensor.inputs)
     return replace(tensor, inputs=inputs, cut=None if tensor.cut is None else cut)
 
 

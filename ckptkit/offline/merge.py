@@ -18,7 +18,6 @@ from ckptkit.arguments import Location, check_int, globs, location, wrong
 from ckptkit.catalog.casts import cast_into, float_values, round_pairs, split_pairs
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import export_dtype
-from ckptkit.catalog.targets import Target
 from ckptkit.digests import crc32
 from ckptkit.errors import (
     CheckpointMismatchError,
@@ -38,7 +37,7 @@ from ckptkit.offline.copying.gather import PIECE
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 from ckptkit.offline.export.hf import HFExport
 from ckptkit.offline.export.weights import ExportOptions
-from ckptkit.offline.joined import computed_from, join, taken_from
+from ckptkit.offline.joined import join, taken_from
 from ckptkit.offline.publish import options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.storage.retry import patient
@@ -361,7 +360,7 @@ def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[s
     for plain in part.tensors:
         tensor = dequantized[plain.name]
         if isinstance(tensor, ComputedTensor):
-            found[tensor.name] = computed_from(tensor, index)
+            found[tensor.name] = taken_from(tensor, index)
             continue
         if dtype_of(tensor.source_dtype).kind not in ("float", "int", "bool"):
             raise UnsupportedFormatError(
@@ -388,42 +387,35 @@ def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, su
         def cut(start: int, stop: int) -> ComputedTensor:
             return _sum([term.rows(start, stop) for term in terms], factors, dtype, sum_dtype)
 
-    inputs = [item for term in terms for item in ((term,) if isinstance(term, Target) else term.inputs)]
-    scratch = sum(term.scratch + term.numel * dtype_of(term.dtype).itemsize for term in computed)
-    scratch += 3 * min(first.numel, PIECE) * dtype_of(sum_dtype).itemsize
-    compute = partial(_summed, terms=tuple(terms), factors=tuple(factors), sums=sum_dtype, target=dtype)
+    scratch = 3 * min(first.numel, PIECE) * dtype_of(sum_dtype).itemsize
+    dtypes = tuple(term.dtype for term in terms)
+    compute = partial(_summed, dtypes=dtypes, factors=tuple(factors), sums=sum_dtype, target=dtype)
     by_element = all(term.by_element for term in computed)
     return ComputedTensor(
-        terms[-1].name, dtype, first.shape, tuple(inputs), compute, f"{label} in {sum_dtype}", scratch, cut, by_element,
+        terms[-1].name, dtype, first.shape, tuple(terms), compute, f"{label} in {sum_dtype}", scratch, cut, by_element,
         in_pieces=not computed,
     )  # fmt: skip
 
 
 def _summed(
-    data: Sequence[Bytes], *, terms: tuple[OutputTensor, ...], factors: tuple[float, ...], sums: str, target: str
+    data: Sequence[Bytes], *, dtypes: tuple[str, ...], factors: tuple[float, ...], sums: str, target: str
 ) -> Computed:
     """Return ((w1 * x1 + w2 * x2) + ...) for each element, with each operation rounded to the dtype `sums`."""
     kind = np.dtype(sums).type
-    values: list[Bytes] = []
-    at = 0
-    for term in terms:
-        count = 1 if isinstance(term, Target) else len(term.inputs)
-        values.append(data[at] if isinstance(term, Target) else term.compute(data[at : at + count])[0])
-        at += count
-    sizes = [dtype_of(term.dtype).itemsize for term in terms]
-    size, numel = dtype_of(target).itemsize, len(values[0]) // sizes[0]
+    sizes = [dtype_of(dtype).itemsize for dtype in dtypes]
+    size, numel = dtype_of(target).itemsize, len(data[0]) // sizes[0]
     out = np.empty(numel * size, np.uint8)
     sum_of_block, product_of_block = (np.empty(min(numel, PIECE), kind) for _ in range(2))
-    in_pairs = kind is np.float32 and all(dtype == "bfloat16" for dtype in (target, *(term.dtype for term in terms)))
+    in_pairs = kind is np.float32 and all(dtype == "bfloat16" for dtype in (target, *dtypes))
     infinite = 0
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for start in range(0, numel, PIECE):
             n = min(PIECE, numel - start)
             apart = in_pairs and n % 2 == 0
             total, product = sum_of_block[:n], product_of_block[:n]
-            for i, (term, factor, raw) in enumerate(zip(terms, factors, values, strict=True)):
+            for i, (dtype, factor, raw) in enumerate(zip(dtypes, factors, data, strict=True)):
                 block, into = raw[start * sizes[i] : (start + n) * sizes[i]], product if i else total
-                read = split_pairs(block, into) if apart else float_values(block, term.dtype)
+                read = split_pairs(block, into) if apart else float_values(block, dtype)
                 np.multiply(read, kind(factor), out=into, dtype=kind)
                 if i:
                     np.add(total, product, out=total)

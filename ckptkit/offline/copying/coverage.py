@@ -69,7 +69,7 @@ def check_plan(plan: Plan) -> Covered:
 
 def _check_parts(catalog: Catalog, tensor: OutputTensor) -> None:
     if isinstance(tensor, ComputedTensor):
-        for target in tensor.inputs:
+        for target in tensor.read:
             _check_parts(catalog, target)
         return
     for part in tensor.parts:

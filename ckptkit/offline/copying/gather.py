@@ -109,7 +109,7 @@ class Gatherer:
         while step > 1:
             part = tensor.cut(0, step)
             limit = self.big if tensor.by_element else min(half, _MOST) if step > _BLOCK else half
-            if _taken(part) <= limit and max(_nbytes(part), _nbytes(part.inputs[0])) <= most:
+            if _taken(part) <= limit and max(_nbytes(part), _nbytes(part.read[0])) <= most:
                 break
             step = max(_BLOCK, (step + 1) // 2) if step > _BLOCK else (step + 1) // 2
         # Use multiples of a block, because matrix kernels may round the rows of a partial block differently.
@@ -131,9 +131,7 @@ class Gatherer:
             if tensor.in_pieces:
                 made, infinite = self._in_pieces(tensor)
             else:
-                inputs, infinite = self._inputs(tensor)
-                made, more = tensor.compute(inputs)
-                infinite += more
+                made, infinite = self._values(tensor)
         itemsize = dtype_of(tensor.dtype).itemsize
         whole: Array = np.frombuffer(made, np.uint8).view(UNITS[itemsize]).reshape(tensor.shape)
         offsets = (box.offsets[0] - first, *box.offsets[1:]) if box.offsets else ()
@@ -173,9 +171,9 @@ class Gatherer:
             infinite += more
         return out, infinite
 
-    def _run_of(self, target: Target) -> Range | None:
+    def _run_of(self, target: OutputTensor) -> Range | None:
         """Return where all of a target's bytes lie consecutively in a local file; None if they do not."""
-        part = target.parts[0] if len(target.parts) == 1 else None
+        part = target.parts[0] if isinstance(target, Target) and len(target.parts) == 1 else None
         if part is None or not part.is_plain or part.target_box != Box.whole(target.shape):
             return None
         where = self.maps[part.source]
@@ -190,12 +188,16 @@ class Gatherer:
             return None
         return Range(int(where.origins[row]), int(found.starts[0]), memoryview(b""), int(where.records[row]))
 
-    def _inputs(self, tensor: ComputedTensor) -> tuple[list[Bytes], int]:
-        """Return a computed tensor's inputs as bytes that the caller may change, and how many elements the casts made
-        infinite."""
+    def _values(self, tensor: ComputedTensor) -> Computed:
+        """Compute a whole tensor from its inputs, which `compute` may change."""
         found: list[Bytes] = []
         infinite = 0
         for target in tensor.inputs:
+            if isinstance(target, ComputedTensor):
+                data, more = self._values(target)
+                infinite += more
+                found.append(data)
+                continue
             # Element-wise tensors are computed in several threads at once, which must not share the dictionary.
             kept = None if tensor.by_element else self._kept.get(target)
             if kept is not None:  # a small input, whose casts are already counted
@@ -209,7 +211,8 @@ class Gatherer:
                 self._kept[target] = data.copy()
                 while sum(map(len, self._kept.values())) > self.max_bytes // 8:
                     self._kept.popitem(last=False)
-        return found, infinite
+        made, more = tensor.compute(found)
+        return made, infinite + more
 
 
 def _nbytes(tensor: OutputTensor) -> int:
@@ -218,4 +221,5 @@ def _nbytes(tensor: OutputTensor) -> int:
 
 def _taken(tensor: ComputedTensor) -> int:
     """Return the memory in bytes that computing a tensor needs, including its inputs and the result."""
-    return _nbytes(tensor) + sum(_nbytes(item) for item in tensor.inputs) + tensor.scratch
+    inputs = sum(_nbytes(item) if isinstance(item, Target) else _taken(item) for item in tensor.inputs)
+    return _nbytes(tensor) + inputs + tensor.scratch

@@ -35,7 +35,8 @@ class ComputedTensor:
     """A tensor computed from others, such as a weight with a merged adapter. Rows may be computed separately.
 
     Attributes:
-        inputs: The arguments of `compute`, in order. Each is a full tensor, passed as row-major bytes in its dtype.
+        inputs: The arguments of `compute`, in order. Each is a full tensor, read or computed in turn, and passed as
+            row-major bytes in its dtype.
         compute: Returns the tensor in `dtype`. May be called from any thread.
         label: The formula that the plan shows: "W + 2.0 * B @ A".
         scratch: Additional bytes that `compute` needs, beyond inputs and result.
@@ -49,7 +50,7 @@ class ComputedTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    inputs: tuple[Target, ...]
+    inputs: tuple[OutputTensor, ...]
     compute: Callable[[Sequence[Bytes]], Computed]
     label: str
     scratch: int = 0
@@ -65,6 +66,11 @@ class ComputedTensor:
     def sources(self) -> tuple[str, ...]:
         """The inputs' catalog keys, without duplicates."""
         return tuple(dict.fromkeys(key for target in self.inputs for key in target.sources))
+
+    @property
+    def read(self) -> tuple[Target, ...]:
+        """The tensors that are read for it: inputs, and inputs of computed inputs."""
+        return tuple(t for item in self.inputs for t in ((item,) if isinstance(item, Target) else item.read))
 
     def rows(self, start: int, stop: int) -> ComputedTensor:
         """Return the tensor of only the rows [start, stop). Needs `cut`, unless these are all the rows."""

@@ -341,7 +341,7 @@ def _words(value: Any) -> bytes:
 
 
 def _made(tensor: OutputTensor) -> tuple[Any, ...]:
-    what = (tensor.label, tensor.inputs) if isinstance(tensor, ComputedTensor) else tensor.parts
+    what = (tensor.label, tensor.read) if isinstance(tensor, ComputedTensor) else tensor.parts
     return tensor.name, tensor.dtype, tensor.shape, what
 
 

@@ -341,7 +341,7 @@ class _WorkBuilder:
                 entry = self.catalog.tensors[key]
                 self._by_row[key] = self._origins.of(entry.slices)
                 self._add_records(entry, distinct_boxes(entry.slices.offsets, entry.slices.sizes))
-        for target in tensor.inputs if isinstance(tensor, ComputedTensor) else (tensor,):
+        for target in tensor.read if isinstance(tensor, ComputedTensor) else (tensor,):
             for key in target.sources:
                 is_cast(self.catalog.tensors[key].dtype, target.dtype)
 

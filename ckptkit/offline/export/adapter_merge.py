@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,77 +21,42 @@ from ckptkit.formats.sources import UNITS
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 from ckptkit.offline.export import merge_formulas
 from ckptkit.offline.export.adapters import AdapterSplit, LoraPair, is_of_parameter, scaling, target_parameters
-from ckptkit.offline.export.dequantize_formulas import Dequantization, Stored
 from ckptkit.offline.export.merge_formulas import Formula
 
 if TYPE_CHECKING:
     import torch
 
-# --- tensors assembled (split, joined, permuted) from sources to which a formula is applied first, in full or by rows
+# --- tensors assembled (split, joined, permuted) from sources that are computed or changed first, in full or by rows
 
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
-    """The decoding of a quantized weight.
-
-    Attributes:
-        count: Number of inputs besides the weight.
-        dtype: Dtype of the decoded weight.
-    """
-
-    formula: Dequantization
-    count: int
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
 class Change:
-    """The change made to one base tensor: it is decoded, an adapter is merged into it, or both.
+    """The change that an adapter makes to one base tensor.
 
     Attributes:
-        inputs: Inputs besides the weight, first those of `decode`, then those of `formula`.
-        formula: Merges an adapter; None if there is none to merge.
+        inputs: Inputs besides the weight.
         by_rows: Whether rows of the weight can be changed separately.
         scratch: Temporary memory that the formula needs, in bytes per element of the weight.
-        stored: The tensor from which the weight is read, if its dtype or shape differs from the weight's. It has as
-            many rows as the weight. None means that the weight itself is read.
-        aligned: How many of the first inputs have one row per row of the weight, and so are sliced like it.
-        by_element: Whether changing a few rows at a time is as fast as changing many.
-        decode: Applied before `formula`; None for a weight that is not quantized.
     """
 
     inputs: tuple[Target, ...]
-    formula: Formula | None
+    formula: Formula
     label: str
     by_rows: bool = True
     scratch: int = 0
-    stored: Target | None = None
-    aligned: int = 0
-    by_element: bool = False
-    decode: Decode | None = None
 
     def then(self, other: Change) -> Change:
         """Return a change that applies this change first, then `other`."""
-        first, second = self.formula, other.formula
-        own = len(self.inputs) - (self.decode.count if self.decode is not None else 0)
+        own = len(self.inputs)
 
         def both(w: torch.Tensor, inputs: Sequence[torch.Tensor], row: int) -> torch.Tensor:
-            assert first is not None and second is not None
-            return second(first(w, inputs[:own], row), inputs[own:], row)
+            return other.formula(self.formula(w, inputs[:own], row), inputs[own:], row)
 
-        return Change(
-            (*self.inputs, *other.inputs),
-            second if first is None else both,
-            f"{self.label}, then {other.label}",
-            self.by_rows and other.by_rows,
-            max(self.scratch, other.scratch),
-            self.stored,
-            self.aligned,
-            decode=self.decode,
-        )
+        label, by_rows = f"{self.label}, then {other.label}", self.by_rows and other.by_rows
+        return Change((*self.inputs, *other.inputs), both, label, by_rows, max(self.scratch, other.scratch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,69 +65,73 @@ class _Step:
 
     Attributes:
         first: The first row of the source that is needed.
-        rows: The needed rows, to be read.
+        rows: The needed rows, to be read or computed.
         change: The adapter's change to these rows; None if there is none.
-        shape: The shape of the result.
     """
 
     source: str
     first: int
-    shape: tuple[int, ...]
-    rows: Target
+    rows: OutputTensor
     change: Change | None
 
     @property
-    def inputs(self) -> tuple[Target, ...]:
-        if self.change is None:
-            return (self.rows,)
-        cut, stop = self.change.aligned, self.first + self.rows.shape[0] if self.rows.shape else 0
-        inputs = self.change.inputs
-        return (self.rows, *(_rows_of(item, self.first, stop) for item in inputs[:cut]), *inputs[cut:])
+    def inputs(self) -> tuple[OutputTensor, ...]:
+        return (self.rows, *(self.change.inputs if self.change is not None else ()))
 
     @property
-    def scratch(self) -> int:
-        return self.numel * self.change.scratch if self.change is not None else 0
+    def label(self) -> str:
+        made = (self.rows if isinstance(self.rows, ComputedTensor) else None, self.change)
+        return ", then ".join(item.label for item in made if item is not None)
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    def by_rows(self) -> bool:
+        can_cut = isinstance(self.rows, Target) or self.rows.cut is not None
+        return can_cut and (self.change is None or self.change.by_rows)
 
     def carry_out(self, data: Sequence[Bytes], dtype: str) -> tuple[npt.NDArray[Any], int]:
         """Return the changed rows in `dtype`, as unsigned integers with the same bits, and how many elements the cast
         to `dtype` made infinite."""
-        made, dtypes, infinite = list(data), [item.dtype for item in self.inputs], 0
-        shapes = [item.shape for item in self.inputs]
-        change = self.change
-        if change is not None and change.decode is not None:
-            decode = change.decode
-            stored = [Stored(*item) for item in zip(made, dtypes, shapes, strict=True)]
-            decoded, infinite = decode.formula(stored[0], stored[1 : 1 + decode.count], self.first)
-            rest = slice(1 + decode.count, None)
-            shape = (shapes[0][0], *self.shape[1:]) if self.shape else self.shape
-            made, dtypes, shapes = [decoded, *made[rest]], [decode.dtype, *dtypes[rest]], [shape, *shapes[rest]]
-        if change is None or change.formula is None:
-            out, more = cast(made[0], dtypes[0], dtype)
-            return out.view(UNITS[dtype_of(dtype).itemsize]).reshape(self.shape), infinite + more
-        tensors = [_tensor(*item) for item in zip(made, dtypes, shapes, strict=True)]
-        bits, more = _bits(change.formula(tensors[0], tensors[1:], self.first), dtype)
-        return bits.reshape(self.shape), infinite + more
+        if self.change is None:
+            out, infinite = cast(data[0], self.rows.dtype, dtype)
+            return out.view(UNITS[dtype_of(dtype).itemsize]).reshape(self.rows.shape), infinite
+        tensors = [_tensor(raw, item.dtype, item.shape) for raw, item in zip(data, self.inputs, strict=True)]
+        bits, infinite = _bits(self.change.formula(tensors[0], tensors[1:], self.first), dtype)
+        return bits.reshape(self.rows.shape), infinite
 
 
-def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, Target]) -> ComputedTensor:
+def assembled(
+    tensors: Mapping[str, OutputTensor], changes: Mapping[str, Change], whole: Mapping[str, OutputTensor]
+) -> dict[str, OutputTensor]:
+    """Return the tensors, computed where a source is changed or computed itself.
+
+    Args:
+        changes: By source.
+        whole: Each whole source that these tensors need, by source: to be read, or computed.
+    """
+    made = {source for source, tensor in whole.items() if isinstance(tensor, ComputedTensor)} | changes.keys()
+    return {
+        name: _assembled(tensor, changes, whole)
+        if isinstance(tensor, Target) and any(key in made for key in tensor.sources)
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _assembled(target: Target, changes: Mapping[str, Change], whole: Mapping[str, OutputTensor]) -> ComputedTensor:
     """Return a tensor assembled from parts of changed sources.
 
     Sources are changed in their own dtype, then cast to the target's. If the change works by rows, only the rows that
     the parts need are read.
-
-    Args:
-        whole: A target for each whole source, by source.
     """
     steps = [
-        _step(source, whole[source], first, stop, changes.get(source))
+        _Step(source, first, _rows_of(whole[source], first, stop), changes.get(source))
         for source, (first, stop) in _ranges(target, changes, whole).items()
     ]
-    inputs = [item for step in steps for item in step.inputs]
     plain = len(steps) == 1 and _is_plain(target, steps[0])
+    rows = steps[0].rows
+    same = plain and steps[0].change is None and (rows.dtype, rows.shape) == (target.dtype, target.shape)
+    if same and isinstance(rows, ComputedTensor):
+        return _named(rows, target.name)
 
     def compute(data: Sequence[Bytes]) -> Computed:
         made: dict[str, tuple[npt.NDArray[Any], int]] = {}
@@ -181,27 +149,38 @@ def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
         return out.reshape(-1).view(np.uint8), infinite
 
     def cut(start: int, stop: int) -> ComputedTensor:
-        return changed(target.rows(start, stop), changes, whole)
+        return _assembled(target.rows(start, stop), changes, whole)
 
-    by_rows = bool(target.shape) and all(step.change is None or step.change.by_rows for step in steps)
-    label = "; ".join(dict.fromkeys(step.change.label for step in steps if step.change is not None))
+    label = "; ".join(dict.fromkeys(step.label for step in steps if step.label))
     if not plain:  # different tensors made from the same sources must have different labels
         label += f", in parts [{crc32(repr(target.parts).encode()):08x}]"
     # The result is temporarily in memory twice, the second time in the source's dtype or in pieces.
-    scratch = sum(step.scratch + step.numel * dtype_of(target.dtype).itemsize for step in steps)
-    few = by_rows and all(step.change is not None and step.change.by_element for step in steps)
-    return ComputedTensor(
-        target.name, target.dtype, target.shape, tuple(inputs), compute, label, scratch, cut if by_rows else None, few
+    itemsize = dtype_of(target.dtype).itemsize
+    scratch = sum(
+        step.rows.numel * (itemsize + (step.change.scratch if step.change is not None else 0)) for step in steps
     )
+    few = all(step.change is None and isinstance(step.rows, ComputedTensor) and step.rows.by_element for step in steps)
+    by_rows = bool(target.shape) and all(step.by_rows for step in steps)
+    inputs = tuple(item for step in steps for item in step.inputs)
+    return ComputedTensor(
+        target.name, target.dtype, target.shape, inputs, compute, label, scratch, cut if by_rows else None,
+        by_rows and few,
+    )  # fmt: skip
 
 
-def _step(source: str, whole: Target, first: int, stop: int, change: Change | None) -> _Step:
-    stored = change.stored if change is not None and change.stored is not None else whole
-    shape = (stop - first, *whole.shape[1:]) if whole.shape else ()
-    return _Step(source, first, shape, _rows_of(stored, first, stop), change)
+def _named(tensor: ComputedTensor, name: str) -> ComputedTensor:
+    """Return a computed tensor under another name. Its result is temporarily in memory twice."""
+
+    def cut(start: int, stop: int) -> ComputedTensor:
+        return _named(tensor.rows(start, stop), name)
+
+    scratch = tensor.scratch + tensor.numel * dtype_of(tensor.dtype).itemsize
+    return replace(tensor, name=name, scratch=scratch, cut=None if tensor.cut is None else cut)
 
 
-def _ranges(target: Target, changes: Mapping[str, Change], whole: Mapping[str, Target]) -> dict[str, tuple[int, int]]:
+def _ranges(
+    target: Target, changes: Mapping[str, Change], whole: Mapping[str, OutputTensor]
+) -> dict[str, tuple[int, int]]:
     """Return, for each source, the rows [first, stop) that the target needs."""
     found: dict[str, tuple[int, int]] = {}
     for part in target.parts:
@@ -215,8 +194,10 @@ def _ranges(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
     return found
 
 
-def _rows_of(source: Target, first: int, stop: int) -> Target:
+def _rows_of(source: OutputTensor, first: int, stop: int) -> OutputTensor:
     """Return the rows [first, stop) of a source, in its own dtype. A scalar is returned whole."""
+    if isinstance(source, ComputedTensor):
+        return source.rows(first, stop) if source.shape else source
     if not source.shape:
         return replace(source, dtype=source.source_dtype)
     shape = (stop - first, *source.shape[1:])
@@ -227,7 +208,7 @@ def _rows_of(source: Target, first: int, stop: int) -> Target:
 def _is_plain(target: Target, step: _Step) -> bool:
     """Return whether the target is simply the rows of a single source."""
     part = target.parts[0]
-    same = len(target.parts) == 1 and part.is_plain and part.source_box.numel == step.numel
+    same = len(target.parts) == 1 and part.is_plain and part.source_box.numel == step.rows.numel
     return same and part.target_box == Box.whole(target.shape)
 
 
@@ -298,7 +279,7 @@ def merge_adapter(
     changes: Mapping[str, Change],
     base: Mapping[str, Target],
     *,
-    before: Mapping[str, Change],
+    before: Mapping[str, ComputedTensor],
     tied: Mapping[str, str],
     notes: MutableSequence[str],
 ) -> dict[str, OutputTensor]:
@@ -309,17 +290,13 @@ def merge_adapter(
     Args:
         changes: From `adapter_changes`.
         base: The base's tensors under its own names.
-        before: Changes to apply first, such as dequantization, by source of the base weight.
+        before: The dequantized weights of the base, by source.
         tied: Omitted tied source -> kept source.
         notes: Extended with decisions.
     """
-    whole = {target.parts[0].source: target for target in base.values() if target.parts}
+    whole: dict[str, OutputTensor] = {target.parts[0].source: target for target in base.values() if target.parts}
     made = _of_tied(changes, tied, notes, {source: target.name for source, target in whole.items()})
-    made = {**before, **{key: before[key].then(change) if key in before else change for key, change in made.items()}}
-    return {
-        name: changed(target, made, whole) if any(key in made for key in target.sources) else target
-        for name, target in targets.items()
-    }
+    return assembled(targets, made, {**whole, **before})
 
 
 def _of_tied(

@@ -18,9 +18,10 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
-from ckptkit.offline.copying.plan import OutputTensor
+from ckptkit.offline.copying.plan import Bytes, Computed, ComputedTensor, OutputTensor
 from ckptkit.offline.export import dequantize_formulas as formulas
-from ckptkit.offline.export.adapter_merge import Change, Decode, changed
+from ckptkit.offline.export.adapter_merge import assembled
+from ckptkit.offline.export.dequantize_formulas import Stored
 from ckptkit.units import counted, first_few
 
 _SCALES = ("_scale_inv", "_scale")
@@ -37,31 +38,26 @@ class Dequantized:
     """The targets without scales. `computed` then replaces quantized weights with dequantized ones.
 
     Attributes:
-        changes: Each weight's dequantization, by source.
-        whole: Each whole weight by source, for targets that need only parts of it.
+        made: Each dequantized weight, by source.
+        whole: The other tensors by source, for targets that need only parts of them.
         dropped: Why each scale was dropped, by source.
         names: The weight that each stored tensor belongs to, by stored name; "" for activation scales.
     """
 
     targets: dict[str, Target]
-    changes: dict[str, Change] = field(default_factory=dict)
+    made: dict[str, ComputedTensor] = field(default_factory=dict)
     whole: dict[str, Target] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     dtype: str = ""
 
     def note(self) -> str:
-        kinds = " and ".join(dict.fromkeys(change.label.partition(" ")[0] for change in self.changes.values()))
-        return f"{counted(len(self.changes), f'{kinds} weight')} dequantized to {self.dtype}"
+        kinds = " and ".join(dict.fromkeys(weight.label.partition(" ")[0] for weight in self.made.values()))
+        return f"{counted(len(self.made), f'{kinds} weight')} dequantized to {self.dtype}"
 
     def computed(self, tensors: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
         """Return the tensors. Those with quantized sources are replaced by dequantized ones."""
-        return {
-            name: changed(tensor, self.changes, self.whole)
-            if isinstance(tensor, Target) and any(key in self.changes for key in tensor.sources)
-            else tensor
-            for name, tensor in tensors.items()
-        }
+        return assembled(tensors, {}, {**self.whole, **self.made})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +68,15 @@ class _Weight:
         name: The weight's name in an unquantized model.
         stored: Name of the tensor that contains its codes.
         parts: Names of its scales, zero points and so on.
-        target: The dequantized weight.
+        target: The dequantized weight, for key maps.
+        made: The same, computed.
     """
 
     name: str
     stored: str
     parts: tuple[str, ...]
     target: Target
-    change: Change
+    made: ComputedTensor
 
 
 def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, Any] | None) -> Dequantized:
@@ -143,8 +140,7 @@ def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequa
         found.names[name] = weight.name
         found.targets[weight.name] = weight.target
         source = target.sources[0]
-        found.whole[source] = weight.target
-        found.changes[source] = weight.change
+        found.made[source] = weight.made
     return found
 
 
@@ -168,12 +164,30 @@ def _weight(
     *,
     scratch: int,
 ) -> _Weight:
-    """Return the weight `made`, computed from its codes and its parts. See `Change` for `aligned` and `scratch`."""
-    change = Change(
-        tuple(map(_stored, parts)), None, label, bool(made.shape), scratch, _stored(codes), aligned, by_element=True,
-        decode=Decode(formula, len(parts), made.dtype),
-    )  # fmt: skip
-    return _Weight(name, codes.name, tuple(part.name for part in parts), made, change)
+    """Return the weight `made`, computed from its codes and its parts.
+
+    Args:
+        aligned: How many of the first parts have one row per row of the weight, and so are sliced like it.
+        scratch: Temporary memory that the formula needs, in bytes per element of the weight.
+    """
+    whole = tuple(map(_stored, (codes, *parts)))
+
+    def rows(start: int, stop: int) -> ComputedTensor:
+        shape = (stop - start, *made.shape[1:]) if made.shape else ()
+        cut = [item.rows(start, stop) if shape else item for item in whole[: 1 + aligned]]
+        inputs = (*cut, *whole[1 + aligned :])
+
+        def compute(data: Sequence[Bytes]) -> Computed:
+            stored = [Stored(raw, item.dtype, item.shape) for raw, item in zip(data, inputs, strict=True)]
+            return formula(stored[0], stored[1:], start)
+
+        return ComputedTensor(
+            made.name, made.dtype, shape, inputs, compute, label, Box.whole(shape).numel * scratch,
+            (lambda a, b: rows(start + a, start + b)) if shape else None, by_element=True,
+        )  # fmt: skip
+
+    computed = rows(0, made.shape[0] if made.shape else 1)
+    return _Weight(name, codes.name, tuple(part.name for part in parts), made, computed)
 
 
 # --- FP8

@@ -153,7 +153,7 @@ def export_tensors(
     tensors: dict[str, OutputTensor] = {n: _cast(t, options.dtype) for n, t in draft.targets.items()}
     if quantized is not None:
         tensors = quantized.computed(tensors)
-        draft.notes += [quantized.note()] if quantized.changes else []
+        draft.notes += [quantized.note()] if quantized.made else []
     return tensors, draft.dropped, tuple(draft.notes)
 
 
@@ -241,7 +241,7 @@ def _model_tensors(
 ) -> dict[str, OutputTensor]:
     options = draft.options
     changes: dict[str, Change] = {}
-    if quantized is not None and quantized.changes:
+    if quantized is not None and quantized.made:
         draft.notes.append(quantized.note())
     if split is not None:
         from ckptkit.offline.export.adapter_merge import adapter_changes
@@ -265,7 +265,7 @@ def _model_tensors(
     if split is not None:
         from ckptkit.offline.export.adapter_merge import merge_adapter
 
-        before = quantized.changes if quantized is not None else {}
+        before = quantized.made if quantized is not None else {}
         tensors = merge_adapter(targets, changes, split.base, before=before, tied=draft.tied, notes=draft.notes)
         for tensor in tensors.values():
             for source in tensor.sources:

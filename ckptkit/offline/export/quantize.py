@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 from ckptkit.units import counted, first_few
@@ -167,27 +166,19 @@ def _made(
     cut: Callable[[int, int], ComputedTensor],
 ) -> ComputedTensor:
     label = f"{what} in FP8 by blocks of {BLOCK} x {BLOCK}"
-    inputs: tuple[Target, ...] = (tensor,) if isinstance(tensor, Target) else tensor.inputs
-    before = None if isinstance(tensor, Target) else tensor
+    by_rows = few = True
+    if isinstance(tensor, ComputedTensor):
+        label = f"{tensor.label}; {label}"
+        by_rows, few = tensor.cut is not None, tensor.cut is not None and tensor.by_element
+    compute = partial(_computed, dtype=tensor.dtype, shape=tensor.shape, formula=formula, name=tensor.name)
     scratch = 9 * tensor.numel
-    if before is not None:
-        label = f"{before.label}; {label}"
-        scratch += before.scratch + tensor.numel * dtype_of(tensor.dtype).itemsize
-    compute = partial(
-        _computed, before=before, dtype=tensor.dtype, shape=tensor.shape, formula=formula, name=tensor.name
-    )
-    by_rows = before is None or before.cut is not None
-    few = by_rows and (before is None or before.by_element)
-    return ComputedTensor(name, dtype, shape, inputs, compute, label, scratch, cut if by_rows else None, few)
+    return ComputedTensor(name, dtype, shape, (tensor,), compute, label, scratch, cut if by_rows else None, few)
 
 
-def _computed(
-    data: Any, *, before: ComputedTensor | None, dtype: str, shape: tuple[int, ...], formula: Compute, name: str
-) -> Computed:
+def _computed(data: Any, *, dtype: str, shape: tuple[int, ...], formula: Compute, name: str) -> Computed:
     import torch
 
-    raw = data[0] if before is None else before.compute(data)[0]
-    raw = np.frombuffer(raw, np.uint8)
+    raw = np.frombuffer(data[0], np.uint8)
     if not raw.flags.writeable:
         raw = raw.copy()
     return formula(torch.from_numpy(raw).view(getattr(torch, dtype)).reshape(shape), name), 0
