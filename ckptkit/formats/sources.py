@@ -45,6 +45,7 @@ _WINDOW = 64 << 20  # bytes that are read from a remote store, and then hashed, 
 _SPAN = 32 << 20  # largest buffer for a strided region
 _FAR = 32 << 10  # runs of a strided region that begin at least this far apart are read without the gaps
 _COMPRESSED = 1 << 20  # compressed bytes read at a time
+_MOST_OPEN = 256  # descriptors
 
 
 class Origin(NamedTuple):
@@ -101,11 +102,10 @@ class Origins:
 
 
 class Descriptors:
-    """Open file descriptors, by path. If there are more than `limit`, unused ones are closed."""
+    """Open file descriptors, by path. If there are more than 256, unused ones are closed."""
 
-    def __init__(self, opener: Callable[[str], int], limit: int = 256) -> None:
+    def __init__(self, opener: Callable[[str], int]) -> None:
         self._opener = opener
-        self._limit = limit
         self._open: dict[str, list[int]] = {}  # path -> [descriptor, users], least recently used first
         self._lock = threading.Lock()
 
@@ -116,9 +116,9 @@ class Descriptors:
             held = self._open.pop(path, None) or [self._opener(path), 0]
             held[1] += 1
             self._open[path] = held
-            if len(self._open) > self._limit:
+            if len(self._open) > _MOST_OPEN:
                 unused = [name for name, (_, users) in self._open.items() if not users]
-                for name in unused[: len(self._open) - self._limit]:
+                for name in unused[: len(self._open) - _MOST_OPEN]:
                     os.close(self._open.pop(name)[0])
         try:
             yield held[0]

@@ -204,13 +204,13 @@ class _Tar:
         count, pos = self._count("storages")
         start, nbytes = self.members["storages"]
         for _ in range(count):
-            (key, location, kind), pos = self._pickle("storages", pos)
+            (key, _, kind), pos = self._pickle("storages", pos)
             dtype = read_storage_type(kind)
             head = self.store.read(self.path, start + pos, start + pos + 8)
             size = int.from_bytes(head, "little") * known_dtype(dtype or "uint8").itemsize
             if len(head) != 8 or pos + 8 + size > nbytes:
                 raise ValueError("a storage reaches past its member: it is truncated")
-            self._add(key, Storage(self.path, str(key), size, dtype, str(location)[:32], start + pos + 8))
+            self._add(key, Storage(self.path, str(key), size, dtype, start + pos + 8))
             pos += 8 + size
         views, _ = self._pickle("storages", pos)
         if views:

@@ -41,7 +41,6 @@ class Storage:
     Attributes:
         key: The storage's key in the pickle. Tensors that share the storage have the same key.
         dtype: The dtype in the pickle, or None if it is untyped.
-        location: The device that it was saved from, such as "cuda:1". Unused.
         crc32: The CRC-32 of all its bytes, from the zip directory, or None if the format has none.
     """
 
@@ -49,7 +48,6 @@ class Storage:
     key: str
     nbytes: int
     dtype: str | None
-    location: str = "cpu"
     start: int = -1
     crc32: int | None = None
 

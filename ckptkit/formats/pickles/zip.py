@@ -257,7 +257,7 @@ def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, pat
     nbytes, crc = (wanted, None) if find is None else find(key)
     if wanted > nbytes:
         raise ValueError(f"storage {key!r:.40} declares {wanted} bytes, but {nbytes} are stored")
-    return Storage(path, key, nbytes, dtype, location[:32], crc32=crc)
+    return Storage(path, key, nbytes, dtype, crc32=crc)
 
 
 class Archive:

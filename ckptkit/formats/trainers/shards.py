@@ -39,7 +39,6 @@ def local_parts(
     placements: Sequence[PlacementRecord],
     *,
     local_shape: tuple[int, ...] | None = None,
-    order: Sequence[int] | None = None,
 ) -> list[LocalPart]:
     """Return the boxes that the rank at `coordinate` holds, in the order of its local tensor.
 
@@ -51,14 +50,12 @@ def local_parts(
             has already split. For uneven tensors (7 rows over dp 3, tp 2), torch's own reading of its placements
             differs from what FSDP2 did, and is used only where FSDP2's does not fit. If a part has no elements, FSDP2
             changes its other dimensions, too. So only its emptiness is checked.
-        order: The mesh dimensions in the order in which they split the tensor; None means from left to right.
 
     Raises:
         UnsupportedFormatError: A placement is partial: the values must still be summed over ranks.
         CorruptCheckpointError: The placements do not fit the mesh, the tensor, or the local shape.
     """
-    shard_order = None if order is None else tuple(order)
-    return list(_local_parts(shape, tuple(mesh_shape), tuple(coordinate), tuple(placements), local_shape, shard_order))
+    return list(_local_parts(shape, tuple(mesh_shape), tuple(coordinate), tuple(placements), local_shape))
 
 
 @functools.lru_cache(maxsize=1024)  # a model's thousands of tensors have few distinct shapes and placements
@@ -68,11 +65,10 @@ def _local_parts(
     coordinate: tuple[int, ...],
     placements: tuple[PlacementRecord, ...],
     local_shape: tuple[int, ...] | None,
-    order: tuple[int, ...] | None,
 ) -> tuple[LocalPart, ...]:
     _check_placements(shape, mesh_shape, coordinate, placements)
-    orders: list[tuple[Sequence[int], bool]] = [(order or range(len(placements)), False)]
-    if order is None and local_shape is not None and (nested := _nested(mesh_shape, placements)):
+    orders: list[tuple[Sequence[int], bool]] = [(range(len(placements)), False)]
+    if local_shape is not None and (nested := _nested(mesh_shape, placements)):
         orders.insert(0, (nested, True))
     found: tuple[int, ...] = ()
     for mesh_dims, plain in orders:

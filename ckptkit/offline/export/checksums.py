@@ -17,10 +17,10 @@ _MAX_BYTES = 1 << 20  # enough for about 10,000 files
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
-def write_checksums(store: Store, paths: Iterable[str], *, workers: int = 0) -> None:
+def write_checksums(store: Store, paths: Iterable[str]) -> None:
     """Read the files back and write SHA256SUMS. The digests equal the LFS ids on the Hub."""
     names = sorted(paths)
-    with WorkerPool(workers or 4, thread_name_prefix="ckptkit-sha256") as pool:
+    with WorkerPool(4, thread_name_prefix="ckptkit-sha256") as pool:
         lines = [
             f"{digest}  {name}\n" for name, digest in zip(names, pool.map(partial(_sha256, store), names), strict=True)
         ]

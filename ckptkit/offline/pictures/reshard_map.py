@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.columns import distinct_boxes
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import SliceArray, TensorEntry
 from ckptkit.offline.pictures.page import Panel, colour, escaped, rect, svg, text
@@ -49,15 +50,12 @@ def _group(slices: SliceArray, ranks: int, groups: int) -> npt.NDArray[np.int64]
 
 def _overlaps(a: SliceArray, b: SliceArray) -> npt.NDArray[np.int64]:
     """Return how many elements slices of `a` (rows) share with slices of `b` (columns). Replicas in `a` count once."""
-    _, first = np.unique(np.concatenate([a.offsets, a.sizes], axis=1), axis=0, return_index=True)
-    keep = np.zeros(len(a), bool)
-    keep[first] = True
     shared = np.ones((len(a), len(b)), np.int64)
     for dim in range(a.offsets.shape[1]):
         low = np.maximum(a.offsets[:, None, dim], b.offsets[None, :, dim])
         high = np.minimum((a.offsets + a.sizes)[:, None, dim], (b.offsets + b.sizes)[None, :, dim])
         shared *= np.maximum(high - low, 0)
-    shared[~keep] = 0
+    shared[np.setdiff1d(np.arange(len(a)), distinct_boxes(a.offsets, a.sizes))] = 0
     return shared
 
 

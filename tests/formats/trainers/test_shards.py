@@ -76,11 +76,6 @@ def test_an_empty_part_may_have_any_shape_without_elements():
         local_parts((7, 1), (2, 2), (0, 1), (S0, Placement("shard", 1)), local_shape=(4, 1))
 
 
-def test_a_right_to_left_shard_order_is_followed():
-    parts = local_parts((8,), (2, 2), (1, 0), (S0, S0), order=(1, 0))
-    assert parts[0].box == Box((2,), (2,))
-
-
 @pytest.mark.parametrize(
     ("placement", "local_shape", "error", "text"),
     [

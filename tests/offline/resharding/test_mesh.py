@@ -46,12 +46,12 @@ def test_boxes_cover_every_element_once_and_belong_to_the_right_ranks(
 
 def _held(mesh: TargetMesh, cut: Cut, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shard of a rank by its placements, as trainers/shards.py computes it for tensors that torch saved."""
-    sizes = (mesh.replicate, mesh.shard, mesh.tp)
-    coordinate = mesh_coordinate(rank, sizes)
+    coordinate = mesh_coordinate(rank, (mesh.replicate, mesh.shard, mesh.tp))
     assert coordinate is not None
+    replica, shard, tp = coordinate
     # FSDP shards what tensor parallelism left: equal to plain shards, tensor parallelism first.
-    placements = [PlacementRecord("replicate"), _shard(cut.fsdp), _shard(cut.tp)]
-    (part,) = local_parts(shape, sizes, coordinate, placements, order=[0, 2, 1])
+    placements = [PlacementRecord("replicate"), _shard(cut.tp), _shard(cut.fsdp)]
+    (part,) = local_parts(shape, (mesh.replicate, mesh.tp, mesh.shard), (replica, tp, shard), placements)
     return part.box.offsets, part.box.sizes
 
 
