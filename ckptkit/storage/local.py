@@ -71,11 +71,21 @@ def _errors(path: str) -> Iterator[None]:
         if isinstance(error, (StorageError, NoSpaceError, UnsafePathError, IncompleteCheckpointError)):
             raise
         text = f"{path}: {error.strerror or error}"
+        if error.errno == errno.ENOTDIR and (file := _file_above(path)):
+            text = f"{path}: {file} is a file, not a directory"
         if error.errno in _FULL:
             raise NoSpaceError(error.errno, f"{text}. Free some space or write elsewhere.") from error
         if error.errno == errno.ENOTDIR:
             raise FileNotFoundError(error.errno, text) from error
         raise StorageError(error.errno, text) from error
+
+
+def _file_above(path: str) -> str:
+    """Return the file that stands where a directory on the way to `path` should be; "" if there is none."""
+    above = os.path.dirname(path)
+    while above != os.path.dirname(above) and not os.path.lexists(above):
+        above = os.path.dirname(above)
+    return "" if os.path.isdir(above) else above
 
 
 class LocalStore(Store):
@@ -423,7 +433,10 @@ class LocalStore(Store):
     def _make_parents(self, full: str) -> None:
         parent = os.path.dirname(full)
         if not self._must_exist:
-            os.makedirs(parent, exist_ok=True)
+            try:
+                os.makedirs(parent, exist_ok=True)
+            except FileExistsError as error:
+                raise FileExistsError(error.errno, f"{parent} is a file, not a directory") from error
             return
         missing = []
         while parent != self.url and not os.path.isdir(parent):

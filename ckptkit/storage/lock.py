@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -307,9 +306,8 @@ def check_state_directory(root: Store) -> None:
     found = root.info(STATE_DIRECTORY) if is_directory(root) else None
     if found is not None and found.kind == "file":
         raise NotADirectoryError(
-            errno.ENOTDIR,
             f"{root.url}/{STATE_DIRECTORY} is a file, not the directory in which ckptkit keeps the lease of a run. "
-            "Move it away, or choose another directory.",
+            "Move it away, or choose another directory"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -330,9 +329,9 @@ def check_writable(store: LocalStore) -> None:
     while not os.path.lexists(place):
         place = os.path.dirname(place)
     if not os.path.isdir(place):
-        raise NotADirectoryError(errno.ENOTDIR, f"{place} is not a directory; nothing can be written below it.")
+        raise NotADirectoryError(f"{place} is not a directory, so nothing can be written below it")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, f"{place} is not writable: permission denied, or mounted read-only.")
+        raise PermissionError(f"{place} is not writable: permission denied, or mounted read-only")
 
 
 def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:

@@ -152,3 +152,12 @@ def test_only_slow_reads_use_threads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(view == data[at : at + 100] for at, view in zip(starts, views, strict=True))
     here = done.count(threading.current_thread().name)
     assert (here, len(done)) == (9 if waits else 64, 64)
+
+
+def test_an_error_names_the_file_that_stands_where_a_directory_should_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in ("file/new", "file/folder/new"):
+        with pytest.raises(OSError, match=f"{re.escape(str(tmp_path))}/file is a file, not a directory"):
+            LocalStore(tmp_path).write(path, b"")
+    with pytest.raises(FileNotFoundError, match=f"{re.escape(str(tmp_path))}/file is a file, not a directory"):
+        LocalStore(tmp_path).read("file/old")

@@ -79,8 +79,8 @@ class Mismatches:
             return
         lines = [
             # Don't shorten the list, or the user would have to fix one error after the other.
-            f"{section}: {len(items)} {title}: "
-            + (", ".join(items) if len(items) <= _SHOWN else "\n    " + "\n    ".join(items))
+            f"{section}: {len(items)} {title}:"
+            + (" " + ", ".join(items) if len(items) <= _SHOWN else "\n    " + "\n    ".join(items))
             for title, sections in kinds.items()
             for section, items in sections.items()
         ]

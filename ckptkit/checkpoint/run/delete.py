@@ -98,9 +98,9 @@ def rotate(
         except (OSError, CkptkitError) as error:
             failed[decision.name] = str(error)
     if failed:  # log one line for all: without permission to delete, every deletion fails after every save
-        more = f", nor {len(failed) - 1} others" * (len(failed) > 1)
+        more = f" and {len(failed) - 1} more" * (len(failed) > 1)
         name, why = next(iter(failed.items()))
-        logger.warning("%s/%s could not be deleted%s: %s. The next save tries again", root.url, name, more, why)
+        logger.warning("%s/%s%s could not be deleted: %s. The next save tries again", root.url, name, more, why)
     cleaned = clean_leftovers(root) if clean else []
     return Rotation(tuple(decisions), tuple(deleted), failed, tuple(cleaned), tuple(kept))
 

@@ -231,7 +231,7 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
         # A later version of ckptkit may also have written the record.
         return Skipped(path, str(error), damaged=True, unanswered=is_outage(error))
     except OSError as error:
-        reason = f"its checkpoint.json cannot be read: {error}"
+        reason = f"its checkpoint.json cannot be read: {error.strerror or error}"
         return Skipped(path, reason, damaged=True, unanswered=isinstance(error, PermissionError))
     if record is None:
         gone = deleted_records(root, path)
