@@ -396,6 +396,46 @@ def test_empty_state_and_empty_groups_survive(tmp_path: Path) -> None:
     assert state.optimizer.param_groups[1]["lr"] == 9.0
 
 
+def with_empty_groups(*rates: float) -> TrainState:
+    state = made_by(torch.optim.SGD, momentum=0.9)
+    for rate in rates:
+        state.optimizer.add_param_group({"params": [], "lr": rate})
+    return state
+
+
+def rates_of(state: TrainState) -> list[float]:
+    return [group["lr"] for group in state.optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "said", "after"),
+    [
+        ((2.0, 3.0), (5.0,), "unexpected: group 2 without parameters: lr=3.0", [0.1, 2.0]),
+        ((2.0,), (5.0, 6.0), "missing in the checkpoint: group 2 without parameters", [0.1, 2.0, 6.0]),
+    ],
+    ids=["fewer", "more"],
+)
+def test_a_group_without_parameters_that_one_side_lacks_is_listed(
+    tmp_path: Path, saved: Any, live: Any, said: str, after: list[float]
+) -> None:
+    root, state = save(tmp_path, with_empty_groups(*saved)), with_empty_groups(*live)
+    with pytest.raises(CheckpointMismatchError, match=f"optimizer: 1 {said}"), unchanged(state):
+        load(root, state)
+    report = load(root, state, strict=False)
+    assert [f"optimizer.{said.partition(': ')[2] or said.partition('checkpoint: ')[2]}"] == [
+        *report.missing,
+        *report.unexpected,
+    ]
+    assert rates_of(state) == after
+
+
+def test_a_group_without_parameters_is_found_at_another_position(tmp_path: Path) -> None:
+    source, state = with_empty_groups(2.0), with_empty_groups(5.0)
+    state.optimizer.param_groups.reverse()
+    load(save(tmp_path, source), state)
+    assert rates_of(state) == [2.0, 0.1]
+
+
 def test_state_that_low_precision_parameters_keep_in_fp32_stays_fp32(tmp_path: Path) -> None:
     source, state = low(), low()
     check_round_trip(tmp_path, source, state, "sharded")

@@ -535,7 +535,7 @@ class _Planner:
         found.add("unexpected", plan.key, plan.groups.unexpected)
         found.add("unexpected", plan.key, plan.groups.switches)
         found.add("others", plan.key, plan.groups.conflicts)
-        plan.keep = list(plan.groups.missing)
+        plan.keep = [fqn for fqn in plan.groups.missing if fqn in plan.parameters]
         plan.states = {fqn: entries for fqn, entries in states.items() if fqn in plan.parameters}
         found.add("others", plan.key, self.of_their_state_dict(plan))
         if has_load_hooks(plan.optimizer):

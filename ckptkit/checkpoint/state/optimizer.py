@@ -522,8 +522,8 @@ class GroupChanges:
     settings: list[dict[str, Any]]  # the new settings for each live group
     order: list[int | None] = field(default_factory=list)  # the saved group of each live one
     saved: int = 0  # number of saved groups
-    missing: list[str] = field(default_factory=list)  # parameters that the checkpoint's optimizer lacks
-    unexpected: list[str] = field(default_factory=list)  # parameters that the live optimizer lacks
+    missing: list[str] = field(default_factory=list)  # parameters and groups that the checkpoint's optimizer lacks
+    unexpected: list[str] = field(default_factory=list)  # parameters and groups that the live optimizer lacks
     notes: list[str] = field(default_factory=list)  # settings that only one side has, or that are kept
     switches: list[str] = field(default_factory=list)  # settings that only one side has switched on
     conflicts: list[str] = field(default_factory=list)  # saved groups that can't be joined, or values
@@ -538,24 +538,29 @@ def group_changes(
 ) -> GroupChanges:
     """Return the changes to the live groups. Their settings come from the saved groups, matched by parameter name.
 
-    Groups may be reordered, split or merged. If a live group would need two learning rates, that is a conflict.
+    Groups may be reordered, split or merged. If a live group would need two learning rates, that is a conflict. A live
+    group without parameters gets the settings of a saved group that has none here: preferably the one at its position.
     """
     live_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     saved_of = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
     settings = [{k: decode(v, tensor) for k, v in g.items() if k not in _GROUP_NAMES} for g in saved]
+    live = {fqn for fqns in live_names for fqn in fqns}
     empty = [i for i, group in enumerate(saved) if not group["params"]]
     changes = GroupChanges([], saved=len(saved))
     for index, fqns in enumerate(live_names):
         sources = dict.fromkeys(saved_of[fqn] for fqn in fqns if fqn in saved_of)
-        if not fqns and empty:
-            sources = {empty.pop(0): None}
+        if not fqns:
+            elsewhere = index < len(saved) and live.isdisjoint(saved[index]["params"])  # on other pipeline stages
+            sources = dict.fromkeys([index] if elsewhere else empty[:1])
+            empty = [i for i in empty if i not in sources]
+            changes.missing += [] if sources else [f"group {index} without parameters"]
         changes.order.append(next(iter(sources), None))
         changes.settings.append(
             _group_settings(changes, optimizer.param_groups[index], index, list(sources), settings, what)
         )
-    live = {fqn for fqns in live_names for fqn in fqns}
-    changes.missing = [fqn for fqns in live_names for fqn in fqns if fqn not in saved_of]
+    changes.missing += [fqn for fqns in live_names for fqn in fqns if fqn not in saved_of]
     changes.unexpected = [fqn for fqn in saved_of if fqn not in live]
+    changes.unexpected += [f"group {i} without parameters: lr={settings[i].get('lr')}" for i in empty]
     return changes
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.optim.lr_scheduler import StepLR
 
 from ckptkit import CheckpointManager, TrainState, convert, open_checkpoint, reshard
 from ckptkit.checkpoint.save.replicas import _sampled, _summary, own_copies
@@ -220,6 +221,19 @@ def test_ranks_with_different_stages_keep_their_own_values(tmp_path: Path, kind:
         for step in (1, 2):
             manager.load(state, step, strict=False)
             assert model.running_mean.tolist() == [10.0 * step + rank] * 3
+
+
+@on_ranks(2)
+def test_a_group_whose_parameters_are_all_on_another_stage_gets_its_settings(tmp_path: Path) -> None:
+    def made(rates: tuple[float, float]) -> TrainState:
+        model = nn.ModuleDict({f"stage{dist.get_rank()}": nn.Linear(2, 2, bias=dist.get_rank() == 0)})
+        groups = [[p for p in model.parameters() if (p.dim() == 1) is is_bias] for is_bias in (False, True)]
+        optimizer = torch.optim.SGD([{"params": g, "lr": lr} for g, lr in zip(groups, rates, strict=True)])
+        return TrainState(model=model, optimizer=optimizer, scheduler=StepLR(optimizer, 5), rng=False)
+
+    live = made((8.0, 9.0))
+    states.load_all(states.save(tmp_path, made((1.0, 2.0))), live)
+    assert [group["lr"] for group in live.optimizer.param_groups] == [1.0, 2.0]
 
 
 class Told(nn.Module):
