@@ -340,9 +340,6 @@ class _OneOptimizer:
     def state_dict(self) -> dict[str, Any]:
         return {"state": dict(self.state), "param_groups": self.param_groups}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        raise NotImplementedError("a load sets `state` and `param_groups` in place")
-
 
 class _States(MutableMapping[Any, Any]):
     """Presents the states of several optimizers as one mapping. Each parameter's state stays in its own optimizer."""
