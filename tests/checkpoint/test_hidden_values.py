@@ -274,6 +274,10 @@ def changed_rate(_: Any, given: dict[str, Any]) -> None:
     given["param_groups"][0]["lr"] = 9.0
 
 
+def added_setting(_: Any, given: dict[str, Any]) -> None:
+    given["param_groups"][0]["more"] = 1
+
+
 def copied(_: Any, given: dict[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(given)
 
@@ -317,14 +321,90 @@ def test_hooks_around_saves_and_loads_are_called(tmp_path: Path) -> None:
         report = manager.load(live)
     assert packed == [3.0]
     assert report is not None
-    assert any("load_state_dict pre-hooks were not called" in note for note in report.notes)
+    assert any("load_state_dict pre-hooks change nothing" in note for note in report.notes)
 
 
-def test_a_hook_that_copies_an_optimizers_state_dict_is_accepted(tmp_path: Path) -> None:
-    state = in_optimizer(torch.full((4, 4), torch.nan))
-    state.optimizer.register_state_dict_post_hook(copied)
+class Deriving(torch.optim.SGD):
+    """Has a value that only its `load_state_dict` derives from the groups, and a base with the same groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=torch.tensor(0.1))
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.doubled = 0.0
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.base.param_groups, self.doubled = self.param_groups, 2 * float(self.param_groups[0]["lr"])
+
+
+def test_an_overridden_load_state_dict_is_called_and_changes_no_restored_value(tmp_path: Path) -> None:
+    def made() -> TrainState:
+        model = nn.Linear(2, 2).bfloat16()
+        return TrainState(model=model, optimizer=Deriving(model.parameters()), rng=False)
+
+    source, live = made(), made()
+    source.optimizer.param_groups[0]["lr"].fill_(0.25)
+    source.optimizer.state[source.model.weight].update(exp_avg=torch.full((2, 2), 0.1), steps=3)
+    source.optimizer.state["all"] = {"count": torch.tensor(7)}
+    rate, called = live.optimizer.param_groups[0]["lr"], list[Any]()
+    live.optimizer.register_load_state_dict_post_hook(called.append)
+    check_round_trip(tmp_path, source, live, "sharded")
+    assert live.optimizer.doubled == 0.5
+    assert live.optimizer.state[live.model.weight]["exp_avg"].dtype is torch.float32  # torch's method casts it
+    assert live.optimizer.param_groups[0]["lr"] is rate
+    assert live.optimizer.base.param_groups is live.optimizer.param_groups
+    assert called == [live.optimizer]
+
+
+def as_lists(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+    groups = [{**group, "betas": list(group["betas"])} for group in given["param_groups"]]
+    return {**given, "param_groups": groups}
+
+
+def with_numbers(_: Any, given: dict[str, Any]) -> None:
+    changed = {"step": 3, "nested": (torch.full((300,), torch.nan), {"count": torch.tensor(2.0)})}
+    given["state"] = {key: state | changed for key, state in given["state"].items()}
+
+
+def with_tensors(_: Any, given: dict[str, Any]) -> None:
+    given["param_groups"][0]["lr"] = torch.tensor(0.1)
+
+
+def row_major(_: Any, given: dict[str, Any]) -> None:
+    given["state"] = {key: {"exp_avg": state["exp_avg"].contiguous()} for key, state in given["state"].items()}
+
+
+@pytest.mark.parametrize("hook", [copied, as_lists, with_numbers, with_tensors, row_major])
+def test_a_hook_that_returns_equal_values_in_another_form_is_accepted(tmp_path: Path, hook: Any) -> None:
+    model = nn.Linear(4, 4)
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
+    nested = [torch.full((300,), torch.nan), {"count": 2}]
+    for parameter in model.parameters():
+        moment = torch.arange(16.0).reshape(4, 4).T
+        state.optimizer.state[parameter].update(step=torch.tensor(3.0), exp_avg=moment, nested=nested)
+    state.optimizer.register_state_dict_post_hook(hook)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state)
+
+
+@pytest.mark.parametrize("given", [None, [1], {"state": None}, {"state": {}, "param_groups": [1]}])
+def test_a_state_dict_that_is_no_dict_like_torchs_is_refused_by_name(tmp_path: Path, given: Any) -> None:
+    state = in_optimizer(torch.ones(4, 4))
+    state.optimizer.__class__ = type("Odd", (torch.optim.SGD,), {"state_dict": lambda _: given})
+    check_refused(tmp_path, state, "optimizer: the state_dict of Odd is .*, expected a dict with a dict 'state'")
+
+
+@pytest.mark.parametrize(("hook", "where"), [(changed_rate, "returns other values"), (added_setting, "has 'more'")])
+def test_what_a_hook_changes_in_the_state_dict_of_flashoptim_is_refused(tmp_path: Path, hook: Any, where: str) -> None:
+    from flashoptim import FlashAdamW
+
+    model = nn.Linear(4, 4)
+    optimizer = FlashAdamW(model.parameters(), lr=0.1, quantize=False, fused=False, master_weight_bits=None)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "without", TrainState(model=model, optimizer=optimizer))
+    optimizer.register_state_dict_post_hook(hook)
+    check_refused(tmp_path, TrainState(model=model, optimizer=optimizer), f"the state_dict of FlashAdamW {where}")
 
 
 def emptied(_: Any, given: dict[str, Any]) -> dict[str, Any]:

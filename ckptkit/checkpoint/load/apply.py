@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.checkpoint.load.plan import LoadPlan, ObjectTarget, OptimizerPlan
 from ckptkit.checkpoint.load.read import Reading
 from ckptkit.checkpoint.report import LoadReport
-from ckptkit.checkpoint.state.optimizer import apply_settings, apply_state
+from ckptkit.checkpoint.state.optimizer import apply_settings, apply_state, finish_load
 from ckptkit.checkpoint.state.rng import check_rng, reseed, restore_rng, shared_stream
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState, canonical_modules, is_stateful
 from ckptkit.checkpoint.state.values import JSON, decode
 from ckptkit.errors import CorruptCheckpointError, LoadError
-from ckptkit.formats.dcp.host_bytes import after_load, forget_computed
+from ckptkit.formats.dcp.host_bytes import forget_computed
 from ckptkit.formats.dcp.subclasses import keeps_parts
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def apply_optimizer(
                 new[fqn][state_name] = new[other][other_name]
         apply_state(plan.optimizer, plan.parameters, new, shared, keep=plan.keep)
         apply_settings(plan.optimizer, plan.groups.settings)
-        after_load(plan.optimizer)
+        finish_load(plan.optimizer)
     for fqn, master in masters.items():
         if id(plan.parameters[fqn]) in loaded:
             master.copy_(plan.parameters[fqn])  # both have the same placement, so this does not communicate

@@ -540,7 +540,7 @@ class _Planner:
         found.add("others", plan.key, self.of_their_state_dict(plan))
         if has_load_hooks(plan.optimizer):
             plan.groups.notes.append(
-                f"{plan.key}: its load_state_dict pre-hooks were not called: loads do not go through load_state_dict"
+                f"{plan.key}: its load_state_dict pre-hooks change nothing: a load restores the saved values directly"
             )
         plan.live = {fqn: dict(plan.optimizer.state.get(item, {})) for fqn, item in plan.parameters.items()}
         values = [value for state in plan.live.values() for value in state.values()]

@@ -32,6 +32,7 @@ from ckptkit.checkpoint.state.optimizer_layout import (
 from ckptkit.checkpoint.state.values import JSON, decode, encode, is_order, order_of
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import (
+    after_load,
     before_state_dict,
     expanded_ones,
     has_state_dict_hooks,
@@ -39,6 +40,7 @@ from ckptkit.formats.dcp.host_bytes import (
     local_part,
     placed_like,
     row_major,
+    why_not_dense,
     without_subclass,
 )
 from ckptkit.formats.dcp.subclasses import SEPARATOR, STATES, Recipe, is_state_in_parts, keeps_parts, open_all
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that affect how a step is computed, but not its result. A load keeps their live values."""
+
+_ONLY_STATE = ("torch.optim.", "bitsandbytes.", "flashoptim.", "ckptkit.")
+"""Modules whose `load_state_dict` restores only state and groups. bitsandbytes' also copies the whole state."""
 
 _LISTED = 5
 _GROUP_NAMES = frozenset({"params", "param_names"})
@@ -297,25 +302,32 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
     is_torchs = getattr(type(optimizer), "state_dict", torchs) is torchs
     if (is_torchs or hasattr(optimizer, "master_state_name")) and not has_state_dict_hooks(optimizer):
         return
-    if keeps_parts(optimizer):
-        return  # its state_dict has nothing else, and fails for uneven shards
-    given = optimizer.state_dict()
-    more = [key for key in given if key not in ("state", "param_groups")] if isinstance(given, Mapping) else []
-    if isinstance(given, Mapping) and not more:
-        for group, live in zip(given.get("param_groups", ()), optimizer.param_groups, strict=False):
+    # flashoptim's own has nothing else, and fails for uneven shards. It calls torch's, which calls the hooks.
+    given: Any = torchs(optimizer) if keeps_parts(optimizer) else optimizer.state_dict()
+    name = type(optimizer).__name__
+    tables = (given, given.get("state", {})) if isinstance(given, Mapping) else (given,)
+    groups = given.get("param_groups", []) if isinstance(given, Mapping) else []
+    if not all(isinstance(table, Mapping) for table in (*tables, *groups)):
+        raise SaveError(
+            f"{what}: the state_dict of {name} is {reprlib.repr(given)}, expected a dict with a dict 'state' and a "
+            "list 'param_groups' of dicts, like torch's. Fix the method or the hook that returns it."
+        )
+    more = [key for key in given if key not in ("state", "param_groups")]
+    if not more:
+        for group, live in zip(groups, optimizer.param_groups, strict=False):
             more += [key for key in group if key not in live and key not in _GROUP_NAMES]
         strings = [key for key in given.get("state", ()) if isinstance(key, str)]
         more += [key for key in strings if key not in optimizer.state and key not in parameters]
     if more:
         raise SaveError(
-            f"{what}: the state_dict of {type(optimizer).__name__} has {', '.join(map(repr, more))}, but only 'state' "
+            f"{what}: the state_dict of {name} has {', '.join(map(repr, more))}, but only 'state' "
             "and 'param_groups' of an optimizer are saved. Pass the inner optimizer as TrainState(optimizer=), or this "
             "one as TrainState(extra={...})."
         )
     if changed := _changed(given, optimizer, parameters):
-        more = [f"{name!r} of {where}" for where, name in changed[:_LISTED]]
+        more = [f"{key!r} of {where}" for where, key in changed[:_LISTED]]
         raise SaveError(
-            f"{what}: the state_dict of {type(optimizer).__name__} returns other values than the optimizer has: "
+            f"{what}: the state_dict of {name} returns other values than the optimizer has: "
             f"{', '.join(more)}{f' and {len(changed) - _LISTED} more' if len(changed) > _LISTED else ''}. Only "
             "the optimizer's own state and groups are saved. Remove the hook, or apply its change to the optimizer."
         )
@@ -334,38 +346,19 @@ def _changed(given: Any, optimizer: Any, parameters: Mapping[str, Any]) -> list[
         fqn = fqns.get(key, key)
         live = optimizer.state.get(parameters.get(fqn, key))
         if not isinstance(state, Mapping) or not isinstance(live, Mapping):
-            found += [] if _equal(live, state) else [(str(fqn), "state")]
+            found += [] if _same(live, state) else [(str(fqn), "state")]
             continue
         for name, value in state.items():
             packed = {name: value} if name in live or not isinstance(value, Mapping) else value  # as bitsandbytes does
-            if any(key not in live or not _equal(live[key], item) for key, item in packed.items()):
+            if any(key not in live or not _same(live[key], item) for key, item in packed.items()):
                 found.append((str(fqn), str(name)))
     groups = given.get("param_groups", optimizer.param_groups)
     if len(groups) != len(optimizer.param_groups):
         return [*found, ("all groups", "param_groups")]
     for index, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         shared = [name for name in group if name in live and name not in _GROUP_NAMES]
-        found += [(f"group {index}", name) for name in shared if not _equal(live[name], group[name])]
+        found += [(f"group {index}", name) for name in shared if not _same(live[name], group[name])]
     return found
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether two values are stored as the same bytes. Values of unknown types are equal only if identical."""
-    import torch
-
-    if one is other:
-        return True
-    try:
-        tensors: list[dict[str, torch.Tensor]] = [{}, {}]
-        trees = [encode(value, "", table) for value, table in zip((one, other), tensors, strict=True)]
-    except SaveError:
-        return False
-    mine, theirs = tensors
-    return trees[0] == trees[1] and all(
-        torch.equal(*(row_major(local_part(t[key])).cpu().reshape(-1).view(torch.uint8) for t in tensors))
-        and (mine[key].dtype, mine[key].shape) == (theirs[key].dtype, theirs[key].shape)
-        for key in mine
-    )
 
 
 def united(trees: Sequence[JSON]) -> JSON:
@@ -652,18 +645,50 @@ def _is_real(value: Any) -> bool:
         return False
 
 
-def _same(a: Any, b: Any) -> bool:
-    import numpy as np
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal, whatever holds them: a list or a tuple, a number or a tensor of one element.
+
+    Other tensors are equal if their dtypes, shapes and bytes are. Values of unknown types are equal only if identical.
+    """
     import torch
 
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        alike = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype
-        return alike and torch.equal(a.cpu(), b.cpu())
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return np.array_equal(a, b)
-    return bool(a == b)
+    both = one, other
+    if one is other:
+        return True
+    if all(isinstance(value, (tuple, list)) for value in both):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if all(isinstance(value, Mapping) for value in both):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    a, b = _number(one, other), _number(other, one)
+    if a is not None and b is not None:
+        return bool(a == b) or (_is_real(a) and _is_real(b) and math.isnan(a) and math.isnan(b))
+    if all(isinstance(value, torch.Tensor) and not why_not_dense(value) for value in both):
+        return _same_tensors(one, other)
+    mine, theirs = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    try:
+        trees = encode(one, "", mine), encode(other, "", theirs)
+    except SaveError:
+        return False
+    return trees[0] == trees[1] and all(_same_tensors(mine[key], theirs[key]) for key in mine)
+
+
+def _number(value: Any, like: Any) -> Any:
+    """Return a number or a tensor's only element, rounded as in `like`, if that is a tensor; None for other values."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        local = local_part(value)
+        return None if why_not_dense(local) or local.numel() != 1 else local.item()
+    if isinstance(like, torch.Tensor) and like.is_floating_point() and _is_real(value):
+        return torch.tensor(float(value), dtype=like.dtype).item()
+    return value if isinstance(value, numbers.Number) else None
+
+
+def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    import torch
+
+    mine, theirs = (row_major(local_part(t)).cpu().reshape(-1).view(torch.uint8) for t in (one, other))
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(mine, theirs)
 
 
 def apply_settings(optimizer: Any, settings: Iterable[Mapping[str, Any]]) -> None:
@@ -703,3 +728,22 @@ def apply_state(
         elif fqn in states:
             optimizer.state[parameter] = dict(states[fqn])
     optimizer.state.update(shared)
+
+
+def finish_load(optimizer: Any) -> None:
+    """Call the optimizer's own `load_state_dict` or its hooks, so that it updates what it derives from its state.
+
+    A class may clear a cache there, or set a counter. torch's method, which it calls, casts states and replaces the
+    tensors in groups, so put the restored values back.
+    """
+    own = getattr(optimizer, "load_state_dict", None)
+    if own is None or getattr(own, "__module__", "").startswith(_ONLY_STATE):
+        after_load(optimizer)
+        return
+    groups = [dict(group) for group in optimizer.param_groups]
+    states = {key: dict(state) for key, state in optimizer.state.items() if isinstance(state, Mapping)}
+    own(optimizer.state_dict())
+    for group, restored in zip(optimizer.param_groups, groups, strict=True):
+        group.update(restored)
+    for key, state in states.items():
+        optimizer.state.setdefault(key, {}).update(state)
