@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit import open_checkpoint
 from ckptkit.catalog.entry import Role
@@ -22,6 +24,7 @@ from ckptkit.errors import CheckpointMismatchError, CkptkitError, IntegrityError
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from tests.checkpoint.states import bits, check_round_trip, load, load_all, save, unchanged
 from tests.hostile.records import edit_json, reseal
+from tests.ranks import on_ranks
 
 schedulers = torch.optim.lr_scheduler
 
@@ -770,6 +773,37 @@ def test_a_model_in_extra_is_compared_before_anything_changes(tmp_path: Path) ->
     assert bits(low) == bits(copy.deepcopy(saved).bfloat16())
     assert "extra.ema.new.weight" in load(root, state(other), strict=False).missing
     assert torch.equal(other["base"].weight, saved["base"].weight)
+
+
+@on_ranks(2)
+def test_parameters_in_extra_remain_parameters(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def made(value: float) -> TrainState:
+        spread = nn.Parameter(distribute_tensor(torch.full((6, 4), value), mesh, [Shard(0)]))
+        frozen = nn.Parameter(torch.full((600, 2), value).T, requires_grad=False)
+        extra = {"scale": nn.Parameter(torch.tensor(value)), "ema": {"spread": spread}, "list": [spread, frozen]}
+        return TrainState(model=nn.Linear(2, 2), extra=extra, rng=False)
+
+    torch.manual_seed(0)
+    source = made(1.0)
+    torch.manual_seed(0)
+    live = made(2.0)
+    check_round_trip(tmp_path, source, live, "sharded")
+    found = [live.extra["scale"], live.extra["ema"]["spread"], *live.extra["list"]]
+    assert all(isinstance(item, nn.Parameter) for item in found)
+    assert [item.requires_grad for item in found] == [True, True, True, False]
+
+
+def test_a_column_major_weight_of_a_model_in_extra_is_restored(tmp_path: Path, kind: str) -> None:
+    def made() -> TrainState:
+        ema = nn.Linear(30, 20)
+        ema.weight = nn.Parameter(torch.randn(30, 20).T)
+        return TrainState(model=nn.Linear(2, 2), extra={"ema": ema}, rng=False)
+
+    source, live = made(), made()
+    load(save(tmp_path, source, state_dict_type=kind), live)
+    assert bits(live.extra["ema"]) == bits(source.extra["ema"])
 
 
 def test_the_state_of_a_disabled_scaler_does_not_fit_an_enabled_one(tmp_path: Path) -> None:

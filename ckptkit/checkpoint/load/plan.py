@@ -704,10 +704,17 @@ class _Planner:
             return str(dtype).removeprefix("torch."), tuple(getattr(value, "shape", ()))
 
         if isinstance(item, torch.nn.Module) and not self.foreign:
-            saved = decode(tree, self.plan.catalog.tensors.__getitem__)
+            saved = decode(tree, self.without_values)
             if isinstance(saved, Mapping):
                 live, found = ({name: side(value) for name, value in one.items()} for one in (item.state_dict(), saved))
                 match_tensors(self.plan.mismatches, key, live, found, convert_dtype=self.options.convert_dtype)
+
+    def without_values(self, key: str) -> torch.Tensor:
+        """Return a meta tensor with the shape and dtype of a saved tensor."""
+        import torch
+
+        entry = self.plan.catalog.tensors[key]
+        return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
 
     def absent(self, kind: str, key: str) -> None:
         """Report a missing key. It is no error in another system's checkpoint: not every system saves such values."""

@@ -7,6 +7,7 @@ JSON values represent themselves. Everything else is an object with one key that
     {"$tensor": {"dtype", "shape", "data"}} a small plain tensor, row-major bytes in base64
     {"$ref": "extra.ema.w"}                 a tensor of the checkpoint, stored like every other
     {"$order": [[1, 0], value]}             that tensor, with its dimensions in this order in memory, slowest first
+    {"$parameter": [requires_grad, value]}  that tensor, as an nn.Parameter
     {"$ndarray": value}  {"$npscalar": value}  numpy, as the tensor of the same bytes
     {"$dtype": "float32"}  {"$device": "cuda"}  {"$size": [2, 3]}
     {"$torch_save": base64}                 any value that torch.load(weights_only=True) reads
@@ -63,7 +64,7 @@ class _Encoder:
         if depth > _MAX_DEPTH:
             raise SaveError(f"{path[:200]}: nested more than {_MAX_DEPTH} deep, or contains itself.")
         kind = type(value)
-        if kind is self._dtensor and not value.is_meta:
+        if kind is self._dtensor and not value.is_meta and not _is_parameter(value):
             return self._apart(value.detach() if value.requires_grad else value, path)
         if value is None or kind in (bool, str):
             return value
@@ -83,7 +84,8 @@ class _Encoder:
             if plain and value and {self._dtensor}.issuperset(map(type, value.values())):
                 # Encode a dict of DTensors with batched operations.
                 names = list(map(f"{path}.".__add__, value))
-                if self._tensors.keys().isdisjoint(names) and not any(map(_is_meta, value.values())):
+                odd = any(map(_is_meta, value.values())) or any(map(_is_parameter, value.values()))
+                if not odd and self._tensors.keys().isdisjoint(names):
                     self._tensors.update(zip(names, value.values(), strict=True))
                     return {key: {"$ref": name} for key, name in zip(value, names, strict=True)}
             if plain:
@@ -140,6 +142,8 @@ class _Encoder:
                 f"{path}: the tensor is a {type(value).__module__}.{type(value).__qualname__}, which would be "
                 "loaded as a plain torch.Tensor. Save value.as_subclass(torch.Tensor) instead."
             )
+        if isinstance(value, torch.nn.Parameter):
+            return {"$parameter": [value.requires_grad, self._tensor(value.detach(), path)]}
         value = value.detach() if value.requires_grad else value
         order = order_of(value) if plain else None
         if plain and value.numel() * value.element_size() <= INLINE_BYTES:
@@ -191,6 +195,12 @@ def _is_torchs(value: Any) -> bool:
 
 
 _is_meta = operator.attrgetter("is_meta")
+
+
+def _is_parameter(value: Any) -> bool:
+    return getattr(value, "_is_param", False)  # as torch's isinstance(value, nn.Parameter) does for a DTensor
+
+
 _STRINGS = frozenset((str,))
 _WORDS = frozenset((str, int, bool, type(None)))  # represent themselves in JSON
 _CONTAINERS = (dict, collections.OrderedDict, list, tuple, set, frozenset)
@@ -279,6 +289,13 @@ def _decode_order(body: JSON, tensor: Callable[[str], Any]) -> torch.Tensor:
     return in_order(decode(tree, tensor), order)
 
 
+def _decode_parameter(body: JSON, tensor: Callable[[str], Any]) -> torch.nn.Parameter:
+    from torch.nn import Parameter
+
+    requires_grad, tree = body
+    return Parameter(decode(tree, tensor), requires_grad=bool(requires_grad))
+
+
 def _torch_dtype(name: str) -> torch.dtype:
     import torch
 
@@ -313,6 +330,7 @@ _TAGS: Mapping[str, Callable[[JSON, Callable[[str], Any]], Any]] = {
     "$tensor": _decode_tensor,
     "$ref": lambda body, tensor: tensor(body),
     "$order": _decode_order,
+    "$parameter": _decode_parameter,
     "$ndarray": lambda body, tensor: decode(body, tensor).numpy(),
     "$npscalar": lambda body, tensor: decode(body, tensor).numpy()[()],
     "$dtype": lambda body, _: _torch_dtype(body),

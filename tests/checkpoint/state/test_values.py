@@ -73,6 +73,14 @@ def test_small_tensors_are_stored_inside_the_json(tensor: torch.Tensor) -> None:
     assert tensors == {} and back.dtype == tensor.dtype and torch.equal(back, tensor)
 
 
+@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(600, 2), torch.ones(600, 2).T, torch.arange(3)], ids=str)
+def test_parameters_remain_parameters(value: torch.Tensor) -> None:
+    kept = torch.nn.Parameter(value, requires_grad=value.dtype is torch.float32)
+    for back in (through(kept), through({"a": [kept]})["a"][0]):
+        assert type(back) is torch.nn.Parameter and back.requires_grad is kept.requires_grad
+        assert torch.equal(back, kept) and back.stride() == kept.stride()
+
+
 @pytest.mark.parametrize("numel", [6, 600])
 def test_tensors_keep_the_order_of_their_dimensions_in_memory(numel: int) -> None:
     for order in ((0, 2, 1), (2, 0, 1), (1, 2, 0)):
