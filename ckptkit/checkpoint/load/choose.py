@@ -109,8 +109,8 @@ class Loader:
                         f"{error}\nTo see all damage: `{verify}`. To load an older checkpoint: load(..., "
                         "fallback='previous'), or 'latest~1', or a step."
                     ) from error
-                if self.coordinator.is_main:
-                    _log.warning("%s/%s is damaged, falling back to the previous checkpoint: %s", self.url, name, error)
+                text = f"{self.url}/{name} is damaged, falling back to the previous checkpoint: {error}"
+                self.coordinator.decide(partial(_log.warning, "%s", text), "warning of damage")
                 first = first or error
                 damaged.append(name)
             else:

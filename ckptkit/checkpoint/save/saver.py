@@ -466,12 +466,9 @@ class Saver:
         found, anywhere, classes = prints.differing(self.coordinator.all_gather(prints.to_bytes(unequal)))
         self.classes = classes or self.classes
         if anywhere:
-            self.coordinator.run_on_all(
-                partial(refuse_unlike, found, captured), "comparing the parameters of the ranks"
-            )
-        if self.coordinator.is_main:
-            warn_of(found, captured)
-        if anywhere:
+            what = "comparing the parameters of the ranks"
+            self.coordinator.run_on_all(partial(refuse_unlike, found, captured), what)
+            self.coordinator.decide(partial(warn_of, found, captured), what)  # a user's logging handler may raise
             self.keepers = {**(self.keepers or {}), **found}
         return anywhere
 

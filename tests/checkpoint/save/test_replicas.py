@@ -103,6 +103,22 @@ def save(url: Path, kind: str = "sharded", background: bool = False) -> list[str
     return lines
 
 
+@on_ranks(2)
+def test_a_logging_handler_that_raises_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
+    def emit(record: logging.LogRecord) -> None:
+        raise OSError("the log is full")
+
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = emit  # type: ignore[method-assign]
+    state = state_of(*made(1.0))
+    with CheckpointManager(tmp_path, timeout_s=20) as manager:
+        logging.getLogger("ckptkit").addHandler(handler)
+        with pytest.raises(RankFailedError, match=r"comparing the parameters.*the log is full"):
+            manager.save(1, state)
+        logging.getLogger("ckptkit").removeHandler(handler)
+        manager.save(1, state)
+
+
 def load(url: Path, which: str) -> tuple[dict[str, list[float]], list[str], list[str]]:
     model, optimizer = made()
     with warned() as lines, CheckpointManager(url) as manager:
