@@ -19,6 +19,7 @@ from ckptkit.errors import UsageError
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 from tests.checkpoint import meshes, states
+from tests.checkpoint.hidden import Scaled
 from tests.checkpoint.optimizers import masters
 from tests.checkpoint.states import refusal
 from tests.ranks import on_ranks, run_ranks
@@ -243,17 +244,43 @@ def one_each(url: str, kind: str) -> None:
     assert optimizer.state[model.experts]["momentum_buffer"].tolist() == [1.0 + dist.get_rank()]
 
 
-@pytest.mark.parametrize("glob", ["*", "0.weight"])
-@on_ranks(2)
-def test_quantized_weights_are_no_parts_of_a_global_weight(tmp_path: Path, kind: str, glob: str) -> None:
-    """Their description has the shape of one rank's part, so an export would be wrong."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+def with_quantized(config: str, value: float, *, glob: str = "", rows: int = 4) -> TrainState:
+    """Return a model with a quantized weight, which with a glob is this rank's part of a global weight."""
+    import torchao.quantization as torchao
 
-    model = nn.Sequential(nn.Linear(32, 4, bias=False))
-    quantize_(model, Int8WeightOnlyConfig())
-    layout = {glob: Shard(0, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))}
+    model = nn.Sequential(nn.Linear(64, rows, bias=False, dtype=torch.bfloat16))
+    nn.init.constant_(model[0].weight, value)
+    torchao.quantize_(model, getattr(torchao, config)())
+    layout = {glob: Shard(0, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))} if glob else {}
+    return TrainState(model=model, layout=layout, rng=False)
+
+
+@pytest.mark.parametrize("glob", ["*", "0.weight"])
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
+@on_ranks(2)
+def test_declared_quantized_weights_are_parts_of_a_global_weight(
+    tmp_path: Path, kind: str, config: str, glob: str
+) -> None:
+    source = with_quantized(config, 1.0 + dist.get_rank(), glob=glob)
+    live = with_quantized(config, 9.0, glob=glob)
+    states.check_round_trip(tmp_path, source, live, kind)
+    if kind != "local":
+        whole = with_quantized(config, 9.0, rows=8)
+        states.load_all(tmp_path, whole)
+        expected = torch.tensor([1.0] * 4 + [2.0] * 4).bfloat16()[:, None].expand(8, 64)
+        assert torch.allclose(whole.model[0].weight.dequantize(), expected, rtol=1e-2)  # quantization rounds
+
+
+@on_ranks(2)
+def test_declared_weights_whose_scale_has_no_position_in_the_global_weight_are_refused(
+    tmp_path: Path, kind: str
+) -> None:
+    model = nn.Module()
+    model.odd = nn.Parameter(Scaled(torch.ones(4, 4, dtype=torch.int8), torch.tensor(0.5)), requires_grad=False)
+    layout = {"odd": Shard(0, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))}
     said = refusal(lambda: states.save(tmp_path, TrainState(model=model, layout=layout), state_dict_type=kind))
-    assert "model.0.weight is stored in parts, which TrainState(layout=...) cannot join" in said
+    assert "model.odd is sharded, and its local part is a tests.checkpoint.hidden.Scaled, whose scale []" in said
+    assert "Declare it 'per_rank', or train with unquantized weights." in said
     assert not list(tmp_path.glob("step_*"))
 
 

@@ -34,6 +34,7 @@ from ckptkit.checkpoint.state.train_state import (
     TrainState,
     computed_state,
     is_stateful,
+    joined_weights,
     live_tensors,
     model_tensors,
     parameter_names,
@@ -329,11 +330,13 @@ class _Planner:
                 saved = {fqn: entry for fqn, entry in saved.items() if chosen(outers[fqn])}
                 left = [f"{key}.{fqn}" for fqn in outers if fqn not in saved]
                 self.plan.skipped.update(dict.fromkeys(left, "not included"))
-            live, recipes, reasons = open_all(live)
+            joined_here = joined_weights(name, live, self.state.layout) if self.state.layout else {}
+            live, recipes, reasons = open_all(live, joined_here)
             if recipes or self.recipes:
                 live, saved = self.parts(key, live, saved, recipes)
             for fqn, tensor in live.items() if self.state.layout else ():
-                self.declared.setdefault(id(tensor), shards_of(self.state.layout, prefix + fqn))
+                if outer_name(fqn, recipes) == fqn:  # a part was joined before it was split
+                    self.declared.setdefault(id(tensor), shards_of(self.state.layout, prefix + fqn))
             if hidden := {**hidden_ones(live), **reasons}:
                 mismatches.add("others", key, [f"{fqn} here {why}" for fqn, why in hidden.items()])
                 live = {fqn: tensor for fqn, tensor in live.items() if fqn not in hidden}
@@ -570,7 +573,9 @@ class _Planner:
         except SaveError as error:
             self.plan.mismatches.add("others", plan.key, [str(error)])
             return
-        _, recipes, reasons = open_all({**tensors, **declared}, lambda _: parameter)
+        _, recipes, reasons = open_all(
+            {**tensors, **declared}, {k: parameter for k, v in tensors.items() if is_state_in_parts(v)}
+        )
         wholes = {name: live[name] for name in recipes}
         others = [f"{fqn}.{name} here {why}" for name, why in reasons.items()]
         for name, recipe in stored.items():
@@ -585,7 +590,7 @@ class _Planner:
                         declared[name], local = wholes[name], local_part(wholes[name])
                         wholes[name] = placed_like(parameter, local) if isinstance(parameter, DTensor) else local
                 tensor = declared.get(name, wholes.get(name, live.get(name)))
-                opened, made, _ = open_all({name: tensor}, lambda _: parameter)
+                opened, made, _ = open_all({name: tensor}, {name: parameter} if is_state_in_parts(tensor) else {})
                 if not same_recipe(made.get(name), recipe):
                     others.append(unlike(f"{fqn}.{name}", made.get(name), recipe))
                 elif opened.keys() - entries.keys():

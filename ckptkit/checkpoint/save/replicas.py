@@ -329,8 +329,9 @@ def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
             "would be saved. Replicas diverge if ranks initialize or update them differently: broadcast the values "
             "after initialization, and reduce the gradients over the replicas. If these ranks have different parts "
             "(experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). If one replica is "
-            "enough, because they differ only by rounding: layout={'NAME': 'any_replica'}. In extra, wrap plain "
-            "tensors that differ in ckptkit.PerRank."
+            "enough, because they differ only by rounding: layout={'NAME': 'any_replica'}. A buffer that each rank "
+            "computes from its own data must be a plain tensor, not a DTensor: then each rank's values are saved. In "
+            "extra, wrap plain tensors that differ in ckptkit.PerRank."
         )
     unlike = sorted(captured.alike.intersection(keys))
     if unlike:

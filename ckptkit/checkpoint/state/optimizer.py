@@ -159,7 +159,8 @@ def capture_optimizer(
         for fqn, states in declared.items()
         for name, whole in joined(f"{what}.state.{fqn}", states, parameters[fqn], shards_of(layout or {}, fqn)).items()
     }
-    table, recipes, reasons = open_all({**captured.tensors, **wholes}, lambda key: parameters[key[0]])
+    owners = {key: parameters[key[0]] for key in captured.tensors} if keeps_parts(optimizer) else {}
+    table, recipes, reasons = open_all({**captured.tensors, **wholes}, owners)
     captured.recipes.update(recipes)
     captured.joined.update((fqn, name) for fqn, name in table if (fqn, name.partition(SEPARATOR)[0]) in wholes)
     for (fqn, name), recipe in recipes.items():

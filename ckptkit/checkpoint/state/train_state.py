@@ -20,7 +20,16 @@ from ckptkit.checkpoint.state.rng import capture_rng
 from ckptkit.checkpoint.state.values import JSON, encode
 from ckptkit.errors import SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import local_part, without_subclass
-from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, left_behind, open_all, outer_name, repeated
+from ckptkit.formats.dcp.subclasses import (
+    SEPARATOR,
+    SUBCLASSES,
+    Recipe,
+    left_behind,
+    open_all,
+    outer_name,
+    repeated,
+    without_values,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +68,7 @@ class PerRank:
 
 _LISTED = 5
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_UNQUANTIZED = "Declare it 'per_rank', or train with unquantized weights"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _EXPECTED = {
     "model": "a module, or several by name. Pass the model itself, not its class or its state dict",
@@ -238,7 +248,10 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
         key = section("model", name)
         live = _live_state(module)
         live_models[key], extra_state = _by_canonical_name(module, live)
-        captured.models[key], opened, reasons = open_all(live_models[key])
+        joined = joined_weights(name, live_models[key], state.layout) if state.layout else {}
+        captured.models[key], opened, reasons = open_all(live_models[key], joined)
+        captured.declared.update(f"{key}.{fqn}" for fqn in captured.models[key] if outer_name(fqn, opened) in joined)
+        reasons.update({fqn: f"{why}. {_UNQUANTIZED}" for fqn, why in reasons.items() if fqn in joined})
         if "bitsandbytes" in sys.modules:
             reasons.update(left_behind(canonical_modules(module)))
         refuse_hidden(f"{key}.", captured.models[key], filled=True, reasons=reasons)
@@ -261,10 +274,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
     if recipes:
         captured.objects[SUBCLASSES] = recipes
     if state.layout:
-        owners = ((f"{name}." if name else "", live_models[section("model", name)]) for name in models)
-        fqns = [prefix + fqn for prefix, live in owners for fqn in live]
-        captured.globs.update({glob: bool(fnmatch.filter(fqns, glob)) for glob in state.layout})
-        _globalize(captured, state)
+        _globalize(captured, state, live_models)
     for name, (key, tensors) in zip(models, captured.models.items(), strict=True):
         plain = _plain_parameters(key, tensors, live_models[key], recipes)
         prefix = f"{name}." if name else ""
@@ -299,6 +309,23 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
     return captured
 
 
+def joined_weights(name: str, live: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
+    """Return the global tensors of declared tensors that are stored in parts (quantized weights), by FQN.
+
+    They have no values, because not every class can be the local part of a DTensor.
+
+    Args:
+        name: The model's name.
+        live: The model's tensors.
+    """
+    key, prefix = section("model", name), f"{name}." if name else ""
+    found: dict[str, torch.Tensor] = {}
+    for fqn, tensor in live.items():
+        if (shards := shards_of(layout, prefix + fqn)) and (place := without_values(tensor)) is not None:
+            found[fqn] = as_global(f"{key}.{fqn}", place, shards)
+    return found
+
+
 def _plain_parameters(
     key: str, tensors: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]
 ) -> dict[str, str]:
@@ -331,26 +358,27 @@ def _other_names(
     return {"tied": found} if found else {}
 
 
-def _globalize(captured: Captured, state: TrainState) -> None:
+def _globalize(captured: Captured, state: TrainState, live: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Replace each tensor that the layout declares with a DTensor that presents it as a part of a global tensor.
 
     Runs after the lookups by identity, because the DTensors are new objects.
+
+    Args:
+        live: The models' tensors, by section.
     """
     from torch.distributed.tensor import DTensor
 
+    owners = ((f"{name}." if name else "", live[section("model", name)]) for name in state.parts("model"))
+    fqns = [prefix + fqn for prefix, tensors in owners for fqn in tensors]
+    captured.globs.update({glob: bool(fnmatch.filter(fqns, glob)) for glob in state.layout})
     before = {key: id(tensor) for key, tensor in captured.tensors(aliases=True)}
     parameters: dict[str, torch.Tensor] = {}
     for name in state.parts("model"):
         tensors, prefix = captured.models[section("model", name)], f"{name}." if name else ""
         parameters.update((prefix + fqn, tensor) for fqn, tensor in tensors.items())
         for fqn, tensor in tensors.items():
-            outer = outer_name(fqn, captured.objects.get(SUBCLASSES, {}), f"{section('model', name)}.")
-            if outer != fqn and shards_of(state.layout, prefix + outer):
-                raise SaveError(
-                    f"{section('model', name)}.{outer} is stored in parts, which TrainState(layout=...) cannot join to "
-                    "a global tensor. Declare it 'per_rank', or train with unquantized weights. Nothing was saved."
-                )
-            tensors[fqn] = as_global(f"{section('model', name)}.{fqn}", tensor, shards_of(state.layout, prefix + fqn))
+            if (key := f"{section('model', name)}.{fqn}") not in captured.declared:  # joined before it was split
+                tensors[fqn] = as_global(key, tensor, shards_of(state.layout, prefix + fqn))
     for key, taken in captured.optimizers.items():
         for (fqn, name), value in taken.tensors.items():
             if (fqn, name) in taken.joined:

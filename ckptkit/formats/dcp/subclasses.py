@@ -135,13 +135,13 @@ def same_recipe(one: Recipe | None, other: Recipe | None) -> bool:
 
 
 def open_all(
-    tensors: Mapping[Any, Any], parameter_of: Callable[[Any], Any] = lambda _: None
+    tensors: Mapping[Any, Any], wholes: Mapping[Any, Any] | None = None
 ) -> tuple[dict[Any, Any], dict[Any, Recipe], dict[Any, str]]:
     """Replace those tensors in a table that are not dense with their parts.
 
     Args:
         tensors: By name, or by (FQN, state name). Tensors that can't be split stay as they are.
-        parameter_of: Returns the parameter of the optimizer state with a name. Needed for states that are no tensors.
+        wholes: For each value that is a part of a global tensor but no DTensor: a tensor with the global placement.
 
     Returns:
         The table with the parts, the recipes by name, and, for each tensor that could not be split, the reason.
@@ -157,7 +157,7 @@ def open_all(
     for name, tensor in tensors.items():
         if id(tensor) not in known:
             try:
-                known[id(tensor)] = open_tensor(tensor, parameter_of(name))
+                known[id(tensor)] = open_tensor(tensor, (wholes or {}).get(name))
             except SaveError as error:
                 known[id(tensor)] = None
                 reasons[name] = str(error)
@@ -174,23 +174,31 @@ def open_all(
     return table, recipes, reasons
 
 
-def open_tensor(tensor: Any, parameter: Any = None) -> Opened | None:
+def open_tensor(tensor: Any, whole: Any = None) -> Opened | None:
     """Return a tensor's parts, or None if it is dense or its class does not name its inner tensors.
 
     Args:
-        parameter: The parameter of an optimizer state. A state that is no DTensor is placed like its parameter.
+        whole: A tensor with the global placement, if `tensor` is a part of a global tensor but no DTensor.
 
     Raises:
         SaveError: The tensor can't be stored in parts. The message completes the sentence "the tensor ...".
     """
     from torch.distributed.tensor import DTensor
 
-    local, whole = tensor, tensor
-    if type(tensor) is DTensor:
-        local = tensor._local_tensor
-    elif is_state_in_parts(tensor) and isinstance(parameter, DTensor):
-        whole = parameter
-    return _open(local, whole) if _is_made_of_parts(local) else None
+    local = tensor._local_tensor if type(tensor) is DTensor else tensor
+    return _open(local, whole if isinstance(whole, DTensor) else tensor) if _is_made_of_parts(local) else None
+
+
+def without_values(tensor: Any) -> Any:
+    """Return a meta tensor that is placed like a tensor that is stored in parts; None for other tensors."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not _is_made_of_parts(local):
+        return None
+    made = torch.empty(local.shape, dtype=tensor.dtype, device="meta")
+    return placed_like(tensor, made) if isinstance(tensor, DTensor) else made
 
 
 def _is_made_of_parts(tensor: Any) -> bool:
