@@ -136,7 +136,7 @@ def write_parts(out: str, mesh_shape: tuple[int, ...], tensors: dict[str, Any]) 
     torch.save(state, f"{out}/model_world_size_{world}_rank_{dist.get_rank()}.pt")
 
 
-def write_lightrft(out: str) -> dict[str, Any]:
+def write_lightrft(out: str, lr: float = 1e-3) -> dict[str, Any]:
     """Write LightRFT's layout: bf16 weights in DCP, fp32 masters and moments in one file per rank, two groups, one
     frozen."""
     model = net(tied=True, dtype=torch.bfloat16)
@@ -148,7 +148,7 @@ def write_lightrft(out: str) -> dict[str, Any]:
     groups = decay_groups(model)
     masters = [[p.detach().float() for p in group["params"]] for group in groups]
     base = torch.optim.AdamW(
-        [{**group, "params": flat} for group, flat in zip(groups, masters, strict=True)], foreach=False
+        [{**group, "params": flat} for group, flat in zip(groups, masters, strict=True)], lr, foreach=False
     )
     for step in range(2):
         torch.manual_seed(step)

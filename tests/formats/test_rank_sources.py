@@ -108,6 +108,11 @@ def test_lightrft_masters_are_matched_with_groups_a_tied_head_and_a_frozen_param
     assert check_masters(source.store, source.catalog) == []
 
 
+def test_lightrft_masters_of_equal_norm_weights_are_matched(ranks, tmp_path):
+    expected = ranks.run(rank_writers.write_lightrft, 2, str(tmp_path), 0.0)[0]
+    opened_with(tmp_path, expected)
+
+
 def test_an_error_names_a_missing_lightrft_rank(ranks, tmp_path):
     ranks.run(rank_writers.write_lightrft, 3, str(tmp_path))
     (tmp_path / "optim_states" / "_rank2").unlink()

@@ -32,6 +32,7 @@ from ckptkit.storage import Store
 
 OPTIMIZER_DIRECTORY = "optim_states"
 _RANK_FILE = re.compile(r"_rank(\d+)")
+_NEVER = 1 << 10  # more dimensions than any tensor has
 _PATTERN = f"{OPTIMIZER_DIRECTORY}/_rank{{rank}}"
 _OBJECTS = {"client_state": "client_state.pt", "scheduler": "scheduler_state.pt"}
 
@@ -92,15 +93,20 @@ def _state_dict_order(store: Store) -> list[str]:
     return [key for key in paths if isinstance(key, str)] if isinstance(paths, dict) else []
 
 
-def _params(model: Catalog, order: Sequence[str]) -> list[Param]:
-    """Return the float tensors in module order. Tied tensors, which DCP stores under each name, count only once."""
+def _params(model: Catalog, order: Sequence[str], tied_ndim: int) -> list[Param]:
+    """Return the float tensors in module order.
+
+    DCP stores tied tensors under each name. Tensors of equal bytes that have at least `tied_ndim` dimensions are taken
+    for tied, and count only once.
+    """
     found, seen = [], set()
     for name in dict.fromkeys([*order, *model.tensors]):
         entry = model.tensors.get(name)
         if entry is None or entry.role is not Role.MODEL or dtype_of(entry.dtype).kind != "float":
             continue
         parts = frozenset((part.box, part.digest.value) for part in entry.slices if part.digest is not None)
-        same = (entry.shape, entry.dtype, parts) if entry.numel > 1 and len(parts) == len(entry.slices) else None
+        known = len(entry.shape) >= tied_ndim and entry.numel > 1 and len(parts) == len(entry.slices)
+        same = (entry.shape, entry.dtype, parts) if known else None
         if same is None or same not in seen:
             seen.add(same)
             found.append(Param(entry.fqn, entry.shape))
@@ -111,9 +117,14 @@ def _optimizer(store: Store, values: Sequence[Mapping[str, Any]], model: Catalog
     masters = join([dict(_indexed(value["flat_fp32_weights"])) for value in values], what=_PATTERN)
     base = [value["base_optim_states"] for value in values]
     groups = base[0].get("param_groups") or []
-    params = _params(model, _state_dict_order(store))
-    assigned = match_masters(store, masters, groups, params, model.by_role(Role.MODEL))
-    if assigned is None:
+    order, weights = _state_dict_order(store), model.by_role(Role.MODEL)
+    # Equal norm weights are rarely tied: low precision can keep all of them at 1. Equal matrices usually are.
+    for tied_ndim in (2, 0, _NEVER):
+        params = _params(model, order, tied_ndim)
+        assigned = match_masters(store, masters, groups, params, weights)
+        if assigned is not None:
+            break
+    else:
         note = (
             "the optimizer was skipped: the model's names and shapes do not prove which weight each master belongs to."
         )
