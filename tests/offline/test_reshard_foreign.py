@@ -108,6 +108,18 @@ def test_local_files_of_a_reshard_export_as_the_source_does(zoo: Path, tmp_path:
     assert_same(*(torch.load(tmp_path / t / "pytorch_model.bin", weights_only=True) for t in "ab"))
 
 
+def test_side_files_that_lead_out_or_are_too_large_are_named_and_not_copied(zoo: Path, tmp_path: Path) -> None:
+    source = copied(zoo / "hf_ref_llama_untied", tmp_path / "source")
+    (tmp_path / "secret").write_text("{}")
+    (source / "vocab.json").symlink_to(tmp_path / "secret")
+    with open(source / "tokenizer.model", "wb") as file:
+        file.truncate(1 << 40)
+    report = reshard(str(source), str(tmp_path / "new"), world_size=2)
+    assert "vocab.json was not copied: it is a symlink" in report.notes
+    assert any(note.startswith("tokenizer.model was not copied: more than") for note in report.notes)
+    assert not {"vocab.json", "tokenizer.model"} & {path.name for path in (tmp_path / "new").iterdir()}
+
+
 def test_skipped_objects_are_named_with_the_reason(zoo: Path, tmp_path: Path) -> None:
     report = reshard(str(zoo / "hf_trainer_fsdp2_sharded_w2"), str(tmp_path / "new"), world_size=2)
     assert any("rng_state_0" in note and "reseeded" in note for note in report.notes)

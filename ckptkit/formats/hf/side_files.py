@@ -111,7 +111,8 @@ def find_side_files(store: Store, directory: str = "") -> SideFiles:
         return SideFiles(carried, code, None, notes)
     config = read_json(store, config_path)
     if not isinstance(config, dict):
-        return SideFiles(carried, code, None, (f"{config_path} is not a JSON object; it was not used.", *notes))
+        note = f"{config_path} could not be read as a JSON object; it was not used."
+        return SideFiles(carried, code, None, (note, *notes))
     return SideFiles(carried, code, config, notes)
 
 

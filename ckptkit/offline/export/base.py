@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog
-from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafePathError, UnsupportedFormatError
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.side_files import find_side_files
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store, split_url
+from ckptkit.units import format_size
 
-_MAX_FILE = 256 << 20
+_MAX_BYTES = 256 << 20  # of all side files together
 # Files that are never copied: weights in any format, and files that run code when they are loaded.
 _WEIGHTS = re.compile(
     r"\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|onnx|h5|msgpack|pkl|pickle|npz|distcp|metadata)$|\.index\.json$", re.I
@@ -106,10 +106,8 @@ def beside_source(store: Store, catalog: Catalog) -> BaseModel:
     paths = catalog.info.side_files
     if not paths and catalog.info.format == "dcp":
         paths = find_side_files(store).carried
-    for path in paths:
-        data = _read_small(store, path, notes)
-        if data is not None:
-            contents.setdefault(_export_name(path), data)
+    for path, data in read_side_files(store, paths, notes).items():
+        contents.setdefault(_export_name(path), data)
     config = _json_object(contents.pop("config.json", None), "config.json")
     adapter = next(
         (_json_object(contents.pop(n), n) for n in ("adapter_config.json", "peft_config.json") if n in contents), None
@@ -167,23 +165,15 @@ def _set_dtype(config: dict[str, Any], dtype: str, notes: list[str]) -> None:
 def _read_directory(store: Store, where: str, repo: str | None = None) -> BaseModel:
     side = find_side_files(store)
     notes: list[str] = list(side.notes)
-    names = list(side.carried)
-    config = _json_object(_read_small(store, "config.json", notes), f"{where}/config.json")
+    files = read_side_files(store, side.carried, notes)
+    config = _json_object(files.pop("config.json", None), f"{where}/config.json")
     if config is not None and config.get("auto_map"):
-        names += side.code
+        files.update(read_side_files(store, side.code, notes))
         notes.append(
             "the author's Python files are copied, because config.json names them in auto_map; they were not run"
         )
-    files: dict[str, bytes] = {}
-    for name in names:
-        if name != "config.json":
-            data = _read_small(store, name, notes)
-            if data is not None:
-                files[name] = data
-    adapter = None
-    for name in ("adapter_config.json", "peft_config.json"):
-        if adapter is None and store.info(name) is not None:
-            adapter = _json_object(_read_small(store, name, notes), f"{where}/{name}")
+    adapters = read_side_files(store, ("adapter_config.json", "peft_config.json"), notes)
+    adapter = next((_json_object(data, f"{where}/{name}") for name, data in adapters.items()), None)
     files.pop("adapter_config.json", None)
     return BaseModel(where, config, files, _wanted(store, notes), adapter, repo, tuple(notes))
 
@@ -248,44 +238,37 @@ def _from_hub(base: str) -> BaseModel:
     return BaseModel(base, found.config, found.files, found.wanted, found.adapter_config, repo, notes)
 
 
-def _read_small(store: Store, path: str, notes: list[str]) -> bytes | None:
-    """Return the file's bytes. If the file is not to be copied, add a note and return None."""
-    if _WEIGHTS.search(path):
-        notes.append(f"{path} was not copied: it looks like weights")
-        return None
-    return _read_regular(store, path, notes)
+def read_side_files(store: Store, paths: Iterable[str], notes: list[str]) -> dict[str, bytes]:
+    """Return the contents of these files by path. Adds a note for each file that is not to be copied."""
+    found: dict[str, bytes] = {}
+    left = _MAX_BYTES
+    for path in dict.fromkeys(paths):
+        if _WEIGHTS.search(path):
+            notes.append(f"{path} was not copied: it looks like weights")
+            continue
+        data = _read_regular(store, path, notes, left)
+        if data is not None:
+            found[path] = data
+            left -= len(data)
+    return found
 
 
-def _read_regular(store: Store, path: str, notes: list[str]) -> bytes | None:
+def _read_regular(store: Store, path: str, notes: list[str], limit: int = _MAX_BYTES) -> bytes | None:
     info = store.info(path)
     if info is None:
         return None
-    if info.kind == "symlink" and _in_hub_cache(store, path):
-        return _read_link(store, path)
-    if info.kind != "file":
+    if info.kind not in ("file", "symlink"):
         notes.append(f"{path} was not copied: it is a {info.kind}")
         return None
-    if info.size > _MAX_FILE:
-        notes.append(f"{path} was not copied: {info.size} bytes is too large for a side file")
+    try:
+        data = store.read(path, 0, limit + 1) if info.size <= limit else None
+    except UnsafePathError:  # the link leads out of the store, or to something other than a file
+        notes.append(f"{path} was not copied: it is a symlink")
         return None
-    return store.read(path)
-
-
-def _in_hub_cache(store: Store, path: str) -> bool:
-    """Return whether a link belongs to the Hub cache: .../models--x/snapshots/<revision>/file -> ../../blobs/<hash>."""
-    root = store.url
-    if not is_directory(store):
-        return False
-    blobs = os.path.join(os.path.realpath(os.path.join(root, "..", "..")), "blobs")
-    target = os.path.realpath(os.path.join(root, path))
-    return os.path.dirname(target) == blobs
-
-
-def _read_link(store: Store, path: str) -> bytes | None:
-    if not is_directory(store):
+    if data is None or len(data) > limit:
+        notes.append(f"{path} was not copied: more than {format_size(_MAX_BYTES)} is too large for side files")
         return None
-    with open(os.path.realpath(os.path.join(store.url, path)), "rb") as file:  # noqa: PTH123
-        return file.read(_MAX_FILE) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+    return data
 
 
 def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import RECORD_NAME
 from ckptkit.offline.copying.plan import Literal, OutputFile, OutputTensor, Placement, Plan
-from ckptkit.offline.export.base import beside_source
+from ckptkit.offline.export.base import beside_source, read_side_files
 from ckptkit.offline.export.files import in_disk_order
 from ckptkit.offline.resharding.mesh import Cut, Cuts, RankBoxes, TargetMesh, TPPlan
 from ckptkit.offline.resharding.own_state import OwnState, OwnTensor, own_state
@@ -131,7 +131,8 @@ def plan_reshard(
     aliases = catalog.info.extra.get("aliases")
     if aliases and type != "sharded" and catalog.info.format.startswith("ckptkit-"):
         extra["aliases"] = aliases
-    side = {path.rpartition("/")[2]: store.read(path) for path in dict.fromkeys(catalog.info.side_files)}
+    carried = read_side_files(store, catalog.info.side_files, own.notes)
+    side = {path.rpartition("/")[2]: data for path, data in carried.items()}
     if vocabulary is not None:
         base = beside_source(store, catalog)
         config = resize_state(own, base.config, vocabulary, store=store, catalog=catalog, files=base.files)
