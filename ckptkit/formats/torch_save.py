@@ -84,10 +84,10 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
             for path, value in values.items()
         }
         check_index(index, weight_map, listed)
-        return _catalog(store, values, index)
+        return catalog_of(store, values, index)
     numbered = numbered_files(names, "bin") if "pytorch_model.bin" not in names else None
     if numbered is not None:
-        return _catalog(store, _shards(store, numbered, options))
+        return catalog_of(store, _shards(store, numbered, options))
     files = [name for name in names if name.endswith(TORCH_ENDINGS)]
     chosen = next((name for name in (*MODEL_FILES, *files[: len(files) == 1]) if name in files), None)
     if chosen is None:
@@ -101,7 +101,7 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
 def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
     """Open one torch.save file. Raises the same errors as `open_catalog`."""
     value = read_torch_file(store, path, allow_pickle=options.allow_pickle)
-    return _catalog(store, {path: plain(value, file=path)})
+    return catalog_of(store, {path: plain(value, file=path)})
 
 
 def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> Any:
@@ -160,7 +160,8 @@ class _Leaf:
     value: Any
 
 
-def _catalog(store: Store, values: Mapping[str, Any], index: str | None = None) -> Catalog:
+def catalog_of(store: Store, values: Mapping[str, Any], index: str | None = None) -> Catalog:
+    """Return the catalog of plain values, by the file that contains each."""
     leaves: dict[str, _Leaf] = {}
     for file, value in values.items():
         for leaf in _leaves(value, (), file, {}):

@@ -6,6 +6,7 @@ that takes another read per slice.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from ckptkit.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     UnsafePathError,
+    UnsafePickleError,
     UnsupportedFormatError,
 )
 from ckptkit.formats.dcp.locate import Items, LocatedSlices, find_opaque, item_batches
@@ -32,7 +34,10 @@ from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import NO_RECORD, step_of_name
 from ckptkit.formats.pickles.inert import ChunkMetadata, Index, Record, StorageInfo, TensorMetadata, TorchDType
+from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.walk import loads
+from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.formats.torch_save import catalog_of
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage.store import FileInfo, Store, checked_path
 
@@ -54,7 +59,8 @@ Int32 = npt.NDArray[np.int32]
 
 @collector_paused()
 def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
-    """Return the catalog of the DCP checkpoint at the store's root. Reads only metadata, no data files.
+    """Return the catalog of the DCP checkpoint at the store's root. Reads only metadata, and no data files unless all
+    tensors are in nested objects.
 
     Raises:
         CheckpointNotFoundError: There is no metadata file.
@@ -270,7 +276,24 @@ class _Builder:
         tensors = self._tensors(items, roles)
         objects = {name: self._object(name, roles) for name in self.objects}
         check_coverage(list(tensors.values()))
+        if not tensors and not self.opaque:
+            return self._unflattened(objects)
         return Catalog(tensors, objects, self._info())
+
+    def _unflattened(self, objects: dict[str, ObjectEntry]) -> Catalog:
+        """Return the catalog of a checkpoint whose tensors are in its objects, each a nested dict that the planner did
+        not flatten (`flatten_state_dict=False`). Reads the objects' pickles."""
+        values: dict[str, dict[str, Any]] = {}
+        for name, entry in objects.items():
+            if entry.codec is None:
+                with contextlib.suppress(UnsafePickleError, UnsupportedFormatError):
+                    value = read_archive(self.store, entry.path, entry.start, entry.nbytes)
+                    values.setdefault(entry.path, {})[name] = plain(value, file=f"{entry.path} ({name!r:.80})")
+        found = catalog_of(self.store, values)
+        parts = {name: entry for name, entry in found.objects.items() if len(entry.key) > 1}
+        opened = {entry.key[0] for entry in found.tensors.values()} | {entry.key[0] for entry in parts.values()}
+        kept = {name: entry for name, entry in objects.items() if name not in opened}
+        return Catalog(found.tensors, {**kept, **parts}, self._info())
 
     # --- gathering
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import (
@@ -29,7 +30,7 @@ from ckptkit.formats.dcp.catalog import open_catalog
 from ckptkit.storage.local import LocalStore
 from tests.conftest import ZOO
 from tests.formats.damages import Damage, edited, without, written
-from tests.formats.readback import contents, contents_of_file
+from tests.formats.readback import contents, contents_of_file, contents_of_state_dict
 
 OPTIMIZERS = {
     "dcp_appstate_w2/ckpt": "gain",
@@ -86,6 +87,20 @@ def changed(edit: Callable[[Any], None]) -> Damage:
 
 def first(metadata: Any, name: str = "col") -> tuple[Any, Any]:
     return next((k, v) for k, v in metadata.storage_data.items() if k.fqn == name)
+
+
+def test_tensors_in_objects_that_the_planner_did_not_flatten_are_read(tmp_path: Path) -> None:
+    model = {"embed.weight": torch.randn(5, 3), "steps": torch.tensor(7), "cut": torch.arange(9.0)[2:5]}
+    state = {"model": model, "optimizer": {"state": {"embed.weight": {"exp_avg": torch.ones(5, 3)}}}, "epoch": 3}
+    torch.distributed.checkpoint.save(
+        state, checkpoint_id=tmp_path, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True
+    )
+    store = LocalStore(str(tmp_path))
+    catalog = open_catalog(store)
+    found = {entry.fqn: entry for entry in catalog.by_role(Role.MODEL).values()}
+    assert contents(store, found) == contents_of_state_dict(model)
+    assert [entry.state for entry in catalog.by_role(Role.OPTIMIZER).values()] == ["exp_avg"]
+    assert list(catalog.objects) == ["epoch"]
 
 
 def test_metadata_rewritten_in_another_order_are_accepted(zoo: Path, tmp_path: Path) -> None:
