@@ -26,6 +26,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.torch_save import open_catalog, open_file
 from ckptkit.storage.local import LocalStore
 from tests.formats.damages import Damage, without, written
+from tests.formats.readback import contents, contents_of_state_dict
 
 
 def test_a_lightning_file_has_step_optimizer_and_other_state(zoo: Path) -> None:
@@ -133,6 +134,14 @@ def test_a_view_whose_bytes_are_not_its_values_is_refused(tmp_path: Path, mark: 
     torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
     with pytest.raises(UnsupportedFormatError, match=f"x.pt: holds a lazy {mark} view"):
         open_file(LocalStore(tmp_path), "x.pt")
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_tensors_that_repeat_elements_of_their_storage_are_read(tmp_path: Path, legacy: bool) -> None:
+    state = {"scale": torch.tensor(1.5).expand(2, 3), "rows": torch.arange(3.0).expand(4, 3)}
+    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
+    store = LocalStore(tmp_path)
+    assert contents(store, open_catalog(store).tensors) == contents_of_state_dict(state)
 
 
 def test_a_defaultdict_of_int_next_to_the_weights_is_read(tmp_path: Path) -> None:

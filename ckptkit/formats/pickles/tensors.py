@@ -20,6 +20,7 @@ from ckptkit.formats.pickles.inert import Function, Record, StorageType, Stub, T
 
 _MAX_NDIM = 64
 _MAX_NUMEL = 1 << 62
+_MAX_EXPANDED = 16 << 20  # bytes that the tensors of a pickle may have beyond their storages
 
 
 class OpaqueTensorError(UnsupportedFormatError):
@@ -250,6 +251,7 @@ class TensorRebuilder:
     def __init__(self, *, lazy: bool = False, classes: bool = False) -> None:
         self._lazy = lazy
         self._classes = classes
+        self._spare = _MAX_EXPANDED
         self._meshes: dict[int, tuple[MeshRecord, Record]] = {}
         utils: dict[str, Callable[..., Any]] = {
             "_rebuild_tensor": self._tensor,
@@ -277,19 +279,24 @@ class TensorRebuilder:
     # --- functions that the pickle calls
 
     def _tensor(self, storage: Any, offset: Any, size: Any, strides: Any, *_: Any) -> StoredTensor:
-        return stored(storage, None, offset, size, strides)
+        return self._stored(storage, None, offset, size, strides)
 
     def _tensor_v2(
         self, storage: Any, offset: Any, size: Any, strides: Any, grad: Any = False, hooks: Any = None, meta: Any = None
     ) -> StoredTensor:
-        return self._marked(stored(storage, None, offset, size, strides), meta)
+        return self._marked(self._stored(storage, None, offset, size, strides), meta)
 
     def _tensor_v3(
         self, storage: Any, offset: Any, size: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, meta: Any = None
     ) -> StoredTensor:
         if not isinstance(dtype, TorchDType):
             raise ValueError("a tensor's dtype is not known")
-        return self._marked(stored(storage, dtype.name, offset, size, strides), meta)
+        return self._marked(self._stored(storage, dtype.name, offset, size, strides), meta)
+
+    def _stored(self, storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any) -> StoredTensor:
+        tensor = stored(storage, dtype, offset, size, strides, spare=self._spare)
+        self._spare -= max(0, tensor.numel * tensor.itemsize - storage.nbytes)
+        return tensor
 
     def _marked(self, tensor: StoredTensor, meta: Any) -> StoredTensor:
         marks = frozenset(mark for mark in ("conj", "neg") if isinstance(meta, dict) and meta.get(mark))
@@ -350,7 +357,12 @@ def known_dtype(name: str) -> DType:
         raise UnsupportedFormatError(f"holds a tensor of dtype {name}, which can't be read without loss.") from None
 
 
-def stored(storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any) -> StoredTensor:
+def stored(storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any, *, spare: int = 0) -> StoredTensor:
+    """Return the tensor, after checking that it is within its storage.
+
+    Args:
+        spare: By how many bytes the tensor may be larger than its storage, because strides of 0 repeat elements.
+    """
     if not isinstance(storage, Storage):
         raise ValueError("a tensor's storage is not valid")
     name = dtype or storage.dtype or "uint8"
@@ -359,7 +371,7 @@ def stored(storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any
     if len(shape) != len(steps) or type(offset) is not int or offset < 0:
         raise ValueError("a tensor's strides do not fit its shape")
     numel = math.prod(shape)
-    if numel * itemsize > storage.nbytes:
+    if numel * itemsize > storage.nbytes + spare:
         raise ValueError(
             f"a tensor of shape {list(shape)} declares {numel * itemsize} bytes, but its storage holds {storage.nbytes}"
         )
