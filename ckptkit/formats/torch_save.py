@@ -1,30 +1,24 @@
-"""Reads torch.save files (one .pt, .bin or .ckpt file, or shards with an index) as a catalog.
-
-How the saved value is nested tells weights, optimizer state and other values apart, by the rules in
-`formats.dcp.roles`. Reads no tensor bytes.
-"""
+"""Reads torch.save files (one .pt, .bin or .ckpt file, or shards with an index) as a catalog. Reads no tensor bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ckptkit.catalog.box import Box
-from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, SliceArray, TensorEntry
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, TensorEntry
 from ckptkit.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    IncompleteCheckpointError,
     UnsafePickleError,
 )
-from ckptkit.formats.dcp.roles import EntryRole, RoleTable
 from ckptkit.formats.hf.shard_files import check_index, numbered_files, read_index
 from ckptkit.formats.hf.side_files import find_side_files, unread_state
+from ckptkit.formats.nested import entries_of
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_tar
 from ckptkit.formats.pickles.objects import plain
-from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor
+from ckptkit.formats.pickles.tensors import is_tensor
 from ckptkit.formats.pickles.walk import Unknown, loads
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.storage.store import Store
@@ -35,8 +29,6 @@ MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model
 TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # endings of torch.save files
 INDEX_SUFFIX = ".bin.index.json"
 _STEPS = ("global_step", "step", "iteration", "iter", "iter_num")  # keys under which scripts save the step
-
-Path = tuple[str | int, ...]
 
 
 def open_catalog(
@@ -80,14 +72,14 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
         weight_map = read_index(store, index, names)
         values = _shards(store, list(dict.fromkeys(weight_map.values())), options)
         listed = {
-            path: {name for name, item in value.items() if _is_tensor(item) or weight_map.get(name) == path}
+            path: {name for name, item in value.items() if is_tensor(item) or weight_map.get(name) == path}
             for path, value in values.items()
         }
         check_index(index, weight_map, listed)
-        return catalog_of(store, values, index)
+        return _catalog(store, values, index)
     numbered = numbered_files(names, "bin") if "pytorch_model.bin" not in names else None
     if numbered is not None:
-        return catalog_of(store, _shards(store, numbered, options))
+        return _catalog(store, _shards(store, numbered, options))
     files = [name for name in names if name.endswith(TORCH_ENDINGS)]
     chosen = next((name for name in (*MODEL_FILES, *files[: len(files) == 1]) if name in files), None)
     if chosen is None:
@@ -101,7 +93,7 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
 def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
     """Open one torch.save file. Raises the same errors as `open_catalog`."""
     value = read_torch_file(store, path, allow_pickle=options.allow_pickle)
-    return catalog_of(store, {path: plain(value, file=path)})
+    return _catalog(store, {path: plain(value, file=path)})
 
 
 def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> Any:
@@ -148,138 +140,12 @@ def _shards(store: Store, paths: Sequence[str], options: ReadOptions) -> dict[st
     return values
 
 
-# --- turning values into entries
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """A leaf of the saved value, with its path: a tensor, or a whole subtree without tensors."""
-
-    path: Path
-    file: str
-    value: Any
-
-
-def catalog_of(store: Store, values: Mapping[str, Any], index: str | None = None) -> Catalog:
-    """Return the catalog of plain values, by the file that contains each."""
-    leaves: dict[str, _Leaf] = {}
-    for file, value in values.items():
-        for leaf in _leaves(value, (), file, {}):
-            _add(leaves, leaf, sharded=index is not None)
-    tensors = {name: leaf for name, leaf in leaves.items() if _is_tensor(leaf.value)}
-    table = RoleTable({name: leaf.path for name, leaf in leaves.items()}, tensors)
-    names = _parameter_names(leaves)
-    entries = {name: _entry(name, leaf, _named(table.of(name), leaf.path, names)) for name, leaf in tensors.items()}
-    objects: dict[str, ObjectEntry] = {}
-    for name, leaf in leaves.items():
-        if name not in tensors:
-            role = Role.OPTIMIZER if table.of(name).role is Role.OPTIMIZER else Role.OTHER
-            objects[name] = ObjectEntry(name, leaf.file, encoding="value", value=leaf.value, role=role, key=leaf.path)
-    return Catalog(entries, objects, _info(store, values, index, entries))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, (StoredTensor, DTensorRecord, ShardedTensorRecord))
-
-
-def _leaves(value: Any, path: Path, file: str, known: dict[int, bool]) -> Iterator[_Leaf]:
-    """Yield a plain value's leaves. `plain` has already limited its nesting and size."""
-    if _is_tensor(value) or not isinstance(value, (dict, list, tuple)) or not _has_tensor(value, known):
-        yield _Leaf(path, file, value)
-        return
-    items: Sequence[tuple[Any, Any]] = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-    for key, item in items:
-        yield from _leaves(item, (*path, key if type(key) in (str, int) else str(key)), file, known)
-
-
-def _has_tensor(value: Any, known: dict[int, bool]) -> bool:
-    if _is_tensor(value):
-        return True
-    if not isinstance(value, (dict, list, tuple)):
-        return False
-    if id(value) not in known:
-        known[id(value)] = False
-        items = value.values() if isinstance(value, dict) else value
-        known[id(value)] = any(_has_tensor(item, known) for item in items)
-    return known[id(value)]
-
-
-def _add(leaves: dict[str, _Leaf], leaf: _Leaf, *, sharded: bool) -> None:
-    name = ".".join(str(part) for part in leaf.path) or "value"
-    if name in leaves:
-        if sharded:
-            raise CorruptCheckpointError(f"{leaf.file}: tensor {name!r:.120} is also in {leaves[name].file}.")
-        if leaves[name].path == leaf.path:
-            raise CorruptCheckpointError(f"{leaf.file}: {name!r:.120} occurs twice.")
-        # Two paths may join to the same name, as in {"a": {"b.c": ...}, "a.b": {"c": ...}}.
-        name = "/".join(str(part) for part in leaf.path)
-        if name in leaves:
-            raise CorruptCheckpointError(f"{leaf.file}: {name!r:.120} occurs twice.")
-    leaves[name] = leaf
-
-
-def _entry(name: str, leaf: _Leaf, role: EntryRole) -> TensorEntry:
-    tensor = _whole(leaf)
-    slices = [tensor.slice()] if tensor.numel else []
-    return TensorEntry(
-        name,
-        tensor.dtype,
-        tensor.shape,
-        SliceArray.of(slices, len(tensor.shape)),
-        role.role,
-        role.fqn,
-        role.state,
-        leaf.path,
-    )
-
-
-def _whole(leaf: _Leaf) -> StoredTensor:
-    """Return the leaf's tensor. A DTensor or ShardedTensor is accepted only if this file contains all of it."""
-    value, name = leaf.value, ".".join(str(part) for part in leaf.path)
-    if isinstance(value, StoredTensor):
-        return value
-    if isinstance(value, DTensorRecord):
-        if value.local.shape == value.shape and all(p.kind != "partial" for p in value.placements):
-            return value.local
-        world, rank = int(value.mesh.ranks.size), value.rank
-    else:
-        if len(value.shards) == 1 and value.shards[0].box == Box.whole(value.shape):
-            tensor: StoredTensor = value.shards[0].tensor
-            return tensor
-        world, rank = value.world_size or len(value.boxes), value.rank
-    raise IncompleteCheckpointError(
-        f"{leaf.file}: {name!r:.120} of shape {list(value.shape)} is only the part of rank {rank} of {world}. "
-        "Give the directory that holds the files of all ranks."
-    )
-
-
-# --- numbered optimizer states, for which param_groups may hold the parameters' names
-
-
-def _parameter_names(leaves: Mapping[str, _Leaf]) -> dict[Path, dict[str, str]]:
-    """Return each optimizer's parameter names by number, taken from its groups' `param_names` (torch >= 2.6)."""
-    found: dict[Path, dict[str, str]] = {}
-    for leaf in leaves.values():
-        if leaf.path[-1:] != ("param_groups",) or not isinstance(leaf.value, list):
-            continue
-        for group in leaf.value:
-            params, names = (group.get("params"), group.get("param_names")) if isinstance(group, dict) else (None, None)
-            if isinstance(params, list) and isinstance(names, list) and len(params) == len(names):
-                pairs = {str(p): n for p, n in zip(params, names, strict=True) if isinstance(n, str)}
-                found.setdefault(leaf.path[:-1], {}).update(pairs)
-    return found
-
-
-def _named(role: EntryRole, path: Path, names: Mapping[Path, Mapping[str, str]]) -> EntryRole:
-    if role.role not in (Role.OPTIMIZER, Role.MASTER) or "state" not in path:
-        return role
-    at = path.index("state")
-    if at + 1 < len(path) and isinstance(path[at + 1], int):
-        return EntryRole(role.role, names.get(path[:at], {}).get(role.fqn, ""), role.state)
-    return role
-
-
 # --- information about the checkpoint as a whole
+
+
+def _catalog(store: Store, values: Mapping[str, Any], index: str | None = None) -> Catalog:
+    tensors, objects = entries_of(values, sharded=index is not None)
+    return Catalog(tensors, objects, _info(store, values, index, tensors))
 
 
 def _info(

@@ -31,13 +31,13 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.dcp.locate import Items, LocatedSlices, find_opaque, item_batches
 from ckptkit.formats.dcp.roles import RoleTable
+from ckptkit.formats.nested import entries_of
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import NO_RECORD, step_of_name
 from ckptkit.formats.pickles.inert import ChunkMetadata, Index, Record, StorageInfo, TensorMetadata, TorchDType
 from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.walk import loads
 from ckptkit.formats.pickles.zip import read_archive
-from ckptkit.formats.torch_save import catalog_of
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage.store import FileInfo, Store, checked_path
 
@@ -289,11 +289,11 @@ class _Builder:
                 with contextlib.suppress(UnsafePickleError, UnsupportedFormatError):
                     value = read_archive(self.store, entry.path, entry.start, entry.nbytes)
                     values.setdefault(entry.path, {})[name] = plain(value, file=f"{entry.path} ({name!r:.80})")
-        found = catalog_of(self.store, values)
-        parts = {name: entry for name, entry in found.objects.items() if len(entry.key) > 1}
-        opened = {entry.key[0] for entry in found.tensors.values()} | {entry.key[0] for entry in parts.values()}
+        tensors, others = entries_of(values)
+        parts = {name: entry for name, entry in others.items() if len(entry.key) > 1}
+        opened = {entry.key[0] for entry in tensors.values()} | {entry.key[0] for entry in parts.values()}
         kept = {name: entry for name, entry in objects.items() if name not in opened}
-        return Catalog(found.tensors, {**kept, **parts}, self._info())
+        return Catalog(tensors, {**kept, **parts}, self._info())
 
     # --- gathering
 

@@ -199,6 +199,11 @@ class ShardedTensorRecord(Stub):
     world_size: int | None = None
 
 
+def is_tensor(value: Any) -> bool:
+    """Return whether a value in an archive is a tensor record."""
+    return isinstance(value, (StoredTensor, DTensorRecord, ShardedTensorRecord))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassRecord(Stub):
     """A tensor subclass that keeps its values in other tensors.

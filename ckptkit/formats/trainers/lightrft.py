@@ -16,6 +16,7 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dcp import catalog
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.inert import Record
+from ckptkit.formats.pickles.tensors import is_tensor
 from ckptkit.formats.pickles.walk import loads
 from ckptkit.formats.trainers.merge import assembled, open_part, renamed
 from ckptkit.formats.trainers.optimizer_files import (
@@ -27,7 +28,7 @@ from ckptkit.formats.trainers.optimizer_files import (
     read_optimizer,
 )
 from ckptkit.formats.trainers.param_order import Param
-from ckptkit.formats.trainers.rank_files import is_tensor, join, missing_ranks, read_ranks, recorded_ranks
+from ckptkit.formats.trainers.rank_files import join, missing_ranks, read_ranks, recorded_ranks
 from ckptkit.storage import Store
 
 OPTIMIZER_DIRECTORY = "optim_states"

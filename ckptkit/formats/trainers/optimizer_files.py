@@ -10,10 +10,10 @@ from typing import Any
 
 from ckptkit.catalog.entry import ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.formats.pickles.tensors import StoredTensor
+from ckptkit.formats.pickles.tensors import StoredTensor, is_tensor
 from ckptkit.formats.trainers.master_check import MasterSampler
 from ckptkit.formats.trainers.param_order import Param, assign
-from ckptkit.formats.trainers.rank_files import FlatVector, Joined, check_steps, is_tensor, join
+from ckptkit.formats.trainers.rank_files import FlatVector, Joined, check_steps, join
 from ckptkit.storage import Store
 
 PREFIX = "optimizer"

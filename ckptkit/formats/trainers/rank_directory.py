@@ -10,11 +10,11 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError
 from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord
+from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, is_tensor
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
-from ckptkit.formats.trainers.rank_files import is_tensor, join_model, read_ranks, recorded_ranks
+from ckptkit.formats.trainers.rank_files import join_model, read_ranks, recorded_ranks
 from ckptkit.storage import Store
 
 _RANK = re.compile(r"(.*(?:rank|shard|checkpoint|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")

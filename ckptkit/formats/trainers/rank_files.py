@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 from ckptkit.catalog.box import flat_range_boxes, row_major_strides
 from ckptkit.catalog.entry import MeshInfo, Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
-from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor
+from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor, is_tensor
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.formats.trainers.param_order import Param
 from ckptkit.formats.trainers.shards import local_parts, mesh_coordinate, slices_of
@@ -56,11 +56,6 @@ class Joined:
                 raise
             raise type(error)(f"{error} Its parts are in {self.what.format(rank='*')}.") from error
         return entry
-
-
-def is_tensor(value: Any) -> bool:
-    """Return whether a value in an archive is a tensor record."""
-    return isinstance(value, (StoredTensor, DTensorRecord, ShardedTensorRecord))
 
 
 def read_archives(store: Store, paths: Iterable[str]) -> list[Any]:

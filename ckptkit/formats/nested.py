@@ -1,0 +1,152 @@
+"""Turns the values in pickles, which are nested dicts and lists, into a catalog's entries.
+
+How a value is nested tells weights, optimizer state and other values apart, by the rules in `formats.dcp.roles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import ObjectEntry, Role, SliceArray, TensorEntry
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.formats.dcp.roles import EntryRole, RoleTable
+from ckptkit.formats.pickles.tensors import DTensorRecord, StoredTensor, is_tensor
+
+Path = tuple[str | int, ...]
+
+
+def entries_of(
+    values: Mapping[str, Any], *, sharded: bool = False
+) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
+    """Return the tensors and the other values, by name.
+
+    Args:
+        values: Plain values (see `pickles.objects.plain`), by the file that contains each.
+        sharded: The files are shards of one model, so that a name may occur only once.
+
+    Raises:
+        IncompleteCheckpointError: A file has only one rank's part of a tensor.
+    """
+    leaves: dict[str, _Leaf] = {}
+    for file, value in values.items():
+        for leaf in _leaves(value, (), file, {}):
+            _add(leaves, leaf, sharded=sharded)
+    tensors = {name: leaf for name, leaf in leaves.items() if is_tensor(leaf.value)}
+    table = RoleTable({name: leaf.path for name, leaf in leaves.items()}, tensors)
+    names = _parameter_names(leaves)
+    entries = {name: _entry(name, leaf, _named(table.of(name), leaf.path, names)) for name, leaf in tensors.items()}
+    objects: dict[str, ObjectEntry] = {}
+    for name, leaf in leaves.items():
+        if name not in tensors:
+            role = Role.OPTIMIZER if table.of(name).role is Role.OPTIMIZER else Role.OTHER
+            objects[name] = ObjectEntry(name, leaf.file, encoding="value", value=leaf.value, role=role, key=leaf.path)
+    return entries, objects
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A leaf of the saved value, with its path: a tensor, or a whole subtree without tensors."""
+
+    path: Path
+    file: str
+    value: Any
+
+
+def _leaves(value: Any, path: Path, file: str, known: dict[int, bool]) -> Iterator[_Leaf]:
+    """Yield a plain value's leaves. `plain` has already limited its nesting and size."""
+    if is_tensor(value) or not isinstance(value, (dict, list, tuple)) or not _has_tensor(value, known):
+        yield _Leaf(path, file, value)
+        return
+    items: Sequence[tuple[Any, Any]] = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    for key, item in items:
+        yield from _leaves(item, (*path, key if type(key) in (str, int) else str(key)), file, known)
+
+
+def _has_tensor(value: Any, known: dict[int, bool]) -> bool:
+    if is_tensor(value):
+        return True
+    if not isinstance(value, (dict, list, tuple)):
+        return False
+    if id(value) not in known:
+        known[id(value)] = False
+        items = value.values() if isinstance(value, dict) else value
+        known[id(value)] = any(_has_tensor(item, known) for item in items)
+    return known[id(value)]
+
+
+def _add(leaves: dict[str, _Leaf], leaf: _Leaf, *, sharded: bool) -> None:
+    name = ".".join(str(part) for part in leaf.path) or "value"
+    if name in leaves:
+        if sharded:
+            raise CorruptCheckpointError(f"{leaf.file}: tensor {name!r:.120} is also in {leaves[name].file}.")
+        if leaves[name].path == leaf.path:
+            raise CorruptCheckpointError(f"{leaf.file}: {name!r:.120} occurs twice.")
+        # Two paths may join to the same name, as in {"a": {"b.c": ...}, "a.b": {"c": ...}}.
+        name = "/".join(str(part) for part in leaf.path)
+        if name in leaves:
+            raise CorruptCheckpointError(f"{leaf.file}: {name!r:.120} occurs twice.")
+    leaves[name] = leaf
+
+
+def _entry(name: str, leaf: _Leaf, role: EntryRole) -> TensorEntry:
+    tensor = _whole(leaf)
+    slices = [tensor.slice()] if tensor.numel else []
+    return TensorEntry(
+        name,
+        tensor.dtype,
+        tensor.shape,
+        SliceArray.of(slices, len(tensor.shape)),
+        role.role,
+        role.fqn,
+        role.state,
+        leaf.path,
+    )
+
+
+def _whole(leaf: _Leaf) -> StoredTensor:
+    """Return the leaf's tensor. A DTensor or ShardedTensor is accepted only if this file contains all of it."""
+    value, name = leaf.value, ".".join(str(part) for part in leaf.path)
+    if isinstance(value, StoredTensor):
+        return value
+    if isinstance(value, DTensorRecord):
+        if value.local.shape == value.shape and all(p.kind != "partial" for p in value.placements):
+            return value.local
+        world, rank = int(value.mesh.ranks.size), value.rank
+    else:
+        if len(value.shards) == 1 and value.shards[0].box == Box.whole(value.shape):
+            tensor: StoredTensor = value.shards[0].tensor
+            return tensor
+        world, rank = value.world_size or len(value.boxes), value.rank
+    raise IncompleteCheckpointError(
+        f"{leaf.file}: {name!r:.120} of shape {list(value.shape)} is only the part of rank {rank} of {world}. "
+        "Give the directory that holds the files of all ranks."
+    )
+
+
+# --- numbered optimizer states, for which param_groups may hold the parameters' names
+
+
+def _parameter_names(leaves: Mapping[str, _Leaf]) -> dict[Path, dict[str, str]]:
+    """Return each optimizer's parameter names by number, taken from its groups' `param_names` (torch >= 2.6)."""
+    found: dict[Path, dict[str, str]] = {}
+    for leaf in leaves.values():
+        if leaf.path[-1:] != ("param_groups",) or not isinstance(leaf.value, list):
+            continue
+        for group in leaf.value:
+            params, names = (group.get("params"), group.get("param_names")) if isinstance(group, dict) else (None, None)
+            if isinstance(params, list) and isinstance(names, list) and len(params) == len(names):
+                pairs = {str(p): n for p, n in zip(params, names, strict=True) if isinstance(n, str)}
+                found.setdefault(leaf.path[:-1], {}).update(pairs)
+    return found
+
+
+def _named(role: EntryRole, path: Path, names: Mapping[Path, Mapping[str, str]]) -> EntryRole:
+    if role.role not in (Role.OPTIMIZER, Role.MASTER) or "state" not in path:
+        return role
+    at = path.index("state")
+    if at + 1 < len(path) and isinstance(path[at + 1], int):
+        return EntryRole(role.role, names.get(path[:at], {}).get(role.fqn, ""), role.state)
+    return role
