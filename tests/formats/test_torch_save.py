@@ -226,7 +226,7 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"", b"x", b"PK", b"\x80", bytes(600), b"\x80\x02}q\x00"])
 def test_a_file_that_torch_did_not_write_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x.bin").write_bytes(data)
-    with pytest.raises(CorruptCheckpointError, match=r"x\.bin: "):
+    with pytest.raises(CorruptCheckpointError, match=r"x\.bin(: | is empty)"):
         open_catalog(LocalStore(tmp_path))
 
 
