@@ -27,8 +27,8 @@ _FIRST = 5  # differences shown per kind, unless --verbose
 @storage_option
 @command_frame
 def command(a: str, b: str, *, html: str | None, as_json: bool, **options: Any) -> None:
-    """Compare the tensors of the checkpoints at A and B, whose formats and shardings may differ. The exit code is 1 if
-    any tensors differ.
+    """Compare the checkpoints at A and B, whose formats and shardings may differ. The exit code is 1 if a tensor or
+    another value differs.
 
     Prints a summary by layer. --verbose lists every tensor; --quiet prints only the last line.
     """

@@ -112,7 +112,7 @@ def _lines(report: InspectReport) -> list[str]:
 
 
 def _place(index: int, child: TreeNode) -> int | str:
-    """Return a value that is equal for consecutive numbers and differs for names."""
+    """Return a key for `groupby`: modules named by consecutive numbers have the same key, all others have their own."""
     number = _number(child)
     return child.name if number < 0 else number - index
 

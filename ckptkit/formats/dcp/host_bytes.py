@@ -366,12 +366,12 @@ def has_load_hooks(optimizer: Any) -> bool:
 
 
 def before_state_dict(optimizer: Any) -> None:
-    """Run what an optimizer's `state_dict` runs first. It may put state in its place."""
+    """Run the optimizer's `state_dict` pre-hooks, which may change its state."""
     for hook in list(getattr(optimizer, "_optimizer_state_dict_pre_hooks", {}).values()):
         hook(optimizer)
 
 
 def after_load(optimizer: Any) -> None:
-    """Run what an optimizer's `load_state_dict` runs last."""
+    """Run the optimizer's `load_state_dict` post-hooks."""
     for hook in list(getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {}).values()):
         hook(optimizer)

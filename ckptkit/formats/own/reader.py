@@ -221,9 +221,9 @@ def _checked(store: Store, path: str, expected: FileRecord | None, *, most: int 
     except FileNotFoundError as error:
         raise IncompleteCheckpointError(f"{store.url}/{path} is missing, but the commit record lists it.") from error
     if len(data) != expected.nbytes:
+        size = f"more than {expected.nbytes}" if len(data) > expected.nbytes else f"only {len(data)}"
         raise IncompleteCheckpointError(
-            f"{store.url}/{path} has {'more' if len(data) > expected.nbytes else len(data)} bytes, but "
-            f"{expected.nbytes} were committed. It was replaced or truncated."
+            f"{store.url}/{path} has {size} bytes, expected {expected.nbytes}. It was replaced or truncated."
         )
     digest = hex_digest_of(data)
     if digest != expected.digest:

@@ -315,7 +315,7 @@ class FlatVector:
     def slices(self, shape: tuple[int, ...], position: int, first: int, numel: int) -> list[TensorSlice]:
         """Return where the row-major elements [first, first + numel) of a tensor of this shape are stored.
 
-        The vector has them from its element `position` on.
+        In the vector, these elements start at `position`.
         """
         found = []
         for piece in self.pieces:
