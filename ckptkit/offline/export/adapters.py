@@ -70,7 +70,7 @@ class AdapterSplit:
         pairs: The LoRA factors, by module.
         others: Other adapter tensors (DoRA magnitudes, LoRA biases, trained tokens), by their names in an adapter file.
         saved: Tensors of fully trained modules (modules_to_save), by their names in an adapter file.
-        biases: Trained biases of the base model, by their names in an adapter file.
+        plain: The tensors in `base`, by their names in an adapter file.
         names: The adapters' names, usually just "default".
         dropped: Unused sources, with the reason.
     """
@@ -81,7 +81,7 @@ class AdapterSplit:
     saved: dict[str, Target] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     dropped: dict[str, str] = field(default_factory=dict)
-    biases: dict[str, Target] = field(default_factory=dict)
+    plain: dict[str, Target] = field(default_factory=dict)
 
 
 def without_base(names: Iterable[str]) -> bool:
@@ -134,8 +134,7 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
             split.dropped.update(dict.fromkeys(target.sources, "the original of a module that was trained in full"))
         else:
             _add_base(split, _BASE_LAYER.sub(".", plain), target)
-            if plain.endswith(".bias"):
-                split.biases[plain] = target
+            split.plain[plain] = target
     _name_modules(split)
     if len(adapters) > 1:
         raise UnsupportedFormatError(
@@ -228,8 +227,15 @@ def named_base(given: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]
     return [f"the adapter config names {what} as the base model; --base ORG/NAME names a repo instead"]
 
 
-def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict[str, Target], tuple[str, ...]]:
-    """Return the tensors of adapter_model.safetensors under PEFT's names, and notes."""
+def export_adapter(
+    split: AdapterSplit, config: Mapping[str, Any], *, alone: bool = False
+) -> tuple[dict[str, Target], tuple[str, ...]]:
+    """Return the tensors of adapter_model.safetensors under PEFT's names, and notes.
+
+    Args:
+        alone: The checkpoint lacks the weights of the adapted modules, so its other tensors belong to the adapter.
+            PEFT stores fully trained modules, embeddings and biases under the base model's names.
+    """
     made: dict[str, Target] = {}
     for pair in split.pairs.values():
         for letter, target in (("A", pair.a), ("B", pair.b)):
@@ -237,7 +243,8 @@ def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict
             made[f"{_ROOT}{pair.key}.{name}"] = target
     others = {name: target for name, target in split.others.items() if not _is_tied_token_adapter(name, split, config)}
     made.update({_ROOT + name: target for name, target in (*others.items(), *split.saved.items())})
-    made.update({_ROOT + name: target for name, target in _trained_biases(split, config).items()})
+    biases = _trained_biases(split, config)
+    made.update({_ROOT + name: target for name, target in (split.plain if alone else biases).items()})
     changed = changes_base(config)
     notes: tuple[str, ...] = ()
     if changed:
@@ -281,7 +288,8 @@ def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str,
     if kind == "none":
         return {}
     modules = tuple(f"{pair.key}.base_layer.bias" for pair in split.pairs.values())
-    return {name: target for name, target in split.biases.items() if kind == "all" or name in modules}
+    biases = {name: target for name, target in split.plain.items() if name.endswith(".bias")}
+    return {name: target for name, target in biases.items() if kind == "all" or name in modules}
 
 
 def target_parameters(config: Mapping[str, Any]) -> list[str]:

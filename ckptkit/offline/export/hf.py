@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import export_dtype
-from ckptkit.catalog.entry import Catalog
+from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.class_records import recipes_of
@@ -373,11 +373,11 @@ def _model_type(config: Mapping[str, Any] | None) -> str | None:
 
 
 def _adapter_tensors(draft: _Draft, split: AdapterSplit) -> dict[str, OutputTensor]:
-    from ckptkit.offline.export.adapters import adapter_config, export_adapter, named_base, repo_of
+    from ckptkit.offline.export.adapters import adapter_config, export_adapter, named_base, repo_of, without_base
 
     given = _adapter_source(draft)
     config = adapter_config(given, split, base=draft.base.repo)
-    made, notes = export_adapter(split, config)
+    made, notes = export_adapter(split, config, alone=without_base(draft.catalog.by_role(Role.MODEL)))
     draft.notes += [*notes, *named_base(given or {}, config)]
     for target in split.base.values():
         draft.dropped.update(dict.fromkeys(target.sources, "a base weight; only the adapter was exported"))

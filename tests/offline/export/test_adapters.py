@@ -65,6 +65,7 @@ def test_an_adapter_file_equals_what_peft_saves(tmp_path: Path, case: dict[str, 
         adapted.save_pretrained(tmp_path / "adapter")
     found = planned(tmp_path / "run", adapter_config=of(**case))
     same_bits(found.bits, bits_of(tmp_path / "adapter" / "adapter_model.safetensors"))
+    same_bits(planned(tmp_path / "adapter").bits, found.bits)
 
 
 def test_rows_that_head_and_embedding_share_are_stored_once() -> None:
