@@ -25,7 +25,7 @@ _HEAD = 2  # header words: the number of the call, and the message's length in b
 _WORDS = 256  # words in the first part of a message, including the header; most messages fit in it
 _INLINE = 8 * (_WORDS - _HEAD)
 _TAGS = (0, 1)  # gloo tags that distinguish the first part of a message from the rest
-_TIMEOUT = "Timed out waiting"  # how gloo's message of a wait that took too long begins
+_TIMEOUT = "Timed out waiting"  # how gloo's timeout message begins
 _MAX_NAMED = 4  # an error names at most this many ranks; `RankFailedError.causes` has all of them
 
 

@@ -517,7 +517,7 @@ def _spread(objects: Mapping[str, Any]) -> dict[str, Any]:
 def _digests(objects: Mapping[str, Any]) -> dict[str, str]:
     """Return a digest of each object except optimizers, which fingerprints compare.
 
-    An object that contains names of parameters or modules has a digest for each name: ranks may lack some of them.
+    Ranks may have different parameters and modules, so an object that is keyed by their names has a digest per name.
     """
     spread = _spread(objects)
     whole = {key: tree for key, tree in objects.items() if key not in spread}

@@ -303,7 +303,7 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
     is_torchs = getattr(type(optimizer), "state_dict", torchs) is torchs
     if (is_torchs or hasattr(optimizer, "master_state_name")) and not has_state_dict_hooks(optimizer):
         return
-    # flashoptim's own has nothing else, and fails for uneven shards. It calls torch's, which calls the hooks.
+    # For flashoptim, call torch's: flashoptim's adds nothing, and fails for uneven shards. torch's calls the hooks too.
     given: Any = torchs(optimizer) if keeps_parts(optimizer) else optimizer.state_dict()
     name = type(optimizer).__name__
     tables = (given, given.get("state", {})) if isinstance(given, Mapping) else (given,)

@@ -332,7 +332,7 @@ def test_a_write_reports_the_bytes_of_each_phase(tmp_path):
 
 @on_ranks(2)
 def test_all_ranks_notice_a_change_on_one_rank(tmp_path):
-    """Between two saves only rank 1 gets another private key and more shared ones: no rank may hang."""
+    """Before the second save, rank 1 alone gets new keys, private and shared ones. No rank may hang."""
     rank, plan = dist.get_rank(), None
     for i in range(4):
         made: dict[str, Any] = {"all": torch.arange(10.0) + i, f"own.{rank}": torch.full((2,), float(i))}
