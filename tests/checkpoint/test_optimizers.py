@@ -12,13 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from ckptkit import TrainState, reshard, verify
+from ckptkit import TrainState, convert, reshard, verify
 from ckptkit.errors import CheckpointMismatchError
+from ckptkit.offline.export.dequantize_formulas import Stored, with_lower_bits
 from tests.checkpoint.optimizers import Net, made, train
 from tests.checkpoint.states import KINDS, bits, different, load, load_all, refusal, save
 
@@ -253,6 +255,64 @@ def test_reshard_keeps_the_quantized_states_of_flashoptim(ranks: Any, tmp_path: 
         assert verify(f"{tmp_path}/again/{kind}/step_00000003").ok
     for loaded in ranks.run(elsewhere, 3, name, str(tmp_path / "again"), True):
         assert [different(found, saved) for found in loaded] == [[], []]
+
+
+def exact_weights(name: str, url: str) -> dict[str, torch.Tensor]:
+    """Save; return the fp32 weights as flashoptim computes them."""
+    model, optimizer = made(name, 0, True)
+    train(model, optimizer, range(3))
+    save(url, TrainState(model=model, optimizer=optimizer))
+    found = {}
+    for key, value in optimizer.get_fp32_model_state_dict(model).items():
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, value.to_local() if isinstance(value, DTensor) else value)
+        found[key] = torch.cat(parts)
+    return found
+
+
+@pytest.mark.parametrize("name", ["FlashAdamW of flashoptim", "FlashAdamW of flashoptim, split runs"])
+def test_an_export_has_the_exact_weights_of_flashoptim(ranks: Any, tmp_path: Path, name: str) -> None:
+    exact = ranks.run(exact_weights, 2, name, str(tmp_path / "run"))[0]
+    cases: list[tuple[dict[str, Any], torch.dtype]] = [
+        ({"weights": "master"}, torch.float32), ({"dtype": "fp32"}, torch.float32), ({"dtype": "fp16"}, torch.float16)
+    ]  # fmt: skip
+    for index, (options, dtype) in enumerate(cases):
+        convert(f"{tmp_path}/run/step_00000001", str(tmp_path / f"{index}"), **options)
+        found = load_file(tmp_path / f"{index}/model.safetensors")
+        assert found.keys() == exact.keys()
+        assert all(torch.equal(found[key].to(dtype), value.to(dtype)) for key, value in exact.items())
+        assert {str(found[key].dtype) for key in found if key != "unused"} == {str(dtype)}
+    convert(f"{tmp_path}/run/step_00000001", str(tmp_path / "model"), weights="model", dtype="fp32")
+    rounded = load_file(tmp_path / "model/model.safetensors")
+    assert not torch.equal(rounded["up.weight"], exact["up.weight"])
+
+
+def compare_every_weight(dtype: torch.dtype, held: torch.dtype) -> None:
+    made("FlashAdamW of flashoptim", 0, False)  # lets the library's kernels run here
+    from flashoptim import reconstruct_fp32_param
+
+    weights = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    weights = weights[weights.isfinite()]
+    if dtype is torch.bfloat16:  # Triton's interpreter takes its subnormal numbers for zeros
+        weights = weights[(weights == 0) | (weights.abs() >= torch.finfo(dtype).tiny)]
+    largest = torch.iinfo(held).max
+    lower = torch.randint(-largest, largest + 1, weights.shape, dtype=held, generator=torch.Generator().manual_seed(0))
+    names = [str(kind).removeprefix("torch.") for kind in (dtype, held)]
+    stored = [
+        Stored(tensor.view(torch.uint8).numpy(), name, tuple(tensor.shape))
+        for tensor, name in zip((weights, lower), names, strict=True)
+    ]
+    computed, _ = with_lower_bits(stored[0], stored[1:], 0, dtype="float32")
+    expected = reconstruct_fp32_param(weights, lower)
+    assert torch.equal(torch.from_numpy(computed).view(torch.float32), expected)
+
+
+@pytest.mark.parametrize("held", [torch.int8, torch.int16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_weight_gets_the_lower_bits_that_flashoptim_gives_it(
+    ranks: Any, dtype: torch.dtype, held: torch.dtype
+) -> None:
+    ranks.run(compare_every_weight, 1, dtype, held)
 
 
 def load_what_flashoptim_saved(url: str) -> str:

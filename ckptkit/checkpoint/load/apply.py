@@ -15,7 +15,7 @@ from ckptkit.checkpoint.state.train_state import PerRank, TrainState, canonical_
 from ckptkit.checkpoint.state.values import JSON, decode
 from ckptkit.errors import CorruptCheckpointError, LoadError
 from ckptkit.formats.dcp.host_bytes import forget_computed
-from ckptkit.formats.dcp.subclasses import keeps_parts
+from ckptkit.formats.dcp.subclasses import ERROR_BITS, keeps_parts
 
 if TYPE_CHECKING:
     import torch
@@ -182,5 +182,5 @@ def apply_optimizer(
             master.copy_(plan.parameters[fqn])  # both have the same placement, so this does not communicate
     if plan.skip and keeps_parts(plan.optimizer):
         for parameter in plan.parameters.values():
-            if id(parameter) in loaded and "error_bits" in live.get(parameter, {}):
-                live[parameter]["error_bits"].zero_()  # the lower bits of flashoptim's masters
+            if id(parameter) in loaded and ERROR_BITS in live.get(parameter, {}):
+                live[parameter][ERROR_BITS].zero_()

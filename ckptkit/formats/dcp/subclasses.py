@@ -292,6 +292,7 @@ _4BIT_ENTRIES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 # rank's shard, where the last run may be shorter), or plain values.
 _FLASH = "flashoptim.optimizers._MaybeQuantizedTensor"
 _FLASH_RUN = 32
+ERROR_BITS = "error_bits"  # another state: the lower bits of fp32 weights that the job keeps in bf16 or fp16
 _FLASH_PLACED = {"quantized": "like", "scales": "flat", "data": "like"}
 _FLASH_SETTINGS = ("try_quantize", "signed", "sqrt", "softsign")
 

@@ -16,8 +16,10 @@ from typing import Any
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import TensorEntry
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
+from ckptkit.formats.dcp.subclasses import ERROR_BITS
 from ckptkit.offline.copying.plan import Bytes, Computed, ComputedTensor, OutputTensor
 from ckptkit.offline.export import dequantize_formulas as formulas
 from ckptkit.offline.export.adapter_merge import assembled
@@ -116,6 +118,23 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
         )
     weights += [_eight(name, targets, settings.get("weight_block_size"), wanted) for name in scaled]
     return replace(_dequantized(targets, weights), dtype=dtype)
+
+
+def with_lower_bits(targets: Mapping[str, Target], bits: Mapping[str, TensorEntry], dtype: str) -> Dequantized:
+    """Return the targets, with exact weights in `dtype` ("keep": fp32) where flashoptim keeps their lower bits.
+
+    Args:
+        bits: The lower bits by source. They have the shape of the weight.
+    """
+    wanted = "float32" if dtype == "keep" else dtype_of(dtype).name
+    formula, label = partial(formulas.with_lower_bits, dtype=wanted), "flashoptim weight + its lower bits"
+    weights = []
+    for name, target in targets.items():
+        if target.sources[0] in bits:
+            part = Target.of(bits[target.sources[0]], f"{name}.{ERROR_BITS}")
+            made = replace(target, dtype=wanted)
+            weights.append(_weight(name, target, [part], made, formula, label, 1, scratch=16))
+    return replace(_dequantized(targets, weights), dtype=wanted)
 
 
 def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequantized:

@@ -89,6 +89,22 @@ def by_block(w: Stored, inputs: Sequence[Stored], first: int, *, high: int, wide
     return _scaled(w, inputs[0], block_row[:, None] * across, np.arange(width)[None] // wide, dtype)
 
 
+def with_lower_bits(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Computed:
+    """Return W + bits / largest bits * half the distance from W to the next number. Inputs: the bits.
+
+    Follows `reconstruct_fp32_param` in flashoptim.
+    """
+    values, bits = w.numbers(), inputs[0].numbers()
+    digits, least = (7, -126) if w.dtype == "bfloat16" else (10, -14)
+    exponent = np.maximum(np.where(values == 0, least, np.frexp(values)[1] - 1), least) - digits - 1
+    part = bits.astype(np.float32) / np.float32(np.iinfo(bits.dtype).max)
+    half = exponent // 2  # in two steps, because two to the power of `exponent` may be below the smallest float32
+    out = np.empty(values.size * dtype_of(dtype).itemsize, np.uint8)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        infinite = _round_into(out, values + np.ldexp(np.ldexp(part, half), exponent - half), "", dtype)
+    return out, infinite
+
+
 def mxfp4(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Computed:
     """Return MXFP4 blocks [experts, out, groups, 16] as weights [experts, groups * 32, out].
 

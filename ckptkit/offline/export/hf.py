@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import export_dtype
-from ckptkit.catalog.entry import Catalog, Role
+from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.class_records import recipes_of
@@ -87,6 +87,7 @@ class _Draft:
     missing: list[str] = field(default_factory=list)
     key_map: str = "hf"
     weights: str = "model"
+    lower_bits: dict[str, TensorEntry] = field(default_factory=dict)  # see `Selection`
     untied: bool = False
     quantization: dict[str, Any] | None = None  # the export's quantization_config, if quantization was requested
     extra: list[str] = field(default_factory=list)
@@ -161,7 +162,10 @@ def _draft(catalog: Catalog, base: BaseModel, options: ExportOptions, *, in_part
     if base.wanted and (recipes := recipes_of(catalog)) and in_parts:
         base = replace(base, wanted=_wanted_in_parts(base.wanted, recipes))
     chosen = select_targets(catalog, options, wanted=base.wanted, in_parts=in_parts)
-    return _Draft(catalog, base, options, chosen.targets, chosen.dropped, list(chosen.notes), weights=chosen.weights)
+    return _Draft(
+        catalog, base, options, chosen.targets, chosen.dropped, list(chosen.notes), weights=chosen.weights,
+        lower_bits=chosen.lower_bits,
+    )  # fmt: skip
 
 
 def _has_name(targets: Mapping[str, Target], *marks: str) -> bool:
@@ -338,13 +342,19 @@ def _in_torchao_layout(draft: _Draft, tensors: dict[str, OutputTensor]) -> dict[
 
 
 def _dequantized(draft: _Draft) -> Dequantized | None:
-    """Replace the draft's quantized weights with dequantized ones, unless the dtype is "keep"."""
-    dtype = draft.options.dtype if draft.options.dtype != "keep" else draft.options.dequantize
-    if dtype == "keep" or not _quantized(draft):
-        return None
-    from ckptkit.offline.export.dequantize import dequantize
+    """Replace the draft's quantized weights with dequantized ones, unless the dtype is "keep".
 
-    found = dequantize(draft.targets, dtype, draft.base.config)
+    Weights of which flashoptim keeps lower bits become exact.
+    """
+    dtype = draft.options.dtype if draft.options.dtype != "keep" else draft.options.dequantize
+    if not draft.lower_bits and (dtype == "keep" or not _quantized(draft)):
+        return None
+    from ckptkit.offline.export.dequantize import dequantize, with_lower_bits
+
+    if draft.lower_bits:
+        found = with_lower_bits(draft.targets, draft.lower_bits, draft.options.dtype)
+    else:
+        found = dequantize(draft.targets, dtype, draft.base.config)
     draft.targets = found.targets
     draft.dropped.update(found.dropped)
     wanted = {name: want for name, want in draft.base.wanted.items() if name not in found.names}

@@ -13,7 +13,7 @@ from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.class_records import recipes_of
-from ckptkit.formats.dcp.subclasses import outer_name
+from ckptkit.formats.dcp.subclasses import ERROR_BITS, outer_name
 from ckptkit.formats.hf.torchao import CLASSES
 from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
 from ckptkit.units import counted
@@ -71,12 +71,16 @@ class ExportOptions:
 
 @dataclass(slots=True)
 class Selection:
-    """The tensors to export by name, which kind of weights they are, and the omitted sources with the reason."""
+    """The tensors to export by name, which kind of weights they are, and the omitted sources with the reason.
+
+    `lower_bits` are what flashoptim keeps of fp32 weights besides bf16 or fp16 ones, by source.
+    """
 
     weights: str
     targets: dict[str, Target] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    lower_bits: dict[str, TensorEntry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,9 @@ def select_targets(
     Raises:
         UsageError: No tensor is left.
     """
-    chosen = choose_weights(catalog, options.weights, dtype=options.dtype)
-    found = Selection(chosen.weights, notes=list(chosen.notes))
+    lower = _lower_bits(catalog, options.weights, options.dtype)
+    chosen = choose_weights(catalog, "model" if lower else options.weights, dtype=options.dtype)
+    found = Selection("master" if lower else chosen.weights, notes=list(chosen.notes), lower_bits=lower)
     names = strip_infixes(chosen.entries)
     if options.strip_prefix:
         kept = strip_prefix(names.values(), options.strip_prefix)
@@ -211,12 +216,11 @@ def choose_weights(
     if weights == "model" or (weights == "auto" and model and not _rounded(catalog, dtype)):
         if not model:
             raise CheckpointNotFoundError(f"the checkpoint contains no model weights: {_roles(catalog)}.")
-        casts = dtype != "keep" and any(export_dtype(item.dtype, dtype) != item.dtype for item in model.values())
-        return Weights(model, "model", _lower_bits(catalog) if casts else ())
+        return Weights(model, "model")
     masters = catalog.by_role(Role.MASTER)
     if not masters:
         what = "no fp32 masters" if weights == "master" else "neither model weights nor fp32 masters"
-        why = "".join(f"\n  {note}" for note in (*catalog.info.notes, *_lower_bits(catalog)))
+        why = "".join(f"\n  {note}" for note in catalog.info.notes)
         raise CheckpointNotFoundError(f"the checkpoint contains {what}: {_roles(catalog)}.{why}")
     if not model:
         return Weights(masters, "master", ("the checkpoint contains only fp32 masters, which are exported",))
@@ -241,15 +245,17 @@ def choose_weights(
     return Weights(chosen, "master", tuple(notes))
 
 
-def _lower_bits(catalog: Catalog) -> tuple[str, ...]:
-    """Return a note if flashoptim keeps the lower bits of weights in its state. Only its kernels can add them."""
-    kept = [name for name in catalog.tensors if name.startswith("optimizer") and name.endswith(".error_bits")]
-    if not kept:
-        return ()
-    return (
-        f"flashoptim keeps the lower bits of {counted(len(kept), 'weight')} in error_bits; they are not exported. For "
-        "exact fp32 weights, load the run, and save what optimizer.get_fp32_model_state_dict(model) returns",
-    )
+def _lower_bits(catalog: Catalog, weights: str, dtype: str) -> dict[str, TensorEntry]:
+    """Return the lower bits of fp32 weights that flashoptim keeps in its state, by the weight's name in the catalog.
+
+    Return {} if there are none, or if they are not needed: for "auto", only a cast needs them.
+    """
+    kept = [name for name in catalog.tensors if name.startswith("optimizer") and name.endswith(f".{ERROR_BITS}")]
+    model = catalog.by_role(Role.MODEL) if kept and weights in ("auto", "master") else {}
+    entries = [entry for name in kept if (entry := catalog.tensors[name]).fqn in model]
+    found = {model[entry.fqn].name: entry for entry in entries if entry.shape == model[entry.fqn].shape}
+    casts = any(export_dtype(catalog.tensors[name].dtype, dtype) != catalog.tensors[name].dtype for name in found)
+    return found if weights == "master" or casts else {}
 
 
 def _rounded(catalog: Catalog, dtype: str) -> bool:

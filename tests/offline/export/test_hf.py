@@ -280,21 +280,6 @@ def test_missing_masters_are_an_error_that_repeats_why_they_could_not_be_read(tm
         plan_export(store, catalog, options=ExportOptions(weights="master"))
 
 
-def test_lower_bits_of_weights_in_the_state_of_flashoptim_are_not_left_out_silently(tmp_path: Path) -> None:
-    export(tmp_path, ("a",))
-    store = open_store(str(tmp_path / "src"))
-    tensors = dict(safetensors.open_catalog(store).tensors)
-    name = "optimizer.state.a.error_bits"
-    tensors[name] = replace(tensors["a"], name=name, role=Role.OPTIMIZER, fqn="a", state="error_bits")
-    catalog = Catalog(tensors, info=CatalogInfo("ckptkit"))
-    said = "flashoptim keeps the lower bits of 1 weight in error_bits"
-    for dtype, is_cast in (("keep", False), ("bf16", True)):
-        notes = plan_export(store, catalog, options=ExportOptions(dtype=dtype)).notes
-        assert any(said in note for note in notes) == is_cast
-    with pytest.raises(CheckpointNotFoundError, match=r"no fp32 masters(.|\n)*get_fp32_model_state_dict"):
-        plan_export(store, catalog, options=ExportOptions(weights="master"))
-
-
 # --- side files and config
 
 
