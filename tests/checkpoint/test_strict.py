@@ -342,6 +342,18 @@ def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor(tmp_path: Path) 
     assert rate.item() == 0.5
 
 
+def test_groups_that_share_a_tensor_but_were_saved_with_different_values_are_refused(tmp_path: Path) -> None:
+    """torch puts one tensor into all groups if it is passed as the default."""
+    state = grouped("base", "lora")
+    for group in state.optimizer.param_groups:
+        group["lr"] = state.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    said = r"groups 0 and 1 have one tensor as lr here, but 1.0 and 2.0 in the checkpoint"
+    with pytest.raises(CheckpointMismatchError, match=said), unchanged(state):
+        load(save(tmp_path / "unlike", grouped("base", "lora", base=1.0, lora=2.0)), state)
+    load(save(tmp_path / "alike", grouped("base", "lora", base=2.0, lora=2.0)), state)
+    assert rates_of(state) == [2.0, 2.0]
+
+
 def with_rate(rate: Any) -> TrainState:
     state = made_by(torch.optim.AdamW)
     state.optimizer.param_groups[0]["lr"] = rate

@@ -552,10 +552,27 @@ def group_changes(
         changes.settings.append(
             _group_settings(changes, optimizer.param_groups[index], index, list(sources), settings, what)
         )
+    _check_shared(changes, optimizer.param_groups, what)
     changes.missing += [fqn for fqns in live_names for fqn in fqns if fqn not in saved_of]
     changes.unexpected = [fqn for fqn in saved_of if fqn not in live]
     changes.unexpected += [f"group {i} without parameters: lr={settings[i].get('lr')}" for i in empty]
     return changes
+
+
+def _check_shared(changes: GroupChanges, live: Sequence[Mapping[str, Any]], what: str) -> None:
+    """Add a conflict for each live tensor that several groups share, but that would get different values."""
+    import torch
+
+    first: dict[int, tuple[int, Any]] = {}
+    for index, (group, new) in enumerate(zip(live, changes.settings, strict=True)):
+        for key in new:
+            if isinstance(group.get(key), torch.Tensor):
+                other, value = first.setdefault(id(group[key]), (index, new[key]))
+                if not _same(value, new[key]):
+                    changes.conflicts.append(
+                        f"{what} groups {other} and {index} have one tensor as {key} here, but {value!r} and "
+                        f"{new[key]!r} in the checkpoint. Give each group its own tensor"
+                    )
 
 
 def _group_settings(
