@@ -19,7 +19,7 @@ from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError, Uns
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from tests.checkpoint.hidden import HIDDEN as ALL
 from tests.checkpoint.hidden import Opaque, Scaled, Tagged, scaled
-from tests.checkpoint.states import bits, check_round_trip, load, refusal, save
+from tests.checkpoint.states import bits, check_round_trip, load, load_all, refusal, save
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns about prototype and deprecated tensors
@@ -387,7 +387,44 @@ def test_a_hook_that_returns_equal_values_in_another_form_is_accepted(tmp_path: 
         manager.save(1, state)
 
 
-@pytest.mark.parametrize("given", [None, [1], {"state": None}, {"state": {}, "param_groups": [1]}])
+class Updating(torch.optim.SGD):
+    """Puts a new value into its state when the state is asked for."""
+
+    def state_dict(self) -> dict[str, Any]:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["fresh"] = torch.ones(2)
+        return super().state_dict()
+
+
+def test_a_state_dict_that_updates_the_state_is_called_before_the_state_is_read(tmp_path: Path) -> None:
+    def made() -> TrainState:
+        model = nn.Linear(1, 2, bias=False)
+        return TrainState(model=model, optimizer=Updating(model.parameters(), lr=0.1), rng=False)
+
+    source, live = made(), made()
+    source.optimizer.state[source.model.weight]["fresh"] = torch.zeros(2)
+    load_all(save(tmp_path, source), live)
+    assert live.optimizer.state[live.model.weight]["fresh"].tolist() == [1.0, 1.0]
+
+
+def test_hooks_of_an_optimizer_in_accelerates_wrapper_are_called(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    def made() -> TrainState:
+        model = nn.Linear(1, 2, bias=False)
+        optimizer = Accelerator(cpu=True).prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        return TrainState(model=model, optimizer=optimizer, rng=False)
+
+    source, live, called = made(), made(), list[Any]()
+    weight = source.model.weight
+    source.optimizer.optimizer.register_state_dict_pre_hook(lambda of: of.state[weight].update(unpacked=torch.ones(2)))
+    live.optimizer.optimizer.register_load_state_dict_post_hook(called.append)
+    load_all(save(tmp_path, source), live)
+    assert live.optimizer.state[live.model.weight]["unpacked"].tolist() == [1.0, 1.0]
+    assert called == [live.optimizer.optimizer]
+
+
+@pytest.mark.parametrize("given", [None, [1], {"state": None}, {"param_groups": None}, {"param_groups": [1]}])
 def test_a_state_dict_that_is_no_dict_like_torchs_is_refused_by_name(tmp_path: Path, given: Any) -> None:
     state = in_optimizer(torch.ones(4, 4))
     state.optimizer.__class__ = type("Odd", (torch.optim.SGD,), {"state_dict": lambda _: given})

@@ -58,7 +58,6 @@ _ONLY_STATE = ("torch.optim.", "bitsandbytes.", "flashoptim.", "ckptkit.")
 
 _LISTED = 5
 _GROUP_NAMES = frozenset({"params", "param_names"})
-_WRAPPERS = {"MasterWeightOptimizer": "base", "AcceleratedOptimizer": "optimizer", "AcceleratedScheduler": "scheduler"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +132,15 @@ def capture_optimizer(
 ) -> CapturedOptimizer:
     """Return the optimizer's state. Its tensors share memory with the live ones. Nothing is stepped, created or moved.
 
-    First runs the optimizer's `state_dict` pre-hooks, and updates fp32 masters if other code has changed the weights.
+    First runs the optimizer's `state_dict` pre-hooks and its own `state_dict`, which may update the state, and updates
+    fp32 masters if other code has changed the weights.
 
     Raises:
         UsageError: A parameter does not belong to the model.
         SaveError: A state is neither a supported tensor nor a value that loads safely.
     """
     before_state_dict(optimizer)
+    given = _own_state_dict(optimizer, what)
     parameters = named_parameters(optimizer, names, what)
     if getattr(optimizer, "master_state_name", None) is not None:
         optimizer.follow_weights()
@@ -190,7 +191,7 @@ def capture_optimizer(
     shared = {key: state for key, state in optimizer.state.items() if isinstance(key, str)}
     captured.tree["shared"] = {key: encode(state, f"{what}.shared.{key}", loose) for key, state in shared.items()}
     captured.unshaped.update(loose)
-    _check_whole(optimizer, parameters, what)
+    _check_whole(optimizer, given, parameters, what)
     return captured
 
 
@@ -261,10 +262,10 @@ def _check_names(table: Mapping[Any, Any], what: str) -> None:
 def class_name(item: Any) -> str:
     """Return an optimizer's or scheduler's class name. Omits the module, which may change.
 
-    For a wrapper, names the wrapped object. For a scheduler that combines others, also names those.
+    For an optimizer with masters, names its base. For a scheduler that combines others, also names those.
     """
-    while type(item).__name__ in _WRAPPERS:
-        item = getattr(item, _WRAPPERS[type(item).__name__])
+    while type(item).__name__ == "MasterWeightOptimizer":
+        item = item.base
     joined = getattr(item, "_schedulers", None) or ()
     inner = f"({', '.join(map(class_name, joined))})" if joined else ""
     return type(item).__name__ + inner
@@ -286,8 +287,38 @@ def refuse_hidden(
         raise SaveError("a load could not restore these, so nothing was saved:\n  " + "\n  ".join(lines + more))
 
 
-def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str) -> None:
-    """Raise SaveError if the optimizer has state that is neither in its groups nor in the `state` of its parameters."""
+def _own_state_dict(optimizer: Any, what: str) -> Any:
+    """Return what an overridden or hooked `state_dict` returns; None if it is torch's, which has only state and groups.
+
+    Call it before the state is read, because the method may update the state.
+
+    Raises:
+        SaveError: It returns no dict like torch's.
+    """
+    import torch
+
+    torchs = torch.optim.Optimizer.state_dict
+    is_torchs = getattr(type(optimizer), "state_dict", torchs) is torchs
+    if (is_torchs or hasattr(optimizer, "master_state_name")) and not has_state_dict_hooks(optimizer):
+        return None
+    # For flashoptim, call torch's: flashoptim's adds nothing, and fails for uneven shards. torch's calls the hooks too.
+    given: Any = torchs(optimizer) if keeps_parts(optimizer) else optimizer.state_dict()
+    if isinstance(given, Mapping) and isinstance(given.get("state", {}), Mapping):
+        groups = given.get("param_groups", ())
+        if isinstance(groups, (list, tuple)) and all(isinstance(group, Mapping) for group in groups):
+            return given
+    raise SaveError(
+        f"{what}: the state_dict of {type(optimizer).__name__} is {reprlib.repr(given)}, expected a dict with a dict "
+        "'state' and a list 'param_groups' of dicts, like torch's. Fix the method or the hook that returns it."
+    )
+
+
+def _check_whole(optimizer: Any, given: Any, parameters: Mapping[str, torch.Tensor], what: str) -> None:
+    """Raise SaveError if the optimizer has state that is neither in its groups nor in the `state` of its parameters.
+
+    Args:
+        given: The result of `_own_state_dict`.
+    """
     import torch
 
     known = set(map(id, parameters.values()))
@@ -299,20 +330,9 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
             "restore it. Delete it from optimizer.state, or use a string as the key of state that "
             "belongs to no parameter."
         )
-    torchs = torch.optim.Optimizer.state_dict
-    is_torchs = getattr(type(optimizer), "state_dict", torchs) is torchs
-    if (is_torchs or hasattr(optimizer, "master_state_name")) and not has_state_dict_hooks(optimizer):
+    if given is None:
         return
-    # For flashoptim, call torch's: flashoptim's adds nothing, and fails for uneven shards. torch's calls the hooks too.
-    given: Any = torchs(optimizer) if keeps_parts(optimizer) else optimizer.state_dict()
-    name = type(optimizer).__name__
-    tables = (given, given.get("state", {})) if isinstance(given, Mapping) else (given,)
-    groups = given.get("param_groups", []) if isinstance(given, Mapping) else []
-    if not all(isinstance(table, Mapping) for table in (*tables, *groups)):
-        raise SaveError(
-            f"{what}: the state_dict of {name} is {reprlib.repr(given)}, expected a dict with a dict 'state' and a "
-            "list 'param_groups' of dicts, like torch's. Fix the method or the hook that returns it."
-        )
+    name, groups = type(optimizer).__name__, given.get("param_groups", ())
     more = [key for key in given if key not in ("state", "param_groups")]
     if not more:
         for group, live in zip(groups, optimizer.param_groups, strict=False):

@@ -68,6 +68,7 @@ class PerRank:
 
 _LISTED = 5
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_WRAPPED = {"AcceleratedOptimizer": "optimizer", "AcceleratedScheduler": "scheduler"}
 _UNQUANTIZED = "Declare it 'per_rank', or train with unquantized weights"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _EXPECTED = {
@@ -166,7 +167,10 @@ class TrainState:
                     yield item.value if isinstance(item, PerRank) else item
 
     def parts(self, kind: str) -> dict[str, Any]:
-        """Return the objects of one kind ("model", "optimizer", ...) by name. A single object has the name ""."""
+        """Return the objects of one kind ("model", "optimizer", ...) by name. A single object has the name "".
+
+        Returns the objects in accelerate's wrappers, whose hooks a wrapper hides.
+        """
         value = getattr(self, kind)
         if value is None:
             return {}
@@ -174,7 +178,8 @@ class TrainState:
             from ckptkit.checkpoint.state.stages import Stages
 
             return {"": Stages(value)}
-        return dict(value) if isinstance(value, Mapping) else {"": value}
+        named = value.items() if isinstance(value, Mapping) else [("", value)]
+        return {name: getattr(item, _WRAPPED.get(type(item).__name__, ""), item) for name, item in named}
 
 
 def _check_name(name: Any, kind: str) -> None:
