@@ -53,6 +53,24 @@ def numpy_scalar(dtype: np.dtype[Any], raw: Any) -> Any:
     return np.frombuffer(raw, dtype)[0] if raw else np.zeros((), dtype)[()]
 
 
+def typed(
+    make: Callable[..., Any], problem: str, *kinds: type[Any], rest: type[Any] | None = None
+) -> Callable[..., Any]:
+    """Return a function that calls `make` if its arguments have exactly these types, or raises ValueError(problem).
+
+    Args:
+        rest: The type of any more arguments; None if there may be none.
+    """
+
+    def call(*args: Any) -> Any:
+        wanted = (*kinds, *[rest] * len(args))
+        if any(type(arg) is not kind for arg, kind in zip(args, wanted, strict=False)):
+            raise ValueError(problem)
+        return make(*args)
+
+    return call
+
+
 def _moment(kind: Any, nbytes: int) -> Callable[..., Any]:
 
     def make(raw: Any, *zone: Any) -> Any:
@@ -65,17 +83,11 @@ def _moment(kind: Any, nbytes: int) -> Callable[..., Any]:
     return make
 
 
-def _timedelta(*args: Any) -> datetime.timedelta:
-    if len(args) > 3 or not all(type(arg) is int for arg in args):
-        raise ValueError("a timedelta is malformed")
-    return datetime.timedelta(*args)
-
-
 MOMENTS: dict[Any, Callable[..., Any]] = {
     datetime.datetime: _moment(datetime.datetime, 10),
     datetime.date: _moment(datetime.date, 4),
     datetime.time: _moment(datetime.time, 6),
-    datetime.timedelta: _timedelta,
+    datetime.timedelta: typed(datetime.timedelta, "a timedelta is malformed", int, int, int),
 }
 """For each type, a function that makes a value from the pickled arguments: the bytes of a date or time and, optionally,
 its time zone; or days, seconds and microseconds."""

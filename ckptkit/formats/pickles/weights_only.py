@@ -34,7 +34,7 @@ from ckptkit.errors import (
 from ckptkit.formats.pickles.allowed import ALLOWED
 from ckptkit.formats.pickles.inert import Function, StorageType, TorchDType
 from ckptkit.formats.pickles.tensors import Storage, StoredTensor, TensorRebuilder
-from ckptkit.formats.pickles.values import MOMENTS, check_array, numpy_array, numpy_dtype, numpy_scalar
+from ckptkit.formats.pickles.values import MOMENTS, check_array, numpy_array, numpy_dtype, numpy_scalar, typed
 from ckptkit.formats.pickles.walk import guarded, walk
 from ckptkit.formats.pickles.zip import Archive, memory_store, storage_of
 
@@ -211,18 +211,6 @@ def _name_of(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _version(text: Any) -> Any:
-    if type(text) is not str:
-        raise ValueError("a version is not a string")
-    return TorchVersion(text)
-
-
-def _device(kind: Any, *index: Any) -> Any:
-    if type(kind) is not str or not all(type(number) is int for number in index):
-        raise ValueError("a device is malformed")
-    return torch.device(kind, *index)
-
-
 def _sequence(value: Any) -> Any:
     if type(value) not in (list, tuple):
         raise ValueError("expected one list or tuple")
@@ -254,15 +242,6 @@ def _zone(offset: Any, *name: Any) -> datetime.timezone:
     if type(offset) is not datetime.timedelta or not all(type(text) is str for text in name):
         raise ValueError("a time zone is malformed")
     return datetime.timezone(offset, *name) if name or offset else datetime.timezone.utc
-
-
-def _path(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
-    def make(*parts: Any) -> Any:
-        if not all(type(part) is str for part in parts):
-            raise ValueError("a part of a path is not a string")
-        return kind(*parts)
-
-    return make
 
 
 def _empty_array(kind: Any, *_: Any) -> Any:
@@ -318,11 +297,11 @@ _CALLS: dict[Any, Callable[..., Any]] = {
     collections.deque: _deque,
     **MOMENTS,
     datetime.timezone: _zone,
-    **{kind: _path(kind) for kind in _PATHS},
+    **{kind: typed(kind, "a part of a path is not a string", rest=str) for kind in _PATHS},
     np.dtype: lambda name, *_: np.dtype(numpy_dtype(name), copy=True),  # a new object: its state may be set later
     torch.Size: lambda sizes: torch.Size(_sequence(sizes)),
-    torch.device: _device,
-    TorchVersion: _version,
+    torch.device: typed(torch.device, "a device is malformed", str, rest=int),
+    TorchVersion: typed(TorchVersion, "a version is not a string", str),
 }
 _STATES = ((np.ndarray, _fill_array), (np.dtype, _order_bytes), (collections.OrderedDict, _set_attributes))
 _FUNCTIONS: dict[tuple[str, str], Function] = {
