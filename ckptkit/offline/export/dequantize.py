@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
@@ -62,23 +62,8 @@ class Dequantized:
         return assembled(tensors, {}, {**self.whole, **self.made})
 
 
-@dataclass(frozen=True, slots=True)
-class _Weight:
-    """A quantized weight.
-
-    Attributes:
-        name: The weight's name in an unquantized model.
-        stored: Name of the tensor that contains its codes.
-        parts: Names of its scales, zero points and so on.
-        target: The dequantized weight, for key maps.
-        made: The same, computed.
-    """
-
-    name: str
-    stored: str
-    parts: tuple[str, ...]
-    target: Target
-    made: ComputedTensor
+# A dequantized weight, for key maps, and the same, computed. Its inputs are its codes, then its scales and so on.
+_Weight: TypeAlias = tuple[Target, ComputedTensor]
 
 
 def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, Any] | None) -> Dequantized:
@@ -103,7 +88,7 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
         return Dequantized(dict(targets))
     weights = [_mxfp4(name, targets, wanted) for name in targets if _is_mxfp4(name, targets)]
     weights += [_packed(n, targets, settings, wanted) for n in targets if _is_packed_weight(n, targets, settings)]
-    read = {part for weight in weights for part in (weight.stored, *weight.parts)}
+    read = {item.name for _, weight in weights for item in weight.read}
     packed = [name for name in targets if name not in read and _is_packed(name, targets)]
     if packed:
         raise UnsupportedFormatError(
@@ -133,13 +118,13 @@ def with_lower_bits(targets: Mapping[str, Target], bits: Mapping[str, TensorEntr
         if target.sources[0] in bits:
             part = Target.of(bits[target.sources[0]], f"{name}.{ERROR_BITS}")
             made = replace(target, dtype=wanted)
-            weights.append(_weight(name, target, [part], made, formula, label, 1, scratch=16))
+            weights.append(_weight(target, [part], made, formula, label, 1, scratch=16))
     return replace(_dequantized(targets, weights), dtype=wanted)
 
 
 def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequantized:
-    made = {weight.stored: weight for weight in weights}
-    scales = {part: weight.name for weight in weights for part in weight.parts}
+    made = {computed.read[0].name: (weight, computed) for weight, computed in weights}
+    scales = {part.name: weight.name for weight, computed in weights for part in computed.read[1:]}
     found = Dequantized({})
     for name, target in targets.items():
         if name in scales or _OF_INPUTS.fullmatch(name):
@@ -147,19 +132,18 @@ def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequa
             why = "a scale, applied to its weight" if name in scales else "a scale of activations"
             found.dropped.update(dict.fromkeys(target.sources, why))
             continue
-        weight = made.get(name)
-        if weight is None:
+        if name not in made:
             found.targets[name] = target
             found.whole[target.sources[0]] = target
             continue
+        weight, computed = made[name]
         if weight.name in targets and weight.name != name:
             raise CheckpointMismatchError(
                 f"{name!r} is {weight.name!r} in packed form, but both are in the checkpoint."
             )
         found.names[name] = weight.name
-        found.targets[weight.name] = weight.target
-        source = target.sources[0]
-        found.made[source] = weight.made
+        found.targets[weight.name] = weight
+        found.made[target.sources[0]] = computed
     return found
 
 
@@ -173,7 +157,6 @@ def _stored(target: Target) -> Target:
 
 
 def _weight(
-    name: str,
     codes: Target,
     parts: Sequence[Target],
     made: Target,
@@ -183,7 +166,7 @@ def _weight(
     *,
     scratch: int,
 ) -> _Weight:
-    """Return the weight `made`, computed from its codes and its parts.
+    """Return the weight `made`, and how it is computed from its codes and its parts.
 
     Args:
         aligned: How many of the first parts have one row per row of the weight, and so are sliced like it.
@@ -193,8 +176,9 @@ def _weight(
 
     def rows(start: int, stop: int) -> ComputedTensor:
         shape = (stop - start, *made.shape[1:]) if made.shape else ()
-        cut = [item.rows(start, stop) if shape else item for item in whole[: 1 + aligned]]
-        inputs = (*cut, *whole[1 + aligned :])
+        inputs = whole
+        if shape != made.shape:
+            inputs = (*(item.rows(start, stop) for item in whole[: 1 + aligned]), *whole[1 + aligned :])
 
         def compute(data: Sequence[Bytes]) -> Computed:
             stored = [Stored(raw, item.dtype, item.shape) for raw, item in zip(data, inputs, strict=True)]
@@ -205,8 +189,7 @@ def _weight(
             (lambda a, b: rows(start + a, start + b)) if shape else None, by_element=True,
         )  # fmt: skip
 
-    computed = rows(0, made.shape[0] if made.shape else 1)
-    return _Weight(name, codes.name, tuple(part.name for part in parts), made, computed)
+    return made, rows(0, made.shape[0] if made.shape else 1)
 
 
 # --- FP8
@@ -229,7 +212,7 @@ def _scale_of(name: str, targets: Mapping[str, Target]) -> str:
 def _eight(name: str, targets: Mapping[str, Target], blocks: Any, dtype: str) -> _Weight:
     scale, weight = _scale_of(name, targets), targets[name]
     formula, label, aligned = _formula(weight, targets[scale], blocks, dtype)
-    return _weight(name, weight, [targets[scale]], replace(weight, dtype=dtype), formula, label, aligned, scratch=4)
+    return _weight(weight, [targets[scale]], replace(weight, dtype=dtype), formula, label, aligned, scratch=4)
 
 
 def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[formulas.Dequantization, str, int]:
@@ -285,7 +268,7 @@ def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
     made = _source(weight, dtype, blocks.sources[0], (blocks.shape[0], blocks.shape[2] * 32, blocks.shape[1]))
     label = "MXFP4 weight * 2 ** (scale of the group - 127), transposed"
     scratch = dtype_of(dtype).itemsize + 2
-    return _weight(weight, blocks, [scales], made, partial(formulas.mxfp4, dtype=dtype), label, 1, scratch=scratch)
+    return _weight(blocks, [scales], made, partial(formulas.mxfp4, dtype=dtype), label, 1, scratch=scratch)
 
 
 # --- compressed-tensors
@@ -379,7 +362,7 @@ def _integers(
     zeros = "" if zero is None else " - zero point"
     label = f"INT{bits} (weight{zeros}) * scale of the {strategy} in {scale.source_dtype}"
     made = _source(weight, dtype, codes.sources[0], (rows, columns))
-    return _weight(weight, codes, parts, made, formula, label, int(strategy != "tensor"), scratch=8)
+    return _weight(codes, parts, made, formula, label, int(strategy != "tensor"), scratch=8)
 
 
 def _fp4(
@@ -413,7 +396,7 @@ def _fp4(
     label = f"{kind} weight * scale of the group" + (" / global scale" if overall is not None else "")
     parts = [part for part in (scale, overall) if part is not None]
     made = _source(weight, dtype, codes.sources[0], (rows, columns))
-    return _weight(weight, codes, parts, made, partial(formulas.fp4, group=group, dtype=dtype), label, 1, scratch=8)
+    return _weight(codes, parts, made, partial(formulas.fp4, group=group, dtype=dtype), label, 1, scratch=8)
 
 
 def _unsupported(name: str, what: str) -> UnsupportedFormatError:
