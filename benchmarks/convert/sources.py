@@ -56,13 +56,14 @@ def make_model(folder: Path, nbytes: int, dtype: str, small: bool = False, *, em
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(layout.header)
+        ((_, header),) = layout.literals
+        file.write(header)
         if empty:
             file.truncate(layout.nbytes)
             return
         values = np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32) * 0.02
         block = values.tobytes() if itemsize == 4 else (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-        left = layout.nbytes - len(layout.header)
+        left = layout.nbytes - len(header)
         while left:
             left -= file.write(block[: min(left, len(block))])
 

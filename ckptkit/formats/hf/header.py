@@ -344,14 +344,16 @@ class FileLayout:
     """A file's layout.
 
     Attributes:
-        header: The bytes before the data: length, JSON, padding to a multiple of 8.
+        literals: (start, bytes) of everything except the tensors.
         starts: Each tensor's byte offset in the file, in the order in which the tensors were passed.
         nbytes: Size of the whole file.
+        crcs: CRC-32 fields: (positions, first byte covered, bytes covered).
     """
 
-    header: bytes
+    literals: tuple[tuple[int, bytes], ...]
     starts: tuple[int, ...]
     nbytes: int
+    crcs: tuple[tuple[tuple[int, ...], int, int], ...] = ()
 
 
 def encode_names(text: str, names: Iterable[str]) -> bytes:
@@ -401,7 +403,7 @@ def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None
         starts[i] = at
         at += tensors[i].nbytes
     header = encode_header([tensors[i] for i in order], [starts[i] for i in order], metadata)
-    return FileLayout(header, tuple(len(header) + start for start in starts), len(header) + at)
+    return FileLayout(((0, header),), tuple(len(header) + start for start in starts), len(header) + at)
 
 
 def split_into_shards(nbytes: Sequence[int], max_shard_size: int) -> list[list[int]]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ckptkit.catalog.box import row_major_strides
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.digests import crc32
 from ckptkit.formats.dcp.records import ALIGNMENT
-from ckptkit.formats.hf.header import TensorToWrite
+from ckptkit.formats.hf.header import FileLayout, TensorToWrite
 from ckptkit.formats.pickles.allowed import STORAGE_CLASSES
 from ckptkit.formats.pickles.zip import central_header, end_records, local_header
 
@@ -66,25 +65,11 @@ def _tuple(values: tuple[int, ...]) -> bytes:
 _ROOT = b"archive/"
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFile:
-    """A file's layout.
+def encode_torch_file(tensors: Sequence[TensorToWrite]) -> FileLayout:
+    """Lay out a state dict's file. Each tensor has a storage of its own, aligned to 64 bytes.
 
-    Attributes:
-        literals: (start, bytes) for everything except the tensors.
-        starts: Each tensor's byte offset.
-        crcs: For each tensor, the two positions of its CRC-32: in its local header and in the central directory.
-        nbytes: Size of the whole file.
+    A tensor's CRC-32 is in its local header and in the central directory.
     """
-
-    literals: tuple[tuple[int, bytes], ...]
-    starts: tuple[int, ...]
-    crcs: tuple[tuple[int, int], ...]
-    nbytes: int
-
-
-def encode_torch_file(tensors: Sequence[TensorToWrite]) -> TorchFile:
-    """Lay out a state dict's file. Each tensor has a storage of its own, aligned to 64 bytes."""
     members: list[tuple[bytes, int, int, int]] = []  # name, crc, nbytes, local header's offset
     literals: list[tuple[int, bytes]] = []
     head = bytearray()
@@ -116,5 +101,6 @@ def encode_torch_file(tensors: Sequence[TensorToWrite]) -> TorchFile:
         directory += central_header(name, crc, nbytes, offset)
     literals.append((at, bytes(directory) + end_records(len(members), len(directory), at)))
     nbytes = at + len(literals[-1][1])
-    crcs = tuple(zip(first_crcs, second_crcs[len(members) - len(tensors) :], strict=True))
-    return TorchFile(tuple(literals), tuple(starts), crcs, nbytes)
+    places = zip(first_crcs, second_crcs[len(members) - len(tensors) :], strict=True)
+    crcs = tuple((at, start, t.nbytes) for at, start, t in zip(places, starts, tensors, strict=True))
+    return FileLayout(tuple(literals), tuple(starts), nbytes, crcs)

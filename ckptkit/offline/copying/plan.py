@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ from ckptkit.catalog.targets import Target
 from ckptkit.errors import NoSpaceError
 from ckptkit.storage.store import Store
 from ckptkit.units import counted, format_size
+
+if TYPE_CHECKING:
+    from ckptkit.formats.hf.header import FileLayout
 
 Bytes = npt.NDArray[np.uint8]
 _Int64 = npt.NDArray[np.int64]
@@ -122,6 +126,10 @@ class OutputFile:
     def of_bytes(cls, path: str, data: bytes) -> OutputFile:
         """Return a file whose content is `data`, such as a config or an index."""
         return cls(path, len(data), (Literal(0, data),))
+
+    @classmethod
+    def of_layout(cls, path: str, layout: FileLayout) -> OutputFile:
+        return cls(path, layout.nbytes, tuple(starmap(Literal, layout.literals)), tuple(starmap(CrcField, layout.crcs)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ckptkit.formats.hf.header import (
     split_into_shards,
 )
 from ckptkit.formats.pickles.encode import encode_torch_file
-from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, OutputTensor, Placement, Plan
+from ckptkit.offline.copying.plan import OutputFile, OutputTensor, Placement, Plan
 from ckptkit.storage.store import Store
 
 Placed: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, byte offset in the file
@@ -52,7 +52,7 @@ def hf_files(
     weight_map: dict[str, str] = {}
     for index, (name, members) in enumerate(zip(names, shards, strict=True)):
         layout = lay_out([headers[i] for i in members], {**METADATA, **metadata})
-        files.append(OutputFile(name, layout.nbytes, (Literal(0, layout.header),)))
+        files.append(OutputFile.of_layout(name, layout))
         for i, start in zip(members, layout.starts, strict=True):
             placements.append(Placement.whole(ordered[i], index, start))
             weight_map[ordered[i].name] = name
@@ -81,13 +81,9 @@ def torch_file(
 ) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
     """Lay out tensors in one `torch.save` file at `path`; return (files, placements, paths to publish last)."""
     ordered = in_disk_order(catalog, tensors)
-    headers = [TensorToWrite(t.name, t.dtype, t.shape) for t in ordered]
-    laid = encode_torch_file(headers)
-    crcs = tuple(
-        CrcField(at, start, header.nbytes) for at, start, header in zip(laid.crcs, laid.starts, headers, strict=True)
-    )
-    file = OutputFile(path, laid.nbytes, tuple(Literal(start, data) for start, data in laid.literals), crcs)
-    return [file], [Placement.whole(tensor, 0, start) for tensor, start in zip(ordered, laid.starts, strict=True)], ()
+    layout = encode_torch_file([TensorToWrite(t.name, t.dtype, t.shape) for t in ordered])
+    placements = [Placement.whole(tensor, 0, start) for tensor, start in zip(ordered, layout.starts, strict=True)]
+    return [OutputFile.of_layout(path, layout)], placements, ()
 
 
 def check_headers(plan: Plan, store: Store) -> int:

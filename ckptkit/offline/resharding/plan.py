@@ -22,7 +22,7 @@ from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import RECORD_NAME
-from ckptkit.offline.copying.plan import Literal, OutputFile, OutputTensor, Placement, Plan
+from ckptkit.offline.copying.plan import OutputFile, OutputTensor, Placement, Plan
 from ckptkit.offline.export.base import beside_source, read_side_files
 from ckptkit.offline.export.files import in_disk_order
 from ckptkit.offline.resharding.mesh import Cut, Cuts, RankBoxes, TargetMesh, TPPlan
@@ -77,7 +77,7 @@ def lay_out_local(
             parts.append(LocalTensor(name, name, tensor.dtype, tensor.shape, box, placements[order[owner]]))
         headers = [TensorToWrite(part.name, part.dtype, part.box.sizes) for part in parts]
         layout = lay_out(headers, file_metadata(rank, world_size, meshes, parts))
-        files.append(OutputFile(file_name(rank), layout.nbytes, (Literal(0, layout.header),)))
+        files.append(OutputFile.of_layout(file_name(rank), layout))
         for (owner, row), start in zip(mine, layout.starts, strict=True):
             starts[owner][row] = start
     placed = [
