@@ -246,9 +246,10 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         try:
             return self.manager.load(state, which, **options)
         except CheckpointMismatchError as error:
-            if not (isinstance(self._model, list) and isinstance(state.optimizer, dict)):
+            if not isinstance(state.optimizer, dict):
                 raise
-            state.optimizer = _joined(self._optimizers)  # as older checkpoints of several stages have them
+            # torchtitan's own checkpoints have all optimizers as one, and so have older ones of several stages.
+            state.optimizer = _joined(self._optimizers)
             try:
                 return self.manager.load(state, which, **options)
             except CheckpointMismatchError:

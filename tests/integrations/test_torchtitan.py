@@ -260,14 +260,20 @@ def test_pipeline_stages_load_on_any_division_into_stages(ranks, tmp_path):
             assert all(torch.equal(value, other) for value, other in zip(values, whole[name], strict=True)), name
 
 
-def _mixed(folder, split, trains, is_old=False):
-    """Like `_stages`, with two optimizers of different classes for each stage, as torchtitan's container makes them."""
-    parts = [Stage(*layers) for layers in split[dist.get_rank()]]
+def _of_two_classes(parts, trains):
+    """Return an optimizer of each class for each stage, as torchtitan's container makes them."""
     rates, optimizers = {"weight": 0.1 if trains else 0.3, "bias": 0.2 if trains else 0.4}, []
     for part in parts:
         for make, kind in ((torch.optim.SGD, "bias"), (torch.optim.AdamW, "weight")):
             chosen = [parameter for name, parameter in part.named_parameters() if name.endswith(kind)]
             optimizers.append(make(chosen, lr=rates[kind], **({"momentum": 0.9} if kind == "bias" else {})))
+    return optimizers
+
+
+def _mixed(folder, split, trains, is_old=False):
+    """Like `_stages`, with two optimizers of different classes for each stage, as torchtitan's container makes them."""
+    parts = [Stage(*layers) for layers in split[dist.get_rank()]]
+    optimizers = _of_two_classes(parts, trains)
     checkpointer = TorchtitanCheckpointer(
         Config(interval=1), dataloader=None, model_parts=parts, optimizers=SimpleNamespace(optimizers=optimizers),
         lr_schedulers=TrainState(), states={"train_state": TrainState()}, base_folder=folder,
@@ -300,6 +306,29 @@ def test_optimizers_of_two_classes_load_on_any_division_into_stages(ranks, tmp_p
         for split in splits:
             loaded = ranks.run(_mixed, len(split), folder, split, False)
             assert bits({name: values for rank in loaded for name, values in rank.items()}) == bits(whole)
+
+
+def test_optimizers_of_two_classes_load_from_a_checkpoint_of_torchtitan(tmp_path):
+    def state_of(part, optimizers):
+        return bits([part.state_dict(), [o.state[p] for o in optimizers for p in o.param_groups[0]["params"]]])
+
+    part, again = Stage(0, 1), Stage(0, 1)
+    optimizers, others = _of_two_classes([part], True), _of_two_classes([again], False)
+    for parameter in part.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    content = {"optimizer": get_optimizer_state_dict(part, optimizers, options=FLAT), **part.state_dict()}
+    content |= {"train_state": TrainState(), "lr_scheduler": TrainState()}
+    dcp.save(content, checkpoint_id=tmp_path / "checkpoint/step-1", no_dist=True)
+    checkpointer = TorchtitanCheckpointer(
+        Config(), dataloader=None, model_parts=[again], optimizers=SimpleNamespace(optimizers=others),
+        lr_schedulers=TrainState(), states={"train_state": TrainState()}, base_folder=str(tmp_path),
+    )  # fmt: skip
+    with closing(checkpointer):
+        assert checkpointer.load()
+    assert state_of(again, others) == state_of(part, optimizers)
+    assert [o.param_groups[0]["lr"] for o in others] == [0.2, 0.1]
 
 
 def test_optimizers_of_two_classes_load_from_a_checkpoint_that_has_them_as_one(ranks, tmp_path):
