@@ -12,13 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckptkit.checkpoint.run.coordinator import Coordinator
-from ckptkit.checkpoint.state.optimizer import (
-    apply_settings,
-    apply_state,
-    capture_optimizer,
-    finish_load,
-    named_parameters,
-)
+from ckptkit.checkpoint.state.optimizer import apply_state, capture_optimizer, named_parameters
 from ckptkit.checkpoint.state.train_state import TrainState, check_whole, model_tensors, parameter_names
 from ckptkit.checkpoint.state.values import decode
 from ckptkit.errors import CheckpointMismatchError
@@ -149,9 +143,7 @@ def scatter_optimizer(optimizer: Any, state: TrainState, whole: Mapping[str, Any
         raise CheckpointMismatchError(
             f"the checkpoint's optimizer has {len(settings)} groups, the live one has {len(optimizer.param_groups)}."
         )
-    apply_state(optimizer, parameters, states, {})
-    apply_settings(optimizer, settings)
-    finish_load(optimizer)
+    apply_state(optimizer, parameters, states, {}, settings)
 
 
 def _placed(whole: Any, like: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.checkpoint.load.plan import LoadPlan, ObjectTarget, OptimizerPlan
 from ckptkit.checkpoint.load.read import Reading
 from ckptkit.checkpoint.report import LoadReport
-from ckptkit.checkpoint.state.optimizer import apply_settings, apply_state, finish_load
+from ckptkit.checkpoint.state.optimizer import apply_state
 from ckptkit.checkpoint.state.rng import check_rng, reseed, restore_rng, shared_stream
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState, canonical_modules, is_stateful
 from ckptkit.checkpoint.state.values import JSON, decode
@@ -174,9 +174,7 @@ def apply_optimizer(
         for fqn, state_name, other, other_name in plan.same:
             if state_name in new.get(fqn, {}) and other_name in new.get(other, {}):
                 new[fqn][state_name] = new[other][other_name]
-        apply_state(plan.optimizer, plan.parameters, new, shared, keep=plan.keep)
-        apply_settings(plan.optimizer, plan.groups.settings)
-        finish_load(plan.optimizer)
+        apply_state(plan.optimizer, plan.parameters, new, shared, plan.groups.settings, keep=plan.keep)
     for fqn, master in masters.items():
         if id(plan.parameters[fqn]) in loaded:
             master.copy_(plan.parameters[fqn])  # both have the same placement, so this does not communicate

@@ -603,6 +603,8 @@ def _group_settings(
     settings: Sequence[Mapping[str, Any]],
     what: str,
 ) -> dict[str, Any]:
+    import torch
+
     if not sources:
         return {}
     first = settings[sources[0]]
@@ -625,8 +627,8 @@ def _group_settings(
             )
         elif isinstance(value, bool) and isinstance(live.get(key), bool) and value is not live[key]:
             changes.switches.append(f"{key}={value} of group {index} (here it is {live[key]})")
-        rounded = _rounded(live.get(key), value)
-        if rounded is not None:
+        rounded = _number(value, live.get(key))
+        if isinstance(live.get(key), torch.Tensor) and _is_real(value) and not _same(rounded, value):
             changes.notes.append(
                 f"{what} group {index}: {key}={value!r} becomes {rounded!r} in a {live[key].dtype} tensor"
             )
@@ -663,16 +665,6 @@ def _fits(live: Any, value: Any) -> bool:
     if isinstance(live, (int, float)) or (isinstance(live, torch.Tensor) and live.numel() == 1):
         return _is_real(value)
     return not isinstance(live, torch.Tensor)
-
-
-def _rounded(live: Any, value: Any) -> float | None:
-    """Return what a number becomes in the live tensor, if the tensor's dtype can't hold the number."""
-    import torch
-
-    if not isinstance(live, torch.Tensor) or not _is_real(value):
-        return None
-    held = torch.tensor(float(value), dtype=live.dtype).item()
-    return None if held == value or math.isnan(value) else held
 
 
 def _is_real(value: Any) -> bool:
@@ -729,7 +721,7 @@ def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(mine, theirs)
 
 
-def apply_settings(optimizer: Any, settings: Iterable[Mapping[str, Any]]) -> None:
+def _apply_settings(optimizer: Any, settings: Iterable[Mapping[str, Any]]) -> None:
     """Set the settings of each live group.
 
     A learning rate in a tensor is updated in place and keeps its device, because compiled steps and schedulers refer to
@@ -754,10 +746,14 @@ def apply_state(
     parameters: Mapping[str, torch.nn.Parameter],
     states: Mapping[str, Mapping[str, Any]],
     shared: Mapping[str, Any],
+    settings: Iterable[Mapping[str, Any]],
     *,
     keep: Iterable[str] = (),
 ) -> None:
-    """Replace the optimizer's state with `states` (by FQN) and `shared`. Parameters in `keep` keep their state."""
+    """Replace the optimizer's state with `states` (by FQN) and `shared`, and set the settings of each group.
+
+    Parameters in `keep` keep their state.
+    """
     kept = {fqn: optimizer.state[parameters[fqn]] for fqn in keep if parameters[fqn] in optimizer.state}
     optimizer.state.clear()
     for fqn, parameter in parameters.items():
@@ -766,9 +762,11 @@ def apply_state(
         elif fqn in states:
             optimizer.state[parameter] = dict(states[fqn])
     optimizer.state.update(shared)
+    _apply_settings(optimizer, settings)
+    _finish_load(optimizer)
 
 
-def finish_load(optimizer: Any) -> None:
+def _finish_load(optimizer: Any) -> None:
     """Call the optimizer's own `load_state_dict` or its hooks, so that it updates what it derives from its state.
 
     A class may clear a cache there, or set a counter. torch's method, which it calls, casts states and replaces the
