@@ -250,4 +250,4 @@ def test_what_a_load_leaves_unchanged_is_warned_about(framework_ranks, tmp_path)
     assert (first, second, none) == (2, 3, [])
     assert len(said) == 1 and "1 missing (extra.extra.other)" in said[0]
     ((position, said),) = framework_ranks.run(_data_loaded, 1, str(tmp_path), timeout=240)
-    assert position == 0 and len(said) == 2 and "skipped (dataloader_data)" in said[0]
+    assert position == 0 and len(said) == 2 and "1 skipped: dataloader_data (saved at world size 2" in said[0]

@@ -41,6 +41,7 @@ def of(state, folder, **config):
 
 
 def small():
+    torch.manual_seed(0)  # all ranks have the same model
     model = torch.nn.Linear(2, 2)
     return type("Small", (), {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
 
