@@ -146,6 +146,11 @@ class Target:
         return tuple(key for key in dict.fromkeys(map(_source_of, self.parts)) if key != NO_SOURCE)
 
     @property
+    def only_part(self) -> Part | None:
+        """The part, if there is only one and its elements keep their row-major order."""
+        return self.parts[0] if len(self.parts) == 1 and self.parts[0].is_plain else None
+
+    @property
     def is_padded(self) -> bool:
         """Whether any part is padding."""
         return any(part.source == NO_SOURCE for part in self.parts)
@@ -229,8 +234,7 @@ def concatenated(name: str, targets: Sequence[Target], dim: int) -> Target:
 
 def _rope_head(head: Target, a: int, b: int) -> list[Part]:
     """Return the parts of one head whose rows are viewed as (a, b) and then transposed. `head.parts` start at row 0."""
-    only = head.parts[0] if len(head.parts) == 1 else None
-    if only is not None and only.is_plain and a * b > 1:
+    if (only := head.only_part) is not None and a * b > 1:
         order = (1, 0, *range(2, 1 + len(head.shape)))
         return [replace(only, unfold=(a, b, *head.shape[1:]), axes=order)]
     parts: list[Part] = []

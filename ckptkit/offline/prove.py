@@ -224,11 +224,8 @@ class _Prover:
 
 def _copied(tensor: OutputTensor) -> str | None:
     """Return the key of the source entry that the tensor copies, with or without a cast; None if it is not a copy."""
-    if not isinstance(tensor, Target) or len(tensor.parts) != 1:
-        return None
-    part = tensor.parts[0]
-    whole = part.is_plain and part.target_box == Box.whole(tensor.shape) and part.source_box.sizes == tensor.shape
-    return part.source if whole else None
+    part = tensor.only_part if isinstance(tensor, Target) else None
+    return part.source if part is not None and part.source_box.sizes == tensor.shape else None
 
 
 # Locate each source slice in the result. This uses only the boxes, not the steps of the copy, and so verifies these

@@ -173,8 +173,8 @@ class Gatherer:
 
     def _run_of(self, target: OutputTensor) -> Range | None:
         """Return where all of a target's bytes lie consecutively in a local file; None if they do not."""
-        part = target.parts[0] if isinstance(target, Target) and len(target.parts) == 1 else None
-        if part is None or not part.is_plain or part.target_box != Box.whole(target.shape):
+        part = target.only_part if isinstance(target, Target) else None
+        if part is None:
             return None
         where = self.maps[part.source]
         offsets, sizes = (

@@ -413,12 +413,12 @@ class _Numbered:
 def _copied(catalog: Catalog, placement: Placement) -> TensorEntry | None:
     """Return the source entry that a placement copies whole and element by element; None if it does anything else."""
     tensor = placement.tensor
-    if not isinstance(tensor, Target) or len(tensor.parts) != 1:
+    part = tensor.only_part if isinstance(tensor, Target) else None
+    if part is None:
         return None
-    part = tensor.parts[0]
     entry = catalog.tensors[part.source]
     shape = entry.shape
-    if not part.is_plain or not tensor.shape == part.source_box.sizes == shape or 0 in shape:
+    if not tensor.shape == part.source_box.sizes == shape or 0 in shape:
         return None
     return None if entry.slices.strides or entry.slices.codecs else entry
 

@@ -127,8 +127,8 @@ def _assembled(target: Target, changes: Mapping[str, Change], whole: Mapping[str
         _Step(source, first, _rows_of(whole[source], first, stop), changes.get(source))
         for source, (first, stop) in _ranges(target, changes, whole).items()
     ]
-    plain = len(steps) == 1 and _is_plain(target, steps[0])
-    rows = steps[0].rows
+    part, rows = target.only_part, steps[0].rows
+    plain = part is not None and part.source_box.numel == rows.numel  # simply the rows of one source
     same = plain and steps[0].change is None and (rows.dtype, rows.shape) == (target.dtype, target.shape)
     if same and isinstance(rows, ComputedTensor):
         return _named(rows, target.name)
@@ -203,13 +203,6 @@ def _rows_of(source: OutputTensor, first: int, stop: int) -> OutputTensor:
     shape = (stop - first, *source.shape[1:])
     part = Part(Box.whole(shape), source.parts[0].source, Box((first, *(0,) * (len(shape) - 1)), shape))
     return Target(source.name, source.source_dtype, shape, (part,), source.source_dtype)
-
-
-def _is_plain(target: Target, step: _Step) -> bool:
-    """Return whether the target is simply the rows of a single source."""
-    part = target.parts[0]
-    same = len(target.parts) == 1 and part.is_plain and part.source_box.numel == step.rows.numel
-    return same and part.target_box == Box.whole(target.shape)
 
 
 def _part(part: Part, made: npt.NDArray[Any], first: int) -> npt.NDArray[Any]:

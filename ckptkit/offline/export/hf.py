@@ -522,8 +522,8 @@ def _kind(target: Target) -> tuple[str, tuple[int, ...], str]:
 
 def _whole_source(target: Target) -> str | None:
     """Return the source that the target copies without changes; None if it is not a plain copy."""
-    part = target.parts[0] if len(target.parts) == 1 else None
-    return part.source if part is not None and part.is_plain else None
+    part = target.only_part
+    return part.source if part is not None else None
 
 
 def _drop_buffers(draft: _Draft) -> None:

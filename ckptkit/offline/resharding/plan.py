@@ -153,7 +153,7 @@ def plan_local(catalog: Catalog, tensors: Sequence[OutputTensor], mesh: TargetMe
     chosen = []
     for tensor in tensors:
         entry = catalog.tensors[tensor.sources[0]]
-        plain = isinstance(tensor, Target) and len(tensor.parts) == 1 and tensor.parts[0].is_plain
+        plain = isinstance(tensor, Target) and tensor.only_part is not None
         sharded = bool(tensor.shape) and dtype_of(tensor.dtype).kind == "float"
         unchanged = plain and entry.shape == tensor.shape
         chosen.append(known.of(entry) if unchanged else Cut(fsdp=0 if sharded else None))
