@@ -173,8 +173,8 @@ def inspect_gradients(
 ) -> GradientReport:
     """Return the unscaled joint norm, whether all ranks may step, and what to multiply the gradients by.
 
-    `divisor` says how many times too large the gradients are (default: the scaler's scale). This updates the scaler but
-    does not change the gradients. All ranks must call this.
+    The norm and the factor are divided by `divisor` (default: the scaler's scale). This updates the scaler but does not
+    change the gradients. All ranks must call this.
     """
     max_norm = checked_max_norm(max_norm)
     scale = scaler.scale if scaler is not None else 1.0

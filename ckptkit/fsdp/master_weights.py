@@ -118,7 +118,7 @@ class MasterWeightOptimizer(Optimizer):
 
         Args:
             max_norm, norm_type: Replace the optimizer's own.
-            divisor: How many times too large the gradients are (default: the loss scale).
+            divisor: The gradients are divided by this number before clipping (default: the loss scale).
 
         Raises:
             NonFiniteGradientError: `error_if_nonfinite` is set, and a gradient on some rank is not finite. Raised on

@@ -319,7 +319,7 @@ class Patience:
     cleanup, give up soon. The next operation gets a new Patience.
 
     Args:
-        limit_s: Each call starts no new try later than this many seconds after its first one. Default `timeout_s()`.
+        limit_s: No call is retried later than this many seconds after its first try. Default `timeout_s()`.
     """
 
     def __init__(self, limit_s: float | None = None) -> None:

@@ -366,8 +366,10 @@ def _rule(kind: str, name: str, shape: tuple[int, ...], inner: tuple[int, ...]) 
 
 
 def blocks_of(shape: Sequence[int], inner: Sequence[int]) -> list[int] | None:
-    """Return how many elements of a tensor an element of its inner tensor describes, by dimension; None if they have no
-    such relation."""
+    """Return, for each dimension, how many elements of a tensor share one element of its inner tensor.
+
+    None if the numbers of dimensions differ, or if a size is not a multiple of the inner tensor's.
+    """
     if len(shape) != len(inner) or any(n != size and (not n or size % n) for size, n in zip(shape, inner, strict=True)):
         return None
     return [1 if n == size else size // n for size, n in zip(shape, inner, strict=True)]

@@ -56,8 +56,8 @@ class HFExport:
         faults: Mismatches with the base; empty unless `strict` is off.
         notes: Notes for the user about decisions.
         checked: The path or repo with which names and shapes were compared; "" if there was none.
-        metadata: The `__metadata__` of each safetensors header, beside the format: the source's own, or the description
-            of torchao's weights.
+        metadata: What the `__metadata__` of each safetensors header contains in addition to the format: the source's
+            metadata, or the description of torchao's weights.
     """
 
     tensors: tuple[OutputTensor, ...]

@@ -145,9 +145,10 @@ class TargetMesh:
         return self.replicate * (self.shard if cut.fsdp is None else 1) * (self.tp if cut.tp is None else 1)
 
     def placement(self, cut: Cut) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """Return the mesh dimensions and the placement on each, in the manifest's notation, of a DTensor with this cut.
+        """Return the mesh dimensions of a DTensor that is sharded by `cut`, and its placement on each dimension.
 
-        None for a plain tensor. A parameter that tensor parallelism does not touch is not on the tp dimension.
+        Placements are in the manifest's notation. None for a plain tensor. A parameter that tensor parallelism
+        does not touch is not on the tp dimension.
         """
         kinds = tuple(kind for kind in self.kinds if cut.on(kind))
         if not kinds:
