@@ -91,7 +91,7 @@ class Crcs:
         self._lock = threading.Lock()
 
     def begin(self, start: int) -> tuple[int, int]:
-        """Return (start, CRC-32) of the piece that ends at `start`, to be continued. It is removed until `end`."""
+        """Return (start, CRC-32) of the piece that ends at `start`. Removes it; `end` adds the longer piece."""
         with self._lock:
             first, value = self._by_stop.pop(start, (start, 0))
             self._by_start.pop(first, None)
@@ -180,8 +180,8 @@ class Verifier:
                     self._runs[record, stop] = run
                     return
                 crcs = self._crcs.setdefault(record, Crcs())
-            # Use what `end` returns, not `crcs.parts()`: if a thread reads a piece twice, that piece may have replaced
-            # the joined one there.
+            # Use what `end` returns, not `crcs.parts()`: if a thread reads a piece twice, the second reading may have
+            # replaced the joined piece in `crcs`.
             first, stop, value = crcs.end(first, stop, value)
             if (first, stop) != (start, end):
                 return

@@ -177,7 +177,7 @@ def refuse_packed(names: Sequence[str]) -> None:
 
 
 _MAX_DEPTH = 3
-_MAX_CHILDREN = 32  # most directories without a step to search
+_MAX_CHILDREN = 32  # of the directories without a step, at most this many are searched
 _MAX_STEPS = 64  # how many of the newest step directories to search
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_universal", "LATEST.txt")
 # Subdirectories of a step that each contain a model of their own (verl and SkyRL).
@@ -224,7 +224,7 @@ class _Found:
     note: str = ""
 
     def because(self, *notes: str) -> _Found:
-        """Return this with more notes, before the one that it has."""
+        """Return this with more notes, placed before its own."""
         return replace(self, note=" ".join(filter(None, (*notes, self.note))))
 
 
@@ -417,7 +417,7 @@ def _newest_step(place: Candidate, url: str, depth: int) -> _Found | None:
     for pointer, target in _pointers(place):
         step, own = parse_step(target), parse_step(name)
         if step is not None and own is not None and step.step != own.step:
-            notes.append(f"{pointer} says {target}.")  # it is not followed
+            notes.append(f"{pointer} says {target}.")  # the pointer is not followed
             break
     note = " ".join(filter(None, (f"{name} is {text} in {url}.", found.note, *notes)))
     return replace(found, note=note)

@@ -25,7 +25,7 @@ def entries_of(
 
     Args:
         values: Plain values (see `pickles.objects.plain`), by the file that contains each.
-        sharded: The files are shards of one model, so that a name may occur only once.
+        sharded: Whether the files are shards of one model. If so, a name may occur only once.
 
     Raises:
         IncompleteCheckpointError: A file has only one rank's part of a tensor.

@@ -167,7 +167,7 @@ class SourceReader:
         return self._local is not None
 
     def has_file(self, origin: int) -> bool:
-        """Return whether an origin is a local file, of which small reads are cheap."""
+        """Return whether an origin is a local file, where small reads are cheap."""
         return self.is_local and self._origins[origin].codec is None
 
     def read(self, origin: int, start: int, view: memoryview) -> None:

@@ -39,10 +39,11 @@ def open_catalog(
 ) -> Catalog:
     """Open the torch.save file or files at the store's root.
 
+    A LightningModule's attribute is stripped from the names, as in sharded checkpoints.
+
     Args:
-        path: The file to open. By default, the shards that an index names, or all numbered files, or the file that is
-            named like a model, or the only file. A LightningModule's attribute is stripped from the names, as is done
-            for sharded checkpoints.
+        path: The file to open. By default, the first of these that exists: the shards that an index names, all
+            numbered files, the file that is named like a model, the only file.
 
     Raises:
         CheckpointNotFoundError: There is no such file, or there are several and no index.

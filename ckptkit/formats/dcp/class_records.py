@@ -37,7 +37,7 @@ from ckptkit.storage.store import Store
 
 
 def recipes_of(catalog: Catalog) -> Mapping[str, Recipe]:
-    """Return a catalog's recipes by tensor name. ckptkit wrote the checkpoint, or `in_parts` returned the catalog."""
+    """Return recipes by tensor name, from the catalog of a checkpoint that ckptkit wrote or from `in_parts`."""
     entry = catalog.objects.get(SUBCLASSES)
     found = entry.value if entry is not None and entry.encoding == "value" else None
     return found if isinstance(found, dict) else {}
@@ -296,7 +296,7 @@ def _placed(
 
 
 def _block(name: str, rule: str, tensor: StoredTensor, box: Box) -> Any:
-    """Return how many elements each element of an inner tensor describes ("like": in each dimension)."""
+    """Return how many elements share one element of an inner tensor; for the rule "like", in each dimension."""
     if rule == "like" and (blocks := blocks_of(box.sizes, tensor.shape)) is not None:
         return blocks
     if rule == "flat" and len(tensor.shape) == 1 and tensor.numel and box.numel % tensor.numel == 0:

@@ -32,7 +32,7 @@ from ckptkit.storage.store import Store
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
-_FEW = 16  # slices; of a tensor with more, those outside the box are left out first
+_FEW = 16  # if a tensor has more slices, those outside the box are left out first
 _SMALL = 1 << 20  # a region of at most this size that must be cast or copied is read into its own buffer
 _BATCH = 8 << 20  # bytes that a thread reads, or checks, at a time
 _BATCH_REMOTE = 64 << 20  # the same on an object store, where they are read by several concurrent requests
@@ -70,7 +70,7 @@ class _Reads:
         strides: How its elements lie in the source, in elements.
         places: Byte offset of its first element in the target; -1 if it can't be read straight into the target.
         dense: Whether its bytes are contiguous and row-major in the source.
-        lying: The same, and the source is a file.
+        lying: Whether the region is `dense` and its source is a file.
         checked: Whether the slice's digest covers exactly its bytes.
         records: The slices' digests. Row i belongs to region i; without a digest, the algorithm is -1.
     """
@@ -292,7 +292,7 @@ class Filler:
         return int(reads.nbytes[rows].sum())
 
     def _read_region(self, reader: SourceReader, reads: _Reads, row: int) -> int:
-        """Read a region through a buffer, tile by tile: a cast, another device, columns, strides, a codec."""
+        """Read, tile by tile, a region that needs a buffer: for a cast, device, column shard, stride or codec."""
         target, dtype = self._part(reads, row), self._wanted[reads.owners[row]].dtype
         ndim = target.dim()
         strides = reads.strides[row, reads.strides.shape[1] - ndim :].tolist()
@@ -328,7 +328,8 @@ def _plan(wanted: Sequence[_Wanted], *, check: bool) -> _Reads:
         for first, slices in zip((np.cumsum(counts) - counts).tolist(), tensors, strict=True)
         for row, own in slices.strides.items()
     }
-    # The slices' boxes, and the boxes to fill: the tensor's number, dimensions of size 1, the tensor's dimensions.
+    # The slices' boxes, and the boxes to fill. In each row, the tensor's number comes first, then dimensions of size 1,
+    # then the tensor's own dimensions.
     tensor_of = np.repeat(np.arange(len(wanted)), counts)
     offsets, sizes = np.zeros((total, width), np.int64), np.ones((total, width), np.int64)
     low, extent = np.zeros((len(wanted), width), np.int64), np.ones((len(wanted), width), np.int64)

@@ -112,7 +112,7 @@ def rank_part(
     Rows have a fixed width, so rank 0 can concatenate all ranks' rows at once.
 
     Args:
-        rows: The slices' rows, then the objects'. A row's key is an index into the table's keys, then the private keys.
+        rows: The slices' rows, then the objects'. A row's key is an index into the table's keys plus the private keys.
         boxes: Each slice's offsets and sizes.
         table: Digest and bytes of the `key_table`. The bytes are None if a lower rank sends the same table.
     """
@@ -302,8 +302,8 @@ class SaveIndex:
         """Keep only the lowest rank's slice of a box that several ranks wrote.
 
         This happens with DTensors on a submesh. With FSDP over "dp" and tensor parallelism over "tp", a parameter
-        without tensor parallelism has one "dp" mesh per "tp" rank. Each of these meshes writes it once. It also happens
-        in LOCAL saves if the ranks' plain tensors differ.
+        without tensor parallelism has one "dp" mesh per "tp" rank. Each of these meshes writes the
+        parameter once. Replicas also occur in LOCAL saves if the ranks' plain tensors differ.
         """
         plain = self._cut_in_rows()
         if all(plain):
@@ -436,7 +436,7 @@ class SaveIndex:
         files_, starts, digests = (np.ascontiguousarray(self._rows[name]) for name in ("file", "payload", "digest"))
         slices = Slices(files_, starts, self._nbytes(), self._offsets, self._sizes, self._ranks, digests)
         fields: dict[str, Any] = {"save_id": save_id}
-        if METADATA_NAME in self.files:  # a reader compares it, because other writers may replace it
+        if METADATA_NAME in self.files:  # a reader checks whether another writer has replaced `.metadata`
             fields["digests"] = {path: item.digest for path, item in self.files.items()}
         if self.meshes:
             fields[MESHES] = self.meshes

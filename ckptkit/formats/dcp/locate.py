@@ -48,7 +48,7 @@ _BLOCK_FILES = 128  # number of files that are open at once
 _HEAD = 9  # bytes that identify a safetensors blob: header length, "{"
 _ZIP = b"PK\x03\x04"
 _FEW = 2  # with fewer items, comparing is not worth it
-_MAX_FRAMES = 8  # layouts to try per dtype, shape and length; pickles that name different devices differ
+_MAX_FRAMES = 8  # layouts to try per dtype, shape and length: they differ if pickles name different devices
 _SLACK = 1 << 20  # a decompressed item may be this much longer than its tensor
 
 

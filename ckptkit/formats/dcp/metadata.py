@@ -247,11 +247,11 @@ class MetadataPickle:
         self._out += b")\x81" + state
 
     def _head(self, dtype: str) -> None:
-        """Write what is between a tensor's name and its shape. From the second time on, it is the same for a dtype."""
+        """Write what is between a tensor's name and its shape. From a dtype's second use on, it is always the same."""
         if dtype in self._heads:
             self._out += self._heads[dtype]
             return
-        for is_first in (True, False):  # the first one adds its values to the memo, to which the second one refers
+        for is_first in (True, False):  # the first adds its values to the memo; the second refers to them
             mark = len(self._out)
             self._new("TensorStorageMetadata")
             self._text("properties")
@@ -297,7 +297,7 @@ class MetadataPickle:
 
     def _put(self, key: Any) -> None:
         self._memo[key] = self._next
-        self._out += b"\x94"  # MEMOIZE takes the next number; a reader could not trust the number in LONG_BINPUT
+        self._out += b"\x94"  # MEMOIZE: unlike LONG_BINPUT, it states no number that readers would have to check
         self._next += 1
 
 

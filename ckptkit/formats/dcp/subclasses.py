@@ -5,7 +5,7 @@ and a recipe (JSON) records the class and everything else. A load fills the inne
 same recipe. A class is never imported just because a checkpoint names it.
 
 Two classes without the protocol are split in the same way (`_WITHOUT_PROTOCOL`): bitsandbytes' 4-bit weights, and the
-optimizer states of flashoptim, which are no tensors.
+optimizer states of flashoptim, which are not tensors.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def open_all(
 
     Args:
         tensors: By name, or by (FQN, state name). Tensors that can't be split stay as they are.
-        wholes: For each value that is a part of a global tensor but no DTensor: a tensor with the global placement.
+        wholes: A tensor with the global placement, for each value that is a part of a global tensor but not a DTensor.
 
     Returns:
         The table with the parts, the recipes by name, and, for each tensor that could not be split, the reason.
@@ -178,7 +178,7 @@ def open_tensor(tensor: Any, whole: Any = None) -> Opened | None:
     """Return a tensor's parts, or None if it is dense or its class does not name its inner tensors.
 
     Args:
-        whole: A tensor with the global placement, if `tensor` is a part of a global tensor but no DTensor.
+        whole: A tensor with the global placement, if `tensor` is a part of a global tensor but not a DTensor.
 
     Raises:
         SaveError: The tensor can't be stored in parts. The message completes the sentence "the tensor ...".
@@ -218,7 +218,7 @@ def _is_made_of_parts(tensor: Any) -> bool:
 
 
 def _open(local: Any, whole: Any) -> Opened:
-    """Return the parts of `whole`, whose part on this rank is `local`; they are equal if it is not sharded."""
+    """Return the parts of `whole`. `local` is its shard on this rank, or `whole` itself if it is not sharded."""
     from torch.distributed.tensor import DTensor
 
     kind = _class_of(local)
@@ -298,7 +298,7 @@ _FLASH_SETTINGS = ("try_quantize", "signed", "sqrt", "softsign")
 
 
 def is_state_in_parts(value: Any) -> bool:
-    """Return whether an optimizer state is no tensor, but has inner tensors that are stored like those of one."""
+    """Return whether an optimizer state, although not a tensor, has inner tensors that are stored like a tensor's."""
     return type(value).__name__ == "_MaybeQuantizedTensor" and _class_of(value) == _FLASH
 
 

@@ -91,7 +91,7 @@ class FlatGroup:
 def groups_of(
     models: ModelStates, optims: OptimStates | None, experts: Iterable[str] = ()
 ) -> Sequence[Sequence[FlatGroup]]:
-    """Return each parameter group's flat groups. There is one, except for experts: one per expert parallel rank.
+    """Return each parameter group's flat groups. Groups of experts have one per expert parallel rank, others just one.
 
     Args:
         experts: The names of the weights in the experts' files.

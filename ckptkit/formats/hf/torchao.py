@@ -83,7 +83,7 @@ def found_recipes(
 
 
 def _descriptions(headers: Iterable[Mapping[str, str]], path: str) -> dict[str, str]:
-    """Return the descriptions of all listed tensors. A file of several may list all tensors, or only its own."""
+    """Return the descriptions of all listed tensors. Each of several files may list all tensors, or only its own."""
     found: dict[str, str] = {}
     for header in headers:
         listed = (
@@ -121,7 +121,7 @@ def _recipe(kind: str, data: Mapping[str, Any], inner: Mapping[str, tuple[str, t
 
 
 def _from_json(value: Any, shape: list[int]) -> Any:
-    """Return a value of a description as a recipe has it. Raises ValueError if it is malformed."""
+    """Convert a value in a description to the form used in recipes. Raises ValueError if it is malformed."""
     if isinstance(value, list):
         return {"$shape": True} if shape and value == shape else [_from_json(item, shape) for item in value]
     if not isinstance(value, dict):

@@ -11,7 +11,7 @@ tensor or slice):
     tensor.role, .state          [T] u8, i32   the `Role`'s position in the enum; index into the header's "states"
     tensor.fqn                   [2T] i32  where the FQN starts and stops in the name
     tensor.placement             [T] i32   index into the header's "placements", -1 for none
-    tensor.parts, .part          components of the planner's path: how many; length, or -1 - index for a list index
+    tensor.parts, .part          number of components in the planner's path; each one's length, or -1 - its list index
     slice.file, .rank            [N] i32
     slice.start, .nbytes         [N] i64
     slice.offset, .size          [E] i64

@@ -180,7 +180,7 @@ class CommitRecord:
     def to_json(self) -> bytes:
         """Return the bytes of `checkpoint.json`. Raises UsageError if a field is not JSON.
 
-        Parse the result before writing it, so that a field with a wrong type fails the save instead of a later load.
+        Callers parse the result before they write it, so a field with a wrong type fails the save, not a later load.
         """
         body = {
             "format": FORMAT,
@@ -274,7 +274,7 @@ class CommitRecord:
         return record
 
 
-# What a field must be: in words, its types in Python, and a test that returns None or False for a wrong value.
+# What a field must be: a description, its Python types, and a test that returns None or False for a wrong value.
 _Check = tuple[str, tuple[type, ...], Callable[[Any], Any] | None]
 
 

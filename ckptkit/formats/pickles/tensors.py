@@ -20,7 +20,7 @@ from ckptkit.formats.pickles.inert import Function, Record, StorageType, Stub, T
 
 _MAX_NDIM = 64
 _MAX_NUMEL = 1 << 62
-_MAX_EXPANDED = 16 << 20  # bytes that the tensors of a pickle may have beyond their storages
+_MAX_EXPANDED = 16 << 20  # bytes by which a pickle's tensors, in all, may exceed their storages
 
 
 class OpaqueTensorError(UnsupportedFormatError):
@@ -366,7 +366,7 @@ def stored(storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any
     """Return the tensor, after checking that it is within its storage.
 
     Args:
-        spare: By how many bytes the tensor may be larger than its storage, because strides of 0 repeat elements.
+        spare: By how many bytes the tensor may exceed its storage, as it does if strides of 0 repeat elements.
     """
     if not isinstance(storage, Storage):
         raise ValueError("a tensor's storage is not valid")

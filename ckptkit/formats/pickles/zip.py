@@ -298,7 +298,7 @@ class Archive:
     def check(self) -> None:
         """Read all members and check their CRC-32s. Raises CorruptCheckpointError for the first one that differs."""
         for name, member in self.layout.members.items():
-            if member.crc32:  # it is 0 after torch.serialization.set_crc32_options(False)
+            if member.crc32:  # the CRC is 0 after torch.serialization.set_crc32_options(False)
                 self.member(name)
 
     def value(self, *, unknown: Unknown = "refuse", classes: bool = False) -> Any:

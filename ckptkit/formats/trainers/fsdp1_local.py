@@ -2,7 +2,7 @@
 
 With use_orig_params=True, each rank also stores its 1-D piece of every parameter under the parameter's name, so only
 the shapes are missing. With use_orig_params=False, names and order are missing as well. The missing information comes
-from the first available source of these: a layout (`ReadOptions.layout`), shapes in module order
+from the first of these sources that is available: a layout (`ReadOptions.layout`), shapes in module order
 (`ReadOptions.shapes`), an optimizer saved as DCP in the same checkpoint, a Hugging Face directory (`ReadOptions.base`;
 only with use_orig_params=True).
 """

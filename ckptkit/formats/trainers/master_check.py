@@ -72,7 +72,7 @@ def _whole(store: Store, entry: TensorEntry) -> Bytes:
 
 
 def _rounded(data: Bytes, source: str, target: str) -> Bytes:
-    """Return a master's elements rounded to 16 bits. To any other dtype, masters are not cast."""
+    """Return a master's elements rounded to 16 bits. Masters are not cast to other dtypes."""
     return cast(data, source, target)[0] if target in ("float16", "bfloat16") else data
 
 

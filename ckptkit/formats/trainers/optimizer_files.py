@@ -91,7 +91,7 @@ def match_masters(
     They are matched by shape and order. If these allow several assignments, the values of weights and masters decide.
 
     Args:
-        masters: By group and index. They have no names, but the order of the optimizer's groups.
+        masters: By group and index. They have no names, but are in the order of the optimizer's groups.
         groups: The optimizer's param_groups.
         weights: The model's tensors by FQN.
     """
@@ -119,7 +119,7 @@ def values_agree(
 ) -> bool:
     """Return whether a sample of each master, once cast, equals its weight.
 
-    An optimizer may list parameters of equal shapes in another order than the model, which shapes cannot show.
+    If an optimizer orders parameters of equal shapes differently than the model, shapes alone cannot show that.
     """
     sampler = MasterSampler(store, weights)
     return all(

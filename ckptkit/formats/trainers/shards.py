@@ -48,8 +48,8 @@ def local_parts(
         shape: The whole tensor's shape.
         local_shape: The shape of the rank's tensor, to check the result against. FSDP2 splits what tensor parallelism
             has already split. For uneven tensors (7 rows over dp 3, tp 2), torch's own reading of its placements
-            differs from what FSDP2 did, and is used only where FSDP2's does not fit. If a part has no elements, FSDP2
-            changes its other dimensions, too. So only its emptiness is checked.
+            differs from what FSDP2 did, and is used only where FSDP2's split does not fit. If a part has no elements,
+            FSDP2 changes its other dimensions, too. So only its emptiness is checked.
 
     Raises:
         UnsupportedFormatError: A placement is partial: the values must still be summed over ranks.
