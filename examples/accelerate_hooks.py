@@ -1,4 +1,4 @@
-"""Accelerate with checkpoints of ckptkit: `AcceleratorCheckpoints` in place of save_state and load_state.
+"""Accelerate with ckptkit checkpoints: `AcceleratorCheckpoints` replaces save_state and load_state.
 
 python examples/accelerate_hooks.py      # needs: pip install -e '.[hf]'
 """
@@ -18,13 +18,14 @@ from ckptkit.integrations.accelerate import AcceleratorCheckpoints
 
 
 def train(url: str, until: int) -> tuple[int, Any]:
-    """Train to step `until`; return the step that was resumed from, and the weights."""
+    """Train to step `until`. Return the step from which the run was resumed, and the weights."""
     torch.manual_seed(0)
-    # The seed and the epoch determine the order of the data, so that a resume within an epoch gets the rest of it.
+    # The seed and the epoch determine the order of the data, so a resume within an epoch gets the rest of that epoch.
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # Its own generator: creating an iterator draws a number, which must not come from the generator of dropout.
+    # The loader has its own generator, because creating an iterator draws a number. Drawn from the global generator,
+    # that number would change the dropout masks.
     data = torch.utils.data.DataLoader(torch.randn(40, 4), batch_size=8, shuffle=True, generator=torch.Generator())
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
     checkpoints = AcceleratorCheckpoints(accelerator, url, retention=RetentionPolicy(max_num=2))

@@ -1,4 +1,4 @@
-"""transformers' Trainer with checkpoints of ckptkit: one callback that saves, resumes and exports.
+"""transformers' Trainer with ckptkit checkpoints: one callback saves, resumes and exports.
 
 python examples/hf_trainer.py      # needs: pip install -e '.[hf]'
 """

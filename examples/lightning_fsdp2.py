@@ -2,7 +2,7 @@
 
     python examples/lightning_fsdp2.py        # starts two ranks on the CPU; needs: pip install -e '.[lightning]'
 
-A script needs only the strategy's name and, for rotation, the callback: the last lines of `train`.
+Your own script needs only the name of the strategy and, for rotation, the callback: see the last lines of `train`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def train(work: Path, *, until: int, resume: str | None) -> float:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    same = torch.sin(torch.arange(8.0)).repeat(64, 1)  # equal batches: a resume within an epoch needs no loader state
+    same = torch.sin(torch.arange(8.0)).repeat(64, 1)  # equal batches, so a resume needs no loader state
     save = ManagedCheckpoint(dirpath=work / "run", every_n_train_steps=4, monitor="train_loss", save_top_k=2)
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy="fsdp2", max_steps=until, callbacks=[save], logger=False,

@@ -1,4 +1,4 @@
-"""The offline functions from Python: list, inspect, verify, reshard, convert, compare. No GPU, no process group.
+"""The offline functions in Python: list, inspect, verify, reshard, convert, compare. No GPU or process group needed.
 
 python examples/offline.py
 """
@@ -24,7 +24,7 @@ from ckptkit import (
 
 
 def make_run(root: str) -> None:
-    """Save two steps of a small model, with its optimizer."""
+    """Save a small model and its optimizer at two steps."""
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     state = TrainState(model=model, optimizer=optimizer)

@@ -1,8 +1,9 @@
-"""Plain torch: `dcp.save` and `dcp.load` with our storage, Stateful objects and a StatefulDataLoader.
+"""Plain torch: `dcp.save` and `dcp.load` with ckptkit's storage, Stateful objects and a StatefulDataLoader.
 
     python examples/plain_torch.py      # needs: pip install -e . torchdata
 
-`DCPWriter` and `DCPReader` replace torch's FileSystemWriter and FileSystemReader; they add digests and any storage.
+`DCPWriter` and `DCPReader` replace torch's FileSystemWriter and FileSystemReader. They add digests and work on any
+storage.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ckptkit import DCPReader, DCPWriter
 
 
 class App:
-    """A Stateful object of model and optimizer: the AppState of torch's tutorial."""
+    """A Stateful object that holds a model and its optimizer, like AppState in torch's tutorial."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer

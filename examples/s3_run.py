@@ -1,5 +1,6 @@
-"""A run on S3: save, rotate, resume. Starts a server on loopback (moto, of the extra `test`) unless AWS_ENDPOINT_URL
-names one.
+"""A run on S3: save, rotate, resume.
+
+Starts a local server (moto, from the extra `test`) unless AWS_ENDPOINT_URL names a server.
 
 python examples/s3_run.py      # needs: pip install -e '.[s3]', and '.[test]' for the server
 """
@@ -18,7 +19,7 @@ from ckptkit import CheckpointManager, RetentionPolicy, TrainState
 
 @contextlib.contextmanager
 def server() -> Iterator[None]:
-    """Run an S3 server during the block, unless AWS_ENDPOINT_URL names one."""
+    """Run an S3 server during the `with` block, unless AWS_ENDPOINT_URL names a server."""
     if "AWS_ENDPOINT_URL" in os.environ:
         yield
         return

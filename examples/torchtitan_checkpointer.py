@@ -1,4 +1,4 @@
-"""torchtitan's checkpointer replaced by ours: the calls of its training loop, on a small model with a real optimizer.
+"""ckptkit in place of torchtitan's checkpointer: the calls of its training loop, on a small model with an optimizer.
 
 python examples/torchtitan_checkpointer.py
 """
@@ -15,7 +15,7 @@ from ckptkit.integrations.torchtitan import TorchtitanCheckpointer
 
 
 class TrainState:
-    """The train state of torchtitan: steps and tokens."""
+    """The train state, as torchtitan has it. Only the number of steps is kept here."""
 
     step = 0
 
@@ -27,7 +27,7 @@ class TrainState:
 
 
 class Schedulers:
-    """The learning-rate schedulers, as torchtitan's LRSchedulersContainer shows them to a checkpointer."""
+    """The learning-rate schedulers, with the interface that torchtitan's LRSchedulersContainer gives a checkpointer."""
 
     def __init__(self, optimizer: Any) -> None:
         self.schedulers = [torch.optim.lr_scheduler.LinearLR(optimizer)]
@@ -40,7 +40,7 @@ class Schedulers:
 
 
 def train(folder: str, steps: int, **config: Any) -> tuple[int, list[torch.Tensor]]:
-    """Make the checkpointer calls of torchtitan's `Trainer.train`. Return the first step and the weights."""
+    """Call the checkpointer as torchtitan's `Trainer.train` does. Return the step after the load, and the weights."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

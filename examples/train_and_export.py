@@ -3,9 +3,9 @@
     python examples/train_and_export.py                                 # starts the ranks itself; needs '.[hf]'
     torchrun --nproc-per-node 2 examples/train_and_export.py            # the same
 
-A small Llama with random weights learns a short text on the CPU: bf16 compute over fp32 weights, AdamW, a
-warm-up schedule. Each "fresh processes" is a separate `torchrun`, so only files survive from one to the next.
-`train()` is all the code that a training script needs.
+A small Llama with random weights learns a short text on the CPU, with bf16 compute over fp32 weights, AdamW and a
+warm-up schedule. Where the output says "fresh processes", a new `torchrun` has started, which has only the files of
+the previous one. `train()` contains all the code that a training script needs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TEXT = Path(__file__).parent / "data" / "lighthouse.txt"
 
 
 def train(run: Path, assets: Path, *, until: int) -> tuple[Any, Any]:
-    """Train to step `until`, save, and resume from the checkpoints in `run`. Return (state, model)."""
+    """Resume from the checkpoints in `run`, train to step `until`, and save. Return (state, model)."""
     import torch
     import torch.distributed as dist
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -64,11 +64,11 @@ def train(run: Path, assets: Path, *, until: int) -> tuple[Any, Any]:
     return state, model
 
 
-# --- one torchrun: one part of the example; its results go to a small JSON file
+# --- each torchrun runs one part of the example, and writes the results to a small JSON file
 
 
 def part(name: str, work: Path) -> None:
-    """Run one part on this rank: "straight", "first-half", "resumed" or "more"."""
+    """Run one part on this rank: "first", "resumed" or "more"."""
     import torch
     import torch.distributed as dist
 
@@ -95,7 +95,7 @@ def part(name: str, work: Path) -> None:
 
 
 def fingerprint(state: Any) -> dict[str, Any]:
-    """Return a digest of all weights and of all optimizer state, and the losses. All ranks must call it."""
+    """Return a digest of the weights, a digest of the optimizer state, and the losses. All ranks must call it."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
     from torch.distributed.tensor import DTensor
 
@@ -169,7 +169,7 @@ def story(work: Path) -> int:
 
 
 def make_assets(assets: Path) -> None:
-    """Write a tokenizer of the text, a config of a small Llama, and the text as tokens."""
+    """Write a tokenizer trained on the text, the config of a small Llama, and the tokens of the text."""
     import numpy as np
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -205,7 +205,7 @@ def launch(name: str, work: Path, *, ranks: int) -> dict[str, Any]:
 
 
 def command(*arguments: str | Path) -> None:
-    """Run `ckptkit` as in a shell; print the command and what it proved."""
+    """Run `ckptkit` as in a shell. Print the command and its line that says what was proved."""
     done = subprocess.run(
         [sys.executable, "-m", "ckptkit", *map(str, arguments)], capture_output=True, text=True, check=False
     )
@@ -237,8 +237,8 @@ def main() -> int:
         part(options.part, options.work)
         return 0
     if int(os.environ.get("RANK", "0")) != 0:
-        return 0  # under torchrun, rank 0 runs the parts; each part starts its own ranks
-    # A new folder for each run: a second demo on this machine must not delete the files of the first.
+        return 0  # under torchrun, only rank 0 goes on: it starts new ranks for each part
+    # Each run uses a new folder, so that a second demo on this machine does not delete the files of the first.
     return story(options.work or Path(tempfile.mkdtemp(prefix="ckptkit-demo-")))
 
 
