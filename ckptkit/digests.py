@@ -1,4 +1,4 @@
-"""Computes digests. No other module names an algorithm; every digest that ckptkit writes is a `DIGEST`.
+"""Computes digests. No other module names an algorithm. Every digest that ckptkit writes uses `DIGEST`.
 
 To change the algorithm, add a row to `_HASHERS` and change `DIGEST`, `digest_of` and `hex_digest_of`. Columns and
 fields on disk are named after `DIGEST`, so the change needs a new format version (docs/format.md).
@@ -151,7 +151,7 @@ def hex_width(algorithm: str) -> int:
 
 
 def proves_equality(algorithm: str | None) -> bool:
-    """Return whether equal digests prove equal bytes, barring deliberate collisions. CRC-32 is too short."""
+    """Return whether equal digests prove equal bytes, barring deliberate collisions. A CRC-32 is too short for this."""
     return algorithm == DIGEST
 
 

@@ -37,7 +37,7 @@ __all__ = [
 
 
 def command_line(*words: str) -> str:
-    """Return a ckptkit command line for a message: quoted for the shell, with the storage options of the URLs in it.
+    """Return a ckptkit command line for a message. It is quoted for the shell and has the storage options of its URLs.
 
     Within a sentence, put it in backticks, so that users do not copy the punctuation after it.
     """
@@ -80,7 +80,7 @@ def _text(value: object) -> str:
 
 
 def _options_of(word: str) -> list[str] | None:
-    """Return the storage options of the opened URL closest to `word` in its bucket; None if there is no such URL."""
+    """Return the storage options of the opened URL that is closest to `word` in the same bucket, or None."""
     if "://" not in word:
         return None
     bucket = "/".join(word.split("/")[:3]) + "/"
@@ -115,7 +115,7 @@ def _cut(text: str) -> str:
 
 
 class UsageError(CkptkitError, ValueError):
-    """An argument or option is wrong, whatever the checkpoint."""
+    """An argument or option is wrong, regardless of the checkpoint."""
 
     exit_code = 2
 
@@ -181,7 +181,7 @@ class RankFailedError(SaveError):
 
     Attributes:
         causes: What each failed rank reported, by rank.
-        interrupted: True if the failed ranks died, hung or were stopped by Ctrl-C, and none of them found a defect.
+        interrupted: True if every failed rank died, hung or was stopped by Ctrl-C.
     """
 
     def __init__(self, message: str, causes: Mapping[int, str] | None = None, *, interrupted: bool = False) -> None:

@@ -19,8 +19,8 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 864
 def parse_size(text: str | int | float, name: str = "") -> int:
     """Return a size in bytes. Accepts "40GiB", "512MB", "1.5T" or 1024.
 
-    A bare number counts bytes. Prefixes without an "i" are powers of ten: "5G" equals "5GB". `name` is the argument's,
-    for the error.
+    A bare number counts bytes. Prefixes without an "i" are powers of ten: "5G" equals "5GB". `name` is the name
+    of the argument, for the error.
 
     Raises:
         UsageError: `text` is negative, infinite or not a size.
@@ -52,7 +52,9 @@ def format_size(nbytes: int) -> str:
 
 
 def parse_duration(text: str | int | float, name: str = "") -> float:
-    """Return a duration in seconds. Accepts "90s", "5m", "1.5h", "2d" or 30. `name` is the argument's, for the error.
+    """Return a duration in seconds. Accepts "90s", "5m", "1.5h", "2d" or 30.
+
+    `name` is the name of the argument, for the error.
 
     Raises:
         UsageError: `text` is negative, infinite or not a duration.

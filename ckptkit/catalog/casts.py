@@ -83,7 +83,7 @@ def float_values(data: Bytes, dtype: str) -> Array:
 def split_pairs(data: Bytes, out: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Fill `out` with an even number of bfloat16 elements, and return it: first all even elements, then all odd ones.
 
-    Two elements are one 32-bit word, so this takes half of the time of widening each element in its place.
+    Two elements are one 32-bit word, so this takes half as long as widening each element in its place.
     """
     words = data.view(np.uint32)  # little-endian: the first element is in the low half
     even, odd = out.view(np.uint32).reshape(2, -1)

@@ -39,7 +39,7 @@ class Role(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A digest of the bytes [start, start + nbytes) of a slice's file. For a slice with a codec, of its decoded record.
+    """A digest of the bytes [start, start + nbytes) of a slice's file, or of its decoded record if it has a codec.
 
     The range may be larger than the slice. For example, a zip record's CRC-32 covers a whole storage, and the slice may
     be only a part of that storage.
@@ -225,8 +225,8 @@ class SliceArray(Sequence[TensorSlice]):
     def records(self) -> list[tuple[str, int, int]]:
         """Return (path, start, nbytes) as the checkpoint's index declares them, even if the tensor is opaque.
 
-        A format whose index does not say where a slice's bytes are overrides this. Then the range names the item that
-        contains them, and may have the size of the slice but not its place.
+        A format whose index does not say where a slice's bytes are overrides this. Then the path names the item that
+        contains the bytes, and the range may have the slice's size but not its position.
         """
         return self.byte_ranges()
 

@@ -26,7 +26,7 @@ class Pieces:
         rows: [n] row of the slice.
         offsets, sizes: [n, ndim] the intersection, in elements of the whole tensor.
         starts: [n] byte offset of the first element in the slice's file, or in the decoded record if there is a codec.
-        strides: [n, ndim] how the elements lie there, in elements.
+        strides: [n, ndim] the strides at this place in the file or record, in elements.
     """
 
     boxes: Int64
@@ -54,7 +54,7 @@ def pieces(slices: SliceArray, offsets: Int64, sizes: Int64, itemsize: int | Int
     Several tensors can be searched together if they get one more dimension, with the tensor's number as the offset.
 
     Args:
-        itemsize: Of the tensor or, if there are several, of the tensor of each box, [m].
+        itemsize: Bytes per element of the tensor. If there are several tensors, the value for each box, [m].
     """
     rows = distinct_boxes(slices.offsets, slices.sizes)
     if not slices.sizes.shape[1]:

@@ -371,7 +371,7 @@ class CheckpointManager:
             raise UsageError("save_on_signal: create the manager with on_signal='save'.")
         if not self._watch.agreed():
             return False
-        # Wait for the running save first: it may be saving this step, and be done on only some ranks.
+        # Wait for the running save first: it may be saving this step, and may have finished on only some ranks.
         try:
             self._settle()
         except SaveError as error:
@@ -393,11 +393,11 @@ class CheckpointManager:
     ) -> LoadReport | None:
         """Restore `state` in place. Return a report, or None if the run is new (see `start_fresh`).
 
-        All ranks must call it; rank 0 chooses the checkpoint. A checkpoint of any state-dict type loads on any world
-        size and mesh, except a LOCAL one, which needs its own. Nothing is changed unless all keys, shapes and dtypes
-        match. Then tensors are read straight into the state, without a second copy. If damage is found while reading,
-        the load raises, and the half-loaded state cannot be saved until a load succeeds. With `atomic=True` nothing is
-        changed until everything is read and checked. If the root holds another system's run (Lightning, verl, ...) and
+        All ranks must call it; rank 0 chooses the checkpoint. A LOCAL checkpoint loads only on the world size and
+        mesh that saved it; all others load on any. Nothing is changed unless all keys, shapes and dtypes match. Then
+        tensors are read straight into the state, without a second copy. If damage is found while reading, the load
+        raises, and the half-loaded state cannot be saved until a load succeeds. With `atomic=True` nothing is changed
+        until everything is read and checked. If the root holds another system's run (Lightning, verl, ...) and
         no ckptkit checkpoint, the newest checkpoint of that run is loaded.
 
         Args:
@@ -674,8 +674,8 @@ def check_options(
 
 
 def _check_group(process_group: object) -> None:
-    # Accept negative ints: torch's GroupMember.NON_GROUP_MEMBER is one, and the Coordinator refuses it with a better
-    # error.
+    # Accept negative ints: torch's GroupMember.NON_GROUP_MEMBER is negative, and the Coordinator raises a better
+    # error for it.
     if (
         isinstance(process_group, Sequence)
         or hasattr(process_group, "get_group")

@@ -45,7 +45,7 @@ _OPTIONS = [
 
 
 def policy_options(function: F) -> F:
-    """Add the retention options to a command. It must call `take_policy`."""
+    """Add the retention options to a command. The command must call `take_policy`."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function

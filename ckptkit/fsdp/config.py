@@ -245,7 +245,7 @@ class FSDPConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> FSDPConfig:
-        """Return the config in a YAML file. It is in the file's `fsdp` section or, if there is none, at the top level.
+        """Return the config in a YAML file's `fsdp` section or, if there is none, at the top level.
 
         Raises:
             UsageError: The file is not YAML or not a mapping of fields, or a value is invalid.

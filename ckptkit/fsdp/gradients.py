@@ -26,7 +26,7 @@ class GradientReport:
     """The state of the gradients before a step.
 
     Attributes:
-        norm: Their joint norm, unscaled.
+        norm: The joint norm of the unscaled gradients.
         finite: Whether the norm is finite on all ranks.
         factor: The factor by which to multiply the gradients before the step.
     """

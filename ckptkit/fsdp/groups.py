@@ -25,9 +25,9 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 def is_norm(name: str, module: nn.Module, parameter: nn.Parameter) -> bool:
     """Return whether `parameter` of `module` is the scale or shift of a normalization.
 
-    It is if the module is one of torch's norm classes. It also is if it has at most one dimension, and the class name
-    ends with "Norm" or a component of the module's or parameter's name matches: `ln_1.weight`, `bn.weight`,
-    `norm1.scale`.
+    This is true if the module's class is one of torch's norm classes. It is also true if the parameter has at most one
+    dimension, and either the class name ends with "Norm", or the last or second-last component of `name` looks like a
+    normalization: `ln_1.weight`, `bn.weight`, `norm1.scale`.
     """
     if isinstance(module, _NORMS):
         return True

@@ -63,7 +63,7 @@ def save_hf(
         model: Sharded or not, wrapped or not.
         url: A path, or anything else that fsspec opens.
         tokenizer: Anything with `save_pretrained`, or None.
-        dtype: The dtype in which to write floating-point tensors, "bf16", "fp16" or "fp32"; "keep" casts none.
+        dtype: The dtype in which to write floating-point tensors, "bf16", "fp16" or "fp32"; "keep" casts nothing.
         max_shard_size: Maximum size of one file.
         overwrite: Replace the export or checkpoint at `url`. A directory that contains anything else is refused.
 

@@ -30,8 +30,8 @@ from ckptkit.units import first_few
 _log = logging.getLogger(__name__)
 
 MASTER = "master"
-# Optimizers that work elementwise, so they can step a shard without the rest of the parameter. Their subclasses don't
-# count, because they may do more.
+# Optimizers that work elementwise, so they can step a shard without the rest of the parameter. Subclasses of these are
+# not included, because they may do more.
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -47,8 +47,8 @@ class MasterWeightOptimizer(Optimizer):
 
     Args:
         base: An optimizer over the model's parameters. Do not use it directly afterwards.
-        grad_scaler: Scales the loss in `backward` and is updated after every step. None does not scale.
-        max_norm: Clips the joint gradient norm in `step`; 0 or None does not clip.
+        grad_scaler: Scales the loss in `backward` and is updated after every step. None: no scaling.
+        max_norm: Clips the joint gradient norm in `step`. 0 or None: no clipping.
         norm_type: The p of that norm.
 
     Raises:

@@ -140,7 +140,7 @@ def configured(
         config = dataclasses.replace(config, reshard_after_forward=reshard_after_forward)
     if shard_size == "auto":
         size = auto_shard_size(sum(parameter.numel() for parameter in model.parameters()), is_training)
-        shard_size = -1 if data_ranks % size else size  # no group of eight fits a smaller job: use all ranks
+        shard_size = -1 if data_ranks % size else size  # if groups of this size do not fit, use all ranks
     if shard_size is None:
         return config
     sizes: dict[str, Size]
@@ -207,9 +207,9 @@ def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
 def device_type_of(model: torch.nn.Module | None, *, preferred: str = "auto") -> str:
     """Return the type of the device on which `model` will train.
 
-    This is `preferred`, unless that is "auto". Otherwise it is the accelerator that the model is on. For a model on the
-    CPU or the meta device, it is the machine's accelerator if the process group has a backend for that, and otherwise
-    "cpu".
+    If `preferred` is not "auto", return it. Otherwise return the accelerator that the model is on. If the model is on
+    the CPU or the meta device, return the machine's accelerator if the process group has a backend for it, and
+    otherwise "cpu".
     """
     import torch
     import torch.distributed as dist

@@ -91,7 +91,7 @@ class FSDPStrategy:
         config: How models are sharded; default `FSDPConfig()`.
         seed: Seed for all random generators, set by `setup_distributed`. Data-parallel rank r gets `seed` + r, so
             dropout differs between samples. The tp and cp ranks that share a sample get the same seed.
-        max_norm: Clips the joint gradient norm; 0 or None does not clip.
+        max_norm: Clips the joint gradient norm. 0 or None: no clipping.
         norm_type: The p of that norm, 1 to inf.
         error_if_nonfinite: What to do if a gradient on some rank is inf or NaN: True raises on every rank before the
             step, False skips the step. Not available with fp16, whose loss scale is found through overflows.

@@ -180,7 +180,7 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
 
 
 def _train_state(state: Mapping[str, Any], sections: Collection[str] = ()) -> TrainState:
-    """Return a TrainState. A single module or optimizer has no name in it, unless the checkpoint's sections do."""
+    """Return a TrainState. A single module or optimizer gets no name, unless the checkpoint's sections have names."""
 
     def parts(kind: str, items: Mapping[str, Any]) -> Any:
         is_named = len(items) > 1 or any(section(kind, key) in sections for key in items)

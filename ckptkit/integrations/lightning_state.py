@@ -243,7 +243,7 @@ class LightningCheckpoints:
         return checkpoint, report
 
     def restore_random(self) -> None:
-        """Restore the loaded random state again, once: creating the iterator inside an epoch has drawn numbers."""
+        """Restore the loaded random state once more: creating the iterator inside an epoch has drawn numbers."""
         if self._random is not None:
             restore_rng(self._random)
             self._random = None
@@ -306,7 +306,8 @@ def _owner(record: CommitRecord) -> str | None:
 def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
     """Remove the checkpoint at a path, if there is one. If the path is a link, remove only the link.
 
-    This does not communicate. Errors are only logged: only rank 0 calls this, and the other ranks would wait for it.
+    This does not communicate. Errors are only logged, because only rank 0 calls this and the other ranks would
+    wait for it.
     """
     try:
         _remove(filepath, storage_options)
@@ -345,7 +346,7 @@ def _foreign(place: Path) -> list[str]:
 def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return Lightning's dictionary from the non-tensor state that was loaded.
 
-    It is stored under our key or is the content of `meta.pt`. If neither exists, it is the whole state.
+    The dictionary is stored under our key, or is the content of `meta.pt`. If neither exists, it is the whole state.
     """
     for key in (_KEY, "meta"):
         if isinstance(extra.get(key), Mapping):
@@ -400,7 +401,7 @@ def _plain(value: Any, path: str, texts: list[str]) -> Any:
 
 
 def _taken_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Remove the dataloaders' state from the loops and return it, because it is per rank and the rest is shared."""
+    """Remove the dataloaders' state, which is per rank, from the loops, whose other state is shared. Return it."""
     try:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
     except (KeyError, TypeError):

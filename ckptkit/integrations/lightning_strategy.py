@@ -64,22 +64,22 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     continues bit-identically.
 
     Args:
-        data_parallel_size, tensor_parallel_size, context_parallel_size: Numbers of ranks. An "auto" is computed from
-            the other numbers. If both are "auto", all ranks are data-parallel; with a `custom_tp_plan`, each node is
-            one tensor-parallel group instead.
+        data_parallel_size, tensor_parallel_size, context_parallel_size: Numbers of ranks. If one is "auto", it is
+            computed from the others. If both the data-parallel and the tensor-parallel size are "auto", all ranks are
+            data-parallel; with a `custom_tp_plan`, each node is one tensor-parallel group instead.
         sequence_parallel: Not supported; put the sequence-parallel styles into `custom_tp_plan`.
         offload_policy, cpu_offload: If set, parameters and gradients stay on the host.
         data_sampler: Its `transform_dataloader` is applied to every dataloader.
         checkpoint_io: Receives full tensors on rank 0. If None, every rank writes its own part.
         mp_policy, mixed_precision: torch's precision policy, for FSDP2 or FSDP1; overrides the Trainer's `precision`.
-        parallelize_fn: Replaces our function. It is called once, with the LightningModule's `model`. Of `device_mesh`,
-            `mp_policy`, `offload_policy`, `use_hf_tp_plan` and `tp_shard_plan` it gets those that it accepts.
+        parallelize_fn: Replaces our function. It is called once, with the LightningModule's `model` and those
+            of `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan` and `tp_shard_plan` that it accepts.
         use_hf_tp_plan, custom_tp_plan: Use a transformers model's own tensor-parallel plan, or a custom one.
         auto_wrap_policy, activation_checkpointing_policy: A set of module classes, or FSDP1's callable.
         activation_checkpointing: Lightning's old name for activation_checkpointing_policy.
         sharding_strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD, in any spelling.
         state_dict_type: "sharded", "full" or "local".
-        device_mesh: (replicate, shard).
+        device_mesh: The sizes (replicate, shard).
         lightning_module_filter: Selects the FQNs to save, for example only an adapter's. The optimizer must contain no
             other parameters.
         optimizer_restore: "deferred" restores optimizers before the first training step, after callbacks have added
@@ -330,7 +330,10 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         return taken
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state by FQN. If "full", it is complete on rank 0 and {} on other ranks. Collective."""
+        """Return an optimizer's state by FQN. Collective.
+
+        For "full", the state is complete on rank 0 and {} on other ranks.
+        """
         self.restore_pending()
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         taken = gathered_optimizer if self._kind is StateDictType.FULL else sharded_optimizer

@@ -69,7 +69,7 @@ def _config_of(base: Any) -> Any:
     """Return torchtitan's config class, extended by our fields. Its `build` creates the checkpointer."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(base.Config):  # type: ignore[misc]  # known once torchtitan is there
+    class Config(base.Config):  # type: ignore[misc]  # known once torchtitan is installed
         """torchtitan's [checkpoint] section with ckptkit's additional fields."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
@@ -106,7 +106,7 @@ _REFUSED = {
 }
 
 
-class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs, where it is
+class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchtitan's class, if there is one
     """Replaces torchtitan's CheckpointManager: `save`, `load`, `maybe_wait_for_staging`, `close`.
 
     If torchtitan has a `BaseCheckpointManager` (0.3 and later), this is a subclass of it, with a nested `Config`.
@@ -182,7 +182,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
             )
         self.last_load: LoadReport | None = None
         folder = str(_of(config, "folder", "checkpoint"))
-        if "://" not in folder:  # torchtitan, too, takes a URL as it is
+        if "://" not in folder:  # torchtitan also leaves a URL unchanged
             folder = os.path.join(str(named.get("base_folder") or ""), folder)
         self.folder = str(url or _of(config, "url", None) or folder)
         self.keep_latest_k = _int(config, "keep_latest_k", 0, least=0)
@@ -248,7 +248,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         except CheckpointMismatchError as error:
             if not isinstance(state.optimizer, dict):
                 raise
-            # torchtitan's own checkpoints have all optimizers as one, and so have older ones of several stages.
+            # torchtitan's own checkpoints store all optimizers as one. So do our older ones of several stages.
             state.optimizer = _joined(self._optimizers)
             try:
                 return self.manager.load(state, which, **options)
@@ -298,8 +298,8 @@ def _joined(optimizers: list[Any]) -> Any:
 
 
 class _ByDataRank:
-    """torchtitan's dataloader, whose state names the data-parallel rank it is for. It loads on any mesh with as many of
-    them, even if it assigns other global ranks to them.
+    """torchtitan's dataloader, whose state names the data-parallel rank that it belongs to. The state loads on any mesh
+    with as many data-parallel ranks, even if these have different global ranks.
     """
 
     def __init__(self, loader: Any) -> None:

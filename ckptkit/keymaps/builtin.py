@@ -283,8 +283,8 @@ def builtin_map(name: str) -> NameMap:
 
 
 def map_for_model_type(model_type: str | None) -> NameMap | None:
-    """Return the map from transformers 5's names in memory to the Hub's for this model type, or None if it needs
-    none."""
+    """Return the map from transformers 5's names in memory to the Hub's for this model type, or None if no map
+    is needed."""
     name = _BY_MODEL_TYPE.get(model_type or "")
     return BUILTIN_MAPS[name] if name else None
 

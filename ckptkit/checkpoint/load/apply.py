@@ -127,7 +127,7 @@ def _apply_object(state: TrainState, target: ObjectTarget, values: Sequence[Any]
         item.load_state_dict(value)
         if target.kind == "dataloader" and isinstance(item, torch.utils.data.DataLoader):
             # Let torchdata's StatefulDataLoader create its iterator now; the next `iter` call returns it. That draws a
-            # random number. The saved run drew it before the save, so draw it before the generators are restored.
+            # random number. The saved run drew it before the save, so do this before the generators are restored.
             item.state_dict()  # type: ignore[attr-defined]  # the only way in; torch's own has no state
     else:
         name = target.key.removeprefix("extra.")

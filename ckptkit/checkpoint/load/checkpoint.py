@@ -141,7 +141,7 @@ def load_checkpoint(
 
 
 class _RankPart:
-    """A `with` block that runs this rank's part of a step and sets `value`. `outcome` keeps its error, if any."""
+    """A `with` block that runs this rank's part of a step and sets `value`. `outcome` keeps any error."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -169,7 +169,7 @@ def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[Non
     """Wait for the checkpoint's pin at the end of the `with` block.
 
     With `sure`, also check that the checkpoint was not deleted before the pin took effect. If the block fails because
-    it was deleted, raise an error that says so instead.
+    of the deletion, raise an error that says so instead.
     """
     if ready is None:
         yield
@@ -228,7 +228,7 @@ def _share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceChec
 
 @contextmanager
 def _said_if_half(state: TrainState) -> Iterator[None]:
-    """If the block fails and leaves the state half loaded, add a sentence that says so to the error."""
+    """If the block fails and leaves the state half loaded, add this to the error message."""
     try:
         yield
     except BaseException as error:

@@ -67,7 +67,7 @@ class Loader:
     trace: Path | None  # a directory for Chrome traces
     storage_options: Mapping[str, Any] | None
     resumed_from: str | None = None  # the name of the last checkpoint that was loaded from the run itself
-    given_up: set[str] = field(default_factory=set)  # damaged checkpoints that a load skipped for an earlier one
+    given_up: set[str] = field(default_factory=set)  # damaged checkpoints; a load fell back to an earlier one
     looked: bool = False
 
     @patient()
@@ -97,8 +97,8 @@ class Loader:
                 name = record.name
                 report = self._restore(path, record, state, options, resume=True, origin=origin)
             except CheckpointNotFoundError:
-                # Another job's rotation deleted the checkpoint before we pinned it. Choose again, unless it is the same
-                # checkpoint.
+                # Another job's rotation deleted the checkpoint before we pinned it. Choose again; if the choice is the
+                # same, raise.
                 if not name or name == rotated:
                     raise
                 rotated = name

@@ -101,7 +101,7 @@ class Mismatches:
 
 
 def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """Return, by section, the names that are in all tables. Descriptions ("NAME (why)") need to be in one only."""
+    """Return, by section, the names that are in all tables. Descriptions ("NAME (why)") need to be in only one."""
     found: dict[str, list[str]] = {}
     for section in dict.fromkeys(section for table in tables for section in table):
         counts = Counter(item for table in tables for item in set(table.get(section, ())))

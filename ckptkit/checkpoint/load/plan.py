@@ -170,8 +170,8 @@ class ModelTensor:
     key: str
     live: torch.Tensor
     entry: TensorEntry
-    filled: tuple[Box, ...] | None = None  # what is filled, if a key map pads it. None: all
-    shards: tuple[Shard, ...] = ()  # that the state's layout declares for the live tensor
+    filled: tuple[Box, ...] | None = None  # the boxes to fill, if a key map pads the tensor. None: all of it
+    shards: tuple[Shard, ...] = ()  # shards that the state's layout declares for the live tensor
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ class OptimizerPlan:
     parameters: dict[str, torch.nn.Parameter]
     groups: GroupChanges = field(default_factory=lambda: GroupChanges([]))
     states: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)  # saved tensors, by FQN and state name
-    masters: dict[str, TensorEntry | None] = field(default_factory=dict)  # None: set it from the loaded weight
+    masters: dict[str, TensorEntry | None] = field(default_factory=dict)  # None: set the master from the loaded weight
     values: dict[str, dict[str, JSON]] = field(default_factory=dict)  # non-tensor state as JSON, by FQN and state name
     shared: dict[str, JSON] = field(default_factory=dict)  # state that belongs to no parameter, as JSON
     held: dict[str, Held] = field(default_factory=dict)  # how states are stored; see OptimizerTree
@@ -413,7 +413,7 @@ class _Planner:
                 self.plan.twins.append([target(tensor, fqn, saved[fqn]) for fqn in found])
             claimed.update(found)
             saved[first] = self.exact(prefix, candidates, saved[first], tensor)
-            wanted.setdefault(first, tensor)  # if tied in the checkpoint, but not here: see below
+            wanted.setdefault(first, tensor)  # see below for weights that are tied only in the checkpoint
         mismatches.add("missing", key, missing)
         sides = {
             fqn: (dtype_name(t.dtype), tuple(as_global(f"{key}.{fqn}", t, declared.get(id(t), ())).shape))
@@ -618,7 +618,7 @@ class _Planner:
         self.plan.mismatches.add("others", plan.key, others)
 
     def of_their_state_dict(self, plan: OptimizerPlan) -> list[str]:
-        """Describe states in the form of an optimizer's own state_dict, which differs from what the optimizer keeps.
+        """Describe saved states that have the form of an optimizer's own state_dict, not the form that it keeps.
 
         These are flashoptim's states in checkpoints of other systems, and other optimizers' states that it would keep
         in parts.
@@ -722,7 +722,7 @@ class _Planner:
         return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
 
     def absent(self, kind: str, key: str) -> None:
-        """Report a missing key. It is no error in another system's checkpoint: not every system saves such values."""
+        """Report a missing key. In another system's checkpoint this is no error: not every system saves them."""
         if self.foreign:
             self.plan.skipped[key] = "not in the checkpoint, which ckptkit did not write"
         else:
@@ -740,7 +740,7 @@ class _Planner:
             return
         trees = [self.objects[f"{key}.{rank}"] for rank in ranks]
         policy = self.options.per_rank_on_resize
-        if merge := getattr(item, "merge_ranks", None):  # its states say which rank they are for
+        if merge := getattr(item, "merge_ranks", None):  # each of its states says which rank it is for
             self.plan.objects.append(ObjectTarget(kind, key, item, (merge(trees),)))
         elif len(ranks) == self.world_size and ranks[-1] == self.world_size - 1:
             self.plan.objects.append(ObjectTarget(kind, key, item, (trees[self.rank],)))
@@ -906,9 +906,9 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
 def _lacking_states(plan: OptimizerPlan) -> list[str]:
     """Return the states that the checkpoint lacks for parameters that have other states in it.
 
-    A live state with its parameter's shape is expected. So is a state that is saved for another parameter of the group,
-    if that one also has all of this parameter's saved states. The second rule does not apply if all of this parameter's
-    live states are saved.
+    Two kinds of states are expected. The first are live states with their parameter's shape. The second are states that
+    are saved for another parameter of the group, if that parameter also has all of this parameter's saved states. The
+    second kind is not expected if all of this parameter's live states are saved.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}

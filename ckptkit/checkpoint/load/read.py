@@ -114,8 +114,8 @@ class Reading:
         self.filler.add_parts(entry, parts, target)
 
     def _optimizer(self, plan: OptimizerPlan) -> dict[str, dict[str, torch.Tensor]]:
-        """Schedule reads of an optimizer's states. A live state is filled in place if it has a new state's shape and
-        placement.
+        """Schedule reads of an optimizer's states. A live state is filled in place if it has the shape and
+        placement that a new state would have.
         """
         import torch
         from torch.distributed.tensor import DTensor
@@ -150,7 +150,8 @@ class Reading:
                 kept: Any = live.get(name)
                 dtype = getattr(torch, entry.dtype)
                 shape = tuple(parameter.shape) if shards else entry.shape
-                # Whether the live state is what a new one would be. Small ones may be on another device than they were.
+                # Whether the live state has the form of a new one. This is False for a state of one element, which may
+                # be on a different device than when it was saved.
                 alike = held is None and order is None and type(kept) in (torch.Tensor, DTensor) and kept.dtype is dtype
                 alike = (
                     alike and not kept.is_meta and entry.numel > 1 and place[0] == shape and _placement(kept) == place
@@ -240,7 +241,7 @@ def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
 
 
 def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a tensor's shape, and the place and order of its elements, as a new state has them from its parameter."""
+    """Return what a new state takes from its parameter: a tensor's shape, and the place and order of its elements."""
     from torch.distributed.tensor import DTensor
 
     local, placed = local_part(tensor), None

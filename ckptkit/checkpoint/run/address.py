@@ -62,7 +62,7 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 
 
 def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the URL of the checkpoint that `url` names, like `resolve_url`. A run's root means its newest one."""
+    """Return the URL of the checkpoint that `url` names, like `resolve_url`. A run's root means the newest one."""
     from ckptkit.checkpoint.run.inventory import list_checkpoints
 
     address = resolve_url(url, storage_options=storage_options)

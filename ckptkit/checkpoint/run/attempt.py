@@ -34,7 +34,7 @@ from ckptkit.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 5.0  # how old a check of the lease or the name may be when the record is uploaded
+LOOK_S = 5.0  # when the record is uploaded, the checks of the lease and the name may be at most this old
 
 _witnessed: weakref.WeakKeyDictionary[Store, Witness] = weakref.WeakKeyDictionary()
 
@@ -53,7 +53,7 @@ class Witness:
 class LocalPlace:
     """A staging directory next to the checkpoint, on a file system. A single rename publishes it.
 
-    `look`, `sync` and `check` are for every rank, all other methods for rank 0.
+    Every rank calls `look`, `sync` and `check`. Only rank 0 calls the other methods.
 
     Attributes:
         store: Where the files are written.
@@ -91,7 +91,7 @@ class LocalPlace:
 
         Args:
             own: This rank's files.
-            every: All ranks' files, on rank 0 once all ranks have written.
+            every: All ranks' files. Passed only on rank 0, once all ranks have written.
         """
         if every is not None:
             _check_files(self.store.url, every, {item.path: item.size for item in self.store.list(recursive=True)})
@@ -100,7 +100,7 @@ class LocalPlace:
         """Write the record and make the checkpoint visible. On return, the checkpoint is durable.
 
         Args:
-            again: For an object store; see `RemotePlace.publish`.
+            again: Used only on an object store; see `RemotePlace.publish`.
 
         Raises:
             CheckpointExistsError: The name is taken, or a foreign file is in the way.
@@ -134,8 +134,8 @@ class LocalPlace:
                 ) from error
             self._renamed = True
         elif not publish.exchange(self.root, self.path, self.name):  # the commit point, synced to disk
-            # NFS cannot swap directories atomically. List the new checkpoint under a second name until the old one is
-            # removed. It is listed as a checkpoint; "@" cannot be part of a tag.
+            # NFS cannot swap directories atomically. Until the old checkpoint is removed, the new one is listed under a
+            # second name. No tag can equal this name, because tags cannot contain "@".
             second = f"{self.name}@{self.save_id}"
             publish.publish(self.root, self.path, second)  # the commit point
             take_name(self.root, second, self.name)
@@ -193,7 +193,7 @@ class RemotePlace:
         """Do nothing: the prefix needs no object of its own."""
 
     def look(self) -> None:
-        # Once per lease is enough, because a key prefix, unlike a directory, cannot be moved or unmounted.
+        # Checking once per lease is enough, because a key prefix, unlike a directory, cannot be moved or unmounted.
         witness = self._witness
         if witness is not None and _witnessed.get(self.root) != witness:
             _check_owner(self.root, witness.path, witness.nonce)

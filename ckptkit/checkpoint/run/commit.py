@@ -88,7 +88,7 @@ def clean_leftovers(
 ) -> list[str]:
     """Remove what dead writers left (staging directories, trash, uploads), and return the removed paths.
 
-    Also finishes killed replacements. A failed deletion is logged, and the next call retries it.
+    Also finishes interrupted replacements of checkpoints. A failed deletion is logged, and the next call retries it.
 
     Args:
         leased: Whether the caller holds the run's lease, so that no other save is running on any machine.
@@ -210,8 +210,8 @@ def begin_save(
         set_aside: Rename a directory that has the step's name but is not a checkpoint. Rank 0's value counts.
         file_names: A regular expression for the paths that all ranks will write. Foreign files with such a path are
             detected before anything is written. Rank 0's value counts.
-        lease: The run's lease, or a function that returns it. Rank 0 calls the function. On an object store, its
-            argument is `look` of `acquire_lease`. None: the attempt acquires its own lease. Attempts with the same
+        lease: The run's lease, or a function that returns it. Rank 0 calls the function. On an object store, it
+            gets the `look` to pass to `acquire_lease`. None: the attempt acquires its own lease. Attempts with the same
             lease take turns.
 
     Raises:
@@ -249,7 +249,7 @@ def begin_save(
 class SaveAttempt:
     """One attempt to save, from `begin_save` to `commit` or `abort`.
 
-    Rank 0 holds the lease, and its turn: managers in one process share a lease and take turns. On an object store, the
+    Rank 0 holds the lease. Managers in one process share it, so rank 0 also waits for its turn. On an object store, the
     first save under a lease lists the run in the background, while the ranks upload to private keys; only the commit
     waits for the listing. The two most likely reasons to refuse a save are checked before the uploads: another job's
     lease, and an existing name. Later saves under the same lease reuse the inventory.
@@ -258,8 +258,8 @@ class SaveAttempt:
         store: Where every rank writes its files.
         name: The directory of the future checkpoint.
         save_id: 16 hex digits, unique to this attempt.
-        after: On rank 0, after a commit: the new inventory. It needs no listing, because no other process may write;
-            others may have deleted checkpoints since.
+        after: On rank 0, after a commit: the new inventory. It needs no listing, because no other process may save.
+            But other processes may have deleted checkpoints since.
     """
 
     place: Place
@@ -304,7 +304,7 @@ class SaveAttempt:
         """
         check_equal([request[:3] for request in requests], "what to save: (step, tag, overwrite)")
         root, remote, started = self.root, self.root.asking_costs, time.monotonic()
-        views: list[Store] = []  # the snapshot with which the lease was acquired, unless it was held already
+        views: list[Store] = []  # the snapshot taken to acquire the lease; empty if it was already held
 
         def look() -> Store:
             views.append(snapshot(root))
@@ -473,8 +473,8 @@ class SaveAttempt:
                     raise SaveError(f"{self.name}: rank {rank} and a lower rank both wrote {path}.")
                 files[path] = item
         own, of_ranks = dict(reports[0][0]), files.keys() - reports[0][0].keys()
-        # On an object store, check while the index is written that this job still holds the lease, and that the name is
-        # free unless the put itself checks that.
+        # On an object store, while the index is written, check that this job still holds the lease. Also check that the
+        # name is free, unless an existing checkpoint may be replaced.
         started, looks = time.monotonic(), list[Callable[[], None]]()
         if isinstance(place, RemotePlace) and not lease.is_surely_ours():
             looks = [lease.check] if self._overwrite else [lease.check, place.look_free]

@@ -67,7 +67,7 @@ class Outcome:
 
 
 def new_gloo_group(parent: Any, timeout_s: float) -> Any:
-    """Return a new gloo group of `parent`'s ranks; None means all ranks. All of them must call it, and no others."""
+    """Return a new gloo group of `parent`'s ranks; None means all ranks. Exactly these ranks must call it."""
     import torch.distributed as dist
 
     ranks = dist.get_process_group_ranks(parent or dist.group.WORLD)
@@ -75,8 +75,8 @@ def new_gloo_group(parent: Any, timeout_s: float) -> Any:
     timeout = timedelta(seconds=timeout_s)
     group = dist.new_group(ranks if some else None, timeout=timeout, backend="gloo", use_local_synchronization=some)
     if some and os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else the ranks connect only when they send
-        # torch names a group of some of the ranks after them. The next group of these ranks, which gets this group's
-        # name once this group is destroyed, must not find its addresses.
+        # torch derives a group's name from its ranks, if these are not all ranks. Once this group is destroyed, the
+        # next group of the same ranks gets the same name, and must not find the old addresses.
         dist.barrier(group)  # every rank is connected to every other
         if dist.get_rank(group) == 0:
             with contextlib.suppress(AttributeError, RuntimeError):  # not every store of every torch lists its keys
@@ -253,7 +253,7 @@ class Coordinator:
         return verdict.value  # type: ignore[no-any-return]
 
     def any(self, flag: bool) -> bool:
-        """Return whether any rank sets `flag`. One small all-reduce, cheap enough for every training step."""
+        """Return whether any rank sets `flag`. Takes one small all-reduce: cheap enough for every training step."""
         self._begin()
         if self.world_size == 1:
             return flag

@@ -88,7 +88,7 @@ class Skipped:
         unanswered: The record may be undamaged, because the store failed or refused to read it.
         kept_files: If a checkpoint was deleted from the directory: the files left in it, which the record did not name.
         deleted: A checkpoint was deleted from the directory, so the name is free.
-        unknown: No known save wrote it, and it has no record.
+        unknown: No known save wrote the directory, and it has no commit record.
     """
 
     path: str
@@ -257,7 +257,7 @@ def _look_inside(
     """Return the uncommitted attempts that have files under `name`, as ("running", "abandoned" or "unknown", entry).
 
     Args:
-        folders: The folders under `name`, without the committed checkpoint's.
+        folders: The folders under `name`, except the committed checkpoint's.
         attempts: The attempts that the lease records. Must be read after `view` was taken: the lease records an attempt
             before its first file exists.
     """

@@ -1,4 +1,4 @@
-"""Runs saves in the background. Every error in one is either raised or logged."""
+"""Runs saves in the background. Every error in such a save is either raised or logged."""
 
 from __future__ import annotations
 

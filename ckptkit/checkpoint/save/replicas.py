@@ -43,7 +43,7 @@ _SHARED = "shared"
 _PARTS = ("param_groups", "values", _SHARED)  # parts of an optimizer's JSON, each of which is compared as a whole
 _NAMES = "names"  # names of a rank's plain states, which differ between ranks that update different parameters
 _SAMPLE = 4096  # bytes that are sampled at the start, middle and end of a tensor that is not on the host
-_BLOCK, _TURNS = 1 << 16, 16  # of a large replica on the host, each save hashes one block in 16
+_BLOCK, _TURNS = 1 << 16, 16  # each save hashes one block in 16 of a large replica on the host
 _SHOWN = 5
 _NAME, _CONTENT, _CLASS = range(3)  # columns of a table of fingerprints
 
@@ -59,9 +59,9 @@ class Fingerprints:
     plain tensor is not known before the first comparison: until then its class is `EVERY`, which all ranks send.
 
     Plain tensors on the host are hashed completely (tens of GB/s). For a tensor on a device, the fingerprint covers a
-    reduction over all words, and three samples of bytes: only a few KB per tensor are copied to the host. Of a large
-    replicated DTensor on the host, each save hashes every 16th block, and 16 saves hash all of them: to hash them all
-    took a third of the time of a save.
+    reduction over all words, and three samples of bytes: only a few KB per tensor are copied to the host. For a large
+    replicated DTensor on the host, each save hashes only every 16th block, so 16 saves together hash all blocks.
+    Hashing all of them in each save took a third of its time.
 
     A DTensor on a mesh of only some ranks may exist on other meshes, too, for example if the ranks of other meshes have
     other experts. The lowest ranks of the meshes send the names of such tensors once (`apart`). Those that exist on
@@ -168,7 +168,7 @@ class Fingerprints:
         """Return the fingerprints that may differ between ranks, for other ranks to pass to `differing`.
 
         Args:
-            unequal: The classes whose signatures differ. If any is of plain tensors, all plain tensors are compared.
+            unequal: The classes whose signatures differ. If one has plain tensors, all plain tensors are compared.
         """
         kinds = self._table[:, _CLASS]
         chosen = np.isin(kinds, np.array(list(unequal), "<u8"))
@@ -213,7 +213,7 @@ def shared_names(tables: Sequence[bytes]) -> list[int]:
 
 
 def unequal_classes(signatures: Sequence[Mapping[int, bytes]]) -> list[int]:
-    """Return the classes whose signatures differ between ranks. Omits most of many classes of replicas.
+    """Return the classes whose signatures differ between ranks. Of the classes of replicas, only the first few.
 
     Args:
         signatures: By rank, its `Fingerprints.signatures`.
@@ -309,7 +309,7 @@ def _bound(captured: Captured) -> set[str]:
 
 
 def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
-    """Raise SaveError if plain parameters differ between ranks, or copies of the same part of a sharded tensor.
+    """Raise SaveError if plain parameters or copies of the same part of a sharded tensor differ between ranks.
 
     On a different mesh, all ranks would load one rank's values. An export would also contain only that rank's values.
     """

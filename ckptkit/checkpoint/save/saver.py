@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_IN = ": "  # between the key of an object and a name in it; no key contains it
+_IN = ": "  # separates the key of an object from a name in the object; no key contains this
 
 
 class TensorPlan(Protocol):
@@ -91,8 +91,8 @@ class SaveRequest:
 
     Attributes:
         given_up: Names of damaged checkpoints that a load fell back from. A save may replace these, too.
-        set_aside: Rename a directory that has the name but is not a checkpoint. Set if a load has already reported such
-            directories.
+        set_aside: Rename a directory that has the checkpoint's name but is not a checkpoint. Set if a load has already
+            reported such directories.
     """
 
     step: int
@@ -111,7 +111,7 @@ class Prepared:
     """A save that this rank has captured. Objects are already encoded.
 
     Attributes:
-        aliases: By section, the tied weights that are stored under another name: each with that name.
+        aliases: By section, the tied weights that are stored under another name, each with that name.
         tellers: The ranks that send rank 0 the optimizers and modules that it lacks (pipeline stages).
     """
 
@@ -132,7 +132,7 @@ class Prepared:
 
 @dataclass(eq=False)
 class Saver:
-    """Saves one run's states. Keeps what the ranks agreed on in the previous save, as long as it holds.
+    """Saves one run's states. Remembers what the ranks agreed on in the previous save, as long as it stays true.
 
     Attributes:
         objective: The (metric, "min" or "max") of `keep_best`.
@@ -154,9 +154,9 @@ class Saver:
     plans: dict[StateDictType, TensorPlan] = field(default_factory=dict)
     transfers: Any = None  # the group for gathering full tensors
     keepers: dict[str, int] | None = None
-    classes: dict[int, int] = field(default_factory=dict)  # of plain tensors, since the last comparison
+    classes: dict[int, int] = field(default_factory=dict)  # classes of plain tensors, as of the last comparison
     apart: bytes = b""  # signature of the tensors on meshes of only some ranks, at their last comparison
-    shared: frozenset[int] = frozenset()  # digests of the names of those that exist on several meshes
+    shared: frozenset[int] = frozenset()  # digests of the names of such tensors that exist on several meshes
     turn: int = 0  # selects the blocks of large replicas to compare; 0 before the first save
 
     def __post_init__(self) -> None:
@@ -288,9 +288,9 @@ class Saver:
     # --- steps
 
     def _check_ranked(self, request: SaveRequest, metric: str) -> None:
-        """Raise if the save has no metrics; warn if `keep_best`'s is not among them.
+        """Raise if the save has no metrics; warn if the metric of `keep_best` is not among them.
 
-        Call it until a save has metrics: later ones may have none, as the last save before a job ends.
+        Call it until a save has metrics. Later saves may have none, such as the last save before a job ends.
         """
         if request.metrics is None:
             raise UsageError(
@@ -405,7 +405,7 @@ class Saver:
         - all ranks' signatures;
         - the classes of fingerprints that differ between ranks, in keys or contents;
         - whether all ranks split tensor subclasses into the same parts;
-        - whether any rank has other tensors on meshes of only some ranks than before;
+        - whether, on any rank, the tensors on meshes of only some ranks have changed;
         - the lowest rank of each group of ranks that have the same parameter names, except rank 0's group.
         """
         signatures, wanted, prints, recipes, spread, globs, apart = zip(*answers, strict=True)

@@ -29,7 +29,7 @@ class ShardLayout:
     """The sharding of a tensor over ranks."""
 
     mesh_shape: tuple[int, ...]  # the device mesh's shape, outermost dimension first
-    mesh_names: tuple[str, ...]  # of its dimensions
+    mesh_names: tuple[str, ...]  # the names of the mesh's dimensions
     mesh_ranks: tuple[int, ...]  # the mesh's ranks, in row-major order
     placements: tuple[PlacementRecord, ...]  # one per mesh dimension
 

@@ -117,7 +117,7 @@ def joined(
     """Return a declared parameter's quantized states (of torchao) as parts of global states, by name.
 
     Raises:
-        SaveError: A state has another shape than the parameter.
+        SaveError: A state has a different shape than the parameter.
     """
     recipes = open_all({k: v for k, v in states.items() if not is_state_in_parts(v)})[1] if shards else {}
     return {
@@ -288,12 +288,12 @@ def refuse_hidden(
 
 
 def _own_state_dict(optimizer: Any, what: str) -> Any:
-    """Return what an overridden or hooked `state_dict` returns; None if it is torch's, which has only state and groups.
+    """Return what an overridden or hooked `state_dict` returns; None for torch's, which has only state and groups.
 
     Call it before the state is read, because the method may update the state.
 
     Raises:
-        SaveError: It returns no dict like torch's.
+        SaveError: The method does not return a dict like torch's.
     """
     import torch
 
@@ -301,7 +301,7 @@ def _own_state_dict(optimizer: Any, what: str) -> Any:
     is_torchs = getattr(type(optimizer), "state_dict", torchs) is torchs
     if (is_torchs or hasattr(optimizer, "master_state_name")) and not has_state_dict_hooks(optimizer):
         return None
-    # For flashoptim, call torch's: flashoptim's adds nothing, and fails for uneven shards. torch's calls the hooks too.
+    # For flashoptim, call torch's method, which calls the hooks, too. Its own adds nothing and fails for uneven shards.
     given: Any = torchs(optimizer) if keeps_parts(optimizer) else optimizer.state_dict()
     if isinstance(given, Mapping) and isinstance(given.get("state", {}), Mapping):
         groups = given.get("param_groups", ())
@@ -360,7 +360,7 @@ def _changed(given: Any, optimizer: Any, parameters: Mapping[str, Any]) -> list[
     Ignores values of the optimizer that the state dict omits, because saving them is harmless.
     """
     names = {id(parameter): fqn for fqn, parameter in parameters.items()}
-    # torch numbers a parameter that is twice in a group by its last place.
+    # If a parameter is twice in a group, torch numbers it by its last position.
     fqns = dict(enumerate(names[id(p)] for group in optimizer.param_groups for p in group["params"]))
     found = []
     for key, state in given.get("state", {}).items():
@@ -385,7 +385,7 @@ def _changed(given: Any, optimizer: Any, parameters: Mapping[str, Any]) -> list[
 def united(trees: Sequence[JSON]) -> JSON:
     """Merge the ranks' trees for an optimizer whose parameters are spread over them (one tree per pipeline stage).
 
-    A group is merged into one with equal settings: preferably the one at the same position, otherwise the first.
+    A group is merged into a group with equal settings: preferably the group at the same position, otherwise the first.
 
     Raises:
         SaveError: Trees have different values for one parameter.
@@ -553,7 +553,8 @@ def group_changes(
     """Return the changes to the live groups. Their settings come from the saved groups, matched by parameter name.
 
     Groups may be reordered, split or merged. If a live group would need two learning rates, that is a conflict. A live
-    group without parameters gets the settings of a saved group that has none here: preferably the one at its position.
+    group without parameters gets the settings of a saved group without parameters on this rank: preferably the one at
+    the same position.
     """
     live_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     saved_of = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
@@ -676,7 +677,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal, whatever holds them: a list or a tuple, a number or a tensor of one element.
+    """Return whether two values are equal. A list may equal a tuple, and a number a tensor of one element.
 
     Other tensors are equal if their dtypes, shapes and bytes are. Values of unknown types are equal only if identical.
     """
@@ -703,7 +704,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _number(value: Any, like: Any) -> Any:
-    """Return a number or a tensor's only element, rounded as in `like`, if that is a tensor; None for other values."""
+    """Return a number or a tensor's only element; None for other values. If `like` is a tensor, round to its dtype."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -767,10 +768,10 @@ def apply_state(
 
 
 def _finish_load(optimizer: Any) -> None:
-    """Call the optimizer's own `load_state_dict` or its hooks, so that it updates what it derives from its state.
+    """Call the optimizer's own `load_state_dict` or its hooks, so that the optimizer updates its derived values.
 
-    A class may clear a cache there, or set a counter. torch's method, which it calls, casts states and replaces the
-    tensors in groups, so put the restored values back.
+    An optimizer class may clear a cache there, or set a counter. Its method calls torch's, which casts states and
+    replaces the tensors in groups, so put the restored values back.
     """
     own = getattr(optimizer, "load_state_dict", None)
     if own is None or getattr(own, "__module__", "").startswith(_ONLY_STATE):

@@ -167,7 +167,7 @@ def _plain_in(value: Any, *, in_object: bool = False) -> Iterator[torch.Tensor]:
 def _texts(tensor: Any) -> Held | None:
     """Return a DTensor's placements as strings, or None if any of them has no string.
 
-    Partial sums have none (other code refuses them), nor have strided shards (only torch creates them).
+    Partial sums have none (other code refuses them). Strided shards have none either (only torch creates them).
     """
     unnamed = any(p.is_partial() or getattr(p, "split_factor", None) is not None for p in tensor.placements)
     return None if unnamed else list(layout_of(tensor).texts())

@@ -169,7 +169,7 @@ class TrainState:
     def parts(self, kind: str) -> dict[str, Any]:
         """Return the objects of one kind ("model", "optimizer", ...) by name. A single object has the name "".
 
-        Returns the objects in accelerate's wrappers, whose hooks a wrapper hides.
+        For one of accelerate's wrappers, returns the object inside it, because a wrapper hides that object's hooks.
         """
         value = getattr(self, kind)
         if value is None:
@@ -197,7 +197,7 @@ class Captured:
     """A captured training state: JSON, and named tensors that share memory with the live ones."""
 
     models: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # tensors by section and FQN
-    aliases: dict[str, dict[str, str]] = field(default_factory=dict)  # tied weights: the FQN that is stored
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)  # by section: tied weight -> stored FQN
     optimizers: dict[str, CapturedOptimizer] = field(default_factory=dict)  # by section
     loose: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors of other objects, by full key
     objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key, the same on every rank
@@ -206,7 +206,7 @@ class Captured:
     alike: set[str] = field(default_factory=set)  # plain parameters that must be equal on all ranks
     declared: set[str] = field(default_factory=set)  # tensors that are parts of a global one because the layout says so
     unlike: set[str] = field(default_factory=set)  # tensors whose replicas may differ because the layout says so
-    globs: dict[str, bool] = field(default_factory=dict)  # of the layout; whether it matches a tensor of this rank
+    globs: dict[str, bool] = field(default_factory=dict)  # layout glob -> whether it matches a tensor here
 
     def places(self) -> Iterator[tuple[str, str, dict[Any, torch.Tensor], Any]]:
         """Yield (key, shared key, table, name in the table) of each tensor. Tied tensors have the same shared key."""
@@ -451,7 +451,7 @@ def check_state(state: object, call: str) -> None:
     """Check that a call such as "load(state)" got a TrainState of modules and optimizers.
 
     Raises:
-        UsageError: It got something else; or a field has a class, a state dict or a plain value where an object is
+        UsageError: `state` is something else; or a field has a class, a state dict or a plain value where an object is
             needed; or a name contains characters other than letters, digits, "_" and "-".
     """
     if not isinstance(state, TrainState):
@@ -514,7 +514,8 @@ def live_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 def computed_state(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any], Mapping[str, Any] | None]:
     """Return `model_tensors`, and the raw state dict if a hook computed any of the tensors (otherwise None).
 
-    Computed tensors do not belong to the module: once filled, they go to its `load_state_dict`, as the raw state dict.
+    Computed tensors do not belong to the module. Once they are filled, they are passed to its `load_state_dict` in the
+    raw state dict.
     """
     raw = _live_state(module)
     own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}

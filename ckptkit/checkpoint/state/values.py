@@ -216,8 +216,8 @@ def _number(value: int, path: str) -> int:
 
 
 def _torch_save(value: Any, path: str) -> JSON:
-    """Encode the bytes that torch.save writes for the value. Checks that torch.load(weights_only=True) reads them."""
-    from ckptkit.formats.pickles.weights_only import dump_object  # imports torch, which a reshard does without
+    """Encode the value as the bytes that torch.save writes. Checks that torch.load(weights_only=True) reads them."""
+    from ckptkit.formats.pickles.weights_only import dump_object  # imports torch, which `reshard` does not need
 
     advice = "give its class state_dict and load_state_dict, or allow it with torch.serialization.add_safe_globals."
     return {"$torch_save": base64.b64encode(dump_object(value, name=path, advice=advice)).decode()}
