@@ -354,7 +354,7 @@ def _notes(source: Source, export: HFExport, plan: Plan) -> tuple[str, ...]:
     notes += [note for item in source.checkpoints for note in item.catalog.info.notes]
     notes += plan.notes
     written = {name for tensor in export.tensors for name in tensor.sources}
-    written |= {name.partition(":")[2].strip() for name in written if source.joined}  # "1: NAME" is in the first
+    written |= {name.partition(":")[2].strip() for name in written if source.joined}  # "source 1: NAME" means NAME
     tied = list(dict.fromkeys(pair for item in source.checkpoints for pair in _tied(item.catalog, written)))
     if tied:
         more = f", ... ({len(tied)})" if len(tied) > 3 else ""

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from ckptkit.storage.store import Store
 
 
-# Files of which every rank writes its own: accelerate, transformers, verl and its derivatives.
+# Files that each rank writes for itself, in accelerate, transformers, verl and its derivatives.
 _RANK_FILE = re.compile(
     r"(random_states_|rng_state_|(?:extra_state|optim|model)_world_size_(\d+)_rank_)(\d{1,7})(\.(?:pkl|pth|pt))"
 )
 _DATA_FILE = re.compile(r"__(\d{1,7})_\d+\.distcp")
-_MARKERS = ("metadata.json", "fsdp_config.json")  # each file identifies a format, and so which other files must exist
+_MARKERS = ("metadata.json", "fsdp_config.json")  # each identifies a format, and thus which files must exist
 _MAX_OBJECT_BYTES = 64 << 20  # larger objects, such as a dataloader's state, are not parsed
 
 

@@ -192,7 +192,7 @@ def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
     first: dict[Any, tuple[str, tuple[int, ...]]] = {}
     for entry, _, nbytes in model:
         if nbytes and not entry.slices.opaque:
-            # The range of a compressed slice is one in its decompressed record, so the record belongs to the place.
+            # A compressed slice's range refers to its decompressed record, so its place includes the record.
             place = entry.slices.byte_range(0), entry.slices.codecs.get(0)
             kept, shape = first.setdefault(place, (entry.fqn, entry.shape))
             if kept != entry.fqn and entry.shape == shape:

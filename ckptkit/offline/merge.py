@@ -300,7 +300,7 @@ def _combined(
         newest = terms[-1]
         for source, term in zip(opened, terms, strict=True):
             if isinstance(term, ComputedTensor) or isinstance(newest, ComputedTensor):
-                # A quantized weight is in fp32 here, so it may differ in dtype.
+                # A quantized weight is in fp32 here, so its dtype may differ from the other source's.
                 same = dtype_of(term.dtype).kind == dtype_of(newest.dtype).kind == "float"
             else:
                 same = term.dtype == newest.dtype

@@ -180,7 +180,7 @@ def open_pinned(
 
         whole = source
         catalog = in_parts(whole.store, whole.catalog, optimizer=inner == "all")
-        if catalog is not whole.catalog:  # not one of `ours`, in which they are stored in parts
+        if catalog is not whole.catalog:  # so the source is not one of `ours`, which are stored in parts
             source = replace(whole, catalog=catalog)
             reading.sources = [source if item is whole else item for item in reading.sources]
     if together and not any(item is source for _, item in reading.ours):

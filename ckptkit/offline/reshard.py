@@ -74,8 +74,9 @@ def reshard(  # noqa: PLR0913 - one argument per option
         mesh: "replicate=2,shard=4,tp=2", or a mapping of such names to sizes. None shards over all ranks.
         type: "sharded" (any job can load it) or "local" (one file per rank, only for jobs with this world size and
             mesh).
-        tp_plan: Maps globs of parameter names to the dimension to split, or names a JSON file that does. For sources
-            without tensor parallelism. None derives the plan from the source's config.json, for llama-like models.
+        tp_plan: Maps globs of parameter names to the dimension to split, or names a JSON file that does. Use it for
+            sources without tensor parallelism. None derives the plan from the source's config.json, if the model is
+            llama-like.
         layout: URL of a file that describes the layout of flat parameters, for formats that need one (FSDP1 LOCAL).
         vocab_size: Trim or pad the embedding and the output head to this many rows, including masters and optimizer
             states. config.json is changed to match.

@@ -28,7 +28,7 @@ _EMBEDDINGS = (
     "transformer.word_embeddings.weight",
 )
 _RANKS = (16, 32, 64, 128, 256, 320, 512)  # allowed values of --max-lora-rank; 16 is its default
-# Adapter settings that vLLM refuses, or ignores and so computes wrong outputs.
+# Adapter settings that vLLM either refuses, or ignores, which makes its outputs wrong.
 _NOT_PLAIN = (
     "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "trainable_token_indices",
     "target_parameters", "layer_replication", "alora_invocation_tokens", "arrow_config", "use_qalora", "use_bdlora",

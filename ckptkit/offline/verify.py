@@ -64,7 +64,7 @@ class VerifyReport:
     algorithms: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     doubt: str = ""  # what the checkpoint's files cannot prove
-    uninterpreted: Mapping[str, str] = field(default_factory=dict)  # tensors of unknown classes -> why not read
+    uninterpreted: Mapping[str, str] = field(default_factory=dict)  # tensor of an unknown class -> why it is not read
 
     @property
     def ok(self) -> bool:

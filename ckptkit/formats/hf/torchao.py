@@ -47,8 +47,8 @@ def found_recipes(
         path: The file or directory, for messages.
 
     Raises:
-        CorruptCheckpointError: A description is malformed, or names a tensor that does not exist or that belongs to
-            another weight too.
+        CorruptCheckpointError: A description is malformed, or names a tensor that does not exist or also belongs to
+            another weight.
         UnsupportedFormatError: A class is not one of `CLASSES`.
     """
     recipes: dict[str, Recipe] = {}

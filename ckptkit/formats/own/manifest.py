@@ -320,7 +320,7 @@ class Manifest:
         """Return a catalog as columns. The tensors keep their order.
 
         Raises:
-            UnsupportedFormatError: A slice is compressed, or its digest is not the `DIGEST` of exactly its own bytes.
+            UnsupportedFormatError: A slice is compressed, or its digest uses another algorithm or covers other bytes.
         """
         entries = list(catalog.tensors.values())
         paths: dict[str, int] = {}

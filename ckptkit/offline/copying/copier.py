@@ -140,7 +140,7 @@ class Copier:
 
     Attributes:
         chunk: Bytes per read.
-        sink: None only checks digests.
+        sink: Writes the result. If None, digests are only checked.
         digests: Whether to digest boxes while they are written.
         journal: Records finished steps.
         digested: Digests of written boxes, if `digests` was set.

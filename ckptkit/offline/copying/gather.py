@@ -98,9 +98,9 @@ class Gatherer:
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
         """Return how many rows to compute at once.
 
-        They need at most half of the memory, and more than one block of rows needs at most 16 MB. If each element is
-        computed alone, they need at most `big`, so that all workers can compute at once. The result and the first input
-        take at most `most` bytes each.
+        Computing them takes at most half of the memory and, if they are more than one block, at most 16 MB. If each
+        element is computed independently, it takes at most `big`, so that all workers can compute at once. The result
+        and the first input take at most `most` bytes each.
         """
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:

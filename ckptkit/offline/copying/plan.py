@@ -160,7 +160,7 @@ class Placement:
             columns = np.array([item.only() for item in placements], np.int64).reshape(-1, 3).T
             return columns[0], columns[1], columns[2]
         counts = [len(item) for item in placements]
-        # One product for all placements: one by one takes seconds.
+        # One product for all placements, because a product for each would take seconds.
         widths = np.repeat([len(item.tensor.shape) for item in placements], counts)
         numels = products(np.concatenate([item.sizes.reshape(-1) for item in placements]), widths)
         return (

@@ -81,7 +81,7 @@ class LocalSink:
                 stop = group[-1][0] + len(group[-1][1])
                 nbytes = sum(map(len, views))
                 with self._turns[index]:
-                    if start + nbytes < stop:  # there are gaps, which keep their bytes
+                    if start + nbytes < stop:  # there are gaps: read them, so that they keep their bytes
                         block = bytearray(stop - start)
                         self._read(descriptor, path, start, memoryview(block))
                         for at, data in group:
@@ -95,7 +95,7 @@ class LocalSink:
         total = sum(len(view) for view in views)
         try:
             done = os.pwritev(descriptor, views, start)
-            if done < total:  # a signal interrupted it; or the disk is full, and the next write raises
+            if done < total:  # interrupted by a signal, or the disk is full and the next write raises
                 rest = memoryview(b"".join(views))[done:]
                 while len(rest):
                     count = os.pwrite(descriptor, rest, start + total - len(rest))

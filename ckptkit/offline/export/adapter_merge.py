@@ -102,11 +102,11 @@ class _Step:
 def assembled(
     tensors: Mapping[str, OutputTensor], changes: Mapping[str, Change], whole: Mapping[str, OutputTensor]
 ) -> dict[str, OutputTensor]:
-    """Return the tensors, computed where a source is changed or computed itself.
+    """Return the tensors. Those with a changed or computed source become computed tensors.
 
     Args:
         changes: By source.
-        whole: Each whole source that these tensors need, by source: to be read, or computed.
+        whole: The sources that these tensors need, each as a whole tensor that is read or computed.
     """
     made = {source for source, tensor in whole.items() if isinstance(tensor, ComputedTensor)} | changes.keys()
     return {

@@ -18,7 +18,7 @@ from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store, split_url
 from ckptkit.units import format_size
 
-_MAX_BYTES = 256 << 20  # of all side files together
+_MAX_BYTES = 256 << 20  # maximum size of all side files together
 # Files that are never copied: weights in any format, and files that run code when they are loaded.
 _WEIGHTS = re.compile(
     r"\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|onnx|h5|msgpack|pkl|pickle|npz|distcp|metadata)$|\.index\.json$", re.I
@@ -305,4 +305,4 @@ def _json_object(data: bytes | None, where: str) -> dict[str, Any] | None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].removeprefix("Got: ")[:300]  # Got: of huggingface_hub
+    return (str(error).splitlines() or [type(error).__name__])[0].removeprefix("Got: ")[:300]  # by huggingface_hub

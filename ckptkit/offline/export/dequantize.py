@@ -62,7 +62,7 @@ class Dequantized:
         return assembled(tensors, {}, {**self.whole, **self.made})
 
 
-# A dequantized weight, for key maps, and the same, computed. Its inputs are its codes, then its scales and so on.
+# A dequantized weight twice: as key maps see it, and as a computed tensor. The inputs are codes, then scales and so on.
 _Weight: TypeAlias = tuple[Target, ComputedTensor]
 
 

@@ -114,7 +114,7 @@ def mxfp4(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Com
     Follows `convert_moe_packed_tensors` in transformers (integrations/mxfp4.py).
     """
     experts, out, groups, _ = w.shape
-    powers = np.ldexp(1.0, np.arange(256) - 127)  # in float64, because the last is beyond float32
+    powers = np.ldexp(1.0, np.arange(256) - 127)  # in float64, because the last one exceeds float32's range
     exponents = inputs[0].data.reshape(-1, 1).astype(np.intp)
     made, infinite = _decoded(
         w.rows(), exponents, _ONE_COLUMN, _pairs().astype(np.float64), lambda v, group: v * powers[group], dtype
@@ -193,7 +193,7 @@ def fp4(w: Stored, inputs: Sequence[Stored], first: int, *, group: int, dtype: s
     is the number by which all scales are divided. Follows `decompress` in the NVFP4 and MXFP4 compressors of
     compressed-tensors.
     """
-    # There are only 256 different scales, so these are the groups, not their places.
+    # There are only 256 different scales, so elements are grouped by scale instead of by place.
     scales = _scales(Stored(np.arange(256, dtype=np.uint8), inputs[0].dtype, (256,)))
     if len(inputs) > 1:
         overall = inputs[1]
@@ -309,7 +309,7 @@ def _unpacked(stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]
 
 
 def _scales(scale: Stored) -> Floats:
-    """Return scales as float32. Bytes are exponents of two (E8M0), of which the last is infinite in float32."""
+    """Return scales as float32. Bytes are exponents of two (E8M0); the last one is infinite in float32."""
     if scale.dtype != "uint8":
         return scale.numbers().astype(np.float32, copy=False)
     with np.errstate(over="ignore"):

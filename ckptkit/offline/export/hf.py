@@ -301,7 +301,7 @@ def _wanted_in_parts(wanted: Mapping[str, WantedTensor], recipes: Mapping[str, R
     for name, recipe in recipes.items():
         for outer in (name, name.partition(".")[2]):
             parts = {f"{outer}{SEPARATOR}{attribute}": WantedTensor() for attribute in recipe["inner"]}
-            listed = [found.pop(stored_name(part), None) for part in parts]  # of a base that is only an index
+            listed = [found.pop(stored_name(part), None) for part in parts]  # listed if the base is only an index
             if found.pop(outer, None) is not None or any(listed):
                 found.update(parts)
     return found
@@ -344,7 +344,7 @@ def _in_torchao_layout(draft: _Draft, tensors: dict[str, OutputTensor]) -> dict[
 def _dequantized(draft: _Draft) -> Dequantized | None:
     """Replace the draft's quantized weights with dequantized ones, unless the dtype is "keep".
 
-    Weights of which flashoptim keeps lower bits become exact.
+    Weights whose lower bits flashoptim keeps become exact.
     """
     dtype = draft.options.dtype if draft.options.dtype != "keep" else draft.options.dequantize
     if not draft.lower_bits and (dtype == "keep" or not _quantized(draft)):

@@ -73,7 +73,7 @@ class ExportOptions:
 class Selection:
     """The tensors to export by name, which kind of weights they are, and the omitted sources with the reason.
 
-    `lower_bits` are what flashoptim keeps of fp32 weights besides bf16 or fp16 ones, by source.
+    `lower_bits`: the lower bits of fp32 weights that flashoptim keeps beside bf16 or fp16 weights, by source.
     """
 
     weights: str
@@ -204,8 +204,8 @@ def choose_weights(
     """Return the requested weights.
 
     "auto" means the model's weights, with two exceptions: there are only masters, or `dtype` would cast weights that
-    were rounded from masters. If masters are exported, buffers and frozen parameters, which have none, come from the
-    model.
+    were rounded from masters. If masters are exported, buffers and frozen parameters come from the model,
+    because they have no masters.
     """
     if weights == "ema":
         from ckptkit.offline.export.ema import averaged

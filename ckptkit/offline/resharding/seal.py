@@ -26,7 +26,7 @@ from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
 from ckptkit.version import __version__
 
-_Row = tuple[int, int, int, int, bool, int]  # start, bytes, placement, row in it, is digest known, digest
+_Row = tuple[int, int, int, int, bool, int]  # start, bytes, placement, its row, whether the digest is known, digest
 _CHUNK = 256 << 10  # bytes; stays in the L2 cache while two digests read it
 _REMOTE_CHUNK = 8 << 20
 Digests = Sequence[npt.NDArray[np.uint64]]
