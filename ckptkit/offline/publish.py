@@ -39,7 +39,7 @@ class Session:
     Attributes:
         store: Where this process writes.
         files: Indices of the plan's files that this process writes.
-        journal: Records finished steps, so that the next command can resume; None if it cannot.
+        journal: Records finished steps, so that the next command can resume; None if that is impossible.
         ledger: Records finished objects on an object store, for the same purpose; None otherwise.
     """
 

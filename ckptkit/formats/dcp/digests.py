@@ -123,7 +123,7 @@ def batches(rows: Int64, nbytes: Int64, most: int) -> Iterator[Int64]:
 
 
 def raise_with_tensor(error: OSError | CkptkitError, names: Mapping[str, str]) -> None:
-    """Raise an error about a missing or short file again, with the name of a tensor. `names` has one for each file."""
+    """Add a tensor's name to an error about a missing or short file, and raise it. `names` has a name for each file."""
     path = next((path for path in sorted(names, key=len, reverse=True) if path in str(error)), None)
     if path is not None and repr(names[path]) not in str(error):
         raise IncompleteCheckpointError(f"tensor {names[path]!r}, file {path}: {error}") from error

@@ -152,7 +152,7 @@ def _grid(changes: Mapping[str, list[float]]) -> str:
 
 
 def _cell(x: float, middle: float, width: float, title: str = "") -> str:
-    """Return a cell as a thick line: its group has the colour and the height, so that large grids stay small files."""
+    """Return a cell as a thick line. Its group sets the colour and the height, so that large grids make small files."""
     inside = f"<title>{escaped(title)}</title>" if title else ""
     return f'<path d="M{x:.6g} {middle:.6g}h{width:.4g}">{inside}</path>'
 
