@@ -99,7 +99,7 @@ def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
 
 
 class _GoneError(Exception):
-    """A source was deleted while it was read. `replaced`: it was the newest when requested, so a newer one may exist."""
+    """A source was deleted while it was read. `replaced`: the newest was requested, so a newer may exist."""
 
     def __init__(self, told: CheckpointNotFoundError, replaced: bool) -> None:
         super().__init__(told)

@@ -99,7 +99,7 @@ def select_targets(
 
     Args:
         wanted: The base model's names, which tell a wrapper's prefix from the model's own.
-        in_parts: Whether the export can describe torchao's weights. If so, their inner tensors are selected like others.
+        in_parts: Whether the export can describe torchao's weights. If so, their inner tensors are selected too.
 
     Raises:
         UsageError: No tensor is left.
