@@ -136,7 +136,7 @@ class _Prover:
         if runs is None:
             return False
         algorithm, digests = slices.algorithm, slices.digests
-        if slices.digest_starts is not None and slices.digest_nbytes is not None:  # do digests cover exact slices?
+        if slices.digest_starts is not None and slices.digest_nbytes is not None:  # digests may cover other ranges
             own = (slices.digest_starts == slices.starts) & (slices.digest_nbytes == slices.nbytes)
             digests = digests if own.all() else None
         for rows in runs.bounds():

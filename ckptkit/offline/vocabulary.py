@@ -3,7 +3,7 @@
     resized = resize(tensors, config, VocabSize(32064), store=store, catalog=catalog)
 
 New rows are the mean of the old rows, or zeros. The mean is summed in fp64 row by row, divided, and rounded to the
-tensor's stored dtype. It is bit-identical for any number of workers, any memory limit and any sharding.
+tensor's stored dtype. The result is bit-identical for any number of workers, any memory limit and any sharding.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _read_all(store: Store, path: str) -> bytes:
 
 
 def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
-    """Return a note if the directory, like a copy, has another name than its checkpoint. Refuse another step's name."""
+    """Return a note if a copy's directory has another name than its checkpoint. Refuse a different step's name."""
     name = store.url.rstrip("/").rpartition("/")[2]
     if name in (record.name, f"{record.name}@{record.save_id}") or leftover_of(name) is not None:
         return ()

@@ -218,9 +218,9 @@ def _sizes(text: str | Mapping[str, int] | None) -> tuple[dict[str, int], tuple[
 def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
     """Return the cut of a tensor with these placements on a mesh with these dimension names.
 
-    A dimension's name decides: "tp" or a synonym means tensor parallelism, "shard" or a synonym FSDP. If the names say
-    nothing ("dim0"), the order decides: the first shard and strided shards are FSDP's, the second shard is tensor
-    parallelism's. FSDP2 keeps tensor parallelism innermost.
+    A dimension's name decides: "tp" or a synonym means tensor parallelism, and "shard" or a synonym means FSDP. If the
+    names say nothing ("dim0"), the order decides: the first shard and strided shards are FSDP's, the second shard is
+    tensor parallelism's. FSDP2 keeps tensor parallelism innermost.
     """
     dims: dict[str, int] = {}
     also: dict[str, None] = {}
@@ -257,7 +257,7 @@ class TPPlan:
     """The dimension along which tensor parallelism splits each parameter.
 
     Attributes:
-        rules: Glob of parameter names -> dimension, or None not to split. The last matching glob applies.
+        rules: Glob of parameter names -> dimension, or None for no split. The last matching glob applies.
         origin: Where the plan comes from, for messages.
     """
 
