@@ -147,7 +147,7 @@ class SaveReport(TimedReport):
         deleted: (step, bytes) of each checkpoint that rotation deleted.
         kept: Number of checkpoints after rotation; None on ranks other than 0, or if rotation failed.
         limit: The policy's `max_num`, which exempt checkpoints may exceed; None without a limit.
-        exempt: How many of `kept` are not among the `limit` newest, but exempt (best, pinned, ...).
+        exempt: How many of `kept` are older than the `limit` newest, but exempt (best, pinned, ...).
         phases: Where the time went: plan, stage, write, digest, sync, commit, ...
     """
 

@@ -26,8 +26,8 @@ class AcceleratorCheckpoints:
     `register_for_checkpointing`, and the random state of every rank. All ranks create this object and call its methods
     together. Hooks added with `register_save_state_pre_hook` and `register_load_state_pre_hook` run as in Accelerate.
 
-    For an ordinary dataloader, the epoch and the seed of `use_seedable_sampler=True` are saved. Skip the batches
-    already seen with `skip_first_batches`, as in Accelerate. No other shuffling order is saved, even with
+    For an ordinary dataloader, the epoch is saved and, with `use_seedable_sampler=True`, the sampler's seed. Skip the
+    batches already seen with `skip_first_batches`, as in Accelerate. Any other shuffling order is lost, even with
     `use_stateful_dataloader`: if you resume inside an epoch, the data is shuffled again.
 
     Args:

@@ -34,7 +34,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     """Lightning's ModelCheckpoint, saved through a CheckpointManager and rotated by a RetentionPolicy.
 
     Lightning decides when to save and under which name, and handles `monitor` and `save_last`. The policy decides what
-    to delete. By default it keeps the newest checkpoint and, by `monitor`, the best `save_top_k`. Without `monitor` it
+    to delete. By default it keeps the newest checkpoint and the best `save_top_k` by `monitor`. Without `monitor` it
     keeps only the newest, because Lightning then allows no `save_top_k` above 1. To keep three, pass
     `retention=RetentionPolicy(max_num=3)`.
 

@@ -413,9 +413,9 @@ def _by_position(
 ) -> dict[Any, str]:
     """Map each numbered parameter to its live FQN. Return {} if the saved groups contain names.
 
-    If the groups have the same lengths and the shapes match, parameters are matched by order. This assumes that the
-    saving job created its optimizer with the same code. Otherwise they are matched to the model's parameters by shape
-    and order, if only one assignment is possible.
+    If the saved and the live groups have the same lengths and the shapes match, parameters are matched by order. This
+    assumes that the saving job created its optimizer with the same code. Otherwise the saved parameters are matched to
+    the model's parameters by shape and order, if only one assignment is possible.
     """
     params = [list(group.get("params", ())) for group in groups]
     numbers = [number for listed in params for number in listed]

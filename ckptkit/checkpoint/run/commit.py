@@ -210,9 +210,9 @@ def begin_save(
         set_aside: Rename a directory that has the step's name but is not a checkpoint. Rank 0's value counts.
         file_names: A regular expression for the paths that all ranks will write. Foreign files with such a path are
             detected before anything is written. Rank 0's value counts.
-        lease: The run's lease, or a function that returns it. Rank 0 calls the function. On an object store, it
-            gets the `look` to pass to `acquire_lease`. None: the attempt acquires its own lease. Attempts with the same
-            lease take turns.
+        lease: The run's lease, or a function that returns it. Rank 0 calls the function. On an object store, the
+            function gets the `look` to pass to `acquire_lease`. None: the attempt acquires its own lease. Attempts with
+            the same lease take turns.
 
     Raises:
         CheckpointExistsError: A checkpoint or something else has that name. On an object store, `commit` may raise it

@@ -294,7 +294,7 @@ def check_new(root: Store, inventory: Inventory) -> None:
     Files left by a save that was killed before the first commit do not count.
 
     Raises:
-        IncompleteCheckpointError: Names the directories that look like checkpoints, and why they are not.
+        IncompleteCheckpointError: Names the directories that look like checkpoints, and says why they are not.
         StorageError: The store could not read a commit record.
         UsageError: The root is not a directory.
     """

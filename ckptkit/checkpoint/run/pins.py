@@ -258,7 +258,7 @@ def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None
         )
     body = {"name": record.name, "why": why, "save_id": record.save_id, "owner": None, "created": time.time()}
     root.write(f"{_PINS}/keep-{name}.json", json.dumps(body).encode(), overwrite=True)
-    # A deletion may have read the pins before this one was written. It was announced before that, so wait for it.
+    # A deletion may have read the pins before this pin was written. That deletion is announced, so wait for it.
     _wait_while_deleting(root, name)
     if find_record(root, record_path(name)) is None:
         root.delete([f"{_PINS}/keep-{name}.json"])

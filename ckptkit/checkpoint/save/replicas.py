@@ -213,7 +213,7 @@ def shared_names(tables: Sequence[bytes]) -> list[int]:
 
 
 def unequal_classes(signatures: Sequence[Mapping[int, bytes]]) -> list[int]:
-    """Return the classes whose signatures differ between ranks. Of the classes of replicas, only the first few.
+    """Return the classes whose signatures differ between ranks. Includes only the first few classes of replicas.
 
     Args:
         signatures: By rank, its `Fingerprints.signatures`.

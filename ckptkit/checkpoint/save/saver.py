@@ -111,7 +111,7 @@ class Prepared:
     """A save that this rank has captured. Objects are already encoded.
 
     Attributes:
-        aliases: By section, the tied weights that are stored under another name, each with that name.
+        aliases: By section: tied weight -> the other name under which it is stored.
         tellers: The ranks that send rank 0 the optimizers and modules that it lacks (pipeline stages).
     """
 
