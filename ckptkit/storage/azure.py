@@ -73,7 +73,7 @@ class AzureUpload:
         try:
             self._api.call(self._name, lambda blob: blob.commit_block_list(blocks, headers=absent))
         except (FileExistsError, LostUploadError):
-            # An earlier try may have succeeded, but its response was lost. It may have been Azure's client that tried.
+            # An earlier try, perhaps by Azure's client itself, may have succeeded although its response was lost.
             if not self._is_ours():
                 raise
         return ""

@@ -70,7 +70,7 @@ class Collected:
         self.copied = 0
         self._pieces: list[tuple[memoryview, int, int]] = []  # (buffer, start, stop)
         self._owners: list[object] = []
-        self._block = memoryview(b"")  # holds the next copies, from `_filled` on
+        self._block = memoryview(b"")  # the next copies go into this buffer, from `_filled` on
         self._filled = 0
 
     def copy(self, data: memoryview) -> None:
@@ -91,7 +91,7 @@ class Collected:
             self._owners.append(owner)
 
     def _append(self, source: memoryview, start: int, stop: int) -> bool:
-        """Append a piece, and return True. If it only extends the last piece, return False."""
+        """Append a piece and return True, or extend the last piece and return False."""
         self.nbytes += stop - start
         if self._pieces and self._pieces[-1][0] is source and self._pieces[-1][2] == start:
             self._pieces[-1] = (source, self._pieces[-1][1], stop)
@@ -142,4 +142,4 @@ class Body(io.BytesIO):
         if found and len(found[0]) >= _PIECE // 2:
             found = found[:1]
         self._at += sum(map(len, found))
-        return found[0] if len(found) == 1 else b"".join(found)  # type: ignore[return-value]  # a view will do, too
+        return found[0] if len(found) == 1 else b"".join(found)  # type: ignore[return-value]  # callers accept views

@@ -16,7 +16,7 @@ from ckptkit.storage.store import ReadInto, Store
 
 _MAX_GAP = 512 << 10  # reading this many bytes takes about as long as one more request
 _LITTLE = 24 << 20  # if the reads total at most this many bytes, requests may be smaller than `large`
-_LEAST = 4 << 20  # the lowest size limit of these smaller requests
+_LEAST = 4 << 20  # lower bound for the size limit of these smaller requests
 
 Job = tuple[str, int, int, list[ReadInto]]
 """One request: (path, start, stop, the reads that overlap it)."""
@@ -129,7 +129,7 @@ def _stop(item: ReadInto) -> int:
 _LEAST_BLOCK = 64 << 10
 _MOST = 2 << 20
 _HELD = 64 << 20  # size limit of the cache in bytes
-_WASTE = 8  # stop using blocks once they have fetched this many times the requested bytes
+_WASTE = 8  # stop using blocks once they have fetched this many times as many bytes as were requested
 _CALL = 8 << 10  # extra bytes to count as requested per read, for the cost of a call
 _AT_ONCE = 8
 

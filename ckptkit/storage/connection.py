@@ -27,7 +27,7 @@ PART_BYTES = 16 << 20  # size of one ranged read if there are few reads
 _THREADS = 16
 READS = 20  # concurrent ranged reads
 _UPLOADS = 8  # concurrent upload requests per process
-_HELD_BYTES = 144 << 20  # copies that they may hold
+_HELD_BYTES = 144 << 20  # limit for the copies that these requests hold
 _WORKS = "Use a path, s3://, gs:// or abfs://; for reading also hf://, http:// or https://."
 
 # Prefixes of the environment variables that file systems read when they connect.
@@ -80,14 +80,14 @@ class Budget:
             self._held_bytes += nbytes
 
     def release(self, nbytes: int) -> None:
-        """Return what `acquire` took."""
+        """Give back `nbytes` that `acquire` took."""
         with self._changed:
             self._held_bytes -= nbytes
             self._changed.notify_all()
 
 
 class Connection:
-    """A file system with its threads, shared by all stores with the same protocol and options. Does not cross a fork.
+    """A file system with its threads, shared by all stores with the same protocol and options. Unusable after a fork.
 
     Attributes:
         known: Caches small files that were recently read or written.
@@ -133,7 +133,7 @@ class Connection:
     @property
     def fs(self) -> Any:
         """The fsspec file system, opened at first use. Raises UsageError in a forked process."""
-        if self._pid != os.getpid():  # a fork has neither the threads nor connections of its own
+        if self._pid != os.getpid():  # a forked process lacks the threads, and would share the connections
             raise UsageError(
                 f"This {self.protocol}:// store was opened by process {self._pid}, before a fork. Open it again in "
                 f"process {os.getpid()}: connections do not survive a fork."

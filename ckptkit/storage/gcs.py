@@ -163,8 +163,8 @@ class GcsUpload:
         self._name = name
         self._place = place
         self._mark = mark
-        self._tried = 0  # number of the last part that was tried
-        self._nbytes = 0  # of all parts that are complete
+        self._tried = 0  # number of the last part that we tried to send
+        self._nbytes = 0  # total size of the complete parts
         self._published: int | None = None
 
     def part(self, number: int, content: Content, *, last: bool) -> None:

@@ -83,7 +83,7 @@ class Ledger:
             logger.warning("%s/%s is complete, but a later run will write it again: %s", self._store.url, path, error)
 
     def keep(self, path: str) -> None:
-        """Count an object that an interrupted attempt finished as finished in this attempt, too."""
+        """Count an object in `earlier` as finished in this attempt, too."""
         self.done[path] = self.earlier[path]
 
     def drop(self, paths: Iterable[str]) -> None:

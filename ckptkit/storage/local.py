@@ -32,7 +32,7 @@ _RENAME_NOREPLACE = 1  # linux/fs.h
 _AT_FDCWD = -100
 _MAX_GAP = 64 << 10  # reading across a smaller gap is cheaper than another system call
 _MAX_SPAN = 8 << 20
-_SHORT = 256 << 10  # bytes; a read of fewer from the page cache takes less time than starting a thread
+_SHORT = 256 << 10  # bytes; reading fewer from the page cache takes less time than starting a thread
 _WAIT_S = 100e-6  # a slower read counts as a read from disk
 _MAX_WAITS = 8  # slow reads to tolerate before using threads; other load on the machine also slows down reads
 _DIRTY = 16 << 20  # writeback starts each time this many bytes have been written
@@ -93,7 +93,7 @@ class LocalStore(Store):
 
     Symbolic links are followed only to targets under the root, or from a snapshot in a Hugging Face cache to the
     cache's blobs. Other links raise UnsafePathError. Nothing is written or deleted through a link that leads out of the
-    root. A child has the root of the store that was opened first.
+    root. For a child, this root is still that of the store that was opened first.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:

@@ -260,7 +260,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
     """Take the lease of `root` and return it. Does not wait if the lease is free or its owner is known to be dead.
 
     An owner on another machine is watched for up to `patience_s` (default 45 s). If it renews the lease in that time,
-    it keeps it.
+    this call raises.
 
     Args:
         look: Returns a new snapshot of `root`. If given, the caller must call `try_conditional` and `tidy` itself, at a
@@ -337,7 +337,7 @@ def open_attempts(root: Store) -> Attempts:
 def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
     owner, alive = state.owner, state.owner.alive()
     if owner == this_process():
-        alive = state.nonce in _held_leases  # otherwise an earlier manager in this process left the lease
+        alive = state.nonce in _held_leases  # if not, an earlier manager in this process left the lease
     if alive is None:
         alive = _has_heartbeat(root, state, patience_s)
     if alive:

@@ -297,8 +297,8 @@ class RemoteStore(Store):
             return
         full, known = self._full(path), False
         try:
-            # Put the same content again, so that nothing changes even if the store accepts the put. Tried on an
-            # existing object, whatever the server claims to support.
+            # Put the same content again, so that nothing changes even if the store accepts the put. Whatever the server
+            # claims to support, only a put to an existing object shows it.
             self._note(full, self._call(path, lambda: self._api.put(full, data, if_absent=True)), data)
         except FileExistsError:
             known = True
@@ -354,7 +354,7 @@ class RemoteStore(Store):
     def _delete(self, names: Sequence[str], *, folder: str = "") -> None:
         full = [self._full(path) for path in names]
         if full:
-            self._call(names[0], lambda: self._api.delete(full, folder=folder))  # a retry has only those that are left
+            self._call(names[0], lambda: self._api.delete(full, folder=folder))  # a retry deletes only what is left
 
     def delete_tree(self, path: str) -> None:
         """Delete everything under `path`, and abort its unfinished uploads."""

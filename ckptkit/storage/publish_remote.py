@@ -46,7 +46,9 @@ def stage_remote(
     names: Mapping[str, int] | None = None,
     resume: bool = False,
 ) -> Iterator[Store]:
-    """Yield a store that writes to `target` or, to replace `target`, to a folder under it. Holds back `last`.
+    """Yield a store that writes to `target` or, to replace `target`, to a folder under it.
+
+    Files named in `last` are held back until the block has succeeded.
 
     Args:
         names: Every path that may be written, with its size (-1 if unknown). None allows any path.

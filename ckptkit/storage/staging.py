@@ -143,7 +143,7 @@ def is_dead(store: Store, path: str, *, leased: bool = False) -> bool | None:
     writer = read_owner(store, path)
     if writer is not None:
         if leased and writer.leased and writer.owner == this_process():
-            return True  # left by an earlier save in this process, which must have failed: saves take turns
+            return True  # an earlier save in this process left it, and must have failed, because saves take turns
         alive = writer.owner.alive()
         if alive is None:
             return True if leased and writer.leased else None

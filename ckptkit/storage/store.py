@@ -67,7 +67,7 @@ class Store(Protocol):
     """Files under one URL. Paths are relative, with "/" between components; "" is the root itself.
 
     Every method may be called from several threads, and retries transient failures. Methods that have a body are
-    defaults, for stores that have nothing to do there.
+    defaults for stores in which the method has nothing to do.
 
     Raises (all methods):
         FileNotFoundError: The path does not exist.

@@ -19,14 +19,14 @@ UPLOAD_BYTES = 24 << 20  # size of a part that was copied; lent memory is sent i
 _STEP = 1 << 20  # the first part ends at a multiple of this; GCS requires multiples of 256 KiB
 _MANY = 8000  # from this many parts on, parts are larger, because S3 accepts at most 10 000
 _LARGE = 512 << 20
-_TIMES = 3  # how often to send an object at most, if the store keeps losing the upload
+_TIMES = 3  # most attempts to send an object, if the store keeps losing the upload
 
 
 class PartWriter:
     """Splits a stream of writes into parts. Sends several at once, or one by one if the store needs them in order.
 
     `write` copies its data. `Connection.upload` limits the memory of the parts in flight. `lend` does not copy. If the
-    store loses an upload whose data was all lent, it is sent again.
+    store loses an upload whose data was all lent, the data is sent again.
 
     If a part fails, the next write, or `finish`, raises its error. Only one thread may use a writer.
 
@@ -157,8 +157,9 @@ class PartWriter:
 def _lent_part(nbytes: int) -> int:
     """Return the size of a part, if a buffer of `nbytes` is uploaded without a copy.
 
-    One part holds it all up to 216 MiB, which saves requests. A larger one is divided into eight, for eight
-    connections, in parts of 108 to 216 MiB: if a part fails, all of it is sent again.
+    Up to 216 MiB, the whole buffer is one part, which saves requests. A larger buffer is divided into eight parts, for
+    eight connections, or into as many as needed to keep each part between 108 and 216 MiB. The parts are limited
+    because a part that fails is sent again as a whole.
     """
     least, most = UPLOAD_BYTES * 9 // 2, 9 * UPLOAD_BYTES
     return most if nbytes <= most else max(least, min(most, -(-nbytes // (8 * _STEP)) * _STEP))
