@@ -477,8 +477,8 @@ class FSDPStrategy:
         Raises:
             UsageError: An argument has the wrong type; the optimizer has no parameter of the model (it was created
                 before `prepare_model`); parameters were replaced since the last step; or the loss was not scaled.
-            NonFiniteGradientError: Raised instead of skipping if `error_if_nonfinite` is set. Names this rank's
-                parameters; the gradients are kept.
+            NonFiniteGradientError: Raised instead of skipping if `error_if_nonfinite` is set. Names the
+                affected parameters of this rank; the gradients are kept.
         """
         self._check_belongs(optimizer, model)
         window = self._windows.step(_fsdp_root(model), self.accumulated_gradient, optimizer)

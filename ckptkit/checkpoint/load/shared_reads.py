@@ -47,7 +47,7 @@ def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[
 
     Args:
         members: Ranks in the coordinator's numbering, including this one.
-        shares: The tensors that each member reads. Number, shapes, dtypes and order are the same on every member.
+        shares: The tensors that each member reads. Their number, shapes, dtypes and order are the same on every member.
     """
     import torch.distributed as dist
 

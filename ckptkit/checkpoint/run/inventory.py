@@ -84,9 +84,9 @@ class Skipped:
     """A directory that looks like a checkpoint but is not one.
 
     Attributes:
-        damaged: It may be a checkpoint, but its commit record cannot be read or belongs to a different checkpoint.
+        damaged: The directory may be a checkpoint, but its commit record is unreadable or belongs to a different one.
         unanswered: The record may be undamaged, because the store failed or refused to read it.
-        kept_files: If a checkpoint was deleted from the directory: the files left in it, which the record did not name.
+        kept_files: Files that stayed when a checkpoint was deleted from the directory. Its record did not name them.
         deleted: A checkpoint was deleted from the directory, so the name is free.
         unknown: No known save wrote the directory, and it has no commit record.
     """

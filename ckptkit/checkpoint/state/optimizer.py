@@ -65,9 +65,9 @@ class CapturedOptimizer:
     """An optimizer's captured state.
 
     Attributes:
-        tree: JSON. "param_groups": each with "params", a list of FQNs. "values": non-tensor state, by FQN. "shared":
-            state that belongs to no parameter. If needed, "held", "orders", "own", "same" and "tied": see
-            `OptimizerTree`.
+        tree: JSON with these keys. "param_groups": the groups, each with "params", a list of FQNs. "values": non-tensor
+            state, by FQN. "shared": state that belongs to no parameter. If needed, there are also "held", "orders",
+            "own", "same" and "tied"; see `OptimizerTree`.
         recipes: How tensor subclasses are split into plain tensors (`Recipe`), by (fqn, state name). `tensors` has
             their parts.
     """

@@ -413,8 +413,8 @@ def _any_replica(captured: Captured, state: TrainState) -> Iterator[str]:
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:
     """Raise SaveError if a state_dict hook adds entries that no load would restore.
 
-    Such entries are non-tensor values, and tensors for which no module around them overrides loading. The overrides are
-    not called, because loading could change the live module.
+    Such entries are non-tensor values, and tensors whose enclosing modules do not override loading. Overrides are not
+    called, because loading could change the live module.
     """
     from torch import Tensor
     from torch.nn import Module, Parameter

@@ -3,12 +3,12 @@
 JSON values represent themselves. Everything else is an object with one key that starts with "$":
 
     {"$float": "nan"}   {"$tuple": [...]}   {"$set": [...]}   {"$frozenset": [...]}   {"$bytes": base64}
-    {"$dict": [[key, value], ...]}          any dict that is not a plain JSON object; {"$ordered": ...} likewise
+    {"$dict": [[key, value], ...]}          any dict that is not a plain JSON object; {"$ordered": ...}: an OrderedDict
     {"$tensor": {"dtype", "shape", "data"}} a small plain tensor, row-major bytes in base64
     {"$ref": "extra.ema.w"}                 a tensor of the checkpoint, stored like every other
     {"$order": [[1, 0], value]}             that tensor, with its dimensions in this order in memory, slowest first
     {"$parameter": [requires_grad, value]}  that tensor, as an nn.Parameter
-    {"$ndarray": value}  {"$npscalar": value}  numpy, as the tensor of the same bytes
+    {"$ndarray": value}  {"$npscalar": value}  a numpy array or scalar, as the tensor of the same bytes
     {"$dtype": "float32"}  {"$device": "cuda"}  {"$size": [2, 3]}
     {"$torch_save": base64}                 any value that torch.load(weights_only=True) reads
 """
