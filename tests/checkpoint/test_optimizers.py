@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit import TrainState, convert, reshard, verify
 from ckptkit.errors import CheckpointMismatchError
+from ckptkit.formats.dcp.subclasses import with_lower_bits as of_a_load
 from ckptkit.offline.export.dequantize_formulas import Stored, with_lower_bits
-from tests.checkpoint.optimizers import Net, made, train
+from tests.checkpoint.optimizers import Net, made, of_flashoptim, train
 from tests.checkpoint.states import KINDS, bits, different, load, load_all, refusal, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries use deprecated functions of torch
@@ -287,6 +288,35 @@ def test_an_export_has_the_exact_weights_of_flashoptim(ranks: Any, tmp_path: Pat
     assert not torch.equal(rounded["up.weight"], exact["up.weight"])
 
 
+def load_as(
+    name: str, url: str, dtype: torch.dtype, optimizer_option: Any
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Load as another dtype; return the weights, gathered, and the report's notes."""
+    model = made(name, 1, True)[0].to(dtype)
+    bits = None if dtype is torch.float32 else 24  # fp32 weights have no lower bits
+    optimizer = of_flashoptim("FlashAdamW", bits, quantize=True)(list(model.parameters()))
+    report = load(
+        url, TrainState(model=model, optimizer=optimizer, rng=False), convert_dtype=True, optimizer=optimizer_option
+    )
+    assert not any("error_bits" in state for state in optimizer.state.values())  # the weights have them
+    return {key: value.full_tensor() for key, value in model.state_dict().items()}, report.notes
+
+
+@needs_flashoptim
+@pytest.mark.parametrize("name", ["FlashAdamW of flashoptim", "FlashAdamW of flashoptim, split runs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_load_into_another_dtype_has_the_exact_weights_of_flashoptim(
+    ranks: Any, tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    exact = ranks.run(exact_weights, 2, name, str(tmp_path / "run"))[0]
+    for size, optimizer in ((2, "restore"), (3, "skip")):
+        found, notes = ranks.run(load_as, size, name, str(tmp_path / "run"), dtype, optimizer)[0]
+        assert found.keys() == exact.keys()
+        assert all(torch.equal(found[key], value.to(dtype)) for key, value in exact.items())
+        assert any("restored exactly, with the lower bits that flashoptim keeps" in note for note in notes)
+        assert [note.partition(":")[0] for note in notes if "cast from" in note] == ["model.unused"]
+
+
 def compare_every_weight(dtype: torch.dtype, held: torch.dtype) -> None:
     made("FlashAdamW of flashoptim", 0, False)  # lets the library's kernels run here
     from flashoptim import reconstruct_fp32_param
@@ -305,6 +335,7 @@ def compare_every_weight(dtype: torch.dtype, held: torch.dtype) -> None:
     computed, _ = with_lower_bits(stored[0], stored[1:], 0, dtype="float32")
     expected = reconstruct_fp32_param(weights, lower)
     assert torch.equal(torch.from_numpy(computed).view(torch.float32), expected)
+    assert torch.equal(of_a_load(weights, lower), expected)
 
 
 @pytest.mark.parametrize("held", [torch.int8, torch.int16], ids=str)

@@ -88,7 +88,7 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
         if plan.sources:
             report.sources[target.key] = plan.sources[target.entry.fqn]
         live = str(target.live.dtype).removeprefix("torch.")
-        if live != target.entry.dtype:
+        if live != target.entry.dtype and target.lower_bits is None:
             report.notes.append(f"{target.key}: cast from {target.entry.dtype} to {live}")
     with torch.no_grad():
         for module, handed in plan.handed:

@@ -52,6 +52,7 @@ from ckptkit.formats.dcp.host_bytes import (
     placed_like,
 )
 from ckptkit.formats.dcp.subclasses import (
+    ERROR_BITS,
     SEPARATOR,
     STATES,
     SUBCLASSES,
@@ -172,6 +173,7 @@ class ModelTensor:
     entry: TensorEntry
     filled: tuple[Box, ...] | None = None  # the boxes to fill, if a key map pads the tensor. None: all of it
     shards: tuple[Shard, ...] = ()  # shards that the state's layout declares for the live tensor
+    lower_bits: TensorEntry | None = None  # what flashoptim keeps of the fp32 weight besides `entry`, if cast
 
 
 @dataclass(slots=True)
@@ -264,6 +266,8 @@ class _Planner:
     live: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # each model's tensors
     declared: dict[int, tuple[Shard, ...]] = field(default_factory=dict)  # the layout's shards, by tensor id
     by_role: dict[Role, dict[str, TensorEntry]] = field(default_factory=dict)
+    bits: dict[str, TensorEntry] = field(default_factory=dict)  # lower bits that flashoptim keeps of weights, by FQN
+    spent: set[str] = field(default_factory=set)  # those that are added to weights: the optimizer does not get them
     recipes: Mapping[str, Recipe] = field(default_factory=dict)  # how the saved tensor subclasses are split, by key
 
     def entries(self, role: Role) -> dict[str, TensorEntry]:
@@ -285,6 +289,10 @@ class _Planner:
                 f"weights: {len(self.from_masters)} were restored from the fp32 masters, because the live dtype "
                 "differs from the saved one."
             )
+        self.spent = {target.lower_bits.name for target in self.plan.models if target.lower_bits is not None}
+        if self.spent:
+            text = "were restored exactly, with the lower bits that flashoptim keeps."
+            self.plan.notes.append(f"weights: {len(self.spent)} {text}")
         self.optimizers()
         if self.options.key_map is not None:
             kinds = ("scheduler", "grad_scaler", "dataloader")
@@ -313,6 +321,8 @@ class _Planner:
                 raise CorruptCheckpointError("the table of tied weights in the manifest is malformed.")
         chosen = KeyFilter(self.options.include, self.options.exclude)
         weights, mismatches = self.entries(Role.MODEL), self.plan.mismatches
+        states = self.entries(Role.OPTIMIZER).values()
+        self.bits = {one.fqn: one for one in states if one.state == ERROR_BITS and one.dtype in ("int8", "int16")}
         names: set[str] = set()
         for name, module in self.state.parts("model").items():
             key, prefix = section("model", name), f"{name}." if name else ""
@@ -394,7 +404,10 @@ class _Planner:
         mismatches, declared, filled = self.plan.mismatches, self.declared, self.plan.filled
 
         def target(tensor: torch.Tensor, fqn: str, entry: TensorEntry) -> ModelTensor:
-            return ModelTensor(f"{key}.{fqn}", tensor, entry, filled.get(entry.fqn), declared.get(id(tensor), ()))
+            bits = self.bits.get(entry.fqn) if entry.dtype in ("bfloat16", "float16") else None
+            if bits is not None and (entry.dtype == dtype_name(tensor.dtype) or bits.shape != entry.shape):
+                bits = None
+            return ModelTensor(f"{key}.{fqn}", tensor, entry, filled.get(entry.fqn), declared.get(id(tensor), ()), bits)
 
         names: dict[int, list[str]] = {}
         for fqn, tensor in live.items():
@@ -497,7 +510,7 @@ class _Planner:
             if entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.fqn and _owner(entry) == plan.key:
                 if entry.role is Role.MASTER:
                     masters[entry.fqn] = entry
-                else:
+                elif entry.name not in self.spent:
                     fqn, name = _owner_and_state(entry, owners)
                     states.setdefault(fqn, {})[name] = entry
         # The checkpoint has the optimizer state of a tied weight under one of its names. A rank with only another name

@@ -20,7 +20,7 @@ from ckptkit.checkpoint.state.values import encode, in_order, references
 from ckptkit.errors import LoadError, SaveError
 from ckptkit.formats.dcp.host_bytes import local_part, without_subclass
 from ckptkit.formats.dcp.shared_memory import check_claims, overlapping
-from ckptkit.formats.dcp.subclasses import outer_name
+from ckptkit.formats.dcp.subclasses import outer_name, with_lower_bits
 from ckptkit.formats.trainers.shards import LocalPart
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size, parse_size
@@ -42,6 +42,8 @@ class Reading:
     """
 
     def __init__(self, plan: LoadPlan, store: Store, options: LoadOptions, *, world_size: int) -> None:
+        import torch
+
         from ckptkit.formats.dcp.fill import Filler, Verify
 
         verify = Verify.READ if options.verify else Verify.OFF
@@ -53,10 +55,18 @@ class Reading:
         self.held = 0
         self._atomic = options.atomic
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live tensor, tensor to copy into it)
+        self._lower_bits: dict[int, torch.Tensor] = {}  # by the id of the live tensor in `_copies`
         views = []
         for target in plan.models:
             live = as_global(target.key, target.live, target.shards)
-            views.append(self._read(live, target.entry, beside=options.atomic, filled=target.filled))
+            bits = target.lower_bits
+            view = self._read(live, target.entry, beside=options.atomic or bits is not None, filled=target.filled)
+            views.append(view)
+            if bits is not None:
+                new = torch.empty(tuple(view.local.shape), dtype=getattr(torch, bits.dtype))
+                self._lower_bits[id(view.local)] = new
+                self.held += new.nbytes
+                self.filler.add_parts(bits, view.parts, new)
         shared = overlapping([view.local for view in views])
         groups = [[views[i].claim(plan.models[i].entry) for i in rows] for rows in shared]
         for twins in plan.twins:
@@ -79,7 +89,8 @@ class Reading:
 
         with torch.no_grad():
             for live, read in self._copies:
-                live.copy_(read)
+                bits = self._lower_bits.get(id(live))
+                live.copy_(read if bits is None else with_lower_bits(read, bits))
         self._copies.clear()
 
     # --- what is read into which memory

@@ -307,6 +307,18 @@ def keeps_parts(optimizer: Any) -> bool:
     return isinstance(getattr(optimizer, "quantized_state_spec", None), Mapping)
 
 
+def with_lower_bits(weight: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 weight of a bf16 or fp16 one and its lower bits, like `reconstruct_fp32_param` of flashoptim."""
+    import torch
+
+    digits, least = (7, -126) if weight.dtype == torch.bfloat16 else (10, -14)
+    wide = weight.float()
+    exponent = torch.where(wide == 0, least, torch.frexp(wide).exponent - 1).clamp(min=least) - digits - 1
+    half = exponent // 2  # in two steps, because two to the power of `exponent` may be below the smallest float32
+    part = bits.float() / torch.iinfo(bits.dtype).max
+    return wide + torch.ldexp(torch.ldexp(part, half), exponent - half)
+
+
 def _flattened_state(value: Any) -> tuple[dict[str, torch.Tensor], Any]:
     parts = {name: getattr(value, f"_{name}") for name in _FLASH_PLACED}
     settings = {name: getattr(value, f"_{name}") for name in _FLASH_SETTINGS}
