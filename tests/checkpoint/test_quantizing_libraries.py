@@ -801,6 +801,35 @@ def test_an_export_of_shards_with_a_scale_each_has_a_block_for_each(ranks: Any, 
         assert torch.equal(weight.dequantize(), expected) and weight.block_size == [32, 64]
 
 
+def of_two_rows(seed: int) -> TrainState:
+    """Return a model with an MX weight of two rows, sharded: with three ranks, the last one's part is empty."""
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = list(torch.randn(2, 64, generator=torch.Generator().manual_seed(seed)).chunk(dist.get_world_size()))
+    mine = [*rows, torch.empty(0, 64), torch.empty(0, 64)][dist.get_rank()]
+    local = MXTensor.to_mx(mine, torch.float8_e4m3fn, 32)
+    weight = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((2, 64)), stride=(64, 1))
+    return TrainState(model=nn.ParameterDict({"w": nn.Parameter(weight, requires_grad=False)}), rng=False)
+
+
+def save_two_rows(url: str) -> str:
+    return refusal(lambda: save(url, of_two_rows(0)))
+
+
+def load_two_rows(url: str) -> str:
+    return refusal(lambda: load(url, of_two_rows(1)))
+
+
+def test_an_empty_shard_of_a_class_is_refused_by_that_reason(ranks: Any, tmp_path: Path) -> None:
+    empty = "w is sharded, and its local part is a MXTensor of shape [0, 64], which is empty: use fewer ranks"
+    assert ranks.run(save_two_rows, 2, str(tmp_path / "two")) == ["", ""]
+    assert all(empty in said for said in ranks.run(save_two_rows, 3, str(tmp_path / "three")))
+    assert not list(tmp_path.glob("three/step_*"))
+    for said in ranks.run(load_two_rows, 3, str(tmp_path / "two")):
+        assert empty.replace("w is", "w here is") in said
+
+
 class Experts(nn.Module):
     def __init__(self, count: int, columns: int = 64) -> None:
         super().__init__()

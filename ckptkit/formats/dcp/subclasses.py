@@ -439,7 +439,8 @@ def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[
     sizes, offsets = local_box(whole.shape, mesh, placements)
     is_flash = _class_of(local) == _FLASH
     if sizes != tuple(local.shape) or not (local.numel() or is_flash):
-        raise SaveError(f"is sharded, and its local part is a {kind} of shape {list(local.shape)}, expected {sizes}")
+        wanted = f"expected {list(sizes)}" if local.numel() else "which is empty: use fewer ranks"
+        raise SaveError(f"is sharded, and its local part is a {kind} of shape {list(local.shape)}, {wanted}")
     if rule == "flat" and is_flash and not _consists_of_runs(whole, _FLASH_RUN):
         if all(size == 1 or placement.is_replicate() for size, placement in zip(mesh.shape, placements, strict=True)):
             return inner, {"placed": "whole"}
