@@ -197,10 +197,9 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
 
     def _load_any(self, trainer: Any, path: str) -> dict[str, Any]:
         strategy, module = trainer.strategy, trainer.lightning_module
-        if not isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):  # Lightning fills model and optimizer
-            return CkptkitCheckpointIO(storage_options=self._storage_options).load_checkpoint(path)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        state = state_of(module, trainer.optimizers if fitting else [], rng=fitting)
+        live = isinstance(strategy, (ModelParallelStrategy, FSDPStrategy))  # with others, Lightning fills the model
+        state = state_of(module if live else None, trainer.optimizers if fitting and live else [], rng=fitting)
         checkpoint, _ = self._own().load(path, state, strict=module.strict_loading, per_rank_on_resize="keep")
         theirs = type(strategy).process_dataloader
 
@@ -210,6 +209,8 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             return made
 
         strategy.process_dataloader = process_dataloader
+        if not live:
+            return {**CkptkitCheckpointIO(storage_options=self._storage_options).load_checkpoint(path), **checkpoint}
         return {**checkpoint, "state_dict": live_state(module)}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

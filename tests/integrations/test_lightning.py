@@ -216,6 +216,16 @@ def test_the_callback_saves_under_a_strategy_that_bypasses_checkpoint_io(work: P
     assert equal(before, first.state)
 
 
+@on_ranks(2, 1)
+def test_the_callback_resumes_bit_for_bit_under_ddp(work: Path) -> None:
+    """Inside an epoch, with dropout: the random state and the loader's position are restored too."""
+    work /= str(dist.get_world_size())
+    straight = snapshot(*fit(work, DDPStrategy(), steps=6))
+    fit(work, DDPStrategy(), saving(work, every=3), steps=3)
+    resumed = fit(work, DDPStrategy(), saving(work / "again"), steps=6, path=work / "step=3.ckpt")
+    assert equal(straight, snapshot(*resumed))
+
+
 class Seen(TorchCheckpointIO):
     def __init__(self) -> None:
         self.paths: list[str] = []
