@@ -113,8 +113,8 @@ class MasterWeightOptimizer(Optimizer):
     ) -> bool:
         """Unscale and clip the gradients, step the masters and round them into the parameters. Return True.
 
-        If a gradient on any rank is not finite, return False instead. No parameter, master or moment is then changed,
-        the gradients are cleared, and the loss scale may decrease. All ranks must call this.
+        If a gradient on any rank is not finite, return False instead. Then the gradients are cleared and the loss
+        scale may decrease, but no parameter, master or moment is changed. All ranks must call this.
 
         Args:
             max_norm, norm_type: Replace the optimizer's own.

@@ -679,7 +679,8 @@ def _is_real(value: Any) -> bool:
 def _same(one: Any, other: Any) -> bool:
     """Return whether two values are equal. A list may equal a tuple, and a number a tensor of one element.
 
-    Other tensors are equal if their dtypes, shapes and bytes are. Values of unknown types are equal only if identical.
+    Other tensors are equal if their dtypes, shapes and bytes are equal. Values of unknown types are equal only if they
+    are the same object.
     """
     import torch
 
