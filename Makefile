@@ -17,7 +17,7 @@ GPU_PYTHON ?= $(shell $(PYTHON) -c "import importlib.util as u; exit(not u.find_
 # `make gpu DEVICE=cpu` runs the same code on the host.
 DEVICE ?= cuda
 
-.PHONY: demo test test-night test-ci test-all test-floor test-torchtitan coverage gpu gpu-wheels lint docs clean
+.PHONY: demo test test-night test-ci test-sweeps test-all test-floor test-torchtitan coverage gpu gpu-wheels lint docs clean
 
 demo: .venv/demo.stamp
 	.venv/bin/python examples/train_and_export.py
@@ -32,9 +32,13 @@ test: .venv/test.stamp
 test-night: .venv/test.stamp
 	$(PYTEST) -m night
 
-# What CI runs: each test at least once, without the other cases of the night's sweeps.
+# Before a change lands: each test at least once, without the other cases of the night's sweeps.
 test-ci: .venv/test.stamp
 	$(PYTEST) -m "not sweep"
+
+# The other cases of the sweeps: together with test-ci, each case of each test once.
+test-sweeps: .venv/test.stamp
+	$(PYTEST) -m sweep
 
 # Both sets in one run, so that setup that they share is done once.
 test-all: .venv/test.stamp

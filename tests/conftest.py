@@ -50,7 +50,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that `make test` leaves to `make test-night`, and those of them that CI skips."""
+    """Mark the tests that `make test` leaves to `make test-night`, and those of them that `.ci/run` skips."""
     for item in at_night(items):
         item.add_marker("night")
     for item in sweeps(items):

@@ -1,7 +1,7 @@
 """Divides the tests into the daily set (`make test`) and the nightly set (`make test-night`).
 
-CI runs each test at least once: the daily cases, and the first case of each test that is only nightly. The other
-nightly cases are the sweeps.
+`.ci/run` runs each test at least once: the daily cases, and the first case of each test that is only nightly. The other
+nightly cases are the sweeps (`make test-sweeps`), which CI runs in another job.
 
 `NIGHT` maps a directory, a file or a test (`file::name`) to `every`: every `every`-th case of each test there runs by
 day, the others at night. 0 makes the whole test nightly; tests/README.md then lists its rule. The longest matching
