@@ -292,7 +292,7 @@ _4BIT_ENTRIES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 # rank's shard, where the last run may be shorter), or plain values.
 _FLASH = "flashoptim.optimizers._MaybeQuantizedTensor"
 _FLASH_RUN = 32
-ERROR_BITS = "error_bits"  # another state: the lower bits of fp32 weights that the job keeps in bf16 or fp16
+ERROR_BITS = "error_bits"  # holds the lower bits of fp32 weights that the job keeps in bf16 or fp16
 _FLASH_PLACED = {"quantized": "like", "scales": "flat", "data": "like"}
 _FLASH_SETTINGS = ("try_quantize", "signed", "sqrt", "softsign")
 
@@ -308,7 +308,10 @@ def keeps_parts(optimizer: Any) -> bool:
 
 
 def with_lower_bits(weight: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 weight of a bf16 or fp16 one and its lower bits, like `reconstruct_fp32_param` of flashoptim."""
+    """Return the fp32 weight that consists of a bf16 or fp16 weight and its lower bits.
+
+    Follows `reconstruct_fp32_param` in flashoptim.
+    """
     import torch
 
     digits, least = (7, -126) if weight.dtype == torch.bfloat16 else (10, -14)
