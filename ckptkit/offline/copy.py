@@ -607,7 +607,7 @@ def _faults(
 
     Args:
         todo, clashes: The checkpoints to copy, and those of them whose names the directory already has.
-        half: Incomplete copies of the same checkpoints: name -> what is missing.
+        half: Those clashes that are incomplete copies of the source's checkpoints: name -> what is missing.
     """
     try:
         if is_directory(here):

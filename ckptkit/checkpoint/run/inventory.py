@@ -85,7 +85,7 @@ class Skipped:
 
     Attributes:
         damaged: The directory may be a checkpoint, but its commit record is unreadable or belongs to a different one.
-        unanswered: The record may be undamaged, because the store failed or refused to read it.
+        unanswered: The store failed, or refused to read the record, which may therefore be undamaged.
         kept_files: Files that stayed when a checkpoint was deleted from the directory. Its record did not name them.
         deleted: A checkpoint was deleted from the directory, so the name is free.
         unknown: No known save wrote the directory, and it has no commit record.

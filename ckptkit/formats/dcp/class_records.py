@@ -113,7 +113,8 @@ def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntr
     """Return the inner tensors, by attribute, and the recipe of a tensor subclass that torch stored.
 
     Raises:
-        UnsupportedFormatError: They cannot be read without the class. The message completes "the tensor ...".
+        UnsupportedFormatError: They cannot be read without the class. The message completes the sentence
+            "the tensor ...".
         CorruptCheckpointError: A record is damaged.
     """
     offsets, sizes = entry.slices.offsets.tolist(), entry.slices.sizes.tolist()

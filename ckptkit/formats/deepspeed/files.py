@@ -128,7 +128,7 @@ class OptimStates:
     """The optimizer files' contents.
 
     Attributes:
-        parts: By rank, then by group.
+        parts: Each rank's part of each parameter group: by rank, then by group.
         param_groups: The settings of the base optimizer's groups.
         paddings: Alignment padding after each parameter, by group; [] if not recorded.
         partitions: Each group's number of partitions. Groups of experts have fewer partitions than there are ranks.

@@ -37,7 +37,7 @@ _PACKED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Dequantized:
-    """The targets without scales. `computed` then replaces quantized weights with dequantized ones.
+    """The targets without scales, and the dequantized weights that `computed` puts in place of the quantized ones.
 
     Attributes:
         made: Each dequantized weight, by source.
