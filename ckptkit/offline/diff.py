@@ -139,9 +139,10 @@ class DiffReport:
         return f"different: {different}; equal: {counted(self.same, 'tensor')}{values}"
 
     def layers(self) -> dict[str, LayerDiff]:
-        """Return the differences by model layer and by optimizer state: the model's first, then by largest change.
+        """Return the differences by model layer and by optimizer state.
 
-        A model tensor outside of the layers has an entry of its own.
+        The model's layers come first. In both groups, the largest change comes first. A model tensor
+        outside of the layers has an entry of its own.
         """
         from ckptkit.offline.pictures.heat_map import layer_of
 

@@ -5,8 +5,8 @@ source or of a written box) is computed in one pass. Everything else (column sha
 `BoxStep`, which assembles the tensor tile by tile and writes each tile's parts to the boxes. Runs are stored as columns
 of numbers, one row per run. No I/O happens here.
 
-An *origin* is what read offsets count from: a file, or a decoded record in a file. A digest *record* is a byte range of
-an origin with its recorded digest.
+The offsets of reads count from the start of an *origin*: a file, or a decoded record in a file. A digest *record* is a
+byte range of an origin with its recorded digest.
 """
 
 from __future__ import annotations

@@ -23,9 +23,10 @@ _Event = tuple[int, Literal | tuple[Placement, int]]
 
 @dataclass(slots=True)
 class StreamWriter:
-    """Writes files to a store: several at a time, each from beginning to end. `spoken` records the finished files.
+    """Writes files to a store: several at a time, each from beginning to end.
 
     Attributes:
+        spoken: Records the finished files, so that a resumed command can keep them.
         infinite: Counts of elements that casts made infinite.
     """
 

@@ -97,9 +97,10 @@ def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) ->
 
 
 def beside_source(store: Store, catalog: Catalog) -> BaseModel:
-    """Return the checkpoint's own side files, as its reader lists them, such as those in verl's `huggingface/`.
+    """Return the checkpoint's own side files: config.json, tokenizer files and the like.
 
-    In a plain DCP directory, side files are next to `.metadata`.
+    The checkpoint's reader lists them (for verl, those in `huggingface/`). In a plain DCP directory, they are next to
+    `.metadata`.
     """
     notes: list[str] = []
     contents: dict[str, bytes] = {}
