@@ -279,15 +279,22 @@ def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> 
     With `check`, source files must also be the ones that were committed. Does not test whether an object store accepts
     writes.
     """
-    used = [plan.catalog.tensors[key] for key in used_sources(plan)]
-    checks: list[Callable[[], None]] = [partial(check_source_files, source.store, used), partial(place.check, plan)]
-    if check:
-        checks[1:1] = [partial(check_committed, item) for item in source.checkpoints]
-    for refuse in checks:
-        try:
-            refuse()
-        except (CkptkitError, OSError) as error:
-            yield str(error)
+    damaged = False
+    for item in source.checkpoints if check else ():
+        for fault in _fault_of(partial(check_committed, item)):
+            damaged = True
+            yield fault
+    if not damaged:  # a damaged checkpoint's missing files have been named
+        used = [plan.catalog.tensors[key] for key in used_sources(plan)]
+        yield from _fault_of(partial(check_source_files, source.store, used))
+    yield from _fault_of(partial(place.check, plan))
+
+
+def _fault_of(refuse: Callable[[], None]) -> Iterator[str]:
+    try:
+        refuse()
+    except (CkptkitError, OSError) as error:
+        yield str(error)
 
 
 def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:

@@ -79,10 +79,27 @@ def test_a_dry_run_refuses_a_destination_below_a_file(source: Path, tmp_path: Pa
     refused(name, source, tmp_path / "file" / "out", "is not a directory")
 
 
-def test_a_dry_run_refuses_an_unwritable_destination(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("out", ["out", "deep/out"])
+def test_both_runs_name_an_unwritable_directory(source, tmp_path, monkeypatch, name, out):
+    run, options = RUNS[name]
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root, who may write anywhere
-    found = convert(str(source), str(tmp_path / "deep" / "out"), dry_run=True)
-    assert f"{tmp_path} is not writable" in found.faults[0] and not (tmp_path / "deep").exists()
+    found = run(str(source), str(tmp_path / out), dry_run=True, **options)
+    with pytest.raises(PermissionError) as caught:
+        run(str(source), str(tmp_path / out), **options)
+    assert found.faults == (str(caught.value),) and f"{tmp_path} is not writable" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_dry_run_names_a_missing_file_of_a_committed_checkpoint_once(source: Path, tmp_path: Path) -> None:
+    committed = tmp_path / "step_00000001"
+    reshard(str(source), str(committed), world_size=2)
+    data = largest(committed)
+    data.unlink()
+    found = convert(str(committed), str(tmp_path / "out"), dry_run=True)
+    with pytest.raises(CkptkitError) as caught:
+        convert(str(committed), str(tmp_path / "out"))
+    assert len(found.faults) == 1 and data.name in found.faults[0] and str(caught.value).startswith(found.faults[0])
 
 
 def test_a_dry_prune_of_an_unwritable_run_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
