@@ -140,9 +140,10 @@ def decide(
     exempt = _exempt(records, policy, protected or {})
     doomed: dict[str, str] = {}
     if policy.max_num is not None:
+        newest = "the newest" if policy.max_num == 1 else f"the {policy.max_num} newest"
         for record in records[::-1][policy.max_num :]:
             if record.name not in exempt:
-                doomed[record.name] = f"not among the {policy.max_num} newest (max_num)"
+                doomed[record.name] = f"older than {newest} (max_num)"
     if policy.max_mem is not None:
         limit = int(policy.max_mem)
         total = sum(record.total_bytes for record in records if record.name not in doomed)

@@ -53,7 +53,7 @@ def test_rotation_follows_the_policy_and_logs_each_deletion_with_its_reason(
         done = rotate(open_store(str(run)), RetentionPolicy(max_num=3))
     assert done.deleted == ("step_00000001",) and check(run) == [2, 3, 4] and leftovers(run) == []
     assert [r.message for r in caplog.records if "deleted" in r.message] == [
-        f"deleted {run}/step_00000001 (3.0 kB): not among the 3 newest (max_num)"
+        f"deleted {run}/step_00000001 (3.0 kB): older than the 3 newest (max_num)"
     ]
 
 
