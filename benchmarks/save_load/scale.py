@@ -21,8 +21,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 ROWS = 4  # per tensor and rank
 COLUMNS = 16
 
@@ -60,23 +58,13 @@ def state_of(world: int, tensors: int, *, rows: int = 0) -> dict[str, Any]:
     return state
 
 
-def shifted(part: bytes, rank: int, table: bytes) -> bytes:
+def shifted(part: Any, rank: int, table: bytes) -> Any:
     """Return rank 1's part as rank `rank` would send it; rank 0's includes the table of keys."""
-    from ckptkit.formats.own.columns import pack, unpack
-
-    columns = unpack(part, file="part")
-    arrays = dict(columns.arrays)
-    box = arrays["box"].reshape(-1, 4).copy()  # offsets and sizes of 2 dimensions
-    box[:, 0] = ROWS * rank
-    arrays["box"] = box.reshape(-1)
-    header = dict(columns.header)
-    path = f"__{rank}_0.distcp"
-    header.update(rank=rank, files={path: next(iter(header["files"].values()))})
-    arrays["paths"] = np.frombuffer(path.encode(), np.uint8)
-    arrays["paths.ends"] = np.array([len(path)], np.int64)
-    if rank == 0:
-        arrays["table"] = np.frombuffer(table, np.uint8)
-    return pack(arrays, header)
+    boxes = part.boxes.reshape(-1, 4).copy()  # offsets and sizes of 2 dimensions
+    boxes[:, 0] = ROWS * rank
+    path, (record,) = f"__{rank}_0.distcp", part.written.files.values()
+    written = dataclasses.replace(part.written, paths=[path], files={path: record})
+    return dataclasses.replace(part, written=written, boxes=boxes.reshape(-1), table=table if rank == 0 else None)
 
 
 def save_ours(directory: str, world: int, tensors: int) -> dict[str, float]:
@@ -91,13 +79,13 @@ def save_ours(directory: str, world: int, tensors: int) -> dict[str, float]:
     state, store = state_of(world, tensors), LocalStore(directory)
     spent, plan = timed(lambda: plan_sharded(state, rank=1, world_size=world))
     plan = plan.settle(gathered(plan.signature), gathered)
-    part = plan.write(store, sync=False).part
+    part = plan.write(store, sync=False)
     parts = [shifted(part, rank, plan.table) for rank in range(world)]
     index, _ = timed(lambda: write_index(parts, store, sync=False))
     return {
         "plan": spent,
-        "sent": len(plan.signature) + len(part),
-        "rank0": sum(map(len, parts)),
+        "sent": len(plan.signature) + len(pickle.dumps(part)),
+        "rank0": sum(len(pickle.dumps(part)) for part in parts),
         "index": index,
         "peak": peak(),
     }

@@ -18,7 +18,7 @@ from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import Store
 
 Place = Store | str | os.PathLike[str]
-Gather = Callable[[bytes], "list[bytes] | None"]
+Gather = Callable[[Any], "list[Any] | None"]
 
 
 def all_gather(data: bytes) -> list[bytes]:
@@ -73,7 +73,7 @@ def write_sharded(
     plan = plan_sharded(state_dict, rank=rank, world_size=world_size, previous=previous)
     plan = plan.settle(all_gather(plan.signature), all_gather)
     part = plan.write(store, sync=sync, workers=workers)
-    parts = gather(part.part)
+    parts = gather(part)
     if parts is None:
         return None, plan
     return write_index(parts, store, save_id=save_id, sync=sync), plan

@@ -35,9 +35,8 @@ from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import signature_of
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.host_bytes import row_major
-from ckptkit.formats.dcp.index import PlainSlice, PlannedKey, plain_part
+from ckptkit.formats.dcp.index import PlainSlice, PlannedKey, RankPart, plain_part
 from ckptkit.formats.hf.header import TensorToWrite
-from ckptkit.formats.own.record import WrittenTensors
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.storage.pool import WorkerPool
 
@@ -148,7 +147,7 @@ class FullTensors:
             self.signatures = known
         return self
 
-    def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> WrittenTensors:
+    def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> RankPart:
         memory = dict(zip(self.views, self.tensors if tensors is None else tensors, strict=True))
         started = time.perf_counter()
         streams: dict[str, SafetensorsStream] = {}
@@ -173,7 +172,7 @@ class FullTensors:
         ]  # fmt: skip
         files = {path: found.record for path, found in written.items()}
         phases = phases_of(list(written.values()), time.perf_counter() - started)
-        return WrittenTensors(plain_part(self.world_size, slices, files), files, phases)
+        return plain_part(self.world_size, slices, files, phases)
 
 
 # --- the plan

@@ -15,10 +15,9 @@ from ckptkit.checkpoint.save.stream import open_stream, phases_of
 from ckptkit.checkpoint.state.local_part import PartView, check_safetensors, part_view, this_rank
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import crc32, signature_of
-from ckptkit.formats.dcp.index import PlainSlice, PlannedKey, mesh_index, plain_part
+from ckptkit.formats.dcp.index import PlainSlice, PlannedKey, RankPart, mesh_index, plain_part
 from ckptkit.formats.hf.header import TensorToWrite
 from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
-from ckptkit.formats.own.record import WrittenTensors
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +78,7 @@ class LocalTensors:
         mine = {view.key for view in self.mine}
         return replace(self, mine=tuple(v for v in self.views if v.layout is None or v.key in mine))
 
-    def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> WrittenTensors:
+    def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> RankPart:
         memory = self.tensors if tensors is None else tensors
         meshes: list[dict[str, Any]] = []
         stored = [_stored(view, meshes) for view in self.mine]
@@ -98,7 +97,7 @@ class LocalTensors:
             PlainSlice(PlannedKey(t.key, t.dtype, t.shape, (), t.placement), t.box, path, *written.tensors[t.name])
             for t in flat
         ]
-        return WrittenTensors(plain_part(self.world_size, slices, files, meshes), files, phases)
+        return plain_part(self.world_size, slices, files, phases, meshes)
 
 
 def _stored(view: PartView, meshes: list[dict[str, Any]]) -> list[LocalTensor]:

@@ -35,17 +35,16 @@ from ckptkit.checkpoint.save.replicas import (
 from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.optimizer import united
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
-from ckptkit.checkpoint.state.values import decode, references
+from ckptkit.checkpoint.state.values import JSON, decode, references
 from ckptkit.digests import digest_of, hex_digest_of
 from ckptkit.errors import SaveError, UsageError
-from ckptkit.formats.dcp.index import write_index
+from ckptkit.formats.dcp.index import RankPart, write_index
 from ckptkit.formats.dcp.subclasses import SUBCLASSES, describe
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import (
     MANIFEST_NAME,
     CommitRecord,
     FileRecord,
-    WrittenTensors,
     check_given,
     checkpoint_name,
 )
@@ -81,7 +80,7 @@ class TensorPlan(Protocol):
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> TensorPlan:
         """Return the plan, adjusted to the other ranks' tensors. Collective if signatures changed."""
 
-    def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> WrittenTensors:
+    def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> RankPart:
         """Write this rank's files. `tensors`: staged copies in the plan's order; None for the live tensors."""
 
 
@@ -242,13 +241,14 @@ class Saver:
                     lease=self.lease,
                 )
             try:
-                written = plan.write(attempt.store, prepared.staged, sync=True)
+                part = plan.write(attempt.store, prepared.staged, sync=True)
+                written = part.written
                 clock.add_in_turn(written.phases)
                 prepared.written = sum(item.nbytes for item in written.files.values())
                 if prepared.failure is not None:
                     raise prepared.failure
                 own = _spread(prepared.objects) if self.coordinator.rank in prepared.tellers else {}
-                payload = (written.part, _json(prepared.rank_objects), _digests(prepared.objects), _json(own))
+                payload = (part, prepared.rank_objects, _digests(prepared.objects), own)
             except BaseException as error:  # noqa: BLE001  `abort` raises it on every rank
                 attempt.abort(prepared.failure or error)
             fields = {
@@ -358,14 +358,17 @@ class Saver:
         )
 
     def _index(
-        self, prepared: Prepared, attempt: SaveAttempt, answers: Sequence[tuple[bytes, bytes, dict[str, str], bytes]]
+        self,
+        prepared: Prepared,
+        attempt: SaveAttempt,
+        answers: Sequence[tuple[RankPart, JSON, dict[str, str], JSON]],
     ) -> dict[str, FileRecord]:
         """Write the manifest and objects.json, and return these files. Runs on rank 0, after all ranks have written."""
         started = time.perf_counter()
         objects = dict(prepared.objects)
         for _, own, _, _ in answers:
-            objects.update(json.loads(own))
-        told = [json.loads(trees) for *_, trees in answers]
+            objects.update(own)
+        told = [trees for *_, trees in answers]
         for key in dict.fromkeys(key for trees in told for key in trees):
             found = [trees[key] for trees in [prepared.objects, *told] if key in trees]
             joins = key.partition("_")[0] == "optimizer"

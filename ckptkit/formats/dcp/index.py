@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +20,9 @@ from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, ch
 from ckptkit.catalog.tiles import are_rows
 from ckptkit.digests import DIGEST, hex_digest_of, new_hasher, signature_of
 from ckptkit.errors import CorruptCheckpointError, SaveError
-from ckptkit.formats.dcp.files import ROW
+from ckptkit.formats.dcp.files import ROW, Phase, Written
 from ckptkit.formats.dcp.metadata import MetadataPickle, RecordColumns
 from ckptkit.formats.dcp.roles import RoleTable
-from ckptkit.formats.own.columns import Columns, pack, pack_texts, unpack, unpack_texts
 from ckptkit.formats.own.manifest import MESHES, Manifest, Slices, Tensors
 from ckptkit.formats.own.outline import LEAST, Spare, spare_fields
 from ckptkit.formats.own.reader import role_of
@@ -57,8 +56,7 @@ _log = logging.getLogger(__name__)
 Path = tuple["str | int", ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedKey:
+class PlannedKey(NamedTuple):
     """A tensor in the saved state. All ranks that hold part of it describe it with the same values.
 
     Attributes:
@@ -70,10 +68,6 @@ class PlannedKey:
     shape: tuple[int, ...]
     path: Path
     placement: tuple[int, tuple[str, ...]] | None
-
-    def fields(self) -> list[Any]:
-        """Return all fields except the name, for JSON."""
-        return [self.dtype, self.shape, self.path, self.placement]
 
 
 # --- what a rank tells rank 0
@@ -90,64 +84,48 @@ class PlainSlice(NamedTuple):
     digest: int
 
 
-def key_table(keys: Sequence[PlannedKey], meshes: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return keys, and the meshes that their placements refer to, as bytes."""
-    names = pack_texts([key.name for key in keys], "names")
-    return pack(names, {"keys": [key.fields() for key in keys], "meshes": meshes})
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What a rank wrote. Rank 0 gets 40 bytes per slice, plus 16 per dimension of each slice.
 
-
-def rank_part(
-    world_size: int,
-    rows: npt.NDArray[np.void],
-    boxes: Iterable[int],
-    paths: Sequence[str],
-    files: Mapping[str, FileRecord],
-    *,
-    table: tuple[bytes, bytes | None],
-    private: Sequence[PlannedKey] = (),
-    objects: Sequence[tuple[str, Path]] = (),
-) -> bytes:
-    """Return what rank 0 needs for the index: 40 bytes per slice, plus 16 per dimension of each slice.
-
-    Rows have a fixed width, so rank 0 can concatenate all ranks' rows at once.
-
-    Args:
-        rows: The slices' rows, then the objects'. A row's key is an index into the table's keys plus the private keys.
-        boxes: Each slice's offsets and sizes.
-        table: Digest and bytes of the `key_table`. The bytes are None if a lower rank sends the same table.
+    Attributes:
+        written: Its rows are the slices, then the objects. A row's key is an index into the table's keys plus the
+            private keys.
+        boxes: Each slice's offsets and sizes, concatenated.
+        digest: Identifies `table`.
+        table: The `key_table`; None if a lower rank sends the same one.
+        objects: (name, path) of each object.
     """
-    arrays = {
-        **pack_texts([key.name for key in private], "names"),
-        **pack_texts(paths, "paths"),
-        **pack_texts([name for name, _ in objects], "objects"),
-        "rows": rows.view(np.uint8),
-        "box": np.fromiter(boxes, np.int64),
-    }
-    if table[1] is not None:
-        arrays["table"] = np.frombuffer(table[1], np.uint8)
-    header = {
-        "world_size": world_size,
-        "table": table[0].hex(),
-        "private": [key.fields() for key in private],
-        "objects": [path for _, path in objects],
-        "files": {path: [item.nbytes, item.checksum, item.outlined] for path, item in files.items()},
-    }
-    return pack(arrays, header)
+
+    world_size: int
+    written: Written
+    boxes: Int64
+    digest: bytes
+    table: bytes | None
+    private: Sequence[PlannedKey] = ()
+    objects: Sequence[tuple[str, Path]] = ()
+
+
+def key_table(keys: Sequence[PlannedKey], meshes: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return keys, and the meshes that their placements refer to, as JSON: the same bytes on all ranks."""
+    return json.dumps([keys, meshes], separators=(",", ":")).encode()
 
 
 def plain_part(
     world_size: int,
     slices: Sequence[PlainSlice],
     files: Mapping[str, FileRecord],
+    phases: Sequence[Phase],
     meshes: Sequence[Mapping[str, Any]] = (),
-) -> bytes:
-    """Return the `rank_part` of these slices."""
+) -> RankPart:
+    """Return the part of a rank that wrote these slices."""
     keys = {item.key.name: item.key for item in slices}
     number, path_number = ({name: i for i, name in enumerate(names)} for names in (keys, files))
     rows = [(number[s.key.name], path_number[s.path], s.start, s.nbytes, s.start, s.digest) for s in slices]
-    boxes = chain.from_iterable((*item.box.offsets, *item.box.sizes) for item in slices)
+    boxes = np.array([n for s in slices for n in (*s.box.offsets, *s.box.sizes)], np.int64)
     table = key_table(list(keys.values()), meshes)
-    return rank_part(world_size, np.array(rows, ROW), boxes, list(files), files, table=(signature_of(table), table))
+    written = Written(list(files), dict(files), np.array(rows, ROW), list(phases))
+    return RankPart(world_size, written, boxes, signature_of(table), table)
 
 
 def mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
@@ -179,7 +157,7 @@ class SaveIndex:
         self.world_size = 1
         self._keys: dict[str, PlannedKey] = {}
         self._numbers: dict[str, int] = {}  # each name's position in `_keys`
-        self._tables: dict[str, tuple[Int64, list[int]]] = {}
+        self._tables: dict[bytes, tuple[Int64, list[int]]] = {}  # by digest: the keys' numbers, and the meshes'
         self._objects: dict[str, _Object] = {}
         self._widths: Int64 = np.zeros(0, np.int64)  # each tensor's number of dimensions
         self._tensor: Int64 = np.zeros(0, np.int64)
@@ -192,14 +170,14 @@ class SaveIndex:
         self._unproved: set[str] = set()  # tensors whose slices are not simply blocks of rows
 
     @classmethod
-    def of(cls, parts: Sequence[bytes]) -> SaveIndex:
-        """Return a save's index, given each rank's `rank_part`.
+    def of(cls, parts: Sequence[RankPart]) -> SaveIndex:
+        """Return a save's index, given each rank's part.
 
         Raises:
             SaveError: Two ranks disagree about a tensor.
         """
         self = cls()
-        self._arrange([self._take(data, rank) for rank, data in enumerate(parts)])
+        self._arrange([self._take(part, rank) for rank, part in enumerate(parts)])
         self._drop_replicas()
         return self
 
@@ -252,40 +230,33 @@ class SaveIndex:
         source = np.arange(int(total[-1]) if len(total) else 0) + np.repeat(begins - total + ndims, ndims)
         self._offsets, self._sizes = boxes[source], boxes[source + np.repeat(ndims, ndims)]
 
-    def _take(self, data: bytes, rank: int) -> RankSlices:
+    def _take(self, part: RankPart, rank: int) -> RankSlices:
         """Return a rank's slices, and add its keys, objects and files to the index."""
-        part = unpack(data, file=f"the part of rank {rank}")
-        names, paths, objects = (unpack_texts(part, name) for name in ("names", "paths", "objects"))
-        header, first_path = part.header, len(self.paths)
-        self.world_size = int(header["world_size"])
-        self.paths += paths
-        self.files.update({path: FileRecord(*item) for path, item in header["files"].items()})
-        shared, meshes = self._table(part, rank)
-        own = [self._add(name, fields, meshes, rank) for name, fields in zip(names, header["private"], strict=True)]
-        keys = np.concatenate([shared, np.array(own, np.int64)]) if own else shared
-        rows = part.get("rows", "uint8").view(ROW)
-        count = len(rows) - len(objects)
-        for row, name, path in zip(rows[count:].tolist(), objects, header["objects"], strict=True):
-            _, file, start, length, _, digest = row
-            self._objects.setdefault(name, _Object((file + first_path, start, length), digest, tuple(path)))
-        return RankSlices(keys[rows["key"][:count]], rows[:count], part.get("box", "int64"), rank, first_path)
-
-    def _table(self, part: Columns, rank: int) -> tuple[Int64, list[int]]:
-        """Return the key numbers and the meshes from the table that this part contains or refers to."""
-        name = str(part.header["table"])
-        known = self._tables.get(name)
+        written, first_path = part.written, len(self.paths)
+        self.world_size = part.world_size
+        self.paths += written.paths
+        self.files.update(written.files)
+        known = self._tables.get(part.digest)
         if known is None:
-            if "table" not in part.arrays:
+            if part.table is None:
                 raise SaveError(f"rank {rank} refers to a table of keys that no lower rank has sent.")
-            table = unpack(part.get("table", "uint8").tobytes(), file=f"the keys of rank {rank}")
-            meshes = [mesh_index(fields, self.meshes) for fields in table.field("meshes", list)]
-            keys = zip(unpack_texts(table, "names"), table.field("keys", list), strict=True)
-            numbers = [self._add(key, fields, meshes, rank) for key, fields in keys]
-            known = self._tables[name] = (np.array(numbers, np.int64), meshes)
-        return known
+            keys, fields = json.loads(part.table)
+            meshes = [mesh_index(mesh, self.meshes) for mesh in fields]
+            numbers = np.array([self._add(PlannedKey(*key), meshes, rank) for key in keys], np.int64)
+            known = self._tables[part.digest] = numbers, meshes
+        shared, meshes = known
+        own = [self._add(key, meshes, rank) for key in part.private]
+        numbers = np.concatenate([shared, np.array(own, np.int64)]) if own else shared
+        rows = written.rows
+        count = len(rows) - len(part.objects)
+        for row, (name, path) in zip(rows[count:].tolist(), part.objects, strict=True):
+            _, file, start, length, _, digest = row
+            self._objects.setdefault(name, _Object((file + first_path, start, length), digest, path))
+        return RankSlices(numbers[rows["key"][:count]], rows[:count], part.boxes, rank, first_path)
 
-    def _add(self, name: str, fields: Sequence[Any], meshes: Sequence[int], rank: int) -> int:
-        dtype, shape, path, placed = fields
+    def _add(self, key: PlannedKey, meshes: Sequence[int], rank: int) -> int:
+        """Return the number of a rank's key, after adding the key if it is new."""
+        name, dtype, shape, path, placed = key
         known = self._keys.get(name)
         if known is None:
             placement = None if placed is None else (meshes[placed[0]], tuple(placed[1]))
@@ -466,7 +437,7 @@ class SaveIndex:
 
 
 def write_index(
-    parts: Sequence[bytes],
+    parts: Sequence[RankPart],
     store: Store,
     *,
     save_id: str = "",
@@ -480,7 +451,7 @@ def write_index(
     Only rank 0 calls this.
 
     Args:
-        parts: Each rank's `rank_part`.
+        parts: What each rank wrote.
         save_id: Recorded in both files.
         extra: JSON for the manifest's `info.extra`.
         kind: The format name recorded in the manifest. In "dcp", the tensors' names are the user's, otherwise ours.

@@ -36,9 +36,8 @@ from ckptkit.formats.dcp.host_bytes import (
     why_not_dense,
     without_subclass,
 )
-from ckptkit.formats.dcp.index import Path, PlannedKey, key_table, rank_part
+from ckptkit.formats.dcp.index import Path, PlannedKey, RankPart, key_table
 from ckptkit.formats.dcp.records import RecordFrame, frame_object, frame_tensor, is_plain
-from ckptkit.formats.own.record import WrittenTensors
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.formats.pickles.weights_only import dump_plain
 from ckptkit.formats.trainers.shards import local_parts
@@ -177,7 +176,7 @@ class ShardedPlan:
 
     def write(
         self, store: Store, tensors: Sequence[torch.Tensor] | None = None, *, sync: bool = True, workers: int = 0
-    ) -> WrittenTensors:
+    ) -> RankPart:
         """Write this rank's files `__<rank>_<n>.distcp`. Does not communicate.
 
         If several ranks have the same table of keys, only the lowest of them sends it.
@@ -202,14 +201,10 @@ class ShardedPlan:
                 raise SaveError(f"{name}: expected {frame.nbytes} staged bytes, found {nbytes}.")
         prefix = f"__{self.rank}_"
         written = write_records(store, prefix, self.frames, chosen, self.records, workers=workers, sync=sync)
-        slices, private = self.slices, self.keys[self.shared :]
-        rows = written.rows
-        rows["key"][: len(slices)] = [s.key for s in slices]
-        part = rank_part(
-            self.world_size, rows, [n for s in slices for n in (*s.offsets, *s.sizes)], written.paths, written.files,
-            table=(self.digest, self.table if self.sends_table else None), private=private, objects=self.objects,
-        )  # fmt: skip
-        return WrittenTensors(part, written.files, written.phases)
+        written.rows["key"][: len(self.slices)] = [s.key for s in self.slices]
+        boxes = np.array([n for s in self.slices for n in (*s.offsets, *s.sizes)], np.int64)
+        table = self.table if self.sends_table else None
+        return RankPart(self.world_size, written, boxes, self.digest, table, self.keys[self.shared :], self.objects)
 
 
 def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple[int, ...]]:

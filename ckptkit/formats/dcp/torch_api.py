@@ -64,7 +64,7 @@ from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.files import ROW, write_records
 from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.host_bytes import is_dense, own_memory, why_not_dense, without_subclass
-from ckptkit.formats.dcp.index import RankSlices, SaveIndex, write_index
+from ckptkit.formats.dcp.index import RankPart, RankSlices, SaveIndex, write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, whole_record
 from ckptkit.formats.dcp.planners import DCPLoadPlanner, WriterMeta, is_itself
 from ckptkit.formats.dcp.read import (
@@ -345,9 +345,9 @@ class DCPWriter(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         sharded = plan.planner_data
         if isinstance(sharded, ShardedPlan):
-            written = sharded.write(self._store(), sync=self.sync, workers=self.workers)
-            nbytes = sum(item.nbytes for item in written.files.values())
-            future.set_result([WriteResult(MetadataIndex(""), nbytes, written.part)])
+            part = sharded.write(self._store(), sync=self.sync, workers=self.workers)
+            nbytes = sum(item.nbytes for item in part.written.files.values())
+            future.set_result([WriteResult(MetadataIndex(""), nbytes, part)])
         else:
             future.set_result(self._write_items(plan, planner))
         return future
@@ -392,7 +392,7 @@ class DCPWriter(StorageWriter):
         metadata.version = "1.0.0"
         metadata.storage_meta = StorageMeta(checkpoint_id=self.url, save_id=self.save_id)
         parts = [found[0].storage_data for found in results if found]
-        if any(isinstance(part, bytes) for part in parts):
+        if any(isinstance(part, RankPart) for part in parts):
             write_index(parts, self._store(), save_id=self.save_id, sync=self.sync, kind="dcp")
             written = DCPReader(self.url, storage_options=self.storage_options)
             metadata.state_dict_metadata = CatalogMetadata(written)  # type: ignore[assignment]

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -105,21 +105,6 @@ class FileRecord:
     def digest(self) -> str:
         """The digest as a string, prefixed with "outline:" if it is the outline's."""
         return f"{PREFIX}{self.checksum}" if self.outlined else self.checksum
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenTensors:
-    """The files that one rank wrote.
-
-    Attributes:
-        part: What rank 0 needs to know about them for the index.
-        files: Each file's size and digest.
-        phases: (phase, seconds, bytes).
-    """
-
-    part: bytes
-    files: Mapping[str, FileRecord]
-    phases: Sequence[tuple[str, float, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
