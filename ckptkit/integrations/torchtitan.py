@@ -310,8 +310,8 @@ class _ByDataRank:
         self._loader.load_state_dict(state_dict)
         self._loader.state_dict()  # creates its iterator before the random state is restored, as a load always does
 
-    def merge_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the states of all saved ranks as one, from which the dataloader takes its own part.
+    def merge_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Return the states of all saved ranks as one, from which the dataloader takes its own part. A load calls this.
 
         Raises:
             CheckpointMismatchError: The number of data-parallel ranks has changed.

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState
-from ckptkit.errors import CheckpointMismatchError
+from ckptkit.errors import CheckpointMismatchError, UsageError
 from tests.checkpoint import jobs, odd, states
 from tests.checkpoint.states import different
 
@@ -167,6 +168,83 @@ def test_a_per_rank_function_may_merge_the_states_of_several_ranks(ranks: Any, t
         ranks.run(save_own, 3, str(tmp_path / str(differing)), differing)
         found = ranks.run(load_own, 2, str(tmp_path / str(differing)), {"per_rank_on_resize": spread})
         assert [item[:2] for item in found] == expected
+
+
+class Shards:
+    """A dataloader that reads one shard of the data, and finds its own state among those of all ranks."""
+
+    def __init__(self, shard: int, of: int, position: int = 0) -> None:
+        self.shard, self.of, self.position = shard, of, position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shard": self.shard, "position": torch.tensor(self.position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = int(state["position"])
+
+    def merge_ranks(self, saved: Any, rank: int, world_size: int) -> Any:
+        assert (rank, world_size) == (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        found = {state["shard"]: state for state in saved}
+        if len(found) != self.of:
+            raise CheckpointMismatchError(f"the data had {len(found)} shards, now it has {self.of}")
+        return found[self.shard]
+
+
+def shards_state(shards: list[int], trains: bool) -> TrainState:
+    shard, of = shards[dist.get_rank() if dist.is_initialized() else 0], len(set(shards))
+    state = states.linear(float(trains))
+    state.dataloader = Shards(shard, of, (10 + shard) * trains)
+    state.extra["mine"] = PerRank(Shards(shard, of, (20 + shard) * trains))
+    return state
+
+
+def save_shards(url: str, shards: list[int]) -> None:
+    states.save(url, shards_state(shards, True))
+
+
+def load_shards(url: str, shards: list[int], options: dict[str, Any]) -> Any:
+    state = shards_state(shards, False)
+    states.load(url, state, **options)
+    return state.dataloader.position, state.extra["mine"].value.position
+
+
+@pytest.mark.parametrize("options", [{}, {"per_rank_on_resize": "keep"}, {"per_rank_on_resize": spread}], ids=str)
+def test_an_object_finds_its_own_state_among_those_of_all_ranks(
+    ranks: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    ranks.run(save_shards, 4, str(tmp_path), [0, 0, 1, 1])
+    assert ranks.run(load_shards, 4, str(tmp_path), [0, 1, 0, 1], options) == [(10, 20), (11, 21)] * 2
+    assert ranks.run(load_shards, 2, str(tmp_path), [1, 0], options) == [(11, 21), (10, 20)]
+
+
+def refuse_shards(url: str, shards: list[int], storage_options: dict[str, Any]) -> str:
+    state = shards_state(shards, False)
+    with states.unchanged(state), CheckpointManager(url, storage_options=storage_options) as manager:
+        return states.refusal(lambda: manager.load(state))
+
+
+def test_an_object_that_refuses_the_ranks_states_leaves_everything_unchanged(
+    ranks: Any, tmp_path: Path, s3: dict[str, Any]
+) -> None:
+    expected = "CheckpointMismatchError: the data had 2 shards, now it has 1"
+    for url, options in ((str(tmp_path), {}), ("s3://bucket/shards", s3)):
+        ranks.run(save_shards_to, 2, url, options)
+        assert set(ranks.run(refuse_shards, 2, url, [0, 0], options)) == {expected}
+        assert refuse_shards(url, [0], options) == expected  # a single rank reads all objects of a store at once
+
+
+def save_shards_to(url: str, storage_options: dict[str, Any]) -> None:
+    with CheckpointManager(url, storage_options=storage_options) as manager:
+        manager.save(1, shards_state([0, 1], True))
+
+
+@pytest.mark.parametrize("where", ["dataloader", "extra"])
+def test_an_objects_own_rule_for_the_ranks_states_must_be_callable(where: str) -> None:
+    loader = Shards(0, 1)
+    loader.merge_ranks = {}  # type: ignore[assignment]
+    given: dict[str, Any] = {"dataloader": loader} if where == "dataloader" else {"extra": {"mine": PerRank(loader)}}
+    with pytest.raises(UsageError, match=r"Shards\.merge_ranks is of type dict, expected a function"):
+        TrainState(**given)
 
 
 def test_ranks_are_reseeded_from_the_saved_state_if_their_number_changes(ranks: Any, tmp_path: Path) -> None:

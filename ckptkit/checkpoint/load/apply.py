@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 class Decoded:
     """A plan's decoded values."""
 
-    objects: list[list[Any]]  # for each of `plan.objects`, the decoded values of its JSON trees
+    objects: list[Any]  # the new state of each of `plan.objects`
     optimizers: list[tuple[dict[str, dict[str, Any]], dict[str, Any]]]  # each: state by FQN and name, and shared state
     rng: Any  # the argument of `restore_rng`; None if nothing is restored
     leftovers: dict[str, Any]  # extra state that the training state does not use, by name
 
 
-def decode_plan(plan: LoadPlan, tensor: Callable[[str], Any]) -> Decoded:
-    """Decode all of the plan's trees.
+def decode_plan(plan: LoadPlan, tensor: Callable[[str], Any], *, rank: int, world_size: int) -> Decoded:
+    """Decode all of the plan's trees, and merge the states of several ranks.
 
     Args:
-        tensor: Returns the tensor for a key. Its elements may be read later.
+        tensor: Returns the tensor for a key. Its elements may be read later, unless the plan merges states.
     """
 
     def named(key: str, tree: JSON) -> Any:
@@ -44,14 +44,16 @@ def decode_plan(plan: LoadPlan, tensor: Callable[[str], Any]) -> Decoded:
         except (CorruptCheckpointError, LoadError) as error:
             raise type(error)(f"{key}: {error}") from error
 
-    objects = [[named(target.key, tree) for tree in target.trees] for target in plan.objects]
-    for target, (first, *_) in zip(plan.objects, objects, strict=True):
+    objects = []
+    for target in plan.objects:
+        states = [named(target.key, tree) for tree in target.trees]
+        value = states[0] if target.merge is None else target.merge(states, rank, world_size)
         # Other objects check their own state when it is loaded.
-        mapped = target.kind in ("model", "scheduler", "grad_scaler") and target.merge is None
-        if mapped and not isinstance(first, Mapping):
+        if target.kind in ("model", "scheduler", "grad_scaler") and not isinstance(value, Mapping):
             raise CorruptCheckpointError(
-                f"{target.key}: the saved state is a {type(first).__name__}, expected a mapping."
+                f"{target.key}: the saved state is a {type(value).__name__}, expected a mapping."
             )
+        objects.append(value)
     rng = None
     if plan.rng is not None:
         rng = named("rng", plan.rng)
@@ -70,8 +72,8 @@ def decode_plan(plan: LoadPlan, tensor: Callable[[str], Any]) -> Decoded:
 def apply_objects(state: TrainState, plan: LoadPlan, decoded: Decoded | None, report: LoadReport) -> None:
     """Restore the user's objects. Must run before `apply_tensors`, because an object may refuse its state."""
     assert decoded is not None
-    for target, values in zip(plan.objects, decoded.objects, strict=True):
-        _apply_object(state, target, values)
+    for target, value in zip(plan.objects, decoded.objects, strict=True):
+        _apply_object(state, target, value)
         report.loaded.append(target.key)
     report.extra.update(decoded.leftovers)
 
@@ -109,15 +111,9 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
                          for name in lacking]  # fmt: skip
 
 
-def _apply_object(state: TrainState, target: ObjectTarget, values: Sequence[Any]) -> None:
+def _apply_object(state: TrainState, target: ObjectTarget, value: Any) -> None:
     import torch
 
-    value = values[0]
-    if target.merge is not None:
-        import torch.distributed as dist
-
-        ready = dist.is_available() and dist.is_initialized()
-        value = target.merge(values, dist.get_rank() if ready else 0, dist.get_world_size() if ready else 1)
     item = target.item.value if isinstance(target.item, PerRank) else target.item
     if target.kind == "model":
         _apply_extra_state(target.item, value)

@@ -76,10 +76,11 @@ def load_checkpoint(
             elsewhere = plan.mismatches.unexpected if world_size > 1 else {}  # other ranks may have these keys
             plan.mismatches.check(store.url, strict=options.strict, elsewhere=bool(elsewhere))
             reading = Reading(plan, store, options, world_size=world_size)
+            decode = partial(decode_plan, plan, reading.refs.__getitem__, rank=rank, world_size=world_size)
             decoded = None
             if reading.first is not None:
                 reading.first.run()
-                decoded = decode_plan(plan, reading.refs.__getitem__)
+                decoded = decode()
             checks = reading.filler.unchecked() if options.verify and options.verify != "read" else []
             # Whether ranks that need the same data each read a share of it and send that share to the others.
             shared = options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)
@@ -108,7 +109,7 @@ def load_checkpoint(
             started = time.perf_counter()
             reading.filler.run()
             report.nbytes = reading.filler.nbytes + check_slices(store, shares[rank], reading.filler.workers)
-            decoded = decoded or decode_plan(plan, reading.refs.__getitem__)
+            decoded = decoded or decode()
             clock.add("read", time.perf_counter() - started, report.nbytes)
         coordinator.settle(read.answer, "loading", then=_raise_one)
         if any(len(ranks) > 1 for ranks in alike):  # all ranks have now read successfully

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, TensorEntry
-from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, live_tensors, parameter_names, section
+from ckptkit.checkpoint.state.train_state import (
+    TrainState,
+    is_stateful,
+    live_tensors,
+    own_merge,
+    parameter_names,
+    section,
+)
 from ckptkit.checkpoint.state.values import JSON, encode
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
 from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes
@@ -183,7 +190,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         objects[key] = encode(value, key, refs)
     flattened = {name: f"extra.{name}" for name, item in state.extra.items() if is_stateful(item)}
     for name, item in state.parts("dataloader").items():
-        if hasattr(item, "merge_ranks"):  # torchtitan's, which finds its part of the state of all ranks
+        if own_merge(item):  # otherwise it is unknown which rank's state this is
             flattened[section("dataloader", name)] = f"{section('dataloader', name)}.0"
     for name, part in _flattened(list(flattened), values, tensors, store, catalog).items():
         objects[flattened[name]] = encode(part, flattened[name], refs)

@@ -30,6 +30,7 @@ from ckptkit.checkpoint.state.optimizer import (
 from ckptkit.checkpoint.state.optimizer_layout import SHARD, Held, cuts, layouts
 from ckptkit.checkpoint.state.rng import shared_stream
 from ckptkit.checkpoint.state.train_state import (
+    Merge,
     PerRank,
     TrainState,
     computed_state,
@@ -37,6 +38,7 @@ from ckptkit.checkpoint.state.train_state import (
     joined_weights,
     live_tensors,
     model_tensors,
+    own_merge,
     parameter_names,
     section,
 )
@@ -79,7 +81,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-Merge = Callable[[Sequence[Any], int, int], Any]
 _CHOICES: Mapping[str, tuple[object, ...]] = {
     "model": ("restore", "skip"),
     "optimizer": ("restore", "skip", "deferred"),
@@ -121,7 +122,8 @@ class LoadOptions:
         per_rank_on_resize: What to do with the states of dataloaders and `PerRank` values if the number of ranks
             changed. A function takes (states of all saved ranks, rank, world size) and returns this rank's state.
             Without one, states that are equal on all saved ranks are restored on every rank. If they differ, "error"
-            raises, and "keep" leaves the live state unchanged.
+            raises, and "keep" leaves the live state unchanged. This option does not apply to objects that have
+            a `merge_ranks` method (see `TrainState`).
     """
 
     strict: bool = True
@@ -753,12 +755,12 @@ class _Planner:
             return
         trees = [self.objects[f"{key}.{rank}"] for rank in ranks]
         policy = self.options.per_rank_on_resize
-        if merge := getattr(item, "merge_ranks", None):  # each of its states says which rank it is for
-            self.plan.objects.append(ObjectTarget(kind, key, item, (merge(trees),)))
-        elif len(ranks) == self.world_size and ranks[-1] == self.world_size - 1:
+        resized = ranks != list(range(self.world_size))
+        merge = own_merge(item) or (policy if resized and callable(policy) else None)
+        if merge is not None:
+            self.plan.objects.append(ObjectTarget(kind, key, item, tuple(trees), merge))
+        elif not resized:
             self.plan.objects.append(ObjectTarget(kind, key, item, (trees[self.rank],)))
-        elif callable(policy):
-            self.plan.objects.append(ObjectTarget(kind, key, item, tuple(trees), policy))
         elif all(tree == trees[0] for tree in trees) and not references(trees[0]):
             self.plan.objects.append(ObjectTarget(kind, key, item, (trees[0],)))
             if kind == "dataloader":

@@ -49,8 +49,10 @@ class Reading:
         verify = Verify.READ if options.verify else Verify.OFF
         self.filler = Filler(store, verify=verify, cast=True)
         # On an object store, read the tensors in objects with the rest, which saves a round trip. With several ranks,
-        # read them first: if ranks share reads, a rank gets other ranks' data only after its own reads.
-        apart = not store.asking_costs or world_size > 1
+        # read them first: if ranks share reads, a rank gets other ranks' data only after its own reads. A function that
+        # merges the states of several ranks may refuse them, so it must run before anything is changed.
+        merges = any(target.merge is not None for target in plan.objects)
+        apart = not store.asking_costs or world_size > 1 or merges
         self.first = Filler(store) if apart else None
         self.held = 0
         self._atomic = options.atomic

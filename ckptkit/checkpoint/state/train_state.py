@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -61,9 +61,16 @@ class StateDictType(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """Marks a value in `TrainState.extra` that differs between ranks. Each rank saves and restores its own value."""
+    """Marks a value in `TrainState.extra` that differs between ranks. Each rank saves and restores its own value.
+
+    If the value has a method `merge_ranks`, a load calls it, as for a dataloader; see `TrainState`.
+    """
 
     value: Any
+
+
+Merge = Callable[[Sequence[Any], int, int], Any]
+"""Returns a rank's state, given (states of all saved ranks, rank, world size)."""
 
 
 _LISTED = 5
@@ -110,7 +117,9 @@ class TrainState:
         model: A module, or several by name: {"actor": a, "critic": c}. A list contains one model's pipeline stages on
             this rank.
         optimizer, scheduler, grad_scaler, dataloader: One object, or several by name. Each needs `state_dict` and
-            `load_state_dict`; an optimizer needs `state` and `param_groups`. A dataloader's state is saved per rank.
+            `load_state_dict`; an optimizer needs `state` and `param_groups`. A dataloader's state is saved per rank. If
+            the dataloader has a method `merge_ranks(states of all saved ranks, rank, world size)`, every load calls it
+            to get this rank's state. Otherwise each rank gets its own, or `per_rank_on_resize` applies.
         extra: More state by name: objects with `state_dict` and `load_state_dict`, or plain values, which a load
             replaces in this dict. Only rank 0's values are saved; wrap values that differ between ranks in `PerRank`.
         layout: Declares that a rank's tensors are parts of global tensors. For the experts of an expert-parallel rank:
@@ -469,8 +478,13 @@ def check_state(state: object, call: str) -> None:
                 raise wrong(f"TrainState: {where}", item, expected)
             if named:
                 _check_name(name, kind)
+            if kind == "dataloader":
+                own_merge(item)
     if not isinstance(state.extra, dict):
         raise wrong("TrainState: extra", state.extra, "a dict of objects or values by name")
+    for item in state.extra.values():
+        if isinstance(item, PerRank):
+            own_merge(item)
     check_flags(rng=state.rng)
 
 
@@ -482,6 +496,20 @@ def check_whole(state: TrainState) -> None:
             'before you save, or set TrainState(...).half_loaded = "" if all its values have been '
             "restored since."
         )
+
+
+def own_merge(item: Any) -> Merge | None:
+    """Return the method with which a dataloader or `PerRank` value finds its state among those of all saved ranks.
+
+    Raises:
+        UsageError: It is not callable.
+    """
+    owner = item.value if isinstance(item, PerRank) else item
+    found: object = getattr(owner, "merge_ranks", None)
+    if found is None or callable(found):
+        return found
+    expected = "a function of (states of all saved ranks, rank, world size)"
+    raise wrong(f"TrainState: {type(owner).__name__}.merge_ranks", found, expected)
 
 
 def is_stateful(value: Any) -> bool:
