@@ -145,7 +145,7 @@ class CheckpointManager:
         url: The root of the run: a path, or a URL that fsspec can open ("s3://bucket/run").
         retention: The rotation policy; None keeps everything.
         state_dict_type: The type of checkpoint that `save` writes. `load` detects the type.
-        max_shard_size: Maximum size of one file of a FULL checkpoint.
+        max_shard_size: Maximum size of one file of a FULL checkpoint: bytes, or a string such as "5GB".
         timeout_s: How long to wait for a rank before all ranks raise: seconds, or a string such as "30min".
         async_policy: What `save_async` does while another save is running: "wait" for it, or "refuse" and raise.
         async_mode: How `save_async` writes staged data. "thread" is the only mode.
@@ -285,9 +285,16 @@ class CheckpointManager:
     ) -> SaveReport:
         """Save `state`, and return once the checkpoint is durable. All ranks must call it.
 
+        Args:
+            metrics: Numbers to store with the checkpoint, such as {"val_loss": 2.1}. `keep_best` of the retention
+                policy compares them.
+            client_state: Any JSON value. A load returns it as `LoadReport.client_state`.
+            tag: The checkpoint's name; None: "step_" and the step.
+            overwrite: Replace an existing checkpoint with this name.
+
         Raises:
             RankFailedError: A rank failed, died or hung. Every rank raises the same error. Nothing was published.
-            CheckpointExistsError: The step or tag was saved before.
+            CheckpointExistsError: The step or tag was saved before, and `overwrite` is False.
         """
         self._settle()
         prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
@@ -306,8 +313,9 @@ class CheckpointManager:
     ) -> SaveHandle:
         """Copy `state` to host memory and return; the save continues in the background. All ranks must call it.
 
-        Later changes to `state` do not affect the checkpoint. If the background work fails, the handle's `result`
-        raises the error. If you do not call `result`, the next call to this manager raises it.
+        Takes the arguments of `save`. Later changes to `state` do not affect the checkpoint. If the background work
+        fails, the handle's `result` raises the error. If you do not call `result`, the next call to this manager raises
+        it.
 
         Raises:
             SaveError: The previous save failed, or it is still running and `async_policy` is "refuse".
@@ -347,7 +355,7 @@ class CheckpointManager:
         return None if handle is None else handle.result()
 
     def interrupted(self) -> bool:
-        """Return True once any rank has received one of the `on_signal` signals. Then save and exit.
+        """Return True once any rank has received one of the `on_signal` signals. The job should then save and exit.
 
         Every rank returns True at the same step. All ranks must call it between two steps; it costs one small
         all-reduce. The result stays True.
@@ -358,10 +366,10 @@ class CheckpointManager:
     def save_on_signal(
         self, step: int, state: TrainState, *, metrics: Mapping[str, float] | None = None, client_state: Any = None
     ) -> bool:
-        """Save `state` and return True if any rank has received one of the `on_signal` signals. Then end the job.
+        """Save `state` and return True if any rank has received one of the `on_signal` signals.
 
-        All ranks must call it between two steps, after the step's regular save, if there is one. It waits for a running
-        save, and does not save a step that this manager has already saved.
+        After True, end the job. All ranks must call it between two steps, after the step's regular save, if there is
+        one. It waits for a running save, and does not save a step that this manager has already saved.
 
         Raises:
             UsageError: The manager was created without `on_signal`.
@@ -447,7 +455,7 @@ class CheckpointManager:
         return list(self._coordinator.decide(records, "listing checkpoints"))
 
     def delete(self, which: str | int) -> None:
-        """Delete one checkpoint. All ranks must call it.
+        """Delete the checkpoint `which`: a step, a tag, "latest", ... All ranks must call it.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.

@@ -264,7 +264,7 @@ class DeferredOptimizer:
     """Restores the optimizers later, once, from the checkpoint that the model was loaded from.
 
     Add parameters (adapters) to the model and build the optimizer, then call `apply` before the first step. Nothing is
-    read before that. Rotation keeps the checkpoint, because the run was resumed from it.
+    read before `apply`. Rotation keeps the checkpoint, because the run was resumed from it.
     """
 
     def __init__(

@@ -29,7 +29,8 @@ class RetentionPolicy:
         max_mem: Keep the total size at or below this: "1TB" is 10^12 bytes, "1TiB" is 2^40. Counts every committed
             checkpoint, including exempt ones. The oldest are deleted first.
         keep_every: Keep each checkpoint whose step is a multiple of this.
-        keep_best: (metric, "min" | "max", count); the default count is 1.
+        keep_best: Keep the `count` best checkpoints by a metric: (metric, "min" or "max", count). `count` may be
+            omitted; it is then 1.
         keep_daily: Keep the newest checkpoint of each of the last `keep_daily` days that have one. Days are in UTC, by
             the time in the commit record.
     """

@@ -17,8 +17,8 @@ class DynamicGradScaler:
 
     | step     | what happens                                                                                     |
     |----------|--------------------------------------------------------------------------------------------------|
-    | overflow | growth count = 0, hysteresis count + 1; once it reaches `hysteresis`: scale * backoff_factor     |
-    | finite   | growth count + 1; when it reaches `growth_interval`: both counts = 0, scale * growth_factor      |
+    | overflow | growth count = 0, hysteresis count + 1; if >= `hysteresis`: scale * backoff_factor               |
+    | finite   | growth count + 1; if = `growth_interval`: both counts = 0, scale * growth_factor                 |
 
     The scale stays within [min_scale, max_scale]. A backoff does not reset the hysteresis count: once the limit is
     reached, every further overflow backs off until the next growth.

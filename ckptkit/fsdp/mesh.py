@@ -77,7 +77,13 @@ class ParallelPlan:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMesh:
-    """A plan and its meshes: `data` is for fully_shard; `tp` and `cp` exist if their sizes are greater than 1."""
+    """A plan and its meshes.
+
+    Attributes:
+        root: All dimensions of the plan; cp is part of "shard".
+        data: For fully_shard: `root` without tp.
+        tp, cp: One-dimensional; None if their size is 1.
+    """
 
     plan: ParallelPlan
     root: DeviceMesh

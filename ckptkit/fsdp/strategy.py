@@ -336,16 +336,24 @@ class FSDPStrategy:
     def reset_parameters(self, model: nn.Module, *, seed: int | None = None) -> None:
         """Initialize a model that was built on the meta device, with the values that a single process would draw.
 
-        See `ckptkit.fsdp.reset`.
+        All ranks must call this. `seed` defaults to the strategy's.
         """
         reset_parameters(model, seed=self.seed if seed is None else seed)
 
     @checked("model", "url")
     def load_hf(self, model: nn.Module, url: Location, *, strict: bool = True) -> HFLoadReport:
-        """Fill a prepared model from Hugging Face files. Each rank reads its own shards (see `hf_load`).
+        """Fill a prepared model from the safetensors files at `url`. Each rank reads only its own shards.
 
-        All ranks must call this; if one rank fails, all raise its error. fp32 masters follow the loaded weights, so the
-        optimizer may already exist.
+        All ranks must call this; if one rank fails, all raise its error. fp32 masters take the loaded values, so the
+        optimizer may already exist. Lossy casts (fp32 files into bf16 parameters) are allowed only if
+        `mixed_precision` is set.
+
+        Args:
+            url: A Hugging Face directory or a bucket prefix, with config.json and *.safetensors.
+            strict: Raise if names are missing in the files or in the model. Otherwise only report them.
+
+        Raises:
+            CheckpointMismatchError: Names, shapes or dtypes do not match; lists all of them. The model is unchanged.
         """
         return load_hf(model, url, cast=self.config.mixed_precision is not None, strict=strict)
 
@@ -650,9 +658,22 @@ class FSDPStrategy:
         max_shard_size: str | int = "5GB",
         overwrite: bool = False,
     ) -> None:
-        """Write the model, or a PEFT model's adapters, as a Hugging Face directory.
+        """Write the model, or a PEFT model's adapters, as a Hugging Face directory for `from_pretrained`.
 
-        Holds one tensor in memory at a time (see `hf_save`).
+        All ranks must call this; rank 0 writes. Each rank holds one full tensor at a time.
+
+        Args:
+            tokenizer: Anything with `save_pretrained`, or None.
+            output_dir: A path, or anything else that fsspec opens.
+            dtype: The dtype in which to write floating-point tensors, "bf16", "fp16" or "fp32"; "keep" casts nothing.
+            max_shard_size: Maximum size of one file: bytes, or a string such as "5GB".
+            overwrite: Replace the export or checkpoint at `output_dir`. A directory that contains anything else is
+                refused.
+
+        Raises:
+            SaveError: Parts of the model have no values, `from_pretrained` would not read all of it, or a rank failed.
+                All ranks raise the same error.
+            CheckpointExistsError: `output_dir` exists.
         """
         self._join()
         save_hf(

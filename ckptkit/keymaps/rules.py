@@ -19,7 +19,7 @@ Sizes = tuple[Size, ...] | Literal["equal"] | None
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """A rule that renames a tensor."""
+    """A rule that renames the tensors that match `source`. `to` is the template of the new name."""
 
     source: NamePattern
     to: str
@@ -27,7 +27,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A rule that drops a tensor. The report shows `why`."""
+    """A rule that drops the tensors that match `source`. The report shows `why`."""
 
     source: NamePattern
     why: str = "dropped by the key map"
@@ -89,9 +89,9 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class RopePermute:
-    """A rule that reorders each head's rows.
+    """A rule that reorders each head's rows into the rotary-embedding layout `to`.
 
-    It reorders adjacent pairs ("interleaved") to halves ("halves", transformers' layout), or back.
+    "halves" is transformers' layout; "interleaved" has adjacent pairs. `heads` is the number of heads.
     """
 
     source: NamePattern

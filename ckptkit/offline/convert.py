@@ -83,8 +83,8 @@ def convert(  # noqa: PLR0913 - one argument per option
 ) -> ConvertReport:
     """Convert the checkpoint at `src` and publish the result at `dst` atomically.
 
-    Holds at most `max_memory` bytes of tensor data in memory. Needs no process group and no model class. Under
-    `torchrun`, every rank must call this; the ranks share the work and publish once.
+    Needs no process group and no model class. Under `torchrun`, every rank must call this; the ranks share the work and
+    publish once.
 
     Args:
         to: The target format. "hf": a directory of model*.safetensors. "dcp": a DCP checkpoint for `world_size` ranks.
@@ -101,11 +101,21 @@ def convert(  # noqa: PLR0913 - one argument per option
             weights, if the checkpoint contains one.
         base: Hugging Face directory or repo that provides config, tokenizer, and the expected names and shapes.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
+        strip_prefix: A prefix to remove from every name.
+        include, exclude: Globs of the tensors to export or to leave out.
+        max_shard_size: Maximum size of one file: bytes, or a string such as "5GB".
+        world_size: The number of ranks to write for; for "dcp" and "local".
+        workers: Number of parallel copies; 0 chooses a number for this machine.
+        max_memory: Maximum tensor data in memory: bytes, or a string such as "512MB".
         layout: URL of a file that describes the layout of flat parameters, for formats that need one.
         allow_pickle: Read torch.save files that name unknown classes. Omits these classes' objects; runs no code.
         check: Check the source's recorded digests while reading.
         verify: Read the result back and compare every element with the source.
         dry_run: Only plan; see `ConvertReport.plan_lines()` and `ConvertReport.faults`.
+        overwrite: Replace the checkpoint or export at `dst`.
+        merge_adapter: Merge LoRA adapters into the weights of the source or of `base`.
+        untie: Keep an output head that differs from the embedding, and correct the config.
+        progress: Called with (bytes done, bytes in all, path of the file).
         storage_options: Options for the file systems of the source, the destination and the base.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
         adapter_config: PEFT's adapter config, if neither the source nor the base has one.

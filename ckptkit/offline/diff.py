@@ -80,7 +80,7 @@ class LayerDiff:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """The result of `diff`.
+    """The result of `diff`. docs/json.md explains the other fields.
 
     Attributes:
         values: Differing values other than tensors: path ("optimizer.param_groups[0].lr") -> both values as text.

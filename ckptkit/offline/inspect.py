@@ -76,7 +76,7 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True)
 class InspectReport:
-    """The result of `inspect`; `to_json()` is the output of `ckptkit inspect --json`."""
+    """The result of `inspect`. docs/json.md explains the fields."""
 
     url: str
     note: str

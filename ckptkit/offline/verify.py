@@ -48,7 +48,10 @@ class UnreadableFile(Problem):
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The result of `verify`: the checks that were made, and the problems found. `ok` if there are none."""
+    """The result of `verify`: the checks that were made, and the problems that were found.
+
+    docs/json.md explains the fields.
+    """
 
     url: str
     note: str = ""

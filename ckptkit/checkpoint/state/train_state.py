@@ -36,11 +36,17 @@ if TYPE_CHECKING:
 
 
 class StateDictType(str, enum.Enum):
-    """The ways in which a checkpoint stores tensors."""
+    """The ways in which a checkpoint stores tensors.
 
-    FULL = "full"  # full tensors in safetensors files; from_pretrained can load the model
-    SHARDED = "sharded"  # standard DCP; loads on any number of ranks
-    LOCAL = "local"  # each rank's local tensors in one file per rank, saved without communication
+    Attributes:
+        FULL: Full tensors in safetensors files; `from_pretrained` can load the model.
+        SHARDED: Standard DCP. Loads on any number of ranks.
+        LOCAL: Each rank's local tensors, one file per rank. Saved without communication; loads only on the same mesh.
+    """
+
+    FULL = "full"
+    SHARDED = "sharded"
+    LOCAL = "local"
 
     @classmethod
     def parse(cls, value: StateDictType | str | enum.Enum) -> StateDictType:
@@ -111,7 +117,7 @@ def clear_half_loaded(objects: Iterable[object]) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """Everything that a run needs to resume. A save reads the objects that it refers to; a load fills them in place.
+    """Everything that a run needs to resume. A save reads the objects in the fields; a load fills them in place.
 
     Attributes:
         model: A module, or several by name: {"actor": a, "critic": c}. A list contains one model's pipeline stages on
