@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ckptkit.checkpoint.state.optimizer import finish_load, own_state_dict
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.formats.dcp.host_bytes import placed_like
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
@@ -30,6 +32,7 @@ from ckptkit.units import first_few
 _log = logging.getLogger(__name__)
 
 MASTER = "master"
+_TORCHS = ("state", "param_groups")  # the keys of torch's state dicts
 # Optimizers that work elementwise, so they can step a shard without the rest of the parameter. Subclasses of these are
 # not included, because they may do more.
 _ELEMENTWISE = frozenset(
@@ -75,11 +78,28 @@ class MasterWeightOptimizer(Optimizer):
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = checked_norm_type(norm_type)
         self.last_grad_norm: torch.Tensor | None = None
-        had = base.state
+        had: Mapping[Any, Any] = base.state
         super().__init__([{**group, "params": list(group["params"])} for group in base.param_groups], base.defaults)
         for parameter, state in had.items():  # if `base` has stepped before, convert its moments to fp32
-            self.state[parameter].update({key: _widened(key, value) for key, value in state.items()})
+            if isinstance(parameter, torch.Tensor):
+                self.state[parameter].update({key: _widened(key, value) for key, value in state.items()})
+            else:
+                self.state[parameter] = state
         base.state = defaultdict(dict)
+
+    @property
+    def inner_optimizers(self) -> tuple[Optimizer]:
+        """The optimizers that this one combines. `lend_state` gives them their state."""
+        return (self.base,)
+
+    @contextlib.contextmanager
+    def lend_state(self) -> Iterator[Mapping[int, torch.Tensor]]:
+        """Give `base` its state and settings during the block, and take back what it changes.
+
+        Yield the model's parameters by the id of the tensor that `base` has for each.
+        """
+        with self._lent(_unchanged) as loans:
+            yield {id(loan.stepped): loan.parameter for loan in loans}
 
     @property
     def loss_scale(self) -> float:
@@ -157,31 +177,51 @@ class MasterWeightOptimizer(Optimizer):
         self.follow_weights()
         # An elementwise `base` gets local tensors instead of DTensors: the same result, without DTensor's overhead.
         part = _local if type(self.base) in _ELEMENTWISE else _unchanged
+        with self._lent(part) as loans:
+            _lend_gradients(loans, factor, part)
+            self.base.step()
+        held = [loan for loan in loans if MASTER in loan.state]
+        _foreach_copy([loan.parameter for loan in held], [loan.state[MASTER] for loan in held])
+
+    @contextlib.contextmanager
+    def _lent(self, part: Callable[[Any], Any]) -> Iterator[list[_Loan]]:
+        """Like `lend_state`, but `base` gets `part` of each tensor."""
+        base = self.base
         lent = [[self._lend(parameter, part) for parameter in group["params"]] for group in self.param_groups]
         loans = [loan for group in lent for loan in group]
-        self.base.state = defaultdict(dict, {loan.stepped: loan.seen for loan in loans})
-        self.base.param_groups[:] = [
+        own = {id(loan.parameter) for loan in loans}
+        others = {key: state for key, state in self.state.items() if id(key) not in own}  # belongs to no parameter
+        base.state = defaultdict(dict, others | {loan.stepped: loan.seen for loan in loans})
+        base.param_groups[:] = [
             {**group, "params": [loan.stepped for loan in group_loans]}
             for group, group_loans in zip(self.param_groups, lent, strict=True)
         ]
         try:
-            _lend_gradients(loans, factor, part)
-            self.base.step()
+            yield loans
         finally:
             for loan in loans:
                 if loan.stepped is not loan.parameter:
                     loan.stepped.grad = None
-                for key, value in loan.seen.items():
-                    if key not in loan.state or part(loan.state[key]) is not value:  # `base` created or replaced it
-                        of_shard = (
-                            part is _local and isinstance(value, torch.Tensor) and value.shape == loan.stepped.shape
-                        )
-                        loan.state[key] = _like(value, loan.parameter) if of_shard else value
-            for group, seen in zip(self.param_groups, self.base.param_groups, strict=True):
+                self._take_back(loan, base.state.pop(loan.stepped, {}), part)
+            for key in others.keys() - base.state.keys():
+                del self.state[key]
+            self.state.update(base.state)
+            for group, seen in zip(self.param_groups, base.param_groups, strict=True):
                 # `base` may write values into its group, such as a step count.
                 group.update({key: value for key, value in seen.items() if key != "params"})
-        held = [loan for loan in loans if MASTER in loan.state]
-        _foreach_copy([loan.parameter for loan in held], [loan.state[MASTER] for loan in held])
+
+    def _take_back(self, loan: _Loan, now: Mapping[str, Any], part: Callable[[Any], Any]) -> None:
+        """Update a parameter's state with what `base` has left in its own."""
+        if MASTER in now:
+            raise UsageError(
+                f"{type(self.base).__name__} has a state named {MASTER!r}, which is the name of the fp32 copies here."
+            )
+        for key in loan.state.keys() - now.keys() - {MASTER}:
+            del loan.state[key]
+        for key, value in now.items():
+            if key not in loan.state or part(loan.state[key]) is not value:  # `base` created or replaced it
+                of_shard = part is _local and isinstance(value, torch.Tensor) and value.shape == loan.stepped.shape
+                loan.state[key] = _like(value, loan.parameter) if of_shard else value
 
     def _lend(self, parameter: torch.Tensor, part: Callable[[Any], Any]) -> _Loan:
         state = self.state[parameter]
@@ -202,14 +242,18 @@ class MasterWeightOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict in torch's layout, with the masters stored like moments.
 
-        It does not include the scaler, which has its own `state_dict`.
+        Includes what the own `state_dict` of `base` adds. Does not include the scaler, which has its own `state_dict`.
         """
         self.follow_weights()
-        return super().state_dict()
+        with self.lend_state():
+            added = own_state_dict(self.base, "optimizer") or {}
+        return {key: value for key, value in added.items() if key not in _TORCHS} | super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state without narrowing its dtypes, then round the masters into the parameters.
+
+        Calls the own `load_state_dict` of `base`.
 
         Raises:
             CheckpointMismatchError: Groups, counts, shapes or masters do not match; nothing was loaded.
@@ -232,6 +276,8 @@ class MasterWeightOptimizer(Optimizer):
         for parameter, master in masters.items():  # keep the masters of parameters that are not in the state dict
             if master is not None and parameter not in kept:
                 self.state[parameter][MASTER] = master
+        with self.lend_state():
+            finish_load(self.base, {key: value for key, value in state_dict.items() if key not in _TORCHS})
         held = [(parameter, self.state[parameter][MASTER]) for parameter in masters if masters[parameter] is not None]
         _foreach_copy([parameter for parameter, _ in held], [master for _, master in held])
 

@@ -18,6 +18,7 @@ import dataclasses
 import importlib
 import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from torch import nn
@@ -26,6 +27,7 @@ from ckptkit.arguments import check_flags, check_int, wrong
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.state.optimizer import class_name
 from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, is_stateful
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 
@@ -294,7 +296,7 @@ def _by_class(optimizers: list[Any], *, stages: int) -> Any:
 
 def _joined(optimizers: list[Any]) -> Any:
     """Return several optimizers as one. It has the class name of the first, because a checkpoint records it."""
-    return type(type(optimizers[0]).__name__, (_OneOptimizer,), {})(optimizers)
+    return type(class_name(optimizers[0]), (_OneOptimizer,), {})(optimizers)
 
 
 class _ByDataRank:
@@ -332,11 +334,15 @@ class _OneOptimizer:
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self.state = _States(optimizers)
-        self._optimizers = optimizers
+        self.inner_optimizers = optimizers
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self.inner_optimizers for group in optimizer.param_groups]
+
+    def lend_state(self) -> AbstractContextManager[Mapping[int, Any]]:
+        """Return a block without effect, because the optimizers keep their states."""
+        return nullcontext({})
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": dict(self.state), "param_groups": self.param_groups}
@@ -346,11 +352,11 @@ class _States(MutableMapping[Any, Any]):
     """Presents the states of several optimizers as one mapping. Each parameter's state stays in its own optimizer."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
-        self._states = [optimizer.state for optimizer in optimizers]
-        self._of = {id(p): o.state for o in optimizers for group in o.param_groups for p in group["params"]}
+        self._optimizers = optimizers  # not their states, which `load_state_dict` replaces
+        self._of = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
 
     def _at(self, key: Any) -> Any:
-        return self._of.get(id(key), self._states[0])
+        return self._of.get(id(key), self._optimizers[0]).state
 
     def __getitem__(self, key: Any) -> Any:
         held = self._at(key)
@@ -365,11 +371,11 @@ class _States(MutableMapping[Any, Any]):
         del self._at(key)[key]
 
     def __iter__(self) -> Iterator[Any]:
-        for held in self._states:
-            yield from held
+        for optimizer in self._optimizers:
+            yield from optimizer.state
 
     def __len__(self) -> int:
-        return sum(map(len, self._states))
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
 
 
 def _check(config: Any, ft_manager: Any) -> None:

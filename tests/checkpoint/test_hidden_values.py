@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ckptkit import CheckpointManager, TrainState, convert
 from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError, UnsupportedFormatError
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from ckptkit.integrations.torchtitan import _joined
 from tests.checkpoint.hidden import HIDDEN as ALL
 from tests.checkpoint.hidden import Opaque, Scaled, Tagged, scaled
 from tests.checkpoint.states import bits, check_round_trip, load, load_all, refusal, save
@@ -243,6 +244,40 @@ def test_a_quantized_state_of_another_shape_than_its_parameter_is_refused(tmp_pa
     check_refused(tmp_path, in_optimizer(odd), r"weight.exp_avg has the shape \[2, 4\], but its parameter has \[4, 4\]")
 
 
+def alone(optimizer: Any) -> Any:
+    return optimizer
+
+
+def in_masters(optimizer: Any) -> Any:
+    return MasterWeightOptimizer(optimizer)
+
+
+def in_one(optimizer: Any) -> Any:
+    """As torchtitan's integration joins the optimizers of several pipeline stages."""
+    return _joined([optimizer])
+
+
+def in_both(optimizer: Any) -> Any:
+    return in_one(in_masters(optimizer))
+
+
+wrapped = pytest.mark.parametrize("wrap", [alone, in_masters, in_one, in_both])
+
+
+def wrapped_state(wrap: Any, make: Any, **settings: Any) -> tuple[TrainState, Any]:
+    """Return the state of a model in bf16 with this kind of optimizer, and the optimizer inside the wrapper."""
+    model = nn.Linear(2, 2).bfloat16()
+    inner = make(model.parameters(), **settings)
+    return TrainState(model=model, optimizer=wrap(inner), rng=False), inner
+
+
+def values_in(state: TrainState) -> Any:
+    """Return the values of an optimizer's states and groups, by name."""
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
+    states = {names.get(key, key): bits(value) for key, value in state.optimizer.state.items()}
+    return states, [{k: bits(v) for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
+
+
 class Offloaded(torch.optim.SGD):
     """Keeps additional state besides that of every optimizer."""
 
@@ -250,9 +285,9 @@ class Offloaded(torch.optim.SGD):
         return {**super().state_dict(), "offloaded": [torch.ones(3)]}
 
 
-def test_an_optimizer_with_additional_state_dict_keys_is_refused(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    state = TrainState(model=model, optimizer=Offloaded(model.parameters(), lr=0.1))
+@wrapped
+def test_an_optimizer_with_additional_state_dict_keys_is_refused(tmp_path: Path, wrap: Any) -> None:
+    state, _ = wrapped_state(wrap, Offloaded, lr=0.1)
     check_refused(tmp_path, state, "Offloaded has 'offloaded', but only 'state'")
 
 
@@ -291,20 +326,23 @@ def test_what_a_hook_changes_in_an_optimizers_state_dict_is_refused(tmp_path: Pa
     check_refused(tmp_path, state, f"the state_dict of SGD returns other values than the optimizer has: {where}. Only")
 
 
+@wrapped
+def test_what_a_hook_changes_in_a_wrapped_optimizers_state_dict_is_refused(tmp_path: Path, wrap: Any) -> None:
+    state, inner = wrapped_state(wrap, torch.optim.SGD, lr=0.1)
+    inner.register_state_dict_post_hook(changed_rate)
+    check_refused(tmp_path, state, "the state_dict of SGD returns other values than the optimizer has: 'lr' of group 0")
+
+
 def test_what_a_hook_changes_in_a_master_optimizers_state_dict_is_refused(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2).bfloat16()
-    optimizer = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    optimizer.register_state_dict_post_hook(changed_rate)
-    check_refused(tmp_path, TrainState(model=model, optimizer=optimizer), "returns other values than the optimizer has")
+    state, _ = wrapped_state(in_masters, torch.optim.SGD, lr=0.1)
+    state.optimizer.register_state_dict_post_hook(changed_rate)
+    check_refused(tmp_path, state, "returns other values than the optimizer has")
 
 
-def test_hooks_around_saves_and_loads_are_called(tmp_path: Path) -> None:
+@wrapped
+def test_hooks_around_saves_and_loads_are_called(tmp_path: Path, wrap: Any) -> None:
     """An optimizer may unpack its state before `state_dict`, and pack it after `load_state_dict`."""
     packed: list[float] = []
-
-    def made() -> TrainState:
-        model = nn.Linear(1, 1, bias=False)
-        return TrainState(model=model, optimizer=torch.optim.SGD(model.parameters()), rng=False)
 
     def unpack(optimizer: Any) -> None:
         optimizer.state[optimizer.param_groups[0]["params"][0]] = {"packed": torch.ones(1, 1) * 3}
@@ -312,10 +350,10 @@ def test_hooks_around_saves_and_loads_are_called(tmp_path: Path) -> None:
     def pack(optimizer: Any) -> None:
         packed.append(optimizer.state[optimizer.param_groups[0]["params"][0]]["packed"].item())
 
-    source, live = made(), made()
-    source.optimizer.register_state_dict_pre_hook(unpack)
-    live.optimizer.register_load_state_dict_pre_hook(lambda *_: None)
-    live.optimizer.register_load_state_dict_post_hook(pack)
+    (source, inner), (live, other) = (wrapped_state(wrap, torch.optim.SGD, lr=0.1) for _ in range(2))
+    inner.register_state_dict_pre_hook(unpack)
+    other.register_load_state_dict_pre_hook(lambda *_: None)
+    other.register_load_state_dict_post_hook(pack)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, source)
         report = manager.load(live)
@@ -337,23 +375,21 @@ class Deriving(torch.optim.SGD):
         self.base.param_groups, self.doubled = self.param_groups, 2 * float(self.param_groups[0]["lr"])
 
 
-def test_an_overridden_load_state_dict_is_called_and_changes_no_restored_value(tmp_path: Path) -> None:
-    def made() -> TrainState:
-        model = nn.Linear(2, 2).bfloat16()
-        return TrainState(model=model, optimizer=Deriving(model.parameters()), rng=False)
-
-    source, live = made(), made()
+@wrapped
+def test_an_overridden_load_state_dict_is_called_and_changes_no_restored_value(tmp_path: Path, wrap: Any) -> None:
+    (source, _), (live, inner) = (wrapped_state(wrap, Deriving) for _ in range(2))
     source.optimizer.param_groups[0]["lr"].fill_(0.25)
-    source.optimizer.state[source.model.weight].update(exp_avg=torch.full((2, 2), 0.1), steps=3)
+    source.optimizer.state.setdefault(source.model.weight, {}).update(exp_avg=torch.full((2, 2), 0.1), steps=3)
     source.optimizer.state["all"] = {"count": torch.tensor(7)}
-    rate, called = live.optimizer.param_groups[0]["lr"], list[Any]()
-    live.optimizer.register_load_state_dict_post_hook(called.append)
-    check_round_trip(tmp_path, source, live, "sharded")
-    assert live.optimizer.doubled == 0.5
+    rate, called = inner.param_groups[0]["lr"], list[Any]()
+    inner.register_load_state_dict_post_hook(called.append)
+    load_all(save(tmp_path, source), live)
+    assert values_in(live) == values_in(source)
+    assert inner.doubled == 0.5
     assert live.optimizer.state[live.model.weight]["exp_avg"].dtype is torch.float32  # torch's method casts it
     assert live.optimizer.param_groups[0]["lr"] is rate
-    assert live.optimizer.base.param_groups is live.optimizer.param_groups
-    assert called == [live.optimizer]
+    assert inner.base.param_groups is inner.param_groups
+    assert called == [inner]
 
 
 def as_lists(_: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -396,15 +432,28 @@ class Updating(torch.optim.SGD):
         return super().state_dict()
 
 
-def test_a_state_dict_that_updates_the_state_is_called_before_the_state_is_read(tmp_path: Path) -> None:
-    def made() -> TrainState:
-        model = nn.Linear(1, 2, bias=False)
-        return TrainState(model=model, optimizer=Updating(model.parameters(), lr=0.1), rng=False)
-
-    source, live = made(), made()
-    source.optimizer.state[source.model.weight]["fresh"] = torch.zeros(2)
+@wrapped
+def test_a_state_dict_that_updates_the_state_is_called_before_the_state_is_read(tmp_path: Path, wrap: Any) -> None:
+    (source, _), (live, _) = (wrapped_state(wrap, Updating, lr=0.1) for _ in range(2))
+    source.optimizer.state.setdefault(source.model.weight, {})["fresh"] = torch.zeros(2)
     load_all(save(tmp_path, source), live)
     assert live.optimizer.state[live.model.weight]["fresh"].tolist() == [1.0, 1.0]
+
+
+def test_state_that_belongs_to_no_parameter_is_refused_if_several_optimizers_are_joined(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+    optimizers[1].state["all"] = {"count": 7}
+    state = TrainState(model=model, optimizer=_joined(optimizers))
+    check_refused(
+        tmp_path / "several", state, "SGD, one of several optimizers that are saved as one, has the state 'all'"
+    )
+    whole = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole.state["all"] = {"count": 7}
+    save(tmp_path / "one", TrainState(model=model, optimizer=whole))
+    del optimizers[1].state["all"]
+    with pytest.raises(CheckpointMismatchError, match="all belongs to no parameter, and several optimizers"):
+        load(tmp_path / "one", state)
 
 
 def test_hooks_of_an_optimizer_in_accelerates_wrapper_are_called(tmp_path: Path) -> None:

@@ -511,3 +511,94 @@ def test_overflow_on_one_rank_skips_the_step_on_all(precision, dtype, backoff):
     assert one(3, False)
     assert scheduler.last_epoch == epoch + 1
     assert all(torch.isfinite(models.whole(parameter)).all() for parameter in model.parameters())
+
+
+class Odd(torch.optim.SGD):
+    """Has state of every kind: that of no parameter, replaced, deleted, and beside `state` and `param_groups`."""
+
+    beside = 0
+    checked = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        shared = self.state.setdefault("shared", {"count": 0})
+        shared["count"] += 1
+        self.beside += shared["count"]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                for key in [key for key in state if key != "sum"]:
+                    del state[key]
+                total = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
+                self.state[parameter] = {"sum": total, f"step{shared['count']}": shared["count"]}
+                parameter.sub_(total, alpha=0.1 / self.beside)
+
+    def state_dict(self):
+        return {**super().state_dict(), "beside": self.beside}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "beside"})
+        self.beside = state_dict["beside"]
+        self.checked += 1
+
+
+def of_odd(seed):
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 3).bfloat16()
+    return model, MasterWeightOptimizer(Odd(model.parameters(), lr=0.1))
+
+
+def step_with_ones(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_a_base_keeps_state_that_it_replaces_deletes_or_shares():
+    model, optimizer = of_odd(0)
+    plain = nn.Linear(3, 3)
+    with torch.no_grad():
+        for parameter, source in zip(plain.parameters(), model.parameters(), strict=True):
+            parameter.copy_(source)
+    alone = Odd(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        step_with_ones(model, optimizer)
+        step_with_ones(plain, alone)
+    assert optimizer.state["shared"] == alone.state["shared"] == {"count": 3}
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        state = dict(optimizer.state[parameter])
+        assert torch.equal(state.pop("master"), other)
+        assert torch.equal(state.pop("sum"), alone.state[other]["sum"])
+        assert state == {"step3": 3}
+
+
+def test_state_dict_has_what_the_own_state_dict_of_a_base_adds():
+    (model, optimizer), (again, other) = of_odd(0), of_odd(1)
+    for _ in range(3):
+        step_with_ones(model, optimizer)
+    step_with_ones(again, other)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert (other.base.beside, other.base.checked) == (6, 1)
+    step_with_ones(model, optimizer)
+    step_with_ones(again, other)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+
+
+def test_a_base_that_has_stepped_keeps_state_of_no_parameter():
+    model = nn.Linear(3, 3)
+    base = Odd(model.parameters(), lr=0.1)
+    step_with_ones(model, base)
+    base.state["number"] = 7
+    optimizer = MasterWeightOptimizer(base)
+    step_with_ones(model, optimizer)
+    assert optimizer.state["shared"] == {"count": 2}
+    assert optimizer.state["number"] == 7
+
+
+def test_a_state_of_a_base_with_the_name_of_the_master_is_refused():
+    model, optimizer = of_odd(0)
+    optimizer.base.step = lambda: [
+        optimizer.base.state[p].update(master=1) for p in optimizer.base.param_groups[0]["params"]
+    ]
+    with pytest.raises(UsageError, match="Odd has a state named 'master'"):
+        step_with_ones(model, optimizer)

@@ -23,8 +23,10 @@ from ckptkit.checkpoint.state.optimizer import (
     OptimizerTree,
     class_name,
     group_changes,
+    inner_optimizers,
     joined,
     named_parameters,
+    with_inner,
     with_new_head,
 )
 from ckptkit.checkpoint.state.optimizer_layout import SHARD, Held, cuts, layouts
@@ -555,8 +557,8 @@ class _Planner:
         found.add("others", plan.key, plan.groups.conflicts)
         plan.keep = [fqn for fqn in plan.groups.missing if fqn in plan.parameters]
         plan.states = {fqn: entries for fqn, entries in states.items() if fqn in plan.parameters}
-        found.add("others", plan.key, self.of_their_state_dict(plan))
-        if has_load_hooks(plan.optimizer):
+        found.add("others", plan.key, [*self.of_their_state_dict(plan), *_of_no_parameter(plan)])
+        if any(map(has_load_hooks, with_inner(plan.optimizer))):
             plan.groups.notes.append(
                 f"{plan.key}: its load_state_dict pre-hooks change nothing: a load restores the saved values directly"
             )
@@ -893,6 +895,13 @@ def _owner_and_state(entry: TensorEntry, owners: Collection[str]) -> tuple[str, 
     heads = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
     fqn = next((head for head in heads if head in owners), entry.fqn)
     return fqn, f"{entry.fqn}.{entry.state}".removeprefix(f"{fqn}.")
+
+
+def _of_no_parameter(plan: OptimizerPlan) -> list[str]:
+    """Describe saved states that belong to no parameter, if several live optimizers could be meant."""
+    several = len(inner_optimizers(plan.optimizer)) > 1
+    why = "belongs to no parameter, and several optimizers are loaded as one here"
+    return [f"{name} {why}" for name in plan.shared] if several else []
 
 
 def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found: Mismatches) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -139,11 +139,8 @@ def capture_optimizer(
         UsageError: A parameter does not belong to the model.
         SaveError: A state is neither a supported tensor nor a value that loads safely.
     """
-    before_state_dict(optimizer)
-    given = _own_state_dict(optimizer, what)
     parameters = named_parameters(optimizer, names, what)
-    if getattr(optimizer, "master_state_name", None) is not None:
-        optimizer.follow_weights()
+    given = _called_before_save(optimizer, parameters, what)
     captured = CapturedOptimizer({}, {}, {})
     loose = captured.loose
     by_id = {id(parameter): fqn for fqn, parameter in parameters.items()}
@@ -287,8 +284,48 @@ def refuse_hidden(
         raise SaveError("a load could not restore these, so nothing was saved:\n  " + "\n  ".join(lines + more))
 
 
-def _own_state_dict(optimizer: Any, what: str) -> Any:
-    """Return what an overridden or hooked `state_dict` returns; None for torch's, which has only state and groups.
+def _called_before_save(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str) -> Any:
+    """Run the optimizer's own code that may update its state, and that of the optimizers which it combines.
+
+    Returns the result of `own_state_dict`.
+
+    Raises:
+        SaveError: One that it combines has state that would not be saved.
+    """
+    before_state_dict(optimizer)
+    if getattr(optimizer, "master_state_name", None) is not None:
+        optimizer.follow_weights()
+    if inner := inner_optimizers(optimizer):
+        fqns = {id(parameter): fqn for fqn, parameter in parameters.items()}
+        with optimizer.lend_state() as lent:
+            for one in inner:
+                its = {fqns[id(lent.get(id(p), p))]: p for group in one.param_groups for p in group["params"]}
+                _check_whole(one, _called_before_save(one, its, what), its, what)
+                if len(inner) > 1 and (shared := [key for key in one.state if isinstance(key, str)]):
+                    raise SaveError(
+                        f"{what}: {type(one).__name__}, one of several optimizers that are saved as one, has the state "
+                        f"{shared[0]!r}, which belongs to no parameter, so a load could not tell whose it is. Keep it "
+                        "in the state of a parameter."
+                    )
+    return own_state_dict(optimizer, what)
+
+
+def inner_optimizers(optimizer: Any) -> Sequence[Any]:
+    """Return the optimizers that one of ckptkit's own combines. Its `lend_state` gives them their state for a while."""
+    found: Sequence[Any] = optimizer.inner_optimizers if hasattr(optimizer, "lend_state") else ()
+    return found
+
+
+def with_inner(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer and all that it combines."""
+    yield optimizer
+    for one in inner_optimizers(optimizer):
+        yield from with_inner(one)
+
+
+def own_state_dict(optimizer: Any, what: str) -> Any:
+    """Return what an overridden or hooked `state_dict` returns; None for torch's and ckptkit's, which have only state
+    and groups.
 
     Call it before the state is read, because the method may update the state.
 
@@ -298,8 +335,10 @@ def _own_state_dict(optimizer: Any, what: str) -> Any:
     import torch
 
     torchs = torch.optim.Optimizer.state_dict
-    is_torchs = getattr(type(optimizer), "state_dict", torchs) is torchs
-    if (is_torchs or hasattr(optimizer, "master_state_name")) and not has_state_dict_hooks(optimizer):
+    method = getattr(optimizer, "state_dict", torchs)
+    method = getattr(method, "__func__", method)
+    is_whole = method is torchs or getattr(method, "__module__", "").startswith("ckptkit.")
+    if is_whole and not has_state_dict_hooks(optimizer):
         return None
     # For flashoptim, call torch's method, which calls the hooks, too. Its own adds nothing and fails for uneven shards.
     given: Any = torchs(optimizer) if keeps_parts(optimizer) else optimizer.state_dict()
@@ -765,22 +804,29 @@ def apply_state(
             optimizer.state[parameter] = dict(states[fqn])
     optimizer.state.update(shared)
     _apply_settings(optimizer, settings)
-    _finish_load(optimizer)
+    finish_load(optimizer)
 
 
-def _finish_load(optimizer: Any) -> None:
+def finish_load(optimizer: Any, added: Mapping[str, Any] | None = None) -> None:
     """Call the optimizer's own `load_state_dict` or its hooks, so that the optimizer updates its derived values.
 
     An optimizer class may clear a cache there, or set a counter. Its method calls torch's, which casts states and
-    replaces the tensors in groups, so put the restored values back.
+    replaces the tensors in groups, so put the restored values back. Optimizers that this one combines come first.
+
+    Args:
+        added: What its own `state_dict` added to state and groups.
     """
+    if inner := inner_optimizers(optimizer):
+        with optimizer.lend_state():
+            for one in inner:
+                finish_load(one)
     own = getattr(optimizer, "load_state_dict", None)
     if own is None or getattr(own, "__module__", "").startswith(_ONLY_STATE):
         after_load(optimizer)
         return
     groups = [dict(group) for group in optimizer.param_groups]
     states = {key: dict(state) for key, state in optimizer.state.items() if isinstance(state, Mapping)}
-    own(optimizer.state_dict())
+    own({**optimizer.state_dict(), **(added or {})})
     for group, restored in zip(optimizer.param_groups, groups, strict=True):
         group.update(restored)
     for key, state in states.items():
