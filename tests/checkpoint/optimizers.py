@@ -10,8 +10,10 @@ import collections
 import importlib
 import types
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +24,7 @@ from torch.optim import Optimizer
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 
 LR = 0.01
+needs_flashoptim = pytest.mark.skipif(find_spec("flashoptim") is None, reason="it needs a newer numpy than the lowest")
 
 
 SIZES = {"uneven": (6, 14, 4, 8), "even": (6, 12, 6, 12), "runs": (32, 32, 32, 32)}

@@ -20,6 +20,7 @@ from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from ckptkit.integrations.torchtitan import _joined
 from tests.checkpoint.hidden import HIDDEN as ALL
 from tests.checkpoint.hidden import Opaque, Scaled, Tagged, scaled
+from tests.checkpoint.optimizers import needs_flashoptim
 from tests.checkpoint.states import bits, check_round_trip, load, load_all, refusal, save
 from tests.ranks import on_ranks
 
@@ -480,6 +481,7 @@ def test_a_state_dict_that_is_no_dict_like_torchs_is_refused_by_name(tmp_path: P
     check_refused(tmp_path, state, "optimizer: the state_dict of Odd is .*, expected a dict with a dict 'state'")
 
 
+@needs_flashoptim
 @pytest.mark.parametrize(("hook", "where"), [(changed_rate, "returns other values"), (added_setting, "has 'more'")])
 def test_what_a_hook_changes_in_the_state_dict_of_flashoptim_is_refused(tmp_path: Path, hook: Any, where: str) -> None:
     from flashoptim import FlashAdamW

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from ckptkit import TrainState, convert, reshard, verify
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.formats.dcp.subclasses import with_lower_bits as of_a_load
 from ckptkit.offline.export.dequantize_formulas import Stored, with_lower_bits
-from tests.checkpoint.optimizers import Net, made, of_flashoptim, train
+from tests.checkpoint.optimizers import Net, made, needs_flashoptim, of_flashoptim, train
 from tests.checkpoint.states import KINDS, bits, different, load, load_all, refusal, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries use deprecated functions of torch
-needs_flashoptim = pytest.mark.skipif(find_spec("flashoptim") is None, reason="it needs a newer numpy than the lowest")
 
 SIZES = (2, 1, 3)
 ELSEWHERE = {1: 2, 2: 3, 3: 1}
@@ -271,6 +269,7 @@ def exact_weights(name: str, url: str) -> dict[str, torch.Tensor]:
     return found
 
 
+@needs_flashoptim
 @pytest.mark.parametrize("name", ["FlashAdamW of flashoptim", "FlashAdamW of flashoptim, split runs"])
 def test_an_export_has_the_exact_weights_of_flashoptim(ranks: Any, tmp_path: Path, name: str) -> None:
     exact = ranks.run(exact_weights, 2, name, str(tmp_path / "run"))[0]
@@ -338,6 +337,7 @@ def compare_every_weight(dtype: torch.dtype, held: torch.dtype) -> None:
     assert torch.equal(of_a_load(weights, lower), expected)
 
 
+@needs_flashoptim
 @pytest.mark.parametrize("held", [torch.int8, torch.int16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_weight_gets_the_lower_bits_that_flashoptim_gives_it(
