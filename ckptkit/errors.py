@@ -200,7 +200,7 @@ class NoSpaceError(SaveError, OSError):
 
 
 class LeaseHeldError(SaveError):
-    """A different live job holds the lease and writes to this root."""
+    """Another live job writes to this run: it holds the run's lease, a lock that expires."""
 
 
 class StorageError(CkptkitError, OSError):

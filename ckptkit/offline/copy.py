@@ -201,8 +201,8 @@ def copy(
 
     All files are copied byte for byte, optimizer and commit record included. Each checkpoint appears completely or not
     at all. A run is copied oldest first, so an interruption leaves a valid run that ends earlier, and repeating the
-    call copies the rest. Checkpoints that `dst` already has from the same save are kept. The source is pinned while it
-    is read, and the destination's lease is held. Pins that people set are copied.
+    call copies the rest. Checkpoints that `dst` already has from the same save are kept. While the copy runs, no job
+    deletes the source or writes to the destination. Pins that people set are copied.
 
     Args:
         dst: The copy's own directory; for a single file, the file or its directory; for a run, its root. A directory
