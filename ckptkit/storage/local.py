@@ -35,7 +35,7 @@ _MAX_SPAN = 8 << 20
 _SHORT = 256 << 10  # bytes; reading fewer from the page cache takes less time than starting a thread
 _WAIT_S = 100e-6  # a slower read counts as a read from disk
 _MAX_WAITS = 8  # slow reads to tolerate before using threads; other load on the machine also slows down reads
-_DIRTY = 16 << 20  # writeback starts each time this many bytes have been written
+_DIRTY = 16 << 20  # bytes between writebacks: 1 GiB took 0.36 s (with 32 MiB: 0.38 s; with only an fsync: 0.47 s)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _Names = list[str]
 _Infos = list[FileInfo]  # inside the class, `list` is a method
@@ -96,10 +96,16 @@ class LocalStore(Store):
     root. For a child, this root is still that of the store that was opened first.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, top: str = "", must_exist: bool = False) -> None:
+        """Open a directory, which need not exist.
+
+        Args:
+            top: The root of the store that was opened first, which no link may leave. "": this one.
+            must_exist: As `existing`.
+        """
         self.url = os.path.abspath(os.path.expanduser(os.fspath(root)))
-        self._top = self.url
-        self._must_exist = False
+        self._top = top or self.url
+        self._must_exist = must_exist
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
@@ -113,12 +119,7 @@ class LocalStore(Store):
         return f"{self.url}/{checked_path(path)}" if path else self.url
 
     def child(self, path: str) -> LocalStore:
-        return self._below(self.path_of(path))
-
-    def _below(self, url: str) -> LocalStore:  # links may not leave the root that was opened first
-        store = LocalStore(url)
-        store._top = self._top
-        return store
+        return LocalStore(self.path_of(path), top=self._top)
 
     def existing(self) -> LocalStore:
         """Return a view of this store that writes only while its directory exists.
@@ -126,9 +127,7 @@ class LocalStore(Store):
         A write creates missing directories under the root, but not the root itself: after a lost mount, a new root
         would be on a different disk. The write raises FileNotFoundError instead.
         """
-        store = self._below(self.url)
-        store._must_exist = True
-        return store
+        return LocalStore(self.url, top=self._top, must_exist=True)
 
     # --- lookups
 
@@ -329,18 +328,13 @@ class LocalStore(Store):
                 raise
         return fd
 
-    @contextlib.contextmanager
-    def writer(self, path: str, *, sync: bool = True) -> Iterator[_LocalWriter]:
-        with self._new_file(path, overwrite=False, sync=sync) as fd:
-            yield _LocalWriter(fd, writeback=sync)
-
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
-        with self._new_file(path, overwrite=overwrite, sync=sync) as fd:
-            _LocalWriter(fd).write(data)
+        with self.writer(path, overwrite=overwrite, sync=sync) as file:
+            file.write(data)
 
     @contextlib.contextmanager
-    def _new_file(self, path: str, *, overwrite: bool, sync: bool) -> Iterator[int]:
-        """Yield a temporary file's descriptor. The file is renamed to `path` if the block succeeds."""
+    def writer(self, path: str, *, overwrite: bool = False, sync: bool = True) -> Iterator[_LocalWriter]:
+        """Write to a temporary file, which is renamed to `path` if the block succeeds."""
         full = self.path_of(path)
         if not overwrite and os.path.lexists(full):
             raise FileExistsError(errno.EEXIST, f"{full} exists already")
@@ -348,13 +342,13 @@ class LocalStore(Store):
         part = f"{folder}/.{name[:200]}.{os.urandom(6).hex()}.part".lstrip("/")
         fd = self.create(part)
         try:
-            try:
-                with _errors(full):
-                    yield fd
+            with _errors(full):
+                try:
+                    yield _LocalWriter(fd, writeback=sync)
                     if sync:
                         os.fsync(fd)
-            finally:
-                os.close(fd)
+                finally:
+                    os.close(fd)  # NFS reports a full disk here
             if overwrite:
                 with _errors(full):
                     os.replace(self.path_of(part), full)

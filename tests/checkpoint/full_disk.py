@@ -203,7 +203,7 @@ def fail_worker(place: str, workers: int, points: Sequence[tuple[str, int]]) -> 
         manager.save(1, state(1))
         for number, point in enumerate(points):
             operation, nth = point
-            fault = Fault(operation, rf"__1_{workers - 1}\.distcp$", nth=nth)
+            fault = Fault(operation, rf"__1_{workers - 1}\.distcp", nth=nth)
             armed[:] = [fault] if dist.get_rank() == 1 else []
             outcome = _try(manager, Path(place), 3 * number + 2)
             wrong = list(outcome.wrong)

@@ -105,7 +105,8 @@ class LocalPlace:
         Raises:
             CheckpointExistsError: The name is taken, or a foreign file is in the way.
         """
-        self.store.write(RECORD_NAME, record)
+        self.store.write(RECORD_NAME, record, sync=False)
+        self.sync([RECORD_NAME])
         replaces = self.root.info(self.name) is not None
         if replaces and not overwrite:  # only what is left of a deleted checkpoint may be replaced
             gone = find_record(self.root, record_path(self.name)) is None
@@ -144,7 +145,7 @@ class LocalPlace:
         """Delete everything that was not published. May be called again."""
         if not self._renamed:  # after a swap, the staging directory contains the old checkpoint
             give_up(self.root, self.path, self.name)
-        self.root.delete(reversed(staging.owner_files(self.root, self.path)))
+        self.root.delete([staging.owner_path(self.path)])
 
 
 def would_replace(root: LocalStore, name: str, what: str) -> CheckpointExistsError:

@@ -383,12 +383,13 @@ class Saver:
         indexes, found_objects = prepared.plan.indexes, _json({"format": 1, "objects": objects})
         small = {**prepared.side_files, **indexes, OBJECTS_NAME: found_objects}
         for path, data in small.items():
-            attempt.store.write(path, data, sync=True)
+            attempt.store.write(path, data, sync=False)  # the attempt makes them durable
         files = write_index(
             [part for part, *_ in answers],
             attempt.store,
             kind=f"ckptkit-{prepared.request.state_dict_type.value}",
             save_id=attempt.save_id,
+            sync=False,
             extra={"step": prepared.request.step, "objects": OBJECTS_NAME},
             aliases=prepared.aliases,
         )

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptkit.digests import crc32, digest_of, new_hasher
-from ckptkit.errors import NoSpaceError, StorageError
 from ckptkit.formats.dcp.digests import all_of
 from ckptkit.formats.dcp.host_bytes import HostBytes, lies_row_major, settle_device
 from ckptkit.formats.dcp.records import RecordFrame
 from ckptkit.formats.own.record import FileRecord
-from ckptkit.storage.local import is_directory, start_writing
 from ckptkit.storage.store import Store
 
 if TYPE_CHECKING:
@@ -43,8 +40,6 @@ _SMALL_FILE = 1 << 20  # on an object store, a smaller file is merged into a lar
 _ONE_REQUEST = 216 << 20  # a larger file is uploaded in parts while it is written
 _FILES = 8  # concurrent uploads
 _COPIED_FILES = 4  # concurrent uploads if tensors must be copied, because the copies take up memory
-_DIRTY = 16 << 20  # bytes between writebacks: 1 GiB took 0.36 s (with 32 MiB: 0.38 s; with only an fsync: 0.47 s)
-_FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
 
 
 @dataclass(slots=True)
@@ -108,17 +103,17 @@ def write_records(
         bins = _worth_a_request(bins, lengths)
     paths = [f"{prefix}{number}.distcp" for number in range(len(bins))]
     result = Written(paths, {}, np.zeros(len(lengths), ROW))
-    turn = threading.BoundedSemaphore(_cores())
+    turn, free = threading.BoundedSemaphore(_cores()), nullcontext()
+    loads = [sum(lengths[row] for row in rows) for rows in bins]
+    in_turn = [store.asking_costs and load <= _ONE_REQUEST for load in loads]
     jobs = [
-        FileJob(store, path, number, rows, frames, tensors, records, result, sync, turn)
-        for number, (path, rows) in enumerate(zip(paths, bins, strict=True))
+        FileJob(store, path, number, rows, frames, tensors, records, result, sync, turn if waits else free)
+        for number, (path, rows, waits) in enumerate(zip(paths, bins, in_turn, strict=True))
     ]
     if len(jobs) == 1:
         jobs[0].run()  # the usual case: no threads
     else:
         all_of([job.run for job in jobs], len(jobs), name="ckptkit-write")
-    if sync and jobs:
-        store.sync_directory()
     seconds, nbytes = time.perf_counter() - started, sum(lengths)
     digest_s = max((job.digest_s for job in jobs), default=0.0)
     sync_s = max((job.sync_s for job in jobs), default=0.0)
@@ -160,8 +155,8 @@ class FileJob:
         number: The file's index in `result.paths`.
         rows: The indices of the file's records, in order. Indices from `len(frames)` on refer to `records`.
         result: Filled in with each record's location.
-        turn: Limits how many files are hashed at once, if each is uploaded in a single request. So the first files are
-            uploaded while others are still being hashed.
+        turn: Held while the file is hashed. It limits how many files are hashed at once, if each is uploaded in a
+            single request. So the first files are uploaded while others are still being hashed.
         digest_s, sync_s: The seconds spent so far in these phases.
     """
 
@@ -177,16 +172,13 @@ class FileJob:
     turn: AbstractContextManager[object]
     digest_s: float = 0.0
     sync_s: float = 0.0
-    _fd: int = -1
-    _remote: Any = None
-    _dirty: int = 0
 
     def run(self) -> None:
-        """Write the file, and fsync it if `sync` is set. If writing fails, remove the file."""
+        """Write the file, and make it durable if `sync` is set. If writing fails, there is no file."""
         result, clock, source = self.result, time.perf_counter, HostBytes()
         outline, pending, at = new_hasher(), bytearray(), 0
-        with self._open():
-            lend = getattr(self._remote, "lend", None)  # uploads memory without a copy
+        with self.store.writer(self.path, sync=self.sync) as file, self.turn:
+            lend = getattr(file, "lend", None)  # uploads memory without a copy
             for row in self.rows:
                 if row < len(self.frames):
                     frame, tensor = self.frames[row], self.tensors[row]
@@ -201,7 +193,7 @@ class FileJob:
                     else:
                         pending += frame.prefix
                         outline.update(pending)
-                        self.append(pending)
+                        file.write(pending)
                         state, crc, sent = new_hasher(), 0, 0
                         whole = source.at_rest(tensor) if lend is not None else None
                         for piece in source.pieces(tensor):
@@ -210,7 +202,7 @@ class FileJob:
                             crc = crc32(piece, crc)
                             self.digest_s += clock() - before
                             if lend is None or whole is None:
-                                self.append(piece)
+                                file.write(piece)
                             else:
                                 lend(whole, sent, sent + len(piece), owner=tensor)
                             sent += len(piece)
@@ -225,60 +217,12 @@ class FileJob:
                 at += length
                 if len(pending) >= _PACK:
                     outline.update(pending)
-                    self.append(pending)
+                    file.write(pending)
                     pending = bytearray()
             if pending:
                 outline.update(pending)
-                self.append(pending)
+                file.write(pending)
+            written = clock()
+        if not self.store.asking_costs:  # the end of an upload counts as writing
+            self.sync_s = clock() - written
         result.files[self.path] = FileRecord(at, outline.hexdigest(), outlined=True)
-
-    def append(self, data: bytes | bytearray | memoryview) -> None:
-        """Write the file's next bytes. Start writeback to the disk early, so that the final fsync is short."""
-        if self._remote is not None:
-            self._remote.write(memoryview(data))
-            return
-        view = memoryview(data)
-        self._dirty += len(view)
-        with _naming(self.path):
-            while view:
-                view = view[os.write(self._fd, view) :]
-        if self.sync and self._dirty >= _DIRTY:
-            self._dirty = 0
-            start_writing(self._fd)
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[None]:
-        if not is_directory(self.store):
-            known = len(self.frames)
-            lengths = (self.frames[i].length if i < known else len(self.records[i - known]) for i in self.rows)
-            turn = self.turn if sum(lengths) <= _ONE_REQUEST else contextlib.nullcontext()
-            with self.store.writer(self.path, sync=self.sync) as self._remote, turn:
-                yield
-            return
-        # No fallocate: space was checked, appending does not fragment the file, and fallocate costs 3 % on tmpfs.
-        self._fd = self.store.create(self.path)
-        try:
-            yield
-            if self.sync:
-                started = time.perf_counter()
-                with _naming(self.path):
-                    os.fsync(self._fd)
-                self.sync_s = time.perf_counter() - started
-        except BaseException:
-            os.close(self._fd)
-            self.store.delete([self.path])
-            raise
-        with _naming(self.path):
-            os.close(self._fd)  # NFS reports a full disk here
-
-
-@contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Add the file's name to errors raised by the operating system."""
-    try:
-        yield
-    except OSError as error:
-        text = f"{path}: {error.strerror}"
-        if error.errno in _FULL:
-            raise NoSpaceError(error.errno, f"{text}. Free some space or write elsewhere.") from error
-        raise StorageError(error.errno, text) from error

@@ -228,7 +228,7 @@ class CatalogPaths(Mapping[str, "tuple[str | int, ...]"]):
 
 
 _METADATA = re.compile(r"(?:__\d+)?\.metadata(?:\.tmp)?")
-_DATA = re.compile(r"__\d+_\d+\.distcp")
+_DATA = re.compile(r"\.?(__\d+_)\d+\.distcp(?:\.[0-9a-f]{12}\.part)?")  # a killed writer leaves its temporary file
 
 
 class DCPWriter(StorageWriter):
@@ -339,7 +339,8 @@ class DCPWriter(StorageWriter):
         store.delete([*taken, *own_index])
         if (taken or own_index) and self.sync:
             store.sync_directory()
-        store.delete([name for name in names if _DATA.fullmatch(name) and name.startswith(prefix)])
+        found = ((name, _DATA.fullmatch(name)) for name in names)
+        store.delete([name for name, match in found if match and match[1].startswith(prefix)])
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()

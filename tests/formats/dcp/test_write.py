@@ -142,8 +142,8 @@ def test_staged_copies_of_other_tensors_are_refused(tmp_path, staged):
 @pytest.mark.parametrize("sync", [True, False])
 def test_writeback_starts_before_the_fsync(tmp_path, monkeypatch, sync):
     begun: list[int] = []
-    monkeypatch.setattr("ckptkit.formats.dcp.files._DIRTY", 1 << 20)
-    monkeypatch.setattr("ckptkit.formats.dcp.files.start_writing", lambda fd: begun.append(os.fstat(fd).st_size))
+    monkeypatch.setattr("ckptkit.storage.local._DIRTY", 1 << 20)
+    monkeypatch.setattr("ckptkit.storage.local.start_writing", lambda fd: begun.append(os.fstat(fd).st_size))
     plan = plan_sharded({f"w{i}": torch.zeros(300, 1024) for i in range(4)})
     part = plan.write(LocalStore(tmp_path), workers=1, sync=sync)
     assert len(begun) == (4 if sync else 0)
