@@ -195,8 +195,8 @@ class LoadReport(TimedReport):
         sources: With a key map: the checkpoint's tensors that each restored key was made from.
         padded: Restored keys with padding that a key map declares. The padding was left unchanged.
         missing: Keys that the training state needs but the checkpoint lacks (only with strict=False).
-        unexpected: Keys in the checkpoint's loaded sections that the training state lacks.
-        skipped: Sections and tensors that were skipped on purpose, each with the reason.
+        unexpected: Keys of the checkpoint's loaded parts (model, optimizer, ...) that the training state lacks.
+        skipped: Parts ("optimizer", "rng", ...) and tensors that were skipped on purpose, each with the reason.
         notes: Messages about hyperparameters that only one side has, casts, and reseeded random number generators.
         extra: Values in the checkpoint's `extra` that the training state lacks.
         metrics, client_state: From the checkpoint's commit record.

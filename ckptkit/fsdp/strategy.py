@@ -601,10 +601,14 @@ class FSDPStrategy:
     ) -> tuple[str | None, Any]:
         """Load the newest committed checkpoint (or `which`) in place, on any number of ranks. All ranks must call this.
 
-        Returns its URL and the client state, or (None, {}) if there is no checkpoint. `last_load` is the full report.
-        If an optimizer or scheduler is passed, the checkpoint must contain its state, unless the flag for it is False.
+        Returns the checkpoint's URL and its client state, or (None, {}) if there is no checkpoint. `last_load` is the
+        full report.
 
         Args:
+            load_dir: The root of the run's checkpoints: a path or a URL.
+            load_module_strict: Raise if parameters are missing or unexpected; otherwise only report them.
+            load_optimizer_states, load_lr_scheduler_states: Restore the optimizer and the scheduler that are passed. If
+                the checkpoint lacks their state, the load raises. False leaves them unchanged.
             key_map: Maps the checkpoint's names to the model's names. If given, only weights are loaded, as in
                 `CheckpointManager.load`.
             start_fresh: When (None, {}) may be returned, as in `CheckpointManager`.

@@ -185,7 +185,7 @@ def diff(
 
     Weights are matched by FQN, optimizer states by parameter and state name, everything else by key. If one side has
     only weights, only weights are compared, and the rest is listed in `left_out`. Tensors with recorded digests on both
-    sides are compared by digest; all others are read in tiles.
+    sides are compared by digest; all others are read and compared piece by piece.
 
     Args:
         include: Globs of the names to compare; empty for all.

@@ -61,7 +61,7 @@ def reshard(  # noqa: PLR0913 - one argument per option
     the source's step and its training state:
 
     - from a ckptkit checkpoint: everything. Per-rank state (RNG, dataloader) keeps the old ranks' keys; if the number
-      of ranks changes, `rng_on_resize` and `per_rank_on_resize` apply when it is loaded.
+      of ranks changes, `rng_on_resize` and `per_rank_on_resize` apply when the result is loaded.
     - from a DCP checkpoint of another program, if `type` is "sharded": all keys and values, unchanged.
     - from other systems: weights, masters, moments, parameter-group settings, torch schedulers, and plain user values
       as `LoadReport.extra`; no RNG states.
