@@ -14,6 +14,7 @@ from ckptkit.catalog.entry import Catalog, Role, SliceArray, TensorEntry, Tensor
 from ckptkit.catalog.targets import NO_SOURCE, Part, Target
 from ckptkit.catalog.tiles import pieces
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError
+from ckptkit.formats.dcp.subclasses import lower_bits_of
 from ckptkit.keymaps.keymap import NameMap
 from ckptkit.keymaps.wrappers import strip_infixes
 
@@ -24,15 +25,17 @@ _SHOWN = 3
 class MappedWeights:
     """A checkpoint's weights after a key map was applied."""
 
-    catalog: Catalog  # the weights under their new names, and nothing else
+    catalog: Catalog  # the weights under their new names, with their fp32 masters and lower bits, and nothing else
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # each weight's tensors in the checkpoint
-    filled: dict[str, tuple[Box, ...]] = field(default_factory=dict)  # boxes; only if padded
+    filled: dict[str, tuple[Box, ...]] = field(default_factory=dict)  # boxes, by the entry's name; only if padded
     dropped: Mapping[str, str] = field(default_factory=dict)  # tensors that the map drops, with the reason
     notes: tuple[str, ...] = ()  # rules that matched nothing
 
 
 def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: Mapping[str, Any]) -> MappedWeights:
     """Return the weights in `catalog` under the names that the map gives them.
+
+    What the optimizer keeps of them (fp32 masters, flashoptim's lower bits) is mapped in the same way.
 
     Args:
         live: The live models' tensor names. Some formats store a tied weight under only one of its names. Its other
@@ -59,10 +62,19 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
             f"key map {key_map.name!r} casts {', '.join(casts[:_SHOWN])}. A load casts to the dtype of the live tensor "
             "if convert_dtype=True: remove the rule."
         )
-    tensors = {name: entry_of(target, catalog.tensors) for name, target in found.items()}
+    made = [(entry_of(target, catalog.tensors), target) for target in found.values()]
+    for kept in (catalog.by_role(Role.MASTER), lower_bits_of(catalog)):
+        by_source = {
+            weights[fqn].name: entry
+            for fqn, entry in kept.items()
+            if fqn in weights and entry.shape == weights[fqn].shape
+        }
+        beside = {name: _kept_of(target, by_source) for name, target in found.items()} if by_source else {}
+        made += [(entry_of(target, catalog.tensors), target) for target in beside.values() if target is not None]
+    tensors = {entry.name: entry for entry, _ in made}
     filled = {
-        name: tuple(part.target_box for part in target.parts if part.source != NO_SOURCE)
-        for name, target in found.items()
+        entry.name: tuple(part.target_box for part in target.parts if part.source != NO_SOURCE)
+        for entry, target in made
         if target.is_padded
     }
     extra = {key: value for key, value in catalog.info.extra.items() if key != "aliases"}
@@ -71,6 +83,24 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
     return MappedWeights(
         Catalog(tensors, {}, replace(catalog.info, extra=extra)), sources, filled, mapped.dropped, notes
     )
+
+
+def _kept_of(target: Target, kept: Mapping[str, TensorEntry]) -> Target | None:
+    """Return the target with what the optimizer keeps of each source in place of that source.
+
+    A part becomes padding if the optimizer keeps no lower bits of its source, for example of an expert that it has
+    never updated. Return None if it keeps nothing of the target's sources, or only some of their fp32 masters.
+
+    Args:
+        kept: By source.
+    """
+    found = [kept[source] for source in target.sources if source in kept]
+    if len({entry.dtype for entry in found}) != 1:
+        return None
+    if found[0].role is Role.MASTER and len(found) < len(target.sources):
+        return None
+    parts = [replace(p, source=kept[p.source].name if p.source in kept else NO_SOURCE) for p in target.parts]
+    return replace(target, dtype=found[0].dtype, source_dtype=found[0].dtype, parts=tuple(parts))
 
 
 def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
@@ -107,9 +137,10 @@ def entry_of(target: Target, sources: Mapping[str, TensorEntry]) -> TensorEntry:
                 raise UnsupportedFormatError(f"tensor {name!r} {why}; a key map can only rename it.")
         found = [piece for name, parts in by_source.items() for piece in _cut(sources[name], parts)]
         slices = SliceArray.of(found, len(target.shape))
+    first = sources[named[0]]
     return TensorEntry(
         target.name if named == (target.name,) else f"{target.name} (from {listed})",
-        target.source_dtype, target.shape, slices, Role.MODEL, target.name,
+        target.source_dtype, target.shape, slices, first.role, target.name, first.state,
     )  # fmt: skip
 
 

@@ -56,7 +56,6 @@ from ckptkit.formats.dcp.host_bytes import (
     placed_like,
 )
 from ckptkit.formats.dcp.subclasses import (
-    ERROR_BITS,
     SEPARATOR,
     STATES,
     SUBCLASSES,
@@ -64,6 +63,7 @@ from ckptkit.formats.dcp.subclasses import (
     describe,
     is_state_in_parts,
     keeps_parts,
+    lower_bits_of,
     new_tensor,
     open_all,
     outer_name,
@@ -175,7 +175,6 @@ class ModelTensor:
     key: str
     live: torch.Tensor
     entry: TensorEntry
-    filled: tuple[Box, ...] | None = None  # the boxes to fill, if a key map pads the tensor. None: all of it
     shards: tuple[Shard, ...] = ()  # shards that the state's layout declares for the live tensor
     lower_bits: TensorEntry | None = None  # what flashoptim keeps of the fp32 weight besides `entry`, if cast
 
@@ -243,7 +242,7 @@ class LoadPlan:
     leftovers: dict[str, JSON] = field(default_factory=dict)
     padded: list[str] = field(default_factory=list)  # the keys of tensors that a key map fills only in part
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # saved tensors of each weight; with a key map
-    filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # boxes that are filled; with padding
+    filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # boxes to fill, by entry name; if padded
 
     def references(self) -> list[str]:
         """Return the keys of the tensors that objects refer to."""
@@ -270,7 +269,7 @@ class _Planner:
     live: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # each model's tensors
     declared: dict[int, tuple[Shard, ...]] = field(default_factory=dict)  # the layout's shards, by tensor id
     by_role: dict[Role, dict[str, TensorEntry]] = field(default_factory=dict)
-    bits: dict[str, TensorEntry] = field(default_factory=dict)  # lower bits that flashoptim keeps of weights, by FQN
+    bits: dict[str, TensorEntry] | None = None  # lower bits that flashoptim keeps of weights, by FQN. Found at a cast
     spent: set[str] = field(default_factory=set)  # those that are added to weights: the optimizer does not get them
     recipes: Mapping[str, Recipe] = field(default_factory=dict)  # how the saved tensor subclasses are split, by key
 
@@ -325,8 +324,6 @@ class _Planner:
                 raise CorruptCheckpointError("the table of tied weights in the manifest is malformed.")
         chosen = KeyFilter(self.options.include, self.options.exclude)
         weights, mismatches = self.entries(Role.MODEL), self.plan.mismatches
-        states = self.entries(Role.OPTIMIZER).values()
-        self.bits = {one.fqn: one for one in states if one.state == ERROR_BITS and one.dtype in ("int8", "int16")}
         names: set[str] = set()
         for name, module in self.state.parts("model").items():
             key, prefix = section("model", name), f"{name}." if name else ""
@@ -405,13 +402,14 @@ class _Planner:
         aliases: Mapping[str, str],
     ) -> None:
         """Match one model's live and saved tensors."""
-        mismatches, declared, filled = self.plan.mismatches, self.declared, self.plan.filled
+        mismatches, declared = self.plan.mismatches, self.declared
 
         def target(tensor: torch.Tensor, fqn: str, entry: TensorEntry) -> ModelTensor:
-            bits = self.bits.get(entry.fqn) if entry.dtype in ("bfloat16", "float16") else None
-            if bits is not None and (entry.dtype == dtype_name(tensor.dtype) or bits.shape != entry.shape):
-                bits = None
-            return ModelTensor(f"{key}.{fqn}", tensor, entry, filled.get(entry.fqn), declared.get(id(tensor), ()), bits)
+            bits = None
+            if entry.role is Role.MODEL and entry.dtype != dtype_name(tensor.dtype):
+                self.bits = lower_bits_of(self.plan.catalog) if self.bits is None else self.bits
+                bits = self.bits.get(entry.fqn)
+            return ModelTensor(f"{key}.{fqn}", tensor, entry, declared.get(id(tensor), ()), bits)
 
         names: dict[int, list[str]] = {}
         for fqn, tensor in live.items():
@@ -1032,8 +1030,8 @@ def _plan_mapped(state: TrainState, catalog: Catalog, options: LoadOptions, *, r
     _Planner(state, {}, options, rank, world_size, dict[str, Any]().__getitem__, True, plan, own).run()
     plan.notes += mapped.notes
     for target in plan.models:
-        if target.filled is not None:
-            boxes = ", ".join(f"{list(box.sizes)} at {list(box.offsets)}" for box in target.filled[:3])
+        if (filled := plan.filled.get(target.entry.name)) is not None:
+            boxes = ", ".join(f"{list(box.sizes)} at {list(box.offsets)}" for box in filled[:3])
             plan.padded.append(target.key)
             plan.notes.append(f"{target.key} {list(target.entry.shape)}: filled {boxes}; the rest is left unchanged")
     return plan

@@ -56,19 +56,21 @@ class Reading:
         self.first = Filler(store) if apart else None
         self.held = 0
         self._atomic = options.atomic
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live tensor, tensor to copy into it)
+        # Each: a live tensor, the tensor to copy into it, and the parts of both to copy (None: everything).
+        self._copies: list[tuple[torch.Tensor, torch.Tensor, Sequence[LocalPart] | None]] = []
         self._lower_bits: dict[int, torch.Tensor] = {}  # by the id of the live tensor in `_copies`
         views = []
         for target in plan.models:
             live = as_global(target.key, target.live, target.shards)
-            bits = target.lower_bits
-            view = self._read(live, target.entry, beside=options.atomic or bits is not None, filled=target.filled)
+            bits, filled = target.lower_bits, plan.filled.get(target.entry.name)
+            view = self._read(live, target.entry, beside=options.atomic or bits is not None, filled=filled)
             views.append(view)
             if bits is not None:
-                new = torch.empty(tuple(view.local.shape), dtype=getattr(torch, bits.dtype))
+                new = torch.zeros(tuple(view.local.shape), dtype=getattr(torch, bits.dtype))
                 self._lower_bits[id(view.local)] = new
                 self.held += new.nbytes
-                self.filler.add_parts(bits, view.parts, new)
+                inside = view.within(plan.filled[bits.name]) if bits.name in plan.filled else view
+                self.filler.add_parts(bits, inside.parts, new)
         shared = overlapping([view.local for view in views])
         groups = [[views[i].claim(plan.models[i].entry) for i in rows] for rows in shared]
         for twins in plan.twins:
@@ -89,10 +91,18 @@ class Reading:
         """Fill the live tensors whose data was read into new memory."""
         import torch
 
+        from ckptkit.formats.dcp.fill import part_of
+
         with torch.no_grad():
-            for live, read in self._copies:
+            for live, read, parts in self._copies:
                 bits = self._lower_bits.get(id(live))
-                live.copy_(read if bits is None else with_lower_bits(read, bits))
+                wide = read if bits is None else with_lower_bits(read, bits)
+                if parts is None:
+                    live.copy_(wide)
+                    continue
+                for part in parts:
+                    to, new = (part_of(one, part.local_offsets, part.box.sizes) for one in (live, wide))
+                    to.copy_(new)
         self._copies.clear()
 
     # --- what is read into which memory
@@ -108,22 +118,28 @@ class Reading:
         view = part_view(entry.name, live)
         if filled is not None:
             view = view.within(filled)
-        self._fill(view.local, entry, view.parts, beside=beside, whole=filled is None)
+        self._fill(view.local, entry, view.parts, beside=beside, is_whole=filled is None)
         return view
 
     def _fill(
-        self, local: torch.Tensor, entry: TensorEntry, parts: Sequence[LocalPart], *, beside: bool, whole: bool = True
+        self,
+        local: torch.Tensor,
+        entry: TensorEntry,
+        parts: Sequence[LocalPart],
+        *,
+        beside: bool,
+        is_whole: bool = True,
     ) -> None:
-        """Schedule reads of `parts` into `local`, or into new memory. Unless `whole`, other elements stay unchanged."""
+        """Schedule reads of `parts` into `local`, or into new memory. Unless they are the whole tensor (`is_whole`),
+        the other elements stay unchanged.
+        """
         import torch
 
         target = local
         if beside or local.is_meta:
             target = torch.empty(tuple(local.shape), dtype=getattr(torch, entry.dtype))
-            if not whole:
-                target = local.to(target.dtype, copy=True)
             self.held += 0 if local.is_meta else target.nbytes
-            self._copies.append((local, target))
+            self._copies.append((local, target, None if is_whole else parts))
         self.filler.add_parts(entry, parts, target)
 
     def _optimizer(self, plan: OptimizerPlan) -> dict[str, dict[str, torch.Tensor]]:

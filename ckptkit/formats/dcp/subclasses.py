@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.box import row_major_strides
+from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.host_bytes import are_dense, placed_like, why_not_dense, without_subclass
 
 if TYPE_CHECKING:
     import torch
-
-    from ckptkit.catalog.entry import TensorEntry
 
 SEPARATOR = "::"
 SUBCLASSES = "subclasses"
@@ -305,6 +304,18 @@ def is_state_in_parts(value: Any) -> bool:
 def keeps_parts(optimizer: Any) -> bool:
     """Return whether an optimizer is one of flashoptim's, whose states differ from what its state_dict returns."""
     return isinstance(getattr(optimizer, "quantized_state_spec", None), Mapping)
+
+
+def lower_bits_of(catalog: Catalog) -> dict[str, TensorEntry]:
+    """Return the lower bits that flashoptim keeps of bf16 and fp16 weights, by the weight's FQN."""
+    weights = catalog.by_role(Role.MODEL)
+    found = [entry for entry in catalog.tensors.values() if entry.state == ERROR_BITS and entry.fqn in weights]
+    return {
+        entry.fqn: entry
+        for entry in found
+        if entry.role is Role.OPTIMIZER and entry.dtype in ("int8", "int16")
+        if weights[entry.fqn].dtype in ("bfloat16", "float16") and weights[entry.fqn].shape == entry.shape
+    }
 
 
 def with_lower_bits(weight: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.class_records import recipes_of
-from ckptkit.formats.dcp.subclasses import ERROR_BITS, outer_name
+from ckptkit.formats.dcp.subclasses import lower_bits_of, outer_name
 from ckptkit.formats.hf.torchao import CLASSES
 from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
 from ckptkit.units import counted
@@ -250,10 +250,10 @@ def _lower_bits(catalog: Catalog, weights: str, dtype: str) -> dict[str, TensorE
 
     Return {} if there are none, or if they are not needed: for "auto", only a cast needs them.
     """
-    kept = [name for name in catalog.tensors if name.startswith("optimizer") and name.endswith(f".{ERROR_BITS}")]
-    model = catalog.by_role(Role.MODEL) if kept and weights in ("auto", "master") else {}
-    entries = [entry for name in kept if (entry := catalog.tensors[name]).fqn in model]
-    found = {model[entry.fqn].name: entry for entry in entries if entry.shape == model[entry.fqn].shape}
+    if weights not in ("auto", "master"):
+        return {}
+    model = catalog.by_role(Role.MODEL)
+    found = {model[fqn].name: entry for fqn, entry in lower_bits_of(catalog).items()}
     casts = any(export_dtype(catalog.tensors[name].dtype, dtype) != catalog.tensors[name].dtype for name in found)
     return found if weights == "master" or casts else {}
 

@@ -12,11 +12,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointMismatchError, IntegrityError, UnsupportedFormatError, UsageError
+from ckptkit.formats.dcp.subclasses import with_lower_bits
+from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from ckptkit.keymaps import (
     Cast,
     Concat,
@@ -152,6 +155,84 @@ def test_weights_of_another_model_are_bit_equal(ranks: Any, tmp_path: Path, kind
         assert report.skipped[f"{prefix}rope.freqs"] == "computed"
         assert {"rng", "extra.note", "optimizer"} <= set(report.skipped)
         assert any("filled [10, 4] at [0, 0]; the rest is left unchanged" in note for note in report.notes)
+
+
+def like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+NEVER_UPDATED = ("experts.1", "kept")  # so that their optimizer keeps nothing of them
+
+
+def write_rounded(url: str, keeps: str) -> dict[str, torch.Tensor]:
+    """Save the old model in bf16 with an optimizer that keeps more of its weights; return the exact weights."""
+    exact = old()
+    model = Old({name: value.bfloat16() for name, value in exact.items()})
+    fully_shard(model)
+    live = dict(model.named_parameters())
+    if keeps == "masters":
+        optimizer: Any = MasterWeightOptimizer(torch.optim.SGD(live.values(), lr=1.0))
+        for name, parameter in live.items():
+            optimizer.state[parameter]["master"] = like(parameter, exact[name])
+    else:
+        optimizer = torch.optim.SGD(live.values(), lr=1.0)
+        for seed, (name, parameter) in enumerate(live.items()):
+            exact[name] = exact[name].bfloat16().float()
+            if name not in NEVER_UPDATED:
+                generator = torch.Generator().manual_seed(seed)
+                lower = torch.randint(-32767, 32768, exact[name].shape, dtype=torch.int16, generator=generator)
+                exact[name] = with_lower_bits(exact[name].bfloat16(), lower)
+                optimizer.state[parameter]["error_bits"] = like(parameter, lower)
+    states.save(url, TrainState(model=model, optimizer=optimizer), 7)
+    return exact
+
+
+def load_rounded(url: str, run: str, keeps: str) -> None:
+    exact = write_rounded(url, keeps)
+    said = "from the fp32 masters" if keeps == "masters" else "with the lower bits"
+    for atomic in (False, True):
+        before, report, after = warm_start(f"{url}/step_00000007", run, sharded=True, convert_dtype=True, atomic=atomic)
+        assert_equal(after, expected(exact, before))
+        assert any(said in note for note in report.notes)
+
+
+@pytest.mark.parametrize("keeps", ["masters", "lower bits"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_mapped_weight_that_is_cast_is_as_exact_as_the_optimizer_keeps_it(
+    ranks: Any, tmp_path: Path, keeps: str, world_size: int
+) -> None:
+    ranks.run(load_rounded, world_size, str(tmp_path / "old"), str(tmp_path / "run"), keeps)
+
+
+def test_a_mapped_weight_that_is_not_cast_is_as_saved(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(load_unchanged, 2, str(tmp_path / "old"), str(tmp_path / "run"))
+
+
+def load_unchanged(url: str, run: str) -> None:
+    exact = write_rounded(url, "lower bits")
+    model = New().bfloat16()
+    fully_shard(model)
+    before = weights(model)
+    states.load(run, TrainState(model=model), f"{url}/step_00000007", key_map=MAP)
+    rounded = {name: value.bfloat16() for name, value in old().items()}
+    assert exact.keys() == rounded.keys()
+    assert_equal(weights(model), expected(rounded, before))
+
+
+def test_the_rest_of_a_padded_tensor_is_unchanged_if_a_load_casts(tmp_path: Path) -> None:
+    saved = Old({"tok": torch.randn(ROWS, 4, dtype=torch.bfloat16)})
+    states.save(tmp_path / "old", TrainState(model=saved))
+    for atomic in (False, True):
+        model = Old({"tok": torch.randn(PADDED, 4)})
+        rest = model.tok[ROWS:].clone()
+        key_map = NameMap("longer", (Pad(P("tok"), PADDED),))
+        url = str(tmp_path / "old" / "step_00000001")
+        options = {"convert_dtype": True, "atomic": atomic}
+        states.load(tmp_path / "run", TrainState(model=model), url, key_map=key_map, **options)
+        assert torch.equal(model.tok[:ROWS], saved.tok.float())
+        assert torch.equal(model.tok[ROWS:], rest)
 
 
 @pytest.fixture
