@@ -40,8 +40,11 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     shapes = {name: shape for group in models.param_shapes for name, shape in group.items()}
     optimizer = OptimizerState()
     masters: dict[str, Joined] = {}
+    trained: set[str] = set()
     files: dict[str, int] = {}
     for name, states in _parameters(store, files):
+        if states.keys() > {_WEIGHT}:
+            trained.add(name)
         for state, value in states.items():
             if isinstance(value, (int, float)):
                 optimizer.add_value(name, state, value)
@@ -54,7 +57,11 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     missing = sorted(shapes.keys() - masters.keys())
     if missing:
         raise IncompleteCheckpointError(f"{_ROOT}/{missing[0]}/{_WEIGHT}.pt is missing ({len(missing)} in all).")
-    weights = {**models.whole(elsewhere=models.trained | masters.keys()), **frozen_weights(models), **masters}
+    # ds_to_universal.py also writes buffers and frozen parameters to `zero/`, cast to fp32. The model file has them as
+    # they were.
+    own = {**models.whole(elsewhere=models.trained), **frozen_weights(models)}
+    masters = {name: joined for name, joined in masters.items() if name not in own or name in trained}
+    weights = {**own, **masters}
     return catalog_of(
         store, models, weights, masters, models.shared, optimizer, layout="deepspeed-universal", files=files
     )
