@@ -377,7 +377,7 @@ class FSDPStrategy:
     ) -> Optimizer:
         """Return an optimizer over the model's trainable parameters: fused AdamW, or what `factory(groups)` returns.
 
-        With precision="master" it is wrapped in a MasterWeightOptimizer. All ranks must call this.
+        With precision="master", the optimizer is wrapped in a MasterWeightOptimizer. All ranks must call this.
 
         Args:
             model: A prepared model.
