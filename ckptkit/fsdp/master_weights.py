@@ -253,7 +253,7 @@ class MasterWeightOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state without narrowing its dtypes, then round the masters into the parameters.
 
-        Then calls the own `load_state_dict` of `base`'s class, or the load hooks of `base`.
+        Also calls `load_state_dict` of `base`'s class, if it overrides torch's, and the load hooks of `base`.
 
         Raises:
             CheckpointMismatchError: Groups, counts, shapes or masters do not match; nothing was loaded.
