@@ -1,13 +1,16 @@
-"""Parses untrusted JSON. Limits its size first, and refuses ambiguous documents, for example with duplicate keys."""
+"""Parses untrusted JSON, and checks what will become JSON.
+
+The size of untrusted JSON is limited first. Ambiguous documents are refused, for example with duplicate keys.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, UsageError
 
 # A list or object takes 64 bytes in memory, but may take only two in a file. Real files have at most one per 17 bytes
 # (a safetensors header with very short tensor names).
@@ -47,6 +50,29 @@ def check_density(raw: bytes, *, file: str) -> None:
         raise CorruptCheckpointError(
             f"{file}: {containers} lists and objects with {values} values in {len(raw)} bytes are more than any "
             "checkpoint has. It was not parsed."
+        )
+
+
+def check_json(value: Any, place: str, advice: str = "") -> None:
+    """Raise UsageError unless a value can be written as JSON and read back unchanged, except that tuples become lists.
+
+    Args:
+        place: Names the value in the error, which ends with `advice`.
+    """
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):  # JSON would silently turn {1: ...} into {"1": ...}
+                raise UsageError(f"{place} has the key {key!r:.80}; keys of JSON are strings.{advice}")
+            check_json(inner, f"{place}.{key:.80}", advice)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            check_json(inner, f"{place}[{index}]", advice)
+    elif not (value is None or isinstance(value, (str, int, float))) or (
+        isinstance(value, float) and not math.isfinite(value)
+    ):
+        raise UsageError(
+            f"{place} can't be written as JSON: it is {value!r:.80} ({type(value).__name__}). JSON has strings, finite "
+            f"numbers, lists, dicts with string keys, None.{advice}"
         )
 
 

@@ -47,8 +47,9 @@ from ckptkit.catalog.entry import (
     TensorEntry,
 )
 from ckptkit.digests import DIGEST
-from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.own.columns import Column, Columns, pack, pack_texts, unpack, unpack_texts
+from ckptkit.formats.own.json import check_json
 from ckptkit.storage.store import checked_path
 
 # --- validation of whole columns at a time
@@ -57,53 +58,6 @@ from ckptkit.storage.store import checked_path
 _MAX_NDIM = 64  # torch's own limit
 _MAX_BYTES = 1 << 62
 _BLOCK = 1 << 16
-
-
-def _check_tables(columns: Columns, version: int) -> None:
-    """Check all indices up front, so that decoding can't fail halfway.
-
-    Raises:
-        CorruptCheckpointError: A table or an index is impossible.
-        UnsupportedFormatError: A newer ckptkit wrote the manifest, or a dtype is unknown.
-    """
-    found = columns.field("format", int)
-    if found != version:
-        raise UnsupportedFormatError(
-            f"{columns.file}: its format is {found}; this ckptkit reads {version}. Update ckptkit."
-        )
-    for name in ("dtypes", "states"):
-        if not _texts(columns.field(name, list)):
-            _fail(columns, f"{name!r} in its header has an item that is not a string")
-    unknown = [name for name in columns.field("dtypes", list) if name not in DTYPES]
-    if unknown:
-        raise UnsupportedFormatError(f"{columns.file}: dtype {unknown[0]!r} is unknown.")
-    for item in columns.field("placements", list):
-        if not isinstance(item, list) or len(item) != 2 or type(item[0]) is not int or not _texts(item[1]):
-            _fail(columns, "a placement in its header is malformed")
-    _check_info(columns)
-    count = len(columns.get("names.ends", "int64"))
-    _in_range(columns, "tensor.dtype", "uint8", len(columns.header["dtypes"]), count)
-    _in_range(columns, "tensor.state", "int32", len(columns.header["states"]), count)
-    _in_range(columns, "tensor.role", "uint8", 4, count)
-    _in_range(columns, "tensor.ndim", "uint8", _MAX_NDIM + 1, count)
-    _in_range(columns, "tensor.placement", "int32", len(columns.header["placements"]), count, low=-1)
-    _non_negative(columns, "tensor.shape")
-    _non_negative(columns, "tensor.fqn", "int32")
-    stops = columns.get("tensor.stop", "int64", count)
-    if count and (stops[0] < 0 or (np.diff(stops) < 0).any() or stops[-1] > len(columns.get("slice.file", "int32"))):
-        _fail(columns, "the column 'tensor.stop' is damaged")
-    files = len(columns.get("paths.ends", "int64"))
-    _in_range(columns, "slice.file", "int32", files)
-    objects = len(columns.get("objects.ends", "int64"))
-    _in_range(columns, "object.file", "int32", files, objects, low=-1)
-    _in_range(columns, "object.role", "uint8", 4, objects)
-    _in_range(columns, "object.encoding", "uint8", 3, objects)
-    for name in ("object.start", "object.nbytes", "stride.row", "stride.value"):
-        _non_negative(columns, name)
-    total = int(stops[-1]) if count else 0
-    rows = columns.get("stride.row", "int64")
-    if len(rows) and (rows[-1] >= total or (np.diff(rows) <= 0).any()):
-        _fail(columns, "the list of strided slices is damaged")
 
 
 def _check_manifest(manifest: Manifest, columns: Columns) -> None:
@@ -190,48 +144,19 @@ class _Geometry:
                 _fail(self.columns, f"a slice of tensor {name!r} has a size that does not match its strides")
 
 
-def _check_info(columns: Columns) -> None:
-    info = columns.field("info", dict)
-    columns.field("values", dict)
-    wanted = {"files": dict, "side_files": list, "notes": list, "extra": dict, "format": str, "producer": str}
-    for name, kind in wanted.items():
-        if name in info and not isinstance(info[name], kind):
-            _fail(columns, f"info.{name} in its header is not a {kind.__name__}")
-    for name in ("step", "world_size"):
-        if info.get(name) is not None and type(info[name]) is not int:
-            _fail(columns, f"info.{name} in its header is not a number")
-    mesh = info.get("mesh")
-    if mesh is not None:
-        shape = mesh.get("shape") if isinstance(mesh, dict) else None
-        if not isinstance(shape, list) or not all(type(n) is int for n in shape) or not _texts(mesh.get("names")):
-            _fail(columns, "info.mesh in its header is malformed")
-    if not all(type(n) is int for n in info.get("files", {}).values()):
-        _fail(columns, "info.files in its header is malformed")
-    if not _texts(info.get("notes", [])):
-        _fail(columns, "info.notes in its header is malformed")
-    opaque = info.get("extra", {}).get("opaque", {})
-    if not isinstance(opaque, dict) or not _texts(list(opaque.values())):
-        _fail(columns, "info.extra.opaque in its header is malformed")
-    for path in (*info.get("files", {}), *info.get("side_files", ())):
-        if not isinstance(path, str):
-            _fail(columns, "a path in its header is not a string")
-        checked_path(path)
-
-
 def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _in_range(columns: Columns, name: str, dtype: str, high: int, count: int | None = None, *, low: int = 0) -> None:
+def _in_range(
+    columns: Columns, name: str, dtype: str, count: int | None = None, *, low: int = 0, high: int | None = None
+) -> Column:
+    """Return a column whose values must be at least `low` and, if they are indices, below `high`."""
     column = columns.get(name, dtype, count)
-    if len(column) and (int(column.min()) < low or int(column.max()) >= high):
-        _fail(columns, f"column {name!r} has an index outside its table")
-
-
-def _non_negative(columns: Columns, name: str, dtype: str = "int64") -> None:
-    column = columns.get(name, dtype)
-    if len(column) and int(column.min()) < 0:
-        _fail(columns, f"column {name!r} holds a negative number")
+    if len(column) and (int(column.min()) < low or (high is not None and int(column.max()) >= high)):
+        what = "holds a negative number" if high is None else "has an index outside its table"
+        _fail(columns, f"column {name!r} {what}")
+    return column
 
 
 def _fail(columns: Columns, what: str) -> None:
@@ -392,7 +317,7 @@ class Manifest:
             "notes": info.notes,
             "extra": {key: value for key, value in info.extra.items() if key != PLACEMENTS},
         }
-        _check_json(fields)
+        check_json(fields, "info")
         header = {
             "format": VERSION,
             "dtypes": dtypes,
@@ -413,41 +338,64 @@ class Manifest:
             UnsupportedFormatError: A newer ckptkit wrote the manifest.
         """
         columns = unpack(data, file=file)
-        _check_tables(columns, VERSION)
         manifest = _decode(columns)
         _check_manifest(manifest, columns)
         return manifest
 
 
 def _decode(columns: Columns) -> Manifest:
-    names = unpack_texts(columns, "names")
+    """Return the manifest in these columns, whose indices are checked."""
+    found = columns.field("format", int)
+    if found != VERSION:
+        raise UnsupportedFormatError(
+            f"{columns.file}: its format is {found}; this ckptkit reads {VERSION}. Update ckptkit."
+        )
+    dtypes, states = (columns.field(name, list) for name in ("dtypes", "states"))
+    for name, table in (("dtypes", dtypes), ("states", states)):
+        if not _texts(table):
+            _fail(columns, f"{name!r} in its header has an item that is not a string")
+    unknown = [name for name in dtypes if name not in DTYPES]
+    if unknown:
+        raise UnsupportedFormatError(f"{columns.file}: dtype {unknown[0]!r} is unknown.")
+    placements: list[tuple[int, tuple[str, ...]]] = []
+    for item in columns.field("placements", list):
+        if not isinstance(item, list) or len(item) != 2 or type(item[0]) is not int or not _texts(item[1]):
+            _fail(columns, "a placement in its header is malformed")
+        placements.append((item[0], tuple(item[1])))
+    info = _decode_info(columns)
+    names, paths = unpack_texts(columns, "names"), unpack_texts(columns, "paths")
     count = len(names)
-    ndims = columns.get("tensor.ndim", "uint8", count).astype(np.int64)
-    shapes = _split_rows(columns.get("tensor.shape", "int64", int(ndims.sum())), ndims)
+    ndims = _in_range(columns, "tensor.ndim", "uint8", count, high=_MAX_NDIM + 1).astype(np.int64)
+    shapes = _split_rows(_in_range(columns, "tensor.shape", "int64", int(ndims.sum())), ndims)
     stops = columns.get("tensor.stop", "int64", count)
-    dtypes, states = columns.field("dtypes", list), columns.field("states", list)
-    fqns = columns.get("tensor.fqn", "int32", 2 * count).tolist()
+    if count and (stops[0] < 0 or (np.diff(stops) < 0).any() or stops[-1] > len(columns.get("slice.file", "int32"))):
+        _fail(columns, "the column 'tensor.stop' is damaged")
+    fqns = _in_range(columns, "tensor.fqn", "int32", 2 * count).tolist()
+    rows = _in_range(columns, "tensor.dtype", "uint8", count, high=len(dtypes)).tolist()
+    roles = _in_range(columns, "tensor.role", "uint8", count, high=len(_ROLES)).tolist()
+    named = _in_range(columns, "tensor.state", "int32", count, high=len(states)).tolist()
     tensors = Tensors(
         names,
-        [dtypes[i] for i in columns.get("tensor.dtype", "uint8", count).tolist()],
+        [dtypes[i] for i in rows],
         shapes,
         stops,
-        [_ROLES[i] for i in columns.get("tensor.role", "uint8", count).tolist()],
+        [_ROLES[i] for i in roles],
         [name[a:b] for name, a, b in zip(names, fqns[::2], fqns[1::2], strict=True)],
-        [states[i] for i in columns.get("tensor.state", "int32", count).tolist()],
+        [states[i] for i in named],
         _decode_keys(columns, "tensor", names),
-        columns.get("tensor.placement", "int32", count),
+        _in_range(columns, "tensor.placement", "int32", count, low=-1, high=len(placements)),
     )
     total = int(stops[-1]) if count else 0
     elements = int((np.diff(stops, prepend=0) * ndims).sum())
-    paths = unpack_texts(columns, "paths")
-    found: dict[str, Any] = {"digests": None}
+    _in_range(columns, "slice.file", "int32", total, high=len(paths))
+    slices: dict[str, Any] = {"digests": None}
     for name, key, dtype in _SLICE_COLUMNS:
         if key != "digests" or name in columns.arrays:
-            found[key] = columns.get(name, dtype, elements if key in ("offsets", "sizes") else total)
-    slices = Slices(**found, strides=_decode_strides(columns, ndims, stops))
-    placements = [(int(mesh), tuple(texts)) for mesh, texts in columns.field("placements", list)]
-    return Manifest(paths, tensors, slices, _decode_objects(columns, paths), _decode_info(columns), placements)
+            slices[key] = columns.get(name, dtype, elements if key in ("offsets", "sizes") else total)
+    strides = _decode_strides(columns, ndims, stops, total)
+    return Manifest(
+        paths, tensors, Slices(**slices, strides=strides), _decode_objects(columns, paths), info, placements
+    )
 
 
 def _split_rows(flat: Column, widths: Int64) -> list[tuple[int, ...]]:
@@ -480,17 +428,24 @@ def _decode_keys(columns: Columns, prefix: str, names: list[str]) -> list[tuple[
     return keys
 
 
-def _decode_strides(columns: Columns, ndims: Int64, stops: Int64) -> dict[int, tuple[int, ...]]:
-    rows = columns.get("stride.row", "int64")
-    tensors = np.searchsorted(stops, rows, side="right")
-    widths = ndims[np.minimum(tensors, max(0, len(ndims) - 1))] if len(ndims) else np.zeros(len(rows), np.int64)
-    values = columns.get("stride.value", "int64", int(widths.sum()))
+def _decode_strides(columns: Columns, ndims: Int64, stops: Int64, total: int) -> dict[int, tuple[int, ...]]:
+    rows = _in_range(columns, "stride.row", "int64", high=total)
+    if (np.diff(rows) <= 0).any():
+        _fail(columns, "the list of strided slices is damaged")
+    widths = ndims[np.searchsorted(stops, rows, side="right")]
+    values = _in_range(columns, "stride.value", "int64", int(widths.sum()))
     return dict(zip(rows.tolist(), _split_rows(values, widths), strict=True))
 
 
 def _decode_objects(columns: Columns, paths: list[str]) -> dict[str, ObjectEntry]:
     names = unpack_texts(columns, "objects")
-    found = [columns.get(f"object.{name}", dtype, len(names)).tolist() for name, dtype in _OBJECT_COLUMNS]
+    tables = {"file": len(paths), "role": len(_ROLES), "encoding": len(_ENCODINGS)}
+    found = [
+        _in_range(
+            columns, f"object.{name}", dtype, len(names), low=-1 if name == "file" else 0, high=tables.get(name)
+        ).tolist()
+        for name, dtype in _OBJECT_COLUMNS
+    ]
     values: dict[str, Any] = columns.field("values", dict)
     entries = {}
     rows = zip(names, _decode_keys(columns, "object", names), *found, strict=True)
@@ -505,7 +460,29 @@ def _decode_objects(columns: Columns, paths: list[str]) -> dict[str, ObjectEntry
 
 def _decode_info(columns: Columns) -> CatalogInfo:
     info: dict[str, Any] = columns.field("info", dict)
+    wanted = {"files": dict, "side_files": list, "notes": list, "extra": dict, "format": str, "producer": str}
+    for name, kind in wanted.items():
+        if name in info and not isinstance(info[name], kind):
+            _fail(columns, f"info.{name} in its header is not a {kind.__name__}")
+    for name in ("step", "world_size"):
+        if info.get(name) is not None and type(info[name]) is not int:
+            _fail(columns, f"info.{name} in its header is not a number")
     mesh = info.get("mesh")
+    if mesh is not None:
+        shape = mesh.get("shape") if isinstance(mesh, dict) else None
+        if not isinstance(shape, list) or not all(type(n) is int for n in shape) or not _texts(mesh.get("names")):
+            _fail(columns, "info.mesh in its header is malformed")
+    if not all(type(n) is int for n in info.get("files", {}).values()):
+        _fail(columns, "info.files in its header is malformed")
+    if not _texts(info.get("notes", [])):
+        _fail(columns, "info.notes in its header is malformed")
+    opaque = info.get("extra", {}).get("opaque", {})
+    if not isinstance(opaque, dict) or not _texts(list(opaque.values())):
+        _fail(columns, "info.extra.opaque in its header is malformed")
+    for path in (*info.get("files", {}), *info.get("side_files", ())):
+        if not isinstance(path, str):
+            _fail(columns, "a path in its header is not a string")
+        checked_path(path)
     return CatalogInfo(
         str(info.get("format", "ckptkit")),
         str(info.get("producer", "")),
@@ -716,16 +693,3 @@ def _pack_objects(entries: Mapping[str, ObjectEntry], paths: list[str]) -> tuple
     }
     # Objects in separate files stay there. Values are included only if they are stored nowhere else.
     return arrays, {e.name: e.value for e in items if e.encoding != "torch_save" and not e.path}
-
-
-def _check_json(value: Any, path: str = "info") -> None:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise UsageError(f"{path}: the key {key!r} is not a string; a manifest's header is JSON.")
-            _check_json(item, f"{path}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            _check_json(item, f"{path}.{i}")
-    elif value is not None and not isinstance(value, (str, int, float, bool)):
-        raise UsageError(f"{path}: {type(value).__name__} is not JSON; a manifest's header is JSON.")

@@ -23,7 +23,7 @@ from ckptkit.errors import (
     UsageError,
     command_line,
 )
-from ckptkit.formats.own.json import parse
+from ckptkit.formats.own.json import check_json, parse
 from ckptkit.formats.own.outline import PREFIX
 from ckptkit.storage.store import Store, checked_path, is_safe_name
 
@@ -191,17 +191,10 @@ class CommitRecord:
                 for path, item in sorted(self.files.items())
             },
         }
-        _check_keys(self.client_state, "client_state")
-        _check_keys(self.extra, "extra")
-        try:
-            body["self"] = _self_digest(body)
-            text = json.dumps(body, indent=1, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise UsageError(
-                f"the record of step {self.step} can't be written as JSON: {error}. Metrics must be numbers, and "
-                "client_state JSON: strings, finite numbers, lists, dicts with string keys, None."
-            ) from error
-        return (text + "\n").encode()
+        check_json(self.client_state, "client_state")
+        check_json(self.extra, "extra")
+        body["self"] = _self_digest(body)
+        return (json.dumps(body, indent=1, allow_nan=False) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes, *, file: str) -> CommitRecord:
@@ -366,30 +359,11 @@ def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
     if not isinstance(metrics, Mapping):
         raise wrong("metrics", metrics, "a dict of names and numbers, such as {'val_loss': 1.5}")
     _metrics_json(metrics)
-    _check_keys(client_state, "client_state")
-    try:
-        json.dumps(client_state, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"client_state can't be written as JSON: {error}. It takes strings, finite numbers, lists, dicts with "
-            "string keys, None. Put other state into TrainState.extra."
-        ) from error
-
-
-def _check_keys(value: Any, place: str) -> None:
-    """Raise UsageError if a key is not a string. JSON would silently turn {1: ...} into {"1": ...}."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                raise UsageError(f"{place} has the key {key!r:.80}; keys of JSON are strings.")
-            _check_keys(inner, f"{place}[{key!r:.80}]")
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            _check_keys(inner, f"{place}[{index}]")
+    check_json(client_state, "client_state", " Put other state into TrainState.extra.")
 
 
 def _metrics_json(metrics: Mapping[str, Any]) -> dict[str, float | str]:
-    _check_keys(metrics, "metrics")
+    check_json(dict.fromkeys(metrics), "metrics")
     found: dict[str, float | str] = {}
     for name, value in metrics.items():
         try:
