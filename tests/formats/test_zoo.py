@@ -74,6 +74,7 @@ FORMATS = {
     "lightrft_naive_optim_w2": "lightrft",
     "dcp_appstate_w2": "dcp",
     "dcp_no_collectives_w2": "dcp",
+    "olmo_core_w2": None,  # the DCP is in model_and_optim/
     "accelerate_fsdp2_sharded_llama_tied_w2": "accelerate",
     "accelerate_fsdp2_nodcp_llama_untied_w2": "accelerate",
     "hf_trainer_fsdp2_sharded_w2": "accelerate",
