@@ -22,7 +22,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit import (
     DCPLoadPlanner,
@@ -595,6 +596,63 @@ def test_ranks_whose_shards_are_not_all_quantized_are_refused_by_name(ranks: Any
     assert not list(tmp_path.glob("step_*"))
 
 
+def placed(name: str, shape: tuple[int, ...], mesh: tuple[int, ...], placements: Any, steps: int) -> TrainState:
+    """Return one weight with these placements, and an optimizer of torchao after some steps."""
+    import torchao.optim
+
+    over = init_device_mesh("cpu", mesh, mesh_dim_names=("a", "b")[: len(mesh)])
+    whole = torch.randn(*shape, generator=torch.Generator().manual_seed(steps))
+    weight = nn.Parameter(distribute_tensor(whole, over, placements, src_data_rank=None))
+    optimizer = getattr(torchao.optim, name)([weight], lr=1e-3)
+    for step in range(steps):
+        grad = torch.randn(*shape, generator=torch.Generator().manual_seed(step))
+        weight.grad = distribute_tensor(grad, over, placements, src_data_rank=None)
+        with torch.compiler.set_stance("force_eager"):
+            optimizer.step()
+    return TrainState(model=nn.ParameterDict({"w": weight}), optimizer=optimizer, rng=False)
+
+
+def round_trips(url: str, name: str, kind: str, mesh: tuple[int, ...], placements: Any) -> None:
+    for steps in (1, 0):
+        source, live = (placed(name, (64, 128), mesh, placements, n) for n in (2, steps))
+        check_round_trip(f"{url}/{steps}", source, live, kind)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_mesh_dimension_of_one_rank_splits_no_block(ranks: Any, tmp_path: Path, name: str, kind: str) -> None:
+    cases: list[tuple[tuple[int, ...], Any]] = [
+        ((1,), [Shard(1)]),
+        ((2, 1), [Shard(0), Shard(1)]),
+        ((1, 2), [_StridedShard(0, split_factor=2), Shard(0)]),  # as FSDP2 on one rank and tensor parallelism on two
+    ]
+    for number, (mesh, placements) in enumerate(cases):
+        ranks.run(round_trips, max(mesh), str(tmp_path / f"{number}"), name, kind, mesh, placements)
+
+
+EMPTY = (2, 8192)  # on three ranks, the last one has no rows
+
+
+def save_empty(url: str) -> str:
+    state = placed("AdamW8bit", EMPTY, (dist.get_world_size(),), [Shard(0)], 1)
+    return refusal(lambda: save(url, state))
+
+
+def load_empty(url: str, steps: int) -> str:
+    return refusal(lambda: load(url, placed("AdamW8bit", EMPTY, (dist.get_world_size(),), [Shard(0)], steps)))
+
+
+def test_an_empty_shard_of_a_quantized_state_is_refused_by_that_reason(ranks: Any, tmp_path: Path) -> None:
+    for said in ranks.run(save_empty, 3, str(tmp_path / "three")):
+        assert "w.exp_avg and 1 more: it is an empty shard (use fewer ranks) here, but OptimState8bit" in said
+    assert not list(tmp_path.glob("three/step_*"))
+    assert ranks.run(save_empty, 2, str(tmp_path / "two")) == ["", ""]
+    for said in ranks.run(load_empty, 3, str(tmp_path / "two"), 1):
+        assert "w.exp_avg is an empty shard (use fewer ranks) here, but OptimState8bit" in said
+    for said in ranks.run(load_empty, 3, str(tmp_path / "two"), 0):
+        assert "w.exp_avg in the checkpoint is a torchao.optim.subclass_8bit.OptimState8bit" in said
+        assert "whose shard on this rank would be empty: use fewer ranks" in said
+
+
 def float8(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = gathered_in_float8(net(64))
@@ -884,6 +942,15 @@ def test_quantized_states_of_declared_experts_load_on_other_ranks(
         url = str(tmp_path / f"{source}-{target}")
         assert set(ranks.run(save_experts, source, url, name, kind)) == {""}
         assert ranks.run(load_experts, target, url, name) == [[True, True]] * target
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_states_that_are_declared_over_one_rank_are_not_split(
+    ranks: Any, tmp_path: Path, name: str, kind: str
+) -> None:
+    assert ranks.run(save_experts, 1, str(tmp_path), name, kind, 2) == [""]
+    for target in (1, 2) if kind != "local" else (1,):
+        assert ranks.run(load_experts, target, str(tmp_path), name) == [[True, True]] * target
 
 
 def test_quantized_states_of_declared_experts_whose_blocks_are_split_are_refused(ranks: Any, tmp_path: Path) -> None:

@@ -607,7 +607,7 @@ class _Planner:
                 tensor = declared.get(name, wholes.get(name, live.get(name)))
                 opened, made, _ = open_all({name: tensor}, {name: parameter} if is_state_in_parts(tensor) else {})
                 if not same_recipe(made.get(name), recipe):
-                    others.append(unlike(f"{fqn}.{name}", made.get(name), recipe))
+                    others.append(unlike(f"{fqn}.{name}", made.get(name), recipe, tensor))
                 elif opened.keys() - entries.keys():
                     raise CorruptCheckpointError(f"{head}{name}: not all of its parts are in the checkpoint.")
             except SaveError as error:
@@ -836,9 +836,9 @@ def is_recipe(recipe: JSON) -> bool:
     return isinstance(inner, dict) and "context" in recipe and all(isinstance(spec, dict) for spec in inner.values())
 
 
-def unlike(name: str, here: Recipe | None, saved: Recipe | None) -> str:
-    """Describe a tensor whose live and saved recipes differ. A plain tensor has the recipe None."""
-    return f"{name} is {describe(here)} here, but {describe(saved)} in the checkpoint"
+def unlike(name: str, here: Recipe | None, saved: Recipe | None, live: torch.Tensor | None = None) -> str:
+    """Describe a tensor whose live and saved recipes differ. A plain tensor has the recipe None; see `describe`."""
+    return f"{name} is {describe(here, live)} here, but {describe(saved)} in the checkpoint"
 
 
 def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:

@@ -447,15 +447,16 @@ class Saver:
         found: dict[str, tuple[int, Any]] = {}
         for rank, table in enumerate(map(json.loads, self.coordinator.all_gather(_json(own)))):
             found.update({key: (rank, recipe) for key, recipe in table.items() if key not in found})
-        mine = {key for key, _ in captured.tensors(aliases=True)} | own.keys()
+        tensors = dict(captured.tensors(aliases=True))
+        mine = tensors.keys() | own.keys()
         differing = [key for key, (_, recipe) in found.items() if key in mine and own.get(key) != recipe]
         outcome = Outcome()
         if differing:
-            rank, recipe = found[differing[0]]
-            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+            key, more = differing[0], f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+            (rank, recipe), live = found[key], None if key.startswith("model") else tensors.get(key)
             error = SaveError(
-                f"{differing[0]}{more}: it is {describe(own.get(differing[0]))} here, but {describe(recipe)} on rank "
-                f"{rank}. Shard it so that all ranks have the same class and settings."
+                f"{key}{more}: it is {describe(own.get(key), live)} here, but {describe(recipe)} on rank {rank}. "
+                "Shard it so that all ranks have the same class and settings."
             )
             outcome = Outcome.of_error(error)
         self.coordinator.settle(outcome, "planning the save")

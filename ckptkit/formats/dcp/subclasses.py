@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.catalog.box import row_major_strides
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.errors import SaveError
-from ckptkit.formats.dcp.host_bytes import are_dense, placed_like, why_not_dense, without_subclass
+from ckptkit.formats.dcp.host_bytes import are_dense, local_part, placed_like, why_not_dense, without_subclass
 
 if TYPE_CHECKING:
     import torch
@@ -114,10 +114,16 @@ def outer_name(name: str, recipes: Mapping[str, Recipe], prefix: str = "") -> st
     return name
 
 
-def describe(recipe: Recipe) -> str:
-    """Return a recipe as one line, for error messages."""
+def describe(recipe: Recipe, live: torch.Tensor | None = None) -> str:
+    """Return a recipe as one line, for error messages.
+
+    Args:
+        live: The tensor without a recipe, if it is an optimizer state on this rank. An optimizer quantizes no empty
+            shard.
+    """
     if not isinstance(recipe, Mapping):
-        return "a plain tensor"
+        is_empty = live is not None and not local_part(live).numel()
+        return "an empty shard (use fewer ranks)" if is_empty else "a plain tensor"
     name = str(recipe.get("class", "")).rpartition(".")[2]
     return f"{name} {json.dumps({key: value for key, value in recipe.items() if key != 'class'})}"
 
@@ -467,6 +473,7 @@ def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[
                 f"{list(inner.shape)} has no known position in the whole tensor {list(whole.shape)}"
             )
         return inner, {"placed": rule}
+    placements = _cutting(whole)
     view, spec = _plain(name, inner, local, rule)
     blocks = cut_blocks(spec["block"], whole.shape) if rule == "flat" else spec["block"]
     cut = {placement.dim for placement in placements if hasattr(placement, "dim")}
@@ -488,6 +495,14 @@ def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[
         raise SaveError(_split(whole, name, spec["block"], f"other ranks split it elsewhere ({placements})"))
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(view, mesh, placements, run_check=False, shape=shape, stride=stride), spec
+
+
+def _cutting(whole: Any) -> tuple[Any, ...]:
+    """Return a DTensor's placements, with Replicate for mesh dimensions of one rank, because these cut nothing."""
+    from torch.distributed.tensor import Replicate
+
+    pairs = zip(whole.device_mesh.shape, whole.placements, strict=True)
+    return tuple(Replicate() if size == 1 and hasattr(p, "dim") else p for size, p in pairs)
 
 
 def _consists_of_runs(whole: Any, run: int) -> bool:
@@ -624,6 +639,8 @@ def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, Te
         )
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     shape = tuple(local.shape)
+    if not local.numel() and name != _FLASH:
+        raise SaveError(f"is a {name}, whose shard on this rank would be empty: use fewer ranks")
     inner = {}
     for key, spec in recipe["inner"].items():
         if key not in entries or "recipe" in spec:
