@@ -61,6 +61,14 @@ def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
     return lambda objects: operator.delitem(functools.reduce(operator.getitem, path[:-1], objects), path[-1])
 
 
+def state_of(tree: Any) -> Any:
+    return {"0.weight": {"exp_avg": tree}}
+
+
+def with_attribute(name: str) -> Any:
+    return {"$attributes": [{name: 1}, {"$ref": "x"}]}
+
+
 GROUP = ("optimizer", "param_groups", 0)
 ODD = {"$tensor": {"dtype": "float32", "shape": [2], "data": "AAAAAAAAAAA="}}
 CHANGES = {
@@ -73,6 +81,19 @@ CHANGES = {
     "no values": (drop("optimizer", "values"), "values"),
     "values of a parameter are a list": (put("optimizer", "values", value={"0.weight": []}), "values"),
     "shared is null": (put("optimizer", "shared", value=None), "shared"),
+    "the kind of a state is a list": (put("optimizer", "kinds", value=state_of([1])), "kinds"),
+    "kinds of a parameter are a number": (put("optimizer", "kinds", value={"0.weight": 1}), "kinds"),
+    "the kind of a state is a tuple": (put("optimizer", "kinds", value=state_of({"$tuple": []})), "kinds"),
+    "an attribute is one of torch's": (put("optimizer", "kinds", value=state_of(with_attribute("data"))), "attributes"),
+    "an attribute is private": (put("optimizer", "kinds", value=state_of(with_attribute("__class__"))), "attributes"),
+    "a factory is a function": (
+        put("optimizer", "containers", value={"0.weight": {"$defaultdict": ["eval", []]}}),
+        "eval",
+    ),
+    "a container is not empty": (put("optimizer", "containers", value={"0.weight": {"a": 1}}), "containers"),
+    "a container is a number": (put("optimizer", "containers", value={"0.weight": 3}), "containers"),
+    "a view is a name": (put("optimizer", "views", value=[["0.weight"]]), "views"),
+    "a view has no state": (put("optimizer", "views", value=[[["0.weight"]]]), "views"),
     "a value has an unknown tag": (put("optimizer", "values", value={"0.weight": {"x": {"$what": 1}}}), "what"),
     "a value lies in no tensor": (put("optimizer", "values", value={"0.weight": {"x": {"$ref": "no"}}}), "no"),
     "lr is a text": (put(*GROUP, "lr", value="high"), "lr"),

@@ -117,6 +117,8 @@ def plain(tree: Any) -> Any:
         return {"$tuple": tuple, "$set": set, "$frozenset": frozenset}[tag](plain(value))
     if tag in ("$dict", "$ordered"):
         return {plain(key): plain(item) for key, item in value}
+    if tag == "$defaultdict":
+        return {plain(key): plain(item) for key, item in value[1]}
     if tag == "$float":
         return float(value)
     if tag == "$bytes":

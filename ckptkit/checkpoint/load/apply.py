@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,17 @@ from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.state.optimizer import apply_state
 from ckptkit.checkpoint.state.rng import check_rng, reseed, restore_rng, shared_stream
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState, canonical_modules, is_stateful
-from ckptkit.checkpoint.state.values import JSON, decode
+from ckptkit.checkpoint.state.values import JSON, decode, references
+from ckptkit.checkpoint.state.views import memories, separated
 from ckptkit.errors import CorruptCheckpointError, LoadError
 from ckptkit.formats.dcp.host_bytes import forget_computed
 from ckptkit.formats.dcp.subclasses import ERROR_BITS, keeps_parts
+from ckptkit.units import first_few
 
 if TYPE_CHECKING:
     import torch
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,7 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
             apply_optimizer(optimizer, states, *other, loaded)
             if not optimizer.skip:
                 report.loaded.append(optimizer.key)
+                _tell_separated(optimizer, report, rank)
     if plan.reseed:
         # Ranks that share a random stream get the same seed.
         seed = reseed(decoded.rng["torch"].tolist(), shared_stream(rank, 0)[0])
@@ -109,6 +115,21 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
         report.loaded.append("rng")
         report.notes += [f"rng: the state of {name} was not restored: there is no such generator here"
                          for name in lacking]  # fmt: skip
+
+
+def _tell_separated(plan: OptimizerPlan, report: LoadReport, rank: int) -> None:
+    """Report states that shared memory when they were saved, and do not now."""
+    if not plan.views:
+        return
+    for names in separated(plan.views, memories(plan.optimizer, plan.parameters)):
+        note = (
+            f"{plan.key}: {first_few(names)} shared memory when they were saved, and do not now, so an optimizer that "
+            "changes one of them through another continues differently. States that share memory before the load keep "
+            "sharing it, except those in lists and dicts"
+        )
+        report.notes.append(note)
+        if rank == 0:
+            _log.warning("%s.", note)
 
 
 def _apply_object(state: TrainState, target: ObjectTarget, value: Any) -> None:
@@ -162,9 +183,14 @@ def apply_optimizer(
     unsaved = [fqn for fqn, entry in plan.masters.items() if entry is None]
     masters = {f: live[p][name] for f in unsaved if (p := plan.parameters[f]) in live and name in live[p]}
     if not plan.skip:
-        new = {fqn: dict(state) for fqn, state in states.items()}
-        for fqn, items in values.items():
-            new.setdefault(fqn, {}).update(items)
+        new = {fqn: decode(plan.containers.get(fqn, {}), states.__getitem__) for fqn in [*states, *values]}
+        for fqn, state in [*states.items(), *values.items()]:
+            new[fqn].update(state)
+        for fqn, trees in plan.kinds.items():
+            for state_name in trees.keys() & states.get(fqn, {}).keys():
+                tree = trees[state_name]
+                read = dict.fromkeys(references(tree), states[fqn][state_name])
+                new[fqn][state_name] = decode(tree, read.__getitem__)
         for fqn, master in masters.items():
             new.setdefault(fqn, {})[str(name)] = master
         for fqn, state_name, other, other_name in plan.same:

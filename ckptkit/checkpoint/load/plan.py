@@ -45,6 +45,7 @@ from ckptkit.checkpoint.state.train_state import (
     section,
 )
 from ckptkit.checkpoint.state.values import JSON, decode, references
+from ckptkit.checkpoint.state.views import View
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, SaveError, UsageError, command_line
 from ckptkit.formats.dcp.host_bytes import (
     are_dense,
@@ -194,6 +195,9 @@ class OptimizerPlan:
     held: dict[str, Held] = field(default_factory=dict)  # how states are stored; see OptimizerTree
     orders: dict[str, list[int]] = field(default_factory=dict)  # memory orders; see OptimizerTree
     same: list[list[str]] = field(default_factory=list)  # states that are one tensor; see OptimizerTree
+    views: list[list[View]] = field(default_factory=list)  # states whose memory was allocated as one
+    kinds: dict[str, dict[str, JSON]] = field(default_factory=dict)  # see OptimizerTree
+    containers: dict[str, JSON] = field(default_factory=dict)  # see OptimizerTree
     keep: list[str] = field(
         default_factory=list
     )  # parameters that the checkpoint's optimizer lacks; they keep their state
@@ -534,7 +538,7 @@ class _Planner:
         if saved is not None:
             plan.groups = group_changes(plan.optimizer, names, saved.param_groups, self.small, plan.key)
             plan.values, plan.shared, plan.held, plan.orders = saved.values, saved.shared, saved.held, saved.orders
-            plan.same = saved.same
+            plan.same, plan.views, plan.kinds, plan.containers = saved.same, saved.views, saved.kinds, saved.containers
             plan.groups.unexpected += [f"{fqn}.{name}" for fqn in states if fqn not in owners for name in states[fqn]]
             if saved.states or self.own.bound:
                 found.add("others", plan.key, self.of_other_ranks(plan, saved))

@@ -17,9 +17,10 @@ from ckptkit.checkpoint.state.optimizer import new_state_tensor
 from ckptkit.checkpoint.state.optimizer_layout import SHARD, new_held
 from ckptkit.checkpoint.state.train_state import PerRank, is_stateful
 from ckptkit.checkpoint.state.values import encode, in_order, references
+from ckptkit.checkpoint.state.views import View, in_one_memory
 from ckptkit.errors import LoadError, SaveError
 from ckptkit.formats.dcp.host_bytes import local_part, without_subclass
-from ckptkit.formats.dcp.shared_memory import check_claims, overlapping
+from ckptkit.formats.dcp.shared_memory import Claim, are_one, check_claims, overlapping
 from ckptkit.formats.dcp.subclasses import outer_name, with_lower_bits
 from ckptkit.formats.trainers.shards import LocalPart
 from ckptkit.storage.store import Store
@@ -77,6 +78,7 @@ class Reading:
             parts = [part_view(twin.key, as_global(twin.key, twin.live, twin.shards)) for twin in twins]
             groups.append([part.claim(twin.entry) for part, twin in zip(parts, twins, strict=True)])
         check_claims(store, groups)
+        self._joint, self._apart = _overlaps(plan, views, store) if plan.optimizers else (set(), set())
         self.states = [self._optimizer(optimizer) for optimizer in plan.optimizers]
         if options.atomic:
             self._check_memory(None if options.max_memory is None else parse_size(options.max_memory, "max_memory"))
@@ -185,9 +187,12 @@ class Reading:
                 alike = (
                     alike and not kept.is_meta and entry.numel > 1 and place[0] == shape and _placement(kept) == place
                 )
-                alike = alike and not _shares_memory(kept, parameter)
+                alike = alike and not kept.requires_grad and id(kept) not in self._apart
                 # Even with `atomic`, keep an accelerator's live tensor: a new one would need as much device memory.
-                if alike and (not self._atomic or kept.device.type != "cpu"):
+                # Also keep one whose memory others have, too.
+                if alike and (
+                    not self._atomic or kept.device.type != "cpu" or id(kept) in self._joint or _is_view(kept)
+                ):
                     local = without_subclass(local_part(kept)).detach()
                     if parts is None:
                         _, parts = parts_here(as_global(entry.name, kept, shards), local)
@@ -279,9 +284,63 @@ def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), placed, tensor.device, local.stride() if local.numel() else None
 
 
-def _shares_memory(state: torch.Tensor, parameter: torch.Tensor) -> bool:
-    one, other = local_part(state), local_part(parameter)
-    return one.numel() > 0 and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _is_view(tensor: torch.Tensor) -> bool:
+    local = local_part(tensor)
+    return local.untyped_storage().nbytes() > local.nbytes
+
+
+def _overlaps(plan: LoadPlan, models: Sequence[PartView], store: Store) -> tuple[set[int], set[int]]:
+    """Return the ids of the live optimizer states that overlap other tensors, in two sets: the states that also shared
+    memory with them when they were saved, and the states that did not.
+
+    A load fills the first in place, so that they keep sharing memory. It gives the others memory of their own.
+
+    Args:
+        models: This rank's parts of `plan.models`.
+    """
+    fqns = {id(parameter): fqn for one in plan.optimizers for fqn, parameter in one.parameters.items()}
+    weights = {id(target.live): target.live for target in plan.models}
+    weights.update((id(item), item) for one in plan.optimizers for item in one.parameters.values())
+    members: list[tuple[OptimizerPlan | None, View, Any]]
+    members = [(None, (fqns.get(key, ""), ""), tensor) for key, tensor in weights.items()]
+    for one in plan.optimizers:
+        members += [(one, (fqn, name), item) for fqn, states in one.live.items() for name, item in states.items()]
+        for index, group in enumerate(one.optimizer.param_groups):
+            members += [(None, ("", f"param_groups.{index}.{key}"), item) for key, item in group.items()]
+    found = [(local, member) for member in members if (local := in_one_memory(member[-1])) is not None]
+    joint, apart = set[int](), set[int]()
+    for rows in overlapping([local for local, _ in found]):
+        group = [found[row][1] for row in rows]
+        states = {id(tensor) for one, _, tensor in group if one is not None}
+        if states and _shared_when_saved(plan, [view for _, view, _ in group]):
+            known = {
+                id(target.live): view.claim(target.entry) for target, view in zip(plan.models, models, strict=True)
+            }
+            claims = [
+                known.get(id(tensor)) if one is None else _claim(one, view, tensor)
+                for one, view, tensor in group
+                if not view[1].startswith("param_groups.")  # filled in place, like any other tensor in a group
+            ]
+            (joint if are_one(store, claims) else apart).update(states)
+        else:
+            apart.update(states)
+    return joint, apart
+
+
+def _shared_when_saved(plan: LoadPlan, views: Sequence[View]) -> bool:
+    first = {(fqn, name): (other, of) for one in plan.optimizers for fqn, name, other, of in one.same}
+    wanted = {first.get(view, view) for view in views}
+    return len(wanted) == 1 or any(wanted <= set(group) for one in plan.optimizers for group in one.views)
+
+
+def _claim(plan: OptimizerPlan, view: View, tensor: torch.Tensor) -> Claim | None:
+    """Return the request to load a saved state into the live one; None if the checkpoint has no such state."""
+    fqn, name = view
+    entry = plan.masters.get(fqn) if name == plan.master_name else plan.states.get(fqn, {}).get(name)
+    if entry is None or plan.skip:
+        return None
+    shards = plan.shards.get(fqn, ()) if entry.numel > 1 else ()
+    return part_view(entry.name, as_global(entry.name, tensor, shards)).claim(entry)
 
 
 # --- free memory

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -29,7 +30,8 @@ from ckptkit.checkpoint.state.optimizer_layout import (
     placed,
     shard_names,
 )
-from ckptkit.checkpoint.state.values import JSON, decode, encode, is_order, order_of
+from ckptkit.checkpoint.state.values import JSON, decode, described, encode, is_order, order_of
+from ckptkit.checkpoint.state.views import View, memories, shared
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import (
     after_load,
@@ -67,7 +69,7 @@ class CapturedOptimizer:
     Attributes:
         tree: JSON with these keys. "param_groups": the groups, each with "params", a list of FQNs. "values": non-tensor
             state, by FQN. "shared": state that belongs to no parameter. If needed, there are also "held", "orders",
-            "own", "same" and "tied"; see `OptimizerTree`.
+            "own", "same", "views", "kinds", "containers" and "tied"; see `OptimizerTree`.
         recipes: How tensor subclasses are split into plain tensors (`Recipe`), by (fqn, state name). `tensors` has
             their parts.
     """
@@ -145,9 +147,10 @@ def capture_optimizer(
     loose = captured.loose
     by_id = {id(parameter): fqn for fqn, parameter in parameters.items()}
     stepped = {fqn: parameter for fqn, parameter in parameters.items() if parameter in optimizer.state}
-    for fqn, parameter in stepped.items():
-        if not isinstance(state := optimizer.state[parameter], Mapping):
-            raise SaveError(f"{what}: the state of {fqn} is a {type(state).__name__}; only dicts can be saved.")
+    containers = {
+        fqn: _container(optimizer.state[item], f"{what}: the state of {fqn}") for fqn, item in stepped.items()
+    }
+    captured.tree.update({"containers": found} if (found := {k: v for k, v in containers.items() if v != {}}) else {})
     _capture_states(captured, optimizer, stepped, what)
     declared: dict[str, dict[str, Any]] = {}
     for (fqn, name), value in captured.tensors.items() if layout else ():
@@ -192,6 +195,24 @@ def capture_optimizer(
     return captured
 
 
+def _container(state: Any, what: str) -> JSON:
+    """Return the tree of an empty dict of the class of a parameter's state.
+
+    Raises:
+        SaveError: A load could not create a dict of this class.
+    """
+    if type(state) is dict:
+        return {}
+    if type(state) is OrderedDict:
+        return encode(OrderedDict(), what, {})
+    if type(state) is defaultdict:
+        return encode(defaultdict(state.default_factory), what, {})
+    name = type(state).__name__
+    raise SaveError(
+        f"{what} is a {name}; only dicts can be saved, and of their subclasses OrderedDict and defaultdict."
+    )
+
+
 def _capture_states(
     captured: CapturedOptimizer, optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str
 ) -> None:
@@ -204,8 +225,9 @@ def _capture_states(
     values: dict[str, dict[str, JSON]] = {}
     helds: dict[str, Held] = {}
     orders: dict[str, list[int]] = {}
+    kinds: dict[str, dict[str, JSON]] = {}
     plain: list[str] = []  # states with plain tensors whose values may differ between ranks
-    seen: dict[int, list[str]] = {}  # by id of a tensor: FQN and name of the first state that is this tensor
+    seen: dict[Any, list[str]] = {}  # by place in memory: FQN and name of the first state that is this tensor
     same: list[list[str]] = []
     loose = captured.loose
     for fqn, parameter in parameters.items():
@@ -217,7 +239,10 @@ def _capture_states(
             if name == master_name:
                 captured.masters[fqn] = value
                 continue
-            if isinstance(value, torch.Tensor) and (first := seen.setdefault(id(value), [fqn, name])) != [fqn, name]:
+            if isinstance(value, torch.Tensor) and (first := seen.setdefault(_place(value), [fqn, name])) != [
+                fqn,
+                name,
+            ]:
                 same.append([fqn, name, *first])
             if is_state_in_parts(value):
                 captured.tensors[fqn, name] = value
@@ -230,14 +255,13 @@ def _capture_states(
                     plain.append(f"{fqn}.{name}")
                 continue
             captured.tensors[fqn, name], held = placed(value, parameter, name, shards)
-            strided = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested
-            if strided and value.dim() > 1:
-                order, usual = order_of(value), order_of(parameter) if value.shape == parameter.shape else None
-                if order != usual:
-                    orders[f"{what}.state.{fqn}.{name}"] = order or list(range(value.dim()))
+            key = f"{what}.state.{fqn}.{name}"
+            if (tree := described(value, {"$ref": key}, key)).keys() != {"$ref"}:
+                kinds.setdefault(fqn, {})[name] = tree
+            if (order := _order(value, parameter)) is not None:
+                orders[key] = order
             if held is None and (fqn not in captured.cut or value.dim() == 0):
                 continue
-            key = f"{what}.state.{fqn}.{name}"
             if held != SHARD and type(value) is torch.Tensor:
                 captured.unshaped.add(key)
             if held is not None:
@@ -245,8 +269,31 @@ def _capture_states(
             if held == PLAIN and value.numel() > 1:
                 plain.append(f"{fqn}.{name}")
     own = {"layouts": layouts(captured.cut), "states": plain} if plain else {}
-    found = {"held": helds, "orders": orders, "own": own, "same": same}
+    views = shared(memories(optimizer, parameters), same)
+    found = {"held": helds, "orders": orders, "own": own, "same": same, "views": views, "kinds": kinds}
     captured.tree.update(param_groups=[], values=values, shared={}, **{k: v for k, v in found.items() if v})
+
+
+def _order(state: torch.Tensor, parameter: torch.Tensor) -> list[int] | None:
+    """Return the memory order of a plain state's dimensions, or None if a load gives a new state this order."""
+    import torch
+
+    strided = (
+        type(state) in (torch.Tensor, torch.nn.Parameter) and state.layout is torch.strided and not state.is_nested
+    )
+    if not strided or state.dim() < 2:
+        return None
+    order, usual = order_of(state), order_of(parameter) if state.shape == parameter.shape else None
+    return None if order == usual else order or list(range(state.dim()))
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Return what two tensors have in common only if they are one: their elements, in one memory."""
+    local = local_part(tensor)
+    if why_not_dense(local) or not local.data_ptr():
+        return id(tensor)
+    kind = type(tensor), local.dtype, local.is_conj(), local.is_neg(), getattr(tensor, "placements", None)
+    return local.data_ptr(), local.shape, local.stride(), tensor.shape, *kind
 
 
 def _check_names(table: Mapping[Any, Any], what: str) -> None:
@@ -451,10 +498,12 @@ def united(trees: Sequence[JSON]) -> JSON:
             )
         first["values"] = {**tree["values"], **first["values"]}
         first["shared"] = {**tree["shared"], **first["shared"]}
-        if tied := {**tree.get("tied", {}), **first.get("tied", {})}:
-            first["tied"] = tied
-        if same := [*first.get("same", []), *(row for row in tree.get("same", []) if row not in first.get("same", []))]:
-            first["same"] = same
+        for part in ("tied", "kinds", "containers"):
+            if table := {**tree.get(part, {}), **first.get(part, {})}:
+                first[part] = table
+        for part in ("same", "views"):
+            if rows := [*first.get(part, []), *(row for row in tree.get(part, []) if row not in first.get(part, []))]:
+                first[part] = rows
     return first
 
 
@@ -510,11 +559,15 @@ class OptimizerTree:
     layouts: list[JSON]  # how the parameters were sharded, if `states` is not empty
     states: list[str]  # "<fqn>.<name>" of states with plain tensors whose values may differ between ranks
     same: list[list[str]]  # [fqn, name, other fqn, other name]: two parameters' states that are one tensor
+    views: list[list[View]]  # states whose memory was allocated as one
+    kinds: dict[str, dict[str, JSON]]  # by FQN and name: trees of tensors that are more than their values
+    containers: dict[str, JSON]  # by FQN: the empty dict of a parameter's state, if it is no plain dict
     tied: dict[str, str]  # other names of tied parameters -> the name in the groups
 
     @classmethod
     def of(cls, tree: JSON, what: str) -> OptimizerTree:
         """Validate `tree`, and return its parts."""
+        import torch
 
         def need(holds: bool, part: str, expected: str) -> None:
             if not holds:
@@ -539,9 +592,32 @@ class OptimizerTree:
         need(
             isinstance(same, list) and all(_is_list_of(row, str) and len(row) == 4 for row in same), "'same'", "a list"
         )
+        views = tree.get("views", [])
+        need(
+            isinstance(views, list)
+            and all(
+                isinstance(rows, list) and all(_is_list_of(row, str) and len(row) == 2 for row in rows)
+                for rows in views
+            ),
+            "'views'",
+            "lists of names",
+        )
+        kinds, containers = tree.get("kinds", {}), tree.get("containers", {})
+        need(isinstance(kinds, dict) and _is_list_of([*kinds.values()], dict), "'kinds'", "an object of objects")
+        made = [decode(tree, lambda _: torch.empty(0)) for trees in kinds.values() for tree in trees.values()]
+        need(all(isinstance(value, torch.Tensor) for value in made), "'kinds'", "trees of tensors")
+        need(isinstance(containers, dict), "'containers'", "an object")
+        need(
+            all(decode(tree, containers.__getitem__) == {} for tree in containers.values()),
+            "'containers'",
+            "empty dicts",
+        )
         tied = tree.get("tied", {})
         need(isinstance(tied, dict) and _is_list_of(list(tied.values()), str), "'tied'", "an object of names")
-        return cls(groups, values, shared, held, orders, own["layouts"], own["states"], same, tied)
+        pairs = [[(fqn, name) for fqn, name in rows] for rows in views]
+        return cls(
+            groups, values, shared, held, orders, own["layouts"], own["states"], same, pairs, kinds, containers, tied
+        )
 
     def renamed(self, fqn: str, name: str, old: str, new: str) -> OptimizerTree:
         """Return the tree with another name for a parameter.
@@ -556,7 +632,13 @@ class OptimizerTree:
         values = {name if key == fqn else key: value for key, value in self.values.items()}
         held, orders = with_new_head(self.held, old, new), with_new_head(self.orders, old, new)
         same = [[name if i % 2 == 0 and item == fqn else item for i, item in enumerate(row)] for row in self.same]
-        return replace(self, param_groups=groups, values=values, held=held, orders=orders, same=same)
+        views = [[(name if item == fqn else item, state) for item, state in rows] for rows in self.views]
+        kinds, containers = (
+            {name if key == fqn else key: value for key, value in table.items()}
+            for table in (self.kinds, self.containers)
+        )
+        renamed = replace(self, param_groups=groups, values=values, held=held, orders=orders, same=same, views=views)
+        return replace(renamed, kinds=kinds, containers=containers)
 
 
 def with_new_head(table: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
@@ -785,7 +867,7 @@ def _apply_settings(optimizer: Any, settings: Iterable[Mapping[str, Any]]) -> No
 def apply_state(
     optimizer: Any,
     parameters: Mapping[str, torch.nn.Parameter],
-    states: Mapping[str, Mapping[str, Any]],
+    states: Mapping[str, dict[str, Any]],
     shared: Mapping[str, Any],
     settings: Iterable[Mapping[str, Any]],
     *,
@@ -801,7 +883,7 @@ def apply_state(
         if fqn in kept:
             optimizer.state[parameter] = kept[fqn]
         elif fqn in states:
-            optimizer.state[parameter] = dict(states[fqn])
+            optimizer.state[parameter] = states[fqn]
     optimizer.state.update(shared)
     _apply_settings(optimizer, settings)
     finish_load(optimizer)

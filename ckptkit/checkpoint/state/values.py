@@ -4,10 +4,12 @@ JSON values represent themselves. Everything else is an object with one key that
 
     {"$float": "nan"}   {"$tuple": [...]}   {"$set": [...]}   {"$frozenset": [...]}   {"$bytes": base64}
     {"$dict": [[key, value], ...]}          any dict that is not a plain JSON object; {"$ordered": ...}: an OrderedDict
+    {"$defaultdict": ["list", [[key, value], ...]]}  a defaultdict with that factory
     {"$tensor": {"dtype", "shape", "data"}} a small plain tensor, row-major bytes in base64
     {"$ref": "extra.ema.w"}                 a tensor of the checkpoint, stored like every other
     {"$order": [[1, 0], value]}             that tensor, with its dimensions in this order in memory, slowest first
     {"$parameter": [requires_grad, value]}  that tensor, as an nn.Parameter
+    {"$leaf": value}  {"$attributes": [{name: value}, value]}  that tensor, which requires gradients or has attributes
     {"$ndarray": value}  {"$npscalar": value}  a numpy array or scalar, as the tensor of the same bytes
     {"$dtype": "float32"}  {"$device": "cuda"}  {"$size": [2, 3]}
     {"$torch_save": base64}                 any value that torch.load(weights_only=True) reads
@@ -25,7 +27,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CorruptCheckpointError, SaveError
-from ckptkit.formats.dcp.host_bytes import is_sparse_or_quantized, row_major, why_not_dense
+from ckptkit.formats.dcp.host_bytes import holds_tensors, is_sparse_or_quantized, row_major, why_not_dense
 
 if TYPE_CHECKING:
     import torch
@@ -64,8 +66,8 @@ class _Encoder:
         if depth > _MAX_DEPTH:
             raise SaveError(f"{path[:200]}: nested more than {_MAX_DEPTH} deep, or contains itself.")
         kind = type(value)
-        if kind is self._dtensor and not value.is_meta and not _is_parameter(value):
-            return self._apart(value.detach() if value.requires_grad else value, path)
+        if kind is self._dtensor and not value.is_meta and not value.requires_grad and not _is_parameter(value):
+            return self._apart(value, path)
         if value is None or kind in (bool, str):
             return value
         if kind is int:
@@ -78,13 +80,13 @@ class _Encoder:
 
     def _container(self, value: Any, path: str, depth: int) -> JSON:
         kind = type(value)
-        if kind in (dict, collections.OrderedDict):
+        if kind in _DICTS:
             plain = kind is dict and _STRINGS.issuperset(map(type, value))
             plain = plain and not any(map(str.startswith, value, itertools.repeat("$")))
             if plain and value and {self._dtensor}.issuperset(map(type, value.values())):
                 # Encode a dict of DTensors with batched operations.
                 names = list(map(f"{path}.".__add__, value))
-                odd = any(map(_is_meta, value.values())) or any(map(_is_parameter, value.values()))
+                odd = any(any(map(is_odd, value.values())) for is_odd in (_is_meta, _requires_grad, _is_parameter))
                 if not odd and self._tensors.keys().isdisjoint(names):
                     self._tensors.update(zip(names, value.values(), strict=True))
                     return {key: {"$ref": name} for key, name in zip(value, names, strict=True)}
@@ -99,6 +101,8 @@ class _Encoder:
                 [self.encode(key, f"{path}.<key>", depth + 1), self.encode(item, f"{path}.{key}", depth + 1)]
                 for key, item in value.items()
             ]
+            if kind is collections.defaultdict:
+                return {"$defaultdict": [_factory(value, path), pairs]}
             return {"$dict" if kind is dict else "$ordered": pairs}
         if kind in (set, frozenset):
             return {f"${kind.__name__}": [self.encode(item, path, depth + 1) for item in sorted(value, key=repr)]}
@@ -142,9 +146,8 @@ class _Encoder:
                 f"{path}: the tensor is a {type(value).__module__}.{type(value).__qualname__}, which would be "
                 "loaded as a plain torch.Tensor. Save value.as_subclass(torch.Tensor) instead."
             )
-        if isinstance(value, torch.nn.Parameter):
-            return {"$parameter": [value.requires_grad, self._tensor(value.detach(), path)]}
-        value = value.detach() if value.requires_grad else value
+        if value.requires_grad or isinstance(value, torch.nn.Parameter) or attributes_of(value):
+            return described(value, self._tensor(value.detach(), path), path)
         order = order_of(value) if plain else None
         if plain and value.numel() * value.element_size() <= INLINE_BYTES:
             raw = row_major(value).to("cpu").reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -162,6 +165,35 @@ class _Encoder:
             key = f"{path}~{again}"
         self._tensors[key] = value
         return {"$ref": key}
+
+
+def described(value: torch.Tensor, tree: JSON, path: str) -> JSON:
+    """Return `tree`, the tree of a tensor's values, extended by what else the tensor has. `path`: as for `encode`."""
+    import torch
+
+    if isinstance(value, torch.nn.Parameter):
+        tree = {"$parameter": [value.requires_grad, tree]}
+    elif value.requires_grad and value.is_leaf:
+        tree = {"$leaf": tree}
+    attributes = attributes_of(value)
+    if refused := [name for name, item in attributes.items() if holds_tensors(item, 3) or hasattr(torch.Tensor, name)]:
+        raise SaveError(
+            f"{path}: the tensor's attribute {refused[0]!r} contains tensors or replaces one of torch's, and a load "
+            "could not restore it. Delete it, or save the value under a name of its own."
+        )
+    return {"$attributes": [encode(attributes, path, {}), tree]} if attributes else tree
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that a user's code has set on a plain tensor.
+
+    Omits private ones, and those with which bitsandbytes marks its paged memory.
+    """
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return {}
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_") and name not in _PAGED}
 
 
 def order_of(tensor: torch.Tensor) -> list[int] | None:
@@ -194,7 +226,7 @@ def _is_torchs(value: Any) -> bool:
     return value.dtype.kind in "biufc" and value.dtype.isnative and value.dtype.char not in "gG"
 
 
-_is_meta = operator.attrgetter("is_meta")
+_is_meta, _requires_grad = operator.attrgetter("is_meta"), operator.attrgetter("requires_grad")
 
 
 def _is_parameter(value: Any) -> bool:
@@ -203,7 +235,22 @@ def _is_parameter(value: Any) -> bool:
 
 _STRINGS = frozenset((str,))
 _WORDS = frozenset((str, int, bool, type(None)))  # represent themselves in JSON
-_CONTAINERS = (dict, collections.OrderedDict, list, tuple, set, frozenset)
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
+_CONTAINERS = (*_DICTS, list, tuple, set, frozenset)
+_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
+_PAGED = frozenset(("is_paged", "page_deviceid"))
+
+
+def _factory(value: collections.defaultdict[Any, Any], path: str) -> str | None:
+    """Return the name of the function that creates a defaultdict's values."""
+    factory = value.default_factory
+    name = None if factory is None else getattr(factory, "__name__", "")
+    if name is not None and _FACTORIES.get(name) is not factory:
+        raise SaveError(
+            f"{path}: a defaultdict with the factory {factory!r:.80} cannot be saved so that it loads without running "
+            f"code. Use one of {', '.join(_FACTORIES)}, or save a dict."
+        )
+    return name
 
 
 def _number(value: int, path: str) -> int:
@@ -296,6 +343,23 @@ def _decode_parameter(body: JSON, tensor: Callable[[str], Any]) -> torch.nn.Para
     return Parameter(decode(tree, tensor), requires_grad=bool(requires_grad))
 
 
+def _decode_defaultdict(body: JSON, tensor: Callable[[str], Any]) -> collections.defaultdict[Any, Any]:
+    name, pairs = body
+    return collections.defaultdict(None if name is None else _FACTORIES[name], _pairs(pairs, tensor))
+
+
+def _decode_attributes(body: JSON, tensor: Callable[[str], Any]) -> torch.Tensor:
+    import torch
+
+    attributes, tree = (decode(item, tensor) for item in body)
+    for name, value in attributes.items():
+        if name.startswith("_") or hasattr(torch.Tensor, name):
+            raise ValueError(f"{name!r} is not an attribute of a user's code")
+        setattr(tree, name, value)
+    found: torch.Tensor = tree
+    return found
+
+
 def _torch_dtype(name: str) -> torch.dtype:
     import torch
 
@@ -327,10 +391,13 @@ _TAGS: Mapping[str, Callable[[JSON, Callable[[str], Any]], Any]] = {
     "$bytes": lambda body, _: base64.b64decode(body, validate=True),
     "$dict": lambda body, tensor: dict(_pairs(body, tensor)),
     "$ordered": lambda body, tensor: collections.OrderedDict(_pairs(body, tensor)),
+    "$defaultdict": _decode_defaultdict,
     "$tensor": _decode_tensor,
     "$ref": lambda body, tensor: tensor(body),
     "$order": _decode_order,
     "$parameter": _decode_parameter,
+    "$leaf": lambda body, tensor: decode(body, tensor).requires_grad_(),
+    "$attributes": _decode_attributes,
     "$ndarray": lambda body, tensor: decode(body, tensor).numpy(),
     "$npscalar": lambda body, tensor: decode(body, tensor).numpy()[()],
     "$dtype": lambda body, _: _torch_dtype(body),

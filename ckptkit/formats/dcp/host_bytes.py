@@ -96,7 +96,7 @@ def _why_not_subclass(tensor: Any) -> str | None:
             f"is a {name}, whose values are not in its own memory. Save its inner tensors, or the tensor it "
             "was created from, and create it again after the load"
         )
-    carried = [key for key, value in vars(tensor).items() if _holds_tensors(value, 3)]
+    carried = [key for key, value in vars(tensor).items() if holds_tensors(value, 3)]
     if carried:
         return (
             f"is a {name} with tensors in its attributes ({', '.join(carried)}), which would be lost. Save "
@@ -105,7 +105,8 @@ def _why_not_subclass(tensor: Any) -> str | None:
     return None
 
 
-def _holds_tensors(value: Any, depth: int) -> bool:
+def holds_tensors(value: Any, depth: int) -> bool:
+    """Return whether a value is a tensor or contains one, at most `depth` levels deep."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -116,7 +117,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         inner: Collection[Any] = value
     else:
         inner = (value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).values()
-    return any(_holds_tensors(item, depth - 1) for item in inner)
+    return any(holds_tensors(item, depth - 1) for item in inner)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -66,7 +66,7 @@ def check_claims(store: Store, groups: Iterable[Sequence[Claim]]) -> None:
     Raises:
         CheckpointMismatchError: Values differ, so one tensor would overwrite another. Names all such tensors.
     """
-    wrong = [group for group in groups if not _is_one(store, group)]
+    wrong = [group for group in groups if not are_one(store, group)]
     if wrong:
         lines = "\n  ".join(" and ".join(dict.fromkeys(claim.key for claim in group)) for group in wrong)
         raise CheckpointMismatchError(
@@ -77,7 +77,11 @@ def check_claims(store: Store, groups: Iterable[Sequence[Claim]]) -> None:
         )
 
 
-def _is_one(store: Store, group: Sequence[Claim]) -> bool:
+def are_one(store: Store, claims: Sequence[Claim | None]) -> bool:
+    """Return whether the checkpoint has equal values for tensors that share memory. Without a claim, there are none."""
+    group = [claim for claim in claims if claim is not None]
+    if len(group) < len(claims):
+        return False
     first, *others = group
     if any(claim.entry.shape != claim.shape for claim in group):
         return False

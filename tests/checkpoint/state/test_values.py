@@ -41,6 +41,8 @@ def through(value: Any) -> Any:
         {1, 2, 3},
         frozenset({"a"}),
         collections.OrderedDict([("b", 1), ("a", 2)]),
+        collections.defaultdict(list, {"a": [1], 2: []}),
+        collections.defaultdict(None),
         torch.float32,
         torch.device("cpu"),
         torch.Size([2, 3]),

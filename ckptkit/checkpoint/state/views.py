@@ -1,0 +1,97 @@
+"""Finds optimizer states that are views of one memory, so that a change to one changes the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.formats.dcp.host_bytes import local_part
+
+if TYPE_CHECKING:
+    import torch
+
+View = tuple[str, str]
+"""A tensor's FQN and state name, with the keys inside the state ("factors.0"). The name is "" for the parameter itself.
+The FQN is "" for other state ("shared.count") and settings ("param_groups.0.lr").
+"""
+
+
+def memories(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[View, int]:
+    """Return the address of the allocation in which each tensor is.
+
+    Omits empty tensors and those that do not keep their values in one allocation.
+    """
+    found: dict[View, int] = {}
+    for view, tensor in _tensors(optimizer, parameters):
+        local = in_one_memory(tensor)
+        if local is not None:
+            found[view] = local.untyped_storage().data_ptr()
+    return found
+
+
+def in_one_memory(tensor: Any) -> torch.Tensor | None:
+    """Return this rank's part of a tensor; None if it is empty or does not keep its values in one allocation."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    local = local_part(tensor)
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided or local.is_nested:
+        return None
+    return None if local.is_meta or not local.data_ptr() else local
+
+
+def shared(memory: Mapping[View, int], same: Iterable[Sequence[str]]) -> list[list[View]]:
+    """Return the groups of tensors that are in one allocation and of which at least one is a state or setting.
+
+    Args:
+        memory: Of `memories`.
+        same: States that are one tensor; see `OptimizerTree`. A group has only the first of them.
+    """
+    again = {(fqn, name) for fqn, name, *_ in same}
+    groups: dict[int, list[View]] = {}
+    for view, address in memory.items():
+        if view not in again:
+            groups.setdefault(address, []).append(view)
+    return [group for group in groups.values() if len(group) > 1 and any(name for _, name in group)]
+
+
+def separated(groups: Iterable[Sequence[View]], memory: Mapping[View, int]) -> list[list[str]]:
+    """Return the names of the tensors in each group that are in several allocations now."""
+    here = ([view for view in group if view in memory] for group in groups)
+    return [[".".join(filter(None, view)) for view in group] for group in here if len({memory[v] for v in group}) > 1]
+
+
+def _tensors(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[View, torch.Tensor]]:
+    for fqn, parameter in parameters.items():
+        yield (fqn, ""), parameter
+        for name, value in optimizer.state.get(parameter, {}).items():
+            yield from _inside(value, fqn, name, set())
+    for key, state in optimizer.state.items():
+        if isinstance(key, str):
+            yield from _inside(state, "", f"shared.{key}", set())
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                yield from _inside(value, "", f"param_groups.{index}.{key}", set())
+
+
+def _inside(value: Any, fqn: str, name: str, above: set[int]) -> Iterator[tuple[View, torch.Tensor]]:
+    """Yield the tensors in a value. `above` has the ids of the values that contain it."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield (fqn, name), value
+        return
+    if value is None or isinstance(value, (bool, int, float, str)) or id(value) in above:
+        return
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = enumerate(value)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        items = vars(value).items()
+    else:
+        return
+    for key, item in items:
+        yield from _inside(item, fqn, f"{name}.{key}", above | {id(value)})

@@ -1,0 +1,196 @@
+"""Optimizer states that are views of one memory are restored as such, or the report names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit import TrainState, reshard
+from tests.checkpoint.states import KINDS, bits, load, load_all, save
+
+SAID = "shared memory when they were saved, and do not now"
+Fill = Callable[[torch.optim.Optimizer, nn.Linear], None]
+
+
+def made(fill: Fill | None, factor: float = 1.0) -> TrainState:
+    """Return a state whose optimizer has the states that `fill` adds, all multiplied by `factor`."""
+    model = nn.Linear(20, 20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if fill is not None:
+        fill(optimizer, model)
+        seen: dict[int, torch.Tensor] = {}
+        for tensor in tensors(optimizer).values():
+            if not any(tensor is p for p in model.parameters()):
+                seen.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        for tensor in seen.values():
+            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            whole.mul_(factor)
+    return TrainState(model=model, optimizer=optimizer, rng=False)
+
+
+def tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the tensors in states, their lists and dicts, and groups, by name."""
+    found: dict[str, torch.Tensor] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, (dict, list)):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                if key != "params":
+                    add(f"{name}.{key if isinstance(key, (str, int)) else list(key.shape)}", item)
+
+    add("state", dict(optimizer.state))
+    add("groups", optimizer.param_groups)
+    return found
+
+
+def places(state: TrainState) -> dict[str, Any]:
+    """Return the number of each tensor's memory, and its place in there."""
+    numbers: dict[int, int] = {}
+    return {
+        name: (numbers.setdefault(t.untyped_storage().data_ptr(), len(numbers)), t.storage_offset(), t.stride())
+        for name, t in tensors(state.optimizer).items()
+    }
+
+
+def buffer(size: int) -> torch.Tensor:
+    return torch.arange(float(size))
+
+
+def overlapping(optimizer: Any, model: nn.Linear) -> None:
+    shared = buffer(600)
+    optimizer.state[model.weight].update(a=shared[:400].view(20, 20), b=shared[200:].view(20, 20))
+
+
+def one_flat(optimizer: Any, model: nn.Linear) -> None:
+    flat = buffer(420)
+    optimizer.state[model.weight]["moment"] = flat[:400].view(20, 20)
+    optimizer.state[model.bias]["moment"] = flat[400:]
+
+
+def equal(optimizer: Any, model: nn.Linear) -> None:
+    shared = buffer(400).view(20, 20)
+    optimizer.state[model.weight].update(a=shared, b=shared.view(20, 20), c=shared)
+
+
+def in_a_list(optimizer: Any, model: nn.Linear) -> None:
+    shared = buffer(400).view(20, 20)
+    optimizer.state[model.weight].update(a=shared, b=[shared, shared[:2]])
+
+
+def of_no_parameter(optimizer: Any, model: nn.Linear) -> None:
+    flat = buffer(420)
+    optimizer.state["all"] = {"flat": flat}
+    optimizer.state[model.weight]["moment"] = flat[:400].view(20, 20)
+
+
+def in_a_group(optimizer: Any, model: nn.Linear) -> None:
+    flat = buffer(400)
+    optimizer.param_groups[0]["flat"] = flat
+    optimizer.state[model.weight]["moment"] = flat.view(20, 20)
+
+
+def of_the_weight(optimizer: Any, model: nn.Linear) -> None:
+    optimizer.state[model.weight]["slow"] = model.weight.detach()
+
+
+def apart(optimizer: Any, model: nn.Linear) -> None:
+    """States with the names of the others, each in its own memory and with its own values."""
+    for number, name in enumerate(("a", "b", "c", "moment", "slow")):
+        optimizer.state[model.weight][name] = torch.full((20, 20), float(number))
+    optimizer.state[model.bias]["moment"] = torch.full((20,), 5.0)
+    optimizer.param_groups[0]["flat"] = torch.full((400,), 6.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"atomic": True}], ids=["", "atomic"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fill", [overlapping, one_flat, equal, in_a_group, of_the_weight])
+def test_states_that_share_memory_are_filled_in_place(
+    tmp_path: Path, fill: Fill, kind: str, options: dict[str, Any]
+) -> None:
+    source, live = made(fill, 3), made(fill)
+    before = tensors(live.optimizer)
+    report = load_all(save(tmp_path, source, state_dict_type=kind), live, **options)
+    assert bits(live) == bits(source)
+    assert places(live) == places(source)
+    if fill is not equal:
+        assert [tensor.data_ptr() for tensor in tensors(live.optimizer).values()] == [
+            tensor.data_ptr() for tensor in before.values()
+        ]
+    assert SAID not in str(report.notes)
+
+
+@pytest.mark.parametrize(
+    ("fill", "names"),
+    [
+        (overlapping, "weight.a, weight.b"),
+        (one_flat, "weight.moment, bias.moment"),
+        (in_a_list, "weight.a, weight.b.0, weight.b.1"),
+        (of_no_parameter, "weight.moment, shared.all.flat"),
+        (in_a_group, "weight.moment, param_groups.0.flat"),
+        (of_the_weight, "weight, weight.slow"),
+    ],
+)
+def test_a_load_into_an_optimizer_without_state_reports_the_states_that_shared_memory(
+    tmp_path: Path, fill: Fill, names: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, live = made(fill), made(None)
+    report = load_all(save(tmp_path, source), live)
+    assert bits(live) == bits(source)
+    assert next(note for note in report.notes if SAID in note).startswith(f"optimizer: {names} {SAID}")
+    assert f"optimizer: {names} {SAID}" in caplog.text
+
+
+@pytest.mark.parametrize("fill", [in_a_list, of_no_parameter])
+def test_states_in_lists_and_dicts_that_shared_memory_are_reported(tmp_path: Path, fill: Fill) -> None:
+    source, live = made(fill, 3), made(fill)
+    report = load_all(save(tmp_path, source), live)
+    assert bits(live) == bits(source)
+    assert SAID in str(report.notes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_that_are_one_tensor_are_one_again_without_live_states(tmp_path: Path, kind: str) -> None:
+    source, live = made(equal), made(None)
+    report = load_all(save(tmp_path, source, state_dict_type=kind), live)
+    assert bits(live) == bits(source)
+    assert places(live) == places(source)
+    assert SAID not in str(report.notes)
+
+
+@pytest.mark.parametrize("options", [{}, {"atomic": True}], ids=["", "atomic"])
+@pytest.mark.parametrize("fill", [overlapping, one_flat, equal, of_the_weight, in_a_group])
+def test_states_that_overlap_here_but_not_in_the_checkpoint_get_their_own_memory(
+    tmp_path: Path, fill: Fill, options: dict[str, Any]
+) -> None:
+    source, live = made(apart), made(fill)
+    wanted = bits(source)
+    load_all(save(tmp_path, source), live, **options)
+    assert bits(live) == wanted
+    for name, tensor in tensors(live.optimizer).items():
+        others = [value for key, value in tensors(live.optimizer).items() if key != name]
+        before = bits([live.model, others])
+        tensor.add_(1)
+        assert bits([live.model, others]) == before, name
+
+
+def test_a_state_that_is_a_weight_does_not_change_it_if_the_weight_is_not_loaded(tmp_path: Path) -> None:
+    source, live = made(of_the_weight), made(of_the_weight)
+    weight = live.model.weight.detach().clone()
+    load(save(tmp_path, source), live, model="skip")
+    assert torch.equal(live.model.weight, weight)
+    assert torch.equal(live.optimizer.state[live.model.weight]["slow"], source.model.weight)
+
+
+def test_reshard_keeps_the_names_of_states_that_shared_memory(tmp_path: Path) -> None:
+    save(tmp_path / "run", made(overlapping))
+    reshard(str(tmp_path / "run/step_00000001"), str(tmp_path / "resharded"), world_size=2)
+    live = made(None)
+    report = load_all(tmp_path / "run", live, str(tmp_path / "resharded"))
+    assert f"weight.a, weight.b {SAID}" in str(report.notes)
