@@ -57,7 +57,7 @@ class _State:
 
     def to_json(self, root: Store) -> bytes:
         body = {"nonce": self.nonce, "beat": self.beat, "released": self.released, "attempts": self.attempts}
-        return json.dumps({**owner_json(root), **self.owner.to_json(), **body}).encode()
+        return json.dumps({**owner_json(root, self.owner), **body}).encode()
 
 
 class Lease:

@@ -35,10 +35,6 @@ class Owner:
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON."""
-        return {"host": self.host, "pid": self.pid, "started": self.started, "machine": self.machine}
-
     @classmethod
     def from_json(cls, body: Any) -> Owner | None:
         """Return the owner that `body` describes, or None if `body` is damaged. Never raises."""
@@ -69,9 +65,11 @@ def this_process() -> Owner:
     return Owner(_host(), os.getpid(), _start_of(os.getpid()) or "", _machine())
 
 
-def owner_json(store: Store) -> dict[str, Any]:
-    """Return this process and the directory of `store` as JSON."""
-    return {**this_process().to_json(), "place": _place(store)}
+def owner_json(store: Store, owner: Owner | None = None) -> dict[str, Any]:
+    """Return an owner (by default, this process) and the directory of `store` as JSON."""
+    own = owner or this_process()
+    place = _place(store)
+    return {"host": own.host, "pid": own.pid, "started": own.started, "machine": own.machine, "place": place}
 
 
 def owner_in(store: Store, body: Any) -> Owner | None:

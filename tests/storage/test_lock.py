@@ -18,7 +18,7 @@ from ckptkit.errors import LeaseHeldError
 from ckptkit.storage import lock as module
 from ckptkit.storage.lock import acquire_lease, open_attempts
 from ckptkit.storage.open import open_store
-from ckptkit.storage.owner import Owner, _start_of, this_process
+from ckptkit.storage.owner import Owner, _start_of, owner_json, this_process
 from ckptkit.storage.store import Store
 from tests.checkpoint.saving import fork
 
@@ -36,7 +36,7 @@ def put(root: Store, owner: Owner, *, generation: int = 1, beat: int = 0, age_s:
     """Write the lease of an owner."""
     path = Path(root.path_of(f".ckptkit/lease-{generation:08d}.json"))
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"nonce": "e" * 16, "beat": beat, "released": False, **owner.to_json()}))
+    path.write_text(json.dumps({"nonce": "e" * 16, "beat": beat, "released": False, **owner_json(root, owner)}))
     os.utime(path, (time.time() - age_s,) * 2)
     return path
 

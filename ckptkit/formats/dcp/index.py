@@ -167,14 +167,13 @@ class SaveIndex:
         self._offsets: Int64 = np.zeros(0, np.int64)
         self._sizes: Int64 = np.zeros(0, np.int64)
         self._spares: list[Spare] = []
-        self._unproved: set[str] = set()  # tensors whose slices are not simply blocks of rows
 
     @classmethod
     def of(cls, parts: Sequence[RankPart]) -> SaveIndex:
         """Return a save's index, given each rank's part.
 
         Raises:
-            SaveError: Two ranks disagree about a tensor.
+            SaveError: Two ranks disagree about a tensor, or a tensor's slices overlap or leave elements uncovered.
         """
         self = cls()
         self._arrange([self._take(part, rank) for rank, part in enumerate(parts)])
@@ -270,11 +269,15 @@ class SaveIndex:
         return self._numbers[name]
 
     def _drop_replicas(self) -> None:
-        """Keep only the lowest rank's slice of a box that several ranks wrote.
+        """Keep only the lowest rank's slice of a box that several ranks wrote, and check that each tensor is covered.
 
-        This happens with DTensors on a submesh. With FSDP over "dp" and tensor parallelism over "tp", a parameter
+        Replicas occur with DTensors on a submesh. With FSDP over "dp" and tensor parallelism over "tp", a parameter
         without tensor parallelism has one "dp" mesh per "tp" rank. Each of these meshes writes the
         parameter once. Replicas also occur in LOCAL saves if the ranks' plain tensors differ.
+
+        Raises:
+            SaveError: A tensor's slices do not cover each of its elements exactly once, because a rank's placements do
+                not match the elements that it holds.
         """
         plain = self._cut_in_rows()
         if all(plain):
@@ -283,12 +286,12 @@ class SaveIndex:
         for (key, rows, offsets, sizes), is_plain in zip(self.entries(), plain, strict=True):
             if is_plain:
                 continue
-            self._unproved.add(key.name)
             boxes = np.concatenate([offsets, sizes], axis=1)
-            first = None
+            kept, first = np.arange(len(boxes)), None
             if len(boxes) > 1:
-                first = first_of_equal(boxes) if key.shape else np.zeros(1, np.int64)
+                first = first_of_equal(boxes) if key.shape else kept[:1]
             if first is not None:
+                kept = first
                 digests = zip(map(tuple, boxes.tolist()), self._rows["digest"][rows].tolist(), strict=True)
                 if len(set(digests)) > len(first):
                     _log.warning(
@@ -297,6 +300,13 @@ class SaveIndex:
                     )
                 keep[rows] = False
                 keep[rows.start + first] = True
+            try:
+                check_boxes(key.name, key.shape, offsets[kept], sizes[kept])
+            except CorruptCheckpointError as error:
+                raise SaveError(
+                    f"{error} The slices were written by ranks {self._ranks[rows][kept].tolist()}, with the placements "
+                    f"{key.placement and list(key.placement[1])}. Do all ranks hold the same model?"
+                ) from error
         if keep.all():
             return
         columns = (self._rows["file"], self._rows["payload"], self._nbytes(), self._rows["digest"])
@@ -341,25 +351,6 @@ class SaveIndex:
                 self._sizes[element:end].reshape(box),
             )
             start, element = stop, end
-
-    def check(self) -> None:
-        """Check that each tensor's slices cover each of its elements exactly once.
-
-        Raises:
-            SaveError: They do not, because a rank's placements do not match the elements that it holds.
-        """
-        if not self._unproved:
-            return
-        for key, rows, offsets, sizes in self.entries():
-            if key.name not in self._unproved:
-                continue
-            try:
-                check_boxes(key.name, key.shape, offsets, sizes)
-            except CorruptCheckpointError as error:
-                raise SaveError(
-                    f"{error} The slices were written by ranks {self._ranks[rows].tolist()}, with the placements "
-                    f"{key.placement and list(key.placement[1])}. Do all ranks hold the same model?"
-                ) from error
 
     # --- files
 
@@ -461,7 +452,6 @@ def write_index(
         SaveError: The ranks disagree about a tensor, or their slices overlap or leave elements uncovered.
     """
     index = SaveIndex.of(parts)
-    index.check()
     tied = {section: names for section, names in (aliases or {}).items() if names}
     written: dict[str, FileRecord] = {}
     with ExitStack() as stack:
