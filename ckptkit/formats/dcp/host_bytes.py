@@ -210,10 +210,11 @@ def placed_like(whole: DTensor, local: torch.Tensor) -> DTensor:
 def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of torch's own class that shares this tensor's memory. The tensor must be dense."""
     import torch
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
     if isinstance(tensor, AsyncCollectiveTensor):
         return tensor.wait()
     tensor = own_memory(tensor)
