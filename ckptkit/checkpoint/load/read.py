@@ -13,7 +13,7 @@ from ckptkit.catalog.entry import TensorEntry
 from ckptkit.checkpoint.load.plan import LoadOptions, LoadPlan, OptimizerPlan
 from ckptkit.checkpoint.state.layout import as_global
 from ckptkit.checkpoint.state.local_part import PartView, part_view, parts_here
-from ckptkit.checkpoint.state.optimizer import new_state_tensor
+from ckptkit.checkpoint.state.optimizer import is_paged, new_paged, new_state_tensor
 from ckptkit.checkpoint.state.optimizer_layout import SHARD, new_held
 from ckptkit.checkpoint.state.train_state import PerRank, is_stateful
 from ckptkit.checkpoint.state.values import encode, in_order, references
@@ -149,7 +149,6 @@ class Reading:
         placement that a new state would have.
         """
         import torch
-        from torch.distributed.tensor import DTensor
 
         on_device = {
             id(parameter): bool(group.get("fused") or group.get("capturable"))
@@ -181,25 +180,18 @@ class Reading:
                 kept: Any = live.get(name)
                 dtype = getattr(torch, entry.dtype)
                 shape = tuple(parameter.shape) if shards else entry.shape
-                # Whether the live state has the form of a new one. This is False for a state of one element, which may
-                # be on a different device than when it was saved.
-                alike = held is None and order is None and type(kept) in (torch.Tensor, DTensor) and kept.dtype is dtype
-                alike = (
-                    alike and not kept.is_meta and entry.numel > 1 and place[0] == shape and _placement(kept) == place
-                )
-                alike = alike and not kept.requires_grad and id(kept) not in self._apart
-                # Even with `atomic`, keep an accelerator's live tensor: a new one would need as much device memory.
-                # Also keep one whose memory others have, too.
-                if alike and (
-                    not self._atomic or kept.device.type != "cpu" or id(kept) in self._joint or _is_view(kept)
-                ):
+                alike = held is None and order is None and self._has_form(kept, entry, shape, place)
+                if alike and self._stays(kept):
                     local = without_subclass(local_part(kept)).detach()
-                    if parts is None:
+                    if parts is None or kept.shape != parameter.shape:
                         _, parts = parts_here(as_global(entry.name, kept, shards), local)
                     self._fill(local, entry, parts, beside=self._atomic)
+                    parts = parts if kept.shape == parameter.shape else None
                     states[fqn][name] = kept
                     continue
-                new = new_state_tensor(parameter, dtype, shape, on_device=on_device[id(parameter)], held=held)
+                new = None if order else new_paged(plan.optimizer, parameter, name, dtype, shape)
+                if new is None:
+                    new = new_state_tensor(parameter, dtype, shape, on_device=on_device[id(parameter)], held=held)
                 if order is not None and type(new) is torch.Tensor and new.dim() == len(order):
                     new = in_order(new, order)
                 if type(new) is torch.Tensor and not (alike or shards or held or new.is_meta):  # such as a step count
@@ -210,6 +202,35 @@ class Reading:
                 self.held += view.local.nbytes if alike else 0
                 states[fqn][name] = view.local if held == SHARD else new
         return states
+
+    def _has_form(self, kept: Any, entry: TensorEntry, shape: tuple[int, ...], place: tuple[Any, ...]) -> bool:
+        """Return whether a live state has the form of a new one, so that it can be filled in place.
+
+        This is False for a state of one element, which may be on a different device than when it was saved.
+
+        Args:
+            shape: The state's.
+            place: Of the parameter; see `_placement`.
+        """
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        if type(kept) not in (torch.Tensor, DTensor) or kept.dtype is not getattr(torch, entry.dtype):
+            return False
+        if kept.is_meta or kept.requires_grad or id(kept) in self._apart:
+            return False
+        if is_paged(kept):
+            return tuple(kept.shape) == shape
+        return entry.numel > 1 and place[0] == shape and _placement(kept) == place
+
+    def _stays(self, kept: torch.Tensor) -> bool:
+        """Return whether to fill a live state in place even with `atomic`.
+
+        This is the case on an accelerator, where a second one would need as much memory, and for memory that others
+        have, too.
+        """
+        shared = id(kept) in self._joint or is_paged(kept) or _is_view(kept)
+        return not self._atomic or kept.device.type != "cpu" or shared
 
     def _references(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
         """Schedule reads of the tensors that objects refer to, and return these tensors by key.

@@ -547,6 +547,34 @@ def new_state_tensor(
     return placed_like(parameter, local)
 
 
+def is_paged(state: torch.Tensor) -> bool:
+    """Return whether bitsandbytes has allocated a tensor in memory that moves between host and device on demand."""
+    return bool(getattr(state, "is_paged", False))
+
+
+def new_paged(
+    optimizer: Any, parameter: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor | None:
+    """Return a new state in memory that a paged optimizer of bitsandbytes allocates, or None for other states.
+
+    Such an optimizer allocates only these two states there, and only on an accelerator.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    pages = next((one for one in with_inner(optimizer) if is_paged(one) and hasattr(one, "get_state_buffer")), None)
+    if pages is None or name not in ("state1", "state2") or dtype not in (torch.float32, torch.uint8):
+        return None
+    if isinstance(parameter, DTensor):
+        return None
+    allocate = None
+    if shape == tuple(parameter.shape):
+        allocate = pages.get_state_buffer
+    elif shape == (2, *parameter.shape):
+        allocate = getattr(pages, "_get_state_double_buffer", None)  # AdEMAMix has two moments in one state
+    return None if allocate is None else allocate(parameter, dtype=dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerTree:
     """An optimizer's validated JSON; see `CapturedOptimizer.tree`."""
