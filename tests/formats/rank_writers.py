@@ -199,8 +199,10 @@ def write_dcp(out: str, layout: str) -> dict[str, Any]:
     return {"model": whole(state), "moments": moments(model, optimizer)}
 
 
-def _gathered_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[str, Any]) -> dict[str, Any]:
-    """Return the first moments of FSDP1 with use_orig_params, joined from the ranks' parts of each parameter."""
+def _gathered_pieces(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[str, Any], shards: int
+) -> dict[str, Any]:
+    """Return the first moments of FSDP1 with use_orig_params, joined from the first ranks' parts of each parameter."""
     mine = {
         name.replace("_fsdp_wrapped_module.", ""): optimizer.state[p]["exp_avg"].flatten().tolist()
         for name, p in model.named_parameters()
@@ -208,32 +210,37 @@ def _gathered_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, shapes:
     }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
+    ranks = ranks[:shards]
     names = dict.fromkeys(name for part in ranks for name in part)
     whole_ = {name: [x for part in ranks for x in part.get(name, [])] for name in names}
     return {name: {"exp_avg": torch.tensor(x).reshape(shapes[name].shape)} for name, x in whole_.items()}
 
 
-def write_verl_fsdp1(out: str, use_orig_params: bool) -> dict[str, Any]:
-    """Write verl under FSDP1: ShardedTensors, and an optimizer with each rank's part of flat parameters."""
+def write_verl_fsdp1(out: str, use_orig_params: bool, replicas: int) -> dict[str, Any]:
+    """Write verl under FSDP1: ShardedTensors (DTensors with several replicas), and an optimizer with each rank's part
+    of flat parameters."""
     import warnings
 
-    from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, StateDictType
+    from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, ShardingStrategy, StateDictType
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     warnings.simplefilter("ignore")
-    options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    if replicas > 1:
+        options["device_mesh"] = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("ddp", "fsdp"))
+        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
     model = net()
     for index, layer in enumerate(model.layers):
         model.layers[index] = FSDP(layer, **options)
     wrapped = FSDP(model, **options)
     optimizer = torch.optim.AdamW(wrapped.parameters(), foreach=False)
     train(wrapped, optimizer)
-    rank, world = dist.get_rank(), dist.get_world_size()
     with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
         expected = whole(wrapped.state_dict())
         if use_orig_params:
             # Not full_optim_state_dict: with use_orig_params torch 2.13 returns exp_avg_sq under the name exp_avg.
-            full = _gathered_pieces(wrapped, optimizer, expected)
+            full = _gathered_pieces(wrapped, optimizer, expected, world // replicas)
         else:
             full = FSDP.full_optim_state_dict(wrapped, optimizer, rank0_only=False)["state"]
     with FSDP.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()):

@@ -134,9 +134,12 @@ def test_fsdp1_local_state_is_read_with_the_shapes_of_its_optimizer(ranks, tmp_p
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("world", [2, 3])
-def test_fsdp1_optimizer_state_is_cut_out_of_its_flat_parameters(ranks, tmp_path, use_orig_params, world):
-    opened_with(tmp_path, ranks.run(rank_writers.write_verl_fsdp1, world, str(tmp_path), use_orig_params)[0])
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_fsdp1_optimizer_state_is_cut_out_of_its_flat_parameters(ranks, tmp_path, use_orig_params, world, replicas):
+    wanted = ranks.run(rank_writers.write_verl_fsdp1, world, str(tmp_path), use_orig_params, replicas)[0]
+    source = opened_with(tmp_path, wanted)
+    steps = {e.fqn for e in source.catalog.by_role(Role.OPTIMIZER).values() if e.state == "step"}
+    assert steps == wanted["moments"].keys()  # also of parameters of which rank 0 has no part
 
 
 @pytest.mark.parametrize("kind", ["full", "ranks"])

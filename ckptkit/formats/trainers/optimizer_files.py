@@ -230,14 +230,15 @@ def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
 _BLOCK = re.compile(r"(.*?\.\d+)\..+")
 
 
-def read_flat_optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> OptimizerState | None:
+def read_flat_optimizer(values: Mapping[int, Mapping[str, Any]], params: Sequence[Param]) -> OptimizerState | None:
     """Return the entries for rank-local flat optimizer state, or None if the sizes do not prove the layout.
 
     Args:
-        values: Each rank's `Optimizer.state_dict()`.
+        values: The `Optimizer.state_dict()` of each rank that has a shard, in the order of the shards. With replicas,
+            these are the ranks of one replica.
         params: The model's parameters in module order.
     """
-    indices = [index for group in values[0]["param_groups"] for index in group["params"]]
+    indices = [index for group in _groups(values) for index in group["params"]]
     for units in ([[param] for param in params], _blocks(params), [list(params)]):
         if len(units) == len(indices) and all(_flat_fits(values, i, u) for i, u in zip(indices, units, strict=True)):
             return _flat_entries(values, dict(zip(indices, units, strict=True)))
@@ -253,17 +254,21 @@ def _blocks(params: Sequence[Param]) -> list[list[Param]]:
     return [members for members in units.values() if members]
 
 
-def _flat_states(values: Sequence[Mapping[str, Any]], index: Any) -> dict[str, list[tuple[int, StoredTensor]]]:
+def _groups(values: Mapping[int, Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    return next(iter(values.values()))["param_groups"]  # type: ignore[no-any-return]
+
+
+def _flat_states(values: Mapping[int, Mapping[str, Any]], index: Any) -> dict[str, list[tuple[int, StoredTensor]]]:
     """Return an index's 1-D states by name: (rank, the rank's part). Some ranks may have no part."""
     found: dict[str, list[tuple[int, StoredTensor]]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values.items():
         for name, tensor in value["state"].get(index, {}).items():
             if isinstance(tensor, StoredTensor) and len(tensor.shape) == 1:
                 found.setdefault(name, []).append((rank, tensor))
     return found
 
 
-def _flat_fits(values: Sequence[Mapping[str, Any]], index: Any, unit: Sequence[Param]) -> bool:
+def _flat_fits(values: Mapping[int, Mapping[str, Any]], index: Any, unit: Sequence[Param]) -> bool:
     states = _flat_states(values, index)
     total = sum(math.prod(param.shape) for param in unit)
     padded = [-(-total // len(values))] * len(values)
@@ -274,7 +279,7 @@ def _flat_fits(values: Sequence[Mapping[str, Any]], index: Any, unit: Sequence[P
     return bool(states)
 
 
-def _flat_entries(values: Sequence[Mapping[str, Any]], units: Mapping[Any, Sequence[Param]]) -> OptimizerState:
+def _flat_entries(values: Mapping[int, Mapping[str, Any]], units: Mapping[Any, Sequence[Param]]) -> OptimizerState:
     found = OptimizerState()
     for index, unit in units.items():
         for state, parts in _flat_states(values, index).items():
@@ -283,13 +288,19 @@ def _flat_entries(values: Sequence[Mapping[str, Any]], units: Mapping[Any, Seque
             for param in unit:
                 found.add(param.fqn, state, vector.tensor(param.shape, position))
                 position += math.prod(param.shape)
-        for state, value in values[0]["state"].get(index, {}).items():
-            if isinstance(value, StoredTensor) and not value.shape:
-                for param in unit:
+        # A rank without a part has no state. The others have the same step counts.
+        of_rank: Mapping[str, Any] = next(
+            (value["state"][index] for value in values.values() if index in value["state"]), {}
+        )
+        for state, value in of_rank.items():
+            for param in unit:
+                if isinstance(value, StoredTensor) and not value.shape:
                     found.add(param.fqn, state, Joined(value.dtype, (), SliceArray.of([value.slice()], 0)))
+                elif not is_tensor(value) and plain_value(value):
+                    found.add_value(param.fqn, state, value)
     settings = [
         {**group, "params": [param.fqn for index in group["params"] for param in units[index]]}
-        for group in values[0]["param_groups"]
+        for group in _groups(values)
     ]
     found.objects.update(group_objects(settings, {}))
     found.notes.append("FSDP1 optimizer: the wrapped modules were inferred from the sizes, which all match.")

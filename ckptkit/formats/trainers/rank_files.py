@@ -90,6 +90,19 @@ def recorded_ranks(tensors: Iterable[Any]) -> int:
     return found
 
 
+def one_replica(state_dicts: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the ranks that hold one replica of an FSDP1 model, in the order of its shards.
+
+    With HSDP, these are the ranks of the mesh's first row; otherwise, all ranks.
+    """
+    for tensor in state_dicts[0].values():
+        if isinstance(tensor, DTensorRecord) and [p.kind for p in tensor.placements] == ["replicate", "shard"]:
+            ranks: list[int] = tensor.mesh.ranks[0].tolist()
+            if all(0 <= rank < len(state_dicts) for rank in ranks):
+                return ranks
+    return list(range(len(state_dicts)))
+
+
 # --- the model
 
 

@@ -15,7 +15,7 @@ from ckptkit.formats.hf.side_files import file_names, find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, is_state_dicts, read_flat_optimizer, read_optimizer
 from ckptkit.formats.trainers.param_order import Param
-from ckptkit.formats.trainers.rank_files import join_model, read_archives, read_ranks
+from ckptkit.formats.trainers.rank_files import join_model, one_replica, read_archives, read_ranks
 from ckptkit.storage import Store
 
 _MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -37,8 +37,9 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     world_size = _world_size(store, files)
     pattern = _MODEL.format(size=world_size)
     ranks = {int(match[2]): match[0] for match in map(_MODEL_FILE.fullmatch, files) if match}
-    model = join_model(read_ranks(store, ranks, pattern, world_size), what=pattern)
-    optimizer = _optimizer(store, files, world_size, model.params)
+    state_dicts = read_ranks(store, ranks, pattern, world_size)
+    model = join_model(state_dicts, what=pattern)
+    optimizer = _optimizer(store, files, world_size, model.params, one_replica(state_dicts))
     lora = next((meta for path in _ADAPTERS if isinstance(meta := read_json(store, path), dict)), None)
     step = re.search(r"global_step_(\d+)(?:/[^/]*)?/?$", store.url)
     info = CatalogInfo(
@@ -75,7 +76,9 @@ def _world_size(store: Store, files: Sequence[str]) -> int:
     return world_size
 
 
-def _optimizer(store: Store, files: Sequence[str], world_size: int, params: Sequence[Param]) -> OptimizerState:
+def _optimizer(
+    store: Store, files: Sequence[str], world_size: int, params: Sequence[Param], replica: Sequence[int]
+) -> OptimizerState:
     pattern = _OPTIM.format(size=world_size)
     names = [pattern.format(rank=rank) for rank in range(world_size)]
     there = [name for name in names if name in files]
@@ -90,7 +93,9 @@ def _optimizer(store: Store, files: Sequence[str], world_size: int, params: Sequ
     found = read_optimizer(values, params, what=pattern)
     if found.tensors or found.objects:
         return found
-    return (read_flat_optimizer(values, params) if is_state_dicts(values) else None) or found
+    if not is_state_dicts(values):
+        return found
+    return read_flat_optimizer({rank: values[rank] for rank in replica}, params) or found
 
 
 def _extra_state(sizes: Mapping[str, int], files: Sequence[str], world_size: int) -> dict[str, ObjectEntry]:
