@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckptkit.arguments import check_storage_options, wrong
 from ckptkit.checkpoint.retention import RetentionPolicy
@@ -19,6 +21,7 @@ from ckptkit.errors import StorageError
 from ckptkit.formats.detect import identify
 from ckptkit.formats.own.record import RECORD_NAME
 from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
+from ckptkit.integrations.lightning_signals import StopSignal
 from ckptkit.integrations.lightning_state import (
     LightningCheckpoints,
     collecting_live,
@@ -28,6 +31,8 @@ from ckptkit.integrations.lightning_state import (
 )
 from ckptkit.integrations.lightning_strategy import FSDP2Strategy
 from ckptkit.storage.open import open_store
+
+_log = logging.getLogger(__name__)
 
 
 class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's types are not followed
@@ -43,6 +48,9 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
 
     With one of Lightning's own strategies, the callback itself saves the live model and optimizers, and loads such
     checkpoints when they are given as `ckpt_path`.
+
+    With `save_on_exception=True`, SIGTERM on any rank stops all ranks at the same batch, and they save. The save waits
+    for the end of an optimizer step, but not for the end of a validation: a resumed run repeats the validation.
 
     Args:
         retention: Replaces the policy derived from `save_top_k`.
@@ -68,6 +76,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         self._type = state_dict_type
         self._storage_options = storage_options
         self._made: LightningCheckpoints | None = None
+        self._stop: StopSignal | None = None
         self._saves_last = False
 
     def _policy(self) -> RetentionPolicy | None:
@@ -80,9 +89,14 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Make the strategy load this callback's checkpoints, unless it can do so by itself."""
         super().setup(trainer, pl_module, stage)
+        self._release_signals()
+        if self.save_on_exception and stage == TrainerFn.FITTING:
+            self._stop = StopSignal(trainer)
         strategy = trainer.strategy
         if _saves_itself(strategy):
             return
+        if stage == TrainerFn.FITTING:
+            self._own().position.attach(trainer)
         theirs = type(strategy).load_checkpoint
 
         def load_checkpoint(checkpoint_path: Any, *arguments: Any, **named: Any) -> Any:
@@ -92,6 +106,49 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             return theirs(strategy, checkpoint_path, *arguments, **named)
 
         strategy.load_checkpoint = load_checkpoint
+
+    # --- signals
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save if it is time, but not between the batches of one optimizer step: gradients are not saved."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._stop is not None:
+            self._stop.agree()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Find out whether the ranks can agree to stop during this validation."""
+        if self._stop is not None and trainer.validating:
+            self._stop.prepare_validation()
+
+    def on_validation_batch_end(self, trainer: Any, *arguments: Any, **named: Any) -> None:
+        """Stop the validation after SIGTERM."""
+        if self._stop is not None and trainer.validating:
+            self._stop.agree_in_validation()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save if it is time."""
+        super().on_train_epoch_end(trainer, pl_module)
+        if self._stop is not None:
+            self._stop.agree()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Save a checkpoint with `save_on_exception`, unless only some of the ranks have raised an exception."""
+        agreed = isinstance(exception, SIGTERMException) or self._stop is None or self._stop.all_stop()
+        if agreed:
+            super().on_exception(trainer, pl_module, exception)
+        else:
+            _log.error(
+                "save_on_exception: nothing was saved, because not all ranks have stopped: %s: %s. Resume from the "
+                "newest checkpoint.",
+                type(exception).__name__, exception,
+            )  # fmt: skip
+
+    def _release_signals(self) -> None:
+        if self._stop is not None:
+            self._stop.close()
+            self._stop = None
 
     # --- saving
 
@@ -200,7 +257,8 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         fitting = trainer.state.fn == TrainerFn.FITTING
         live = isinstance(strategy, (ModelParallelStrategy, FSDPStrategy))  # with others, Lightning fills the model
         state = state_of(module if live else None, trainer.optimizers if fitting and live else [], rng=fitting)
-        checkpoint, _ = self._own().load(path, state, strict=module.strict_loading, per_rank_on_resize="keep")
+        options = {"strict": module.strict_loading, "per_rank_on_resize": "keep"}
+        checkpoint, _ = self._own().load(path, state, trainer=trainer if fitting else None, **options)
         theirs = type(strategy).process_dataloader
 
         def process_dataloader(dataloader: Any) -> Any:
@@ -213,18 +271,15 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             return {**CkptkitCheckpointIO(storage_options=self._storage_options).load_checkpoint(path), **checkpoint}
         return {**checkpoint, "state_dict": live_state(module)}
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Restore the random state before the first batch of a resumed epoch."""
-        if self._made is not None:
-            self._made.restore_random()
-
     # --- teardown
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Release all resources."""
+        self._release_signals()
         for name in ("load_checkpoint", "process_dataloader"):
             vars(trainer.strategy).pop(name, None)
         if self._made is not None:
+            self._made.position.detach(trainer)
             self._made.close()
             self._made = None
         super().teardown(trainer, pl_module, stage)

@@ -20,13 +20,13 @@ from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
 from ckptkit.checkpoint.state.train_state import PerRank, StateDictType, TrainState, model_tensors, same_memory
 from ckptkit.checkpoint.state.values import encode
 from ckptkit.errors import CheckpointExistsError, CkptkitError, SaveError
 from ckptkit.formats.own.record import RECORD_NAME, CommitRecord
 from ckptkit.formats.replaceable import foreign_paths
 from ckptkit.integrations.lightning_full import sharded_optimizer
+from ckptkit.integrations.lightning_position import FitPosition
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import split_url
@@ -119,8 +119,8 @@ class LightningCheckpoints:
         self._group = group
         self._storage_options = storage_options
         self._managers: dict[tuple[str, RetentionPolicy | None, str | None], CheckpointManager] = {}
-        self._random: Mapping[str, Any] | None = None
-        self._position: Mapping[str, Any] = {}  # where in the epochs the resumed run continues
+        self.position = FitPosition()
+        self._epoch: int | None = None  # the epoch in which the resumed run continues
         self._coordinator = Coordinator(group)
         self.run_on_all = self._coordinator.run_on_all
         self.decide = self._coordinator.decide
@@ -168,6 +168,17 @@ class LightningCheckpoints:
         owner: str | None = None,
     ) -> None:
         """Save what a Trainer has collected, with references to live tensors (`collecting_live`)."""
+        with self.position.recorded(checkpoint, trainer):
+            self._save_trainer(filepath, checkpoint, trainer, retention, owner)
+
+    def _save_trainer(
+        self,
+        filepath: str,
+        checkpoint: dict[str, Any],
+        trainer: Any,
+        retention: RetentionPolicy | None,
+        owner: str | None,
+    ) -> None:
         names = checkpoint.pop("state_dict", {})
         optimizers = trainer.optimizers if checkpoint.pop("optimizer_states", None) is not None else []
         checkpoint["ckptkit_keys"] = list(names)
@@ -220,8 +231,14 @@ class LightningCheckpoints:
 
     # --- loading
 
-    def load(self, filepath: str | Path, state: TrainState, **options: Any) -> tuple[dict[str, Any], LoadReport]:
-        """Load `state` from any format. Return Lightning's dictionary, without the loaded tensors, and the report."""
+    def load(
+        self, filepath: str | Path, state: TrainState, *, trainer: Any = None, **options: Any
+    ) -> tuple[dict[str, Any], LoadReport]:
+        """Load `state` from any format. Return Lightning's dictionary, without the loaded tensors, and the report.
+
+        Args:
+            trainer: The Trainer that will continue to fit.
+        """
         root, name, url = self._coordinator.decide(lambda: self.find(filepath), "looking for the checkpoint")
         # Load a ckptkit checkpoint by name, because that protects it from rotation during this run.
         report = self._manager(root, self.retention).load(state, url or name, **options)
@@ -230,38 +247,35 @@ class LightningCheckpoints:
         if (report.missing or report.unexpected or left) and self._coordinator.is_main:
             _log.warning("%s: %s", filepath, report.line())  # Lightning's caller does not get the report
         checkpoint = _as_lightnings(lightning_extras(report.extra), report.step)
-        self._position = checkpoint if state.rng else {}
-        if "rng" in report.loaded and inside_an_epoch(checkpoint):
-            self._random = capture_rng()
+        if trainer is None:
+            return checkpoint, report
+        self.position.resume(checkpoint, trainer)
+        if "rng" not in report.loaded:
+            self.position.random = None
+        fit = checkpoint.get("loops", {}).get("fit_loop", {})
+        self._epoch = fit.get("epoch_progress", {}).get("current", {}).get("processed")
         loaders = report.extra.get(f"{_LOADERS}.{self._coordinator.rank}")
-        if loaders and not inside_an_epoch(checkpoint):
-            pass  # the loaders are at the end; restoring them would make Lightning count an epoch without batches
-        elif loaders and checkpoint.get("ckptkit_world_size") == self._coordinator.world_size:
-            checkpoint["loops"]["fit_loop"]["state_dict"].update(loaders)
-        elif loaders:
+        if loaders and checkpoint.get("ckptkit_world_size") == self._coordinator.world_size:
+            if self.position.between_epochs:
+                self.position.loaders = loaders["combined_loader"]
+            else:
+                fit["state_dict"].update(loaders)
+        elif loaders and not self.position.between_epochs:
             _log.warning("The state of the dataloaders was not restored: another number of ranks saved it.")
         return checkpoint, report
-
-    def restore_random(self) -> None:
-        """Restore the loaded random state once more: creating the iterator inside an epoch has drawn numbers."""
-        if self._random is not None:
-            restore_rng(self._random)
-            self._random = None
 
     def set_epoch(self, dataloader: Any) -> None:
         """Set the epoch of the resumed run in a dataloader's samplers before anything is drawn from them.
 
         Lightning sets it too late for a stateful dataloader, which would start with the data order of epoch 0.
         """
-        progress = self._position.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
-        if "ready" not in progress:
+        if self._epoch is None:
             return
-        epoch = progress["ready"] - 1 if inside_an_epoch(self._position) else progress["ready"]
         batches = getattr(dataloader, "batch_sampler", None)
         for sampler in (getattr(dataloader, "sampler", None), getattr(batches, "sampler", None)):
             tell = getattr(sampler, "set_epoch", None)
             if callable(tell):
-                tell(epoch)
+                tell(self._epoch)
 
     def find(self, filepath: str | Path) -> tuple[str, str, str]:
         """Return a checkpoint's directory and name, with links resolved, and its URL.
@@ -362,13 +376,6 @@ def _as_lightnings(checkpoint: dict[str, Any], step: int | None) -> dict[str, An
 
     found = {"pytorch-lightning_version": lightning.pytorch.__version__, "epoch": 0, "global_step": step or 0}
     return {**found, "lr_schedulers": [], **checkpoint}
-
-
-def inside_an_epoch(checkpoint: Mapping[str, Any]) -> bool:
-    """Return whether the checkpoint was saved in the middle of an epoch."""
-    loop = checkpoint.get("loops", {}).get("fit_loop", {})
-    progress = loop.get("epoch_loop.batch_progress", {})
-    return bool(progress) and not progress.get("is_last_batch", False)
 
 
 def _with_plain_hparams(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -221,6 +221,8 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         if fitting:
             self.setup_optimizers(trainer)
             _refuse_early(self.optimizers, self.model)
+            if self.checkpoint_io is None:
+                self.own().position.attach(trainer, self.restore_pending)
         self.setup_precision_plugin()
 
     def parallelize(self) -> None:
@@ -294,10 +296,8 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     # --- deferred until the first step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the LightningModule's step. Before the first one, restore deferred optimizer and random state."""
+        """Run the LightningModule's step. Before the first one, restore the deferred optimizer state."""
         self.restore_pending()
-        if self._checkpoints is not None:
-            self._checkpoints.restore_random()
         return super().training_step(*args, **kwargs)
 
     def restore_pending(self) -> None:
@@ -457,7 +457,8 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
             options["optimizer"] = "deferred"
         if self._filter is not None:
             options["include"] = self._filter
-        checkpoint, report = self.own().load(path, state, per_rank_on_resize="keep", **options)
+        trainer = self.lightning_module.trainer if fitting else None
+        checkpoint, report = self.own().load(path, state, trainer=trainer, per_rank_on_resize="keep", **options)
         if report.deferred is not None and checkpoint.pop("ckptkit_optimizers", 1):
             checkpoint["optimizer_states"] = report.deferred
         self._shown = self.lightning_module_state_dict(StateDictType.SHARDED)
@@ -476,6 +477,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     def teardown(self) -> None:
         """Release all resources."""
         if self._checkpoints is not None:
+            self._checkpoints.position.detach(self.lightning_module.trainer)
             self._checkpoints.close()
             self._checkpoints = None
         self._pending, self._shown = None, {}

@@ -122,9 +122,8 @@ def trainer_of(work: Path, strategy: Any, *callbacks: Any, steps: int = 1, **opt
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
-        num_sanity_val_steps=0,
         use_distributed_sampler=True,
-        **{"logger": False, **options},
+        **{"logger": False, "num_sanity_val_steps": 0, **options},
     )
 
 

@@ -1,0 +1,326 @@
+"""A Trainer that is stopped anywhere and resumed continues like one that was not stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+pytest.importorskip("lightning")
+pytest.importorskip("torchdata")
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ckptkit.integrations import lightning_signals
+from tests.integrations.lightning_runs import (
+    Callback,
+    Data,
+    FSDP2Strategy,
+    Lit,
+    ManagedCheckpoint,
+    equal,
+    pl,
+    raised,
+    saving,
+    snapshot,
+    trainer_of,
+)
+from tests.integrations.on_ranks import on_ranks
+
+pytestmark = pytest.mark.timeout(600)
+
+BATCHES = 4  # of each rank, in an epoch
+
+
+class Trace(Callback):
+    """Records what a run does: its batches with the weights after them, its validations and its hooks."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.events.append(("epoch starts", trainer.current_epoch))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        weight = module.model.head.weight
+        local = weight.to_local() if hasattr(weight, "to_local") else weight
+        lr = trainer.optimizers[0].param_groups[0]["lr"]
+        self.events.append(("batch", trainer.current_epoch, index, batch.tolist(), local.tolist(), lr))
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.events.append(("validated", trainer.global_step, float(trainer.callback_metrics["val_loss"])))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.events.append(("epoch ends", trainer.current_epoch))
+
+
+class At(Callback):
+    """Sends SIGTERM to this process in one hook, at one batch of one epoch, on the given ranks; or calls `act`."""
+
+    def __init__(self, hook: str, epoch: int, index: int = 0, *, ranks: Any = (0, 1), act: Any = None) -> None:
+        def called(trainer: Any, module: Any, *arguments: Any) -> None:
+            now = arguments[-1] if hook.endswith(("train_batch_start", "train_batch_end")) else 0
+            now = arguments[1] if hook == "on_validation_batch_start" else now
+            if (trainer.current_epoch, now) == (epoch, index) and trainer.global_rank in ranks:
+                (act or self.terminate)(trainer, module)
+
+        setattr(self, hook, called)
+
+    def terminate(self, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # schedulers often send it more than once
+
+
+def crash(*_: Any) -> None:
+    raise RuntimeError("the node is gone")
+
+
+class Scheduled(Lit):
+    """A module whose learning rate depends on steps, on epochs and on the validation's metric."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        step = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+        epoch = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        return [optimizer], [
+            {"scheduler": step, "interval": "step"},
+            {"scheduler": epoch, "interval": "epoch"},
+            {"scheduler": plateau, "interval": "epoch", "monitor": "val_loss", "strict": False},
+        ]
+
+
+class Epochs(Data):
+    def __init__(self, batches: int) -> None:
+        self.length = 2 * batches * dist.get_world_size()
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def run(
+    work: Path, strategy: Any, *callbacks: Any, path: Any = None, module: Any = Lit, validates: bool = True,
+    batches: int = BATCHES, **options: Any,
+) -> tuple[Any, Any, list[Any]]:  # fmt: skip
+    """Train with a shuffled dataset; return the module, the trainer, and what it did."""
+    pl.seed_everything(7 + dist.get_rank(), verbose=False)
+    trace, made = Trace(), module()
+    # `max_steps` ends most runs, because Lightning's loops then guess their position from other counters.
+    limits = {"steps": options.pop("max_steps", -1), "max_epochs": options.pop("max_epochs", None)}
+    trainer = trainer_of(work, strategy, trace, *callbacks, **limits, **options)
+    data = Epochs(batches)
+    train = StatefulDataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=True, seed=3))
+    validation = StatefulDataLoader(Epochs(2), batch_size=2) if validates else None
+    try:
+        trainer.fit(made, train, val_dataloaders=validation, ckpt_path=path and str(path))
+    except SystemExit:  # Lightning's SIGTERMException
+        trace.events.append("stopped")
+    return made, trainer, trace.events
+
+
+def newest(folder: Path) -> Path:
+    dist.barrier()
+    return max(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+
+
+def state(module: Any, trainer: Any) -> dict[str, Any]:
+    for part in module.modules():
+        getattr(part, "reshard", lambda: None)()  # FSDP2 leaves parameters gathered after a validation
+    return snapshot(module, trainer)
+
+
+def counters(trainer: Any) -> Any:
+    """The loops' counters, and the state of the schedulers."""
+    loops = {key: value for key, value in trainer.fit_loop.state_dict().items() if key != "state_dict"}
+    return loops, [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+
+
+def stopping(folder: Path) -> ManagedCheckpoint:
+    return ManagedCheckpoint(dirpath=folder, filename="{step}", every_n_epochs=100, save_on_exception=True)
+
+
+def continues(work: Path, strategy: Any, save: Any, at: At, **options: Any) -> None:
+    """Check that a run that was stopped and resumed does what an uninterrupted run does, no more and no less."""
+
+    def made() -> Any:
+        return strategy() if callable(strategy) else strategy
+
+    straight = run(work, made(), **options)
+    raised(lambda: run(work, made(), save, at, **options))
+    again = run(work, made(), stopping(work / "again"), path=newest(Path(save.dirpath)), **options)
+    assert again[2] == straight[2][len(straight[2]) - len(again[2]) :]
+    assert equal(state(*straight[:2]), state(*again[:2]))
+    assert counters(straight[1]) == counters(again[1])
+
+
+# Where the signal arrives: hook, epoch, batch. There are two epochs of four batches, each with a validation at its end.
+PLACES: dict[str, tuple[Any, ...]] = {
+    "inside an epoch": ("on_train_batch_start", 0, 1),
+    "in the last batch": ("on_train_batch_start", 0, 3),
+    "at the end of the last batch": ("on_train_batch_end", 0, 3),
+    "when a validation starts": ("on_validation_start", 0),
+    "in a validation": ("on_validation_batch_start", 0, 0),
+    "in the last batch of a validation": ("on_validation_batch_start", 0, 1),
+    "when a validation ends": ("on_validation_end", 0),
+    "at the end of an epoch": ("on_train_epoch_end", 0),
+    "at the start of an epoch": ("on_train_epoch_start", 1),
+}
+LIMITS: dict[str, dict[str, Any]] = {"epochs": {"max_epochs": 2}, "steps": {"max_steps": 2 * BATCHES}}
+STRATEGIES: dict[str, Any] = {"ddp": "ddp", "fsdp2": FSDP2Strategy}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", STRATEGIES)
+@on_ranks(2)
+def test_a_run_stopped_by_a_signal_on_one_rank_resumes_bit_equal(work: Path, name: str, place: str, limit: str) -> None:
+    at = At(*PLACES[place], ranks=[1])
+    continues(work, STRATEGIES[name], stopping(work / "c"), at, module=Scheduled, **LIMITS[limit])
+
+
+OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
+    "without validation": (("on_train_batch_start", 0, 3), {"validates": False}),
+    "with a validation inside the epoch": (("on_train_batch_start", 0, 1), {"val_check_interval": 2}),
+    "in a validation inside the epoch": (("on_validation_batch_start", 0, 0), {"val_check_interval": 2}),
+    "while gradients accumulate": (
+        ("on_train_batch_start", 0, 2),
+        {"accumulate_grad_batches": 2, "batches": 5, "validates": False, "max_steps": 6},
+    ),
+    "in the last step": (("on_train_batch_start", 1, 3), {"validates": False}),
+    "in the sanity check": (("on_sanity_check_start", 0), {"num_sanity_val_steps": 1}),
+}
+
+
+@pytest.mark.parametrize("case", OTHER)
+@on_ranks(2, 1)
+def test_a_run_stopped_by_a_signal_on_all_ranks_resumes_bit_equal(work: Path, case: str) -> None:
+    at, options = OTHER[case]
+    folder = work / str(dist.get_world_size())
+    continues(
+        folder,
+        "auto" if dist.get_world_size() == 1 else "ddp",
+        stopping(folder / "c"),
+        At(*at),
+        **{"max_steps": 2 * BATCHES, **options},
+    )
+
+
+class Two(pl.LightningModule):
+    """Two optimizers and a scheduler that the module steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.model = Lit().model
+
+    def training_step(self, batch: torch.Tensor, _: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.model(batch).pow(2).mean())
+            optimizer.step()
+
+    def on_train_epoch_end(self) -> None:
+        self.lr_schedulers().step()
+
+    def validation_step(self, batch: torch.Tensor, _: int) -> None:
+        self.log("val_loss", self.model(batch).pow(2).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.model.blocks, self.model.head)
+        optimizers = [torch.optim.AdamW(part.parameters(), lr=0.05) for part in parts]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5)]
+
+
+@pytest.mark.parametrize("place", ["in the last batch", "in a validation", "at the end of an epoch"])
+@on_ranks(2)
+def test_a_module_that_steps_its_optimizers_itself_resumes_bit_equal(work: Path, place: str) -> None:
+    options = {"module": Two, "max_epochs": 2}
+    continues(work, FSDP2Strategy, stopping(work / "c"), At(*PLACES[place]), **options)
+
+
+REGULAR: dict[str, dict[str, Any]] = {
+    "after the last batch of an epoch": {"every_n_train_steps": 4},
+    "at the end of an epoch": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+    "at the end of a validation": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("when", REGULAR)
+@on_ranks(2)
+def test_a_run_resumes_bit_equal_from_its_regular_checkpoints(work: Path, when: str, limit: str) -> None:
+    save = ManagedCheckpoint(dirpath=work / "c", filename="{step}", **REGULAR[when])
+    end = At("on_train_batch_start", 1, 2, act=crash)
+    continues(work, "ddp", save, end, module=Scheduled, **LIMITS[limit])
+
+
+@on_ranks(2)
+def test_a_run_with_more_steps_continues_the_epoch_that_max_steps_ended(work: Path) -> None:
+    straight = run(work, "ddp", max_steps=8)
+    save = ManagedCheckpoint(dirpath=work / "c", every_n_epochs=1, save_on_train_epoch_end=True)
+    run(work, "ddp", save, max_steps=6)
+    again = run(work, "ddp", stopping(work / "again"), path=newest(work / "c"), max_steps=8)
+    assert again[2] == straight[2][len(straight[2]) - len(again[2]) :]
+    assert counters(straight[1]) == counters(again[1])
+
+
+@on_ranks(2)
+def test_a_resumed_run_does_not_save_between_the_batches_of_one_step(work: Path) -> None:
+    options = {"accumulate_grad_batches": 2, "validates": False}
+    run(work, "ddp", saving(work / "c", every=2), max_steps=2, **options)
+    end = At("on_train_batch_end", 1, 0, act=crash)
+    again = (saving(work / "again", every=2), end)
+    assert "the node is gone" in raised(
+        lambda: run(work, "ddp", *again, path=newest(work / "c"), max_steps=4, **options)
+    )
+    assert not list((work / "again").glob("*.ckpt"))
+
+
+@contextlib.contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("hook", "options", "text"),
+    [
+        ("on_train_batch_start", {}, "inside a training batch"),
+        ("on_train_batch_end", {"accumulate_grad_batches": 3}, "between the batches of one optimizer step"),
+    ],
+)
+@on_ranks(2)
+def test_a_save_that_no_run_can_continue_exactly_is_warned_about(
+    work: Path, hook: str, options: dict[str, Any], text: str
+) -> None:
+    save = At(hook, 0, 1, act=lambda trainer, _: trainer.save_checkpoint(work / "early.ckpt"))
+    with logged("ckptkit.integrations.lightning_position") as texts:
+        run(work, FSDP2Strategy(), save, max_epochs=1, **options)
+    assert [text in line for line in texts] == [True] * (dist.get_rank() == 0)
+
+
+@on_ranks(2)
+def test_an_exception_on_one_rank_saves_nothing_and_ends_the_rank_soon(work: Path) -> None:
+    lightning_signals._GATHER_S = 0.2  # instead of a minute
+    save = stopping(work / "c")
+    end = At("on_train_batch_end", 0, 1, ranks=[0], act=lambda *two: save.on_exception(*two, RuntimeError("only here")))
+    with logged("ckptkit.integrations.lightning_callback") as texts:
+        run(work, "ddp", end, save, max_epochs=1)
+    assert ["nothing was saved" in text for text in texts] == [True] * (dist.get_rank() == 0)
+    assert not list((work / "c").glob("*.ckpt"))
