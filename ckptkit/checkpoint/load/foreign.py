@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,12 @@ _OWNER = re.compile(r"(.*?)\.?(?<![^.])(?:state|master|param_groups)(?:\.|$)")  
 _BITSANDBYTES = "__bnb_optimizer_quant_state__"  # bitsandbytes' state_dict adds this level to its states
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
 _SAMPLES = 8
+# PEFT's files omit these parts of a PEFT model's names.
+_ADAPTER = re.compile(
+    r"(?<=\.)modules_to_save\.[^.]+\."
+    r"|(?<=\.lora_magnitude_vector)\.[^.]+\.weight$"
+    r"|(?:(?<=\.lora_[AB])|(?<=\.lora_embedding_[AB]))\.(?!(?:weight|bias)$)[^.]+"
+)
 
 
 def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
@@ -137,7 +143,8 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     `extra`.
 
     FQNs in the checkpoint and in the models may differ by a prefix (a LightningModule's attribute, a wrapper). The
-    prefix that makes the most names match is added or removed. Optimizers are matched by order. Settings, schedulers
+    prefix that makes the most names match is added or removed. Names in PEFT's files get the name of the adapter, which
+    these files omit. Optimizers are matched by order. Settings, schedulers
     and random state are read from where Lightning, transformers, accelerate, verl, LightRFT, DeepSpeed and torchtitan
     store them. Other objects become `extra`.
     """
@@ -237,14 +244,29 @@ def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str],
         if fit > hits:
             best, hits = (drop, add), fit
     drop, add = best
+    adapted = _adapter_names(live)
 
     def rename(fqn: str) -> str:
-        return add + fqn[len(drop) :] if fqn.startswith(drop) else fqn
+        fqn = add + fqn[len(drop) :] if fqn.startswith(drop) else fqn
+        return adapted.get(fqn, fqn)
 
     if not drop and not add:
         return rename, []
     how = f"{drop!r} was removed from" if drop else f"{add!r} was added to"
     return rename, [f"names: the prefix {how} the checkpoint's names, to match the model's."]
+
+
+def _adapter_names(live: Collection[str]) -> dict[str, str]:
+    """Map the names in PEFT's files to those of a live PEFT model. Omits names that several adapters have."""
+    found: dict[str, str] = {}
+    shared: set[str] = set()
+    for fqn in live:
+        stored = _ADAPTER.sub("", fqn)
+        if stored != fqn and stored not in live:
+            if stored in found:
+                shared.add(stored)
+            found[stored] = fqn
+    return {stored: fqn for stored, fqn in found.items() if stored not in shared}
 
 
 @dataclass(frozen=True, slots=True)

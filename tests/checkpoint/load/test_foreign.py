@@ -302,3 +302,31 @@ def test_an_error_names_a_moment_that_one_parameter_lacks(stepped: bool, tmp_pat
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     report = load(state, str(tmp_path / "theirs"), tmp_path, strict=False)
     assert any("weight.exp_avg" in key for key in report.missing)
+
+
+def test_the_adapter_of_a_trainer_is_restored_with_its_optimizer(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def made(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+        config = peft.LoraConfig(r=2, target_modules=["0", "1"], modules_to_save=["2"], use_dora=True)
+        model = peft.get_peft_model(net, config)
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+    model, optimizer = made(0)
+    model(torch.arange(7)).sum().backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path / "checkpoint-1")  # as transformers' Trainer does
+    torch.save(optimizer.state_dict(), tmp_path / "checkpoint-1" / "optimizer.pt")
+    other, its_optimizer = made(1)
+    report = states.load(
+        tmp_path / "run", TrainState(model=other, optimizer=its_optimizer), str(tmp_path / "checkpoint-1"),
+        include=["*lora_*", "*modules_to_save*"],
+    )  # fmt: skip
+    pairs = zip(model.named_parameters(), other.parameters(), strict=True)
+    trained = {fqn: (mine, theirs) for (fqn, mine), theirs in pairs if mine.requires_grad}
+    assert len(trained) == 8 and not report.unexpected
+    for fqn, (mine, theirs) in trained.items():
+        assert torch.equal(mine, theirs), fqn
+        assert torch.equal(optimizer.state[mine]["exp_avg"], its_optimizer.state[theirs]["exp_avg"]), fqn
