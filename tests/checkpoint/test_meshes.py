@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit import Shard, TrainState, open_checkpoint
@@ -304,6 +304,44 @@ def test_strided_shards_are_saved_exactly(ranks: Any, tmp_path: Path, kind: str)
         target = {"model": {"fused": torch.zeros(8)}}
         dcp.load(target, checkpoint_id=str(tmp_path / "step_00000001"))
         assert target["model"]["fused"].tolist() == list(range(8))
+
+
+def scalar(whole: bool, steps: int) -> TrainState:
+    """Return a parameter without dimensions, and its optimizer after some steps. Unless `whole`, it is replicated."""
+    value = torch.tensor(2.0)
+    if not whole:
+        value = distribute_tensor(value, init_device_mesh("cpu", (2,)), [Replicate()])
+    model = nn.ParameterDict({"scale": nn.Parameter(value)})
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    return stepped(TrainState(model=model, optimizer=optimizer, rng=False), steps)
+
+
+def stepped(state: TrainState, steps: int) -> TrainState:
+    for _ in range(steps):
+        state.model["scale"].grad = torch.full_like(state.model["scale"], 0.3)
+        state.optimizer.step()
+    return state
+
+
+def save_scalar(url: str, kind: str) -> None:
+    states.save(url, scalar(dist.get_world_size() == 1, 2), state_dict_type=kind)
+
+
+def train_on(url: str) -> None:
+    state = scalar(False, 0)
+    states.load_all(url, state)
+    moments = [state.optimizer.state[state.model["scale"]][name] for name in ("exp_avg", "exp_avg_sq", "step")]
+    assert [type(value) for value in moments] == [DTensor, DTensor, torch.Tensor]
+    assert states.bits(stepped(state, 1).optimizer) == states.bits(scalar(False, 3).optimizer)
+
+
+def test_a_replicated_parameter_without_dimensions_has_replicated_moments(
+    ranks: Any, tmp_path: Path, kind: str
+) -> None:
+    for world_size in (1, 2) if kind != "local" else (2,):
+        url = str(tmp_path / str(world_size))
+        ranks.run(save_scalar, world_size, url, kind)
+        ranks.run(train_on, 2, url)
 
 
 class Tied(nn.Module):

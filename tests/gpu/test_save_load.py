@@ -55,6 +55,28 @@ def test_a_checkpoint_loads_on_another_device(device, kind, to_device, tmp_path)
     states.assert_same(loaded, states.copied(state), target)
 
 
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_training_continues_with_a_parameter_without_dimensions(device, options, tmp_path):
+    def stepped(steps):
+        scale = nn.Parameter(torch.tensor(2.0, device=device))
+        optimizer = torch.optim.AdamW([scale], lr=0.1, **options)
+        return step(TrainState(model=nn.ParameterDict({"scale": scale}), optimizer=optimizer), steps)
+
+    def step(state, steps):
+        for _ in range(steps):
+            state.model["scale"].grad = torch.full_like(state.model["scale"], 0.3)
+            state.optimizer.step()
+        return state
+
+    state, loaded = stepped(2), stepped(0)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        manager.load(loaded)
+    devices = [{k: v.device.type for k, v in s.optimizer.state[s.model["scale"]].items()} for s in (state, loaded)]
+    assert devices[0] == devices[1]
+    states.assert_same(step(loaded, 1), states.copied(step(state, 1)), device)
+
+
 @pytest.mark.parametrize("way", ["save", "async"])
 def test_a_save_waits_for_pending_device_work(device, way, tmp_path):
     model = nn.Module()

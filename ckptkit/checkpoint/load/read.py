@@ -191,7 +191,7 @@ class Reading:
                     continue
                 new = None if order else new_paged(plan.optimizer, parameter, name, dtype, shape)
                 if new is None:
-                    new = new_state_tensor(parameter, dtype, shape, on_device=on_device[id(parameter)], held=held)
+                    new = new_state_tensor(parameter, name, dtype, shape, on_device=on_device[id(parameter)], held=held)
                 if order is not None and type(new) is torch.Tensor and new.dim() == len(order):
                     new = in_order(new, order)
                 if type(new) is torch.Tensor and not (alike or shards or held or new.is_meta):  # such as a step count

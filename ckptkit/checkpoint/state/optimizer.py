@@ -512,13 +512,20 @@ def _settings(group: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def new_state_tensor(
-    parameter: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool, held: Held | None = None
+    parameter: torch.Tensor,
+    name: str,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    *,
+    on_device: bool,
+    held: Held | None = None,
 ) -> torch.Tensor:
     """Return an uninitialized tensor for one of a parameter's states, placed like the parameter.
 
     If its shape differs from the parameter's, it is sharded along only those dimensions that have the same size.
 
     Args:
+        name: The state's name, such as "exp_avg".
         held: How the state is stored. None if the parameter determines that.
         on_device: Whether the group keeps step counts on the device (fused or capturable). If not, a tensor of one
             element is put on the CPU, like torch's step counts.
@@ -538,7 +545,8 @@ def new_state_tensor(
         same = {dim for dim in range(least) if shape[dim] == parameter.shape[dim]}
         placements = [p if type(p) is Shard and p.dim in same else Replicate() for p in parameter.placements]
         return new_placed(parameter, placements, dtype, shape)
-    if shape != tuple(parameter.shape) or parameter.dim() == 0:
+    # Without dimensions, only the name tells a step count from a moment. torch's load_state_dict goes by it, too.
+    if shape != tuple(parameter.shape) or (not shape and name == "step"):
         device = parameter.device if on_device or not single else "cpu"
         return torch.empty(shape, dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
