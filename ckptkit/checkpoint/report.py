@@ -37,12 +37,12 @@ class Phase:
     thread: str = ""
 
 
+@dataclass(slots=True)
 class PhaseClock:
     """Collects an operation's phases. Any thread may add phases."""
 
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.phases: list[Phase] = []
+    started: float = field(default_factory=time.perf_counter)
+    phases: list[Phase] = field(default_factory=list)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,26 +145,26 @@ class LocalStore(Store):
 
     def list(self, path: str = "", *, recursive: bool = False) -> _Infos:
         found: _Infos = []
-        self._scan(path, found, recursive=recursive)
+        left = [path]
+        while left:
+            folder = left.pop()
+            full = self.path_of(folder)
+            if full != self._top:
+                self._check_inside(full)
+            with contextlib.suppress(FileNotFoundError), _errors(full), os.scandir(full) as entries:
+                for entry in entries:
+                    name = f"{folder}/{entry.name}" if folder else entry.name
+                    try:
+                        item = _file_info(name, entry.stat(follow_symlinks=False))
+                    except FileNotFoundError:
+                        continue  # deleted during the scan
+                    if not recursive or item.kind != "directory":
+                        found.append(item)
+                    elif is_path(name):
+                        left.append(name)
+                    else:  # a name with a control character or a backslash: listed, but not entered
+                        found.append(FileInfo(name, "other", 0, 0.0))
         return sorted(found, key=operator.attrgetter("path"))
-
-    def _scan(self, path: str, found: _Infos, *, recursive: bool) -> None:
-        full = self.path_of(path)
-        if full != self._top:
-            self._check_inside(full)
-        with contextlib.suppress(FileNotFoundError), _errors(full), os.scandir(full) as entries:
-            for entry in entries:
-                name = f"{path}/{entry.name}" if path else entry.name
-                try:
-                    item = _file_info(name, entry.stat(follow_symlinks=False))
-                except FileNotFoundError:
-                    continue  # deleted during the scan
-                if not recursive or item.kind != "directory":
-                    found.append(item)
-                elif is_path(name):
-                    self._scan(name, found, recursive=True)
-                else:  # a name with a control character or a backslash: listed, but not entered
-                    found.append(FileInfo(name, "other", 0, 0.0))
 
     def stat_file(self, path: str) -> os.stat_result:
         """Return the stat result of a file. If it is a link that `read` would follow, stat its target."""
@@ -575,20 +576,20 @@ def _link(old: str, new: str) -> None:
             os.close(fd)
 
 
+@dataclass(slots=True)
 class _LocalWriter:
     """Appends to a file descriptor. With `writeback`, writing to disk starts before the final sync."""
 
-    def __init__(self, fd: int, *, writeback: bool = False) -> None:
-        self.fd = fd
-        self._writeback = writeback
-        self._dirty = 0
+    fd: int
+    writeback: bool = False
+    _dirty: int = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data).cast("B")
         self._dirty += len(view)
         while len(view):
             view = view[os.write(self.fd, view) :]
-        if self._writeback and self._dirty >= _DIRTY:
+        if self.writeback and self._dirty >= _DIRTY:
             self._dirty = 0
             start_writing(self.fd)
 

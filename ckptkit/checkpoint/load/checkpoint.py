@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -141,12 +142,12 @@ def load_checkpoint(
     return report
 
 
+@dataclass(slots=True)
 class _RankPart:
     """A `with` block that runs this rank's part of a step and sets `value`. `outcome` keeps any error."""
 
-    def __init__(self) -> None:
-        self.value: Any = None
-        self.outcome = Outcome()
+    value: Any = None
+    outcome: Outcome = field(default_factory=Outcome)
 
     @property
     def answer(self) -> Outcome:

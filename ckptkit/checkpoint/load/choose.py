@@ -87,7 +87,7 @@ class Loader:
         while True:
             name = ""
             try:
-                chosen = self.coordinator.decide(lambda: self._choose(which, damaged), "choosing a checkpoint")
+                chosen = self.coordinator.decide(partial(self._choose, which, damaged), "choosing a checkpoint")
                 if chosen is None:
                     break
                 if isinstance(chosen, Skipped):
@@ -122,7 +122,7 @@ class Loader:
         if first is not None:
             raise type(first)(f"{first}\nThere is no older checkpoint to fall back to.") from first
         self.looked |= which == "latest"
-        other = self.coordinator.decide(lambda: self._begin(state, options), "beginning a run")
+        other = self.coordinator.decide(partial(self._begin, state, options), "beginning a run")
         return self._restore(other, None, state, options) if other else None
 
     def latest(self) -> int | None:
@@ -197,11 +197,11 @@ class Loader:
         why = "resumed from" if resume else "load"
         if chosen is None:
             foreign = pin_url(place, storage_options=self.storage_options)
-            self.coordinator.decide(lambda: stack.enter_context(foreign), "pinning the checkpoint")
+            self.coordinator.decide(partial(stack.enter_context, foreign), "pinning the checkpoint")
             return None, None
         if not resume or not self.root.asking_costs:
             pin = pin_while_reading(self.root, place, why=why)
-            return self.coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint"), None
+            return self.coordinator.decide(partial(stack.enter_context, pin), "pinning the checkpoint"), None
         if not self.coordinator.is_main:
             return chosen, lambda sure: None
         unseen = pin_unseen(self.root, place, why=why)

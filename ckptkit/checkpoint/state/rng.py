@@ -7,6 +7,7 @@ import sys
 import weakref
 from array import array
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.digests import sha256_of
@@ -119,7 +120,7 @@ def _python(saved: Any) -> Callable[[], None]:
         raise TypeError(f"gauss is a {type(gauss).__name__}")
     state = (int(saved["version"]), tuple(saved["words"].tolist()), gauss)
     random.Random().setstate(state)
-    return lambda: random.setstate(state)
+    return partial(random.setstate, state)
 
 
 def _torch(saved: Any) -> Callable[[], None]:
@@ -127,7 +128,7 @@ def _torch(saved: Any) -> Callable[[], None]:
 
     state = _bytes(saved)
     torch.Generator().set_state(state)
-    return lambda: torch.set_rng_state(state)
+    return partial(torch.set_rng_state, state)
 
 
 def _numpy(saved: Any) -> Callable[[], None]:
@@ -142,7 +143,7 @@ def _numpy(saved: Any) -> Callable[[], None]:
     words = words.astype(np.uint32)
     state = (str(saved["name"]), words, position, int(saved["has_gauss"]), float(saved["gauss"]))
     np.random.RandomState().set_state(state)
-    return lambda: np.random.set_state(state)
+    return partial(np.random.set_state, state)
 
 
 def _cuda(saved: Any) -> Callable[[], None] | None:
@@ -152,7 +153,7 @@ def _cuda(saved: Any) -> Callable[[], None] | None:
     if not torch.cuda.is_available():
         return None
     torch.Generator(device="cuda").set_state(state)
-    return lambda: torch.cuda.set_rng_state(state)
+    return partial(torch.cuda.set_rng_state, state)
 
 
 def _bytes(saved: torch.Tensor) -> torch.Tensor:
