@@ -190,6 +190,26 @@ def test_a_glob_that_matches_no_tensor_of_any_rank_is_refused(
     assert not list(tmp_path.glob("1/step_*"))
 
 
+def unmatched_at_load(url: str) -> list[str]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = {f"stage{rank}": Experts(2, 1.0)}
+    states.save(url, TrainState(model=model, rng=False))
+    messages = []
+    for layout in ({"stage0.experts": "per_rank"}, {"*.experts": "per_rank", "experts": "per_rank"}):
+        live = TrainState(model={f"stage{rank}": Experts(2)}, layout=layout, rng=False)
+        messages.append(refusal(lambda live=live: states.load(url, live)))
+    assert live.half_loaded == ""
+    return [*messages, str(live.model[f"stage{rank}"].experts.tolist())]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_load_refuses_a_glob_that_matches_no_tensor_of_any_rank(ranks: Any, tmp_path: Path, world_size: int) -> None:
+    for matched, message, values in ranks.run(unmatched_at_load, world_size, str(tmp_path)):
+        assert matched == ""
+        assert "no tensor of the model on any rank matches 'experts'. Globs match whole names" in message
+        assert values == "[[0.0, 0.0], [0.0, 0.0]]"
+
+
 def test_a_layout_with_values_other_than_shards_is_refused() -> None:
     with pytest.raises(UsageError, match="of type list, expected a dict of globs"):
         TrainState(layout=[1])  # type: ignore[arg-type]

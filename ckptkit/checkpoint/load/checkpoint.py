@@ -19,6 +19,7 @@ from ckptkit.checkpoint.load.read import Reading
 from ckptkit.checkpoint.load.shared_reads import exchange, groups_of
 from ckptkit.checkpoint.report import LoadReport, PhaseClock
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
+from ckptkit.checkpoint.state.layout import refuse_idle
 from ckptkit.checkpoint.state.train_state import TrainState, clear_half_loaded, mark_half_loaded
 from ckptkit.errors import (
     CheckpointNotFoundError,
@@ -86,7 +87,7 @@ def load_checkpoint(
             # Whether ranks that need the same data each read a share of it and send that share to the others.
             shared = options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)
             signature = reading.filler.signature() if world_size > 1 and shared else b""
-            planned.value = checks, signature, elsewhere, store.url
+            planned.value = checks, signature, elsewhere, store.url, plan.globs
         combine = partial(_shared, strict=options.strict)
         shares, alike, left = coordinator.settle(planned.answer, "loading", then=combine)
     plan.mismatches.unexpected = left if world_size > 1 else plan.mismatches.unexpected
@@ -200,9 +201,12 @@ def _shared(
 
     Raises:
         CheckpointMismatchError: With `strict`: the checkpoint has a tensor that no rank has.
+        UsageError: A glob of the layout matches no tensor of any rank.
     """
     _raise_one(answers)
-    checks, signatures, unexpected, urls = zip(*answers, strict=True)
+    checks, signatures, unexpected, urls, globs = zip(*answers, strict=True)
+    if any(globs):
+        refuse_idle(globs)
     left = in_all(unexpected)
     Mismatches(unexpected=left).check(urls[0], strict=strict)
     return _share_checks(checks) if any(checks) else list(checks), groups_of(signatures), left

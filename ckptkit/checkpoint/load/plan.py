@@ -16,7 +16,7 @@ from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.load.differences import KeyFilter, Mismatches, match_tensors
 from ckptkit.checkpoint.load.foreign import Adopted, adopt
 from ckptkit.checkpoint.save.replicas import PER_RANK, OwnCopies, own_copies
-from ckptkit.checkpoint.state.layout import Shard, as_global, shards_of
+from ckptkit.checkpoint.state.layout import Shard, as_global, matches, shards_of
 from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.optimizer import (
     GroupChanges,
@@ -246,6 +246,7 @@ class LoadPlan:
     leftovers: dict[str, JSON] = field(default_factory=dict)
     padded: list[str] = field(default_factory=list)  # the keys of tensors that a key map fills only in part
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # saved tensors of each weight; with a key map
+    globs: dict[str, bool] = field(default_factory=dict)  # layout glob -> whether it matches a tensor here
     filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # boxes to fill, by entry name; if padded
 
     def references(self) -> list[str]:
@@ -329,11 +330,13 @@ class _Planner:
         chosen = KeyFilter(self.options.include, self.options.exclude)
         weights, mismatches = self.entries(Role.MODEL), self.plan.mismatches
         names: set[str] = set()
+        fqns: list[str] = []
         for name, module in self.state.parts("model").items():
             key, prefix = section("model", name), f"{name}." if name else ""
             saved = {fqn[len(prefix) :]: entry for fqn, entry in weights.items() if fqn.startswith(prefix)}
             tensors, extra_state, handed = computed_state(module)
             self.live[key] = tensors
+            fqns += [prefix + fqn for fqn in tensors]
             if handed is not None:
                 self.plan.handed.append((module, handed))
                 mismatches.add("unexpected", key, _not_taken(module, handed))
@@ -359,6 +362,8 @@ class _Planner:
             self.model(key, prefix, live, saved, tables.get(key, {}))
             if chosen.takes_all:
                 self.extra_state(f"{key}.extra_state", module, extra_state)
+        if self.state.layout:
+            self.plan.globs.update(matches(self.state.layout, fqns))
         idle = [] if chosen.takes_all else chosen.idle(names)
         idle = [f"{rule} matches no tensor of the models or the checkpoint" for rule in idle]
         if self.options.strict:

@@ -32,6 +32,7 @@ from ckptkit.checkpoint.save.replicas import (
     unequal_classes,
     warn_of,
 )
+from ckptkit.checkpoint.state.layout import refuse_idle
 from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.optimizer import united
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
@@ -414,12 +415,8 @@ class Saver:
         """
         signatures, wanted, prints, recipes, spread, globs, apart = zip(*answers, strict=True)
         check_equal(wanted, "what to save: (step, tag, type)")
-        if idle := sorted({glob for table in globs for glob in table if not any(t.get(glob) for t in globs)}):
-            raise UsageError(
-                f"TrainState(layout=...): no tensor of the model on any rank matches {', '.join(map(repr, idle))}. "
-                "Globs match whole names, as in model.state_dict(); if there are several models, these start with the "
-                "name of the model."
-            )
+        if any(globs):
+            refuse_idle(globs)
         unequal = unequal_classes([table for table in prints if table is not None])
         tellers = tuple(sorted({spread.index(names) for names in spread} - {0}))
         return list(signatures), unequal, len(set(recipes)) == 1, any(apart), tellers

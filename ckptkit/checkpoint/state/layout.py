@@ -7,7 +7,7 @@ it has one. Saves, loads and exports then treat it like any DTensor, and it load
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -75,6 +75,22 @@ def shards_of(layout: Layout, fqn: str) -> tuple[Shard, ...]:
 def is_declared(layout: Layout, fqn: str, word: str) -> bool:
     """Return whether the first matching glob declares a tensor as `word`."""
     return next((declared == word for glob, declared in layout.items() if fnmatch.fnmatchcase(fqn, glob)), False)
+
+
+def matches(layout: Layout, fqns: Iterable[str]) -> dict[str, bool]:
+    """Return, for each glob, whether it matches a tensor of this rank."""
+    names = list(fqns)
+    return {glob: bool(fnmatch.filter(names, glob)) for glob in layout}
+
+
+def refuse_idle(found: Sequence[Mapping[str, bool]]) -> None:
+    """Raise UsageError if a glob matches no tensor of any rank. `found`: each rank's `matches`."""
+    if idle := sorted({glob for table in found for glob in table if not any(other.get(glob) for other in found)}):
+        raise UsageError(
+            f"TrainState(layout=...): no tensor of the model on any rank matches {', '.join(map(repr, idle))}. Globs "
+            "match whole names, as in model.state_dict(); if there are several models, these start with the name of "
+            "the model."
+        )
 
 
 def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch.Tensor:

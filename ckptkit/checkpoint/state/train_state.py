@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import fnmatch
 import inspect
 import re
 import sys
@@ -14,7 +13,15 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.arguments import check_flags, wrong
-from ckptkit.checkpoint.state.layout import Layout, as_global, check_layout, global_state, is_declared, shards_of
+from ckptkit.checkpoint.state.layout import (
+    Layout,
+    as_global,
+    check_layout,
+    global_state,
+    is_declared,
+    matches,
+    shards_of,
+)
 from ckptkit.checkpoint.state.optimizer import CapturedOptimizer, capture_optimizer, class_name, refuse_hidden
 from ckptkit.checkpoint.state.rng import capture_rng
 from ckptkit.checkpoint.state.values import JSON, encode
@@ -389,8 +396,7 @@ def _globalize(captured: Captured, state: TrainState, live: Mapping[str, Mapping
     from torch.distributed.tensor import DTensor
 
     owners = ((f"{name}." if name else "", live[section("model", name)]) for name in state.parts("model"))
-    fqns = [prefix + fqn for prefix, tensors in owners for fqn in tensors]
-    captured.globs.update({glob: bool(fnmatch.filter(fqns, glob)) for glob in state.layout})
+    captured.globs.update(matches(state.layout, (prefix + fqn for prefix, tensors in owners for fqn in tensors)))
     before = {key: id(tensor) for key, tensor in captured.tensors(aliases=True)}
     parameters: dict[str, torch.Tensor] = {}
     for name in state.parts("model"):
