@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from ckptkit import CheckpointManager, TrainState
+from ckptkit import CheckpointManager, DCPSavePlanner, DCPWriter, TrainState
 from ckptkit.errors import (
     CheckpointMismatchError,
     CorruptCheckpointError,
@@ -94,6 +95,17 @@ def test_a_damaged_foreign_checkpoint_is_an_error_and_not_a_new_start(zoo: Path,
     shutil.copytree(zoo / "broken_missing_shard" / "ckpt", tmp_path / "step-3")
     with pytest.raises(CorruptCheckpointError):
         load(tmp_path, run_of("dcp_fsdp2_uneven_w4"))
+
+
+def test_what_dcpwriter_saved_resumes_like_any_dcp(tmp_path: Path) -> None:
+    saved = torch.nn.Linear(4, 4)
+    writer = DCPWriter(str(tmp_path / "run" / "step_7"))
+    dcp.save({"model": saved.state_dict(), "step": 7}, storage_writer=writer, planner=DCPSavePlanner(), no_dist=True)
+    state = TrainState(model=torch.nn.Linear(4, 4))
+    assert load(tmp_path / "run", state).step == 7
+    assert torch.equal(state.model.weight, saved.weight)
+    save(tmp_path / "run", state, step=8)
+    assert load(tmp_path / "run", state).step == 8
 
 
 def test_a_directory_of_other_files_is_a_new_run(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
             shown = ", ".join(files[:3]) + (f", ... ({len(files)} files)" if len(files) > 3 else "")
             reason = f"its checkpoint was deleted; kept files that its record did not name: {shown or 'none'}"
             return Skipped(path, reason, kept_files=files, deleted=True)
-        if step_of_name(path) is None and root.info(f"{path}/{MANIFEST_NAME}") is None:
+        if step_of_name(path) is None and not _is_of_a_save(root, path):
             return path
         return Skipped(path, _NO_RECORD, unknown=True)
     replacement = _REPLACEMENT.fullmatch(path)
@@ -249,6 +249,15 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
     # A directory named after a step is damaged: it is a copy, or its record was overwritten.
     reason = f"its record is that of {record.name}, so it was copied or renamed; left unchanged"
     return Skipped(path, reason, damaged=step_of_name(path) is not None)
+
+
+def _is_of_a_save(root: Store, path: str) -> bool:
+    """Return whether a directory without a commit record has a manifest of a manager's save, not of `DCPWriter`."""
+    if root.info(f"{path}/{MANIFEST_NAME}") is None:
+        return False
+    from ckptkit.formats.own.reader import is_of_a_save  # imports numpy, which listings of other directories don't need
+
+    return is_of_a_save(root.child(path))
 
 
 def _look_inside(
