@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.checkpoint.load.plan import LoadPlan, ObjectTarget, OptimizerPlan
 from ckptkit.checkpoint.load.read import Reading
 from ckptkit.checkpoint.report import LoadReport
-from ckptkit.checkpoint.state.optimizer import apply_state
+from ckptkit.checkpoint.state.optimizer import apply_state, same_tensors
 from ckptkit.checkpoint.state.rng import check_rng, reseed, restore_rng, shared_stream
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState, canonical_modules, is_stateful
 from ckptkit.checkpoint.state.values import JSON, decode, references
 from ckptkit.checkpoint.state.views import memories, separated
 from ckptkit.errors import CorruptCheckpointError, LoadError
-from ckptkit.formats.dcp.host_bytes import forget_computed
+from ckptkit.formats.dcp.host_bytes import forget_computed, why_not_dense
 from ckptkit.formats.dcp.subclasses import ERROR_BITS, keeps_parts
 from ckptkit.units import first_few
 
@@ -184,8 +184,11 @@ def apply_optimizer(
     masters = {f: live[p][name] for f in unsaved if (p := plan.parameters[f]) in live and name in live[p]}
     if not plan.skip:
         new = {fqn: decode(plan.containers.get(fqn, {}), states.__getitem__) for fqn in [*states, *values]}
-        for fqn, state in [*states.items(), *values.items()]:
-            new[fqn].update(state)
+        for fqn, state in new.items():
+            loaded_here = {**states.get(fqn, {}), **values.get(fqn, {})}
+            state.update(loaded_here)
+            for key in state.keys() - loaded_here.keys():
+                del state[key]
         for fqn, trees in plan.kinds.items():
             for state_name in trees.keys() & states.get(fqn, {}).keys():
                 tree = trees[state_name]
@@ -195,7 +198,9 @@ def apply_optimizer(
             new.setdefault(fqn, {})[str(name)] = master
         for fqn, state_name, other, other_name in plan.same:
             if state_name in new.get(fqn, {}) and other_name in new.get(other, {}):
-                new[fqn][state_name] = new[other][other_name]
+                one, first = new[fqn][state_name], new[other][other_name]
+                if why_not_dense(one) or same_tensors(one, first):  # it may be one tensor only on the rank that said so
+                    new[fqn][state_name] = first
         apply_state(plan.optimizer, plan.parameters, new, shared, plan.groups.settings, keep=plan.keep)
     for fqn, master in masters.items():
         if id(plan.parameters[fqn]) in loaded:

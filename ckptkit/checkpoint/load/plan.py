@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.arguments import check_flags, wrong
@@ -29,7 +30,7 @@ from ckptkit.checkpoint.state.optimizer import (
     with_inner,
     with_new_head,
 )
-from ckptkit.checkpoint.state.optimizer_layout import SHARD, Held, cuts, layouts
+from ckptkit.checkpoint.state.optimizer_layout import SHARD, Held, cuts, layouts, placed_whole
 from ckptkit.checkpoint.state.rng import shared_stream
 from ckptkit.checkpoint.state.train_state import (
     Merge,
@@ -541,7 +542,9 @@ class _Planner:
             plan.keep = list(plan.parameters)  # with strict=False, the live state stays
             return list(masters)
         if saved is not None:
-            plan.groups = group_changes(plan.optimizer, names, saved.param_groups, self.small, plan.key)
+            plan.groups = group_changes(
+                plan.optimizer, names, saved.param_groups, partial(self.setting, plan, saved), plan.key
+            )
             plan.values, plan.shared, plan.held, plan.orders = saved.values, saved.shared, saved.held, saved.orders
             plan.same, plan.views, plan.kinds, plan.containers = saved.same, saved.views, saved.kinds, saved.containers
             plan.groups.unexpected += [f"{fqn}.{name}" for fqn in states if fqn not in owners for name in states[fqn]]
@@ -580,6 +583,10 @@ class _Planner:
         weights = self.entries(Role.MODEL)
         _check_states(plan, weights, found)
         return _plan_masters(plan, masters, weights, found)
+
+    def setting(self, plan: OptimizerPlan, saved: OptimizerTree, key: str) -> torch.Tensor:
+        """Return a tensor in the settings of a group, placed as it was saved."""
+        return placed_whole(plan.parameters.values(), saved.held.get(key), self.small(key))
 
     def opened_states(self, plan: OptimizerPlan, fqn: str, parameter: torch.Tensor) -> None:
         """Match one parameter's states that are tensor subclasses. Create those that the live optimizer lacks."""

@@ -14,7 +14,7 @@ from ckptkit.checkpoint.load.plan import LoadOptions, LoadPlan, OptimizerPlan
 from ckptkit.checkpoint.state.layout import as_global
 from ckptkit.checkpoint.state.local_part import PartView, part_view, parts_here
 from ckptkit.checkpoint.state.optimizer import is_paged, new_paged, new_state_tensor
-from ckptkit.checkpoint.state.optimizer_layout import SHARD, new_held
+from ckptkit.checkpoint.state.optimizer_layout import SHARD, held_by_any
 from ckptkit.checkpoint.state.train_state import PerRank, is_stateful
 from ckptkit.checkpoint.state.values import encode, in_order, references
 from ckptkit.checkpoint.state.views import View, in_one_memory
@@ -285,12 +285,17 @@ def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
             with contextlib.suppress(SaveError):
                 encode(item.state_dict() if is_stateful(item) else item, target.key, live)
     for optimizer in plan.optimizers:
-        for fqn, trees in optimizer.values.items() if optimizer.held else ():
-            parameter = optimizer.parameters.get(fqn)
+        owned = [
+            ([optimizer.parameters[f]], trees) for f, trees in optimizer.values.items() if f in optimizer.parameters
+        ]
+        for parameters, trees in (
+            [*owned, ([*optimizer.parameters.values()], optimizer.shared)] if optimizer.held else ()
+        ):
             for key in references(trees):
-                entry, held = plan.catalog.tensors.get(key), optimizer.held.get(key)
-                if parameter is not None and entry is not None:
-                    made = new_held(parameter, held, getattr(torch, entry.dtype), entry.shape)
+                entry = plan.catalog.tensors.get(key)
+                if entry is not None:
+                    dtype, held = getattr(torch, entry.dtype), optimizer.held.get(key)
+                    made = held_by_any(parameters, held, dtype, entry.shape)
                     live.update({} if made is None else {key: made})
     return live
 

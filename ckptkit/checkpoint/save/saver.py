@@ -347,7 +347,12 @@ class Saver:
         wanted = (request.step, request.tag, kind.value)
         recipes = digest_of(_json(captured.objects.get(SUBCLASSES)))
         names = {
-            key: [[group["params"] for group in tree["param_groups"]], list(tree["values"])]
+            key: [
+                [group["params"] for group in tree["param_groups"]],
+                list(tree["values"]),
+                tree.get("same"),
+                tree.get("views"),
+            ]
             if "param_groups" in tree
             else list(tree)
             for key, tree in _spread(captured.objects).items()

@@ -112,12 +112,16 @@ def part_view(key: str, tensor: torch.Tensor) -> PartView:
 
     Raises:
         SaveError: The tensor type is not supported (sparse, quantized, some subclasses).
+        UnsupportedFormatError: The tensor is a partial sum.
     """
     local = local_part(tensor)
     why = why_not_dense(local)
     if why and not local.is_meta:
         raise SaveError(f"tensor {key!r} {why}.")
-    layout, parts = parts_here(tensor, local)
+    try:
+        layout, parts = parts_here(tensor, local)
+    except UnsupportedFormatError as error:
+        raise UnsupportedFormatError(f"tensor {key!r}: {error}") from error
     return PartView(key, tuple(tensor.shape), without_subclass(local).detach(), layout, parts)
 
 

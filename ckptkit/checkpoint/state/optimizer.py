@@ -151,7 +151,9 @@ def capture_optimizer(
         fqn: _container(optimizer.state[item], f"{what}: the state of {fqn}") for fqn, item in stepped.items()
     }
     captured.tree.update({"containers": found} if (found := {k: v for k, v in containers.items() if v != {}}) else {})
+    captured.cut.update(cuts(parameters))
     _capture_states(captured, optimizer, stepped, what)
+    of_states = set(loose)
     declared: dict[str, dict[str, Any]] = {}
     for (fqn, name), value in captured.tensors.items() if layout else ():
         declared.setdefault(fqn, {})[name] = value
@@ -191,12 +193,16 @@ def capture_optimizer(
     shared = {key: state for key, state in optimizer.state.items() if isinstance(key, str)}
     captured.tree["shared"] = {key: encode(state, f"{what}.shared.{key}", loose) for key, state in shared.items()}
     captured.unshaped.update(loose)
+    if helds := held_nested({key: tensor for key, tensor in loose.items() if key not in of_states}):
+        captured.tree["held"] = {**captured.tree.get("held", {}), **helds}
     _check_whole(optimizer, given, parameters, what)
     return captured
 
 
 def _container(state: Any, what: str) -> JSON:
-    """Return the tree of an empty dict of the class of a parameter's state.
+    """Return the tree of a dict of the class of a parameter's state, with its keys in order and null values.
+
+    The tree of a plain dict is {}.
 
     Raises:
         SaveError: A load could not create a dict of this class.
@@ -204,9 +210,9 @@ def _container(state: Any, what: str) -> JSON:
     if type(state) is dict:
         return {}
     if type(state) is OrderedDict:
-        return encode(OrderedDict(), what, {})
+        return encode(OrderedDict.fromkeys(state), what, {})
     if type(state) is defaultdict:
-        return encode(defaultdict(state.default_factory), what, {})
+        return encode(defaultdict(state.default_factory, dict.fromkeys(state)), what, {})
     name = type(state).__name__
     raise SaveError(
         f"{what} is a {name}; only dicts can be saved, and of their subclasses OrderedDict and defaultdict."
@@ -219,7 +225,6 @@ def _capture_states(
     """Sort the states of these parameters into tensors, masters, and values in the tree."""
     import torch
 
-    captured.cut.update(cuts(parameters))
     shards = shard_names((p, optimizer.state[p]) for p in parameters.values())
     master_name = getattr(optimizer, "master_state_name", None)
     values: dict[str, dict[str, JSON]] = {}
@@ -597,7 +602,7 @@ class OptimizerTree:
     same: list[list[str]]  # [fqn, name, other fqn, other name]: two parameters' states that are one tensor
     views: list[list[View]]  # states whose memory was allocated as one
     kinds: dict[str, dict[str, JSON]]  # by FQN and name: trees of tensors that are more than their values
-    containers: dict[str, JSON]  # by FQN: the empty dict of a parameter's state, if it is no plain dict
+    containers: dict[str, JSON]  # by FQN: an OrderedDict or defaultdict without values, if a state is not a plain dict
     tied: dict[str, str]  # other names of tied parameters -> the name in the groups
 
     @classmethod
@@ -643,10 +648,11 @@ class OptimizerTree:
         made = [decode(tree, lambda _: torch.empty(0)) for trees in kinds.values() for tree in trees.values()]
         need(all(isinstance(value, torch.Tensor) for value in made), "'kinds'", "trees of tensors")
         need(isinstance(containers, dict), "'containers'", "an object")
+        empty = [decode(tree, containers.__getitem__) for tree in containers.values()]
         need(
-            all(decode(tree, containers.__getitem__) == {} for tree in containers.values()),
+            all(isinstance(one, dict) and not any(one.values()) for one in empty),
             "'containers'",
-            "empty dicts",
+            "dicts without values",
         )
         tied = tree.get("tied", {})
         need(isinstance(tied, dict) and _is_list_of(list(tied.values()), str), "'tied'", "an object of names")
@@ -852,13 +858,13 @@ def _same(one: Any, other: Any) -> bool:
     if a is not None and b is not None:
         return bool(a == b) or (_is_real(a) and _is_real(b) and math.isnan(a) and math.isnan(b))
     if all(isinstance(value, torch.Tensor) and not why_not_dense(value) for value in both):
-        return _same_tensors(one, other)
+        return same_tensors(one, other)
     mine, theirs = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     try:
         trees = encode(one, "", mine), encode(other, "", theirs)
     except SaveError:
         return False
-    return trees[0] == trees[1] and all(_same_tensors(mine[key], theirs[key]) for key in mine)
+    return trees[0] == trees[1] and all(same_tensors(mine[key], theirs[key]) for key in mine)
 
 
 def _number(value: Any, like: Any) -> Any:
@@ -873,7 +879,7 @@ def _number(value: Any, like: Any) -> Any:
     return value if isinstance(value, numbers.Number) else None
 
 
-def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     import torch
 
     mine, theirs = (row_major(local_part(t)).cpu().reshape(-1).view(torch.uint8) for t in (one, other))

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.checkpoint.state.local_part import ShardLayout, layout_of
+from ckptkit.checkpoint.state.local_part import ShardLayout, layout_of, parts_here
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dcp.host_bytes import local_part
 from ckptkit.formats.dcp.subclasses import is_state_in_parts
@@ -123,6 +123,31 @@ def new_held(parameter: torch.Tensor, held: Held | None, dtype: torch.dtype, sha
     if len(placements) != parameter.device_mesh.ndim:
         return None
     return new_placed(parameter, placements, dtype, shape)
+
+
+def held_by_any(
+    parameters: Iterable[torch.Tensor], held: Held | None, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Any:
+    """Return an uninitialized DTensor for a state that belongs to no parameter, on the mesh of the first parameter that
+    fits. Return None if no parameter fits, or if the state is a plain tensor.
+    """
+    made = (new_held(parameter, held, dtype, shape) for parameter in parameters if isinstance(held, list))
+    return next((tensor for tensor in made if tensor is not None), None)
+
+
+def placed_whole(parameters: Iterable[torch.Tensor], held: Held | None, whole: torch.Tensor) -> torch.Tensor:
+    """Return a state that belongs to no parameter, placed as it is held. `whole` has all its values."""
+    made: torch.Tensor | None = held_by_any(parameters, held, whole.dtype, tuple(whole.shape))
+    if made is None:
+        return whole
+    local = local_part(made)
+    for part in parts_here(made, local)[1]:
+        ranges = [
+            tuple(slice(start, start + size) for start, size in zip(offsets, part.box.sizes, strict=True))
+            for offsets in (part.local_offsets, part.box.offsets)
+        ]
+        local[ranges[0]] = whole[ranges[1]]
+    return made
 
 
 def new_placed(parameter: Any, placements: list[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> DTensor:

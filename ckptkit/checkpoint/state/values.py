@@ -66,7 +66,7 @@ class _Encoder:
         if depth > _MAX_DEPTH:
             raise SaveError(f"{path[:200]}: nested more than {_MAX_DEPTH} deep, or contains itself.")
         kind = type(value)
-        if kind is self._dtensor and not value.is_meta and not value.requires_grad and not _is_parameter(value):
+        if kind is self._dtensor and not value.is_meta and not _is_more(value):
             return self._apart(value, path)
         if value is None or kind in (bool, str):
             return value
@@ -86,7 +86,7 @@ class _Encoder:
             if plain and value and {self._dtensor}.issuperset(map(type, value.values())):
                 # Encode a dict of DTensors with batched operations.
                 names = list(map(f"{path}.".__add__, value))
-                odd = any(any(map(is_odd, value.values())) for is_odd in (_is_meta, _requires_grad, _is_parameter))
+                odd = any(map(_is_meta, value.values())) or any(map(_is_more, value.values()))
                 if not odd and self._tensors.keys().isdisjoint(names):
                     self._tensors.update(zip(names, value.values(), strict=True))
                     return {key: {"$ref": name} for key, name in zip(value, names, strict=True)}
@@ -146,7 +146,7 @@ class _Encoder:
                 f"{path}: the tensor is a {type(value).__module__}.{type(value).__qualname__}, which would be "
                 "loaded as a plain torch.Tensor. Save value.as_subclass(torch.Tensor) instead."
             )
-        if value.requires_grad or isinstance(value, torch.nn.Parameter) or attributes_of(value):
+        if _is_more(value):
             return described(value, self._tensor(value.detach(), path), path)
         order = order_of(value) if plain else None
         if plain and value.numel() * value.element_size() <= INLINE_BYTES:
@@ -185,13 +185,14 @@ def described(value: torch.Tensor, tree: JSON, path: str) -> JSON:
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes that a user's code has set on a plain tensor.
+    """Return the attributes that a user's code has set on a plain tensor or a DTensor.
 
     Omits private ones, and those with which bitsandbytes marks its paged memory.
     """
     import torch
+    from torch.distributed.tensor import DTensor
 
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, DTensor):
         return {}
     return {name: value for name, value in vars(tensor).items() if not name.startswith("_") and name not in _PAGED}
 
@@ -226,11 +227,18 @@ def _is_torchs(value: Any) -> bool:
     return value.dtype.kind in "biufc" and value.dtype.isnative and value.dtype.char not in "gG"
 
 
-_is_meta, _requires_grad = operator.attrgetter("is_meta"), operator.attrgetter("requires_grad")
+_is_meta = operator.attrgetter("is_meta")
 
 
-def _is_parameter(value: Any) -> bool:
-    return getattr(value, "_is_param", False)  # as torch's isinstance(value, nn.Parameter) does for a DTensor
+def _is_more(value: torch.Tensor) -> bool:
+    """Return whether a tensor of torch's own classes is more than its values; see `described`."""
+    return value.requires_grad or _is_parameter(value) or bool(attributes_of(value))
+
+
+def _is_parameter(value: torch.Tensor) -> bool:
+    import torch
+
+    return isinstance(value, torch.nn.Parameter)
 
 
 _STRINGS = frozenset((str,))

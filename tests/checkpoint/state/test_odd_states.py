@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ckptkit import TrainState
 from ckptkit.errors import SaveError
-from tests.checkpoint.states import KINDS, bits, load_all, save
+from tests.checkpoint.states import KINDS, bits, load_all, refusal, save
 
 
 def square() -> torch.Tensor:
@@ -30,7 +34,7 @@ def with_attributes(tensor: torch.Tensor, **attributes: Any) -> torch.Tensor:
 def described(value: Any) -> Any:
     """Return the types and the values of everything in a state."""
     if isinstance(value, torch.Tensor):
-        attributes = {name: described(item) for name, item in vars(value).items()}
+        attributes = {name: described(item) for name, item in vars(value).items() if not name.startswith("_")}
         return type(value), value.requires_grad, attributes, bits(value.detach())
     if isinstance(value, dict):
         factory = getattr(value, "default_factory", None)
@@ -43,7 +47,7 @@ def described(value: Any) -> Any:
 KEPT: dict[str, Callable[[], dict[str, Any]]] = {
     "defaultdict": lambda: defaultdict(list, a=square(), b=[1]),
     "empty defaultdict": lambda: defaultdict(int),
-    "OrderedDict": lambda: OrderedDict(b=square(), a=2),
+    "OrderedDict": lambda: OrderedDict(c=1, b=square(), a=2),
     "nested defaultdicts": lambda: {"a": defaultdict(dict, {1: defaultdict(None, x=square())})},
     "Parameter": lambda: {"a": nn.Parameter(square()), "b": nn.Parameter(torch.ones(()), requires_grad=False)},
     "column-major Parameter": lambda: {"a": nn.Parameter(square().T)},
@@ -104,4 +108,115 @@ class Named(dict):  # type: ignore[type-arg]
 def test_a_state_that_would_lose_its_type_is_refused_by_name(tmp_path: Path, state: Any, said: str) -> None:
     with pytest.raises(SaveError, match=said):
         save(tmp_path, holding(state))
+    assert not list(tmp_path.rglob("step_*"))
+
+
+# --- sharded parameters
+
+
+def like(parameter: Any, local: Any = None) -> Any:
+    """Return a DTensor that is placed like a parameter, with random values or with this local part."""
+    local = torch.randn(parameter.to_local().shape) if local is None else local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def one(parameter: Any) -> Any:
+    return DTensor.from_local(torch.tensor(2.5), parameter.device_mesh, [Replicate()], run_check=False)
+
+
+def of_no_parameter(optimizer: Any, weight: Any) -> None:
+    optimizer.state["all"] = {"moments": [like(weight), one(weight)], "count": 1}
+    optimizer.state["one"] = like(weight)
+
+
+def in_groups(optimizer: Any, weight: Any) -> None:
+    optimizer.param_groups[0].update(scale=one(weight), moments=[torch.ones(3), like(weight)])
+
+
+def own_without_states(optimizer: Any, weight: Any) -> None:
+    optimizer.state["all"] = {"seen": torch.full((300,), float(dist.get_rank()))}
+    optimizer.param_groups[0]["d"] = float(dist.get_rank())
+
+
+def attributes(optimizer: Any, weight: Any) -> None:
+    optimizer.state[weight].update(a=with_attributes(like(weight), tag="x"), b=[with_attributes(like(weight), tag="y")])
+
+
+def parameters(optimizer: Any, weight: Any) -> None:
+    state = {"a": nn.Parameter(like(weight)), "b": like(weight).requires_grad_(), "c": [like(weight).requires_grad_()]}
+    optimizer.state[weight].update(state)
+
+
+def same_on(rank: int, optimizer: Any, weight: Any) -> None:
+    first = like(weight)
+    shared = like(weight, first.to_local()) if dist.get_rank() == rank % dist.get_world_size() else like(weight)
+    optimizer.state[weight].update(a=first, b=shared)
+
+
+SHARDED = {
+    "of no parameter": of_no_parameter,
+    "in groups": in_groups,
+    "of each rank, without other states": own_without_states,
+    "attributes": attributes,
+    "Parameters": parameters,
+    "one tensor on the first rank": functools.partial(same_on, 0),
+    "one tensor on the last rank": functools.partial(same_on, -1),
+}
+
+
+def sharded(name: str, seed: int) -> TrainState:
+    torch.manual_seed(seed)
+    model = nn.Linear(20, 20)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(10 * seed + dist.get_rank())
+    if name:
+        SHARDED[name](optimizer, model.weight)
+    return TrainState(model=model, optimizer=optimizer, rng=False)
+
+
+def through(name: str, url: str) -> None:
+    """Save, and load into optimizers with and without such states, in each type."""
+    for kind in KINDS:
+        source = sharded(name, 1)
+        save(f"{url}/{kind}", source, state_dict_type=kind)
+        for start in (name, ""):
+            live = sharded(start, 2)
+            load_all(f"{url}/{kind}", live)
+            assert in_order(live) == in_order(source), (kind, start)
+
+
+def in_order(state: TrainState) -> Any:
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
+    groups = [sorted((key, described(value)) for key, value in g.items() if key != "params")
+              for g in state.optimizer.param_groups]  # fmt: skip
+    return {str(names.get(key, key)): described(value) for key, value in state.optimizer.state.items()}, groups
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_state_beside_sharded_parameters_comes_back_with_its_types(
+    ranks: Any, tmp_path: Path, name: str, size: int
+) -> None:
+    ranks.run(through, size, name, str(tmp_path))
+
+
+def save_a_partial_sum(url: str, kind: str) -> str:
+    state = sharded("", 1)
+    weight = state.model.weight
+    state.optimizer.state[weight]["sum"] = DTensor.from_local(torch.ones(4), weight.device_mesh, [Partial()])
+    return refusal(lambda: save(url, state, state_dict_type=kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_partial_sum_is_refused_by_name(ranks: Any, tmp_path: Path, kind: str) -> None:
+    for text in ranks.run(save_a_partial_sum, 2, str(tmp_path), kind):
+        assert "optimizer.state.weight.sum" in text
     assert not list(tmp_path.rglob("step_*"))
