@@ -11,7 +11,6 @@ from typing import Any
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckptkit.arguments import check_storage_options, wrong
 from ckptkit.checkpoint.retention import RetentionPolicy
@@ -21,6 +20,7 @@ from ckptkit.errors import StorageError
 from ckptkit.formats.detect import identify
 from ckptkit.formats.own.record import RECORD_NAME
 from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
+from ckptkit.integrations.lightning_position import FitPosition
 from ckptkit.integrations.lightning_signals import StopSignal
 from ckptkit.integrations.lightning_state import (
     LightningCheckpoints,
@@ -90,13 +90,12 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         """Make the strategy load this callback's checkpoints, unless it can do so by itself."""
         super().setup(trainer, pl_module, stage)
         self._release_signals()
+        FitPosition.detach(trainer)  # an exception in an earlier fit has left it there
         if self.save_on_exception and stage == TrainerFn.FITTING:
             self._stop = StopSignal(trainer)
         strategy = trainer.strategy
         if _saves_itself(strategy):
             return
-        if stage == TrainerFn.FITTING:
-            self._own().position.attach(trainer)
         theirs = type(strategy).load_checkpoint
 
         def load_checkpoint(checkpoint_path: Any, *arguments: Any, **named: Any) -> Any:
@@ -107,15 +106,24 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
 
         strategy.load_checkpoint = load_checkpoint
 
-    # --- signals
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take part in the trainer's loops."""
+        super().on_fit_start(trainer, pl_module)
+        position = FitPosition.of(trainer)
+        position.after_batch.insert(0, partial(self._save_after_batch, trainer, pl_module))
+        if self._stop is not None:
+            position.after_batch.append(self._stop.after_batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Do nothing: the save follows once the module's hook with this name was called."""
+
+    def _save_after_batch(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is time, but not between the batches of one optimizer step: gradients are not saved."""
-        if trainer.fit_loop._should_accumulate():
-            return
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._stop is not None:
-            self._stop.agree()
+        loop = trainer.fit_loop.epoch_loop
+        if not loop._should_accumulate():
+            super().on_train_batch_end(trainer, pl_module, None, None, loop.batch_idx)
+
+    # --- signals
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Find out whether the ranks can agree to stop during this validation."""
@@ -125,24 +133,23 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     def on_validation_batch_end(self, trainer: Any, *arguments: Any, **named: Any) -> None:
         """Stop the validation after SIGTERM."""
         if self._stop is not None and trainer.validating:
-            self._stop.agree_in_validation()
+            self._stop.in_validation()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is time."""
         super().on_train_epoch_end(trainer, pl_module)
         if self._stop is not None:
-            self._stop.agree()
+            self._stop.after_epoch()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save a checkpoint with `save_on_exception`, unless only some of the ranks have raised an exception."""
-        agreed = isinstance(exception, SIGTERMException) or self._stop is None or self._stop.all_stop()
-        if agreed:
+        """Save a checkpoint with `save_on_exception`, unless it would be useless or only some ranks have stopped."""
+        problem = None if self._stop is None else self._stop.problem(exception)
+        if problem is None:
             super().on_exception(trainer, pl_module, exception)
         else:
             _log.error(
-                "save_on_exception: nothing was saved, because not all ranks have stopped: %s: %s. Resume from the "
-                "newest checkpoint.",
-                type(exception).__name__, exception,
+                "save_on_exception: nothing was saved, because %s. Resume from the newest checkpoint. (%s: %s)",
+                problem, type(exception).__name__, exception,
             )  # fmt: skip
 
     def _release_signals(self) -> None:
@@ -276,10 +283,10 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Release all resources."""
         self._release_signals()
+        FitPosition.detach(trainer)
         for name in ("load_checkpoint", "process_dataloader"):
             vars(trainer.strategy).pop(name, None)
         if self._made is not None:
-            self._made.position.detach(trainer)
             self._made.close()
             self._made = None
         super().teardown(trainer, pl_module, stage)

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
+from ckptkit.checkpoint.state.train_state import model_tensors
 
 _log = logging.getLogger(__name__)
 _KEY = "ckptkit_position"
+
+# Where a checkpoint was saved, as far as the loops' counters do not show it.
+_STAGE_NONE = "none"  # not in an iteration, or as the counters show
+_STAGE_BATCH = "batch"  # after all hooks of a batch
+_STAGE_RUNNING = "running"  # in the validation after a batch
+_STAGE_FINISHED = "finished"  # at the end of this validation
 
 # What a resumed run does before it continues with the next batch, or with the next epoch.
 _ITERATION = "iteration"  # the end of the iteration: validation, if it is due, and what depends on its metrics
@@ -31,87 +41,126 @@ class FitPosition:
     a validation, and with `max_steps`. They then repeat or skip batches, validations and hooks. This object
     records the missing information with a save. After a load, it changes the counters to one of two positions from
     which Lightning continues correctly, between two batches or between two epochs, and does the rest itself.
-
-    `attach` and `detach` are called once per `fit`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.left: str | None = None
         """What a resumed run does before its next batch or epoch. None: the run was not resumed, or has continued."""
         self.random: Mapping[str, Any] | None = None
         self.loaders: list[Any] = []
+        self.restore: Callable[[], None] = lambda: None
+        """Restores what the load has deferred."""
+        self.after_batch: list[Callable[[], None]] = []
+        """Called after each training batch and all of its hooks, before a validation: saves, then what stops the run.
+
+        A save in `on_train_batch_end` would come before the module's hook with this name, which a resumed run can't
+        repeat.
+        """
+        self._trainer = weakref.proxy(trainer)
         self._metrics: Mapping[str, Any] = {}
         self._before_validation: Mapping[str, Any] | None = None
+        self._trained: Mapping[str, torch.Tensor] = {}
+        self._after_batch = False
         self._told: set[str] = set()
+        self._attach()
 
-    def attach(self, trainer: Any, restore: Callable[[], None] = lambda: None) -> None:
-        """Take part in the trainer's loops.
+    @classmethod
+    def of(cls, trainer: Any) -> FitPosition:
+        """Return the trainer's position. Creates it, and lets it take part in the trainer's loops, if there is none."""
+        kept = vars(trainer.fit_loop)
+        if _KEY not in kept:
+            kept[_KEY] = cls(trainer)
+        position: FitPosition = kept[_KEY]
+        return position
 
-        Args:
-            restore: Restores what the load has deferred. Called before a resumed run finishes what was interrupted.
-        """
-        fit = trainer.fit_loop
+    def _attach(self) -> None:
+        fit = self._trainer.fit_loop
         epochs, validation = fit.epoch_loop, fit.epoch_loop.val_loop
 
         def start_fit() -> None:
-            if self.left == _EPOCH:
-                restore()
+            self._after_batch = False
             if self.left is not None:
-                self._start(trainer)
+                self._start()
             type(fit).on_run_start(fit)
 
         def start_epoch(fetcher: Any) -> None:
             type(epochs).on_run_start(epochs, fetcher)
             if self.left is not None:
-                restore()
-                self._finish_iteration(trainer, fetcher)
+                self._finish_iteration(fetcher)
+
+        def end_batch(fetcher: Any) -> None:
+            self._after_batch = True
+            for act in self.after_batch:
+                act()
+            self._after_batch = False
+            type(epochs).on_advance_end(epochs, fetcher)
 
         def validate() -> Any:
             # Creating the iterator draws numbers, and the validation of a resumed run must draw the same ones.
             self._before_validation = capture_rng()
+            self._trained = _samples(self._trainer.lightning_module)
             return type(validation).run(validation)
 
         vars(fit)["on_run_start"], vars(epochs)["on_run_start"] = start_fit, start_epoch
-        vars(validation)["run"] = validate
+        vars(epochs)["on_advance_end"], vars(validation)["run"] = end_batch, validate
 
     @staticmethod
     def detach(trainer: Any) -> None:
         """Leave the trainer's loops."""
         fit = trainer.fit_loop
-        for loop, name in ((fit, "on_run_start"), (fit.epoch_loop, "on_run_start"), (fit.epoch_loop.val_loop, "run")):
+        epochs = fit.epoch_loop
+        for loop, name in (
+            (fit, _KEY),
+            (fit, "on_run_start"),
+            (epochs, "on_run_start"),
+            (epochs, "on_advance_end"),
+            (epochs.val_loop, "run"),
+        ):
             vars(loop).pop(name, None)
 
     # --- saving
 
+    @property
+    def validating(self) -> bool:
+        """Whether a validation is running that a resumed run will repeat."""
+        trainer = self._trainer
+        done = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+        finished = done.is_last_batch and done.current.completed == done.current.ready
+        return trainer.state.fn == TrainerFn.FITTING and trainer.validating and not finished
+
+    def weights_are_replaced(self) -> bool:
+        """Return whether the model currently has other weights than those being trained.
+
+        Callbacks that average weights put the average into the model during a validation.
+        """
+        if not self.validating:
+            return False
+        now = _samples(self._trainer.lightning_module)
+        return any(not torch.equal(kept, now[name]) for name, kept in self._trained.items() if name in now)
+
     @contextlib.contextmanager
-    def recorded(self, checkpoint: dict[str, Any], trainer: Any) -> Iterator[None]:
+    def recorded(self, checkpoint: dict[str, Any]) -> Iterator[None]:
         """Add the position to `checkpoint`. Within this context, the random state is the one to resume with.
 
         A checkpoint that is saved during a validation resumes before the validation. Logs a warning if the position is
         one from which no run can continue exactly.
         """
-        loop = trainer.fit_loop.epoch_loop
-        validating = trainer.state.fn == TrainerFn.FITTING and trainer.validating
-        done = loop.val_loop.batch_progress
-        finished = done.is_last_batch and done.current.completed == done.current.ready
-        stage = ("finished" if finished else "running") if validating else "none"
+        trainer = self._trainer
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        stage = _STAGE_NONE
+        if fitting and self._after_batch:
+            stage = _STAGE_BATCH
+        elif fitting and trainer.validating:
+            stage = _STAGE_RUNNING if self.validating else _STAGE_FINISHED
         metrics = {k: v.detach().cpu() for k, v in trainer.callback_metrics.items() if isinstance(v, torch.Tensor)}
-        checkpoint[_KEY] = {"validation": stage, "metrics": metrics}
-        if "optimizer_states" in checkpoint and trainer.state.fn == TrainerFn.FITTING:
-            batch = loop.batch_progress.current
-            if batch.ready != batch.processed:
-                self._warn(
-                    trainer,
-                    "a checkpoint is saved inside a training batch. A resumed run skips the rest of this batch, so it "
-                    "will not be equal to an uninterrupted one.",
-                )
-            elif batch.ready > 0 and loop._should_accumulate():
-                self._warn(
-                    trainer,
-                    "a checkpoint is saved between the batches of one optimizer step. It does not contain the "
-                    "accumulated gradients, so a resumed run will not be equal to an uninterrupted one.",
-                )
-        random = self._before_validation if stage == "running" else None
+        checkpoint[_KEY] = {"stage": stage, "metrics": metrics}
+        problem = self._problem() if fitting and "optimizer_states" in checkpoint else None
+        if problem is not None and problem not in self._told and trainer.is_global_zero:
+            self._told.add(problem)
+            _log.warning(
+                "a checkpoint is saved %s, so a resumed run will not be equal to an uninterrupted one.", problem
+            )
+        random = self._before_validation if stage == _STAGE_RUNNING else None
         now = capture_rng() if random is not None else None
         if random is not None:
             restore_rng(random)
@@ -121,22 +170,31 @@ class FitPosition:
             if now is not None:
                 restore_rng(now)
 
-    def _warn(self, trainer: Any, text: str) -> None:
-        if text not in self._told and trainer.is_global_zero:
-            self._told.add(text)
-            _log.warning("%s", text)
+    def _problem(self) -> str | None:
+        """Return why no run can continue exactly from here."""
+        loop, module = self._trainer.fit_loop.epoch_loop, self._trainer.lightning_module
+        batch = loop.batch_progress.current
+        if batch.ready != batch.processed:
+            return "inside a training batch, the rest of which the resumed run skips"
+        if batch.completed != batch.processed and is_overridden("on_train_batch_end", module):
+            return "before the module's on_train_batch_end, which the resumed run does not call"
+        if batch.ready > 0 and loop._should_accumulate():
+            return "between the batches of one optimizer step, without the accumulated gradients"
+        if self.weights_are_replaced():
+            return "in a validation, while the model has other weights than those being trained"
+        return None
 
     # --- resuming
 
-    def resume(self, checkpoint: dict[str, Any], trainer: Any) -> None:
+    def resume(self, checkpoint: dict[str, Any]) -> None:
         """Prepare the loops' counters in a loaded checkpoint, and remember what is left to do."""
         fit = checkpoint.get("loops", {}).get("fit_loop")
         self.left, self.loaders = None, []
         if not fit or "epoch_loop.batch_progress" not in fit:
             return
-        position = checkpoint.get(_KEY, {})
+        position, trainer = checkpoint.get(_KEY, {}), self._trainer
         going_on = trainer.max_steps != -1 and checkpoint.get("global_step", 0) < trainer.max_steps
-        self.left = _left(fit, position.get("validation"), going_on)
+        self.left = _left(fit, position.get("stage"), going_on)
         self._metrics = position.get("metrics", {})
         if self.left is not None:
             self.random = capture_rng()
@@ -152,8 +210,9 @@ class FitPosition:
         """Whether the resumed run starts with a new epoch."""
         return self.left in (_EPOCH, _BETWEEN)
 
-    def _start(self, trainer: Any) -> None:
+    def _start(self) -> None:
         """Called before a resumed run starts to train."""
+        trainer = self._trainer
         fit, epochs = trainer.fit_loop, trainer.fit_loop.epoch_loop
         device = trainer.strategy.root_device
         restored = {key: value.to(device) for key, value in self._metrics.items()}
@@ -170,14 +229,15 @@ class FitPosition:
             fit._combined_loader._load_state_dicts(self.loaders)
             iter(fit._data_fetcher)  # this iterator is at the end of its epoch; it is replaced by the next one
         if self.left == _EPOCH and epochs._num_ready_batches_reached():
+            self.restore()
             fit.epoch_progress.current.completed -= 1
             epochs.update_lr_schedulers("epoch", update_plateau_schedulers=True)
             fit.epoch_progress.current.completed += 1
         self._forget()
 
-    def _finish_iteration(self, trainer: Any, fetcher: Any) -> None:
+    def _finish_iteration(self, fetcher: Any) -> None:
         """Called in a resumed epoch, once there is an iterator of its batches."""
-        fit, epochs = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        fit, epochs = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         left = self.left
         if left == _UNKNOWN:
             left = _VALIDATED if epochs._should_check_val_fx(fetcher) else _NOTHING
@@ -185,8 +245,12 @@ class FitPosition:
         fit._restarting = False
         epochs.restarting = False
         if left != _NOTHING:
+            if epochs._num_ready_batches_reached() or any(
+                c.reduce_on_plateau for c in self._trainer.lr_scheduler_configs
+            ):
+                self.restore()  # schedulers, or hooks at the end of the epoch, may change the optimizers
             epochs._skip_next_val = left == _VALIDATED
-            epochs.on_advance_end(fetcher)
+            type(epochs).on_advance_end(epochs, fetcher)
         epochs.on_iteration_done()
 
     def _forget(self) -> None:
@@ -196,11 +260,11 @@ class FitPosition:
         self.left, self.random, self.loaders, self._metrics = None, None, [], {}
 
 
-def _left(fit: dict[str, Any], validation: str | None, going_on: bool) -> str | None:
+def _left(fit: dict[str, Any], stage: str | None, going_on: bool) -> str | None:
     """Change the counters to a position between batches or epochs. Return what is left to do there.
 
     Args:
-        validation: "none", "running" or "finished". None: an older version, or Lightning, saved the checkpoint.
+        stage: Where it was saved. None: an older version, or Lightning, saved the checkpoint.
         going_on: Whether the run has a `max_steps` that it has not reached.
     """
     epoch, progress = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
@@ -221,15 +285,26 @@ def _left(fit: dict[str, Any], validation: str | None, going_on: bool) -> str | 
             counter["processed"] -= 1
             counter["completed"] = counter["processed"]
         return _NOTHING
-    left = _NOTHING if validation == "none" else _VALIDATED if validation == "finished" else _UNKNOWN
-    if batch["completed"] != batch["ready"] or validation == "running":
+    left = {_STAGE_NONE: _NOTHING, _STAGE_FINISHED: _VALIDATED}.get(str(stage), _UNKNOWN)
+    if batch["completed"] != batch["ready"] or stage in (_STAGE_BATCH, _STAGE_RUNNING):
         for counter in (progress["total"], batch):  # a batch that was not finished is skipped, as in the dataloader
             counter["started"] = counter["processed"] = counter["completed"] = counter["ready"]
         left = _ITERATION
-    if validation == "running":  # it will be repeated
+    if stage == _STAGE_RUNNING:  # it will be repeated
         done = fit["epoch_loop.val_loop.batch_progress"]
         for name, number in done["current"].items():
             done["total"][name] -= number
             done["current"][name] = 0
         done["is_last_batch"] = False
     return left
+
+
+def _samples(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a few bytes of each of the module's plain tensors, enough to notice that it has other weights."""
+    found = {}
+    for name, tensor in model_tensors(module)[0].items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if type(local) in (torch.Tensor, torch.nn.Parameter) and local.numel() > 0:
+            row = local.detach()[(0,) * (local.dim() - 1)] if local.dim() > 0 else local.detach().reshape(1)
+            found[name] = row[:16].clone().view(torch.uint8)
+    return found

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import IterableDataset
 
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.errors import RankFailedError
+from ckptkit.integrations.lightning_position import FitPosition
 
 _log = logging.getLogger(__name__)
 _GATHER_S = 60.0  # how long to wait for the other ranks after an exception
@@ -18,8 +20,8 @@ class StopSignal:
     """Replaces the handler for SIGTERM that the Trainer installs while it runs. All ranks must create it together.
 
     Lightning's handler takes part in a broadcast, wherever the rank is. Unless all ranks receive the signal at the same
-    place of the training, they hang. This one only notes the signal. Between two batches the ranks agree, and then
-    Lightning stops all of them, because its `received_sigterm` is True on every rank.
+    place of the training, they hang. This one only notes the signal. The ranks agree between two batches, where
+    all of them stop as Lightning does.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -33,34 +35,56 @@ class StopSignal:
     def _note(self, *_: Any) -> None:
         self._received = True
 
-    def agree(self) -> None:
-        """Let Lightning stop if any rank has received the signal. Takes one small all-reduce."""
-        if self._votes.any(self._received):
-            if not self._trainer.received_sigterm and self._votes.is_main:
-                _log.info("received SIGTERM: stopping at step %d", self._trainer.global_step)
-            self._trainer._signal_connector.received_sigterm = True
+    def after_batch(self) -> None:
+        """Stop if any rank has received the signal. Takes one small all-reduce.
+
+        Waits for the end of the optimizer step. If `max_steps` is reached, Lightning stops by itself after the epoch's
+        hooks, which a resumed run would not call.
+        """
+        loop = self._trainer.fit_loop.epoch_loop
+        is_over = 0 <= loop.max_steps <= loop.global_step
+        if not loop._should_accumulate() and not is_over and self._agreed():
+            raise SIGTERMException
 
     def prepare_validation(self) -> None:
         """Find out whether all ranks have the same number of batches, because then they can agree after each one."""
         loop = self._trainer.fit_loop.epoch_loop.val_loop
-        uncertain = any(
-            isinstance(getattr(x, "dataset", None), IterableDataset) for x in loop._combined_loader.flattened
-        )
+        loaders = loop._combined_loader.flattened
+        uncertain = any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders)
         counts = self._votes.all_gather(None if uncertain else list(loop.max_batches))
         self._validates_together = None not in counts and all(count == counts[0] for count in counts)
 
-    def agree_in_validation(self) -> None:
-        """Do what `agree` does, if all ranks have the same number of batches."""
-        if self._validates_together:
-            self.agree()
+    def in_validation(self) -> None:
+        """Stop like `after_batch`, if all ranks have the same number of batches and the weights being trained.
 
-    def all_stop(self) -> bool:
-        """Return whether all ranks call this within a minute: whether all have raised an exception."""
+        If not, they stop after the validation.
+        """
+        if self._validates_together and self._votes.any(self._received):
+            replaced = FitPosition.of(self._trainer).weights_are_replaced()
+            if not self._votes.any(replaced) and self._agreed():
+                raise SIGTERMException
+
+    def after_epoch(self) -> None:
+        """Let Lightning stop after the other hooks at the end of the epoch."""
+        self._agreed()
+
+    def _agreed(self) -> bool:
+        agreed = self._votes.any(self._received)
+        if agreed:
+            if self._votes.is_main:
+                _log.info("received SIGTERM: stopping at step %d", self._trainer.global_step)
+            self._trainer._signal_connector.received_sigterm = True
+        return agreed
+
+    def problem(self, exception: BaseException) -> str | None:
+        """Return why no checkpoint can be saved after an exception. Waits at most about two minutes for other ranks."""
+        replaced = FitPosition.of(self._trainer).weights_are_replaced()
         try:
-            self._after_error.all_gather(None)
+            agreed = isinstance(exception, SIGTERMException)
+            others = (self._votes if agreed else self._after_error).all_gather(replaced)
         except RankFailedError:
-            return False
-        return True
+            return "not all ranks have stopped"
+        return "the model has other weights than those being trained" if any(others) else None
 
     def close(self) -> None:
         """Give the handler back to Lightning."""

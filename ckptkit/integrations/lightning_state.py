@@ -119,7 +119,6 @@ class LightningCheckpoints:
         self._group = group
         self._storage_options = storage_options
         self._managers: dict[tuple[str, RetentionPolicy | None, str | None], CheckpointManager] = {}
-        self.position = FitPosition()
         self._epoch: int | None = None  # the epoch in which the resumed run continues
         self._coordinator = Coordinator(group)
         self.run_on_all = self._coordinator.run_on_all
@@ -168,7 +167,7 @@ class LightningCheckpoints:
         owner: str | None = None,
     ) -> None:
         """Save what a Trainer has collected, with references to live tensors (`collecting_live`)."""
-        with self.position.recorded(checkpoint, trainer):
+        with FitPosition.of(trainer).recorded(checkpoint):
             self._save_trainer(filepath, checkpoint, trainer, retention, owner)
 
     def _save_trainer(
@@ -249,18 +248,19 @@ class LightningCheckpoints:
         checkpoint = _as_lightnings(lightning_extras(report.extra), report.step)
         if trainer is None:
             return checkpoint, report
-        self.position.resume(checkpoint, trainer)
+        position = FitPosition.of(trainer)
+        position.resume(checkpoint)
         if "rng" not in report.loaded:
-            self.position.random = None
+            position.random = None
         fit = checkpoint.get("loops", {}).get("fit_loop", {})
         self._epoch = fit.get("epoch_progress", {}).get("current", {}).get("processed")
         loaders = report.extra.get(f"{_LOADERS}.{self._coordinator.rank}")
         if loaders and checkpoint.get("ckptkit_world_size") == self._coordinator.world_size:
-            if self.position.between_epochs:
-                self.position.loaders = loaders["combined_loader"]
+            if position.between_epochs:
+                position.loaders = loaders["combined_loader"]
             else:
                 fit["state_dict"].update(loaders)
-        elif loaders and not self.position.between_epochs:
+        elif loaders and not position.between_epochs:
             _log.warning("The state of the dataloaders was not restored: another number of ranks saved it.")
         return checkpoint, report
 

@@ -44,6 +44,7 @@ from ckptkit.integrations.lightning_full import (
     scatter_optimizer,
     sharded_optimizer,
 )
+from ckptkit.integrations.lightning_position import FitPosition
 from ckptkit.integrations.lightning_state import (
     LightningCheckpoints,
     collecting_live,
@@ -221,8 +222,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         if fitting:
             self.setup_optimizers(trainer)
             _refuse_early(self.optimizers, self.model)
-            if self.checkpoint_io is None:
-                self.own().position.attach(trainer, self.restore_pending)
+            FitPosition.of(trainer).restore = self.restore_pending
         self.setup_precision_plugin()
 
     def parallelize(self) -> None:
@@ -477,10 +477,11 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     def teardown(self) -> None:
         """Release all resources."""
         if self._checkpoints is not None:
-            self._checkpoints.position.detach(self.lightning_module.trainer)
             self._checkpoints.close()
             self._checkpoints = None
         self._pending, self._shown = None, {}
+        if self.lightning_module is not None:
+            FitPosition.detach(self.lightning_module.trainer)
         with contextlib.suppress(AttributeError):
             self.checkpoint_io.teardown()
         super().teardown()

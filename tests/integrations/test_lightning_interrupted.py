@@ -6,17 +6,18 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 
 pytest.importorskip("lightning")
 pytest.importorskip("torchdata")
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckptkit.integrations import lightning_signals
@@ -56,7 +57,7 @@ class Trace(Callback):
         self.events.append(("batch", trainer.current_epoch, index, batch.tolist(), local.tolist(), lr))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        if not trainer.sanity_checking:
+        if not trainer.sanity_checking and "val_loss" in trainer.callback_metrics:
             self.events.append(("validated", trainer.global_step, float(trainer.callback_metrics["val_loss"])))
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -85,7 +86,14 @@ def crash(*_: Any) -> None:
 
 
 class Scheduled(Lit):
-    """A module whose learning rate depends on steps, on epochs and on the validation's metric."""
+    """A module with a hook, whose learning rate depends on steps, on epochs and on the validation's metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.register_buffer("seen", torch.zeros(()))
+
+    def on_train_batch_end(self, outputs: Any, batch: torch.Tensor, index: int) -> None:
+        self.model.seen.mul_(0.5).add_(batch.sum())
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
@@ -109,7 +117,7 @@ class Epochs(Data):
 
 def run(
     work: Path, strategy: Any, *callbacks: Any, path: Any = None, module: Any = Lit, validates: bool = True,
-    batches: int = BATCHES, **options: Any,
+    validation: Any = None, batches: int = BATCHES, **options: Any,
 ) -> tuple[Any, Any, list[Any]]:  # fmt: skip
     """Train with a shuffled dataset; return the module, the trainer, and what it did."""
     pl.seed_everything(7 + dist.get_rank(), verbose=False)
@@ -119,7 +127,8 @@ def run(
     trainer = trainer_of(work, strategy, trace, *callbacks, **limits, **options)
     data = Epochs(batches)
     train = StatefulDataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=True, seed=3))
-    validation = StatefulDataLoader(Epochs(2), batch_size=2) if validates else None
+    if validates and validation is None:
+        validation = StatefulDataLoader(Epochs(2), batch_size=2)
     try:
         trainer.fit(made, train, val_dataloaders=validation, ckpt_path=path and str(path))
     except SystemExit:  # Lightning's SIGTERMException
@@ -148,15 +157,15 @@ def stopping(folder: Path) -> ManagedCheckpoint:
     return ManagedCheckpoint(dirpath=folder, filename="{step}", every_n_epochs=100, save_on_exception=True)
 
 
-def continues(work: Path, strategy: Any, save: Any, at: At, **options: Any) -> None:
+def continues(work: Path, strategy: Any, save: Any, at: At, more: Callable[[], Any] = Callback, **options: Any) -> None:
     """Check that a run that was stopped and resumed does what an uninterrupted run does, no more and no less."""
 
     def made() -> Any:
         return strategy() if callable(strategy) else strategy
 
-    straight = run(work, made(), **options)
-    raised(lambda: run(work, made(), save, at, **options))
-    again = run(work, made(), stopping(work / "again"), path=newest(Path(save.dirpath)), **options)
+    straight = run(work, made(), more(), **options)
+    raised(lambda: run(work, made(), more(), save, at, **options))
+    again = run(work, made(), more(), stopping(work / "again"), path=newest(Path(save.dirpath)), **options)
     assert again[2] == straight[2][len(straight[2]) - len(again[2]) :]
     assert equal(state(*straight[:2]), state(*again[:2]))
     assert counters(straight[1]) == counters(again[1])
@@ -248,6 +257,50 @@ def test_a_module_that_steps_its_optimizers_itself_resumes_bit_equal(work: Path,
     continues(work, FSDP2Strategy, stopping(work / "c"), At(*PLACES[place]), **options)
 
 
+class Average(EMAWeightAveraging):
+    """Validates the averaged weights: it exchanges them with the trained ones at the validation's start and end."""
+
+    def __init__(self) -> None:
+        super().__init__(decay=0.5)
+
+
+@pytest.mark.parametrize("place", ["in the last batch", "in a validation", "at the end of an epoch"])
+@on_ranks(2)
+def test_averaged_weights_are_never_saved_as_the_trained_ones(work: Path, place: str) -> None:
+    continues(work, "ddp", stopping(work / "c"), At(*PLACES[place]), more=Average, max_epochs=2)
+
+
+@on_ranks(2)
+def test_a_stopped_trainer_can_fit_and_test_again(work: Path) -> None:
+    save = stopping(work / "c")
+    module, trainer, did = run(work, "ddp", save, At("on_train_batch_start", 0, 1, ranks=[1]), max_epochs=1)
+    assert did[-1] == "stopped" and trainer.received_sigterm
+    trainer.callbacks.remove(next(callback for callback in trainer.callbacks if isinstance(callback, At)))
+    trainer.fit(module, StatefulDataLoader(Epochs(BATCHES), batch_size=2), ckpt_path=str(newest(work / "c")))
+    assert trainer.global_step == BATCHES and not trainer.received_sigterm
+    trainer.test(module, StatefulDataLoader(Epochs(2), batch_size=2), verbose=False)
+
+
+class Uneven(IterableDataset):
+    """Gives rank 1 twice as many batches as rank 0."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([Data()[i] for i in range(4 * (dist.get_rank() + 1))])
+
+
+class Alone(Lit):
+    def validation_step(self, batch: torch.Tensor, _: int) -> None:
+        self.model(batch)
+
+
+@on_ranks(2)
+def test_ranks_with_different_numbers_of_validation_batches_stop_after_the_validation(work: Path) -> None:
+    validation = torch.utils.data.DataLoader(Uneven(), batch_size=2)
+    stop = At("on_validation_batch_start", 0, 1, ranks=[1])
+    did = run(work, "ddp", stopping(work / "c"), stop, module=Alone, max_epochs=2, validation=validation)[2]
+    assert did[-2:] == [("epoch ends", 0), "stopped"] and newest(work / "c").name == f"step={BATCHES}.ckpt"
+
+
 REGULAR: dict[str, dict[str, Any]] = {
     "after the last batch of an epoch": {"every_n_train_steps": 4},
     "at the end of an epoch": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
@@ -302,6 +355,7 @@ def logged(name: str) -> Iterator[list[str]]:
     ("hook", "options", "text"),
     [
         ("on_train_batch_start", {}, "inside a training batch"),
+        ("on_train_batch_end", {}, "before the module's on_train_batch_end"),
         ("on_train_batch_end", {"accumulate_grad_batches": 3}, "between the batches of one optimizer step"),
     ],
 )
@@ -311,7 +365,7 @@ def test_a_save_that_no_run_can_continue_exactly_is_warned_about(
 ) -> None:
     save = At(hook, 0, 1, act=lambda trainer, _: trainer.save_checkpoint(work / "early.ckpt"))
     with logged("ckptkit.integrations.lightning_position") as texts:
-        run(work, FSDP2Strategy(), save, max_epochs=1, **options)
+        run(work, FSDP2Strategy(), save, module=Lit if options else Scheduled, max_epochs=1, **options)
     assert [text in line for line in texts] == [True] * (dist.get_rank() == 0)
 
 
