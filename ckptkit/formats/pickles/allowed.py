@@ -87,10 +87,13 @@ def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
 
 
 def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
-    """Stand in for copyreg._reconstructor, which protocols 0 and 1 use for instances of ordinary classes."""
+    """Stand in for copyreg._reconstructor, which protocols 0 and 1 use for instances of ordinary classes.
+
+    `state` is None, unless the class derives from a built-in type, such as str.
+    """
     if not (isinstance(cls, type) and issubclass(cls, Record)):
         raise ValueError("an object of a class that is not a record")
-    return cls()
+    return cls() if state is None else cls(state)
 
 
 def _layout(name: Any) -> str:
@@ -163,7 +166,7 @@ _CLASS_NAME = re.compile(r"_{0,2}[A-Z][A-Za-z0-9_]{0,63}|_remote_device")
 
 _RECORDS = (
     "torch.device", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer",
-    "torch.nn.Parameter", "torch.Generator",
+    "torch.nn.Parameter", "torch.Generator", "torch.torch_version.TorchVersion",
     "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib.PurePosixPath", "pathlib.PureWindowsPath", "pathlib.Path",
     "pathlib._local.PosixPath", "pathlib._local.WindowsPath", "pathlib._local.PurePosixPath",
     "pathlib._local.PureWindowsPath", "pathlib._local.Path",
@@ -173,7 +176,8 @@ _RECORDS = (
     "uuid.UUID", "decimal.Decimal", "fractions.Fraction",
     "builtins.slice", "__builtin__.slice", "builtins.range", "__builtin__.xrange",
     "builtins.int", "builtins.float", "builtins.str", "builtins.bool", "__builtin__.int", "__builtin__.float",
-    "__builtin__.long", "__builtin__.str", "__builtin__.bool", "builtins.object", "__builtin__.object",
+    "__builtin__.long", "__builtin__.str", "__builtin__.unicode", "__builtin__.bool", "builtins.object",
+    "__builtin__.object",
     "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
     "typing.Any", "omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig",
     *(f"omegaconf.base.{name}" for name in ("Metadata", "ContainerMetadata")),

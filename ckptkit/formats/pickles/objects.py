@@ -326,6 +326,10 @@ def _checked(make: Callable[..., Any]) -> Callable[[Record], Any]:
     return of
 
 
+def _text(value: Record) -> Any:
+    return value.args[0] if len(value.args) == 1 and type(value.args[0]) is str else NotImplemented
+
+
 def _slice(value: Record) -> Any:
     if 1 <= len(value.args) <= 3 and all(arg is None or type(arg) is int for arg in value.args):
         return slice(*value.args)
@@ -341,6 +345,7 @@ _REBUILD: dict[str, Callable[[Record], Any]] = {
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
     "torch.device": lambda value: ":".join(str(arg)[:32] for arg in value.args) or "cpu",
+    "torch.torch_version.TorchVersion": _text,
     "_io.BytesIO": _buffer,
     **{f"datetime.{kind.__name__}": _checked(make) for kind, make in MOMENTS.items()},
     "builtins.slice": _slice,

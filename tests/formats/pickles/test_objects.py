@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.torch_version import TorchVersion
 
 from ckptkit.catalog.entry import ObjectEntry
 from ckptkit.errors import CorruptCheckpointError, UnsafePickleError
@@ -44,6 +45,7 @@ PLAIN = {
     "slice": slice(1, None, 2),
     "bytes": b"\x00\xff",
     "range_": [True, None, -(1 << 40)],
+    "version": TorchVersion("2.13.0+cpu"),  # the type of torch.__version__
 }
 
 
@@ -55,7 +57,21 @@ def test_the_values_of_training_states_are_read_correctly(tmp_path: Path, protoc
     assert found["where"] == "/a/b"
     assert found["args"] == {"lr": 0.1, "names": ["x"]}
     assert found["last"] == [1, 2]
-    same = ("when", "for", "ordered", "counts", "set", "frozen", "scalar", "complex", "slice", "bytes", "range_")
+    assert type(found["version"]) is str
+    same = (
+        "version",
+        "when",
+        "for",
+        "ordered",
+        "counts",
+        "set",
+        "frozen",
+        "scalar",
+        "complex",
+        "slice",
+        "bytes",
+        "range_",
+    )
     assert {k: found[k] for k in same} == {k: PLAIN[k] for k in same}
 
 
