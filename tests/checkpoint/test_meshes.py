@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as DTensorShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit import Shard, TrainState, open_checkpoint
@@ -143,6 +144,18 @@ def test_shards_that_do_not_match_their_layout_are_refused_by_name(ranks: Any, t
         )
         assert "has no dimension 2" in messages[2] and messages[3] == ""
         assert saved == [1.0, 1.0, 1.0, 2.0, 2.0]
+
+
+@on_ranks(2)
+def test_a_tensor_declared_over_a_mesh_that_already_shards_it_is_refused_by_name(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    model = Experts(2)
+    model.experts = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [DTensorShard(0)]))
+    layout = {"experts": Shard(0, mesh=mesh)}
+    said = refusal(lambda: states.save(tmp_path, TrainState(model=model, layout=layout, rng=False)))
+    assert "model.experts is sharded or declared over the meshes ('ep',), ('ep',), which cannot be joined" in said
+    assert "A dimension may occur only once" in said
+    assert not list(tmp_path.glob("step_*"))
 
 
 def unlike_copies(url: str, kind: str) -> list[str]:

@@ -124,7 +124,7 @@ def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch
         meshes.append(tensor.device_mesh)
         placements += tensor.placements
         local = tensor.to_local()
-    mesh = joined_mesh(meshes)
+    mesh = joined_mesh(what, meshes)
     sizes, _ = local_box(torch.Size(shape), mesh, tuple(placements))
     if sizes != tuple(local.shape):
         raise UsageError(

@@ -451,8 +451,11 @@ def placement_record(placement: Any) -> PlacementRecord:
     return PlacementRecord("shard", placement.dim) if placement.is_shard() else PlacementRecord("partial")
 
 
-def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+def joined_mesh(what: str, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """Join meshes that are slices of one mesh. Return a mesh with all their dimensions, in the order given.
+
+    Args:
+        what: The tensor that is placed on them, for errors.
 
     Raises:
         UsageError: The meshes are not slices of the same mesh, or have a dimension in common.
@@ -463,8 +466,9 @@ def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         return DeviceMesh._concatenate(list(meshes))
     except (RuntimeError, AssertionError, ValueError) as error:
         raise UsageError(
-            f"the meshes {', '.join(str(mesh.mesh_dim_names) for mesh in meshes)} cannot be joined ({error}). Make one "
-            "mesh with all dimensions, and use its slices: init_device_mesh(..., mesh_dim_names=('dp', 'ep'))['ep']."
+            f"{what} is sharded or declared over the meshes {', '.join(str(mesh.mesh_dim_names) for mesh in meshes)}, "
+            f"which cannot be joined ({error}). A dimension may occur only once. Make one mesh with all dimensions, "
+            "and use its slices: init_device_mesh(..., mesh_dim_names=('dp', 'ep'))['ep']."
         ) from error
 
 
