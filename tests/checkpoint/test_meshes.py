@@ -245,6 +245,21 @@ def test_states_of_another_shape_than_their_declared_parameter_are_refused(ranks
         assert "state 'row' of 'experts' has shape [2]" in message
 
 
+@on_ranks(2)
+def test_moments_that_a_rank_lacks_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """An optimizer that has never updated a rank's experts has no state for them."""
+    layout = {"experts": Shard(0, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))}
+    model = Experts(2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    if dist.get_rank() == 0:
+        optimizer.state[model.experts]["momentum_buffer"] = torch.ones(2, 2)
+    state = TrainState(model=model, optimizer=optimizer, layout=layout, rng=False)
+    said = refusal(lambda: states.save(tmp_path, state, state_dict_type=kind))
+    assert "optimizer.state.experts.momentum_buffer" in said and "4 of 8 elements" in said
+    assert "optimizer states of the same parameters?" in said
+    assert not list(tmp_path.glob("step_*"))
+
+
 def test_experts_of_one_element_have_global_moments(ranks: Any, tmp_path: Path, kind: str) -> None:
     """A state with the parameter's shape is a part of a global state, even if it is a single number."""
     ranks.run(one_each, 2, str(tmp_path), kind)

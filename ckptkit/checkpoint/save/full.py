@@ -245,7 +245,10 @@ def _pieces(
                 found.setdefault(box, _Piece(rank, box, number))
     numel, needed = sum(box.numel for box in found), math.prod(held[0][1][2])
     if numel != needed:
-        raise SaveError(f"tensor {key!r}: the ranks hold {numel} of {needed} elements. Do all have the same model?")
+        raise SaveError(
+            f"tensor {key!r}: the ranks hold {numel} of {needed} elements. Do all ranks hold the same model, and "
+            "optimizer states of the same parameters?"
+        )
     return tuple(found.values())
 
 

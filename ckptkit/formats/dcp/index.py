@@ -305,7 +305,8 @@ class SaveIndex:
             except CorruptCheckpointError as error:
                 raise SaveError(
                     f"{error} The slices were written by ranks {self._ranks[rows][kept].tolist()}, with the placements "
-                    f"{key.placement and list(key.placement[1])}. Do all ranks hold the same model?"
+                    f"{key.placement and list(key.placement[1])}. Do all ranks hold the same model, and optimizer "
+                    "states of the same parameters?"
                 ) from error
         if keep.all():
             return
