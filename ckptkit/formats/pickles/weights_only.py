@@ -37,6 +37,7 @@ from ckptkit.formats.pickles.tensors import Storage, StoredTensor, TensorRebuild
 from ckptkit.formats.pickles.values import MOMENTS, check_array, numpy_array, numpy_dtype, numpy_scalar, typed
 from ckptkit.formats.pickles.walk import guarded, walk
 from ckptkit.formats.pickles.zip import Archive, memory_store, storage_of
+from ckptkit.units import first_few
 
 _ADVICE = (
     "ckptkit never runs code from pickles. If you trust the source of the file, allow the class with "
@@ -65,14 +66,20 @@ def dump_plain(value: Any, *, name: str, advice: str) -> bytes:
 
 
 def _dumped(value: Any, read: Callable[[bytes], Any], name: str, advice: str) -> bytes:
-    buffer = io.BytesIO()
+    buffer, contained = io.BytesIO(), ""
     try:
         torch.save(value, buffer)
-        read(buffer.getvalue())
+        try:
+            read(buffer.getvalue())
+        except Exception:
+            buffer.seek(0)
+            refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(buffer))
+            contained = f" It contains {first_few(refused)}." if refused else ""
+            raise
     except Exception as error:  # pickling runs the value's own code, which may raise anything
         raise SaveError(
             f"{name}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved so that it "
-            f"loads without running code. Save its plain values instead, {advice}"
+            f"loads without running code.{contained} Save its plain values instead, {advice}"
         ) from error
     return buffer.getvalue()
 

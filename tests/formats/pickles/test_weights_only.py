@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import enum
 import io
 import re
 import zipfile
@@ -132,6 +133,24 @@ def test_values_that_need_code_to_load_are_not_saved() -> None:
     with pytest.raises(SaveError, match=r"type builtins\.dict.*or else"):
         dump_object({"a": Unsaveable()}, name="x", advice="or else")
     assert parse_object(dump_object({"a": 1}, name="x", advice=""), file="f") == {"a": 1}
+
+
+class Inner(enum.Enum):
+    ONE = 1
+
+
+class Outer:
+    def __init__(self) -> None:
+        self.inner = Inner.ONE
+
+
+def test_a_refused_value_names_all_classes_in_it_that_are_not_allowed() -> None:
+    with pytest.raises(SaveError, match=rf"type {__name__}\.Outer .*It contains {__name__}\.Inner, {__name__}\.Outer"):
+        dump_object(Outer(), name="x", advice="")
+    with torch.serialization.safe_globals([Outer]), pytest.raises(SaveError, match=rf"It contains {__name__}\.Inner\."):
+        dump_object(Outer(), name="x", advice="")
+    with torch.serialization.safe_globals([Outer, Inner]):
+        dump_object(Outer(), name="x", advice="")
 
 
 # Allowed: pickles between the ranks of one job, over their own connections.
