@@ -177,7 +177,10 @@ def size_of(size: Size, config: Mapping[str, Any], rule: str) -> int:
         value = int(key) if _is_number(key) else _config_value(config, key)
         if value is None:
             have = "there is no config.json" if not config else "config.json has no such integer"
-            raise UsageError(f"{rule}: size {key!r} is a key of config.json, but {have}. Give --base.")
+            raise UsageError(
+                f"{rule}: size {key!r} is a key of config.json, but {have}. Give --base, or a number as the size. "
+                "A load in a job uses the live model's `config`."
+            )
         product *= value
     return product
 

@@ -110,8 +110,12 @@ def test_all_differences_are_listed_at_once_and_nothing_changes(run: str) -> Non
         "optimizer: 2 missing in the checkpoint: new.weight, new.bias",
         "optimizer: 1 unexpected: base.bias",
         "extra: 1 missing in the checkpoint: extra.missing_thing",
+        "Try: strict=False loads what matches, include=[...]",
     ):
         assert words in str(caught.value)
+    with pytest.raises(CheckpointMismatchError, match=r"another shape(?s:.*)Try: include=\[") as caught:
+        load(run, state, strict=False)
+    assert "strict=False" not in str(caught.value)
 
 
 def test_without_strict_matching_tensors_load_and_the_rest_is_reported(run: str) -> None:

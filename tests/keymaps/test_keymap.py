@@ -109,8 +109,10 @@ def test_rope_permutation_equals_that_of_llama(shape: tuple[int, ...]) -> None:
     assert np.array_equal(made["wq"], llama_permute(sources["wq"], 2))
 
 
-def test_a_missing_config_key_says_to_pass_base() -> None:
-    with pytest.raises(UsageError, match=r"there is no config\.json\. Give --base"):
+def test_a_missing_config_key_says_how_to_give_it() -> None:
+    with pytest.raises(
+        UsageError, match=r"there is no config\.json\. Give --base, or a number.*the live model's `config`"
+    ):
         apply([RopePermute(pattern("q"), "num_attention_heads")], arrays(q=(8, 2)))
 
 

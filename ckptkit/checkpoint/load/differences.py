@@ -87,8 +87,8 @@ class Mismatches:
         if lines:
             advice = ["convert_dtype=True casts"] if self.dtypes else []
             if self.missing or self.unexpected:
-                text = 'strict=False loads what matches, include=[...] names what to load, optimizer="skip" skips '
-                advice.insert(0, f"{text}the optimizer")
+                text = 'include=[...] names what to load, optimizer="skip" skips the optimizer'
+                advice.insert(0, f"strict=False loads what matches, {text}" if strict else text)
             raise CheckpointMismatchError(
                 f"{url} does not fit the training state; nothing was loaded.\n  "
                 + "\n  ".join(sorted(lines))
