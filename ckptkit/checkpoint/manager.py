@@ -185,7 +185,7 @@ class CheckpointManager:
     ) -> None:
         # First check only the arguments that are needed to connect the ranks. The others are checked once the ranks are
         # connected, so that all ranks raise if one of them got a wrong argument.
-        limit_s, signals = parse_duration(timeout_s, "timeout_s"), _signals(on_signal)
+        limit_s, signals = parse_duration(timeout_s, "timeout_s"), parse_signals(on_signal)
         _check_group(process_group)
         self._pid = os.getpid()
         self._closed = False
@@ -680,7 +680,7 @@ def check_options(
     _check_group(process_group)
     check_storage_options(storage_options=storage_options)
     parse_duration(timeout_s, "timeout_s")
-    _signals(on_signal)
+    parse_signals(on_signal)
     return where, parsed, max_shard_bytes
 
 
@@ -701,7 +701,12 @@ def _check_group(process_group: object) -> None:
         )
 
 
-def _signals(given: Any) -> tuple[int, ...]:
+def parse_signals(given: Any) -> tuple[int, ...]:
+    """Return the signals that an `on_signal` option names.
+
+    Raises:
+        UsageError: It is neither "save" nor a sequence of signals that can be caught.
+    """
     if isinstance(given, str) and given == "save":
         return SAVE_SIGNALS
     caught = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY, ModelParallelStrategy
@@ -15,6 +16,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ckptkit.checkpoint.load.mapping import open_checkpoint
+from ckptkit.checkpoint.manager import SignalWatch, parse_signals
+from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, section
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.config import FSDPConfig, MixedPrecision
@@ -37,6 +40,7 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
     Args:
         config: How modules are sharded: an FSDPConfig or a dict of its fields. Its `state_dict_type` also applies to
             the checkpoints. If it does not set `mixed_precision`, Fabric's `precision` decides the compute dtype.
+        on_signal: The signals that `interrupted` reacts to, as in CheckpointManager. "save" means SIGTERM and SIGUSR1.
         process_group_backend, timeout: For the default process group.
         storage_options: Passed to fsspec.
 
@@ -48,12 +52,15 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         self,
         config: FSDPConfig | Mapping[str, Any] | None = None,
         *,
+        on_signal: Sequence[int] | Literal["save"] = (),
         process_group_backend: str | None = None,
         timeout: timedelta | None = _TIMEOUT,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(parallelize_fn=self._parallelize, process_group_backend=process_group_backend, timeout=timeout)
         self._config = config if isinstance(config, FSDPConfig) else FSDPConfig.from_dict(config or {})
+        self._signals = parse_signals(on_signal)
+        self._watch: SignalWatch | None = None
         self._storage_options = storage_options
         self._checkpoints: LightningCheckpoints | None = None
 
@@ -69,6 +76,16 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         device = self.root_device.type
         self._config = dataclasses.replace(self._config, device=device)
         self._mesh = make_mesh(plan_for(self._config, self.world_size), device)
+        if self._signals and self._watch is None:
+            self._watch = SignalWatch(Coordinator(), signals=self._signals)
+
+    def interrupted(self) -> bool:
+        """Return True once any rank has received one of the `on_signal` signals. Then save and end the loop.
+
+        Every rank returns True at the same step. All ranks must call `fabric.strategy.interrupted()` between two steps;
+        it costs one small all-reduce. The result stays True.
+        """
+        return self._watch is not None and self._watch.agreed()
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> NoReturn:
         """Raise UsageError, because an optimizer created before its module was sharded would train nothing."""
@@ -166,11 +183,16 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         return {key: value for key, value in found.items() if key not in given}
 
     def teardown(self) -> None:
-        """Release all resources."""
+        """Release all resources, and restore the signal handlers."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch.coordinator.close()
+            self._watch = None
         if self._checkpoints is not None:
             self._checkpoints.close()
             self._checkpoints = None
-        super().teardown()
+        with contextlib.suppress(NotImplementedError):  # Lightning's last step asks for a CheckpointIO
+            super().teardown()
 
     def _own(self) -> LightningCheckpoints:
         if self._checkpoints is None:

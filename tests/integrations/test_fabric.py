@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import warnings
 from importlib.util import find_spec
 
 import pytest
 import torch
 
+from ckptkit import open_checkpoint
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from tests.checkpoint.states import bits
 from tests.fsdp import models
@@ -95,6 +97,34 @@ def test_a_fabric_run_resumes_bit_equal_with_the_registered_strategy(framework_r
         ):
             assert rates == other_rates
             assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def _strategy(**options):
+    from ckptkit.integrations.lightning import FSDP2FabricStrategy
+
+    return FSDP2FabricStrategy(**options)
+
+
+def _interrupted(folder):
+    before = signal.getsignal(signal.SIGTERM)
+    fabric = _fabric(_strategy(on_signal="save"))
+    state = _made(fabric, 3)
+    for step in range(1, 5):
+        _trained(fabric, state, step)
+        if step == 2 and fabric.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if fabric.strategy.interrupted():
+            fabric.save(f"{folder}/stopped", state)
+            break
+    fabric.strategy.teardown()
+    return step, signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_on_one_rank_stops_the_loops_of_all_at_the_same_step(framework_ranks, tmp_path):
+    assert framework_ranks.run(_interrupted, 2, str(tmp_path), timeout=240) == [(2, True)] * 2
+    assert open_checkpoint(tmp_path / "stopped")["step"] == 2
+    with pytest.raises(UsageError, match="on_signal is 'SIGTERM'"):
+        _strategy(on_signal="SIGTERM")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_full", "fsdp2_cpu_offload"])
