@@ -74,6 +74,8 @@ FORMATS = {
     "lightrft_naive_optim_w2": "lightrft",
     "dcp_appstate_w2": "dcp",
     "dcp_no_collectives_w2": "dcp",
+    "torch_checkpointing_w1": "rank-files",
+    "torch_checkpointing_w2": "rank-files",
     "olmo_core_w2": None,  # the DCP is in model_and_optim/
     "accelerate_fsdp2_sharded_llama_tied_w2": "accelerate",
     "accelerate_fsdp2_nodcp_llama_untied_w2": "accelerate",
@@ -115,6 +117,15 @@ def test_moments_have_the_shape_of_their_parameter(name):
         for entry in owners:
             assert entry.shape == model[entry.fqn].shape
             entry.check_coverage()
+
+
+@pytest.mark.parametrize("name", ["torch_checkpointing_w1", "torch_checkpointing_w2"])
+def test_an_optimizer_in_other_files_than_the_model_is_read(name):
+    source = open_source(url_of(CASES[name]))
+    entries = source.catalog.by_role(Role.OPTIMIZER).values()
+    found = contents(source.store, {f"{entry.fqn}.{entry.state}": entry for entry in entries})
+    assert found == contents_of_file(ZOO / name / "EXPECTED_optimizer.safetensors")
+    assert any("not read: train_state_0.pt" in note for note in source.catalog.info.notes)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
 def is_rank_directory(files: Sequence[str]) -> bool:
     """Return whether at least two files, including rank 0's, have names that differ only in the rank."""
-    return any(0 in ranks and len(ranks) > 1 for ranks in _groups(files).values())
+    return bool(_groups(files))
 
 
 def are_rank_files(store: Store, files: Sequence[str]) -> bool:
@@ -70,34 +70,45 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         if all(isinstance(value, dict) and isinstance(value.get(key), dict) for value in values):
             optimizer = read_optimizer([value[key] for value in values], model.params, what=template)
             break
+    else:
+        apart = next((name for name in groups if name != template and "optim" in name.lower()), "")
+        if groups.get(apart, {}).keys() == ranks.keys():
+            states = [_below(value, _OPTIMIZER_KEYS) for value in read_ranks(store, groups[apart], apart)]
+            optimizer = read_optimizer(states, model.params, what=apart)
+            names += [groups[apart][rank] for rank in sorted(ranks)]
+    unread = sorted({name for files in groups.values() for name in files.values()} - {*names})
+    notes = [f"not read: {', '.join(unread[:4])}{', ...' * (len(unread) > 4)}."] if unread else []
     info = CatalogInfo(
         "rank-files",
         producer="torch.save",
-        world_size=max(len(names), recorded_ranks(models[0].values())),
+        world_size=max(len(values), recorded_ranks(models[0].values())),
         mesh=model.mesh,
         files={name: sizes[name] for name in names},
-        notes=(*model.notes, *optimizer.notes),
+        notes=(*model.notes, *optimizer.notes, *notes),
     )
     side = find_side_files(store)
     return Catalog({**model.tensors, **optimizer.tensors}, optimizer.objects, side.described_in(info))
 
 
 def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Return the files by name template, then by rank."""
+    """Return the files by name template, then by rank. Omits templates without a file of rank 0, or with no other file.
+
+    A single file shows no rank, unless torch_checkpointing wrote it.
+    """
     found: dict[str, dict[int, str]] = {}
+    keyed = "metadata.pkl" in files
     for name in files:
-        match = _RANK.fullmatch(name) or ("metadata.pkl" in files and _KEYED.fullmatch(name)) or None
+        match = _RANK.fullmatch(name) or (keyed and _KEYED.fullmatch(name)) or None
         if match and len(match[2]) < 8:
             head, tail = (text.replace("{", "{{").replace("}", "}}") for text in (match[1], match[3]))
             found.setdefault(f"{head}{{rank}}{tail}", {})[int(match[2])] = name
-    return found
+    return {template: ranks for template, ranks in found.items() if 0 in ranks and (keyed or len(ranks) > 1)}
 
 
 def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
-    whole = [template for template, ranks in groups.items() if 0 in ranks and len(ranks) > 1]
-    named = [template for template in whole if "model" in template.lower()]
-    rest = [template for template in whole if not re.search(r"optim|rng|sched|extra|random", template.lower())]
-    return next(iter(named or rest or whole), None)
+    named = [template for template in groups if "model" in template.lower()]
+    rest = [template for template in groups if not re.search(r"optim|rng|sched|extra|random", template.lower())]
+    return next(iter(named or rest or groups), None)
 
 
 def _below(value: Any, keys: Sequence[str]) -> Any:
