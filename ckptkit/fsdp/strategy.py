@@ -265,8 +265,9 @@ class FSDPStrategy:
     def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
         """Return a context in which to build models. With `meta_init`, parameters take no memory until they get values.
 
-        After `prepare_model`, give them values with `load_ckpt`, `load_hf` or `reset_parameters`. Saving before that
-        raises SaveError.
+        After `prepare_model`, give them values with `load_ckpt`, `load_hf` or `reset_parameters`, or load a checkpoint
+        with a CheckpointManager. Before that, `save_ckpt` and `save_model` raise SaveError, but a manager saves
+        arbitrary values.
         """
         with meta.parameters_on_meta() if meta_init else contextlib.nullcontext():
             yield
