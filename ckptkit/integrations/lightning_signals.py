@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -21,29 +22,42 @@ class StopSignal:
 
     Lightning's handler takes part in a broadcast, wherever the rank is. Unless all ranks receive the signal at the same
     place of the training, they hang. This one only notes the signal. The ranks agree between two batches, where
-    all of them stop as Lightning does.
+    all of them stop as Lightning does. In the same way, it delays the handler with which Lightning saves and requeues a
+    Slurm job.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._received = False
+        self._requeue = False
         self._validates_together = False
         self._votes = Coordinator()
         self._after_error = Coordinator(timeout_s=_GATHER_S)
-        trainer._signal_connector._sigterm_notifier_fn = self._note
+        connector = trainer._signal_connector
+        connector._sigterm_notifier_fn, connector._slurm_sigusr_handler_fn = self._note, self._note_requeue
 
     def _note(self, *_: Any) -> None:
         self._received = True
 
+    def _note_requeue(self, *_: Any) -> None:
+        self._requeue = True
+
     def after_batch(self) -> None:
-        """Stop if any rank has received the signal. Takes one small all-reduce.
+        """Stop, or requeue the job, if any rank has received a signal. Takes one small all-reduce.
 
         Waits for the end of the optimizer step. If `max_steps` is reached, Lightning stops by itself after the epoch's
         hooks, which a resumed run would not call.
         """
         loop = self._trainer.fit_loop.epoch_loop
         is_over = 0 <= loop.max_steps <= loop.global_step
-        if not loop._should_accumulate() and not is_over and self._agreed():
+        if loop._should_accumulate() or is_over:
+            return
+        if not self._votes.any(self._received or self._requeue):
+            return
+        if self._votes.any(self._requeue):
+            connector, self._requeue = self._trainer._signal_connector, False
+            type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)
+        if self._agreed():
             raise SIGTERMException
 
     def prepare_validation(self) -> None:
@@ -87,7 +101,12 @@ class StopSignal:
         return "the model has other weights than those being trained" if any(others) else None
 
     def close(self) -> None:
-        """Give the handler back to Lightning."""
-        vars(self._trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+        """Give the handlers back to Lightning."""
+        connector = self._trainer._signal_connector
+        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+            vars(connector).pop(name, None)
+        if self._received and not connector.received_sigterm:
+            connector.received_sigterm = True
+            _log.warning("received SIGTERM after the last batch: the training was already over.")
         self._votes.close()
         self._after_error.close()

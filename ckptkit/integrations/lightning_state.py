@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import nn
 
 from ckptkit.checkpoint.manager import CheckpointManager
@@ -276,6 +277,15 @@ class LightningCheckpoints:
             tell = getattr(sampler, "set_epoch", None)
             if callable(tell):
                 tell(self._epoch)
+            wrapped = (
+                getattr(sampler.dataset, "_sampler", None) if isinstance(sampler, DistributedSamplerWrapper) else None
+            )
+            if getattr(wrapped, "generator", None) is not None and self._coordinator.is_main:
+                _log.warning(
+                    "%s draws the order of the data, and its state is not saved on several ranks: the resumed run may "
+                    "use another order. Pass a DistributedSampler(shuffle=True) to the dataloader.",
+                    type(wrapped).__qualname__,
+                )
 
     def find(self, filepath: str | Path) -> tuple[str, str, str]:
         """Return a checkpoint's directory and name, with links resolved, and its URL.

@@ -171,6 +171,18 @@ def continues(work: Path, strategy: Any, save: Any, at: At, more: Callable[[], A
     assert counters(straight[1]) == counters(again[1])
 
 
+@contextlib.contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
 # Where the signal arrives: hook, epoch, batch. There are two epochs of four batches, each with a validation at its end.
 PLACES: dict[str, tuple[Any, ...]] = {
     "inside an epoch": ("on_train_batch_start", 0, 1),
@@ -281,6 +293,43 @@ def test_a_stopped_trainer_can_fit_and_test_again(work: Path) -> None:
     trainer.test(module, StatefulDataLoader(Epochs(2), batch_size=2), verbose=False)
 
 
+@on_ranks(2)
+def test_a_signal_after_the_last_batch_is_reported_and_the_next_one_ends_the_process(work: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with logged("ckptkit.integrations.lightning_signals") as texts:
+        late = At("on_train_end", 1, ranks=[1])
+        _, trainer, did = run(work, "ddp", stopping(work / "c"), late, max_epochs=1)
+    assert did[-1] == ("epoch ends", 0) and signal.getsignal(signal.SIGTERM) is before
+    assert trainer.received_sigterm == (dist.get_rank() == 1) == any("training was already over" in t for t in texts)
+
+
+@on_ranks(2)
+def test_a_slurm_job_is_saved_and_requeued_between_two_batches(work: Path) -> None:
+    def requeue(trainer: Any, _: Any) -> None:  # as Lightning's handler for SIGUSR1 does, if it detects Slurm
+        trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+
+    straight = run(work, FSDP2Strategy(), max_epochs=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_JOB_ID", "7")  # there is no scontrol here, which Lightning only logs
+        at = At("on_train_batch_start", 0, 3, ranks=[1], act=requeue)
+        run(work, FSDP2Strategy(), stopping(work / "c"), at, max_epochs=2)
+    again = run(work, FSDP2Strategy(), path=newest(work), max_epochs=2)
+    assert again[2] == straight[2][len(straight[2]) - len(again[2]) :]
+    assert equal(state(*straight[:2]), state(*again[:2]))
+
+
+@on_ranks(2)
+def test_an_order_of_data_that_cannot_be_restored_is_warned_about(work: Path) -> None:
+    def train(*callbacks: Any, path: Any = None) -> None:
+        loader = StatefulDataLoader(Epochs(BATCHES), batch_size=2, shuffle=True)  # Lightning wraps torchdata's sampler
+        trainer_of(work, "ddp", *callbacks, steps=6).fit(Lit(), loader, ckpt_path=path and str(path))
+
+    train(saving(work / "c", every=5))
+    with logged("ckptkit.integrations.lightning_state") as texts:
+        train(saving(work / "again", every=100), path=newest(work / "c"))
+    assert ["order of the data" in text for text in texts] == [True] * (dist.get_rank() == 0)
+
+
 class Uneven(IterableDataset):
     """Gives rank 1 twice as many batches as rank 0."""
 
@@ -337,18 +386,6 @@ def test_a_resumed_run_does_not_save_between_the_batches_of_one_step(work: Path)
         lambda: run(work, "ddp", *again, path=newest(work / "c"), max_steps=4, **options)
     )
     assert not list((work / "again").glob("*.ckpt"))
-
-
-@contextlib.contextmanager
-def logged(name: str) -> Iterator[list[str]]:
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger(name).removeHandler(handler)
 
 
 @pytest.mark.parametrize(
