@@ -275,7 +275,7 @@ def write_accelerate(out: str, kind: str) -> dict[str, Any]:
     return result
 
 
-def write_fsdp1_local(out: str, use_orig_params: bool, with_optimizer: bool) -> dict[str, Any]:
+def write_fsdp1_local(out: str, use_orig_params: bool, with_optimizer: bool, frozen: bool = False) -> dict[str, Any]:
     """Write FSDP1 LOCAL_STATE_DICT as accelerate saves it, with the optimizer's DCP in the next directory."""
     import warnings
 
@@ -285,6 +285,7 @@ def write_fsdp1_local(out: str, use_orig_params: bool, with_optimizer: bool) -> 
     warnings.simplefilter("ignore")
     os.environ["FSDP_USE_ORIG"] = str(use_orig_params)
     model = net()
+    model.layers[0].requires_grad_(not frozen)
     expected = whole(model.state_dict())
     options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
     for index, layer in enumerate(model.layers):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptkit.catalog.entry import Role
-from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.trainers.master_check import check_masters
 from tests.formats import rank_writers
@@ -131,6 +131,14 @@ def test_models_and_optimizers_in_dcp_form_are_joined(ranks, tmp_path, layout):
 def test_fsdp1_local_state_is_read_with_the_shapes_of_its_optimizer(ranks, tmp_path, use_orig_params, world):
     expected = ranks.run(rank_writers.write_fsdp1_local, world, str(tmp_path), use_orig_params, True)[0]
     opened_with(tmp_path, {"model": expected})
+
+
+def test_fsdp1_local_state_names_a_frozen_parameter_whose_shape_its_optimizer_lacks(ranks, tmp_path):
+    ranks.run(rank_writers.write_fsdp1_local, 2, str(tmp_path), True, True, True)
+    text = r"'layers\.0\.up\.weight' is not known: the optimizer has only the shapes of trained parameters\. .*--layout"
+    with pytest.raises(UnsupportedFormatError, match=text) as caught:
+        open_source(str(tmp_path))
+    assert "optimizer_0" not in str(caught.value)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

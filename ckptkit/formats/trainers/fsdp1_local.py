@@ -28,8 +28,9 @@ _MAX_JSON_BYTES = 64 << 20
 _ADVICE = (
     "FSDP1 LOCAL state has no parameter shapes on disk{and_names}. Give --layout FILE, a JSON of the units (unit -> "
     "fqns and shapes, in the order of the unit's parameters) or of all parameters in module order (name -> shape); "
-    "or keep accelerate's optimizer_0/ next to it, or save again with FULL or SHARDED state."
+    "{or_optimizer}or save again with FULL or SHARDED state."
 )
+_OR_OPTIMIZER = "or keep accelerate's optimizer_0/ next to it, "
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def read(
             shapes = {**{name: entry.shape for name, entry in base.tensors.items()}, **shapes}
         for unit in layout.values():
             shapes.update({name: shape for name, shape, _ in unit.params})
-        joined = _from_pieces(originals, values, shapes)
+        joined = _from_pieces(originals, values, shapes, optimizer)
     else:
         joined = dict(_from_units(layout or _units_of(shapes, vectors), vectors))
         joined.update(join([{name: value[name] for name in originals} for value in values], what=names[0]))
@@ -188,13 +189,18 @@ def _is_piece(name: str, values: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _from_pieces(
-    names: Sequence[str], values: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+    names: Sequence[str],
+    values: Sequence[Mapping[str, Any]],
+    shapes: Mapping[str, tuple[int, ...]],
+    optimizer: Catalog | None,
 ) -> dict[str, Joined]:
     found: dict[str, Joined] = {}
     for name in names:
         shape = shapes.get(name)
         if shape is None and _is_piece(name, values):
-            raise UnsupportedFormatError(f"the shape of {name!r} is not known. {_ADVICE.format(and_names='')}")
+            why = "" if optimizer is None else ": the optimizer has only the shapes of trained parameters"
+            advice = _ADVICE.format(and_names="", or_optimizer=_OR_OPTIMIZER if optimizer is None else "")
+            raise UnsupportedFormatError(f"the shape of {name!r} is not known{why}. {advice}")
         if shape is None:
             found.update(join([{name: value[name]} for value in values if name in value], what="rank {rank}"))
             continue
@@ -229,7 +235,9 @@ def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVecto
 def _units_of(shapes: Mapping[str, tuple[int, ...]], vectors: Mapping[str, FlatVector]) -> dict[str, FlatParam]:
     """Return the units' parameters, given those of the model in module order. Units keep this order."""
     if not shapes:
-        raise UnsupportedFormatError(_ADVICE.format(and_names=" and no names" if vectors else ""))
+        raise UnsupportedFormatError(
+            _ADVICE.format(and_names=" and no names" if vectors else "", or_optimizer=_OR_OPTIMIZER)
+        )
     members: dict[str, list[tuple[str, tuple[int, ...], int]]] = {unit: [] for unit in vectors}
     ends = dict.fromkeys(vectors, 0)
     for name, shape in shapes.items():
