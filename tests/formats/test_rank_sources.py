@@ -135,7 +135,7 @@ def test_fsdp1_local_state_is_read_with_the_shapes_of_its_optimizer(ranks, tmp_p
 
 def test_fsdp1_local_state_names_a_frozen_parameter_whose_shape_its_optimizer_lacks(ranks, tmp_path):
     ranks.run(rank_writers.write_fsdp1_local, 2, str(tmp_path), True, True, True)
-    text = r"'layers\.0\.up\.weight' is not known: the optimizer has only the shapes of trained parameters\. .*--layout"
+    text = r"'layers\.0\..*' is not known: the optimizer has only the shapes of trained parameters\. .*--layout"
     with pytest.raises(UnsupportedFormatError, match=text) as caught:
         open_source(str(tmp_path))
     assert "optimizer_0" not in str(caught.value)
