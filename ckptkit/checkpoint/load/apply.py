@@ -105,7 +105,7 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
             apply_optimizer(optimizer, states, *other, loaded)
             if not optimizer.skip:
                 report.loaded.append(optimizer.key)
-                _tell_separated(optimizer, report, rank)
+                _tell_separated(optimizer, plan.weights(optimizer) if optimizer.views else {}, report, rank)
     if plan.reseed:
         # Ranks that share a random stream get the same seed.
         seed = reseed(decoded.rng["torch"].tolist(), shared_stream(rank, 0)[0])
@@ -117,11 +117,11 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
                          for name in lacking]  # fmt: skip
 
 
-def _tell_separated(plan: OptimizerPlan, report: LoadReport, rank: int) -> None:
+def _tell_separated(plan: OptimizerPlan, weights: Mapping[str, torch.Tensor], report: LoadReport, rank: int) -> None:
     """Report states that shared memory when they were saved, and do not now."""
     if not plan.views:
         return
-    for names in separated(plan.views, memories(plan.optimizer, plan.parameters)):
+    for names in separated(plan.views, memories(plan.optimizer, weights)):
         note = (
             f"{plan.key}: {first_few(names)} shared memory when they were saved, and do not now, so an optimizer that "
             "changes one of them through another continues differently. States that share memory before the load keep "

@@ -250,6 +250,10 @@ class LoadPlan:
     globs: dict[str, bool] = field(default_factory=dict)  # layout glob -> whether it matches a tensor here
     filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # boxes to fill, by entry name; if padded
 
+    def weights(self, optimizer: OptimizerPlan) -> dict[str, torch.Tensor]:
+        """Return the models' live tensors that are loaded, and an optimizer's parameters, by FQN."""
+        return {**{target.entry.fqn or "": target.live for target in self.models}, **optimizer.parameters}
+
     def references(self) -> list[str]:
         """Return the keys of the tensors that objects refer to."""
         trees = [tree for target in self.objects for tree in target.trees]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,11 @@ from ckptkit.catalog.entry import TensorEntry
 from ckptkit.checkpoint.load.plan import LoadOptions, LoadPlan, OptimizerPlan
 from ckptkit.checkpoint.state.layout import as_global
 from ckptkit.checkpoint.state.local_part import PartView, part_view, parts_here
-from ckptkit.checkpoint.state.optimizer import is_paged, new_paged, new_state_tensor
-from ckptkit.checkpoint.state.optimizer_layout import SHARD, held_by_any
+from ckptkit.checkpoint.state.optimizer import is_paged, memory_order, new_paged, new_state_tensor
+from ckptkit.checkpoint.state.optimizer_layout import PLAIN, SHARD, Held, held_by_any
 from ckptkit.checkpoint.state.train_state import PerRank, is_stateful
 from ckptkit.checkpoint.state.values import encode, in_order, references
-from ckptkit.checkpoint.state.views import View, in_one_memory
+from ckptkit.checkpoint.state.views import View, in_one_memory, memories
 from ckptkit.errors import LoadError, SaveError
 from ckptkit.formats.dcp.host_bytes import local_part, without_subclass
 from ckptkit.formats.dcp.shared_memory import Claim, are_one, check_claims, overlapping
@@ -180,13 +181,15 @@ class Reading:
                 kept: Any = live.get(name)
                 dtype = getattr(torch, entry.dtype)
                 shape = tuple(parameter.shape) if shards else entry.shape
-                alike = held is None and order is None and self._has_form(kept, entry, shape, place)
+                alike = self._has_form(kept, entry, shape, parameter, place, held, order)
                 if alike and self._stays(kept):
-                    local = without_subclass(local_part(kept)).detach()
-                    if parts is None or kept.shape != parameter.shape:
-                        _, parts = parts_here(as_global(entry.name, kept, shards), local)
-                    self._fill(local, entry, parts, beside=self._atomic)
-                    parts = parts if kept.shape == parameter.shape else None
+                    local, found = without_subclass(local_part(kept)).detach(), parts
+                    special = self._shares(kept) or is_paged(kept)
+                    if found is None or special:
+                        placed = parameter if held == SHARD else as_global(entry.name, kept, shards)
+                        _, found = parts_here(placed, local)
+                        parts = parts if special else found
+                    self._fill(local, entry, found, beside=self._atomic)
                     states[fqn][name] = kept
                     continue
                 new = None if order else new_paged(plan.optimizer, parameter, name, dtype, shape)
@@ -203,14 +206,25 @@ class Reading:
                 states[fqn][name] = view.local if held == SHARD else new
         return states
 
-    def _has_form(self, kept: Any, entry: TensorEntry, shape: tuple[int, ...], place: tuple[Any, ...]) -> bool:
+    def _has_form(
+        self,
+        kept: Any,
+        entry: TensorEntry,
+        shape: tuple[int, ...],
+        parameter: torch.Tensor,
+        place: tuple[Any, ...],
+        held: Held | None,
+        order: list[int] | None,
+    ) -> bool:
         """Return whether a live state has the form of a new one, so that it can be filled in place.
 
-        This is False for a state of one element, which may be on a different device than when it was saved.
+        This is False for a state of one element, which may be on a different device than when it was saved. A state
+        that shares memory with others may have any shape.
 
         Args:
             shape: The state's.
             place: Of the parameter; see `_placement`.
+            held, order: How the state was saved; see `OptimizerTree`.
         """
         import torch
         from torch.distributed.tensor import DTensor
@@ -219,9 +233,19 @@ class Reading:
             return False
         if kept.is_meta or kept.requires_grad or id(kept) in self._apart:
             return False
+        if type(kept) is torch.Tensor and self._shares(kept):
+            here = tuple(local_part(parameter).shape) if held == SHARD else shape
+            alike = held in (None, PLAIN, SHARD) and memory_order(kept, parameter) == order
+            return alike and tuple(kept.shape) == here
+        if held is not None or order is not None:
+            return False
         if is_paged(kept):
             return tuple(kept.shape) == shape
         return entry.numel > 1 and place[0] == shape and _placement(kept) == place
+
+    def _shares(self, kept: torch.Tensor) -> bool:
+        """Return whether a live state shares memory with others, as it did when it was saved."""
+        return id(kept) in self._joint
 
     def _stays(self, kept: torch.Tensor) -> bool:
         """Return whether to fill a live state in place even with `atomic`.
@@ -229,8 +253,7 @@ class Reading:
         This is the case on an accelerator, where a second one would need as much memory, and for memory that others
         have, too.
         """
-        shared = id(kept) in self._joint or is_paged(kept) or _is_view(kept)
-        return not self._atomic or kept.device.type != "cpu" or shared
+        return not self._atomic or kept.device.type != "cpu" or self._shares(kept) or is_paged(kept) or _is_view(kept)
 
     def _references(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
         """Schedule reads of the tensors that objects refer to, and return these tensors by key.
@@ -316,15 +339,16 @@ def _is_view(tensor: torch.Tensor) -> bool:
 
 
 def _overlaps(plan: LoadPlan, models: Sequence[PartView], store: Store) -> tuple[set[int], set[int]]:
-    """Return the ids of the live optimizer states that overlap other tensors, in two sets: the states that also shared
-    memory with them when they were saved, and the states that did not.
+    """Return the ids of live optimizer states, in two sets: those that share memory with others, as when they were
+    saved, and those that overlap tensors from which they were apart.
 
     A load fills the first in place, so that they keep sharing memory. It gives the others memory of their own.
 
     Args:
         models: This rank's parts of `plan.models`.
     """
-    fqns = {id(parameter): fqn for one in plan.optimizers for fqn, parameter in one.parameters.items()}
+    fqns = {id(target.live): target.entry.fqn or "" for target in plan.models}
+    fqns.update((id(parameter), fqn) for one in plan.optimizers for fqn, parameter in one.parameters.items())
     weights = {id(target.live): target.live for target in plan.models}
     weights.update((id(item), item) for one in plan.optimizers for item in one.parameters.values())
     members: list[tuple[OptimizerPlan | None, View, Any]]
@@ -335,6 +359,12 @@ def _overlaps(plan: LoadPlan, models: Sequence[PartView], store: Store) -> tuple
             members += [(None, ("", f"param_groups.{index}.{key}"), item) for key, item in group.items()]
     found = [(local, member) for member in members if (local := in_one_memory(member[-1])) is not None]
     joint, apart = set[int](), set[int]()
+    for one in plan.optimizers:
+        memory = memories(one.optimizer, plan.weights(one)) if one.views else {}
+        for group in one.views:
+            counts = Counter(memory[view] for view in group if view in memory)
+            views = [view for view in group if view in memory and counts[memory[view]] > 1 and view[0] in one.live]
+            joint.update(id(one.live[fqn][name]) for fqn, name in views if name in one.live[fqn])
     for rows in overlapping([local for local, _ in found]):
         group = [found[row][1] for row in rows]
         states = {id(tensor) for one, _, tensor in group if one is not None}
@@ -350,7 +380,7 @@ def _overlaps(plan: LoadPlan, models: Sequence[PartView], store: Store) -> tuple
             (joint if are_one(store, claims) else apart).update(states)
         else:
             apart.update(states)
-    return joint, apart
+    return joint - apart, apart
 
 
 def _shared_when_saved(plan: LoadPlan, views: Sequence[View]) -> bool:

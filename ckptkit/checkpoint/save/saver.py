@@ -34,7 +34,7 @@ from ckptkit.checkpoint.save.replicas import (
 )
 from ckptkit.checkpoint.state.layout import refuse_idle
 from ckptkit.checkpoint.state.local_part import layout_of
-from ckptkit.checkpoint.state.optimizer import united
+from ckptkit.checkpoint.state.optimizer import UNITED, united
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
 from ckptkit.checkpoint.state.values import JSON, decode, references
 from ckptkit.digests import digest_of, hex_digest_of
@@ -350,8 +350,7 @@ class Saver:
             key: [
                 [group["params"] for group in tree["param_groups"]],
                 list(tree["values"]),
-                tree.get("same"),
-                tree.get("views"),
+                *(tree.get(part) for part in UNITED),
             ]
             if "param_groups" in tree
             else list(tree)

@@ -31,7 +31,7 @@ from ckptkit.checkpoint.state.optimizer_layout import (
     shard_names,
 )
 from ckptkit.checkpoint.state.values import JSON, decode, described, encode, is_order, order_of
-from ckptkit.checkpoint.state.views import View, memories, shared
+from ckptkit.checkpoint.state.views import View, memories, shared_views
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import (
     after_load,
@@ -57,6 +57,9 @@ IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differen
 
 _ONLY_STATE = ("torch.optim.", "bitsandbytes.", "flashoptim.", "ckptkit.")
 """Modules whose `load_state_dict` restores only state and groups. bitsandbytes' also copies the whole state."""
+
+UNITED = ("held", "orders", "same", "views", "kinds", "containers", "tied")
+"""Parts of an optimizer's tree that describe states. If they differ between ranks, all are saved."""
 
 _LISTED = 5
 _GROUP_NAMES = frozenset({"params", "param_names"})
@@ -130,12 +133,20 @@ def joined(
 
 
 def capture_optimizer(
-    optimizer: Any, names: Mapping[int, str], what: str, layout: Layout | None = None
+    optimizer: Any,
+    names: Mapping[int, str],
+    what: str,
+    layout: Layout | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> CapturedOptimizer:
     """Return the optimizer's state. Its tensors share memory with the live ones. Nothing is stepped, created or moved.
 
     First runs the optimizer's `state_dict` pre-hooks and its own `state_dict`, which may update the state, and updates
     fp32 masters if other code has changed the weights.
+
+    Args:
+        names, what: As for `named_parameters`.
+        weights: All tensors of the models by FQN, with which states may share memory.
 
     Raises:
         UsageError: A parameter does not belong to the model.
@@ -154,6 +165,9 @@ def capture_optimizer(
     captured.cut.update(cuts(parameters))
     _capture_states(captured, optimizer, stepped, what)
     of_states = set(loose)
+    every = {**(weights or {}), **parameters}
+    if views := shared_views(memories(optimizer, every), captured.tree.get("same", [])):
+        captured.tree["views"] = views
     declared: dict[str, dict[str, Any]] = {}
     for (fqn, name), value in captured.tensors.items() if layout else ():
         declared.setdefault(fqn, {})[name] = value
@@ -263,7 +277,7 @@ def _capture_states(
             key = f"{what}.state.{fqn}.{name}"
             if (tree := described(value, {"$ref": key}, key)).keys() != {"$ref"}:
                 kinds.setdefault(fqn, {})[name] = tree
-            if (order := _order(value, parameter)) is not None:
+            if (order := memory_order(value, parameter)) is not None:
                 orders[key] = order
             if held is None and (fqn not in captured.cut or value.dim() == 0):
                 continue
@@ -274,12 +288,11 @@ def _capture_states(
             if held == PLAIN and value.numel() > 1:
                 plain.append(f"{fqn}.{name}")
     own = {"layouts": layouts(captured.cut), "states": plain} if plain else {}
-    views = shared(memories(optimizer, parameters), same)
-    found = {"held": helds, "orders": orders, "own": own, "same": same, "views": views, "kinds": kinds}
+    found = {"held": helds, "orders": orders, "own": own, "same": same, "kinds": kinds}
     captured.tree.update(param_groups=[], values=values, shared={}, **{k: v for k, v in found.items() if v})
 
 
-def _order(state: torch.Tensor, parameter: torch.Tensor) -> list[int] | None:
+def memory_order(state: torch.Tensor, parameter: torch.Tensor) -> list[int] | None:
     """Return the memory order of a plain state's dimensions, or None if a load gives a new state this order."""
     import torch
 
@@ -489,6 +502,8 @@ def united(trees: Sequence[JSON]) -> JSON:
     known = {fqn for group in groups for fqn in group["params"]}
     for tree in trees[1:]:
         for index, group in enumerate(tree["param_groups"]):
+            if group["params"] and known.issuperset(group["params"]):
+                continue
             same = [other for other in [*groups[index : index + 1], *groups] if _settings(other) == _settings(group)]
             if not same:
                 same = [{**group, "params": []}]
@@ -503,9 +518,14 @@ def united(trees: Sequence[JSON]) -> JSON:
             )
         first["values"] = {**tree["values"], **first["values"]}
         first["shared"] = {**tree["shared"], **first["shared"]}
-        for part in ("tied", "kinds", "containers"):
+        for fqn, kinds in tree.get("kinds", {}).items():
+            first["kinds"] = {**first.get("kinds", {}), fqn: {**kinds, **first.get("kinds", {}).get(fqn, {})}}
+        for part in ("held", "orders", "containers", "tied"):
             if table := {**tree.get(part, {}), **first.get(part, {})}:
                 first[part] = table
+        if own := tree.get("own"):
+            before = first.get("own", {**own, "states": []})
+            first["own"] = {**before, "states": list(dict.fromkeys([*before["states"], *own["states"]]))}
         for part in ("same", "views"):
             if rows := [*first.get(part, []), *(row for row in tree.get(part, []) if row not in first.get(part, []))]:
                 first[part] = rows

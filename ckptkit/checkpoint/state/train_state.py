@@ -293,7 +293,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
     names = parameter_names(state, live_models, stepped)
     for name, optimizer in optimizers.items():
         key = section("optimizer", name)
-        captured.optimizers[key] = taken = capture_optimizer(optimizer, names, key, state.layout)
+        captured.optimizers[key] = taken = capture_optimizer(optimizer, names, key, state.layout, _by_fqn(live_models))
         taken.tree.update(_other_names(captured, models, live_models, names, taken))
         captured.loose.update(taken.loose)
         captured.objects[key] = taken.tree
@@ -334,6 +334,15 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
     refuse_hidden("", captured.loose)
     captured.objects["step"] = int(state.step if step is None else step)
     return captured
+
+
+def _by_fqn(live: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the tensors of all models by the FQNs that optimizers use. `live`: the models' tensors, by section."""
+    return {
+        f"{key.removeprefix('model_')}.{fqn}" if key != "model" else fqn: tensor
+        for key, tensors in live.items()
+        for fqn, tensor in tensors.items()
+    }
 
 
 def joined_weights(name: str, live: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:

@@ -41,7 +41,7 @@ def in_one_memory(tensor: Any) -> torch.Tensor | None:
     return None if local.is_meta or not local.data_ptr() else local
 
 
-def shared(memory: Mapping[View, int], same: Iterable[Sequence[str]]) -> list[list[View]]:
+def shared_views(memory: Mapping[View, int], same: Iterable[Sequence[str]]) -> list[list[View]]:
     """Return the groups of tensors that are in one allocation and of which at least one is a state or setting.
 
     Args:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ckptkit import TrainState
+from ckptkit.checkpoint.state.optimizer import united
 from ckptkit.errors import SaveError
 from tests.checkpoint.states import KINDS, bits, load_all, refusal, save
 
@@ -160,7 +161,15 @@ def same_on(rank: int, optimizer: Any, weight: Any) -> None:
     optimizer.state[weight].update(a=first, b=shared)
 
 
+def on_the_last_rank(optimizer: Any, weight: Any) -> None:
+    """States that the first rank does not have."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        optimizer.state[weight].update(plain=torch.ones(3), columns=torch.randn(5, 7).T, count=3)
+    optimizer.param_groups[0]["d"] = float(dist.get_rank())
+
+
 SHARDED = {
+    "on the last rank": on_the_last_rank,
     "of no parameter": of_no_parameter,
     "in groups": in_groups,
     "of each rank, without other states": own_without_states,
@@ -220,3 +229,21 @@ def test_a_partial_sum_is_refused_by_name(ranks: Any, tmp_path: Path, kind: str)
     for text in ranks.run(save_a_partial_sum, 2, str(tmp_path), kind):
         assert "optimizer.state.weight.sum" in text
     assert not list(tmp_path.rglob("step_*"))
+
+
+def tree_of(fqn: str, **parts: Any) -> dict[str, Any]:
+    return {"param_groups": [{"lr": 0.1, "params": [fqn]}], "values": {fqn: {}}, "shared": {}, **parts}
+
+
+def test_the_descriptions_of_states_of_all_pipeline_stages_are_united() -> None:
+    trees = [
+        tree_of("a", held={"a.x": "plain"}, own={"layouts": [1], "states": ["a.x"]}),
+        tree_of("b", held={"b.x": "shard"}, own={"layouts": [1], "states": ["b.x"]}, kinds={"b": {"x": 1}}),
+        tree_of("c", orders={"c.x": [1, 0]}, containers={"c": {"$ordered": []}}, kinds={"b": {"y": 2}}),
+    ]
+    found = united(trees)
+    assert found["param_groups"] == [{"lr": 0.1, "params": ["a", "b", "c"]}]
+    assert found["held"] == {"a.x": "plain", "b.x": "shard"}
+    assert found["own"] == {"layouts": [1], "states": ["a.x", "b.x"]}
+    assert found["kinds"] == {"b": {"x": 1, "y": 2}}
+    assert (found["orders"], found["containers"]) == ({"c.x": [1, 0]}, {"c": {"$ordered": []}})

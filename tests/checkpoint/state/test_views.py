@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from ckptkit import TrainState, reshard
 from tests.checkpoint.states import KINDS, bits, load, load_all, save
@@ -20,6 +21,7 @@ Fill = Callable[[torch.optim.Optimizer, nn.Linear], None]
 def made(fill: Fill | None, factor: float = 1.0) -> TrainState:
     """Return a state whose optimizer has the states that `fill` adds, all multiplied by `factor`."""
     model = nn.Linear(20, 20)
+    model.register_buffer("mean", torch.zeros(400))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if fill is not None:
         fill(optimizer, model)
@@ -100,6 +102,17 @@ def of_the_weight(optimizer: Any, model: nn.Linear) -> None:
     optimizer.state[model.weight]["slow"] = model.weight.detach()
 
 
+def of_a_buffer(optimizer: Any, model: nn.Linear) -> None:
+    model.mean = buffer(400)
+    optimizer.state[model.weight]["mean"] = model.mean
+
+
+def of_other_shapes(optimizer: Any, model: nn.Linear) -> None:
+    shared = buffer(600)
+    optimizer.state[model.weight].update(a=shared[:500:2], b=shared[1:500:2], c=shared[500:501], d=shared[300:320])
+    optimizer.state[model.weight]["e"] = shared[400:].view(20, 10).T
+
+
 def apart(optimizer: Any, model: nn.Linear) -> None:
     """States with the names of the others, each in its own memory and with its own values."""
     for number, name in enumerate(("a", "b", "c", "moment", "slow")):
@@ -110,7 +123,9 @@ def apart(optimizer: Any, model: nn.Linear) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"atomic": True}], ids=["", "atomic"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fill", [overlapping, one_flat, equal, in_a_group, of_the_weight])
+@pytest.mark.parametrize(
+    "fill", [overlapping, one_flat, equal, in_a_group, of_the_weight, of_a_buffer, of_other_shapes]
+)
 def test_states_that_share_memory_are_filled_in_place(
     tmp_path: Path, fill: Fill, kind: str, options: dict[str, Any]
 ) -> None:
@@ -135,6 +150,7 @@ def test_states_that_share_memory_are_filled_in_place(
         (of_no_parameter, "weight.moment, shared.all.flat"),
         (in_a_group, "weight.moment, param_groups.0.flat"),
         (of_the_weight, "weight, weight.slow"),
+        (of_a_buffer, "weight.mean, mean"),
     ],
 )
 def test_a_load_into_an_optimizer_without_state_reports_the_states_that_shared_memory(
@@ -194,3 +210,29 @@ def test_reshard_keeps_the_names_of_states_that_shared_memory(tmp_path: Path) ->
     live = made(None)
     report = load_all(tmp_path / "run", live, str(tmp_path / "resharded"))
     assert f"weight.a, weight.b {SAID}" in str(report.notes)
+
+
+def flat_shards(folder: str) -> list[Any]:
+    """Save and load plain shards that are views of one buffer; return whether each type filled them in place."""
+    found = []
+    for kind in KINDS:
+        states = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            model = nn.Linear(20, 20)
+            fully_shard(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sizes = [parameter.to_local().numel() for parameter in model.parameters()]
+            flat = torch.randn(sum(sizes))
+            for parameter, part in zip(model.parameters(), flat.split(sizes), strict=True):
+                optimizer.state[parameter]["moment"] = part.view(parameter.to_local().shape)
+            states.append((TrainState(model=model, optimizer=optimizer, rng=False), flat))
+        (source, wanted), (live, flat) = states
+        save(f"{folder}/{kind}", source, state_dict_type=kind)
+        report = load_all(f"{folder}/{kind}", live)
+        found.append((torch.equal(flat, wanted), SAID in str(report.notes)))
+    return found
+
+
+def test_shards_that_are_views_of_one_buffer_are_filled_in_place(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(flat_shards, 2, str(tmp_path)) == [[(True, False)] * 3] * 2
