@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DTensorShard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -390,6 +390,54 @@ def test_a_replicated_parameter_without_dimensions_has_replicated_moments(
         url = str(tmp_path / str(world_size))
         ranks.run(save_scalar, world_size, url, kind)
         ranks.run(train_on, 2, url)
+
+
+def with_factors(ranks_of_mesh: list[Any], placements: list[Any], saved: bool) -> TrainState:
+    """Return a sharded weight whose optimizer keeps a factor and a number that it computed from this rank's shard."""
+    mesh = DeviceMesh("cpu", ranks_of_mesh, mesh_dim_names=("a", "b")[: torch.tensor(ranks_of_mesh).dim()])
+    weight = distribute_tensor(torch.arange(32.0).view(8, 4) * saved, mesh, placements, src_data_rank=None)
+    model = nn.ParameterDict({"w": nn.Parameter(weight)})
+    optimizer = torch.optim.SGD(model.parameters())
+    local = weight.to_local()
+    optimizer.state[model["w"]] = {"factor": local.sum(1) + saved, "total": float(local.sum())}
+    return TrainState(model=model, optimizer=optimizer, rng=False)
+
+
+ORDERS: dict[str, tuple[list[Any], list[Any]]] = {
+    "in order": ([0, 1, 2, 3], [DTensorShard(0)]),
+    "in another order": ([3, 1, 0, 2], [DTensorShard(0)]),
+    "with a dimension of one rank": ([[0, 1, 2, 3]], [Replicate(), DTensorShard(0)]),
+    "2-D": ([[0, 1], [2, 3]], [DTensorShard(0), DTensorShard(1)]),
+    "2-D, transposed": ([[0, 2], [1, 3]], [DTensorShard(0), DTensorShard(1)]),
+}
+
+
+def save_factors(url: str, kind: str) -> None:
+    for name, order in ORDERS.items():
+        states.save(f"{url}/{name}", with_factors(*order, True), state_dict_type=kind)
+
+
+def load_factors(url: str) -> dict[tuple[str, str], str]:
+    found = {}
+    for saved in ORDERS:
+        for name, order in ORDERS.items():
+            live = with_factors(*order, False)
+            found[saved, name] = refusal(lambda live=live, saved=saved: states.load_all(f"{url}/{saved}", live))
+            if not found[saved, name]:
+                assert states.bits(live) == states.bits(with_factors(*order, True)), (saved, name)
+    return found
+
+
+def test_states_of_a_ranks_own_shard_load_only_where_each_rank_has_the_same_shard(
+    ranks: Any, tmp_path: Path, kind: str
+) -> None:
+    ranks.run(save_factors, 4, str(tmp_path), kind)
+    same = {"in order", "with a dimension of one rank"}
+    for found in ranks.run(load_factors, 4, str(tmp_path)):
+        loaded = {pair for pair, said in found.items() if not said}
+        assert loaded == {(name, name) for name in ORDERS} | {(one, other) for one in same for other in same}
+        said = found["in order", "in another order"]
+        assert "w.factor, w.total" in said and "here, on 4 ranks: S(0) on [4], in another order" in said
 
 
 class Tied(nn.Module):

@@ -18,7 +18,7 @@ from ckptkit.checkpoint.load.differences import KeyFilter, Mismatches, match_ten
 from ckptkit.checkpoint.load.foreign import Adopted, adopt
 from ckptkit.checkpoint.save.replicas import PER_RANK, OwnCopies, own_copies
 from ckptkit.checkpoint.state.layout import Shard, as_global, matches, shards_of
-from ckptkit.checkpoint.state.local_part import layout_of
+from ckptkit.checkpoint.state.local_part import layout_of, this_rank
 from ckptkit.checkpoint.state.optimizer import (
     GroupChanges,
     OptimizerTree,
@@ -30,7 +30,7 @@ from ckptkit.checkpoint.state.optimizer import (
     with_inner,
     with_new_head,
 )
-from ckptkit.checkpoint.state.optimizer_layout import SHARD, Held, cuts, layouts, placed_whole
+from ckptkit.checkpoint.state.optimizer_layout import SHARD, Held, cuts, layouts, placed_whole, places
 from ckptkit.checkpoint.state.rng import shared_stream
 from ckptkit.checkpoint.state.train_state import (
     Merge,
@@ -676,20 +676,24 @@ class _Planner:
         Other ranks computed them from shards of the parameters, and no rank of this job has these shards; see
         `checkpoint/state/optimizer_layout`.
         """
-        here = layouts(cuts(plan.parameters))
+        cut = cuts(plan.parameters)
+        here, place = layouts(cut), self.own.places.get(plan.key)
+        # Earlier checkpoints do not contain the ranks' places.
+        alike = here == saved.layouts if place is None else places(cut, this_rank()) == place
         own = [key[len(plan.key) + 1 :] for key in self.own.bound if key.startswith(f"{plan.key}.")]
         own = [key.removeprefix("state.").removeprefix("values.") for key in own]
-        if own and not (self.own.fits and here == saved.layouts):
+        if own and not (self.own.fits and alike):
             names, whose = own, f"each of the {self.own.ranks} ranks that saved them has its own"
         elif here and saved.states and not saved.layouts:
             names, whose = saved.states, "they may have been computed from whole parameters"
         else:
             return []
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        order = ", in another order" if here == saved.layouts and self.own.fits else ""
         return [
             f"{', '.join(names[:5])}{more}: {whose}, so they load only where the parameters are sharded the same way "
             f"(saved by {self.own.ranks or self.plan.catalog.info.world_size} ranks: {_cuts(saved.layouts)}; here, on "
-            f"{self.world_size} ranks: {_cuts(here)}). Load them there, or pass "
+            f"{self.world_size} ranks: {_cuts(here)}{order}). Load them there, or pass "
             'optimizer="skip"'
         ]
 
@@ -1108,6 +1112,14 @@ def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: i
     )
 
 
+def _placed(mesh_shape: Sequence[int], placements: Sequence[str]) -> str:
+    """Describe a placement. Omits mesh dimensions of one rank, which make no difference."""
+    wide = [(size, text) for size, text in zip(mesh_shape, placements, strict=True) if size > 1]
+    if all(text == "R" for _, text in wide):
+        return "whole on each rank"
+    return str(tuple(zip(*wide, strict=True)))
+
+
 def _moved(state: TrainState, catalog: Catalog) -> str:
     """Describe a parameter whose live placement differs from the saved one; return "" if there is none."""
     from torch.distributed.tensor import DTensor
@@ -1123,10 +1135,7 @@ def _moved(state: TrainState, catalog: Catalog) -> str:
             view = as_global(key, tensor, shards_of(state.layout, f"{name}.{fqn}" if name else fqn))
             layout = layout_of(view) if isinstance(view, DTensor) else None
             now = ((), ()) if layout is None else (layout.mesh_shape, layout.texts())
-            placed = [
-                "whole on each rank" if all(n == 1 or text == "R" for n, text in zip(*one, strict=True)) else str(one)
-                for one in (was, now)
-            ]
+            placed = [_placed(*one) for one in (was, now)]
             if placed[0] != placed[1]:
                 return f"{key} was placed {placed[0]}, but is {placed[1]} here"
     return ""

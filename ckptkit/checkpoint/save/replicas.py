@@ -20,7 +20,7 @@ import numpy as np
 from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.state.local_part import ShardLayout, layout_of, parts_here, this_rank
 from ckptkit.checkpoint.state.optimizer import CapturedOptimizer
-from ckptkit.checkpoint.state.optimizer_layout import layouts
+from ckptkit.checkpoint.state.optimizer_layout import layouts, places
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.checkpoint.state.values import references
 from ckptkit.digests import digest_of, hash_of, signature_of
@@ -39,6 +39,7 @@ PER_RANK = "per_rank"
 _BOUND = "bound"
 """Wraps a value in `per_rank.<rank>` that may be loaded only where parameters are sharded in the same way."""
 
+_PLACES = "places"  # where a rank is in the meshes that shard an optimizer's parameters
 _SHARED = "shared"
 _PARTS = ("param_groups", "values", _SHARED)  # parts of an optimizer's JSON, each of which is compared as a whole
 _NAMES = "names"  # names of a rank's plain states, which differ between ranks that update different parameters
@@ -279,6 +280,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int], rank: int) -> None
     own = captured.rank_objects.setdefault(f"{PER_RANK}.{rank}", {})
     for section, taken in captured.optimizers.items():
         taken.tree.setdefault("own", {"layouts": layouts(taken.cut), "states": []})
+        own[f"{section}.{_PLACES}"] = places(taken.cut, this_rank())
         for part, tree in _parts(taken).items():
             if (key := f"{section}.{part}") in keepers:
                 own[key] = tree if part == _NAMES else {_BOUND: tree}
@@ -377,6 +379,7 @@ class OwnCopies:
     note: str = ""
     bound: list[str] = field(default_factory=list)  # keys of optimizer states whose values differ between ranks
     ranks: int = 0  # how many ranks saved their own values
+    places: dict[str, Any] = field(default_factory=dict)  # by optimizer: `places` of the rank that saved them
     fits: bool = True  # whether as many ranks load as saved
 
 
@@ -401,6 +404,8 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
             "ranks now, all get one rank's values"
         )
         return replace(found, note=note if keys else "", fits=False)
+    ending = f".{_PLACES}"
+    found.places.update({k.removesuffix(ending): v for k, v in saved[str(rank)].items() if k.endswith(ending)})
     tensors = dict(catalog.tensors)
     for key, mine in saved[str(rank)].items():  # forget the plain states that only other ranks saved
         if key.endswith(f".{_NAMES}") and isinstance(mine, list):

@@ -7,8 +7,8 @@ There are three kinds of states:
 - A *whole* state is equal on all ranks: numbers, settings, or a plain tensor that each rank computed from the whole
   gradient. It is stored once, and loads on any number of ranks.
 - A rank's *own* state differs between ranks, because it was computed from the local shard (a factor of it, a
-  projector). It is stored for each rank, and loads only where the parameters are sharded in the same way. Elsewhere,
-  the load is refused.
+  projector). It is stored for each rank, and loads only where each rank has the same shards. Elsewhere, the load is
+  refused.
 
 A plain tensor counts as a shard only if all plain tensors of the optimizer (of more than one element) have the shapes
 of their parameters' local shards. Otherwise a factor that happens to have this shape would count as a shard. With a
@@ -25,6 +25,7 @@ from ckptkit.checkpoint.state.local_part import ShardLayout, layout_of, parts_he
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dcp.host_bytes import local_part
 from ckptkit.formats.dcp.subclasses import is_state_in_parts
+from ckptkit.formats.trainers.shards import mesh_coordinate
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,20 @@ def cuts(parameters: Mapping[str, torch.Tensor]) -> dict[str, ShardLayout]:
 def layouts(cut: Mapping[str, ShardLayout]) -> list[Any]:
     """Return the distinct layouts as JSON: a list of [mesh shape, placements]."""
     return sorted([list(shape), list(texts)] for shape, texts in {(o.mesh_shape, o.texts()) for o in cut.values()})
+
+
+def places(cut: Mapping[str, ShardLayout], rank: int) -> list[Any]:
+    """Return the distinct places of a rank in the meshes that shard parameters, as JSON.
+
+    Each is a list of [mesh size, placement, coordinate], for the mesh dimensions that split the parameter. If these are
+    equal, the rank has the same shards.
+    """
+    found = set()
+    for one in cut.values():
+        coordinate = mesh_coordinate(rank, one.mesh_shape, one.mesh_ranks)
+        rows = zip(one.mesh_shape, one.texts(), coordinate or (), strict=coordinate is not None)
+        found.add(tuple((size, text, at) for size, text, at in rows if size > 1 and text != "R"))
+    return [[list(row) for row in place] for place in sorted(found)]
 
 
 def shard_names(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> frozenset[str]:
