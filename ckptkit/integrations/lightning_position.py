@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
-from ckptkit.checkpoint.state.train_state import model_tensors
+from ckptkit.checkpoint.state.train_state import is_stateful, model_tensors
 
 _log = logging.getLogger(__name__)
 _KEY = "ckptkit_position"
@@ -180,6 +180,11 @@ class FitPosition:
             return "before the module's on_train_batch_end, which the resumed run does not call"
         if batch.ready > 0 and loop._should_accumulate():
             return "between the batches of one optimizer step, without the accumulated gradients"
+        fetcher = self._trainer.fit_loop._data_fetcher
+        if getattr(fetcher, "batches", None):  # Lightning does so to find out which batch is the last one
+            if all(is_stateful(loader) for loader in self._trainer.fit_loop._combined_loader.flattened):
+                return "after Lightning has read one batch ahead, which the resumed run skips (the data has no length)"
+            return "inside an epoch, whose data the resumed run reads from the start (the dataloader has no state_dict)"
         if self.weights_are_replaced():
             return "in a validation, while the model has other weights than those being trained"
         return None

@@ -406,6 +406,27 @@ def test_a_save_that_no_run_can_continue_exactly_is_warned_about(
     assert [text in line for line in texts] == [True] * (dist.get_rank() == 0)
 
 
+class Stream(IterableDataset):
+    """Data without a length, which resumes at its position."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([Data()[i] for i in range(8)])
+
+
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        (StatefulDataLoader, "one batch ahead, which the resumed run skips"),
+        (torch.utils.data.DataLoader, "reads from the start"),
+    ],
+)
+@on_ranks(2)
+def test_a_save_inside_an_epoch_of_unknown_length_is_warned_about(work: Path, loader: Any, text: str) -> None:
+    with logged("ckptkit.integrations.lightning_position") as texts:
+        trainer_of(work, "ddp", saving(work, every=3), steps=4).fit(Lit(), loader(Stream(), batch_size=2))
+    assert [text in line for line in texts] == [True] * (dist.get_rank() == 0)
+
+
 @on_ranks(2)
 def test_an_exception_on_one_rank_saves_nothing_and_ends_the_rank_soon(work: Path) -> None:
     lightning_signals._GATHER_S = 0.2  # instead of a minute
