@@ -233,3 +233,33 @@ def test_an_adapter_is_exported_and_converted_as_one(tmp_path):
         for folder in ("out", "converted"):
             again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / folder).eval()
             assert torch.equal(again(ids).logits, wanted)
+
+
+def test_a_checkpoint_of_a_trainer_with_experts_is_restored_with_its_optimizer(tmp_path):
+    """The file has one tensor for each expert, while the model and its optimizer have all of them in one tensor."""
+
+    def made(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        config = transformers.Qwen3MoeConfig(
+            vocab_size=32, hidden_size=8, intermediate_size=12, moe_intermediate_size=4, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_experts=3, num_experts_per_tok=2,
+        )  # fmt: skip
+        model = transformers.Qwen3MoeForCausalLM(config)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = made(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    folder = tmp_path / "out" / "checkpoint-5"
+    model.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text('{"global_step": 5}')
+    other, its_optimizer = made(1)
+    state = TrainState(model=other, optimizer=its_optimizer, rng=False)
+    with CheckpointManager(tmp_path / "run") as manager:
+        report = manager.load(state, str(tmp_path / "out"))
+    assert report.step == state.step == 5 and not report.unexpected
+    for (fqn, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs), fqn
+        assert torch.equal(optimizer.state[mine]["exp_avg"], its_optimizer.state[theirs]["exp_avg"]), fqn

@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     import torch
 
     from ckptkit.catalog.box import Box
+    from ckptkit.checkpoint.load.key_map import MappedWeights
     from ckptkit.keymaps.keymap import NameMap
 
 _log = logging.getLogger(__name__)
@@ -1016,10 +1017,13 @@ def plan_load(
     own = own_copies(catalog, objects, rank=rank, world_size=world_size)
     catalog = own.catalog
     adopted = Adopted(catalog, own.objects)
-    if options.key_map is None and catalog.info.format == "safetensors" and options.model == "restore":
-        options = replace(options, key_map=_hub_map(state, catalog))
     if options.key_map is not None:
         return _plan_mapped(state, catalog, options, rank=rank, world_size=world_size)
+    stacked: MappedWeights | None = None
+    if catalog.info.format == "safetensors" and options.model == "restore":
+        stacked = _stacked(state, catalog)
+    if stacked is not None:  # files beside the weights, such as optimizer.pt, are those of the live model
+        catalog = replace(stacked.catalog, objects=catalog.objects)
     if not objects:
         adopted = adopt(catalog, store, state, optimizer=options.optimizer == "restore")
     catalog = replace(adopted.catalog, tensors=dict(adopted.catalog.tensors))  # creates each lazy entry only once
@@ -1030,8 +1034,11 @@ def plan_load(
         return adopted.tensors[key] if key in adopted.tensors else read_whole(catalog, store, [key])[key]
 
     plan = LoadPlan(catalog, adopted.tensors)
+    if stacked is not None:
+        plan.sources, plan.filled = stacked.sources, stacked.filled
+        plan.skipped.update(stacked.dropped)
     _Planner(state, adopted.objects, options, rank, world_size, small, not objects, plan, own).run()
-    plan.notes += adopted.notes
+    plan.notes += [*adopted.notes, *(stacked.notes if stacked is not None else ())]
     if own.note:
         plan.notes.append(own.note)
         if rank == 0:
@@ -1068,12 +1075,13 @@ def _names_and_config(state: TrainState) -> tuple[set[str], Mapping[str, Any]]:
     return set(live_tensors(state)), next((to_dict() for to_dict in configs if callable(to_dict)), {})
 
 
-def _hub_map(state: TrainState, catalog: Catalog) -> NameMap | None:
-    """Return the map from the names in Hugging Face files to those of the live model; None if it is unknown or not
+def _stacked(state: TrainState, catalog: Catalog) -> MappedWeights | None:
+    """Return the weights of Hugging Face files under the names of the live model; None if the map is unknown or not
     needed.
 
     The names differ because transformers stacks experts in memory.
     """
+    from ckptkit.checkpoint.load.key_map import map_weights
     from ckptkit.keymaps.builtin import choose_map
 
     live, config = _names_and_config(state)
@@ -1081,7 +1089,7 @@ def _hub_map(state: TrainState, catalog: Catalog) -> NameMap | None:
         return None
     targets = {name: Target.of(entry, name) for name, entry in catalog.tensors.items()}
     chosen = choose_map(targets, wanted=live, config=config).key_map
-    return chosen if chosen.rules else None
+    return map_weights(catalog, chosen, live=live, config=config) if chosen.rules else None
 
 
 def _json_objects(catalog: Catalog) -> dict[str, JSON]:
