@@ -30,8 +30,8 @@ from ckptkit.checkpoint.state.optimizer_layout import (
     placed,
     shard_names,
 )
-from ckptkit.checkpoint.state.values import JSON, decode, described, encode, is_order, order_of
-from ckptkit.checkpoint.state.views import View, memories, shared_views
+from ckptkit.checkpoint.state.values import JSON, decode, described, encode, is_more, is_order, order_of
+from ckptkit.checkpoint.state.views import View, in_one_memory, memories, shared_views
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import (
     after_load,
@@ -275,7 +275,7 @@ def _capture_states(
                 continue
             captured.tensors[fqn, name], held = placed(value, parameter, name, shards)
             key = f"{what}.state.{fqn}.{name}"
-            if (tree := described(value, {"$ref": key}, key)).keys() != {"$ref"}:
+            if is_more(value) and (tree := described(value, {"$ref": key}, key)).keys() != {"$ref"}:
                 kinds.setdefault(fqn, {})[name] = tree
             if (order := memory_order(value, parameter)) is not None:
                 orders[key] = order
@@ -307,8 +307,8 @@ def memory_order(state: torch.Tensor, parameter: torch.Tensor) -> list[int] | No
 
 def _place(tensor: torch.Tensor) -> Any:
     """Return what two tensors have in common only if they are one: their elements, in one memory."""
-    local = local_part(tensor)
-    if why_not_dense(local) or not local.data_ptr():
+    local = in_one_memory(tensor)
+    if local is None:
         return id(tensor)
     kind = type(tensor), local.dtype, local.is_conj(), local.is_neg(), getattr(tensor, "placements", None)
     return local.data_ptr(), local.shape, local.stride(), tensor.shape, *kind

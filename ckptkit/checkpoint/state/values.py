@@ -66,7 +66,7 @@ class _Encoder:
         if depth > _MAX_DEPTH:
             raise SaveError(f"{path[:200]}: nested more than {_MAX_DEPTH} deep, or contains itself.")
         kind = type(value)
-        if kind is self._dtensor and not value.is_meta and not _is_more(value):
+        if kind is self._dtensor and not value.is_meta and not is_more(value):
             return self._apart(value, path)
         if value is None or kind in (bool, str):
             return value
@@ -86,7 +86,7 @@ class _Encoder:
             if plain and value and {self._dtensor}.issuperset(map(type, value.values())):
                 # Encode a dict of DTensors with batched operations.
                 names = list(map(f"{path}.".__add__, value))
-                odd = any(map(_is_meta, value.values())) or any(map(_is_more, value.values()))
+                odd = any(map(_is_meta, value.values())) or any(map(is_more, value.values()))
                 if not odd and self._tensors.keys().isdisjoint(names):
                     self._tensors.update(zip(names, value.values(), strict=True))
                     return {key: {"$ref": name} for key, name in zip(value, names, strict=True)}
@@ -146,7 +146,7 @@ class _Encoder:
                 f"{path}: the tensor is a {type(value).__module__}.{type(value).__qualname__}, which would be "
                 "loaded as a plain torch.Tensor. Save value.as_subclass(torch.Tensor) instead."
             )
-        if _is_more(value):
+        if is_more(value):
             return described(value, self._tensor(value.detach(), path), path)
         order = order_of(value) if plain else None
         if plain and value.numel() * value.element_size() <= INLINE_BYTES:
@@ -230,9 +230,9 @@ def _is_torchs(value: Any) -> bool:
 _is_meta = operator.attrgetter("is_meta")
 
 
-def _is_more(value: torch.Tensor) -> bool:
+def is_more(value: torch.Tensor) -> bool:
     """Return whether a tensor of torch's own classes is more than its values; see `described`."""
-    return value.requires_grad or _is_parameter(value) or bool(attributes_of(value))
+    return value.requires_grad or _is_parameter(value) or (bool(vars(value)) and bool(attributes_of(value)))
 
 
 def _is_parameter(value: torch.Tensor) -> bool:
