@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -157,7 +158,7 @@ def _try(manager: CheckpointManager, place: Path, step: int) -> Outcome:
         wrong.append(f"{error} left {[record.step for record in manager.list()]} after {steps}")
     if error is not None:
         known = error[0] == "NoSpaceError" and "Nothing was written" in error[1]
-        named = error[0] == "RankFailedError" and error[2] and f"failed on rank {error[2][0]}" in error[1]
+        named = error[0] == "RankFailedError" and error[2] and re.search(rf"failed on ranks? {error[2][0]}\b", error[1])
         if "No space left on device" not in error[1] or not (known or named):
             wrong.append(f"not said, or no rank is named: {error}")
         if leftovers(manager.url):

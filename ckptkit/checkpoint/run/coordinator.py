@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ckptkit import errors
 from ckptkit.errors import CkptkitError, RankFailedError, UsageError
+from ckptkit.units import first_few
 
 T = TypeVar("T")
 _GRACE_S = 10.0
@@ -26,7 +27,7 @@ _WORDS = 256  # words in the first part of a message, including the header; most
 _INLINE = 8 * (_WORDS - _HEAD)
 _TAGS = (0, 1)  # gloo tags that distinguish the first part of a message from the rest
 _TIMEOUT = "Timed out waiting"  # how gloo's timeout message begins
-_MAX_NAMED = 4  # an error names at most this many ranks; `RankFailedError.causes` has all of them
+_MAX_NAMED = 4  # an error tells at most this many texts, and names this many ranks for each; `causes` has all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,9 +444,15 @@ def _reason(error: BaseException) -> str:
 
 def _verdict(what: str, bad: Mapping[int, Outcome]) -> Outcome:
     causes = {rank: item.error or "" for rank, item in sorted(bad.items())}
-    parts = [f"on rank {rank}: {text}" for rank, text in list(causes.items())[:_MAX_NAMED]]
-    if len(causes) > _MAX_NAMED:
-        parts.append(f"and on {len(causes) - _MAX_NAMED} more ranks")
+    alike: dict[str, list[str]] = {}
+    for rank, text in causes.items():
+        alike.setdefault(text, []).append(str(rank))
+    parts = [
+        f"on rank{'s' * (len(ranks) > 1)} {first_few(ranks, _MAX_NAMED)}: {text}"
+        for text, ranks in list(alike.items())[:_MAX_NAMED]
+    ]
+    if len(alike) > _MAX_NAMED:
+        parts.append(f"and on {sum(map(len, list(alike.values())[_MAX_NAMED:]))} more")
     interrupted = all(item.interrupted for item in bad.values())
     return Outcome(error=f"{what} failed {'; '.join(parts)}", causes=causes, interrupted=interrupted)
 

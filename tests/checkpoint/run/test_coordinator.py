@@ -92,6 +92,21 @@ def test_a_failure_on_rank_0_names_the_rank_and_a_refusal_does_not(kind: Any) ->
 
 
 @on_ranks(3)
+def test_an_error_of_several_ranks_is_told_once() -> None:
+    c = Coordinator(timeout_s=20)
+    for failing, told in ((3, "on ranks 0, 1, 2: KeyError: 'a'"), (2, "on ranks 0, 1: KeyError: 'a'")):
+
+        def fail(failing: int = failing) -> None:
+            if c.rank < failing:
+                raise KeyError("a")
+
+        kind, text, causes = _error(lambda fail=fail: c.all_ok(fail, "a save"))
+        assert (kind, text, sorted(causes)) == ("RankFailedError", f"a save failed {told}", list(range(failing)))
+    kind, text, _ = _error(lambda: c.all_ok(lambda: {}[c.rank // 2], "a save"))
+    assert text == "a save failed on ranks 0, 1: KeyError: 0; on rank 2: KeyError: 1"
+
+
+@on_ranks(3)
 def test_an_error_about_disagreeing_ranks_names_their_values() -> None:
     c = Coordinator(timeout_s=20)
     with pytest.raises(UsageError, match="the step: rank 0 has 5, rank 2 has 6"):
