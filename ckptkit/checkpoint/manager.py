@@ -195,7 +195,7 @@ class CheckpointManager:
         self._coordinator = Coordinator(process_group, timeout_s=limit_s)
         # While a save uses the first coordinator, `async_policy="refuse"` and signals need another one.
         alone = async_policy == "refuse" or bool(signals)
-        self._control = Coordinator(process_group, timeout_s=60.0) if alone else None
+        self._control = Coordinator(process_group, timeout_s=limit_s) if alone else None
 
         def prepare() -> tuple[tuple[str, StateDictType, int], Store, Mapping[str, bytes]]:
             given = check_options(

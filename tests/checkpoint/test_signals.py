@@ -13,8 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from ckptkit.checkpoint.manager import CheckpointManager, SignalWatch
+from ckptkit.checkpoint.run import coordinator
 from ckptkit.checkpoint.run.coordinator import Coordinator
-from ckptkit.errors import UsageError
+from ckptkit.errors import RankFailedError, UsageError
 from tests.checkpoint import jobs
 from tests.ranks import run_ranks
 
@@ -77,6 +78,25 @@ def interrupted(url: str) -> tuple[list[bool], list[int]]:
 
 def test_a_signal_on_one_rank_saves_once_on_all_at_the_same_step(tmp_path: Path) -> None:
     assert run_ranks(interrupted, 2, str(tmp_path)) == [([False, False, True, True], [2, 3])] * 2
+
+
+def ask_late(url: str) -> str:
+    """Rank 1 calls `interrupted` only after rank 0 has given up."""
+    coordinator._GRACE_S = 0.0
+    with CheckpointManager(url, on_signal="save", timeout_s=0.25) as manager:
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+        try:
+            manager.interrupted()
+        except RankFailedError as error:
+            return str(error)
+    return "all ranks answered"
+
+
+def test_the_time_limit_of_the_manager_is_also_that_of_its_question_for_signals(tmp_path: Path) -> None:
+    waited, late = run_ranks(ask_late, 2, str(tmp_path))
+    assert "no answer within 0.5 s: it hangs, or needs a longer timeout_s" in waited
+    assert "the connection to a rank was lost" in late
 
 
 def test_a_forked_child_dies_of_sigterm_and_survives_sigusr1() -> None:

@@ -265,7 +265,10 @@ class Coordinator:
         try:
             dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as error:
-            raise RankFailedError(f"the connection to a rank was lost: {_reason(error)}") from error
+            reason = _reason(error)
+            if reason == "timed out":
+                reason = f"no answer within {2 * self.timeout_s + _GRACE_S:g} s: it hangs, or needs a longer timeout_s"
+            raise RankFailedError(f"the connection to a rank was lost: {reason}") from error
         return bool(seen.item())
 
     # --- messages, always between rank 0 and one other rank, so that losing a rank does not affect the others
