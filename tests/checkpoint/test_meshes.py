@@ -440,6 +440,30 @@ def test_states_of_a_ranks_own_shard_load_only_where_each_rank_has_the_same_shar
         assert "w.factor, w.total" in said and "here, on 4 ranks: S(0) on [4], in another order" in said
 
 
+def stage_with_factors(swapped: bool, saved: bool) -> TrainState:
+    """Return one of two stages, each on two ranks, with states that the optimizer computed from this rank's shard."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    name = f"stage{mesh.get_local_rank('pp') ^ swapped}"
+    value = meshes.value(name, (8, 4), 1) * saved
+    model = nn.ParameterDict({name: nn.Parameter(distribute_tensor(value, mesh["dp"], [DTensorShard(0)]))})
+    optimizer = torch.optim.SGD(model.parameters())
+    local = model[name].to_local()
+    optimizer.state[model[name]] = {"factor": local.sum(1) + saved, "total": float(local.sum())}
+    return TrainState(model=model, optimizer=optimizer, rng=False)
+
+
+def load_stages(url: str, kind: str) -> str:
+    states.check_round_trip(url, stage_with_factors(False, True), stage_with_factors(False, False), kind)
+    return refusal(lambda: states.load(url, stage_with_factors(True, False)))
+
+
+def test_states_of_a_ranks_own_shard_do_not_load_if_stages_are_on_other_ranks(
+    ranks: Any, tmp_path: Path, kind: str
+) -> None:
+    for said in ranks.run(load_stages, 4, str(tmp_path), kind):
+        assert "factor" in said and "here, on 4 ranks: S(0) on [2], in another order" in said
+
+
 class Tied(nn.Module):
     """A model with one weight under two names, or a pipeline stage with only one of them."""
 

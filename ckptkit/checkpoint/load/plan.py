@@ -683,7 +683,10 @@ class _Planner:
         alike = here == saved.layouts if place is None else places(cut, this_rank()) == place
         own = [key[len(plan.key) + 1 :] for key in self.own.bound if key.startswith(f"{plan.key}.")]
         own = [key.removeprefix("state.").removeprefix("values.") for key in own]
-        if own and not (self.own.fits and alike):
+        mine, others = ({fqn for key, fqn in found if key == plan.key} for found in (self.own.mine, self.own.others))
+        # Whether this rank had other parameters, and other ranks had this one's (pipeline stages).
+        moved = mine - plan.parameters.keys() and others & plan.parameters.keys()
+        if own and (moved or not (self.own.fits and alike)):
             names, whose = own, f"each of the {self.own.ranks} ranks that saved them has its own"
         elif here and saved.states and not saved.layouts:
             names, whose = saved.states, "they may have been computed from whole parameters"

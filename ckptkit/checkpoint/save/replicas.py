@@ -379,6 +379,8 @@ class OwnCopies:
     note: str = ""
     bound: list[str] = field(default_factory=list)  # keys of optimizer states whose values differ between ranks
     ranks: int = 0  # how many ranks saved their own values
+    mine: set[tuple[str, str]] = field(default_factory=set)  # optimizer and FQN of parameters with values of this rank
+    others: set[tuple[str, str]] = field(default_factory=set)  # of parameters with values of other ranks only
     places: dict[str, Any] = field(default_factory=dict)  # by optimizer: `places` of the rank that saved them
     fits: bool = True  # whether as many ranks load as saved
 
@@ -404,6 +406,8 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
             "ranks now, all get one rank's values"
         )
         return replace(found, note=note if keys else "", fits=False)
+    found.mine.update(_parameters(saved[str(rank)]))
+    found.others.update({one for tree in saved.values() for one in _parameters(tree)} - found.mine)
     ending = f".{_PLACES}"
     found.places.update({k.removesuffix(ending): v for k, v in saved[str(rank)].items() if k.endswith(ending)})
     tensors = dict(catalog.tensors)
@@ -421,6 +425,16 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
         elif part in _PARTS and isinstance(objects.get(section), dict):
             found.objects[section] = {**found.objects[section], part: tree}
     return replace(found, catalog=Catalog(tensors, catalog.objects, catalog.info))
+
+
+def _parameters(saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the (optimizer, FQN) of the parameters for which a rank saved values of its own."""
+    for key, value in saved.items():
+        section, _, state = key.partition(".state.")
+        if _is_bound(value) and state:
+            yield section, state.rpartition(".")[0]
+        elif _is_bound(value) and key.endswith(".values") and isinstance(value[_BOUND], dict):
+            yield from ((key.removesuffix(".values"), fqn) for fqn in value[_BOUND])
 
 
 def _unlike(name: str, trees: Sequence[Any]) -> list[str]:
