@@ -10,11 +10,11 @@ from ckptkit.digests import DIGEST, hex_digest_of
 from ckptkit.errors import CheckpointExistsError, CkptkitError
 from ckptkit.formats.hf.side_files import is_code, is_side_file, read_json
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, find_record
+from ckptkit.storage.local import UNFINISHED
 from ckptkit.storage.store import FileInfo, Store
 
 _SHOWN = 3
 _OURS = re.compile(r"\.ckptkit-(?:owner(?:-\d+)?\.json|done/.*|new/.*)|\.probe-[0-9a-f]{16}\.part", re.DOTALL)
-_HALF_WRITTEN = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)  # LocalStore's names for unfinished files
 _STATE = re.compile(r"state-\d{5,}-of-\d{5,}\.safetensors")  # FULL's additional files
 _VARIANT = (
     r"(?:\.(?:fp16|bf16|fp32|fp8|int8|int4|ema|non_ema|\d+))?"  # any other suffix may mark a copy that somebody keeps
@@ -123,7 +123,7 @@ def may_be_saved(path: str) -> bool:
     name = path.rpartition("/")[2]
     if name in _BESIDE or is_side_file(path) or is_side_file(name):
         return True
-    return any(pattern.fullmatch(name) for pattern in (_WEIGHTS, _STATE, _HALF_WRITTEN))
+    return any(pattern.fullmatch(name) for pattern in (_WEIGHTS, _STATE, UNFINISHED))
 
 
 def marked(card: str) -> str:

@@ -8,6 +8,7 @@ import errno
 import functools
 import operator
 import os
+import re
 import shutil
 import stat
 import time
@@ -23,6 +24,9 @@ from ckptkit.storage.store import FileInfo, ReadInto, Store, checked_path, is_pa
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
+
+UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{12}\.part", re.DOTALL)
+"""The temporary name of a file that is being written, or whose writer was killed. Group 1 is the file's own name."""
 
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}

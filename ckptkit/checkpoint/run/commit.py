@@ -60,7 +60,7 @@ from ckptkit.formats.own.record import (
 from ckptkit.log import warn_once
 from ckptkit.storage import publish, staging
 from ckptkit.storage.listing import snapshot
-from ckptkit.storage.local import is_directory
+from ckptkit.storage.local import UNFINISHED, is_directory
 from ckptkit.storage.lock import Lease, acquire_lease, store_clock
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.pool import WorkerPool
@@ -72,7 +72,6 @@ logger = logging.getLogger(__name__)
 
 UPLOAD_AGE_S = 86400.0  # abort unfinished uploads at this age; those of dead saves are aborted earlier
 _SLACK = 1 << 20  # bytes to allow for the record and directories
-_HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # a temporary file that LocalStore writes
 _OF_A_SAVE = re.compile(r"[^/]+/[0-9a-f]{16}/")  # the prefix of RemotePlace's keys
 _PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # stores write it to test conditional writes
 
@@ -145,7 +144,8 @@ def _dead_paths(root: Store, inventory: Inventory, view: Store, *, leased: bool)
         elif entry.kind == "file":
             # A half-written `latest`, or a probe, which is written without a lease: only its age shows that its writer
             # is dead.
-            is_hint, old = _HALF_HINT.fullmatch(entry.path), time.time() - entry.mtime > staging.STARTING_S
+            part, old = UNFINISHED.fullmatch(entry.path), time.time() - entry.mtime > staging.STARTING_S
+            is_hint = part is not None and part[1] == LATEST_HINT
             if (is_hint and leased) or (old and (is_hint or _PROBE.fullmatch(entry.path))):
                 dead.append(entry.path)
     return dead

@@ -82,6 +82,7 @@ from ckptkit.formats.own.manifest import Entries
 from ckptkit.formats.own.outline import LEAST
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, FileRecord, find_record
 from ckptkit.storage import open_store
+from ckptkit.storage.local import UNFINISHED
 from ckptkit.storage.lock import HeldDirectory, hold
 from ckptkit.storage.store import Store
 
@@ -228,7 +229,7 @@ class CatalogPaths(Mapping[str, "tuple[str | int, ...]"]):
 
 
 _METADATA = re.compile(r"(?:__\d+)?\.metadata(?:\.tmp)?")
-_DATA = re.compile(r"\.?(__\d+_)\d+\.distcp(?:\.[0-9a-f]{12}\.part)?")  # a killed writer leaves its temporary file
+_DATA = re.compile(r"__\d+_\d+\.distcp")
 
 
 class DCPWriter(StorageWriter):
@@ -330,17 +331,23 @@ class DCPWriter(StorageWriter):
             raise CheckpointExistsError(
                 f"{self.url} is a committed checkpoint of a CheckpointManager, which is never overwritten."
             )
-        taken = [name for name in names if _METADATA.fullmatch(name) and (self.collective or name == metadata)]
-        if any(not name.endswith(".tmp") for name in taken) and not self.overwrite:
+
+        def is_index(name: str) -> bool:
+            return name == metadata or (
+                self.collective and (name == MANIFEST_NAME or _METADATA.fullmatch(name) is not None)
+            )
+
+        indexes = [name for name in names if is_index(name)]
+        if any(name != MANIFEST_NAME and not name.endswith(".tmp") for name in indexes) and not self.overwrite:
             raise CheckpointExistsError(
                 f"{self.url} holds a checkpoint. Save to another directory, or pass DCPWriter(..., overwrite=True)."
             )
-        own_index = [MANIFEST_NAME] if self.collective and MANIFEST_NAME in names else []
-        store.delete([*taken, *own_index])
-        if (taken or own_index) and self.sync:
+        store.delete(indexes)
+        if indexes and self.sync:
             store.sync_directory()
-        found = ((name, _DATA.fullmatch(name)) for name in names)
-        store.delete([name for name, match in found if match and match[1].startswith(prefix)])
+        parts = {name: match[1] for name in names if (match := UNFINISHED.fullmatch(name))}
+        data = [n for n in names if _DATA.fullmatch(parts.get(n, n)) and parts.get(n, n).startswith(prefix)]
+        store.delete([*data, *(part for part, name in parts.items() if is_index(name))])
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()

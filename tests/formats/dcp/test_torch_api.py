@@ -130,7 +130,8 @@ def test_overwriting_leaves_no_stale_file(tmp_path):
 
 def test_leftovers_of_an_unfinished_save_are_replaced(tmp_path):
     (tmp_path / "__0_0.distcp").write_bytes(b"half")
-    (tmp_path / ".__0_1.distcp.0123456789ab.part").write_bytes(b"the writer was killed")
+    for name in ("__0_1.distcp", ".metadata", "__1.metadata", "manifest.safetensors"):
+        (tmp_path / f".{name}.0123456789ab.part").write_bytes(b"the writer was killed")
     made = one(tmp_path)
     assert torch.equal(loaded(tmp_path)["w"], made["w"])
     assert sorted(p.name for p in tmp_path.iterdir()) == [".metadata", "__0_0.distcp", "manifest.safetensors"]
