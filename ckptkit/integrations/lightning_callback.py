@@ -50,7 +50,9 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     checkpoints when they are given as `ckpt_path`.
 
     With `save_on_exception=True`, SIGTERM on any rank stops all ranks at the same batch, and they save. The save waits
-    for the end of an optimizer step, but not for the end of a validation: a resumed run repeats the validation.
+    for the end of an optimizer step, but not for the end of a validation: a resumed run repeats the validation. If the
+    ranks have different numbers of validation batches, they stop after the validation. Lightning's handler that saves
+    and requeues a Slurm job on SIGUSR1 also runs at the end of an optimizer step, on all ranks.
 
     Args:
         retention: Replaces the policy derived from `save_top_k`.

@@ -1,5 +1,8 @@
 """Key maps: rename one system's tensors to another system's names.
 
+A package can provide maps as entry points of the group `ckptkit.key_maps`: each is a NameMap, or a function without
+arguments that returns one. Their code runs only if `--key-map` names neither a built-in map nor a file.
+
 Public names are imported on first use, so a conversion without a key map imports none of this.
 """
 

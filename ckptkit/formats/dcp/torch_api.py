@@ -489,6 +489,12 @@ class DCPReader(StorageReader):
     possible, and checks digests.
 
     Runs no code from the checkpoint: `.metadata` is parsed, and objects are loaded by torch's weights_only rules.
+
+    `dcp.save` and `DCPWriter` pickle tensor subclasses, one pickle for each shard. DCPReader, `CheckpointManager.load`
+    and `reshard` read the inner tensors from these pickles. For torchao's classes, this works on any number of ranks,
+    without running the class. For other classes, one pickle must hold the whole tensor, and the job must have allowed
+    the class (`torch.serialization.add_safe_globals`). `reshard` writes the inner tensors; load its result with
+    `CheckpointManager` or DCPReader.
     """
 
     def __init__(
