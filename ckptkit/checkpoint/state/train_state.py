@@ -130,9 +130,10 @@ class TrainState:
         model: A module, or several by name: {"actor": a, "critic": c}. A list contains one model's pipeline stages on
             this rank.
         optimizer, scheduler, grad_scaler, dataloader: One object, or several by name. Each needs `state_dict` and
-            `load_state_dict`; an optimizer needs `state` and `param_groups`. A dataloader's state is saved per rank. If
-            the dataloader has a method `merge_ranks(states of all saved ranks, rank, world size)`, every load calls it
-            to get this rank's state. Otherwise each rank gets its own, or `per_rank_on_resize` applies.
+            `load_state_dict`; an optimizer needs `state` and `param_groups`. See below for an optimizer's hooks. A
+            dataloader's state is saved per rank. If the dataloader has a method `merge_ranks(states of all saved ranks,
+            rank, world size)`, every load calls it to get this rank's state. Otherwise each rank gets its own, or
+            `per_rank_on_resize` applies.
         extra: More state by name: objects with `state_dict` and `load_state_dict`, or plain values, which a load
             replaces in this dict. Only rank 0's values are saved; wrap values that differ between ranks in `PerRank`.
         layout: Declares that a rank's tensors are parts of global tensors. For the experts of an expert-parallel rank:
@@ -142,6 +143,13 @@ class TrainState:
         half_loaded: The URL of the checkpoint, if a failed load has only partly filled this state or one of its
             objects; otherwise "". Such a state cannot be saved. A successful load clears this field. Clear it yourself
             only after you have set all values in some other way.
+
+    A save reads an optimizer's state directly, so it refuses a hook or an override that changes the values that
+    `state_dict()` returns. Saves run `state_dict` pre-hooks, and loads run `load_state_dict` post-hooks. If a class
+    overrides `load_state_dict`, a load calls the override, and then restores the values that it changed (by a cast, for
+    example). This includes optimizers inside `MasterWeightOptimizer`, and torchtitan's, one per pipeline stage. A load
+    fills the tensors in parameter groups (`lr=torch.tensor(...)`) in place. It refuses values of another shape, or that
+    the tensor's dtype can't hold.
     """
 
     model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module] | None = None
