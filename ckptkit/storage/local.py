@@ -66,7 +66,7 @@ def _libc(name: str, *types: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _errors(path: str) -> Iterator[None]:
+def disk_errors(path: str) -> Iterator[None]:
     """Translate system errors into a Store's errors, with the path in the message."""
     try:
         yield
@@ -142,7 +142,7 @@ class LocalStore(Store):
     def info(self, path: str) -> FileInfo | None:
         full = self.path_of(path)
         try:
-            with _errors(full):
+            with disk_errors(full):
                 return _file_info(path, os.lstat(full))
         except FileNotFoundError:
             return None
@@ -155,7 +155,7 @@ class LocalStore(Store):
             full = self.path_of(folder)
             if full != self._top:
                 self._check_inside(full)
-            with contextlib.suppress(FileNotFoundError), _errors(full), os.scandir(full) as entries:
+            with contextlib.suppress(FileNotFoundError), disk_errors(full), os.scandir(full) as entries:
                 for entry in entries:
                     name = f"{folder}/{entry.name}" if folder else entry.name
                     try:
@@ -173,14 +173,14 @@ class LocalStore(Store):
     def stat_file(self, path: str) -> os.stat_result:
         """Return the stat result of a file. If it is a link that `read` would follow, stat its target."""
         full = self.path_of(path)
-        with _errors(full):
+        with disk_errors(full):
             return os.stat(self._resolved(full))
 
     def free_bytes(self) -> int | None:
         place = Path(self.url)
         while not place.exists() and place != place.parent:
             place = place.parent
-        with _errors(str(place)):
+        with disk_errors(str(place)):
             room = os.statvfs(place)
         return room.f_bavail * room.f_frsize
 
@@ -189,7 +189,7 @@ class LocalStore(Store):
     def open_file(self, path: str) -> int:
         """Return a read-only descriptor of a regular file. The caller closes it."""
         full = self.path_of(path)
-        with _errors(full):
+        with disk_errors(full):
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO must not block
             fd = os.open(self._resolved(full), flags)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -212,7 +212,7 @@ class LocalStore(Store):
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         fd = self.open_file(path)
         try:
-            with _errors(self.path_of(path)):
+            with disk_errors(self.path_of(path)):
                 size = os.fstat(fd).st_size
                 length = max(0, min(size if stop is None else stop, size) - start)
                 parts = [os.pread(fd, length, start)]  # up to 2 GiB, this is one call without a copy
@@ -233,7 +233,7 @@ class LocalStore(Store):
 
     def _read_exactly(self, fd: int, path: str, start: int, view: memoryview) -> None:
         view, done = view.cast("B"), 0
-        with _errors(self.path_of(path)):
+        with disk_errors(self.path_of(path)):
             while done < len(view) and (got := os.preadv(fd, [view[done:]], start + done)):
                 done += got
         if done != len(view):
@@ -315,7 +315,7 @@ class LocalStore(Store):
         Reserves `nbytes` if the file system can. The mode follows the umask.
         """
         full = self._to_change(path)
-        with _errors(full):
+        with disk_errors(full):
             for tries_left in (2, 1, 0):
                 try:
                     self._make_parents(full)
@@ -347,7 +347,7 @@ class LocalStore(Store):
         part = f"{folder}/.{name[:200]}.{os.urandom(6).hex()}.part".lstrip("/")
         fd = self.create(part)
         try:
-            with _errors(full):
+            with disk_errors(full):
                 try:
                     yield _LocalWriter(fd, writeback=sync)
                     if sync:
@@ -355,7 +355,7 @@ class LocalStore(Store):
                 finally:
                     os.close(fd)  # NFS reports a full disk here
             if overwrite:
-                with _errors(full):
+                with disk_errors(full):
                     os.replace(self.path_of(part), full)
             else:
                 self.rename(part, path)
@@ -371,7 +371,7 @@ class LocalStore(Store):
     def rename(self, source: str, target: str) -> None:
         """Rename a file or a directory. Never replaces anything: raises FileExistsError."""
         old, new = self._to_change(source), self._to_change(target)
-        with _errors(new):
+        with disk_errors(new):
             _rename_noreplace(old, new)
 
     def link(self, source: str, target: str) -> None:
@@ -380,7 +380,7 @@ class LocalStore(Store):
         The last component of both paths may be any name that the file system allows. Raises FileExistsError.
         """
         old, new = self._entry(source), self._entry(target)
-        with _errors(new):
+        with disk_errors(new):
             self._make_parents(new)
             _link(old, new)
 
@@ -396,7 +396,7 @@ class LocalStore(Store):
     def opened(self, path: str) -> Iterator[OpenDirectory]:
         """Yield an open directory. If a different directory gets its name later, that one is not touched."""
         full = self._to_change(path)
-        with _errors(full):
+        with disk_errors(full):
             fd = os.open(full, _DIRECTORY)
             try:
                 yield OpenDirectory(full, fd)
@@ -406,13 +406,13 @@ class LocalStore(Store):
     def make_directory(self, path: str) -> None:
         """Create a directory and its parents. Raises FileExistsError."""
         full = self._to_change(path)
-        with _errors(full):
+        with disk_errors(full):
             self._make_parents(full)
             os.mkdir(full)
 
     def sync_file(self, path: str) -> None:
         """Make a file's content durable."""
-        with _errors(self.path_of(path)):
+        with disk_errors(self.path_of(path)):
             fd = self.open_file(path)
             try:
                 os.fsync(fd)
@@ -422,7 +422,7 @@ class LocalStore(Store):
     def sync_directory(self, path: str = "") -> None:
         """Make a directory's entries durable."""
         full = self.path_of(path)
-        with _errors(full):
+        with disk_errors(full):
             fd = os.open(full, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 _sync(fd)
@@ -450,7 +450,7 @@ class LocalStore(Store):
     def delete(self, paths: Iterable[str]) -> None:
         for path in paths:
             full = self._to_change(path)
-            with contextlib.suppress(FileNotFoundError), _errors(full):
+            with contextlib.suppress(FileNotFoundError), disk_errors(full):
                 os.unlink(full)
 
     def delete_tree(self, path: str, *, last: str = "") -> None:
@@ -462,7 +462,7 @@ class LocalStore(Store):
         if found.kind != "directory":
             self.delete([path])
             return
-        with contextlib.suppress(FileNotFoundError), _errors(full):
+        with contextlib.suppress(FileNotFoundError), disk_errors(full):
             for entry in list(os.scandir(full)) if last else ():
                 if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.path)
@@ -472,7 +472,7 @@ class LocalStore(Store):
 
     def remove_empty_directories(self) -> None:
         """Remove all empty directories under this one. Then remove this one, if it is empty."""
-        with _errors(self.url):
+        with disk_errors(self.url):
             for folder, _, _ in os.walk(self.url, topdown=False):  # symlinks are not followed
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptkit.errors import RankFailedError
-from ckptkit.storage.local import LocalStore
+from ckptkit.storage.local import LocalStore, disk_errors
 from ckptkit.storage.owner import Owner, owner_in, owner_json, this_process
 from ckptkit.storage.store import Store
 
@@ -107,11 +107,12 @@ def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False) ->
         store.write(path, body)
         return
     fd = store.create(path)  # not synced, because a power cut ends the writer too
-    try:
-        while body:
-            body = body[os.write(fd, body) :]
-    finally:
-        os.close(fd)
+    with disk_errors(store.path_of(path)):
+        try:
+            while body:
+                body = body[os.write(fd, body) :]
+        finally:
+            os.close(fd)
 
 
 def read_owner(store: Store, path: str) -> Writer | None:

@@ -76,7 +76,7 @@ def test_nothing_is_visible_inside_the_block_and_an_exception_leaves_nothing(tmp
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("call", ["mkdir", "fsync"])
+@pytest.mark.parametrize("call", ["mkdir", "fsync", "write", "close"])
 def test_a_failing_disk_leaves_nothing_and_the_error_names_the_path(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +85,8 @@ def test_a_failing_disk_leaves_nothing_and_the_error_names_the_path(
     def fails(place: Any, *args: Any) -> None:
         if call == "fsync" and stat.S_ISDIR(os.fstat(place).st_mode):
             return works(place)
+        if call == "close":
+            works(place)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, call, fails)
