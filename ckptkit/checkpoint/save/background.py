@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 
 from ckptkit.checkpoint.report import SaveReport
-from ckptkit.errors import CkptkitError, SaveError, UsageError
+from ckptkit.errors import CkptkitError, RankFailedError, SaveError, UsageError
 from ckptkit.storage.pool import before_end
 from ckptkit.storage.retry import Patience
 
@@ -120,7 +120,9 @@ def _report_unasked() -> None:
 
 def report_failure(step: int, error: BaseException) -> None:
     """Log a save's error if nobody will call `result`. Also print it if logging is not configured."""
-    text = f"the save of step {step} failed, and nothing was published: {error}"
+    # If rank 0 is gone, it may have published the checkpoint. The error says so.
+    is_unknown = isinstance(error, RankFailedError) and error.interrupted and 0 in error.causes
+    text = f"the save of step {step} failed{'' if is_unknown else ', and nothing was published'}: {error}"
     _log.error("%s", text)
     if not _is_heard() and sys.stderr is not None:
         sys.stderr.write(f"ckptkit: {text}\n")

@@ -24,7 +24,7 @@ from ckptkit.checkpoint.save import background, staging
 from ckptkit.checkpoint.save import saver as save_module
 from ckptkit.checkpoint.save.staging import StagingBuffers
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import CkptkitError, SaveError, UsageError
+from ckptkit.errors import CkptkitError, RankFailedError, SaveError, UsageError
 from tests.checkpoint import jobs
 from tests.checkpoint.saving import fork
 from tests.checkpoint.states import bits, load
@@ -195,6 +195,15 @@ def test_a_failed_save_is_reported_even_if_the_training_fails(
         raise ValueError("training")
     said = "the save of step 1 failed, and nothing was published" in capsys.readouterr().err
     assert said == (not heard)
+
+
+def test_the_report_of_a_dead_rank_0_does_not_say_that_nothing_was_published(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(background, "_is_heard", lambda: False)
+    lost = RankFailedError("rank 0 died. The checkpoint may or may not be published", {0: "died"}, interrupted=True)
+    background.report_failure(3, lost)
+    assert capsys.readouterr().err == f"ckptkit: the save of step 3 failed: {lost}\n"
 
 
 @pytest.mark.parametrize(
