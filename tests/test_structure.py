@@ -103,12 +103,13 @@ def test_only_storage_checks_the_kind_of_a_store() -> None:
 PRIVATE = {
     "ckptkit.checkpoint.save.staging": {"torch._foreach_copy_"},  # torch's own optimizers use the _foreach_ functions
     "ckptkit.checkpoint.state.train_state": {"_load_from_state_dict", "_load_state_dict_pre_hooks"},
+    "ckptkit.checkpoint.state.without_values": {"_version"},
     "ckptkit.formats.pickles.weights_only": {"torch._neg_view"},
     "ckptkit.fsdp.gradients": {"torch._foreach_mul_", "torch._foreach_norm"},
     "ckptkit.fsdp.hf_model": {"_buffers", "_parameters"},
     "ckptkit.fsdp.master_weights": {"torch._foreach_copy_", "torch._foreach_sub_"},
-    "ckptkit.fsdp.meta": {"_non_persistent_buffers_set", "_version"},
-    "ckptkit.fsdp.reset": {"_buffers", "_parameters", "_version"},
+    "ckptkit.fsdp.meta": {"_non_persistent_buffers_set"},
+    "ckptkit.fsdp.reset": {"_parameters", "_version"},
     "ckptkit.fsdp.strategy": {"torch.distributed.tensor._random.manual_seed"},
     "ckptkit.fsdp.wrap": {"_buffers", "_modules", "_parameters", "torch.utils._pytree.tree_leaves"},
 }

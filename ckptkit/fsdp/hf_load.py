@@ -16,6 +16,7 @@ from ckptkit.checkpoint.load.key_map import entry_of
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.state.local_part import part_view
 from ckptkit.checkpoint.state.train_state import TrainState, model_tensors
+from ckptkit.checkpoint.state.without_values import mark_filled
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.shared_memory import Claim, check_claims
@@ -90,7 +91,7 @@ def load_hf(model: nn.Module, url: Location, *, cast: bool = False, strict: bool
         nbytes = coordinator.run_on_all(read, f"loading {url}")
     if not report.missing:
         state.half_loaded = ""
-    meta.mark_initialized(model, report.loaded)
+    mark_filled(live[name] for name in report.loaded)
     meta.restore_buffers(model)
     return replace(report, nbytes=nbytes)
 

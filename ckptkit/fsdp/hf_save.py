@@ -26,7 +26,6 @@ from ckptkit.errors import UsageError
 from ckptkit.formats.dcp.fill import part_of
 from ckptkit.formats.hf.header import INDEX, TensorToWrite, encode_index, shard_names, split_into_shards
 from ckptkit.formats.replaceable import check_replaceable
-from ckptkit.fsdp import meta
 from ckptkit.fsdp.hf_model import Exported, adapter_tensors, exported, prove
 from ckptkit.keymaps.builtin import choose_map
 from ckptkit.storage.publish import stage
@@ -78,7 +77,6 @@ def save_hf(
 
     def collect() -> tuple[Exported, list[Target]]:
         source = exported(model)
-        meta.require_initialized(model)
         return source, [] if adapters_of(source.model) else _targets(source, dtype)
 
     with contextlib.closing(Coordinator()) as coordinator, contextlib.ExitStack() as stack:

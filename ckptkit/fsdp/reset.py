@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ckptkit.checkpoint.state.local_part import part_view
+from ckptkit.checkpoint.state.without_values import mark_filled
 from ckptkit.formats.dcp.fill import part_of
-from ckptkit.fsdp import meta
-from ckptkit.fsdp.groups import clean_fqn
 
 
 @torch.no_grad()
@@ -28,7 +27,6 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
     `reset_parameters`; without either it keeps its values. A tied weight is drawn once per name and keeps the first
     result, as if it had been tied after construction.
     """
-    buffers = _empty_buffers(model)
     done: dict[int, tuple[int, str]] = {}
     with torch.random.fork_rng(devices=[]):
         _seed(seed)
@@ -41,9 +39,7 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
             own_only = init_weights is not None and not isinstance(module, nn.MultiheadAttention)
             with _full_parameters([module] if own_only else list(module.modules()), done):
                 draw()
-    names = [clean_fqn(name) for name, parameter in model.named_parameters() if id(parameter) in done]
-    written = [name for name, (module, key, version) in buffers.items() if _version(module, key) != version]
-    meta.mark_initialized(model, [*names, *written])
+    mark_filled(parameter for parameter in model.parameters() if id(parameter) in done)
 
 
 def _seed(seed: int | None) -> None:
@@ -120,20 +116,3 @@ def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]]) 
                 if box.numel:  # the shape of an empty local tensor need not match
                     mine = part_of(view.local, part.local_offsets, box.sizes)
                     mine.copy_(part_of(full.data, box.offsets, box.sizes))
-
-
-def _empty_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, int]]:
-    """Return the buffers that have no values, with their tensor versions. Filling a buffer increments its version."""
-    left = meta.uninitialized(model)
-    found = {}
-    for name, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            fqn = clean_fqn(f"{name}.{key}" if name else key)
-            if buffer is not None and fqn in left:
-                found[fqn] = (module, key, _version(module, key))
-    return found
-
-
-def _version(module: nn.Module, key: str) -> int:
-    buffer = module._buffers[key]
-    return -1 if buffer is None else buffer._version

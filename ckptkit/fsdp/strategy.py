@@ -266,8 +266,7 @@ class FSDPStrategy:
         """Return a context in which to build models. With `meta_init`, parameters take no memory until they get values.
 
         After `prepare_model`, give them values with `load_ckpt`, `load_hf` or `reset_parameters`, or load a checkpoint
-        with a CheckpointManager. Before that, `save_ckpt` and `save_model` raise SaveError, but a manager saves
-        arbitrary values.
+        with a CheckpointManager. Before that, they are NaN, and a save raises SaveError.
         """
         with meta.parameters_on_meta() if meta_init else contextlib.nullcontext():
             yield
@@ -575,14 +574,8 @@ class FSDPStrategy:
         if isinstance(max_mem, (int, float)) and not isinstance(max_mem, bool):
             limit = max_mem * 2**30
         state = self._training_state(model, optimizer, scheduler, step)
-
-        def check() -> None:
-            for part in state.parts("model").values():
-                meta.require_initialized(part)
-
         limits = RetentionPolicy(max_num=max_num, max_mem=limit)
         with CheckpointManager(save_dir, retention=limits, state_dict_type=self.config.state_dict_type) as manager:
-            manager.run_on_all(check, f"saving step {step}")
             return manager.save(step, state, tag=tag, client_state=client_state, metrics=metrics, overwrite=True)
 
     @checked("model", "load_dir", "optimizer")
@@ -647,7 +640,7 @@ class FSDPStrategy:
         if report is None:
             return None, {}
         for part in models:
-            meta.note_loaded(part, [*report.missing, *report.skipped, *report.padded])
+            meta.restore_buffers(part)
         if key_map is None:
             self.global_step = state.step
         return report.url, report.client_state

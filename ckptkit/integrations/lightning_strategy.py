@@ -529,7 +529,7 @@ def _warn_of_garbage(root: nn.Module) -> None:
         )
         rank_zero_warn(
             "these modules were created on the meta device and have no reset_parameters(), so their values are "
-            f"arbitrary until a checkpoint is loaded: {listed}."
+            f"NaN until a checkpoint is loaded: {listed}."
         )
 
 

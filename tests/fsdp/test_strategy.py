@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ckptkit import CheckpointManager, TrainState
 from ckptkit.checkpoint.save.stream import SafetensorsStream
 from ckptkit.errors import (
     CheckpointExistsError,
@@ -577,6 +578,13 @@ def test_a_meta_model_is_loaded_before_it_is_saved(tmp_path):
         strategy.save_ckpt(model, tmp_path)
     with pytest.raises(SaveError, match="never given values"):
         strategy.save_model(model, None, tmp_path / "hf")
+    with CheckpointManager(str(tmp_path / "run")) as manager:
+        with pytest.raises(SaveError, match=r"embed\.weight was built on the meta device and never given values"):
+            manager.save(1, TrainState(model=model))
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                nn.init.ones_(parameter) if number % 2 else parameter.data.zero_()  # as people initialize, too
+        manager.save(1, TrainState(model=model))
     strategy.load_ckpt(model, tmp_path)
     strategy.save_ckpt(model, tmp_path, step=9)
     models.assert_equal(models.weights(model), models.weights(source))

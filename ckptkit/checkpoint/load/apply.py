@@ -15,6 +15,7 @@ from ckptkit.checkpoint.state.rng import check_rng, reseed, restore_rng, shared_
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState, canonical_modules, is_stateful
 from ckptkit.checkpoint.state.values import JSON, decode, references
 from ckptkit.checkpoint.state.views import memories, separated
+from ckptkit.checkpoint.state.without_values import mark_filled
 from ckptkit.errors import CorruptCheckpointError, LoadError
 from ckptkit.formats.dcp.host_bytes import forget_computed, why_not_dense
 from ckptkit.formats.dcp.subclasses import ERROR_BITS, keeps_parts
@@ -97,6 +98,7 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
         live = str(target.live.dtype).removeprefix("torch.")
         if live != target.entry.dtype and target.lower_bits is None:
             report.notes.append(f"{target.key}: cast from {target.entry.dtype} to {live}")
+    mark_filled(target.live for target in plan.models if target.key not in plan.padded)
     with torch.no_grad():
         for module, handed in plan.handed:
             module.load_state_dict(handed, strict=False)

@@ -25,6 +25,7 @@ from ckptkit.checkpoint.state.layout import (
 from ckptkit.checkpoint.state.optimizer import CapturedOptimizer, capture_optimizer, class_name, refuse_hidden
 from ckptkit.checkpoint.state.rng import capture_rng
 from ckptkit.checkpoint.state.values import JSON, encode
+from ckptkit.checkpoint.state.without_values import never_filled
 from ckptkit.errors import SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import local_part, without_subclass
 from ckptkit.formats.dcp.subclasses import (
@@ -286,7 +287,9 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
         joined = joined_weights(name, live_models[key], state.layout) if state.layout else {}
         captured.models[key], opened, reasons = open_all(live_models[key], joined)
         captured.declared.update(f"{key}.{fqn}" for fqn in captured.models[key] if outer_name(fqn, opened) in joined)
-        reasons.update({fqn: f"{why}. {_UNQUANTIZED}" for fqn, why in reasons.items() if fqn in joined})
+        reasons |= {fqn: f"{why}. {_UNQUANTIZED}" for fqn, why in reasons.items() if fqn in joined} | never_filled(
+            live_models[key]
+        )
         if "bitsandbytes" in sys.modules:
             reasons.update(left_behind(canonical_modules(module)))
         refuse_hidden(f"{key}.", captured.models[key], filled=True, reasons=reasons)
