@@ -7,6 +7,8 @@ parts (deepspeed/utils/zero_to_fp32.py).
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +27,12 @@ from ckptkit.storage import Store
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """One parameter group of ZeRO-1/2, or all parameters of a ZeRO-3 job.
+    """One parameter group of ZeRO-1/2, or one of ZeRO-3's subgroups, into which it splits large parameter groups.
 
     Attributes:
         params: Names and shapes, in flat order.
         vectors: State -> the flat vectors; "" is the fp32 weights. ZeRO-1/2 have one vector, in one piece per rank.
-            ZeRO-3 has one per rank, in one piece per subgroup.
+            ZeRO-3 has one per rank.
         scalars: States that are not flat vectors, such as the step.
         paddings: The number of padding elements after each parameter.
         fragments: For each rank, the parameters that it recorded: name -> (numel, start in its partition).
@@ -91,7 +93,8 @@ class FlatGroup:
 def groups_of(
     models: ModelStates, optims: OptimStates | None, experts: Iterable[str] = ()
 ) -> Sequence[Sequence[FlatGroup]]:
-    """Return each parameter group's flat groups. Groups of experts have one per expert parallel rank, others just one.
+    """Return each parameter group's flat groups: with ZeRO-3 one per subgroup, otherwise one, or for a group of experts
+    one per expert parallel rank.
 
     Args:
         experts: The names of the weights in the experts' files.
@@ -99,7 +102,7 @@ def groups_of(
     if optims is None:
         return []
     if models.stage3:
-        return [[_zero3(models, optims)]]
+        return _zero3(models, optims)
     if len(models.param_shapes) != len(optims.parts[0]):
         raise CorruptCheckpointError(
             f"the model file has {len(models.param_shapes)} parameter groups, but the optimizer files have "
@@ -137,15 +140,28 @@ def _zero12(index: int, params: Mapping[str, Shape], optims: OptimStates, part: 
     return FlatGroup(part.renamed(params), vectors, scalars, paddings, fragments, slack=2 * len(part.ranks))
 
 
-def _zero3(models: ModelStates, optims: OptimStates) -> FlatGroup:
-    """Return all parameters as one group: a parameter may span several of ZeRO-3's subgroups."""
-    ranks = list(enumerate(optims.parts))
-    vectors = {"": [FlatVector.of_ranks((rank, flat.weights) for flat in flats) for rank, flats in ranks]}
-    all_states = [flat.states for _, flats in ranks for flat in flats]
-    for name in _flat_states(all_states):
-        vectors[name] = [FlatVector.of_ranks((rank, flat.states[name]) for flat in flats) for rank, flats in ranks]
-    params = {name: shape for group in models.param_shapes for name, shape in group.items()}
-    scalars = {name: value for name, value in (all_states[0] if all_states else {}).items() if name not in vectors}
+def _zero3(models: ModelStates, optims: OptimStates) -> Sequence[Sequence[FlatGroup]]:
+    """Return each parameter group's subgroups. A subgroup has whole parameters."""
+    ends = list(itertools.accumulate(flat.weights.numel for flat in optims.parts[0]))
+    if not ends:
+        return []
+    # Not the groups in param_shapes, because older versions record all parameters as one.
+    shapes: list[dict[str, Shape]] = [{} for _ in ends]
+    position = 0
+    for name, shape in ((name, shape) for group in models.param_shapes for name, shape in group.items()):
+        shapes[min(bisect.bisect_right(ends, position), len(ends) - 1)][name] = shape
+        position += -(-math.prod(shape) // optims.world_size)
+    groups = iter([_subgroup(index, params, optims) for index, params in enumerate(shapes)])
+    found = [list(itertools.islice(groups, len(given.get("params", [])))) for given in optims.param_groups]
+    return [*found, list(groups)]
+
+
+def _subgroup(index: int, params: Mapping[str, Shape], optims: OptimStates) -> FlatGroup:
+    ranks = [(rank, flats[index]) for rank, flats in enumerate(optims.parts)]
+    vectors = {"": [FlatVector.of_ranks([(rank, flat.weights)]) for rank, flat in ranks]}
+    for name in _flat_states([flat.states for _, flat in ranks]):
+        vectors[name] = [FlatVector.of_ranks([(rank, flat.states[name])]) for rank, flat in ranks]
+    scalars = {name: value for name, value in ranks[0][1].states.items() if name not in vectors}
     return FlatGroup(params, vectors, scalars, [0] * len(params))
 
 

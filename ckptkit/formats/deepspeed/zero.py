@@ -99,7 +99,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         for group in stage.groups:
             add_moments(optimizer, group)
         names = [[name for group in parts for name in group.params] for parts in stage.by_settings]
-        optimizer.objects.update(settings(models.param_shapes if models.stage3 else names, optims))
+        optimizer.objects.update(settings(names, optims))
     elif not models.stage3:
         optimizer.notes.append("there are no *_optim_states.pt files: the weights are those of the model file.")
         masters = _add_plain(store, files, models, weights, optimizer)

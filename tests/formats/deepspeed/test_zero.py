@@ -73,6 +73,14 @@ def test_parameter_groups_name_their_parameters():
     assert catalog.info.step == 2
 
 
+def test_parameter_groups_name_the_parameters_of_all_their_subgroups():
+    catalog = _catalog("zero3_subgroups_frozen_w2")
+    matrices = ["emb.weight", "l.0.weight", "l.1.weight", "head.weight"]
+    assert catalog.objects["optimizer.param_groups.0.params"].value == matrices
+    vectors = ["l.0.bias", "l.1.bias", "n.weight", "n.bias"]
+    assert catalog.objects["optimizer.param_groups.1.params"].value == vectors
+
+
 def _copy(tmp_path: Path, name: str) -> Path:
     shutil.copytree(FIXTURES / name / "ckpt" / "global_step2", tmp_path / "x")
     return tmp_path / "x"
