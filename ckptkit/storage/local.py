@@ -360,7 +360,8 @@ class LocalStore(Store):
             else:
                 self.rename(part, path)
         except BaseException:
-            self.delete([part])
+            with contextlib.suppress(OSError):  # the first error counts
+                self.delete([part])
             raise
         if sync:
             self.sync_directory(folder)

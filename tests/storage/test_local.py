@@ -113,6 +113,20 @@ def test_an_error_of_the_disk_names_the_whole_path(
         read(LocalStore(tmp_path))
 
 
+def test_an_error_of_the_disk_is_not_hidden_if_the_cleanup_fails_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an I/O error, the kernel may make the file system read-only."""
+
+    def fails(code: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", lambda fd: fails(errno.EIO))
+    monkeypatch.setattr(os, "unlink", lambda path: fails(errno.EROFS))
+    with pytest.raises(StorageError, match=re.escape(f"{tmp_path}/x: Input/output error")):
+        LocalStore(tmp_path).write("x", b"1")
+
+
 class TestLocalStore(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> LocalStore:
