@@ -94,9 +94,9 @@ class MasterWeightOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def lend_state(self) -> Iterator[Mapping[int, torch.Tensor]]:
-        """Give `base` its state and settings during the block, and take back what it changes.
+        """Lend this optimizer's state and settings to `base` during the block, then take back what `base` changed.
 
-        Yield the model's parameters by the id of the tensor that `base` has for each.
+        Yield the model's parameters, keyed by the ids of the tensors that `base` steps for them.
         """
         with self._lent(_unchanged) as loans:
             yield {id(loan.stepped): loan.parameter for loan in loans}

@@ -141,8 +141,8 @@ def capture_optimizer(
 ) -> CapturedOptimizer:
     """Return the optimizer's state. Its tensors share memory with the live ones. Nothing is stepped, created or moved.
 
-    First runs the optimizer's `state_dict` pre-hooks and its own `state_dict`, which may update the state, and updates
-    fp32 masters if other code has changed the weights.
+    First, the optimizer's `state_dict` pre-hooks and its own `state_dict` are run; both may update the state. fp32
+    masters are updated if other code has changed the weights.
 
     Args:
         names, what: As for `named_parameters`.
