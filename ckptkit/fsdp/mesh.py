@@ -80,9 +80,9 @@ class TrainingMesh:
     """A plan and its meshes.
 
     Attributes:
-        root: All dimensions of the plan; cp is part of "shard".
-        data: For fully_shard: `root` without tp.
-        tp, cp: One-dimensional; None if their size is 1.
+        root: The mesh with all dimensions of the plan; cp is part of "shard".
+        data: `root` without tp, for fully_shard.
+        tp, cp: One-dimensional meshes; None if their size is 1.
     """
 
     plan: ParallelPlan

@@ -105,8 +105,8 @@ class LocalStore(Store):
         """Open a directory, which need not exist.
 
         Args:
-            top: The root of the store that was opened first, which no link may leave. "": this one.
-            must_exist: As `existing`.
+            top: The root of the store that was opened first; no link may leave it. "" means `root`.
+            must_exist: Whether a write fails if the directory does not exist; see `existing`.
         """
         self.url = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self._top = top or self.url

@@ -42,11 +42,11 @@ def in_one_memory(tensor: Any) -> torch.Tensor | None:
 
 
 def shared_views(memory: Mapping[View, int], same: Iterable[Sequence[str]]) -> list[list[View]]:
-    """Return the groups of tensors that are in one allocation and of which at least one is a state or setting.
+    """Return the groups of tensors that share an allocation. Each group contains at least one state or setting.
 
     Args:
-        memory: Of `memories`.
-        same: States that are one tensor; see `OptimizerTree`. A group has only the first of them.
+        memory: The result of `memories`.
+        same: States that are the same tensor; see `OptimizerTree`. Only the first of them is put into a group.
     """
     again = {(fqn, name) for fqn, name, *_ in same}
     groups: dict[int, list[View]] = {}

@@ -59,8 +59,9 @@ Int32 = npt.NDArray[np.int32]
 
 @collector_paused()
 def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
-    """Return the catalog of the DCP checkpoint at the store's root. Reads only metadata, and no data files unless all
-    tensors are in nested objects.
+    """Return the catalog of the DCP checkpoint at the store's root.
+
+    Reads only the metadata files. If all tensors are in nested objects, reads data files, too.
 
     Raises:
         CheckpointNotFoundError: There is no metadata file.
