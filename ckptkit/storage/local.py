@@ -347,12 +347,13 @@ class LocalStore(Store):
         part = f"{folder}/.{name[:200]}.{os.urandom(6).hex()}.part".lstrip("/")
         fd = self.create(part)
         try:
-            with disk_errors(full):
-                try:
-                    yield _LocalWriter(fd, writeback=sync)
-                    if sync:
+            try:
+                yield _LocalWriter(fd, full, writeback=sync)
+                if sync:
+                    with disk_errors(full):
                         os.fsync(fd)
-                finally:
+            finally:
+                with disk_errors(full):
                     os.close(fd)  # NFS reports a full disk here
             if overwrite:
                 with disk_errors(full):
@@ -574,7 +575,7 @@ def _link(old: str, new: str) -> None:
         try:
             with Path(old).open("rb") as file:
                 while piece := file.read(_MAX_SPAN):
-                    _LocalWriter(fd).write(piece)
+                    _LocalWriter(fd, new).write(piece)
             shutil.copystat(old, new)
             os.fsync(fd)
         finally:
@@ -586,14 +587,16 @@ class _LocalWriter:
     """Appends to a file descriptor. With `writeback`, writing to disk starts before the final sync."""
 
     fd: int
+    path: str  # the file's final path, for errors
     writeback: bool = False
     _dirty: int = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data).cast("B")
         self._dirty += len(view)
-        while len(view):
-            view = view[os.write(self.fd, view) :]
+        with disk_errors(self.path):
+            while len(view):
+                view = view[os.write(self.fd, view) :]
         if self.writeback and self._dirty >= _DIRTY:
             self._dirty = 0
             start_writing(self.fd)

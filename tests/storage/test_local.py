@@ -113,6 +113,14 @@ def test_an_error_of_the_disk_names_the_whole_path(
         read(LocalStore(tmp_path))
 
 
+def test_an_error_of_what_is_written_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    unreadable = OSError(errno.EIO, os.strerror(errno.EIO), "/swap/offloaded.bin")
+    with pytest.raises(OSError) as error, LocalStore(tmp_path).writer("x"):
+        raise unreadable
+    assert error.value is unreadable
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_error_of_the_disk_is_not_hidden_if_the_cleanup_fails_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
