@@ -73,8 +73,15 @@ def test_parameter_groups_name_their_parameters():
     assert catalog.info.step == 2
 
 
-def test_parameter_groups_name_the_parameters_of_all_their_subgroups():
-    catalog = _catalog("zero3_subgroups_frozen_w2")
+@pytest.mark.parametrize("shapes", ["one dict per subgroup", "a single dict"])
+def test_parameter_groups_name_the_parameters_of_all_their_subgroups(tmp_path, shapes):
+    torch = pytest.importorskip("torch")
+    folder = _copy(tmp_path, "zero3_subgroups_frozen_w2")
+    for file in folder.glob("*model_states.pt") if shapes == "a single dict" else ():  # as older versions write it
+        value = torch.load(file, weights_only=True)
+        value["param_shapes"] = {name: shape for group in value["param_shapes"] for name, shape in group.items()}
+        torch.save(value, file)
+    catalog = open_source(str(folder)).catalog
     matrices = ["emb.weight", "l.0.weight", "l.1.weight", "head.weight"]
     assert catalog.objects["optimizer.param_groups.0.params"].value == matrices
     vectors = ["l.0.bias", "l.1.bias", "n.weight", "n.bias"]
