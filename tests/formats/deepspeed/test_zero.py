@@ -88,6 +88,13 @@ def test_parameter_groups_name_the_parameters_of_all_their_subgroups(tmp_path, s
     assert catalog.objects["optimizer.param_groups.1.params"].value == vectors
 
 
+def test_each_subgroup_has_its_own_step_count():
+    entries = _catalog("zero3_subgroups_frozen_w2").by_role(Role.OPTIMIZER).values()
+    places = {entry.fqn: entry.slices[0].start for entry in entries if entry.state == "step"}
+    assert places["l.0.weight"] == places["head.weight"]
+    assert len({places["emb.weight"], places["l.0.weight"], places["l.0.bias"]}) == 3
+
+
 def _copy(tmp_path: Path, name: str) -> Path:
     shutil.copytree(FIXTURES / name / "ckpt" / "global_step2", tmp_path / "x")
     return tmp_path / "x"
