@@ -94,7 +94,7 @@ class GcsApi(FsspecApi):
         place = f"{self.fs._location}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
         condition = {"ifGenerationMatch": "0"} if if_absent else {}
         about = json.dumps({"name": key, "metadata": {_MARK: mark} if mark else {}}).encode()
-        # Send the two-part form as a file object: gcsfs's own put passes bytes, which blocks the event loop.
+        # Send the multipart body as a file object: gcsfs's own put passes bytes, which blocks the event loop.
         content = Content.of(data)
         form = Content([_FORM_START, about, _FORM_NEXT, *content.pieces, _FORM_END], copied=0, owners=[content])
         headers = {"Content-Type": f"multipart/related; boundary={_BOUNDARY}"}

@@ -98,7 +98,7 @@ class LocalStore(Store):
 
     Symbolic links are followed only to targets under the root, or from a snapshot in a Hugging Face cache to the
     cache's blobs. Other links raise UnsafePathError. Nothing is written or deleted through a link that leads out of the
-    root. For a child, this root is still that of the store that was opened first.
+    root. For a child store, the root is still that of the store that was opened first.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, top: str = "", must_exist: bool = False) -> None:
@@ -481,7 +481,7 @@ class LocalStore(Store):
 
 
 def is_directory(store: Store) -> TypeIs[LocalStore]:
-    """Return whether `store` is a directory, at the path `store.url`. It can be renamed, locked, linked and opened.
+    """Return whether `store` is a directory, at the path `store.url`, which can be renamed, locked, linked and opened.
 
     Any other store has keys instead of directory entries. A file appears under its key once it is complete.
     """

@@ -37,7 +37,7 @@ _POLL_S = 1.0
 _FRESH_S = 5.0
 _MOST_ATTEMPTS = 64  # how many failed attempts to remember, because a slow server may still store their files
 _GENERATION = re.compile(r"[0-9]{1,18}")
-_held_leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()  # this process's, by nonce
+_held_leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()  # this process's leases, by nonce
 
 
 @dataclass(frozen=True, slots=True)

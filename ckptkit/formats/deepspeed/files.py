@@ -221,7 +221,7 @@ def _parts(inner: Mapping[str, Any], file: str, stage3: bool) -> list[FlatPart]:
         )
     states = _states(inner.get("optimizer_state_dict" if stage3 else "base_optimizer_state"))
     if stage3 and len(states) != len(weights):
-        states = []  # they do not belong to the subgroups
+        states = []  # cannot be matched to the subgroups
     fragments = [_fragments(group) for group in inner.get("param_slice_mappings") or []]
     return [
         FlatPart(flat, states[i] if i < len(states) else {}, fragments[i] if i < len(fragments) else {})

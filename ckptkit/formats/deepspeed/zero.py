@@ -215,7 +215,7 @@ def _add_plain(
         if assigned is None or not values_agree(store, joined, assigned, entries):
             note = "does not prove which weight each fp32 master belongs to; the masters were skipped."
             notes.append(f"{models.file} {note}")
-            params = []  # the values contradict the order, which the moments share
+            params = []  # the values contradict the assumed order, so the moments' order is unknown too
         else:
             names = names_by_key(inner["param_groups"], assigned)
             masters = {assigned[group][i]: master for (group, i), master in joined.items()}

@@ -103,8 +103,8 @@ def read(
 def _described(
     optimizer: Catalog | None, options: ReadOptions | None
 ) -> tuple[dict[str, FlatParam], dict[str, tuple[int, ...]]]:
-    """Return what is known of the model: the units in the user's file; or else parameter names and shapes from the
-    user's file or the optimizer, in module order."""
+    """Return what is known of the model: the units in the user's file or, if there are none, parameter names and shapes
+    from that file or the optimizer, in module order."""
     given = (options.layout or options.shapes) if options is not None else None
     if given is None:
         shapes: dict[str, tuple[int, ...]] = {}

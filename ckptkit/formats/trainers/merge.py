@@ -58,7 +58,8 @@ def assembled(store: Store, parts: Sequence[Catalog], info: CatalogInfo, objects
 
     Args:
         info: The whole checkpoint's info. What it lacks is taken from the parts.
-        objects: Object name -> file, such as a scheduler. Files that do not exist are left out.
+        objects: The files of further objects (a scheduler, for example), by the object's name. Missing files are left
+            out.
     """
     sizes = {item.path: item.size for item in store.list() if item.kind == "file"}
     found = {

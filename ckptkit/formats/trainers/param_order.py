@@ -33,7 +33,8 @@ def assign(
     """Return the parameter names in each group, or None if shapes and order do not prove them.
 
     Args:
-        params: In module order, tied parameters once. Frozen parameters and buffers may be in no group.
+        params: The model's parameters and buffers, in module order. Tied parameters are listed once. Frozen parameters
+            and buffers may be in no group.
         groups: The shapes of each group's parameters, in index order.
         no_decay: For each group, whether its weight decay is 0. This tells apart groups with equal shapes.
         fits: Whether the values of the parameter at (group, position) can belong to the parameter with this name.
@@ -51,7 +52,7 @@ def assign(
 def _match(
     params: Sequence[Param], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool], fits: Fits | None
 ) -> list[list[str]] | None:
-    """Return the way to match the groups with subsequences of `params`, or None unless there is exactly one.
+    """Return the way to match the groups with subsequences of `params`, or None if there are none or several.
 
     Goes through the parameters once, and tracks all partial assignments that are still possible. `states` maps the
     position reached in each group to the assignment that leads there, or to None if several do.

@@ -93,7 +93,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
     """Return the files by name template, then by rank. Omits templates without a file of rank 0, or with no other file.
 
-    A single file shows no rank, unless torch_checkpointing wrote it.
+    A single file is accepted only if torch_checkpointing wrote it, because its number need not be a rank.
     """
     found: dict[str, dict[int, str]] = {}
     keyed = "metadata.pkl" in files
@@ -112,7 +112,7 @@ def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
 
 
 def _below(value: Any, keys: Sequence[str]) -> Any:
-    """Descend through dicts without tensors, following the first of `keys` at each level. Return where this ends."""
+    """Descend through dicts without tensors, following the first of `keys` at each level. Return the last value."""
     if isinstance(value, dict) and not any(is_tensor(item) for item in value.values()):
         for key in keys:
             if isinstance(value.get(key), dict):

@@ -147,7 +147,7 @@ class TargetMesh:
     def placement(self, cut: Cut) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         """Return the mesh dimensions of a DTensor that is sharded by `cut`, and its placement on each dimension.
 
-        Placements are in the manifest's notation. None for a plain tensor. A parameter that tensor parallelism
+        Placements are in the manifest's notation. Returns None for a plain tensor. A parameter that tensor parallelism
         does not touch is not on the tp dimension.
         """
         kinds = tuple(kind for kind in self.kinds if cut.on(kind))
@@ -293,7 +293,7 @@ class TPPlan:
     def of_config(cls, config: Mapping[str, Any] | None, names: Iterable[str]) -> TPPlan | None:
         """Return the plan for the model family in a transformers config.
 
-        None if the family is unknown, or if the parameters do not have this family's names.
+        Returns None if the family is unknown, or if the parameters do not have this family's names.
         """
         if config is None or str(config.get("model_type")) not in _FAMILY:
             return None

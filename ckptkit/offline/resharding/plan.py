@@ -172,7 +172,7 @@ def _planned(
     extra: Mapping[str, Any] = MappingProxyType({}),
     side: Sequence[OutputFile] = (),
 ) -> Planned:
-    """Return the plan and the seal for a state. `extra`: more manifest fields. `side`: files to add."""
+    """Return the plan and the seal for a state. `extra` has more manifest fields, and `side` the files to add."""
     kinds: dict[tuple[str, ...], int] = {}  # index of each distinct mesh
     placements: list[Placed] = []
     placed_by_cut = {cut: mesh.placement(cut) for cut in dict.fromkeys(cuts)}
