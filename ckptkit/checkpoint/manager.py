@@ -537,7 +537,7 @@ class CheckpointManager:
         )
 
     def _stage(self, prepared: Prepared) -> None:
-        """Copy the data to host memory. `publish` raises an error of this step, because other ranks have started."""
+        """Copy the data to host memory. If this fails, `publish` raises the error, because other ranks have started."""
         started = prepared.clock.seconds()
         try:
             prepared.staged = self._buffers.copy(prepared.plan.tensors)
@@ -568,10 +568,10 @@ class CheckpointManager:
             )
 
     def _reported(self, prepared: Prepared, record: CommitRecord, stall: float | None) -> SaveReport:
-        """Rotate after a committed save, and return its report.
+        """Rotate after a committed save, and return the report of the save.
 
         Args:
-            stall: How many seconds training was blocked. None: during the whole save.
+            stall: How many seconds training was blocked. None: it was blocked during the whole save.
         """
         self._last_saved = record.step
         self._loader.given_up.discard(record.name)
@@ -705,7 +705,7 @@ def parse_signals(given: Any) -> tuple[int, ...]:
     """Return the signals that an `on_signal` option names.
 
     Raises:
-        UsageError: It is neither "save" nor a sequence of signals that can be caught.
+        UsageError: The option is neither "save" nor a sequence of signals that can be caught.
     """
     if isinstance(given, str) and given == "save":
         return SAVE_SIGNALS

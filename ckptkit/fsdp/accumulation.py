@@ -30,7 +30,7 @@ def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: 
 
 @dataclass(slots=True)
 class Window:
-    """The backward passes of one model that belong to one step (a window).
+    """Counts the backward passes of one model that belong to one step (a window).
 
     Attributes:
         size: Number of passes in a full window.
@@ -53,7 +53,7 @@ class Window:
 
 
 class Windows:
-    """Each model's current window. Several optimizers may step in one window.
+    """Holds each model's current window. Several optimizers may step in one window.
 
     Attributes:
         held: Models whose windows stay open after any number of passes.

@@ -65,7 +65,7 @@ class BackwardPrefetch(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FSDPConfig:
-    """Validated settings for training with FSDP2. Strings are case-insensitive; aliases of Oumi and torch work too.
+    """Holds validated settings for FSDP2 training. Strings are case-insensitive; aliases of Oumi and torch work, too.
 
     Raises:
         UsageError: A value is unknown, or two settings conflict.

@@ -13,7 +13,7 @@ _KEYS = ("_scale", "_growth_step", "_hysteresis_step")
 
 
 class DynamicGradScaler:
-    """A loss scale with hysteresis.
+    """Keeps a loss scale with hysteresis: it may take several overflows to reduce the scale.
 
     | step     | what happens                                                                                     |
     |----------|--------------------------------------------------------------------------------------------------|

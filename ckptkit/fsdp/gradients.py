@@ -23,7 +23,7 @@ _Key = tuple[DeviceMesh, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class GradientReport:
-    """The state of the gradients before a step.
+    """Describes the gradients before a step.
 
     Attributes:
         norm: The joint norm of the unscaled gradients.

@@ -29,9 +29,7 @@ from ckptkit.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class HFLoadReport:
-    """The result of `load_hf`: the loaded names, the names that the files lack, and the names that only the files
-    have.
-    """
+    """Lists the names that `load_hf` loaded, those that the files lack, and those that only the files have."""
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...] = ()

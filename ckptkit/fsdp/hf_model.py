@@ -31,7 +31,7 @@ _PEFT_ROOT = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The tensors to export from a model, which may be wrapped.
+    """Holds the tensors to export from a model, which may be wrapped.
 
     Attributes:
         model: The transformers or PEFT model inside the wrappers; the given model itself if there is none.

@@ -242,7 +242,7 @@ class MasterWeightOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict in torch's layout, with the masters stored like moments.
 
-        Includes what the own `state_dict` of `base` adds. Does not include the scaler, which has its own `state_dict`.
+        Includes what the `state_dict` of `base` adds. Does not include the scaler, which has its own `state_dict`.
         """
         self.follow_weights()
         with self.lend_state():
@@ -373,7 +373,7 @@ def _follow(held: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> list[int]
 
 @dataclass(slots=True)
 class _Loan:
-    """One parameter during a step of `base`: its state here, and the tensor and the state that `base` sees for it."""
+    """Holds, for one parameter during a step, its state here, and the tensor and the state that `base` sees for it."""
 
     parameter: torch.Tensor
     state: dict[str, Any]

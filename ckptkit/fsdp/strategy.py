@@ -1,4 +1,4 @@
-"""Defines FSDPStrategy: it prepares models and optimizers, runs training steps, and saves and loads checkpoints."""
+"""Defines FSDPStrategy, which prepares models and optimizers, runs training steps, and saves and loads checkpoints."""
 
 from __future__ import annotations
 
@@ -284,7 +284,9 @@ class FSDPStrategy:
         ignored_params: Collection[nn.Parameter] | None = None,
         shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     ) -> T:
-        """Shard `model` over the ranks and return it. Sharded models and objects that are not modules are unchanged.
+        """Shard `model` over the ranks and return it.
+
+        Models that are already sharded, and objects that are not modules, are returned unchanged.
 
         Args:
             model: A module. If it was built on the meta device, it is allocated, but has no values yet.
@@ -382,7 +384,7 @@ class FSDPStrategy:
         Args:
             model: A prepared model.
             lr, betas, eps: For AdamW; default 1e-3, (0.9, 0.999) and 1e-8. A factory sets its own.
-            weight_decay: For all parameters that `no_decay` does not exclude. A factory finds it in the groups.
+            weight_decay: Applies to all parameters that `no_decay` does not exclude. A factory finds it in the groups.
             no_decay: Name components, module classes or functions (see `param_groups`); default: biases and norms.
             factory: Creates an optimizer of your choice from the groups.
 

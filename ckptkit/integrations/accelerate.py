@@ -26,8 +26,8 @@ class AcceleratorCheckpoints:
     `register_for_checkpointing`, and the random state of every rank. All ranks create this object and call its methods
     together. Hooks added with `register_save_state_pre_hook` and `register_load_state_pre_hook` run as in Accelerate.
 
-    For an ordinary dataloader, the epoch is saved and, with `use_seedable_sampler=True`, the sampler's seed. Skip the
-    batches already seen with `skip_first_batches`, as in Accelerate. Any other shuffling order is lost, even with
+    For an ordinary dataloader, the epoch is saved and, with `use_seedable_sampler=True`, the sampler's seed. As in
+    Accelerate, call `skip_first_batches` to skip the batches already seen. Any other shuffling order is lost, even with
     `use_stateful_dataloader`: if you resume inside an epoch, the data is shuffled again.
 
     Args:
@@ -103,7 +103,7 @@ def _is_stateful(loader: Any) -> bool:
 
 
 class _Epoch:
-    """The values that determine the data order: an ordinary loader's epoch, and its `SeedableRandomSampler`'s seed."""
+    """Holds what determines the data order: an ordinary loader's epoch, and its `SeedableRandomSampler`'s seed."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -122,7 +122,7 @@ class _Epoch:
 
 
 class _Position:
-    """An Accelerator's position within gradient accumulation."""
+    """Saves and restores an Accelerator's position within gradient accumulation."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

@@ -1,4 +1,4 @@
-"""Lightning integration: strategies for FSDP2, a CheckpointIO for other strategies, and a ModelCheckpoint.
+"""Integrates Lightning: provides strategies for FSDP2, a CheckpointIO for other strategies, and a ModelCheckpoint.
 
 from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint
 trainer = Trainer(strategy=FSDP2Strategy(), callbacks=[ManagedCheckpoint(dirpath=..., monitor="val_loss")])

@@ -56,7 +56,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
 
     Args:
         retention: Replaces the policy derived from `save_top_k`.
-        state_dict_type: For strategies other than FSDP2Strategy.
+        state_dict_type: As in CheckpointManager; for strategies other than FSDP2Strategy.
         storage_options: Passed to fsspec; for strategies other than FSDP2Strategy.
         arguments: Passed to ModelCheckpoint.
     """
@@ -117,7 +117,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             position.after_batch.append(self._stop.after_batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Do nothing: the save follows once the module's hook with this name was called."""
+        """Do nothing: the save follows after the module's hook with this name."""
 
     def _save_after_batch(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is time, but not between the batches of one optimizer step: gradients are not saved."""
@@ -144,7 +144,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             self._stop.after_epoch()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save a checkpoint with `save_on_exception`, unless it would be useless or only some ranks have stopped."""
+        """If `save_on_exception` is set, save, unless the save would be useless or only some ranks have stopped."""
         problem = None if self._stop is None else self._stop.problem(exception)
         if problem is None:
             super().on_exception(trainer, pl_module, exception)

@@ -64,7 +64,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the dictionary that ckptkit or Lightning saved at `path`. A single rank may call this."""
+        """Return the dictionary that ckptkit or Lightning saved at `path`. One rank may call this alone."""
         text = str(path) if "://" in str(path) else os.path.abspath(path)
         if os.path.isfile(text):
             return dict(TorchCheckpointIO().load_checkpoint(text, map_location, weights_only=weights_only))

@@ -66,7 +66,7 @@ class FitPosition:
 
     @classmethod
     def of(cls, trainer: Any) -> FitPosition:
-        """Return the trainer's position. Creates it, and lets it take part in the trainer's loops, if there is none."""
+        """Return the trainer's position. If there is none, create one, and let it take part in the trainer's loops."""
         kept = vars(trainer.fit_loop)
         if _KEY not in kept:
             kept[_KEY] = cls(trainer)
@@ -216,7 +216,7 @@ class FitPosition:
         return self.left in (_EPOCH, _BETWEEN)
 
     def _start(self) -> None:
-        """Called before a resumed run starts to train."""
+        """Prepare the trainer before a resumed run starts to train."""
         trainer = self._trainer
         fit, epochs = trainer.fit_loop, trainer.fit_loop.epoch_loop
         device = trainer.strategy.root_device
@@ -269,7 +269,7 @@ def _left(fit: dict[str, Any], stage: str | None, going_on: bool) -> str | None:
     """Change the counters to a position between batches or epochs. Return what is left to do there.
 
     Args:
-        stage: Where it was saved. None: an older version, or Lightning, saved the checkpoint.
+        stage: Where the checkpoint was saved. None: Lightning, or an older version of ckptkit, saved it.
         going_on: Whether the run has a `max_steps` that it has not reached.
     """
     epoch, progress = fit["epoch_progress"], fit["epoch_loop.batch_progress"]

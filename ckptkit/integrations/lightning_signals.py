@@ -21,9 +21,9 @@ class StopSignal:
     """Replaces the handler for SIGTERM that the Trainer installs while it runs. All ranks must create it together.
 
     Lightning's handler takes part in a broadcast, wherever the rank is. Unless all ranks receive the signal at the same
-    place of the training, they hang. This one only notes the signal. The ranks agree between two batches, where
-    all of them stop as Lightning does. In the same way, it delays the handler with which Lightning saves and requeues a
-    Slurm job.
+    place of the training, they hang. The handler installed here only notes the signal. Between two batches, the ranks
+    agree to stop, and all of them stop as Lightning does. The handler with which Lightning saves and requeues a Slurm
+    job is delayed in the same way.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -69,9 +69,10 @@ class StopSignal:
         self._validates_together = None not in counts and all(count == counts[0] for count in counts)
 
     def in_validation(self) -> None:
-        """Stop like `after_batch`, if all ranks have the same number of batches and the weights being trained.
+        """Stop like `after_batch`, if all ranks have the same number of batches.
 
-        If not, they stop after the validation.
+        If the numbers differ, or a rank's model does not have the weights being trained, the ranks stop after the
+        validation.
         """
         if self._validates_together and self._votes.any(self._received):
             replaced = FitPosition.of(self._trainer).weights_are_replaced()

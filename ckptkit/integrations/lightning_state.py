@@ -418,7 +418,7 @@ def _plain(value: Any, path: str, texts: list[str]) -> Any:
 
 
 def _taken_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Remove the dataloaders' state, which is per rank, from the loops, whose other state is shared. Return it."""
+    """Remove the dataloaders' state from the loops' state, and return it. Only this part differs between ranks."""
     try:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
     except (KeyError, TypeError):

@@ -61,8 +61,8 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     """Trains a LightningModule with FSDP2, on any device, and checkpoints it with ckptkit's storage and commit.
 
     Shards each child of the LightningModule that has parameters, unless `configure_model` has already done so. Resumes
-    checkpoints, including those from Lightning's own strategies, on any number of ranks. On the same number, training
-    continues bit-identically.
+    checkpoints, including those from Lightning's own strategies, on any number of ranks. On the same number of
+    ranks, training continues bit-identically.
 
     Args:
         data_parallel_size, tensor_parallel_size, context_parallel_size: Numbers of ranks. If one is "auto", it is
@@ -73,10 +73,10 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         data_sampler: Its `transform_dataloader` is applied to every dataloader.
         checkpoint_io: Receives full tensors on rank 0. If None, every rank writes its own part.
         mp_policy, mixed_precision: torch's precision policy, for FSDP2 or FSDP1; overrides the Trainer's `precision`.
-        parallelize_fn: Replaces our function. It is called once, with the LightningModule's `model` and those
-            of `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan` and `tp_shard_plan` that it accepts.
+        parallelize_fn: Replaces our function. It is called once, with the LightningModule's `model` and those of the
+            arguments `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan`, `tp_shard_plan` that it accepts.
         use_hf_tp_plan, custom_tp_plan: Use a transformers model's own tensor-parallel plan, or a custom one.
-        auto_wrap_policy, activation_checkpointing_policy: A set of module classes, or FSDP1's callable.
+        auto_wrap_policy, activation_checkpointing_policy: Select the modules: a set of classes, or FSDP1's callable.
         activation_checkpointing: Lightning's old name for activation_checkpointing_policy.
         sharding_strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD, in any spelling.
         state_dict_type: "sharded", "full" or "local".

@@ -33,7 +33,7 @@ from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, Usa
 
 
 class _Manager:
-    """The base class of torchtitan's managers, as far as it is needed here, for versions that have no such class."""
+    """Replaces the base class of torchtitan's managers in versions that have no such class."""
 
     enable: bool
     save_future: Any
@@ -124,8 +124,8 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
         options: Passed to `CheckpointManager`: `retention` (replaces `keep_latest_k`), `storage_options`, ...
 
     Raises:
-        UsageError: The config uses an unsupported feature (Hugging Face formats, or `export_dtype` to cast) or contains
-            an unknown field, or torchft is enabled.
+        UsageError: The config uses an unsupported feature (Hugging Face formats, or an `export_dtype` that casts) or
+            contains an unknown field, or torchft is enabled.
     """
 
     if hasattr(_Base, "Config"):
@@ -250,7 +250,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
         except CheckpointMismatchError as error:
             if not isinstance(state.optimizer, dict):
                 raise
-            # torchtitan's own checkpoints store all optimizers as one. So do our older ones of several stages.
+            # torchtitan's own checkpoints store all optimizers as one. So do our older checkpoints of several stages.
             state.optimizer = _joined(self._optimizers)
             try:
                 return self.manager.load(state, which, **options)
@@ -300,8 +300,9 @@ def _joined(optimizers: list[Any]) -> Any:
 
 
 class _ByDataRank:
-    """torchtitan's dataloader, whose state names the data-parallel rank that it belongs to. The state loads on any mesh
-    with as many data-parallel ranks, even if these have different global ranks.
+    """Wraps torchtitan's dataloader, whose state names the data-parallel rank that it belongs to.
+
+    The state loads on any mesh with as many data-parallel ranks, even if these have different global ranks.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -341,7 +342,7 @@ class _OneOptimizer:
         return [group for optimizer in self.inner_optimizers for group in optimizer.param_groups]
 
     def lend_state(self) -> AbstractContextManager[Mapping[int, Any]]:
-        """Return a block without effect, because the optimizers keep their states."""
+        """Return a context that does nothing, because the optimizers keep their states."""
         return nullcontext({})
 
     def state_dict(self) -> dict[str, Any]:

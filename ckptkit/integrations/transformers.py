@@ -36,13 +36,13 @@ from ckptkit.formats.own.record import checkpoint_name
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers' types are not followed
     """Saves model, optimizer, scheduler, random state and the Trainer's own state. Resumes from the newest checkpoint.
 
-    Saves when the Trainer would (`save_strategy`), and every `save_steps`. `save_total_limit` and
+    Saves when the Trainer would (`save_strategy`), and every `save_steps` steps. `save_total_limit` and
     `load_best_model_at_end` keep their meaning.
 
     At the start of training, loads the newest committed checkpoint, on any number of ranks. If `url` has none, loads
     the newest checkpoint that a Trainer saved there. The Trainer then skips the batches already seen, as usual.
     `train(resume_from_checkpoint=...)` works too: True requires a checkpoint (ckptkit's or the Trainer's), False starts
-    a new run, and a path names a Trainer checkpoint.
+    a new run, and a path loads that Trainer checkpoint.
 
     At the end of training, exports the model (or a PEFT model's adapter) for `from_pretrained`. All ranks need the
     callback. Plain, DDP and FSDP2 models are supported.
@@ -145,7 +145,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             raise UsageError("CheckpointCallback does nothing until it is attached: callback.attach(trainer).")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Request a save every `save_steps`."""
+        """Request a save every `save_steps` steps."""
         if self.save_steps and state.global_step % self.save_steps == 0:
             control.should_save = True
         return control

@@ -1,7 +1,8 @@
 """Declares that a rank's tensors are parts of global tensors: an expert-parallel rank's experts, for example.
 
-Captures and loads view such a tensor as a DTensor. Its mesh combines the declared mesh with the tensor's own mesh, if
-it has one. Saves, loads and exports then treat it like any DTensor, and it loads on any other mesh.
+Captures and loads view such a tensor as a DTensor. The DTensor's mesh combines the declared mesh with the
+tensor's own mesh, if there is one. Saves, loads and exports then treat the tensor like any DTensor, and it loads on any
+other mesh.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Describes this rank's part of a tensor: its boxes in the full tensor, and which ranks have replicas."""
+"""Describes this rank's part of a tensor: its boxes (blocks of the full tensor), and which ranks have replicas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """The sharding of a tensor over ranks."""
+    """Describes how a tensor is sharded over ranks."""
 
     mesh_shape: tuple[int, ...]  # the device mesh's shape, outermost dimension first
     mesh_names: tuple[str, ...]  # the names of the mesh's dimensions
@@ -66,7 +66,7 @@ class ShardLayout:
 
 @dataclass(frozen=True, slots=True)
 class PartView:
-    """This rank's part of one tensor."""
+    """Describes this rank's part of one tensor."""
 
     key: str  # name in the checkpoint
     shape: tuple[int, ...]  # the full tensor's shape

@@ -67,7 +67,7 @@ _GROUP_NAMES = frozenset({"params", "param_names"})
 
 @dataclass(frozen=True, slots=True)
 class CapturedOptimizer:
-    """An optimizer's captured state.
+    """Holds an optimizer's captured state.
 
     Attributes:
         tree: JSON with these keys. "param_groups": the groups, each with "params", a list of FQNs. "values": non-tensor
@@ -214,9 +214,9 @@ def capture_optimizer(
 
 
 def _container(state: Any, what: str) -> JSON:
-    """Return the tree of a dict of the class of a parameter's state, with its keys in order and null values.
+    """Return a tree that records the class of a parameter's state dict, and its keys in order, with null values.
 
-    The tree of a plain dict is {}.
+    If the class is dict, return {}.
 
     Raises:
         SaveError: A load could not create a dict of this class.
@@ -306,7 +306,7 @@ def memory_order(state: torch.Tensor, parameter: torch.Tensor) -> list[int] | No
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return what two tensors have in common only if they are one: their elements, in one memory."""
+    """Return a value that is equal for two tensors only if they are one: the same elements in the same memory."""
     local = in_one_memory(tensor)
     if local is None:
         return id(tensor)
@@ -315,7 +315,7 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 def _check_names(table: Mapping[Any, Any], what: str) -> None:
-    """Raise SaveError if a key is not a string. It would be loaded as one, and the optimizer would not find it."""
+    """Raise SaveError if a key is not a string. A load would turn it into one, and the optimizer would not find it."""
     others = [key for key in table if type(key) is not str]
     if others:
         raise SaveError(f"{what} has the key {others[0]!r:.80}, which is not a string. Use a string.")
@@ -350,12 +350,12 @@ def refuse_hidden(
 
 
 def _called_before_save(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str) -> Any:
-    """Run the optimizer's own code that may update its state, and that of the optimizers which it combines.
+    """Run the code with which an optimizer, and those that it combines, may update their state before a save.
 
     Returns the result of `own_state_dict`.
 
     Raises:
-        SaveError: One that it combines has state that would not be saved.
+        SaveError: A combined optimizer has state that would not be saved.
     """
     before_state_dict(optimizer)
     if getattr(optimizer, "master_state_name", None) is not None:
@@ -376,7 +376,7 @@ def _called_before_save(optimizer: Any, parameters: Mapping[str, torch.Tensor], 
 
 
 def inner_optimizers(optimizer: Any) -> Sequence[Any]:
-    """Return the optimizers that one of ckptkit's own combines. Its `lend_state` gives them their state for a while."""
+    """Return the optimizers that an optimizer of ckptkit combines. Its `lend_state` lends them their state."""
     found: Sequence[Any] = optimizer.inner_optimizers if hasattr(optimizer, "lend_state") else ()
     return found
 
@@ -389,10 +389,10 @@ def with_inner(optimizer: Any) -> Iterator[Any]:
 
 
 def own_state_dict(optimizer: Any, what: str) -> Any:
-    """Return what an overridden or hooked `state_dict` returns; None for torch's and ckptkit's, which have only state
-    and groups.
+    """Return what the optimizer's `state_dict` returns; None if it is torch's or ckptkit's and has no hooks.
 
-    Call it before the state is read, because the method may update the state.
+    torch's and ckptkit's methods return only state and groups. Call this before the state is read, because the method
+    may update the state.
 
     Raises:
         SaveError: The method does not return a dict like torch's.
@@ -610,7 +610,7 @@ def new_paged(
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTree:
-    """An optimizer's validated JSON; see `CapturedOptimizer.tree`."""
+    """Holds an optimizer's validated JSON; see `CapturedOptimizer.tree`."""
 
     param_groups: list[dict[str, JSON]]
     values: dict[str, dict[str, JSON]]
@@ -685,7 +685,7 @@ class OptimizerTree:
         """Return the tree with another name for a parameter.
 
         Args:
-            old, new: The old and the new beginning of the keys of the parameter's states.
+            old, new: What the keys of the parameter's states begin with, before and after the change.
         """
         groups = [
             {**group, "params": [name if item == fqn else item for item in group["params"]]}
@@ -714,7 +714,7 @@ def _is_list_of(value: Any, kind: type) -> bool:
 
 @dataclass(slots=True)
 class GroupChanges:
-    """The planned changes to the param groups."""
+    """Holds the planned changes to the param groups."""
 
     settings: list[dict[str, Any]]  # the new settings for each live group
     order: list[int | None] = field(default_factory=list)  # the saved group of each live one
@@ -828,8 +828,8 @@ def _group_settings(
 def _fits(live: Any, value: Any) -> bool:
     """Return whether a saved setting can replace the live one.
 
-    A number, possibly in a tensor, can replace a number. A tensor can replace one whose dtype holds the same values. A
-    sequence can replace one of equal length. Other values are not checked.
+    A number, possibly in a tensor, can replace a number. A tensor can replace one of the same shape whose
+    dtype can hold its values. A sequence can replace one of equal length. Other values are not checked.
     """
     import torch
 
@@ -955,7 +955,7 @@ def finish_load(optimizer: Any, added: Mapping[str, Any] | None = None) -> None:
     """Call the optimizer's own `load_state_dict` or its hooks, so that the optimizer updates its derived values.
 
     An optimizer class may clear a cache there, or set a counter. Its method calls torch's, which casts states and
-    replaces the tensors in groups, so put the restored values back. Optimizers that this one combines come first.
+    replaces the tensors in groups, so this puts the restored values back. Optimizers that this one combines come first.
 
     Args:
         added: What its own `state_dict` added to state and groups.

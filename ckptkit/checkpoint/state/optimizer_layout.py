@@ -61,8 +61,8 @@ def layouts(cut: Mapping[str, ShardLayout]) -> list[Any]:
 def places(cut: Mapping[str, ShardLayout], rank: int) -> list[Any]:
     """Return the distinct places of a rank in the meshes that shard parameters, as JSON.
 
-    Each is a list of [mesh size, placement, coordinate], for the mesh dimensions that split the parameter. If these are
-    equal, the rank has the same shards.
+    Each is a list of [mesh size, placement, coordinate], for the mesh dimensions that split the parameter. If a
+    rank has the same places in the saved job and in this one, it has the same shards.
     """
     found = set()
     for one in cut.values():

@@ -1,4 +1,4 @@
-"""Captures and restores one rank's random number generators: Python, numpy, torch on the CPU and on the rank's GPU."""
+"""Captures and restores one rank's random number generators: Python's, numpy's, and torch's for the CPU and the GPU."""
 
 from __future__ import annotations
 

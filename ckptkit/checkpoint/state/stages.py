@@ -12,7 +12,7 @@ from ckptkit.errors import UsageError
 
 
 class Stages(nn.Module):
-    """The union of modules, each with a different part of one model's names. Does not change the modules."""
+    """Presents several stages of a model as one module, under the model's names. Does not change the stages."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()

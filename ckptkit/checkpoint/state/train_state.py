@@ -125,7 +125,7 @@ def clear_half_loaded(objects: Iterable[object]) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """Everything that a run needs to resume. A save reads the objects in the fields; a load fills them in place.
+    """Holds everything that a run needs to resume. A save reads the objects in the fields; a load fills them in place.
 
     Attributes:
         model: A module, or several by name: {"actor": a, "critic": c}. A list contains one model's pipeline stages on
@@ -225,7 +225,7 @@ def section(kind: str, name: str) -> str:
 
 @dataclass(slots=True)
 class Captured:
-    """A captured training state: JSON, and named tensors that share memory with the live ones."""
+    """Holds a captured training state: JSON, and named tensors that share memory with the live ones."""
 
     models: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # tensors by section and FQN
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)  # by section: tied weight -> stored FQN

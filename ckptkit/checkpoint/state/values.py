@@ -168,7 +168,11 @@ class _Encoder:
 
 
 def described(value: torch.Tensor, tree: JSON, path: str) -> JSON:
-    """Return `tree`, the tree of a tensor's values, extended by what else the tensor has. `path`: as for `encode`."""
+    """Return `tree`, a tensor's encoded values, extended by `requires_grad`, attributes, and whether it is a parameter.
+
+    Args:
+        path: As for `encode`.
+    """
     import torch
 
     if isinstance(value, torch.nn.Parameter):
@@ -231,7 +235,7 @@ _is_meta = operator.attrgetter("is_meta")
 
 
 def is_more(value: torch.Tensor) -> bool:
-    """Return whether a tensor of torch's own classes is more than its values; see `described`."""
+    """Return whether `described` would add something to the values of a tensor of torch's own classes."""
     return value.requires_grad or _is_parameter(value) or (bool(vars(value)) and bool(attributes_of(value)))
 
 

@@ -57,7 +57,7 @@ def shared_views(memory: Mapping[View, int], same: Iterable[Sequence[str]]) -> l
 
 
 def separated(groups: Iterable[Sequence[View]], memory: Mapping[View, int]) -> list[list[str]]:
-    """Return the names of the tensors in each group that are in several allocations now."""
+    """Return, for each group that is now spread over several allocations, the names of its tensors."""
     here = ([view for view in group if view in memory] for group in groups)
     return [[".".join(filter(None, view)) for view in group] for group in here if len({memory[v] for v in group}) > 1]
 
