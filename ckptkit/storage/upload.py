@@ -25,8 +25,8 @@ _TIMES = 3  # most attempts to send an object, if the store keeps losing the upl
 class PartWriter:
     """Splits a stream of writes into parts. Sends several at once, or one by one if the store needs them in order.
 
-    `write` copies its data. `Connection.upload` limits the memory of the parts in flight. `lend` does not copy. If the
-    store loses an upload whose data was all lent, the data is sent again.
+    `write` copies its data; `lend` does not. `Connection.upload` limits the memory of the parts in flight. If the store
+    loses an upload whose data was all lent, the data is sent again.
 
     If a part fails, the next write, or `finish`, raises its error. Only one thread may use a writer.
 

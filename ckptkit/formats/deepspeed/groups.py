@@ -27,7 +27,7 @@ from ckptkit.storage import Store
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """One parameter group of ZeRO-1/2, or one of ZeRO-3's subgroups, into which it splits large parameter groups.
+    """One parameter group of ZeRO-1/2, or one of the subgroups into which ZeRO-3 splits large parameter groups.
 
     Attributes:
         params: Names and shapes, in flat order.

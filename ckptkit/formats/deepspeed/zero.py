@@ -191,7 +191,7 @@ def _add_plain(
 ) -> Mapping[str, Joined]:
     """Add the optimizer of a job without ZeRO, and return its fp32 masters by parameter.
 
-    DeepSpeed stores them in the model file: torch's optimizer state, and full masters in parameter group order
+    DeepSpeed stores both in the model file: torch's optimizer state, and full masters in parameter group order
     (deepspeed/runtime/fp16/unfused_optimizer.py). State that can't be read, such as a fused optimizer's concatenated
     state, is noted.
     """
