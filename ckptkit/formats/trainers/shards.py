@@ -1,7 +1,7 @@
 """Converts DTensor placements to boxes, that is, to a local part's position in the full tensor. Does not need torch.
 
 Placements are applied one mesh dimension at a time. The rows in each tensor dimension are a list of runs. `Shard` takes
-one chunk of them (ceil(n / parts) rows; the last chunks may be shorter or empty). `_StridedShard` first splits them
+one chunk of them (ceil(n / parts) rows; the last chunks may be shorter or empty). `_StridedShard` first splits the rows
 into `split_factor` pieces, and takes one chunk from each piece. The result is the rank's rows, in the order of its
 local tensor.
 """
