@@ -26,7 +26,7 @@ Offload = Literal["none", "params", "optimizer"]
 
 
 class ShardingStrategy(str, enum.Enum):
-    """How parameters are sharded over the data-parallel ranks. The names are FSDP1's."""
+    """Selects how parameters are sharded over the data-parallel ranks. The names are FSDP1's."""
 
     FULL_SHARD = "FULL_SHARD"  # 1-D mesh; parameters are freed after forward (ZeRO-3)
     SHARD_GRAD_OP = "SHARD_GRAD_OP"  # 1-D mesh; parameters stay until backward is done (ZeRO-2)
@@ -46,7 +46,7 @@ class ShardingStrategy(str, enum.Enum):
 
 
 class WrapPolicy(str, enum.Enum):
-    """How modules are chosen to become units. A unit's parameters are gathered and freed together."""
+    """Selects how modules are chosen to become units. A unit's parameters are gathered and freed together."""
 
     AUTO = "AUTO"  # the block classes named by the model, otherwise the elements of its ModuleLists
     TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"  # modules of the classes in `transformer_layer_cls`
@@ -56,7 +56,7 @@ class WrapPolicy(str, enum.Enum):
 
 
 class BackwardPrefetch(str, enum.Enum):
-    """When backward gathers the next unit."""
+    """Selects when backward gathers the next unit."""
 
     BACKWARD_PRE = "BACKWARD_PRE"  # FSDP2's default: before the current unit computes
     BACKWARD_POST = "BACKWARD_POST"  # not in FSDP2: accepted with a warning, then treated as BACKWARD_PRE

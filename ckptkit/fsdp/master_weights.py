@@ -382,7 +382,7 @@ class _Loan:
 
 
 def _lend_gradients(loans: Sequence[_Loan], factor: float, part: Callable[[Any], Any]) -> None:
-    """Give all masters their gradients in fp32. Those in another dtype are cast with one buffer and one kernel."""
+    """Give all masters their gradients in fp32. Cast gradients of other dtypes with one buffer and one kernel."""
     have = []
     for loan in loans:
         gradient = loan.parameter.grad

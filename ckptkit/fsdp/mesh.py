@@ -77,7 +77,7 @@ class ParallelPlan:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMesh:
-    """A plan and its meshes.
+    """Holds a plan and its meshes.
 
     Attributes:
         root: The mesh with all dimensions of the plan; cp is part of "shard".

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's types are not followed
-    """A Lightning ModelCheckpoint that saves through a CheckpointManager and rotates by a RetentionPolicy.
+    """Works like Lightning's ModelCheckpoint, but saves through a CheckpointManager and rotates by a RetentionPolicy.
 
     Lightning decides when to save and under which name, and handles `monitor` and `save_last`. The policy decides what
     to delete. By default it keeps the newest checkpoint and the best `save_top_k` by `monitor`. Without `monitor` it

@@ -187,7 +187,7 @@ def _parts(
 def boxes_of(
     shape: tuple[int, ...], layout: ShardLayout | None, rank: int, local_shape: tuple[int, ...] | None
 ) -> tuple[Box, ...]:
-    """Return the boxes that `rank` has if a tensor has this layout."""
+    """Return the boxes that `rank` has of a tensor with this layout."""
     if layout is None:
         return (Box.whole(shape),)
     return tuple(part.box for part in _parts(shape, layout, rank, local_shape))

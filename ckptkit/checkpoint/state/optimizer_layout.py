@@ -151,7 +151,7 @@ def held_by_any(
 
 
 def placed_whole(parameters: Iterable[torch.Tensor], held: Held | None, whole: torch.Tensor) -> torch.Tensor:
-    """Return a state that belongs to no parameter, placed as it is held. `whole` has all its values."""
+    """Return a state that belongs to no parameter, with the placement of `held`. `whole` has all its values."""
     made: torch.Tensor | None = held_by_any(parameters, held, whole.dtype, tuple(whole.shape))
     if made is None:
         return whole

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class StateDictType(str, enum.Enum):
-    """The ways in which a checkpoint stores tensors.
+    """Selects how a checkpoint stores tensors.
 
     Attributes:
         FULL: Full tensors in safetensors files; `from_pretrained` can load the model.
@@ -254,7 +254,7 @@ class Captured:
             yield key, key, self.loose, key
 
     def tensors(self, *, aliases: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor with its key in the checkpoint; with `aliases`, tied weights under each of their names."""
+        """Yield every tensor with its checkpoint key. With `aliases`, yield a tied weight under each of its names."""
         return ((key, table[name]) for key, shared, table, name in self.places() if aliases or key == shared)
 
     def add_own(self, key: str, value: Any) -> None:

@@ -17,7 +17,7 @@ The FQN is "" for other state ("shared.count") and settings ("param_groups.0.lr"
 
 
 def memories(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[View, int]:
-    """Return the address of the allocation in which each tensor is.
+    """Return, for each tensor, the address of its allocation.
 
     Omits empty tensors and those that do not keep their values in one allocation.
     """
