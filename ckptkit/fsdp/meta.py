@@ -49,7 +49,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
         for name, tensor in _named(model):
             if name in real:
                 tensor.copy_(real[name])
-    mark_without_values(tensor for name, tensor in _named(model) if name in empty)
+    mark_without_values(model, (tensor for name, tensor in _named(model) if name in empty))
     restore_buffers(model)
 
 

@@ -99,9 +99,9 @@ ALONE: dict[str, tuple[Callable[[str, bool], Any], str]] = {
     "no thread": (_no_thread, ""),
     "save_ckpt without values": (
         lambda url, alone: FSDPStrategy().save_ckpt(_model(alone), url, step=1),
-        "never given values",
+        "no values to save",
     ),
-    "save_model without values": (lambda url, alone: save_hf(_model(alone), f"{url}/hf"), "never given values"),
+    "save_model without values": (lambda url, alone: save_hf(_model(alone), f"{url}/hf"), "no values to save"),
     "prepare_model with a policy": (lambda url, alone: _prepared(alone), "no.such.module"),
     "load_hf without files": (_load_hf, "safetensors"),
     "load_ckpt between two backward passes": (_waiting_backward, "have not been used by a step"),

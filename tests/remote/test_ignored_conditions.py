@@ -16,7 +16,7 @@ from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
 from ckptkit.storage.lock import STATE_DIRECTORY, acquire_lease
 from ckptkit.storage.objects import RemoteStore
-from ckptkit.storage.owner import this_process
+from ckptkit.storage.owner import owner_json
 from ckptkit.storage.publish import stage
 from tests.remote.runs import Options, loads, save, state_of
 from tests.storage.proxy import Proxy, Reply
@@ -92,9 +92,9 @@ def test_a_commit_record_replaced_at_once_is_not_reported_as_saved(
 
 
 def test_two_jobs_that_take_the_lease_at_once_get_an_error(options: Options, s3: Options, url: str) -> None:
-    lease = acquire_lease(open_store(url, storage_options=options))
-    body = {"nonce": "0" * 16, "beat": 0, "released": False, **this_process().to_json()}
-    open_store(url, storage_options=s3).write(lease.path, json.dumps(body).encode(), overwrite=True)
+    lease, root = acquire_lease(open_store(url, storage_options=options)), open_store(url, storage_options=s3)
+    body = {"nonce": "0" * 16, "beat": 0, "released": False, **owner_json(root)}
+    root.write(lease.path, json.dumps(body).encode(), overwrite=True)
     assert lease.path.startswith(STATE_DIRECTORY)
     with pytest.raises(LeaseHeldError, match="took the lease at the same time") as caught:
         lease.check()
@@ -106,7 +106,7 @@ def test_the_first_of_two_writers_with_the_same_owner_file_publishes_nothing(
 ) -> None:
     root = open_store(url, storage_options=s3)
     names = {"data": 4, "index.json": -1}
-    body = {"nonce": "0" * 16, "leased": False, **this_process().to_json()}
+    body = {"nonce": "0" * 16, "leased": False, **owner_json(root)}
     with (
         pytest.raises(StorageError, match="another process has taken it over"),
         stage(url, last=["index.json"], names=names, storage_options=options) as store,

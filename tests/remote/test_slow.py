@@ -20,7 +20,7 @@ from ckptkit.storage import open_store
 from ckptkit.storage.connection import READS
 from ckptkit.storage.lock import STATE_DIRECTORY, TTL_S, _held_leases
 from ckptkit.storage.objects import RemoteStore
-from ckptkit.storage.owner import this_process
+from ckptkit.storage.owner import owner_json
 from ckptkit.storage.publish import stage
 from ckptkit.storage.retry import Patience, SilenceError, call_with_retries, patiently, silences
 from ckptkit.storage.s3 import S3Api
@@ -373,7 +373,7 @@ def test_a_commit_record_is_not_retried_after_the_lease_is_lost(
         if tries == 1:  # the store was out of reach for so long that another job took over, and cleaned up
             (ours,) = (lease for lease in list(_held_leases.values()) if lease.root.url == url)
             ours._renewed -= TTL_S
-            theirs = {"nonce": "0" * 16, "beat": 0, "released": True, **this_process().to_json()}
+            theirs = {"nonce": "0" * 16, "beat": 0, "released": True, **owner_json(root)}
             root.write(f"{STATE_DIRECTORY}/lease-00000002.json", json.dumps(theirs).encode())
             root.delete_tree("step_00000001")
         return "503" if tries == 1 else "pass"

@@ -15,42 +15,52 @@ _NEVER_FILLED = (
     "was built on the meta device and never given values. Load a checkpoint, or call load_hf or reset_parameters"
 )
 
-# By id, because tensors compare element by element: the tensor, and its version when it was marked.
-_marked: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+# The version of each tensor when it was marked, by id: tensors compare element by element, and `Module.to` refuses to
+# change tensors that have weak references.
+_marked: dict[int, int] = {}
 
 
-def mark_without_values(tensors: Iterable[torch.Tensor]) -> None:
-    """Remember that these tensors have no values yet. Floats become NaN, so that a run on them can't go unnoticed."""
+def mark_without_values(model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> None:
+    """Remember, while `model` exists, that these tensors of it have no values yet.
+
+    Floats become NaN, so that a run on them can't go unnoticed.
+    """
     import torch
 
+    ids = []
     for tensor in tensors:
-        key, local = id(tensor), local_part(tensor).detach()
+        local = local_part(tensor).detach()
         if type(local) is torch.Tensor and _can_be_nan(local):
             local.fill_(torch.nan)
-        found = weakref.ref(tensor, lambda _, key=key: _marked.pop(key, None))  # type: ignore[misc]
-        _marked[key] = found, _version(tensor)
+        _marked[id(tensor)] = _version(tensor)
+        ids.append(id(tensor))
+    weakref.finalize(model, _forget, ids).atexit = False
 
 
 def mark_filled(tensors: Iterable[torch.Tensor]) -> None:
     """Remember that these tensors have values now. Needed only for writes to their memory that torch does not count."""
     if _marked:
-        for tensor in tensors:
-            _marked.pop(id(tensor), None)
+        _forget(map(id, tensors))
 
 
 def never_filled(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return why the marked tensors can't be saved, by name."""
-    return {name: _NEVER_FILLED for name, tensor in tensors.items() if without_values(tensor)} if _marked else {}
+    empty = [name for name, tensor in tensors.items() if id(tensor) in _marked and without_values(tensor)]
+    return dict.fromkeys(empty, _NEVER_FILLED)
 
 
 def without_values(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is on the meta device, or was marked and nothing has been written to it since."""
-    found = _marked.get(id(tensor))
-    if found is None or found[0]() is not tensor or found[1] != _version(tensor):
+    if id(tensor) not in _marked or _marked[id(tensor)] != _version(tensor):
         return tensor.is_meta
     local = local_part(tensor).detach()
     # A write through `.data` does not change the version, but it replaces the NaN.
     return bool(local.numel()) and (not _can_be_nan(local) or bool(local.flatten()[0].isnan()))
+
+
+def _forget(ids: Iterable[int]) -> None:
+    for key in ids:
+        _marked.pop(key, None)
 
 
 def _can_be_nan(tensor: torch.Tensor) -> bool:
