@@ -104,7 +104,8 @@ def conv(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float) -> Te
 def experts(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, count: int, in_first: bool) -> Tensor:
     """Return W plus scale * (B @ A) for each of `count` experts stacked in one parameter. Inputs: A, B.
 
-    Rows are experts. `in_first`: whether the parameter is [experts, in, out] rather than [experts, out, in].
+    Each row of the parameter is one expert's matrix. `in_first`: whether the parameter is [experts, in, out] rather
+    than [experts, out, in].
     """
     import torch
 

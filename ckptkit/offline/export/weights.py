@@ -248,7 +248,7 @@ def choose_weights(
 def _lower_bits(catalog: Catalog, weights: str, dtype: str) -> dict[str, TensorEntry]:
     """Return the lower bits of fp32 weights that flashoptim keeps in its state, by the weight's name in the catalog.
 
-    Return {} if there are none, or if they are not needed: for "auto", only a cast needs them.
+    Return {} if there are none, or if they are not needed: with `weights="auto"`, only a cast needs them.
     """
     if weights not in ("auto", "master"):
         return {}

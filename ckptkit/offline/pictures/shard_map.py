@@ -29,7 +29,7 @@ def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
 
 
 def shard_maps(entries: Iterable[TensorEntry], *, when: str = "") -> list[Panel]:
-    """Return the bytes per rank if there are several ranks, then one map per role. Only the model's map is unfolded.
+    """Return one map per role; with several ranks, the bytes per rank come first. Only the model's map is unfolded.
 
     Layers with the same sharding share a bar, and so do a parameter's moments. If there are still too many bars, the
     shortest are omitted, and the explanation says how many tensors are drawn.
