@@ -208,7 +208,11 @@ def load_shards(url: str, shards: list[int], options: dict[str, Any]) -> Any:
     return state.dataloader.position, state.extra["mine"].value.position
 
 
-@pytest.mark.parametrize("options", [{}, {"per_rank_on_resize": "keep"}, {"per_rank_on_resize": spread}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"per_rank_on_resize": "keep"}, {"per_rank_on_resize": spread}],
+    ids=["default", "keep", "a function"],
+)
 def test_an_object_finds_its_own_state_among_those_of_all_ranks(
     ranks: Any, tmp_path: Path, options: dict[str, Any]
 ) -> None:
