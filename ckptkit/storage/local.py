@@ -35,6 +35,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RENAME_NOREPLACE = 1  # linux/fs.h
 _AT_FDCWD = -100
+_MAX_SCANS = 10
 _MAX_GAP = 64 << 10  # reading across a smaller gap is cheaper than another system call
 _MAX_SPAN = 8 << 20
 _SHORT = 256 << 10  # bytes; reading fewer from the page cache takes less time than starting a thread
@@ -155,20 +156,34 @@ class LocalStore(Store):
             full = self.path_of(folder)
             if full != self._top:
                 self._check_inside(full)
+            for item in self._scan(folder, full):
+                if not recursive or item.kind != "directory":
+                    found.append(item)
+                elif is_path(item.path):
+                    left.append(item.path)
+                else:  # a name with a control character or a backslash: listed, but not entered
+                    found.append(FileInfo(item.path, "other", 0, 0.0))
+        return sorted(found, key=operator.attrgetter("path"))
+
+    def _scan(self, folder: str, full: str) -> _Infos:
+        """Return what is in one directory; nothing if it does not exist.
+
+        Scans again if an entry was deleted meanwhile: its successor may have been created after the names were read.
+        Without this, a reader finds no checkpoint at all while another process saves one and deletes the one before it.
+        """
+        found: _Infos = []
+        for _ in range(_MAX_SCANS):
+            found, deleted = [], False
             with contextlib.suppress(FileNotFoundError), disk_errors(full), os.scandir(full) as entries:
                 for entry in entries:
                     name = f"{folder}/{entry.name}" if folder else entry.name
                     try:
-                        item = _file_info(name, entry.stat(follow_symlinks=False))
+                        found.append(_file_info(name, entry.stat(follow_symlinks=False)))
                     except FileNotFoundError:
-                        continue  # deleted during the scan
-                    if not recursive or item.kind != "directory":
-                        found.append(item)
-                    elif is_path(name):
-                        left.append(name)
-                    else:  # a name with a control character or a backslash: listed, but not entered
-                        found.append(FileInfo(name, "other", 0, 0.0))
-        return sorted(found, key=operator.attrgetter("path"))
+                        deleted = True
+            if not deleted:
+                break
+        return found
 
     def stat_file(self, path: str) -> os.stat_result:
         """Return the stat result of a file. If it is a link that `read` would follow, stat its target."""

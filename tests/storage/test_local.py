@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -183,3 +185,24 @@ def test_an_error_names_the_file_that_stands_where_a_directory_should_be(tmp_pat
             LocalStore(tmp_path).write(path, b"")
     with pytest.raises(FileNotFoundError, match=f"{re.escape(str(tmp_path))}/file is a file, not a directory"):
         LocalStore(tmp_path).read("file/old")
+
+
+_REPLACE = """
+import itertools, os, sys
+os.chdir(sys.argv[1])
+for step in itertools.count(1):
+    os.close(os.open(str(step), os.O_CREAT))
+    os.unlink(str(step - 1))
+"""
+
+
+def test_a_listing_is_never_empty_while_another_process_replaces_each_file_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "0").touch()
+    process = subprocess.Popen([sys.executable, "-S", "-c", _REPLACE, str(tmp_path)])
+    try:
+        while os.path.exists(tmp_path / "0"):
+            assert process.poll() is None
+        assert all(LocalStore(tmp_path).list() for _ in range(12_000))
+    finally:
+        process.kill()
+        process.wait()
