@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A plan's decoded values."""
+    """The values that a load plan's objects and settings have after decoding."""
 
     objects: list[Any]  # the new state of each of `plan.objects`
     optimizers: list[tuple[dict[str, dict[str, Any]], dict[str, Any]]]  # each: state by FQN and name, and shared state
@@ -38,10 +38,11 @@ class Decoded:
 
 
 def decode_plan(plan: LoadPlan, tensor: Callable[[str], Any], *, rank: int, world_size: int) -> Decoded:
-    """Decode all of the plan's trees, and merge the states of several ranks.
+    """Decode the saved JSON trees of a plan. Where a plan combines the states of several ranks, merge them.
 
     Args:
-        tensor: Returns the tensor for a key. Its elements may be read later, unless the plan merges states.
+        tensor: Returns the tensor for a key. The tensor's elements may be filled in later, unless the plan merges
+            states.
     """
 
     def named(key: str, tree: JSON) -> Any:
@@ -85,7 +86,7 @@ def apply_objects(state: TrainState, plan: LoadPlan, decoded: Decoded | None, re
 
 
 def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, report: LoadReport, rank: int) -> None:
-    """Finish the models, whose tensors have been read. Restore the optimizers and random number generators."""
+    """Finish the models, whose tensors were read before, and restore optimizers and random number generators."""
     import torch
 
     assert decoded is not None
@@ -120,7 +121,7 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
 
 
 def _tell_separated(plan: OptimizerPlan, weights: Mapping[str, torch.Tensor], report: LoadReport, rank: int) -> None:
-    """Report states that shared memory when they were saved, and do not now."""
+    """Report optimizer states that shared memory when they were saved, but no longer share memory after the load."""
     if not plan.views:
         return
     for names in separated(plan.views, memories(plan.optimizer, weights)):

@@ -152,7 +152,10 @@ class _RankPart:
 
     @property
     def answer(self) -> Outcome:
-        """The outcome. A ckptkit error becomes its value, so that rank 0 can combine the errors of all ranks."""
+        """Return the outcome.
+
+        Passes a ckptkit error on as a value, so that rank 0 can combine the errors of all ranks.
+        """
         known = isinstance(self.outcome.cause, CkptkitError)
         return Outcome(self.outcome.cause) if known else self.outcome
 
@@ -172,7 +175,7 @@ def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[Non
     """Wait for the checkpoint's pin at the end of the `with` block.
 
     With `sure`, also check that the checkpoint was not deleted before the pin took effect. If the block fails because
-    of the deletion, raise an error that says so instead.
+    of such a deletion, replace the error by one that names the deletion.
     """
     if ready is None:
         yield
@@ -195,9 +198,9 @@ def _shared(
 ) -> tuple[list[list[SliceCheck]], list[list[int]], dict[str, list[str]]]:
     """Combine the ranks' plans. Returns three values:
 
-    - for each rank, the slices that it checks for others;
-    - for each rank, the ranks that read the same data;
-    - the checkpoint's tensors that no rank has. (A pipeline rank has only its own stages' names.)
+    - for each rank, the slices that this rank checks for other ranks;
+    - for each rank, the ranks that read the same data as this rank;
+    - the names of saved tensors that no rank's state contains. (A pipeline rank has only its own stages' names.)
 
     Raises:
         CheckpointMismatchError: With `strict`: the checkpoint has a tensor that no rank has.
@@ -213,9 +216,10 @@ def _shared(
 
 
 def _share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
-    """Choose one rank to check each slice that ranks read only in part: the reader with the fewest bytes so far.
+    """For each slice that no rank reads completely, choose a rank to check the slice's digest.
 
-    That rank reads the whole slice and checks it before any rank uses it. Each slice is read at most one extra time.
+    The chosen rank is the reader that checks the fewest bytes so far. It reads the whole slice before any rank uses the
+    data, so each slice is read at most one extra time.
     """
     readers: dict[tuple[Any, int], list[int]] = {}
     slices: dict[tuple[Any, int], SliceCheck] = {}
@@ -234,7 +238,7 @@ def _share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceChec
 
 @contextmanager
 def _said_if_half(state: TrainState) -> Iterator[None]:
-    """If the block fails and leaves the state half loaded, add this to the error message."""
+    """If the block fails and leaves the state half loaded, say in the error message that the state is half loaded."""
     try:
         yield
     except BaseException as error:

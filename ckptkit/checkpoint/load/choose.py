@@ -135,7 +135,10 @@ class Loader:
         return None
 
     def _begin(self, state: TrainState, options: LoadOptions) -> str:
-        """Return the URL of another system's checkpoint to resume from, or "" if the run is new. Call on rank 0."""
+        """Return the URL of the checkpoint of another system from which to resume.
+
+        Returns "" if the run is new. Call on rank 0.
+        """
         self.latest()
         wanted = options.optimizer != "skip"
         other = adoptable(self.url, self.root, state, optimizer=wanted, storage_options=self.storage_options)
@@ -164,7 +167,7 @@ class Loader:
         resume: bool = False,
         origin: str | None = None,
     ) -> LoadReport:
-        """Load one checkpoint. `place` is its path in this run. If `record` is None, `place` is any URL."""
+        """Load one checkpoint. `place` is the checkpoint's path in this run or, if `record` is None, any URL."""
 
         with ExitStack() as stack:
             # Rank 0 pins the checkpoint for all ranks until every rank has finished reading.
@@ -190,9 +193,9 @@ class Loader:
     ) -> tuple[CommitRecord | None, Callable[[bool], None] | None]:
         """Pin a checkpoint on rank 0. Return its record on all ranks, and a function that waits for the pin.
 
-        On an object store, a pin takes three requests: one writes it, two confirm that it took effect. The checkpoint
-        is opened and read in the meantime. A complete read is valid; a missing file means that the checkpoint was
-        deleted.
+        On an object store, a pin takes three requests: one writes the pin, two confirm that it took effect. Meanwhile,
+        the checkpoint is already being read. If every file can be read, the result is valid. If a file is missing, the
+        checkpoint was deleted before the pin took effect.
         """
         why = "resumed from" if resume else "load"
         if chosen is None:
@@ -256,13 +259,14 @@ def load_options(options: LoadOptions | None, overrides: Mapping[str, Any]) -> L
 def adoptable(
     url: str, root: Store, state: TrainState, *, optimizer: bool = True, storage_options: Mapping[str, Any] | None
 ) -> str:
-    """Return the URL of another system's newest checkpoint in `url`, or "" if there is none to resume from.
+    """Return the URL of the newest checkpoint in `url` that another system wrote.
 
-    Ignores uncommitted ckptkit saves. Also ignores a directory of weights without a step, because a new run may start
-    from them; a log message explains how to load them.
+    Returns "" if there is none to resume from. Ignores uncommitted ckptkit saves. Also ignores a directory that
+    contains weights but no training step, because these may be the weights that a new run starts from. A log message
+    explains how to load such weights.
 
     Args:
-        optimizer: Whether the load restores optimizers. If not, weights alone are sufficient.
+        optimizer: Whether the load restores optimizers. If False, a checkpoint that contains only weights is accepted.
 
     Raises:
         CheckpointMismatchError: The checkpoint has no optimizer, but `state` has one.

@@ -12,7 +12,7 @@ from ckptkit.errors import CheckpointMismatchError
 _SHOWN = 20
 
 Sides = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Names mapped to (dtype, shape)."""
+"""Maps a tensor's name to (dtype, shape)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def _matches(rule: Sequence[str] | Callable[[str], bool], fqn: str) -> bool:
 
 @dataclass(slots=True)
 class Mismatches:
-    """Mismatches by section ("model", "optimizer", "extra.ema", ...)."""
+    """Collects mismatches by section of the state ("model", "optimizer", "extra.ema", ...)."""
 
     missing: dict[str, list[str]] = field(default_factory=dict)  # names that the checkpoint lacks
     unexpected: dict[str, list[str]] = field(default_factory=dict)  # names that the training state lacks
@@ -61,7 +61,7 @@ class Mismatches:
     others: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, kind: str, section: str, items: Iterable[str]) -> None:
-        """Add items to a section's list `kind`."""
+        """Add items to the list of mismatches that has the name `kind` in a section."""
         found = list(items)
         if found:
             getattr(self, kind).setdefault(section, []).extend(found)
@@ -69,8 +69,8 @@ class Mismatches:
     def check(self, url: str, *, strict: bool, elsewhere: bool = False) -> None:
         """Raise if there are mismatches. With strict=False, missing and unexpected names are accepted.
 
-        Args:
-            elsewhere: If unexpected names are the only mismatches, accept them, because other ranks may have them.
+                Args:
+        elsewhere: Accept unexpected names if there are no other mismatches, because other ranks may have them.
         """
         kinds = {"with another shape": self.shapes, "with another dtype": self.dtypes, "incompatible": self.others}
         if strict:
@@ -96,12 +96,15 @@ class Mismatches:
             )
 
     def everything(self, kind: str) -> list[str]:
-        """Return the items in all lists `kind`, as "section.item"."""
+        """Return the mismatches of one kind in all sections, as "section.item"."""
         return [f"{section}.{item}" for section, items in getattr(self, kind).items() for item in items]
 
 
 def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """Return, by section, the names that are in all tables. Descriptions ("NAME (why)") need to be in only one."""
+    """Return, by section, the names that all tables contain.
+
+    An entry that explains its name, as in "NAME (why)", is returned even if only one table contains it.
+    """
     found: dict[str, list[str]] = {}
     for section in dict.fromkeys(section for table in tables for section in table):
         counts = Counter(item for table in tables for item in set(table.get(section, ())))
@@ -113,7 +116,10 @@ def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]
 
 
 def match_tensors(found: Mismatches, section: str, wanted: Sides, saved: Sides, *, convert_dtype: bool) -> list[str]:
-    """Return the names that match, and add the mismatches to `found`."""
+    """Compare wanted tensors with saved ones.
+
+    Return the names of those that match, and add all mismatches to `found`.
+    """
     found.add("missing", section, (name for name in wanted if name not in saved))
     found.add("unexpected", section, (name for name in saved if name not in wanted))
     good = []

@@ -48,9 +48,9 @@ _ADAPTER = re.compile(
 
 
 def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
-    """Return the catalog with the optimizer, scheduler and random-state files that lie next to the weights.
+    """Return the catalog, extended by the optimizer, scheduler and random-state files in the directory of the weights.
 
-    Return the catalog unchanged if it already has an optimizer.
+    A catalog that already contains an optimizer is returned unchanged.
     """
     if not catalog.info.format.startswith("safetensors") and catalog.info.format not in ("torch", "hf"):
         return catalog
@@ -76,7 +76,7 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
 
 
 def _schedulers(values: Mapping[str, Any]) -> list[Any]:
-    """Return the saved schedulers' states, in order."""
+    """Return the states of all saved schedulers, in the order in which they were saved."""
     for holder in (values, values.get("meta")):  # Lightning stores them at the top level, or in meta.pt
         listed = holder.get("lr_schedulers") if isinstance(holder, Mapping) else None
         if isinstance(listed, (list, tuple)):
@@ -95,7 +95,7 @@ def _schedulers(values: Mapping[str, Any]) -> list[Any]:
 
 
 def _random_states(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each rank's random state, by key. Omits states that lack Python's or torch's generator."""
+    """Return the saved random states of all ranks, by key. Omits a state without Python's or torch's generator."""
     import numpy as np
     import torch
 
@@ -130,7 +130,7 @@ def _random_states(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The result of `adopt`."""
+    """Holds another system's checkpoint in the form that a load expects; see `adopt`."""
 
     catalog: Catalog  # the tensors, under ckptkit's names and with the live models' FQNs
     objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key, as in `objects.json`
@@ -143,10 +143,9 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     `extra`.
 
     FQNs in the checkpoint and in the models may differ by a prefix (a LightningModule's attribute, a wrapper). The
-    prefix that makes the most names match is added or removed. Names in PEFT's files get the name of the adapter, which
-    these files omit. Optimizers are matched by order. Settings, schedulers
-    and random state are read from where Lightning, transformers, accelerate, verl, LightRFT, DeepSpeed and torchtitan
-    store them. Other objects become `extra`.
+    prefix that makes the most names match is added or removed. PEFT's files omit the adapter's name; it is inserted.
+    Optimizers are matched by order. Settings, schedulers and random states are read from the files in which Lightning,
+    transformers, accelerate, verl, LightRFT, DeepSpeed and torchtitan store them. Other objects become `extra`.
     """
     catalog = in_parts(store, with_files_beside(catalog, store), optimizer=optimizer)
     rename, notes = _aligned(catalog, state)
@@ -214,7 +213,10 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
 def _put_extras(
     values: Mapping[str, Any], objects: dict[str, JSON], refs: dict[str, torch.Tensor], notes: list[str]
 ) -> None:
-    """Add the remaining objects as `extra.<name>`. A load restores or reports them."""
+    """Add the remaining objects as `extra.<name>`.
+
+    A load restores each of these objects, or reports that it was not used.
+    """
     for name, value in values.items():
         if value is None or _RNG_FILE.fullmatch(name) or _SCHEDULER_FILE.fullmatch(name):
             continue
@@ -257,7 +259,7 @@ def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str],
 
 
 def _adapter_names(live: Collection[str]) -> dict[str, str]:
-    """Map the names in PEFT's files to those of a live PEFT model. Omits names that several adapters have."""
+    """Map the names in PEFT's files to the names in a live PEFT model. Omits a name that fits several adapters."""
     found: dict[str, str] = {}
     shared: set[str] = set()
     for fqn in live:
@@ -271,7 +273,7 @@ def _adapter_names(live: Collection[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _LiveNames:
-    """Maps names in param groups, which may include wrapper prefixes, to live FQNs."""
+    """Maps the parameter names in saved param groups to live FQNs. The saved names may include prefixes of wrappers."""
 
     rename: Callable[[str], str]
     known: set[str]
@@ -292,7 +294,7 @@ class _LiveNames:
 
 
 def _tied(state: TrainState) -> dict[str, str]:
-    """Map each alias of a tied parameter to the name under which this job keeps the parameter's optimizer state."""
+    """Map every name of a tied parameter to the name under which this job stores the parameter's optimizer state."""
     names = parameter_names(state)
     holders = {fqn: names.get(id(tensor), fqn) for fqn, tensor in live_tensors(state).items()}
     return {fqn: holder for fqn, holder in holders.items() if holder != fqn}
@@ -302,13 +304,16 @@ def _tied(state: TrainState) -> dict[str, str]:
 
 
 def _owner(name: str) -> str | None:
-    """Return the part of a raw name before "state", "master" or "param_groups"; None if it contains none of these."""
+    """Return the part of a raw name before "state", "master" or "param_groups".
+
+    Returns None if none of these words occurs.
+    """
     found = _OWNER.match(name)
     return found[1] if found else None
 
 
 def _sections(catalog: Catalog, live: Sequence[str], url: str) -> dict[str, str]:
-    """Map the prefixes of the checkpoint's optimizers, in order, to the keys of the live optimizers."""
+    """Map the prefixes of the saved optimizers to the keys of the live optimizers, by order."""
     names = [entry.name for entry in catalog.tensors.values() if entry.role in (Role.OPTIMIZER, Role.MASTER)]
     found = {owner for name in names if (owner := _owner(name)) is not None}
     owners = sorted(found, key=lambda owner: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", owner)])
@@ -330,7 +335,7 @@ def _renamed(
     tied: Mapping[str, str],
     numbers: Mapping[str, Mapping[Any, str]],
 ) -> dict[str, TensorEntry]:
-    """Return the tensors under ckptkit's names. Omits moments that no live optimizer uses."""
+    """Return the checkpoint's tensors under the names that ckptkit uses. Omits moments that no live optimizer uses."""
     found: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():
         if entry.role is Role.MODEL:
@@ -362,9 +367,9 @@ def _state(entry: TensorEntry) -> str:
 def _flattened(
     names: Sequence[str], values: Mapping[str, Any], tensors: dict[str, TensorEntry], store: Store, catalog: Catalog
 ) -> dict[str, dict[str, Any]]:
-    """Return the state of each named object that torch's DCP stored flattened, under keys such as "train_state.step".
+    """Return the states of named objects that torch's DCP stored flattened, with keys such as "train_state.step".
 
-    Removes these states' tensors from `tensors`.
+    Removes the tensors of these states from `tensors`.
     """
     from ckptkit.formats.dcp.fill import read_whole
 
@@ -389,8 +394,8 @@ def _flattened(
 def _groups(catalog: Catalog, owner: str, read: Callable[[ObjectEntry], Any]) -> list[dict[str, Any]]:
     """Return one optimizer's param groups.
 
-    They may be one object, one object per setting, or one object per parameter and setting (torch's flattened form, as
-    in torchtitan).
+    The param groups may be saved as one object, as one object per setting, or as one object per parameter and setting
+    (torch's flattened form, which torchtitan uses).
     """
     front = f"{owner}.param_groups" if owner else "param_groups"
     whole = catalog.objects.get(front)
@@ -420,8 +425,8 @@ def _states(
 ) -> dict[str, dict[str, Any]]:
     """Return each parameter's non-tensor state, such as a step count, by live FQN.
 
-    For torch's optimizers, step counts become tensors, because these optimizers would convert them on load anyway.
-    Other optimizers keep numbers.
+    For torch's own optimizers, step counts become tensors, because those optimizers convert step counts when they load
+    them. For other optimizers, step counts stay numbers.
     """
     import torch
 
@@ -444,7 +449,7 @@ def _by_position(
 
     If the saved and the live groups have the same lengths and the shapes match, parameters are matched by order. This
     assumes that the saving job created its optimizer with the same code. Otherwise the saved parameters are matched to
-    the model's parameters by shape and order, if only one assignment is possible.
+    the model's parameters by shape and order, provided that only one assignment is possible.
     """
     params = [list(group.get("params", ())) for group in groups]
     numbers = [number for listed in params for number in listed]
@@ -483,6 +488,6 @@ def _by_position(
 def _fits(states: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     """Return whether states of these shapes can belong to a parameter of `shape`.
 
-    At least one must have the parameter's shape, possibly without one of the last two dimensions.
+    At least one state must have the parameter's shape, or this shape without one of the last two dimensions.
     """
     return not states or any(found in (shape, shape[:-1], (*shape[:-2], *shape[-1:])) for found in states)

@@ -35,12 +35,12 @@ class MappedWeights:
 def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: Mapping[str, Any]) -> MappedWeights:
     """Return the weights in `catalog` under the names that the map gives them.
 
-    What the optimizer keeps of them (fp32 masters, flashoptim's lower bits) is mapped in the same way.
+    The optimizer's more exact copies of weights (fp32 masters, flashoptim's lower bits) are mapped in the same way.
 
     Args:
-        live: The live models' tensor names. Some formats store a tied weight under only one of its names. Its other
-            name is also mapped if the result is in `live`.
-        config: The model's config, which rules may use.
+        live: The live models' tensor names. Some formats store a tied weight under only one of its names. The weight's
+            other names are mapped, too, if `live` contains the result.
+        config: The model's config, from which the map's rules may take sizes.
     """
     weights = catalog.by_role(Role.MODEL)
     if not weights:
@@ -86,13 +86,13 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
 
 
 def _kept_of(target: Target, kept: Mapping[str, TensorEntry]) -> Target | None:
-    """Return the target with what the optimizer keeps of each source in place of that source.
+    """Return the target with each source tensor replaced by the optimizer's tensor for it (fp32 master or lower bits).
 
-    A part becomes padding if the optimizer keeps no lower bits of its source, for example of an expert that it has
-    never updated. Return None if it keeps nothing of the target's sources, or only some of their fp32 masters.
+    Where the optimizer has no lower bits for a source, for example for an expert that was never updated, the target is
+    padded. Returns None if the optimizer has tensors for none of the target's sources, or fp32 masters for only some.
 
     Args:
-        kept: By source.
+        kept: The optimizer's tensors, by the name of the source tensor.
     """
     found = [kept[source] for source in target.sources if source in kept]
     if len({entry.dtype for entry in found}) != 1:
@@ -104,9 +104,7 @@ def _kept_of(target: Target, kept: Mapping[str, TensorEntry]) -> Target | None:
 
 
 def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
-    """Return targets for the names of tied weights that the checkpoint lacks. It stores such a weight under its other
-    name.
-    """
+    """Return targets for those names of tied weights under which the checkpoint stores nothing."""
     found: dict[str, Target] = {}
     for section, table in catalog.info.extra.get("aliases", {}).items():
         prefix = f"{section.partition('_')[2]}." if "_" in section else ""
@@ -119,7 +117,8 @@ def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
 def entry_of(target: Target, sources: Mapping[str, TensorEntry]) -> TensorEntry:
     """Return a target as a catalog entry.
 
-    Its slices refer to the sources' files. Each has the digest of the source slice that it is cut from.
+    The entry's slices refer to the files of the sources. Each slice has the digest of the source slice that contains
+    it.
     """
     named = target.sources
     listed = ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
@@ -145,7 +144,7 @@ def entry_of(target: Target, sources: Mapping[str, TensorEntry]) -> TensorEntry:
 
 
 def _cut(entry: TensorEntry, parts: list[Part]) -> list[TensorSlice]:
-    """Return one source's slices that fill these parts of a target."""
+    """Return slices of one source tensor that fill the given parts of a target."""
     ndim, itemsize = len(entry.shape), dtype_of(entry.dtype).itemsize
     offsets = np.array([part.source_box.offsets for part in parts], np.int64).reshape(len(parts), ndim)
     sizes = np.array([part.source_box.sizes for part in parts], np.int64).reshape(len(parts), ndim)

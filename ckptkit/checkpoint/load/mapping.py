@@ -44,7 +44,7 @@ def open_checkpoint(
     """Open the checkpoint at `url`, in any supported format. If `url` is a run, open its newest checkpoint.
 
     Opening reads only metadata. For example, `open_checkpoint(url)["model.embed.weight"][0:10]` reads only these ten
-    rows. The checkpoint is not protected from rotation. If a job may delete it, pin it first (`ckptkit pin`).
+    rows. The checkpoint is not protected from rotation: if a job may delete it, pin it first (`ckptkit pin`).
 
     Args:
         url: May also be "run/latest", "run/latest~1", "run/best" or "run/1000".
@@ -75,7 +75,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def info(self) -> CatalogInfo:
-        """Format, producer, world size, mesh, files and step."""
+        """The checkpoint's format, producer, world size, mesh, files and step."""
         return self.catalog.info
 
     @property
@@ -172,7 +172,10 @@ class TensorView:
         return result
 
     def _read(self, index: Any) -> tuple[npt.NDArray[np.uint8], tuple[Any, ...]]:
-        """Read the smallest box around the selected part. Return its bytes, [..., itemsize], and the index into it."""
+        """Read the smallest rectangular region that contains the selected elements.
+
+        Returns the region's bytes as an array [..., itemsize], and the index that selects the elements in the region.
+        """
         box, rest = _box(index, self.shape)
         itemsize = dtype_of(self.dtype).itemsize
         if not box.numel:

@@ -146,7 +146,10 @@ class LoadOptions:
     per_rank_on_resize: Literal["error", "keep"] | Merge = "error"
 
     def complete(self, missing: Sequence[str]) -> list[str]:
-        """Return which of "model" and "optimizer" are loaded completely. `missing`: keys that the checkpoint lacks."""
+        """Return which of "model" and "optimizer" these options load completely.
+
+        `missing`: keys not in the checkpoint.
+        """
         if missing or self.include or self.exclude:
             return []
         return [kind for kind in ("model", "optimizer") if getattr(self, kind) == "restore"]
@@ -210,7 +213,7 @@ class OptimizerPlan:
     joined: set[tuple[str, str]] = field(default_factory=set)  # parts in `live` that are parts of global tensors
 
     def shape(self, fqn: str) -> tuple[int, ...]:
-        """Return the global shape of a parameter, of its saved weight, and of its master weight."""
+        """Return the global shape of a parameter, which its saved weight and its master weight also have."""
         return tuple(as_global(fqn, self.parameters[fqn], self.shards.get(fqn, ())).shape)
 
     @property
@@ -220,7 +223,10 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ObjectTarget:
-    """An object to restore, and its saved state as JSON trees: several only if `merge` combines them."""
+    """An object to restore, and its saved state as a list of JSON trees.
+
+    Only if `merge` is set are there several trees.
+    """
 
     kind: str  # "scheduler", "grad_scaler", "dataloader", "extra", "model"
     key: str
@@ -231,7 +237,7 @@ class ObjectTarget:
 
 @dataclass(slots=True)
 class LoadPlan:
-    """The plan of a load."""
+    """Lists everything that a load will restore, and all mismatches."""
 
     catalog: Catalog  # the checkpoint as this rank sees it: with its own per-rank copies, and under ckptkit's names
     tensors: Mapping[str, torch.Tensor]  # tensors in objects that have already been read
@@ -252,7 +258,7 @@ class LoadPlan:
     filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # boxes to fill, by entry name; if padded
 
     def weights(self, optimizer: OptimizerPlan) -> dict[str, torch.Tensor]:
-        """Return the models' live tensors that are loaded, and an optimizer's parameters, by FQN."""
+        """Return the live tensors that the load fills in models, and the parameters of an optimizer, by FQN."""
         return {**{target.entry.fqn or "": target.live for target in self.models}, **optimizer.parameters}
 
     def references(self) -> list[str]:
@@ -265,7 +271,7 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class _Planner:
-    """Fills `plan`."""
+    """Builds the plan of a load, in the attribute `plan`."""
 
     state: TrainState
     objects: Mapping[str, JSON]  # JSON by key
@@ -380,7 +386,10 @@ class _Planner:
     def parts(
         self, key: str, live: dict[str, torch.Tensor], saved: dict[str, TensorEntry], recipes: Mapping[str, Recipe]
     ) -> tuple[dict[str, torch.Tensor], dict[str, TensorEntry]]:
-        """Compare the recipes of tensor subclasses. Return the live and the saved tensors whose recipes are equal."""
+        """Compare the recipes of tensor subclasses.
+
+        Return the plain tensors inside those whose live and saved recipes agree.
+        """
         head = f"{key}."
         stored = {name[len(head) :]: recipe for name, recipe in self.recipes.items() if name.startswith(head)}
         here = {fqn: outer_name(fqn, recipes) for fqn in live}
@@ -395,7 +404,10 @@ class _Planner:
         )
 
     def extra_state(self, key: str, module: torch.nn.Module, live: Collection[str]) -> None:
-        """Plan how to restore the modules' extra state (`get_extra_state`). Compares it module by module."""
+        """Plan how to restore the extra state of modules (`get_extra_state`).
+
+        Compares live and saved state module by module.
+        """
         tree = self.objects.get(key, {})
         if self.foreign:
             if live:
@@ -464,7 +476,7 @@ class _Planner:
         mismatches.add("others", key, [f"{name} {why}" for name, why in expanded.items()])
 
     def exact(self, prefix: str, names: Sequence[str], entry: TensorEntry, live: torch.Tensor) -> TensorEntry:
-        """Return the saved tensor for a weight. If a load would cast it, return its unrounded fp32 master."""
+        """Return the saved tensor to load a weight from: its fp32 master if the saved weight would have to be cast."""
         if entry.dtype == dtype_name(live.dtype):
             return entry
         masters = self.entries(Role.MASTER)
@@ -590,11 +602,14 @@ class _Planner:
         return _plan_masters(plan, masters, weights, found)
 
     def setting(self, plan: OptimizerPlan, saved: OptimizerTree, key: str) -> torch.Tensor:
-        """Return a tensor in the settings of a group, placed as it was saved."""
+        """Return a tensor setting of a param group (such as lr), with the placement that it had when it was saved."""
         return placed_whole(plan.parameters.values(), saved.held.get(key), self.small(key))
 
     def opened_states(self, plan: OptimizerPlan, fqn: str, parameter: torch.Tensor) -> None:
-        """Match one parameter's states that are tensor subclasses. Create those that the live optimizer lacks."""
+        """Match the states of one parameter that are tensor subclasses.
+
+        Creates the states that the live optimizer lacks.
+        """
         import torch
         from torch.distributed.tensor import DTensor
 
@@ -654,10 +669,10 @@ class _Planner:
         self.plan.mismatches.add("others", plan.key, others)
 
     def of_their_state_dict(self, plan: OptimizerPlan) -> list[str]:
-        """Describe saved states that have the form of an optimizer's own state_dict, not the form that it keeps.
+        """Describe saved states in the form of an optimizer's `state_dict`, if its live states have another form.
 
-        These are flashoptim's states in checkpoints of other systems, and other optimizers' states that it would keep
-        in parts.
+        Such states are flashoptim's in checkpoints of other systems, and other optimizers' states that flashoptim would
+        split into parts.
         """
         if not keeps_parts(plan.optimizer):
             return []
@@ -674,7 +689,7 @@ class _Planner:
     def of_other_ranks(self, plan: OptimizerPlan, saved: OptimizerTree) -> list[str]:
         """Describe the saved states that this job cannot use.
 
-        Other ranks computed them from shards of the parameters, and no rank of this job has these shards; see
+        They were computed from shards of parameters, and no rank of this job has the same shards; see
         `checkpoint/state/optimizer_layout`.
         """
         cut = cuts(plan.parameters)
@@ -723,9 +738,9 @@ class _Planner:
             self.plan.objects.append(ObjectTarget(kind, key, item, (tree,)))
 
     def by_position(self, scheduler: Any, tree: JSON) -> str:
-        """Describe a scheduler's values that would apply to the wrong param groups; return "" if there are none.
+        """Describe values of a scheduler that would apply to the wrong param groups. Returns "" if there are none.
 
-        Groups are matched by their parameters, but a scheduler knows only their positions.
+        A load matches param groups by their parameters, but a scheduler identifies a group only by its position.
         """
         optimizer = getattr(scheduler, "optimizer", None)
         plans = self.plan.optimizers
@@ -742,8 +757,8 @@ class _Planner:
     def module(self, key: str, item: Any, tree: JSON) -> None:
         """Compare a model in `extra` as strictly as the models in `model`.
 
-        Its own `load_state_dict` would cast. It would also change the tensors that match before it raises for the
-        others.
+        The model's own `load_state_dict` would cast tensors silently. It would also change the tensors that match
+        before it raises for those that do not.
         """
         import torch
 
@@ -765,7 +780,10 @@ class _Planner:
         return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
 
     def absent(self, kind: str, key: str) -> None:
-        """Report a missing key. In another system's checkpoint this is no error: not every system saves them."""
+        """Report a missing key.
+
+        For a checkpoint of another system this is no error, because not every system saves every key.
+        """
         if self.foreign:
             self.plan.skipped[key] = "not in the checkpoint, which ckptkit did not write"
         else:
@@ -865,14 +883,17 @@ def is_recipe(recipe: JSON) -> bool:
 
 
 def unlike(name: str, here: Recipe | None, saved: Recipe | None, live: torch.Tensor | None = None) -> str:
-    """Describe a tensor whose live and saved recipes differ. A plain tensor has the recipe None; see `describe`."""
+    """Describe how the live and saved recipes of a tensor differ.
+
+    The recipe of a plain tensor is None; see `describe`.
+    """
     return f"{name} is {describe(here, live)} here, but {describe(saved)} in the checkpoint"
 
 
 def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Return the entries in a module's state dict that its `load_state_dict` does not accept.
+    """Return the entries of a module's state dict that the module's `load_state_dict` does not accept.
 
-    A hook has added them. Loading the module's own state shows which they are.
+    Such entries were added by a hook. They are found by loading the module's own state dict back into it.
     """
     import torch
 
@@ -882,7 +903,7 @@ def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def _moved_values(tree: JSON, order: Sequence[int | None], saved: int, name: str = "") -> list[str]:
-    """Return the names of lists with one value per saved group, if `order` moves any value to a different group."""
+    """Return the names of lists with one value per saved param group, if `order` moves a value to another group."""
     if isinstance(tree, dict):
         inner = [(key if not key.startswith("$") else name, value) for key, value in tree.items()]
         found = [text for key, value in inner for text in _moved_values(value, order, saved, key)]
@@ -897,7 +918,7 @@ def _moved_values(tree: JSON, order: Sequence[int | None], saved: int, name: str
 def of_another_class(key: str, item: Any, objects: Mapping[str, JSON]) -> str:
     """Describe how the saved optimizer's or scheduler's class differs from `item`'s.
 
-    Return "" if the classes are equal, or if the saved one was not recorded.
+    Returns "" if the classes are equal, or if the saved class was not recorded.
     """
     classes, here = objects.get("classes"), class_name(item)
     saved = classes.get(key, here) if isinstance(classes, Mapping) else here
@@ -924,7 +945,7 @@ def _owner_and_state(entry: TensorEntry, owners: Collection[str]) -> tuple[str, 
 
 
 def _of_no_parameter(plan: OptimizerPlan) -> list[str]:
-    """Describe saved states that belong to no parameter, if several live optimizers could be meant."""
+    """Describe saved states that belong to no parameter, if several live optimizers could own them."""
     several = len(inner_optimizers(plan.optimizer)) > 1
     why = "belongs to no parameter, and several optimizers are loaded as one here"
     return [f"{name} {why}" for name in plan.shared] if several else []
@@ -954,11 +975,11 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
 
 
 def _lacking_states(plan: OptimizerPlan) -> list[str]:
-    """Return the states that the checkpoint lacks for parameters that have other states in it.
+    """Return the states that are missing for parameters of which the checkpoint has other states.
 
-    Two kinds of states are expected. The first are live states with their parameter's shape. The second are states that
-    are saved for another parameter of the group, if that parameter also has all of this parameter's saved states. The
-    second kind is not expected if all of this parameter's live states are saved.
+    Expected are, first, the live states that have the shape of their parameter. If not all of a parameter's live states
+    are saved, the states of another parameter in the same group are expected, too, provided that all saved states of
+    this parameter are also saved for that one.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}
@@ -979,14 +1000,16 @@ def _lacking_states(plan: OptimizerPlan) -> list[str]:
 
 
 def _cuts(found: Sequence[Any]) -> str:
-    """Describe how parameters are sharded."""
+    """Describe how the given parameters are sharded."""
     return " and ".join(f"{', '.join(map(str, texts))} on {list(shape)}" for shape, texts in found) or "not sharded"
 
 
 def _plan_masters(
     plan: OptimizerPlan, masters: Mapping[str, TensorEntry], weights: Mapping[str, TensorEntry], found: Mismatches
 ) -> list[str]:
-    """Match fp32 master weights. If the checkpoint lacks one, use its fp32 weight. Return unmatched master weights."""
+    """Match fp32 master weights. If a master is not saved, its weight is used, provided that the weight is fp32.
+
+    Returns the saved master weights that match no live one."""
     if plan.master_name is None:
         return list(masters)
     for fqn, parameter in plan.parameters.items():
@@ -1079,10 +1102,10 @@ def _names_and_config(state: TrainState) -> tuple[set[str], Mapping[str, Any]]:
 
 
 def _stacked(state: TrainState, catalog: Catalog) -> MappedWeights | None:
-    """Return the weights of Hugging Face files under the names of the live model; None if the map is unknown or not
-    needed.
+    """Return the weights of Hugging Face files under the names that they have in the live model.
 
-    The names differ because transformers stacks experts in memory.
+    The names differ because transformers stacks experts in memory. Returns None if the names agree, or if no map is
+    known.
     """
     from ckptkit.checkpoint.load.key_map import map_weights
     from ckptkit.keymaps.builtin import choose_map
@@ -1096,7 +1119,7 @@ def _stacked(state: TrainState, catalog: Catalog) -> MappedWeights | None:
 
 
 def _json_objects(catalog: Catalog) -> dict[str, JSON]:
-    """Return a ckptkit checkpoint's non-tensor objects; {} for other checkpoints."""
+    """Return the objects other than tensors in a ckptkit checkpoint. Returns {} for a checkpoint of another system."""
     found = catalog.objects.values()
     return {entry.name: entry.value for entry in found if entry.path.rpartition("/")[2] == OBJECTS_NAME}
 
@@ -1124,7 +1147,7 @@ def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: i
 
 
 def _placed(mesh_shape: Sequence[int], placements: Sequence[str]) -> str:
-    """Describe a placement. Omits mesh dimensions of one rank, which make no difference."""
+    """Describe a placement. Omits mesh dimensions of size 1."""
     wide = [(size, text) for size, text in zip(mesh_shape, placements, strict=True) if size > 1]
     if all(text == "R" for _, text in wide):
         return "whole on each rank"
@@ -1132,7 +1155,7 @@ def _placed(mesh_shape: Sequence[int], placements: Sequence[str]) -> str:
 
 
 def _moved(state: TrainState, catalog: Catalog) -> str:
-    """Describe a parameter whose live placement differs from the saved one; return "" if there is none."""
+    """Describe the first parameter whose live placement differs from its saved placement. Returns "" if all agree."""
     from torch.distributed.tensor import DTensor
 
     meshes, placements = catalog.info.extra.get(MESHES, []), catalog.info.extra.get(PLACEMENTS, {})

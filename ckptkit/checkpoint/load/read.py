@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 
 class Reading:
-    """Plans reads into the live tensors or, with `atomic`, into a second copy. Reads nothing yet.
+    """Plans reads into the live tensors or, with `atomic`, into a second copy. Creating a plan reads nothing.
 
     Attributes:
         first: Reads the tensors that objects refer to, so that the objects can be validated before the live state is
             changed. None if `filler` reads these tensors, too.
         filler: Reads all other tensors.
         states: The future state of each of the plan's optimizers, by FQN and name.
-        refs: The tensors that objects refer to.
-        held: Size of the second copy in bytes.
+        refs: The tensors that objects refer to, by key.
+            held: Size of the second copy in bytes.
     """
 
     def __init__(self, plan: LoadPlan, store: Store, options: LoadOptions, *, world_size: int) -> None:
@@ -91,7 +91,7 @@ class Reading:
             self.filler.check_sizes()
 
     def finish(self) -> None:
-        """Fill the live tensors whose data was read into new memory."""
+        """Copy data that was read into new memory to the live tensors."""
         import torch
 
         from ckptkit.formats.dcp.fill import part_of
@@ -113,7 +113,7 @@ class Reading:
     def _read(
         self, live: torch.Tensor, entry: TensorEntry, *, beside: bool = False, filled: Sequence[Box] | None = None
     ) -> PartView:
-        """Schedule reads of this rank's part of a tensor, or of only the boxes in `filled`.
+        """Schedule reads of this rank's part of a tensor, or only of the regions in `filled`.
 
         The reads fill the live tensor. With `beside`, or for a meta tensor, they fill new memory, and `finish` copies
         it to the live tensor.
@@ -133,8 +133,9 @@ class Reading:
         beside: bool,
         is_whole: bool = True,
     ) -> None:
-        """Schedule reads of `parts` into `local`, or into new memory. Unless they are the whole tensor (`is_whole`),
-        the other elements stay unchanged.
+        """Schedule reads of `parts` into `local`, or into new memory. Elements outside `parts` stay unchanged.
+
+        `is_whole` says that `parts` cover the whole tensor.
         """
         import torch
 
@@ -218,13 +219,13 @@ class Reading:
     ) -> bool:
         """Return whether a live state has the form of a new one, so that it can be filled in place.
 
-        This is False for a state of one element, which may be on a different device than when it was saved. A state
-        that shares memory with others may have any shape.
+        Returns False for a state with one element, because such a state may have been saved from another device. A
+        state that shares memory with other states may have any shape.
 
         Args:
-            shape: The state's.
-            place: Of the parameter; see `_placement`.
-            held, order: How the state was saved; see `OptimizerTree`.
+            shape: The shape of the state.
+            place: The placement of the parameter; see `_placement`.
+            held, order: The form in which the state was saved; see `OptimizerTree`.
         """
         import torch
         from torch.distributed.tensor import DTensor
@@ -244,21 +245,21 @@ class Reading:
         return entry.numel > 1 and place[0] == shape and _placement(kept) == place
 
     def _shares(self, kept: torch.Tensor) -> bool:
-        """Return whether a live state shares memory with others, as it did when it was saved."""
+        """Return whether a live state shares memory with the same other states as when it was saved."""
         return id(kept) in self._joint
 
     def _stays(self, kept: torch.Tensor) -> bool:
         """Return whether to fill a live state in place even with `atomic`.
 
-        This is the case on an accelerator, where a second one would need as much memory, and for memory that others
-        have, too.
+        This is the case on an accelerator, where a second copy would need as much memory again, and for a state that
+        shares its memory.
         """
         return not self._atomic or kept.device.type != "cpu" or self._shares(kept) or is_paged(kept) or _is_view(kept)
 
     def _references(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
         """Schedule reads of the tensors that objects refer to, and return these tensors by key.
 
-        A tensor gets the placement of the live tensor with the same key. If there is none, it is read as a full tensor.
+        A tensor gets the placement of the live tensor with the same key. Without such a live tensor, it is read whole.
         """
         import torch
         from torch.distributed.tensor import DTensor
@@ -293,10 +294,9 @@ class Reading:
 
 
 def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
-    """Return templates for the tensors in objects, by the keys that a save would give them.
+    """Return tensors whose shapes and placements show how to read the tensors in objects, by the key that a save uses.
 
-    These are the tensors in the live extra state, and new tensors for the DTensors that optimizers keep in lists and
-    dicts.
+    They are the tensors in the live extra state, and new tensors for DTensors that optimizers keep in lists and dicts.
     """
     import torch
 
@@ -324,7 +324,7 @@ def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
 
 
 def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a new state takes from its parameter: a tensor's shape, and the place and order of its elements."""
+    """Return the properties that a new state takes from its parameter: shape, device or mesh, and memory order."""
     from torch.distributed.tensor import DTensor
 
     local, placed = local_part(tensor), None
@@ -339,13 +339,13 @@ def _is_view(tensor: torch.Tensor) -> bool:
 
 
 def _overlaps(plan: LoadPlan, models: Sequence[PartView], store: Store) -> tuple[set[int], set[int]]:
-    """Return the ids of live optimizer states, in two sets: those that share memory with others, as when they were
-    saved, and those that overlap tensors from which they were apart.
+    """Return two sets of ids of live optimizer states that share memory with other tensors.
 
-    A load fills the first in place, so that they keep sharing memory. It gives the others memory of their own.
+    The states in the first set shared memory in the same way when they were saved. A load fills them in place, so that
+    they keep sharing it. The states in the second set did not: a load gives them memory of their own.
 
     Args:
-        models: This rank's parts of `plan.models`.
+        models: This rank's parts of the tensors in `plan.models`.
     """
     fqns = {id(target.live): target.entry.fqn or "" for target in plan.models}
     fqns.update((id(parameter), fqn) for one in plan.optimizers for fqn, parameter in one.parameters.items())
@@ -390,7 +390,7 @@ def _shared_when_saved(plan: LoadPlan, views: Sequence[View]) -> bool:
 
 
 def _claim(plan: OptimizerPlan, view: View, tensor: torch.Tensor) -> Claim | None:
-    """Return the request to load a saved state into the live one; None if the checkpoint has no such state."""
+    """Return the request to load a saved state into a live state. Returns None if the checkpoint has no such state."""
     fqn, name = view
     entry = plan.masters.get(fqn) if name == plan.master_name else plan.states.get(fqn, {}).get(name)
     if entry is None or plan.skip:

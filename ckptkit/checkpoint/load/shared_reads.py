@@ -1,4 +1,4 @@
-"""Loads replicated data: ranks that need the same bytes each read a share and send it to the others."""
+"""Loads replicated data: of the ranks that need the same bytes, each reads a share and sends it to the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST = 64  # ranks per group; limited because each rank sends to all others
 
 
 def groups_of(signatures: Sequence[bytes]) -> list[list[int]]:
-    """Return, for each rank, the ranks that read the same data, including itself, ascending.
+    """Return, for each rank, all ranks that read the same data, in ascending order. The list includes the rank itself.
 
     Args:
         signatures: A signature of each rank's planned reads; b"" if they cannot be shared.
@@ -40,13 +40,13 @@ def groups_of(signatures: Sequence[bytes]) -> list[list[int]]:
 
 
 def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[Sequence[torch.Tensor]]) -> int:
-    """Send each member's share to all other members. Return the number of bytes received.
+    """Send this rank's share to all other members, and receive theirs. Returns the number of bytes received.
 
     All members must call it. Each share is sent once to each receiving rank; all members send in parallel. At most 128
     MiB per rank are in flight.
 
     Args:
-        members: Ranks in the coordinator's numbering, including this one.
+        members: The ranks, as the coordinator numbers them. Includes this rank.
         shares: The tensors that each member reads. Their number, shapes, dtypes and order are the same on every member.
     """
     import torch.distributed as dist
@@ -88,7 +88,7 @@ def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One message of a share."""
+    """Part of a share, sent as one message."""
 
     make: Callable[[bool], torch.Tensor]  # True: the bytes to send. False: memory to receive them in
     keep: Callable[[torch.Tensor], None]  # copies received bytes to the tensors
