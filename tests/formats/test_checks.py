@@ -8,7 +8,6 @@ import zlib
 from typing import Any
 
 import numpy as np
-import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,7 +62,7 @@ def feed_side_by_side(verifier: Verifier, slow: SlowCrc, pieces: tuple[bytes, ..
     return failures
 
 
-def test_adjacent_pieces_of_two_threads_are_hashed_in_parallel_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_pieces_of_two_threads_are_hashed_in_parallel_and_joined(monkeypatch):
     monkeypatch.setattr(digests, "crc32", slow := SlowCrc())
     verifier = verifier_of(b"".join(PIECES), zlib.crc32(b"".join(PIECES)))
     assert not feed_side_by_side(verifier, slow, PIECES)
@@ -71,7 +70,7 @@ def test_adjacent_pieces_of_two_threads_are_hashed_in_parallel_and_joined(monkey
     assert verifier.proved.tolist() == [True]
 
 
-def test_a_damaged_piece_is_found_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_piece_is_found_with_any_number_of_threads(monkeypatch):
     monkeypatch.setattr(digests, "crc32", slow := SlowCrc())
     pieces = (PIECES[0], b"SECOND piece")
     (failure,) = feed_side_by_side(verifier_of(b"".join(pieces), zlib.crc32(b"".join(PIECES))), slow, pieces)
@@ -79,7 +78,7 @@ def test_a_damaged_piece_is_found_with_any_number_of_threads(monkeypatch: pytest
     assert "damaged" in str(failure)
 
 
-def test_a_piece_read_twice_is_not_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_read_twice_is_not_damage(monkeypatch):
     plain = Crcs.end
 
     def end(self: Crcs, first: int, stop: int, value: int) -> Any:
@@ -95,7 +94,7 @@ def test_a_piece_read_twice_is_not_damage(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @given(st.data())
-def test_a_crc_does_not_depend_on_the_order_of_its_parts(data: st.DataObject) -> None:
+def test_a_crc_does_not_depend_on_the_order_of_its_parts(data):
     content = data.draw(st.binary(min_size=1, max_size=40))
     cuts = sorted({0, len(content), *data.draw(st.lists(st.integers(0, len(content))))})
     parts = data.draw(st.permutations(list(itertools.pairwise(cuts))))
@@ -107,7 +106,7 @@ def test_a_crc_does_not_depend_on_the_order_of_its_parts(data: st.DataObject) ->
     assert again or crcs.parts() == [(0, len(content), zlib.crc32(content))]
 
 
-def test_a_sequential_digest_is_proved_only_by_pieces_in_order() -> None:
+def test_a_sequential_digest_is_proved_only_by_pieces_in_order():
     content = b"".join(PIECES)
     for order, proved in ((PIECES, True), (PIECES[::-1], False)):
         verifier = verifier_of(content, xxhash.xxh3_64_intdigest(content), "xxh3_64")

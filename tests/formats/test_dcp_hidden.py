@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,7 +19,7 @@ REFUSED_BY_TORCH = ("nested", "jagged", "lazy", "masked", "bits")
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("name", sorted(HIDDEN.keys() - {"sparse", "csr", "quantized"}))
-def test_state_that_no_load_can_restore_is_refused_by_name(tmp_path: Path, name: str, planner: Any) -> None:
+def test_state_that_no_load_can_restore_is_refused_by_name(tmp_path, name, planner):
     state = {"w": torch.ones(3), "odd": HIDDEN[name][0]()}
     with pytest.raises(CheckpointException) as caught:
         dcp.save(state, storage_writer=DCPWriter(tmp_path), planner=planner(), no_dist=True)
@@ -33,7 +30,7 @@ def test_state_that_no_load_can_restore_is_refused_by_name(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_wrapper_of_an_allowed_class_round_trips(tmp_path: Path, planner: Any) -> None:
+def test_a_wrapper_of_an_allowed_class_round_trips(tmp_path, planner):
     value, live = scaled(), scaled()
     with torch.serialization.safe_globals([Scaled]):
         dcp.save({"odd": value}, storage_writer=DCPWriter(tmp_path), planner=planner(), no_dist=True)
@@ -43,7 +40,7 @@ def test_a_wrapper_of_an_allowed_class_round_trips(tmp_path: Path, planner: Any)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_subclass_that_is_just_a_tensor_is_saved_as_its_memory(tmp_path: Path, planner: Any) -> None:
+def test_a_subclass_that_is_just_a_tensor_is_saved_as_its_memory(tmp_path, planner):
     value = torch.randn(4, 4).as_subclass(Tagged)
     dcp.save({"odd": value}, storage_writer=DCPWriter(tmp_path), planner=planner(), no_dist=True)
     for reader in (DCPReader(tmp_path), dcp.FileSystemReader(tmp_path)):
@@ -52,7 +49,7 @@ def test_a_subclass_that_is_just_a_tensor_is_saved_as_its_memory(tmp_path: Path,
         assert torch.equal(state["odd"], value.as_subclass(torch.Tensor))
 
 
-def test_a_wrapper_that_torch_saved_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_wrapper_that_torch_saved_is_refused_by_its_name(tmp_path):
     dcp.save({"w": torch.ones(3), "odd": scaled()}, checkpoint_id=tmp_path, no_dist=True)
     state = {"w": torch.zeros(3), "odd": scaled()}
     with pytest.raises(CheckpointException, match=r"'odd'.*hidden\.Scaled.*FileSystemReader"):

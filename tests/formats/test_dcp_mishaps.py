@@ -6,7 +6,6 @@ import datetime
 import os
 import resource
 import uuid
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +58,7 @@ def test_the_second_of_two_concurrent_writers_is_refused_and_the_first_loads(tmp
         assert isinstance(error, LeaseHeldError)
 
 
-def test_a_process_can_hold_a_directory_twice_and_releases_it_with_the_last(tmp_path: Path) -> None:
+def test_a_process_can_hold_a_directory_twice_and_releases_it_with_the_last(tmp_path):
     first, second = HeldDirectory(str(tmp_path / "c")), HeldDirectory(str(tmp_path / "c"))
     first.release()
     assert run_ranks(held, 1, str(tmp_path / "c")) == ["LeaseHeldError"]
@@ -93,7 +92,7 @@ def dying(rank: int, rendezvous: str, url: str, kind: type[DefaultSavePlanner], 
 
 @pytest.mark.parametrize("kind", PLANNERS)
 @pytest.mark.parametrize("step", ["prepare_local_plan", "write_data"])
-def test_a_dead_rank_fails_the_others_and_leaves_no_checkpoint(tmp_path: Path, kind: Any, step: str) -> None:
+def test_a_dead_rank_fails_the_others_and_leaves_no_checkpoint(tmp_path, kind, step):
     rendezvous = str(tmp_path / uuid.uuid4().hex)
     made = [
         context().Process(target=dying, args=(rank, rendezvous, str(tmp_path / "c"), kind, step)) for rank in (0, 1)
@@ -123,7 +122,7 @@ def full(url: str, kind: type[DefaultSavePlanner]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", PLANNERS)
-def test_a_full_disk_leaves_no_checkpoint_and_frees_the_space(tmp_path: Path, kind: Any) -> None:
+def test_a_full_disk_leaves_no_checkpoint_and_frees_the_space(tmp_path, kind):
     assert run_ranks(full, 2, str(tmp_path / "c"), kind) == [[NoSpaceError, [], None, [0.0, 1.0, 2.0]]] * 2
 
 
@@ -142,19 +141,19 @@ def test_ranks_may_load_with_different_planners_but_not_save(tmp_path, ours):
 
 
 @pytest.mark.parametrize("kind", PLANNERS)
-def test_a_tensor_without_values_is_refused_by_name(tmp_path: Path, kind: Any) -> None:
+def test_a_tensor_without_values_is_refused_by_name(tmp_path, kind):
     made = {"w": torch.ones(2), "m": torch.empty(3, device="meta")}
     error = failure(lambda: dcp.save(made, storage_writer=DCPWriter(tmp_path), planner=kind(), no_dist=True))
     assert isinstance(error, SaveError) and str(error).startswith("m: ")
     assert not (tmp_path / ".metadata").exists()
 
 
-def test_the_error_for_a_directory_without_a_checkpoint_names_it(tmp_path: Path) -> None:
+def test_the_error_for_a_directory_without_a_checkpoint_names_it(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=str(tmp_path)):
         DCPReader(tmp_path).catalog  # noqa: B018
 
 
-def test_the_error_for_a_run_names_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_the_error_for_a_run_names_its_newest_checkpoint(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, TrainState(model=torch.nn.Linear(2, 2)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture(scope="module")
-def options() -> Iterator[Mapping[str, Any]]:
+def options():
     with servers.moto() as found:
         open_store("s3://dcp-files", storage_options=found).fs.mkdir("dcp-files")
         yield found

@@ -56,7 +56,7 @@ def test_a_step_is_read_from_a_name(name, step):
 
 
 @pytest.mark.parametrize("nonce", ["4224e5ffbba6bee3", "ba61ffe000000000", "ba61234567890123", "0123456789012345"])
-def test_a_step_that_a_save_renamed_comes_after_the_one_in_its_place(nonce: str) -> None:
+def test_a_step_that_a_save_renamed_comes_after_the_one_in_its_place(nonce):
     names = [f"step_00000001.aside-{nonce}", "step_00000001"]
     assert [step.name for step in ordered(names)] == names[::-1]
     assert parse_step(names[0]).step == 1  # type: ignore[union-attr]

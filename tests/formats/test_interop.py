@@ -47,7 +47,7 @@ def everything(url: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def of_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
+def of_torch(tmp_path_factory):
     """A checkpoint of plain torch, its state, and the lazy conj and neg views, which only our writer accepts."""
     folder = tmp_path_factory.mktemp("interop")
     state = everything(folder / "tried")
@@ -75,13 +75,13 @@ def differing(found: dict[str, Any], state: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("planner", [None, ckptkit.DCPLoadPlanner], ids=["torch's planner", "ours"])
 @pytest.mark.parametrize("verify", ["read", "off"])
-def test_dcp_reader_loads_what_torch_saved(of_torch: Any, planner: Any, verify: str) -> None:
+def test_dcp_reader_loads_what_torch_saved(of_torch, planner, verify):
     url, state, _ = of_torch
     assert differing(loaded(state, ckptkit.DCPReader(url, verify=verify), planner and planner()), state) == []
 
 
 @pytest.mark.parametrize("planner", [None, ckptkit.DCPSavePlanner], ids=["torch's planner", "ours"])
-def test_torch_loads_what_dcp_writer_wrote(of_torch: Any, planner: Any, tmp_path: Path) -> None:
+def test_torch_loads_what_dcp_writer_wrote(of_torch, planner, tmp_path):
     _, plain, lazy = of_torch
     state = {**plain, "tensors": {**plain["tensors"], **lazy}}
     dcp.save(state, storage_writer=ckptkit.DCPWriter(tmp_path), planner=planner and planner(), no_dist=True)
@@ -92,7 +92,7 @@ def test_torch_loads_what_dcp_writer_wrote(of_torch: Any, planner: Any, tmp_path
     assert differing(loaded(state, ckptkit.DCPReader(tmp_path)), state) == []
 
 
-def test_a_load_fills_tensors_in_place(of_torch: Any) -> None:
+def test_a_load_fills_tensors_in_place(of_torch):
     url, state, _ = of_torch
     before = blank(state["tensors"])
     found = dict(before)
@@ -101,7 +101,7 @@ def test_a_load_fills_tensors_in_place(of_torch: Any) -> None:
 
 
 @pytest.mark.parametrize("planner", [None, ckptkit.DCPLoadPlanner], ids=["torch's planner", "ours"])
-def test_objects_that_need_code_are_all_named_before_anything_changes(tmp_path: Path, planner: Any) -> None:
+def test_objects_that_need_code_are_all_named_before_anything_changes(tmp_path, planner):
     saved_by_torch(tmp_path, {"w": torch.ones(3), "a": cases.Colour.RED, "b": 1, "c": (cases.Settings(),)})
     state = {"w": torch.zeros(3), "a": None, "b": None, "c": None}
     with pytest.raises(CheckpointException, match=r"(?s)'a'.*Colour.*'c'.*Settings.*add_safe_globals") as caught:
@@ -113,7 +113,7 @@ def test_objects_that_need_code_are_all_named_before_anything_changes(tmp_path: 
     assert (state["a"], state["c"]) == (cases.Colour.RED, (cases.Settings(),))
 
 
-def test_a_quantized_tensor_of_another_shape_is_a_mismatch(tmp_path: Path) -> None:
+def test_a_quantized_tensor_of_another_shape_is_a_mismatch(tmp_path):
     saved_by_torch(tmp_path, {"q": torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8)})
     state = {"q": torch.quantize_per_tensor(torch.randn(5), 0.1, 0, torch.qint8)}
     with pytest.raises(CheckpointException) as caught:
@@ -121,7 +121,7 @@ def test_a_quantized_tensor_of_another_shape_is_a_mismatch(tmp_path: Path) -> No
     assert isinstance(caught.value.failures[0][0], CheckpointMismatchError)
 
 
-def test_a_lazy_conj_view_that_torch_saved_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_lazy_conj_view_that_torch_saved_is_refused_by_name(tmp_path):
     value = torch.complex(torch.randn(700, 30), torch.randn(700, 30))
     saved_by_torch(tmp_path, {"model": {"z": value.conj(), "w": torch.ones(3)}})
     with pytest.raises(CheckpointException, match=r"'model\.z' is a lazy conj view.*resolve_conj") as caught:

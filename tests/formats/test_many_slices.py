@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_hundred_thousand_slices_open_without_an_object_for_each() -> None:
+def test_a_hundred_thousand_slices_open_without_an_object_for_each():
     command = [sys.executable, "-m", "benchmarks.save_load.scale", "--cases", "334:300", "--torch-up-to", "0", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -29,7 +29,7 @@ from tests.formats.damages import Damage, without, written
 from tests.formats.readback import contents, contents_of_state_dict
 
 
-def test_a_lightning_file_has_step_optimizer_and_other_state(zoo: Path) -> None:
+def test_a_lightning_file_has_step_optimizer_and_other_state(zoo):
     catalog = open_file(LocalStore(zoo / "lightning_trainer_full"), "epoch=0-step=3.ckpt")
     assert catalog.info.step == 3
     assert catalog.info.producer.startswith("lightning ")
@@ -60,13 +60,13 @@ WRAPPERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_weights_are_found_below_any_wrapper(tmp_path: Path, wrapper: str) -> None:
+def test_weights_are_found_below_any_wrapper(tmp_path, wrapper):
     catalog = open_catalog(save(tmp_path, WRAPPERS[wrapper](weights())))
     fronts = ("generator.", "critic.") if wrapper == "of two models" else ("",)
     assert catalog.by_role(Role.MODEL).keys() == {f"{front}{name}" for front in fronts for name in weights()}
 
 
-def test_a_second_copy_of_the_weights_is_not_a_model(tmp_path: Path) -> None:
+def test_a_second_copy_of_the_weights_is_not_a_model(tmp_path):
     catalog = open_catalog(save(tmp_path, {"model": weights(), "ema": weights()}))
     assert catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
     assert "ema.a.weight" in catalog.by_role(Role.OTHER)
@@ -78,49 +78,49 @@ def adam(keys: list[Any], **group: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("top", [True, False])
-def test_optimizer_states_with_names_are_assigned_to_parameters(tmp_path: Path, top: bool) -> None:
+def test_optimizer_states_with_names_are_assigned_to_parameters(tmp_path, top):
     value = adam(["a.weight", "a.bias"])
     catalog = open_catalog(save(tmp_path, value if top else {"optimizer_state_dict": value, "model": weights()}))
     found = {(e.fqn, e.state) for e in catalog.tensors.values() if e.role is Role.OPTIMIZER}
     assert found == {(f, s) for f in ("a.weight", "a.bias") for s in ("step", "exp_avg")}
 
 
-def test_optimizer_states_with_numbers_have_no_parameter(tmp_path: Path) -> None:
+def test_optimizer_states_with_numbers_have_no_parameter(tmp_path):
     catalog = open_catalog(save(tmp_path, {"optimizer": adam([0, 1]), "model": weights()}))
     found = {(e.fqn, e.state) for e in catalog.tensors.values() if e.role is Role.OPTIMIZER}
     assert found == {("", "step"), ("", "exp_avg")}
 
 
-def test_optimizer_states_with_numbers_use_the_names_of_their_group(tmp_path: Path) -> None:
+def test_optimizer_states_with_numbers_use_the_names_of_their_group(tmp_path):
     value = adam([0, 1], param_names=["a.weight", "a.bias"])
     catalog = open_catalog(save(tmp_path, {"optimizer": value, "model": weights()}))
     assert catalog.tensors["optimizer.state.1.exp_avg"].fqn == "a.bias"
 
 
-def test_tied_weights_are_noted(zoo: Path) -> None:
+def test_tied_weights_are_noted(zoo):
     catalog = open_catalog(LocalStore(zoo / "torchsave_pytorch_model_bin"))
     assert catalog.info.extra["tied"] == [["model.embed_tokens.weight", "lm_head.weight"]]
 
 
-def test_a_diverged_head_is_not_called_tied(tmp_path: Path) -> None:
+def test_a_diverged_head_is_not_called_tied(tmp_path):
     base = torch.arange(12.0)
     catalog = open_catalog(save(tmp_path, {"a": base[:6], "b": base[6:], "c": base[:6].reshape(2, 3)}))
     assert "tied" not in catalog.info.extra
 
 
-def test_values_other_than_tensors_are_kept(tmp_path: Path) -> None:
+def test_values_other_than_tensors_are_kept(tmp_path):
     value = {"state_dict": {**weights(), "a._extra_state": {"v": 1}}, "hyper_parameters": {"lr": 0.1, "n": [1, 2]}}
     catalog = open_catalog(save(tmp_path, value))
     assert catalog.objects["hyper_parameters"].value == {"lr": 0.1, "n": [1, 2]}
     assert catalog.objects["state_dict.a._extra_state"].value == {"v": 1}
 
 
-def test_a_whole_pickled_module_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_whole_pickled_module_is_refused_by_name(tmp_path):
     with pytest.raises(UnsafePickleError, match=r"x\.pt: .*torch\.nn\.modules\.linear\.Linear"):
         open_catalog(save(tmp_path, torch.nn.Linear(2, 2)))
 
 
-def test_a_rank_file_alone_is_incomplete(zoo: Path) -> None:
+def test_a_rank_file_alone_is_incomplete(zoo):
     store = LocalStore(zoo / "verl_fsdp2_w2/global_step_4/actor")
     with pytest.raises(IncompleteCheckpointError, match=r"only the part of rank 1 of 2"):
         open_file(store, "model_world_size_2_rank_1.pt")
@@ -128,7 +128,7 @@ def test_a_rank_file_alone_is_incomplete(zoo: Path) -> None:
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("mark", ["conj", "neg"])
-def test_a_view_whose_bytes_are_not_its_values_is_refused(tmp_path: Path, mark: str, legacy: bool) -> None:
+def test_a_view_whose_bytes_are_not_its_values_is_refused(tmp_path, mark, legacy):
     lazy = torch.ones(3, dtype=torch.complex64).conj()
     value = {"a": lazy if mark == "conj" else lazy.imag}
     torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
@@ -137,20 +137,20 @@ def test_a_view_whose_bytes_are_not_its_values_is_refused(tmp_path: Path, mark: 
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_tensors_that_repeat_elements_of_their_storage_are_read(tmp_path: Path, legacy: bool) -> None:
+def test_tensors_that_repeat_elements_of_their_storage_are_read(tmp_path, legacy):
     state = {"scale": torch.tensor(1.5).expand(2, 3), "rows": torch.arange(3.0).expand(4, 3)}
     torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
     store = LocalStore(tmp_path)
     assert contents(store, open_catalog(store).tensors) == contents_of_state_dict(state)
 
 
-def test_a_defaultdict_of_int_next_to_the_weights_is_read(tmp_path: Path) -> None:
+def test_a_defaultdict_of_int_next_to_the_weights_is_read(tmp_path):
     """Protocol 2 pickles int by its old module name: the factory of a defaultdict next to the weights."""
     store = save(tmp_path, {"model": weights(), "counts": collections.defaultdict(int, {"a": 1})}, "x.pt")
     assert open_file(store, "x.pt").by_role(Role.MODEL).keys() == weights().keys()
 
 
-def test_framework_settings_next_to_the_weights_are_accepted(tmp_path: Path, monkeypatch: Any) -> None:
+def test_framework_settings_next_to_the_weights_are_accepted(tmp_path, monkeypatch):
     """Hyperparameters of Lightning and Hydra: classes with plain values, and nodes that refer to their parent."""
     for name in ("omegaconf", "omegaconf.dictconfig", "omegaconf.nodes"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -175,7 +175,7 @@ INDEX, SHARD = "pytorch_model.bin.index.json", "pytorch_model-0000{}-of-00002.bi
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
+def shards(tmp_path):
     w = weights()
     save(tmp_path, {"a.weight": w["a.weight"]}, SHARD.format(1))
     save(tmp_path, {"a.bias": w["a.bias"], "empty": w["empty"]}, SHARD.format(2))
@@ -200,13 +200,13 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "damage", "error", "text"), FAULTS, ids=[row[0] for row in FAULTS])
-def test_a_damaged_index_is_refused_by_name(shards: Path, fault: str, damage: Damage, error: Any, text: str) -> None:
+def test_a_damaged_index_is_refused_by_name(shards, fault, damage, error, text):
     damage(shards)
     with pytest.raises(error, match=text):
         open_catalog(LocalStore(shards))
 
 
-def test_shards_are_joined_with_and_without_an_index_and_a_missing_one_is_named(shards: Path) -> None:
+def test_shards_are_joined_with_and_without_an_index_and_a_missing_one_is_named(shards):
     assert open_catalog(LocalStore(shards)).by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
     (shards / INDEX).unlink()
     assert open_source(str(shards)).catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
@@ -215,7 +215,7 @@ def test_shards_are_joined_with_and_without_an_index_and_a_missing_one_is_named(
         open_source(str(shards))
 
 
-def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
+def test_several_files_without_an_index_are_refused(tmp_path):
     save(tmp_path, weights(), "a.pt")
     store = save(tmp_path, weights(), "b.pt")
     with pytest.raises(CheckpointNotFoundError, match=r"a\.pt, b\.pt"):
@@ -224,13 +224,13 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"PK", b"\x80", bytes(600), b"\x80\x02}q\x00"])
-def test_a_file_that_torch_did_not_write_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_torch_did_not_write_is_refused(tmp_path, data):
     (tmp_path / "x.bin").write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match=r"x\.bin(: | is empty)"):
         open_catalog(LocalStore(tmp_path))
 
 
-def test_the_error_for_a_class_next_to_the_weights_says_how_to_read_them(tmp_path: Path) -> None:
+def test_the_error_for_a_class_next_to_the_weights_says_how_to_read_them(tmp_path):
     module = types.ModuleType("trainers_own")
     module.Setting = type("Setting", (), {"__module__": "trainers_own"})  # type: ignore[attr-defined]
     sys.modules["trainers_own"] = module

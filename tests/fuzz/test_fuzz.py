@@ -49,11 +49,11 @@ def run(target: str, seed: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("target", INPUTS)
-def test_a_damaged_file_is_refused_or_harmless(target: str, part: int, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_or_harmless(target, part, tmp_path):
     for seed in range(part, INPUTS[target], PARTS):
         run(target, seed, tmp_path)
 
 
 @pytest.mark.parametrize(("target", "seed"), PAST)
-def test_past_findings_stay_fixed(target: str, seed: int, tmp_path: Path) -> None:
+def test_past_findings_stay_fixed(target, seed, tmp_path):
     run(target, seed, tmp_path)

@@ -24,7 +24,7 @@ REFUSED_BY_OPEN = {"object_reference": "../../etc/passwd"}
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path):
     return Place(tmp_path / "case")
 
 
@@ -37,13 +37,13 @@ def _run(place: Place, names: tuple[str, ...]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", sources.CONTROLS)
-def test_the_checkpoint_that_attacks_modify_is_accepted(name: str, place: Place) -> None:
+def test_the_checkpoint_that_attacks_modify_is_accepted(name, place):
     sources.CONTROLS[name](place.src)
     assert _run(place, QUICK) == dict.fromkeys(QUICK, 0)
 
 
 @pytest.mark.parametrize("name", payloads.PAYLOADS)
-def test_code_in_a_file_of_a_checkpoint_is_not_run(name: str, place: Place) -> None:
+def test_code_in_a_file_of_a_checkpoint_is_not_run(name, place):
     payloads.PAYLOADS[name](place)
     codes = _run(place, (*QUICK, "open"))
     assert codes["open"] == 1
@@ -51,48 +51,48 @@ def test_code_in_a_file_of_a_checkpoint_is_not_run(name: str, place: Place) -> N
 
 
 @pytest.mark.parametrize("name", payloads.IGNORED)
-def test_code_next_to_a_checkpoint_is_not_run(name: str, place: Place) -> None:
+def test_code_next_to_a_checkpoint_is_not_run(name, place):
     payloads.IGNORED[name](place)
     assert _run(place, QUICK)["convert hf"] == 0
 
 
 @pytest.mark.parametrize("name", payloads.GLOBALS)
-def test_no_known_escape_from_an_unpickler_works(name: str, place: Place) -> None:
+def test_no_known_escape_from_an_unpickler_works(name, place):
     payloads.GLOBALS[name](place)
     assert _run(place, ("convert hf",)) == {"convert hf": 1}
 
 
 @pytest.mark.parametrize("name", escapes.ESCAPES)
-def test_names_and_links_do_not_lead_out_of_a_checkpoint(name: str, place: Place) -> None:
+def test_names_and_links_do_not_lead_out_of_a_checkpoint(name, place):
     escapes.ESCAPES[name](place)
     codes = _run(place, QUICK)
     assert name in LEFT_OUT or codes["convert hf"] == 1
 
 
 @pytest.mark.parametrize("name", escapes.ALLOWED)
-def test_odd_names_and_odd_neighbouring_files_do_no_harm(name: str, place: Place) -> None:
+def test_odd_names_and_odd_neighbouring_files_do_no_harm(name, place):
     escapes.ALLOWED[name](place)
     _run(place, (*QUICK, "convert local"))
 
 
 @pytest.mark.parametrize("name", bombs.BOMBS)
-def test_a_false_size_claim_is_refused_at_once(name: str, place: Place) -> None:
+def test_a_false_size_claim_is_refused_at_once(name, place):
     bombs.BOMBS[name](place)
     assert _run(place, ("verify", "convert hf")) == {"verify": 1, "convert hf": 1}
 
 
 @pytest.mark.parametrize("name", bombs.HEAVY)
-def test_very_many_small_entries_need_bounded_time_and_memory(name: str, place: Place) -> None:
+def test_very_many_small_entries_need_bounded_time_and_memory(name, place):
     bombs.HEAVY[name](place)
     _run(place, QUICK)
 
 
-def test_a_reference_to_a_missing_tensor_is_refused_when_it_is_read(place: Place) -> None:
+def test_a_reference_to_a_missing_tensor_is_refused_when_it_is_read(place):
     escapes.ESCAPES["object_reference"](place)
     assert _run(place, ("open",)) == {"open": 1}
 
 
-def test_a_run_with_a_hostile_record_can_be_listed_pruned_and_loaded_from(place: Place) -> None:
+def test_a_run_with_a_hostile_record_can_be_listed_pruned_and_loaded_from(place):
     escapes.ESCAPES["record_absolute"](place)
     codes = _run(place, ("ls", "pin", "prune", "load"))
     assert codes.pop("pin") == 1  # "latest" names no committed checkpoint
@@ -120,16 +120,16 @@ def _convert(folder: Path, build: Callable[[Place], None]) -> int:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_is_refused_or_does_nothing(name: str, tmp_path: Path) -> None:
+def test_an_attack_is_refused_or_does_nothing(name, tmp_path):
     assert _convert(tmp_path, ATTACKS[name].hostile) == 1 or ATTACKS[name].harmless
 
 
 @pytest.mark.parametrize("build", CONTROLS, ids=CONTROLS.values())
-def test_the_control_of_an_attack_is_accepted(build: Callable[[Place], None], tmp_path: Path) -> None:
+def test_the_control_of_an_attack_is_accepted(build, tmp_path):
     assert _convert(tmp_path, build) == 0
 
 
-def test_a_tensor_too_large_for_memory_is_a_ckptkit_error(tmp_path: Path) -> None:
+def test_a_tensor_too_large_for_memory_is_a_ckptkit_error(tmp_path):
     """Shape and size match; the file is sparse."""
     place = Place(tmp_path / "case")
     ATTACKS["true_but_sparse"].hostile(place)
@@ -151,7 +151,7 @@ from tests.hostile.sources import Evil, weights
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     (tmp_path / "src").mkdir()
     torch.save({"state_dict": weights(), "x": Evil(tmp_path / "PWNED")}, tmp_path / "src" / "model.pt")
     return tmp_path / "src"
@@ -166,7 +166,7 @@ def run(source: Path, name: str, *flags: str) -> Result:
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "convert", "reshard"])
-def test_a_file_with_an_unknown_class_is_read_only_with_allow_pickle(name: str, source: Path) -> None:
+def test_a_file_with_an_unknown_class_is_read_only_with_allow_pickle(name, source):
     refused = run(source, name)
     assert refused.exit_code == 1 and "posix.mkdir" in refused.output
     taken = run(source, name, "--allow-pickle")
@@ -174,7 +174,7 @@ def test_a_file_with_an_unknown_class_is_read_only_with_allow_pickle(name: str, 
     assert "may be incomplete" in " ".join(taken.stderr.split())
 
 
-def test_the_weights_next_to_an_unknown_class_are_unchanged(source: Path) -> None:
+def test_the_weights_next_to_an_unknown_class_are_unchanged(source):
     run(source, "convert", "--allow-pickle")
     found = load_file(source.parent / "dst" / "model.safetensors")
     assert sorted(found) == sorted(weights())

@@ -32,7 +32,7 @@ COMMANDS = [name for name in harness.COMMANDS if name not in ("inspect --json", 
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path):
     made = Place(tmp_path / "case")
     sources.own(made.src)
     sources.own(made.control)
@@ -78,7 +78,7 @@ LINKS: dict[str, Callable[[Place], None]] = {
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_no_command_changes_the_target_of_a_link(name: str, place: Place) -> None:
+def test_no_command_changes_the_target_of_a_link(name, place):
     LINKS[name](place)
     before = tree(place.outside, without=place.work)
     outcomes = run_commands(place, ("convert hf", "load", "pin", "prune"))
@@ -92,7 +92,7 @@ def _serious(bad: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_no_save_or_rotation_changes_the_target_of_a_link(name: str, place: Place) -> None:
+def test_no_save_or_rotation_changes_the_target_of_a_link(name, place):
     LINKS[name](place)
     before = tree(place.outside, without=place.work)
     try:
@@ -107,19 +107,19 @@ def test_no_save_or_rotation_changes_the_target_of_a_link(name: str, place: Plac
     assert tree(place.outside, without=place.work) == before
 
 
-def test_without_links_the_same_commands_succeed(place: Place) -> None:
+def test_without_links_the_same_commands_succeed(place):
     outcomes = run_commands(place, COMMANDS)
     assert {key: (o.code, o.bad) for key, o in outcomes.items() if o.code or o.bad} == {}
 
 
 @pytest.mark.parametrize("name", ["state", "pins"])
-def test_a_checkpoint_whose_pin_directory_is_a_link_is_read_without_a_pin(name: str, place: Place) -> None:
+def test_a_checkpoint_whose_pin_directory_is_a_link_is_read_without_a_pin(name, place):
     LINKS[name](place)
     assert run_commands(place, ("convert hf",))["convert hf"].code == 0
 
 
 @pytest.mark.parametrize("name", ["state", "pins", "deleting"])
-def test_a_checkpoint_whose_pins_cannot_be_read_is_not_deleted(name: str, place: Place) -> None:
+def test_a_checkpoint_whose_pins_cannot_be_read_is_not_deleted(name, place):
     LINKS[name](place)
     try:
         done = rotate(LocalStore(place.src), RetentionPolicy(max_num=1))
@@ -130,7 +130,7 @@ def test_a_checkpoint_whose_pins_cannot_be_read_is_not_deleted(name: str, place:
     assert (place.src / "step_00000001" / "checkpoint.json").exists()
 
 
-def test_a_symlinked_run_directory_works_like_any_other(place: Place) -> None:
+def test_a_symlinked_run_directory_works_like_any_other(place):
     """A link given by the user is followed; only links below it are restricted."""
     link = place.top / "link"
     link.symlink_to(place.src, target_is_directory=True)
@@ -150,7 +150,7 @@ def test_a_symlinked_run_directory_works_like_any_other(place: Place) -> None:
         lambda store: store.child("a").read("x.json"), lambda store: store.list("a"), lambda store: store.child("a").list(),
     ],
 )  # fmt: skip
-def test_a_store_refuses_links_that_lead_out_of_it(change: Callable[[LocalStore], object], place: Place) -> None:
+def test_a_store_refuses_links_that_lead_out_of_it(change, place):
     (place.src / "a").symlink_to(place.outside, target_is_directory=True)
     (place.src / "f").write_bytes(b"x")
     before = tree(place.outside, without=place.work)
@@ -159,7 +159,7 @@ def test_a_store_refuses_links_that_lead_out_of_it(change: Callable[[LocalStore]
     assert tree(place.outside, without=place.work) == before
 
 
-def test_a_link_within_the_store_is_followed(tmp_path: Path) -> None:
+def test_a_link_within_the_store_is_followed(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "a").symlink_to("b", target_is_directory=True)
     store = LocalStore(tmp_path)
@@ -179,7 +179,7 @@ def _renamed(place: Place) -> Path:
     return step
 
 
-def test_a_record_with_another_name_protects_nothing_and_is_never_deleted(place: Place) -> None:
+def test_a_record_with_another_name_protects_nothing_and_is_never_deleted(place):
     step = _renamed(place)
     with pytest.raises(UsageError, match="copied or renamed"):
         pin_forever(str(step), "mine")
@@ -191,7 +191,7 @@ def test_a_record_with_another_name_protects_nothing_and_is_never_deleted(place:
     assert step.exists()
 
 
-def test_a_step_with_the_record_of_another_checkpoint_is_refused(place: Place) -> None:
+def test_a_step_with_the_record_of_another_checkpoint_is_refused(place):
     with pytest.raises(UnsafePathError, match="other"):
         open_source(str(_renamed(place)))
     (place.src / "step_00000001").rename(place.src / "step_00000007")
@@ -199,7 +199,7 @@ def test_a_step_with_the_record_of_another_checkpoint_is_refused(place: Place) -
         open_source(str(place.src / "step_00000007"))
 
 
-def test_a_renamed_step_directory_is_read_with_a_note(place: Place) -> None:
+def test_a_renamed_step_directory_is_read_with_a_note(place):
     step = place.src / STEP
     assert not open_source(str(step)).catalog.info.notes
     assert STEP in " ".join(open_source(str(step.rename(place.src / "mine"))).catalog.info.notes)

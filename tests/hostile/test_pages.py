@@ -97,7 +97,7 @@ def tensors(path: Path, value: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["inspect", "diff"])
-def test_tensor_names_are_escaped_on_a_page(kind: str, tmp_path: Path) -> None:
+def test_tensor_names_are_escaped_on_a_page(kind, tmp_path):
     tensors(tmp_path / "a", 0)
     tensors(tmp_path / "b", 128)
     a, b, page = str(tmp_path / "a"), str(tmp_path / "b"), tmp_path / "page.html"
@@ -108,14 +108,14 @@ def test_tensor_names_are_escaped_on_a_page(kind: str, tmp_path: Path) -> None:
     assert missing == []
 
 
-def test_a_harmless_name_is_shown_unchanged(tmp_path: Path) -> None:
+def test_a_harmless_name_is_shown_unchanged(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "model.safetensors").write_bytes(safetensors({"model.embed.weight": [1]}))
     run("inspect", str(tmp_path / "a"), "--html", str(tmp_path / "page.html"))
     assert any("model.embed.weight" in text for text in read(tmp_path / "page.html").texts)
 
 
-def test_names_reasons_and_paths_of_a_run_are_escaped_on_a_page(tmp_path: Path) -> None:
+def test_names_reasons_and_paths_of_a_run_are_escaped_on_a_page(tmp_path):
     root = tmp_path / "<script>alert(1)<!--\u2028&amp; 'run\""
     with CheckpointManager(root) as manager:
         for step in (1, 2):
@@ -130,7 +130,7 @@ def test_names_reasons_and_paths_of_a_run_are_escaped_on_a_page(tmp_path: Path) 
     assert any("<script>alert(1)<!--" in text for text in read(tmp_path / "page.html").texts)
 
 
-def test_the_parser_of_these_tests_recognizes_an_attack(tmp_path: Path) -> None:
+def test_the_parser_of_these_tests_recognizes_an_attack(tmp_path):
     page = tmp_path / "page.html"
     page.write_text("<html><body><script>alert(1)</script></body></html> default-src 'none'")
     with pytest.raises(AssertionError, match="script"):

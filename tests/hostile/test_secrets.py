@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -84,7 +83,7 @@ class _Leaky(MemoryFileSystem):
 
 
 @pytest.fixture(autouse=True)
-def _setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _setting(monkeypatch):
     monkeypatch.setattr(redact, "_known", {})
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     fsspec.register_implementation("leaky", _Leaky, clobber=True)
@@ -102,20 +101,20 @@ def _clean(*texts: object) -> None:
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_a_url_with_a_login_is_shown_without_it(url: str) -> None:
+def test_a_url_with_a_login_is_shown_without_it(url):
     _clean(without_secrets(url), without_secrets(f"GET {url}: 403"), without_secrets(f"('{url}', None)"))
     assert without_secrets(url).startswith(url.partition("://")[0])
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_a_url_with_a_login_is_refused_without_being_quoted(url: str) -> None:
+def test_a_url_with_a_login_is_refused_without_being_quoted(url):
     with pytest.raises(UsageError, match="storage options") as caught:
         open_store(url)
     _clean(caught.value, "".join(traceback.format_exception(caught.value)).replace(url, ""))
 
 
 @pytest.mark.parametrize("url", PLAIN_URLS)
-def test_a_url_without_a_login_is_accepted_and_shown_unchanged(url: str) -> None:
+def test_a_url_without_a_login_is_accepted_and_shown_unchanged(url):
     open_store(url)
     assert without_secrets(url) == url
 
@@ -127,7 +126,7 @@ def test_a_url_without_a_login_is_accepted_and_shown_unchanged(url: str) -> None
         "Authorization: Bearer S3CRET", "{'secret_key': 'S3CRET'}", "x.password=S3CRET&y", "account_key=S3CRET;",
     ],
 )  # fmt: skip
-def test_a_value_after_the_name_of_a_secret_is_not_shown(text: str) -> None:
+def test_a_value_after_the_name_of_a_secret_is_not_shown(text):
     _clean(without_secrets(text))
 
 
@@ -138,11 +137,11 @@ def test_a_value_after_the_name_of_a_secret_is_not_shown(text: str) -> None:
         "--include 'key.*'", "max_tokens=5", "key_map=hf", "the keys: a, b", "step=3", "file:///a/b: no", "/a/b@c=d",
     ],
 )  # fmt: skip
-def test_ordinary_words_are_not_masked(text: str) -> None:
+def test_ordinary_words_are_not_masked(text):
     assert without_secrets(text) == text
 
 
-def test_a_short_secret_is_not_masked_within_words() -> None:
+def test_a_short_secret_is_not_masked_within_words():
     redact.keep_secret({"secret": "test"})
     assert without_secrets("pytest: test=test1") == "pytest: ***=test1"
 
@@ -150,7 +149,7 @@ def test_a_short_secret_is_not_masked_within_words() -> None:
 @pytest.mark.parametrize(
     "name", ["AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "AZURE_STORAGE_SAS", "MY_PASSWORD", "WANDB_API_KEY"]
 )
-def test_no_message_shows_secrets_of_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_shows_secrets_of_the_environment(name, monkeypatch):
     monkeypatch.setenv(name, f"value/{HUSH}")
     _clean(CkptkitError(f"it said: value/{HUSH}, also value%2F{HUSH}"), StorageError(5, f"value/{HUSH}"))
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "something long")
@@ -160,7 +159,7 @@ def test_no_message_shows_secrets_of_the_environment(name: str, monkeypatch: pyt
 # --- the library
 
 
-def test_a_failing_storage_is_quoted_without_its_options(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_storage_is_quoted_without_its_options(caplog):
     caplog.set_level("DEBUG", logger="ckptkit")
     with pytest.raises(StorageError) as caught:
         open_store("leaky://bucket/run", storage_options=OPTIONS).read("x")
@@ -168,7 +167,7 @@ def test_a_failing_storage_is_quoted_without_its_options(caplog: pytest.LogCaptu
     _clean(caught.value, *traceback.format_exception(caught.value), caplog.text)
 
 
-def test_a_failing_storage_without_secrets_is_shown_with_its_cause() -> None:
+def test_a_failing_storage_without_secrets_is_shown_with_its_cause():
     class _Fails(MemoryFileSystem):
         protocol = "fails"
 
@@ -183,7 +182,7 @@ def test_a_failing_storage_without_secrets_is_shown_with_its_cause() -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_logs_and_tracebacks_hold_no_credentials(caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_and_tracebacks_hold_no_credentials(caplog):
     redact.keep_secret(OPTIONS)
     try:
         raise ValueError(f"https://me:{HUSH}@host")
@@ -193,7 +192,7 @@ def test_logs_and_tracebacks_hold_no_credentials(caplog: pytest.LogCaptureFixtur
     assert "ValueError" in caplog.text
 
 
-def test_a_saved_run_holds_no_storage_options(caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
+def test_a_saved_run_holds_no_storage_options(caplog, capfd):
     caplog.set_level("DEBUG", logger="ckptkit")
     model = torch.nn.Linear(2, 2)
     for kind in ("sharded", "full", "local"):
@@ -206,7 +205,7 @@ def test_a_saved_run_holds_no_storage_options(caplog: pytest.LogCaptureFixture, 
     _clean(caplog.text, *capfd.readouterr())
 
 
-def test_the_error_of_a_hub_failure_holds_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_hub_failure_holds_no_token(tmp_path, monkeypatch):
     import huggingface_hub
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -219,14 +218,14 @@ def test_the_error_of_a_hub_failure_holds_no_token(tmp_path: Path, monkeypatch: 
     _clean(caught.value)
 
 
-def test_a_base_url_with_a_login_is_in_no_message(tmp_path: Path) -> None:
+def test_a_base_url_with_a_login_is_in_no_message(tmp_path):
     sources.hf(tmp_path)
     with pytest.raises((UsageError, CheckpointNotFoundError)) as caught:
         convert(str(tmp_path), str(tmp_path / "dst"), base=f"https://me:{HUSH}@host/base")
     _clean(caught.value)
 
 
-def test_a_page_holds_no_credentials_of_its_url_or_options(tmp_path: Path) -> None:
+def test_a_page_holds_no_credentials_of_its_url_or_options(tmp_path):
     sources.hf(tmp_path)
     catalog = open_source(str(tmp_path)).catalog
     for url in URLS:
@@ -271,9 +270,7 @@ def _run(arguments: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_successful_command_shows_no_storage_options(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_successful_command_shows_no_storage_options(name, tmp_path, caplog):
     states.save("memory://run", TrainState(model=torch.nn.Linear(2, 2), step=1), storage_options=OPTIONS)
     place = "memory://run" if name.startswith(("ls", "prune")) else "memory://run/step_00000001"
     result = _run([*_commands(place, tmp_path)[name], "--verbose", *FLAGS], tmp_path, caplog)
@@ -281,29 +278,25 @@ def test_a_successful_command_shows_no_storage_options(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_failing_command_shows_no_storage_options(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_command_shows_no_storage_options(name, tmp_path, caplog):
     result = _run([*_commands("leaky://bucket/run", tmp_path)[name], "--debug", *FLAGS], tmp_path, caplog)
     assert result.exit_code == 1
     assert "Traceback" in result.stderr or "verify" in name
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_refuses_a_url_with_a_login_without_showing_it(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_command_refuses_a_url_with_a_login_without_showing_it(name, tmp_path, caplog):
     for url in URLS:
         result = _run([*_commands(url, tmp_path)[name], "--debug"], tmp_path, caplog)
         assert result.exit_code in (1, 2)
 
 
-def test_a_question_mark_in_a_file_path_is_not_a_query() -> None:
+def test_a_question_mark_in_a_file_path_is_not_a_query():
     assert open_store("file:///data/x?token=1").url == "/data/x?token=1"
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["verify"], ["ls"], ["convert"]])
-def test_a_token_in_the_query_of_a_hub_url_is_refused_with_advice(command: list[str], tmp_path: Path) -> None:
+def test_a_token_in_the_query_of_a_hub_url_is_refused_with_advice(command, tmp_path):
     rest = [str(tmp_path / "out")] if command == ["convert"] else []
     found = CliRunner().invoke(cli, [*command, "hf://x/y?token=hf_0123456789", *rest])
     assert found.exit_code == 2 and "hf_0123456789" not in found.output

@@ -78,7 +78,7 @@ def saved_by_transformers(model: Any, directory: Path) -> tuple[dict[str, Any], 
     ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "phimoe", "jamba", "lfm2_moe", "minimax",
      "minimax_m2", "ernie4_5_moe", "glm4_moe", "exaone_moe", "dots1", "nemotron_h", "granitemoe", "qwen3_5_moe_text"],
 )  # fmt: skip
-def test_the_map_of_a_model_type_gives_the_names_that_transformers_saves(model_type: str, tmp_path: Path) -> None:
+def test_the_map_of_a_model_type_gives_the_names_that_transformers_saves(model_type, tmp_path):
     memory, hub, config = saved_by_transformers(tiny_model(model_type), tmp_path)
     if model_type == "granitemoe" and set(memory) == set(hub):
         pytest.skip("this transformers saves granitemoe under the names in memory")
@@ -94,7 +94,7 @@ def test_the_map_of_a_model_type_gives_the_names_that_transformers_saves(model_t
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "llama"])
-def test_names_that_match_the_hub_are_kept(model_type: str, tmp_path: Path) -> None:
+def test_names_that_match_the_hub_are_kept(model_type, tmp_path):
     memory, hub, config = saved_by_transformers(tiny_model(model_type), tmp_path)
     assert set(memory) == set(hub)
     chosen = choose_map(targets_of(memory), config=config)
@@ -103,14 +103,14 @@ def test_names_that_match_the_hub_are_kept(model_type: str, tmp_path: Path) -> N
 
 
 @pytest.fixture
-def titan(zoo: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def titan(zoo):
     """The tensors of a torchtitan model, those of the same model on the hub, and its config."""
     case = zoo / "torchtitan_llama3_names_w2"
     config = json.loads((case / "EXPECTED_hf/config.json").read_text())
     return load_file(case / "EXPECTED.safetensors"), load_file(case / "EXPECTED_hf/model.safetensors"), config
 
 
-def test_torchtitan_llama3_gives_the_hf_names_and_rotary_layout(titan: Any) -> None:
+def test_torchtitan_llama3_gives_the_hf_names_and_rotary_layout(titan):
     native, hub, config = titan
     for options in ({}, {"wanted": hub}):
         chosen = choose_map(targets_of(native), config=config, **options)
@@ -118,39 +118,39 @@ def test_torchtitan_llama3_gives_the_hf_names_and_rotary_layout(titan: Any) -> N
         assert_same(dict(chosen.mapped.targets), native, hub)
 
 
-def test_torchtitan_without_a_config_keeps_its_names_and_asks_for_a_base(titan: Any) -> None:
+def test_torchtitan_without_a_config_keeps_its_names_and_asks_for_a_base(titan):
     native, _, _ = titan
     chosen = choose_map(targets_of(native))
     assert set(chosen.mapped.targets) == set(native)
     assert "Give --base MODEL" in chosen.doubt
 
 
-def test_older_names_of_torchtitan_are_mapped(titan: Any) -> None:
+def test_older_names_of_torchtitan_are_mapped(titan):
     native, hub, config = titan
     older = {n.replace("qkv_linear.", "").replace("lm_head", "output"): a for n, a in native.items()}
     mapped = builtin_map("torchtitan-llama3").apply(targets_of(older), config=config)
     assert_same(dict(mapped.targets), older, hub)
 
 
-def test_stacked_experts_of_an_unknown_model_are_kept() -> None:
+def test_stacked_experts_of_an_unknown_model_are_kept():
     chosen = choose_map(targets_of({"model.layers.0.mlp.experts.gate_up_proj": np.ones((2, 4, 3))}))
     assert chosen.key_map.name == "hf"
     assert "--key-map hf5-experts" in chosen.doubt
 
 
 @pytest.mark.parametrize("name", [name for name in BUILTIN_MAPS if name != "peft"])
-def test_every_layout_map_has_an_inverse(name: str) -> None:
+def test_every_layout_map_has_an_inverse(name):
     builtin_map(f"inverse:{name}")
 
 
-def test_torchtitan_tensors_that_no_rule_matches_are_refused() -> None:
+def test_torchtitan_tensors_that_no_rule_matches_are_refused():
     native = {"norm.weight": np.zeros(2), "layers.0.attention.surprise": np.zeros(2)}
     with pytest.raises(CheckpointMismatchError, match=r"no rule matches 'layers\.0\.attention\.surprise' \[2\]"):
         builtin_map("torchtitan-qwen3").apply(targets_of(native))
 
 
 @pytest.mark.parametrize("suffix", ["", "_EFD"])
-def test_torchtitan_qwen3_experts_become_one_tensor_each(suffix: str) -> None:
+def test_torchtitan_qwen3_experts_become_one_tensor_each(suffix):
     gate = np.arange(24.0).reshape(2, 3, 4)
     native = {f"layers.0.moe.experts.w1{suffix}": gate, "layers.0.moe.router.gate.weight": np.ones((2, 4)),
               "layers.0.moe.tokens_per_expert": np.ones(2)}  # fmt: skip
@@ -172,7 +172,7 @@ def test_torchtitan_qwen3_experts_become_one_tensor_each(suffix: str) -> None:
         ("vlm-qwen2", "lm_head.weight", "lm_head.weight"),
     ],
 )
-def test_vlm_prefixes_are_mapped_in_both_directions(name: str, memory: str, hub: str) -> None:
+def test_vlm_prefixes_are_mapped_in_both_directions(name, memory, hub):
     assert list(builtin_map(name).apply(targets_of({memory: np.ones(1)})).targets) == [hub]
     assert list(builtin_map(f"inverse:{name}").apply(targets_of({hub: np.ones(1)})).targets) == [memory]
 
@@ -188,18 +188,18 @@ def test_vlm_prefixes_are_mapped_in_both_directions(name: str, memory: str, hub:
         ("gpt2", "lm_head.weight", "lm_head.weight"),
     ],
 )
-def test_the_model_type_is_enough_to_choose_the_prefixes_of_the_hub(model_type: str, memory: str, hub: str) -> None:
+def test_the_model_type_is_enough_to_choose_the_prefixes_of_the_hub(model_type, memory, hub):
     chosen = choose_map(targets_of({memory: np.ones(1)}), config={"model_type": model_type})
     assert list(chosen.mapped.targets) == [hub]
 
 
-def test_a_vision_tower_one_module_deeper_in_the_base_is_matched() -> None:
+def test_a_vision_tower_one_module_deeper_in_the_base_is_matched():
     memory = {"model.language_model.norm.weight": np.ones(1), "model.vision_tower.encoder.w": np.ones(1)}
     hub = ["language_model.model.norm.weight", "vision_tower.vision_model.encoder.w"]
     assert sorted(choose_map(targets_of(memory), wanted=hub).mapped.targets) == hub
 
 
-def test_peft_gives_the_names_of_an_adapter_file_and_of_the_base(zoo: Path) -> None:
+def test_peft_gives_the_names_of_an_adapter_file_and_of_the_base(zoo):
     case = zoo / "peft_lora_dcp_full_w2"
     live = load_file(case / "EXPECTED.safetensors")
     adapter, merged = (
@@ -209,14 +209,14 @@ def test_peft_gives_the_names_of_an_adapter_file_and_of_the_base(zoo: Path) -> N
     assert set(mapped.targets) == set(adapter) | set(merged)
 
 
-def test_names_that_fit_the_base_are_never_mapped() -> None:
+def test_names_that_fit_the_base_are_never_mapped():
     names = {"model.layers.0.mlp.experts.gate_up_proj": np.ones((2, 4, 3)), "extra": np.ones(1)}
     chosen = choose_map(targets_of(names), wanted=["model.layers.0.mlp.experts.gate_up_proj"],
                         config={"model_type": "qwen3_moe"})  # fmt: skip
     assert chosen.key_map.name == "hf"
 
 
-def test_two_maps_are_combined_if_one_is_not_enough() -> None:
+def test_two_maps_are_combined_if_one_is_not_enough():
     memory = {"model.language_model.layers.0.mlp.experts.gate_up_proj": np.arange(24.0).reshape(2, 4, 3),
               "model.visual.w": np.ones(1), "lm_head.weight": np.ones(1)}  # fmt: skip
     up_and_gate = [f"model.layers.0.mlp.experts.{i}.{x}_proj.weight" for i in range(2) for x in ("gate", "up")]
@@ -225,7 +225,7 @@ def test_two_maps_are_combined_if_one_is_not_enough() -> None:
     assert sorted(chosen.key_map.name.split(", then ")) == ["hf5-experts", "vlm-qwen2"]
 
 
-def test_unknown_maps_are_refused_with_the_list() -> None:
+def test_unknown_maps_are_refused_with_the_list():
     with pytest.raises(UsageError, match="there is no key map 'hf6'") as caught:
         builtin_map("hf6")
     assert all(name in str(caught.value) for name in BUILTIN_MAPS)

@@ -38,31 +38,31 @@ def apply(rules: list[Rule], sources: dict[str, Any], **options: Any) -> dict[st
     return {name: materialize(made, sources) for name, made in mapped.targets.items()}
 
 
-def test_rename_uses_the_matched_placeholders() -> None:
+def test_rename_uses_the_matched_placeholders():
     sources = {"layers.3.wq.weight": np.ones((2, 2)), "norm.weight": np.ones(2)}
     made = apply([Rename(pattern("layers.{i:d}.wq.{what}"), "model.{i}.q.{what}")], sources)
     assert list(made) == ["norm.weight", "model.3.q.weight"]
 
 
-def test_rename_by_regex_uses_its_groups() -> None:
+def test_rename_by_regex_uses_its_groups():
     made = apply(
         [Rename(NamePattern(regex=r"layers\.(\d+)\.(?P<rest>.*)"), "h.{1}.{rest}")], {"layers.3.a.b": np.ones(1)}
     )
     assert list(made) == ["h.3.a.b"]
 
 
-def test_a_pattern_must_match_the_whole_name() -> None:
+def test_a_pattern_must_match_the_whole_name():
     assert list(apply([Rename(pattern("norm"), "x")], {"norm.weight": np.ones(1)})) == ["norm.weight"]
 
 
-def test_split_sizes_may_be_products_of_config_keys() -> None:
+def test_split_sizes_may_be_products_of_config_keys():
     sources = arrays(qkv=(16, 3))
     rule = Split(pattern("qkv"), ("q", "k", "v"), sizes=("num_attention_heads*head_dim", "4", 4))
     made = apply([rule], sources, config={"num_attention_heads": 4, "head_dim": 2})
     assert np.array_equal(made["k"], sources["qkv"][8:12])
 
 
-def test_stack_orders_by_number_not_by_text() -> None:
+def test_stack_orders_by_number_not_by_text():
     sources = {f"e.{i}.w": np.full((2,), i) for i in (10, 2, 0, 1, 3, 4, 5, 6, 7, 8, 9)}
     made = apply([Stack(pattern("e.{i:d}.w"), "e.w")], sources)
     assert made["e.w"][:, 0].tolist() == list(range(11))
@@ -95,7 +95,7 @@ OPERATIONS: list[tuple[str, list[Rule], tuple[int, ...], Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "rules", "shape", "expected"), OPERATIONS, ids=[row[0] for row in OPERATIONS])
-def test_an_operation_equals_numpy(kind: str, rules: list[Rule], shape: tuple[int, ...], expected: Any) -> None:
+def test_an_operation_equals_numpy(kind, rules, shape, expected):
     sources = arrays(w=shape)
     made, wanted = apply(rules, sources), expected(sources["w"])
     assert made.keys() == wanted.keys()
@@ -103,20 +103,20 @@ def test_an_operation_equals_numpy(kind: str, rules: list[Rule], shape: tuple[in
 
 
 @pytest.mark.parametrize("shape", [(16, 5), (16,)])
-def test_rope_permutation_equals_that_of_llama(shape: tuple[int, ...]) -> None:
+def test_rope_permutation_equals_that_of_llama(shape):
     sources = arrays(wq=shape)
     made = apply([RopePermute(pattern("wq"), "num_key_value_heads")], sources, config={"num_key_value_heads": 2})
     assert np.array_equal(made["wq"], llama_permute(sources["wq"], 2))
 
 
-def test_a_missing_config_key_says_how_to_give_it() -> None:
+def test_a_missing_config_key_says_how_to_give_it():
     with pytest.raises(
         UsageError, match=r"there is no config\.json\. Give --base, or a number.*the live model's `config`"
     ):
         apply([RopePermute(pattern("q"), "num_attention_heads")], arrays(q=(8, 2)))
 
 
-def test_cast_changes_the_dtype_and_records_the_source_dtype() -> None:
+def test_cast_changes_the_dtype_and_records_the_source_dtype():
     mapped = NameMap("test", (Cast(pattern("w"), "bf16"),)).apply({"w": whole_target("w", (2,))})
     assert (mapped.targets["w"].dtype, mapped.targets["w"].source_dtype) == ("bfloat16", "float32")
 
@@ -139,12 +139,12 @@ MISFITS: list[tuple[str, Rule, dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("fault", "rule", "dtypes", "text"), MISFITS, ids=[row[0] for row in MISFITS])
-def test_a_rule_that_does_not_fit_is_refused_by_name(fault: str, rule: Rule, dtypes: dict[str, str], text: str) -> None:
+def test_a_rule_that_does_not_fit_is_refused_by_name(fault, rule, dtypes, text):
     with pytest.raises(CheckpointMismatchError, match=text):
         NameMap("test", (rule,)).apply({name: whole_target(name, (7, 4), dtype) for name, dtype in dtypes.items()})
 
 
-def test_all_collisions_are_listed() -> None:
+def test_all_collisions_are_listed():
     sources = {f"{side}.{i}": np.ones(1) for side in ("l", "r") for i in range(2)}
     with pytest.raises(CheckpointMismatchError) as caught:
         apply([Rename(pattern("{side}.{i:d}"), "x.{i}")], sources)
@@ -152,41 +152,41 @@ def test_all_collisions_are_listed() -> None:
     assert "'x.1'" in str(caught.value)
 
 
-def test_all_tensors_that_no_rule_matches_are_listed() -> None:
+def test_all_tensors_that_no_rule_matches_are_listed():
     with pytest.raises(CheckpointMismatchError) as caught:
         apply([Rename(pattern("a"), "b")], arrays(a=(1,), x=(2,), y=(3,)), rest="refuse")
     assert re.findall(r"no rule matches '(\w)'", str(caught.value)) == ["x", "y"]
 
 
-def test_a_name_that_a_rule_maps_to_itself_counts_as_matched() -> None:
+def test_a_name_that_a_rule_maps_to_itself_counts_as_matched():
     assert list(apply([Transpose(pattern("a"))], arrays(a=(1, 2)), rest="refuse")) == ["a"]
 
 
-def test_dropped_sources_have_a_reason() -> None:
+def test_dropped_sources_have_a_reason():
     rules = (Drop(pattern("{x:*}rotary_emb.inv_freq"), "recomputed"),)
     mapped = NameMap("test", rules).apply({"a.rotary_emb.inv_freq": whole_target("a.rotary_emb.inv_freq", (2,))})
     assert (dict(mapped.targets), dict(mapped.dropped)) == ({}, {"a.rotary_emb.inv_freq": "recomputed"})
 
 
-def test_rules_that_match_nothing_are_reported() -> None:
+def test_rules_that_match_nothing_are_reported():
     mapped = NameMap("test", (Rename(pattern("a"), "b"), Drop(pattern("zz")))).apply({"a": whole_target("a", (1,))})
     assert mapped.unused == ("rule 2 (drop zz)",)
 
 
-def test_a_lost_source_is_caught_by_the_final_check() -> None:
+def test_a_lost_source_is_caught_by_the_final_check():
     whole = whole_target("w", (4, 2))
     half = whole.split(0, [2, 2])[0]
     with pytest.raises(CheckpointMismatchError, match="source 'w': 4 of 8 elements are used"):
         check_one_to_one({"w": whole}, {"w": half})
 
 
-def test_a_part_used_twice_is_caught_even_if_another_was_dropped() -> None:
+def test_a_part_used_twice_is_caught_even_if_another_was_dropped():
     rules = (Split(pattern("w"), ("p", "q")), Drop(pattern("p")), Concat((pattern("q"), pattern("q")), "c"))
     with pytest.raises(CheckpointMismatchError, match="source 'w': 12 of 8 elements are used"):
         NameMap("test", rules).apply({"w": whole_target("w", (4, 2))})
 
 
-def test_an_unfilled_target_is_caught_by_the_final_check() -> None:
+def test_an_unfilled_target_is_caught_by_the_final_check():
     whole = whole_target("w", (4, 2))
     with pytest.raises(CheckpointMismatchError, match="target 'w': 8 of 16 elements"):
         check_one_to_one({"w": whole}, {"w": Target("w", "float32", (8, 2), whole.parts, "float32")})
@@ -197,13 +197,13 @@ UNBOUND = [Rename(pattern("{a}.x"), "{b}.x"), Unstack(W, "w"), Stack(pattern("w.
 
 
 @pytest.mark.parametrize("rule", UNBOUND)
-def test_templates_with_unbound_placeholders_are_refused_at_construction(rule: Rule) -> None:
+def test_templates_with_unbound_placeholders_are_refused_at_construction(rule):
     with pytest.raises(UsageError, match=r"key map 'test', rule 1"):
         NameMap("test", (rule,))
 
 
 @pytest.mark.parametrize("text", ["a.{", "a.{i:x}", "a}b", "{1}"])
-def test_malformed_templates_are_refused(text: str) -> None:
+def test_malformed_templates_are_refused(text):
     with pytest.raises(UsageError):
         NamePattern(text)
 
@@ -230,7 +230,7 @@ PAIRS: list[tuple[list[Rule], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("rules", "sources"), PAIRS)
-def test_a_map_and_its_inverse_give_the_sources_back(rules: list[Rule], sources: dict[str, Any]) -> None:
+def test_a_map_and_its_inverse_give_the_sources_back(rules, sources):
     there = NameMap("test", tuple(rules))
     given_targets = {name: whole_target(name, array.shape) for name, array in sources.items()}
     mapped = there.apply(given_targets)
@@ -245,7 +245,7 @@ LOSSY = [Drop(W), Cast(W, "bf16"), Rename(NamePattern(regex="w.*"), "x"), Concat
 
 
 @pytest.mark.parametrize("rule", LOSSY)
-def test_a_lossy_rule_has_no_inverse(rule: Rule) -> None:
+def test_a_lossy_rule_has_no_inverse(rule):
     with pytest.raises(UsageError, match="can't be inverted: rule 1"):
         NameMap("test", (rule,)).inverse()
 
@@ -285,7 +285,7 @@ class _Numpy:
 
 
 @given(data=st.data())
-def test_any_chain_of_operations_equals_numpy(data: Any) -> None:
+def test_any_chain_of_operations_equals_numpy(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
     source = np.arange(int(np.prod(shape))).reshape(shape)
     model = _Numpy(source)
@@ -311,19 +311,19 @@ WRAPPED = "_orig_mod.model.layers.0._checkpoint_wrapped_module._fsdp_wrapped_mod
         {"module.a": "module.a", "head.b": "head.b"},  # not the prefix of every name
     ],
 )
-def test_wrapper_infixes_and_a_common_module_prefix_are_removed(names: dict[str, str]) -> None:
+def test_wrapper_infixes_and_a_common_module_prefix_are_removed(names):
     assert strip_infixes(list(names)) == names
 
 
-def test_infixes_that_make_names_collide_are_refused() -> None:
+def test_infixes_that_make_names_collide_are_refused():
     with pytest.raises(CheckpointMismatchError, match=r"'a' from '_orig_mod\.a' and 'a'"):
         strip_infixes(["_orig_mod.a", "a"])
 
 
-def test_strip_prefix_keeps_only_names_with_the_prefix() -> None:
+def test_strip_prefix_keeps_only_names_with_the_prefix():
     assert strip_prefix(["net.a", "net.b.c", "loss.w"], "net") == {"net.a": "a", "net.b.c": "b.c"}
 
 
-def test_a_prefix_that_no_name_has_is_refused_with_an_example() -> None:
+def test_a_prefix_that_no_name_has_is_refused_with_an_example():
     with pytest.raises(UsageError, match=r"starts with 'actor\.'; the names are like 'net\.a'"):
         strip_prefix(["net.a"], "actor.")

@@ -12,13 +12,13 @@ from ckptkit.keymaps.patterns import NamePattern, compile_regex
 @pytest.mark.parametrize(
     "text", [r"(\w|\w\w)+[!?]", r"(a+)+[!?]", r"\w+" * 12 + "[!?]", r"(.*a){12}[!?]", r"(.*)(.*)(.*)(.*)(.*)[xy]\1"]
 )
-def test_a_regex_that_backtracks_for_ever_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_regex_that_backtracks_for_ever_is_refused(text, monkeypatch):
     monkeypatch.setattr(patterns, "_TIMEOUT_S", 0.05)
     with pytest.raises(UsageError, match=r"timed out after 0\.05 s on the name 'aaa.*template"):
         NamePattern(regex=text).match("a" * 5000)
 
 
-def test_a_template_that_backtracks_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_backtracks_for_ever_is_refused(monkeypatch):
     monkeypatch.setattr(patterns, "_TIMEOUT_S", 0.05)
     with pytest.raises(UsageError, match="timed out"):
         NamePattern("{a}{b}{c}{d}{e}{f}{g}{h}!").match("a" * 2000 + "." + "a!")
@@ -33,17 +33,17 @@ def test_a_template_that_backtracks_for_ever_is_refused(monkeypatch: pytest.Monk
         (r"(?<!vision_)tower\.(\w+)", "tower.x"),
     ],
 )
-def test_ordinary_patterns_match(text: str, name: str) -> None:
+def test_ordinary_patterns_match(text, name):
     assert NamePattern(regex=text).match(name) is not None
 
 
 @pytest.mark.parametrize("text", ["(", "[", "x" * 1001, "*", "(?P<1>a)"])
-def test_a_malformed_regex_is_an_error(text: str) -> None:
+def test_a_malformed_regex_is_an_error(text):
     with pytest.raises(UsageError, match=r"malformed|refused"):
         compile_regex(text)
 
 
-def test_a_placeholder_matches_one_component_and_a_star_any_text() -> None:
+def test_a_placeholder_matches_one_component_and_a_star_any_text():
     assert NamePattern("a.{n}.c").match("a.b.c") == {"n": "b"}
     assert NamePattern("a.{n}.c").match("a.b.b.c") is None
     assert NamePattern("a.{n:*}.c").match("a.b.b.c") == {"n": "b.b"}

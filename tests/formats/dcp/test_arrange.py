@@ -8,7 +8,7 @@ from ckptkit.formats.dcp.files import ROW
 from ckptkit.formats.dcp.index import PlannedKey, RankSlices, SaveIndex
 
 
-def test_more_than_65536_tensors_are_ordered() -> None:
+def test_more_than_65536_tensors_are_ordered():
     tensors = (1 << 16) + 5
     rows = np.zeros(3, ROW)
     rows["start"] = [1, 2, 3]

@@ -43,7 +43,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("path", OPTIMIZERS)
-def test_optimizer_states_know_their_parameter_and_name(zoo: Path, path: str) -> None:
+def test_optimizer_states_know_their_parameter_and_name(zoo, path):
     catalog = open_catalog(LocalStore(zoo / path))
     states = {e.state for e in catalog.tensors.values() if e.role is Role.OPTIMIZER and e.fqn == OPTIMIZERS[path]}
     assert states == {"exp_avg", "exp_avg_sq", "step"}
@@ -52,7 +52,7 @@ def test_optimizer_states_know_their_parameter_and_name(zoo: Path, path: str) ->
     assert not weights or moments <= weights
 
 
-def test_tensors_outside_of_model_and_optimizer_have_the_role_other(zoo: Path) -> None:
+def test_tensors_outside_of_model_and_optimizer_have_the_role_other(zoo):
     catalog = open_catalog(LocalStore(zoo / "dcp_torchtitan_like_w2/step-2"))
     other = {e.name for e in catalog.tensors.values() if e.role is Role.OTHER}
     assert all(name.startswith(("dataloader.", "train_state.", "lr_scheduler.")) for name in other), other
@@ -62,7 +62,7 @@ def copied(name: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(ZOO / name, tmp_path / "c"))
 
 
-def test_opening_reads_no_data_file(tmp_path: Path) -> None:
+def test_opening_reads_no_data_file(tmp_path):
     folder = copied("dcp_threads2_w2/ckpt", tmp_path)
     for file in folder.glob("*.distcp"):
         file.write_bytes(bytes(file.stat().st_size))
@@ -89,7 +89,7 @@ def first(metadata: Any, name: str = "col") -> tuple[Any, Any]:
     return next((k, v) for k, v in metadata.storage_data.items() if k.fqn == name)
 
 
-def test_tensors_in_objects_that_the_planner_did_not_flatten_are_read(tmp_path: Path) -> None:
+def test_tensors_in_objects_that_the_planner_did_not_flatten_are_read(tmp_path):
     model = {"embed.weight": torch.randn(5, 3), "steps": torch.tensor(7), "cut": torch.arange(9.0)[2:5]}
     state = {"model": model, "optimizer": {"state": {"embed.weight": {"exp_avg": torch.ones(5, 3)}}}, "epoch": 3}
     torch.distributed.checkpoint.save(
@@ -103,7 +103,7 @@ def test_tensors_in_objects_that_the_planner_did_not_flatten_are_read(tmp_path: 
     assert list(catalog.objects) == ["epoch"]
 
 
-def test_metadata_rewritten_in_another_order_are_accepted(zoo: Path, tmp_path: Path) -> None:
+def test_metadata_rewritten_in_another_order_are_accepted(zoo, tmp_path):
     folder = copied("dcp_dtensor_2d/ckpt", tmp_path)
     changed(lambda m: setattr(m, "storage_data", dict(reversed(m.storage_data.items()))))(folder)
     store = LocalStore(folder)
@@ -278,14 +278,14 @@ def test_what_contradicts_itself_is_refused_by_file(tmp_path, fault, name, damag
             _ = entry.slices.starts
 
 
-def test_reading_zstd_items_without_the_package_names_the_extra(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_zstd_items_without_the_package_names_the_extra(zoo, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     catalog = open_catalog(LocalStore(zoo / "dcp_zstd_w2/ckpt"))
     with pytest.raises(MissingExtraError, match="zstd"):
         _ = catalog.tensors["model.gain"].slices.starts
 
 
-def test_a_checkpoint_with_more_files_than_may_be_open_is_read(zoo: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_more_files_than_may_be_open_is_read(zoo, tmp_path):
     """One file per item (`single_file_per_rank=False`), with a low limit on descriptors."""
     folder = copied("dcp_hsdp_2x2/ckpt", tmp_path)
 

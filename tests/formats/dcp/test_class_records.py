@@ -71,7 +71,7 @@ def save_shards(url: str, changes: list[dict[str, Any]], dim: int = 0) -> None:
     saved(Path(url), DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=(shape[1], 1)))
 
 
-def test_the_parts_are_those_that_the_class_names(tmp_path: Path) -> None:
+def test_the_parts_are_those_that_the_class_names(tmp_path):
     tensor = state_8bit()
     here = open_tensor(tensor)
     catalog, _ = opened(saved(tmp_path / "theirs", tensor))
@@ -123,13 +123,13 @@ def test_shards_that_do_not_belong_together_are_refused_by_name(ranks, tmp_path,
         reshard(url, str(tmp_path / "resharded"), world_size=3)
 
 
-def test_uneven_shards_that_split_no_block_are_joined(ranks: Any, tmp_path: Path) -> None:
+def test_uneven_shards_that_split_no_block_are_joined(ranks, tmp_path):
     ranks.run(save_shards, 3, str(tmp_path / "theirs"), [{"rows": 3}, {"rows": 3}, {"rows": 2}])
     catalog, _ = opened(str(tmp_path / "theirs"))
     assert catalog.tensors[f"{KEY}::codes"].shape == (8, 64) and catalog.tensors[f"{KEY}::scale"].shape == (8, 1)
 
 
-def test_shards_that_split_a_block_are_refused_with_the_numbers(ranks: Any, tmp_path: Path) -> None:
+def test_shards_that_split_a_block_are_refused_with_the_numbers(ranks, tmp_path):
     """A block of 64 elements is two rows of a shard with 32 columns, but one row of the tensor."""
     url = str(tmp_path / "theirs")
     ranks.run(save_shards, 2, url, [{"columns": 32}, {"columns": 32}], 1)
@@ -137,7 +137,7 @@ def test_shards_that_split_a_block_are_refused_with_the_numbers(ranks: Any, tmp_
         reshard(url, str(tmp_path / "resharded"), world_size=3)
 
 
-def test_no_flipped_bit_of_a_record_is_read_as_good(tmp_path: Path) -> None:
+def test_no_flipped_bit_of_a_record_is_read_as_good(tmp_path):
     tensor = state_8bit(rows=256)
     url = saved(tmp_path / "theirs", tensor)
     catalog, _ = opened(url)

@@ -23,7 +23,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_bytes_are_row_major_and_copies_are_at_most_one_tile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_row_major_and_copies_are_at_most_one_tile(name, monkeypatch):
     monkeypatch.setattr(host_bytes, "_TILE", 1000)
     tensor = ODD[name]
     pieces = [bytes(piece) for piece in HostBytes().pieces(tensor)]

@@ -17,7 +17,7 @@ from tests.ranks import on_ranks
 State = dict[str, Any]
 
 
-def test_ranks_agree_on_how_names_are_nested() -> None:
+def test_ranks_agree_on_how_names_are_nested():
     nested = [{"a": {"b": torch.ones(2)}}, {"a.b": torch.ones(2)}, {"a": {"b": torch.ones(3)}}, {"a": {"b": 1}}]
     assert len({plan_sharded(one).digest for one in nested}) == len(nested)
     assert plan_sharded(nested[0]).digest == plan_sharded({"a": {"b": torch.zeros(2)}}).digest
@@ -44,7 +44,7 @@ def test_memory_that_does_not_fit_its_placement_is_refused_when_planning():
         {"a": [], "b": {}, "c": [[{}]], "d": (torch.ones(1), 2), 3: None},
     ],
 )
-def test_plan_names_equal_those_of_torch(nested: State) -> None:
+def test_plan_names_equal_those_of_torch(nested):
     flat, paths = flatten_state_dict(nested)
     values, found = flatten(nested)
     assert list(values) == list(flat)
@@ -52,6 +52,6 @@ def test_plan_names_equal_those_of_torch(nested: State) -> None:
     assert found == list(paths.values())
 
 
-def test_two_values_of_one_name_are_refused_as_in_torch() -> None:
+def test_two_values_of_one_name_are_refused_as_in_torch():
     with pytest.raises(ValueError, match="duplicated"):
         flatten({"a": {"b": 1}, "a.b": 2})

@@ -54,7 +54,7 @@ CHECKPOINTS: dict[str, dict[Path, EntryRole]] = {
 
 
 @pytest.mark.parametrize("rule", CHECKPOINTS)
-def test_wrappers_are_removed_from_names_and_roles_are_known(rule: str) -> None:
+def test_wrappers_are_removed_from_names_and_roles_are_known(rule):
     assert roles(*CHECKPOINTS[rule]) == list(CHECKPOINTS[rule].values())
 
 
@@ -78,9 +78,9 @@ OPTIMIZER_PATHS: dict[Path, EntryRole] = {
 
 
 @pytest.mark.parametrize("path", OPTIMIZER_PATHS)
-def test_optimizer_states_know_their_parameter(path: Path) -> None:
+def test_optimizer_states_know_their_parameter(path):
     assert roles((HF,), path)[1] == OPTIMIZER_PATHS[path]
 
 
-def test_a_key_without_a_path_is_a_name() -> None:
+def test_a_key_without_a_path_is_a_name():
     assert RoleTable({}, ["w"]).of("w") == model("w")

@@ -61,7 +61,7 @@ def test_different_weights_for_tensors_that_share_memory_are_refused(tmp_path, o
 
 @pytest.mark.parametrize("ours", [True, False], ids=["DCPWriter", "torch"])
 @pytest.mark.parametrize("planned", [True, False], ids=["DCPLoadPlanner", "default"])
-def test_equal_weights_load_into_tensors_that_share_memory(tmp_path: Path, ours: bool, planned: bool) -> None:
+def test_equal_weights_load_into_tensors_that_share_memory(tmp_path, ours, planned):
     save(tmp_path / "ckpt", apart(equal=True), ours)
     state = tied()
     load(tmp_path / "ckpt", state, planned, no_dist=True)

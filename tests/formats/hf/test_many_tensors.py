@@ -63,7 +63,7 @@ _COMMANDS: dict[str, tuple[Callable[[str, str, str], Any], int]] = {  # and the 
 
 
 @pytest.mark.parametrize("command", _COMMANDS)
-def test_each_additional_tensor_costs_a_bounded_number_of_calls(tmp_path: Path, command: str) -> None:
+def test_each_additional_tensor_costs_a_bounded_number_of_calls(tmp_path, command):
     work, most = _COMMANDS[command]
     counts = []
     for count in (_FEW, _FEW, _MANY):  # the first time also imports

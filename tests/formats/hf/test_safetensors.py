@@ -407,7 +407,7 @@ def test_safe_names_need_no_note(tmp_path):
     assert found.code == ("modeling.py",)
 
 
-def test_convert_keeps_the_headers_metadata_and_names_what_differs_between_files(tmp_path: Path) -> None:
+def test_convert_keeps_the_headers_metadata_and_names_what_differs_between_files(tmp_path):
     (tmp_path / "src").mkdir()
     names = {"model-00001-of-00002.safetensors": "a", "model-00002-of-00002.safetensors": "b"}
     for file, name in names.items():

@@ -11,27 +11,27 @@ from ckptkit.formats.own.json import parse
 @pytest.mark.parametrize(
     "text", ['{"a": 1, "a": 2}', "[NaN]", "[1e999]", "[" * 5000, "9" * 5000, "", "{", b"\xff".decode("latin1")]
 )
-def test_ambiguous_json_is_refused(text: str) -> None:
+def test_ambiguous_json_is_refused(text):
     with pytest.raises(CorruptCheckpointError, match="f is not JSON"):
         parse(text, file="f")
 
 
-def test_ordinary_json_is_read() -> None:
+def test_ordinary_json_is_read():
     assert parse(b'{"a": [1, 2.5, null, "x"]}', file="f") == {"a": [1, 2.5, None, "x"]}
 
 
 @pytest.mark.parametrize("unit", ["[],", "{},", "0,"])
-def test_megabytes_of_empty_values_are_refused_before_they_are_parsed(unit: str) -> None:
+def test_megabytes_of_empty_values_are_refused_before_they_are_parsed(unit):
     with pytest.raises(CorruptCheckpointError, match="It was not parsed"):
         parse("[" + unit * (12_000_000 // len(unit)) + "0]", file="f")
 
 
-def test_a_large_file_of_ordinary_density_is_read() -> None:
+def test_a_large_file_of_ordinary_density_is_read():
     text = "[" + ",".join(['{"name": "model.layers.0.weight", "shape": [4, 4]}'] * 60_000) + "]"
     assert len(parse(text, file="f")) == 60_000
 
 
-def test_long_names_are_shortened_in_messages() -> None:
+def test_long_names_are_shortened_in_messages():
     assert len(str(CorruptCheckpointError("x" * 10**6))) <= 1000
     assert len(str(CheckpointNotFoundError("a\n" + "x" * 10**6))) <= 1002
     assert StorageError(5, "x" * 5000).errno == 5

@@ -7,7 +7,6 @@ import json
 import math
 import pickle
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,23 +60,23 @@ def read(data: bytes) -> CommitRecord:
     return CommitRecord.from_json(data, file="run/step/checkpoint.json")
 
 
-def test_a_record_round_trips() -> None:
+def test_a_record_round_trips():
     assert read(FULL.to_json()) == FULL == pickle.loads(pickle.dumps(FULL))
     assert FULL.without_files().files == {} and FULL.without_files().total_bytes == 12
     assert FULL.total_bytes == 12 and FULL.name == "final"
 
 
-def test_a_metric_that_is_not_a_number_survives() -> None:
+def test_a_metric_that_is_not_a_number_survives():
     again = read(dataclasses.replace(FULL, metrics={"loss": math.nan, "low": -math.inf}).to_json())
     assert math.isnan(again.metrics["loss"]) and again.metrics["low"] == -math.inf
 
 
-def test_the_record_is_plain_json_that_states_its_format() -> None:
+def test_the_record_is_plain_json_that_states_its_format():
     assert body_of(FULL)["format"] == "ckptkit/1" and body_of(FULL)["created"] == "2023-11-14T22:13:20.250000Z"
 
 
 @pytest.mark.parametrize("name", sorted(body_of(FULL)))
-def test_an_error_names_a_missing_field(name: str) -> None:
+def test_an_error_names_a_missing_field(name):
     body = body_of(FULL)
     del body[name]
     with pytest.raises(CorruptCheckpointError, match=name):
@@ -86,7 +85,7 @@ def test_an_error_names_a_missing_field(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(body_of(FULL)) - {"client_state", "self"}))
 @pytest.mark.parametrize("value", [[1], {"a": {}}, -1, 1.5, "\0", True, {"a": 1e999}, "x" * 10_000])
-def test_a_field_of_a_wrong_type_is_refused(name: str, value: Any) -> None:
+def test_a_field_of_a_wrong_type_is_refused(name, value):
     if (name, value) in [("extra", {"a": {}}), ("writer", {"a": {}})]:
         return
     with pytest.raises((CorruptCheckpointError, UnsupportedFormatError, UnsafePathError)):
@@ -96,7 +95,7 @@ def test_a_field_of_a_wrong_type_is_refused(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "path", ["../x", "/etc/passwd", "a/../../x", "", "a//b", "a\\b", "a\0b", ".", "a/./b", "x" * 5000, "a\nb"]
 )
-def test_a_file_outside_of_the_checkpoint_is_refused(path: str) -> None:
+def test_a_file_outside_of_the_checkpoint_is_refused(path):
     body = body_of(FULL)
     body["files"][path] = {"nbytes": 0, "xxh3_64": "0" * 16}
     with pytest.raises(UnsafePathError):
@@ -113,17 +112,17 @@ def test_a_file_outside_of_the_checkpoint_is_refused(path: str) -> None:
         ({"manifest": "other"}, IncompleteCheckpointError, "manifest"),
     ],
 )  # fmt: skip
-def test_a_field_with_a_wrong_value_is_refused(changes: Any, error: type[Exception], said: str) -> None:
+def test_a_field_with_a_wrong_value_is_refused(changes, error, said):
     with pytest.raises(error, match=said):
         read(sealed({**body_of(FULL), **changes}))
 
 
-def test_a_changed_field_is_found() -> None:
+def test_a_changed_field_is_found():
     with pytest.raises(IntegrityError, match="checksum mismatch"):
         read(FULL.to_json().replace(b'"step": 1200', b'"step": 1201'))
 
 
-def test_every_flipped_bit_is_found_or_changes_nothing() -> None:
+def test_every_flipped_bit_is_found_or_changes_nothing():
     data = FULL.to_json()
     chance = random.Random(1)
     for _ in range(2000):
@@ -136,7 +135,7 @@ def test_every_flipped_bit_is_found_or_changes_nothing() -> None:
             continue
 
 
-def test_every_truncation_is_found() -> None:
+def test_every_truncation_is_found():
     data = FULL.to_json().rstrip()
     for stop in range(len(data)):
         with pytest.raises(CorruptCheckpointError):
@@ -147,12 +146,12 @@ def test_every_truncation_is_found() -> None:
     "data",
     [b"", b"\0" * 4096, b"\xff\xfe", b"[]", b"null", b"1" * 5000, b"[" * 100_000, b'{"a":1,"a":2}', b'{"step": NaN}'],
 )
-def test_json_other_than_a_record_is_refused(data: bytes) -> None:
+def test_json_other_than_a_record_is_refused(data):
     with pytest.raises(CorruptCheckpointError):
         read(data)
 
 
-def test_a_record_that_cannot_be_written_is_a_usage_error() -> None:
+def test_a_record_that_cannot_be_written_is_a_usage_error():
     for fields in (
         {"client_state": {1, 2}},
         {"client_state": {"x": math.nan}},
@@ -163,17 +162,17 @@ def test_a_record_that_cannot_be_written_is_a_usage_error() -> None:
             dataclasses.replace(FULL, **fields).to_json()
 
 
-def test_steps_have_names_that_sort_and_are_read_back() -> None:
+def test_steps_have_names_that_sort_and_are_read_back():
     assert step_name(7) == "step_00000007" and step_name(10**9) == "step_1000000000"
     assert [step_of_name(name) for name in ("step_00000007", "step_1000000000")] == [7, 10**9]
 
 
 @pytest.mark.parametrize("name", ["step_7", "step_0000000007", "step_00000007x", "Step_00000007", "step_-0000007", "7"])
-def test_a_step_has_exactly_one_valid_name(name: str) -> None:
+def test_a_step_has_exactly_one_valid_name(name):
     assert step_of_name(name) is None
 
 
-def test_a_record_that_is_a_link_or_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_a_link_or_too_large_is_not_read(tmp_path, monkeypatch):
     store = open_store(str(tmp_path))
     assert find_record(store) is None
     (tmp_path / "real").write_bytes(FULL.to_json())
@@ -185,7 +184,7 @@ def test_a_record_that_is_a_link_or_too_large_is_not_read(tmp_path: Path, monkey
         find_record(store, "real")
 
 
-def test_data_is_next_to_the_record_or_in_the_folder_of_the_save(tmp_path: Path) -> None:
+def test_data_is_next_to_the_record_or_in_the_folder_of_the_save(tmp_path):
     store = open_store(str(tmp_path))
     assert data_store(store, FULL).url == f"{store.url}/0123456789abcdef"
     assert data_store(store, dataclasses.replace(FULL, data="")) is store

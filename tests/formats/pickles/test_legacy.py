@@ -6,7 +6,6 @@ import io
 import pickle
 import struct
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from ckptkit.formats.pickles.objects import read_tensor
 from ckptkit.storage.local import LocalStore
 
 
-def test_every_tensor_of_a_legacy_file_is_bit_exact(zoo: Path) -> None:
+def test_every_tensor_of_a_legacy_file_is_bit_exact(zoo):
     store = LocalStore(zoo / "torchsave_legacy_nonzip")
     value = read_legacy(store, "pytorch_model.bin")
     expected = load_file(zoo / "torchsave_legacy_nonzip" / "EXPECTED.safetensors")
@@ -29,7 +28,7 @@ def test_every_tensor_of_a_legacy_file_is_bit_exact(zoo: Path) -> None:
 
 
 @pytest.fixture
-def legacy(tmp_path: Path) -> Path:
+def legacy(tmp_path):
     import torch
 
     torch.save({"w": torch.arange(6.0), "n": 3}, tmp_path / "x.bin", _use_new_zipfile_serialization=False)
@@ -37,13 +36,13 @@ def legacy(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("cut", [1, 8, 24, 40, 300])
-def test_a_truncated_legacy_file_is_refused(legacy: Path, cut: int) -> None:
+def test_a_truncated_legacy_file_is_refused(legacy, cut):
     legacy.write_bytes(legacy.read_bytes()[:-cut])
     with pytest.raises(CorruptCheckpointError, match=r"x\.bin: "):
         read_legacy(LocalStore(legacy.parent), "x.bin")
 
 
-def test_a_storage_whose_size_contradicts_the_pickle_is_refused(legacy: Path) -> None:
+def test_a_storage_whose_size_contradicts_the_pickle_is_refused(legacy):
     raw = legacy.read_bytes()
     assert raw[-32:-24] == struct.pack("<q", 6)
     legacy.write_bytes(raw[:-32] + struct.pack("<q", 1 << 40) + raw[-24:])
@@ -51,7 +50,7 @@ def test_a_storage_whose_size_contradicts_the_pickle_is_refused(legacy: Path) ->
         read_legacy(LocalStore(legacy.parent), "x.bin")
 
 
-def test_a_big_endian_legacy_file_is_refused(legacy: Path) -> None:
+def test_a_big_endian_legacy_file_is_refused(legacy):
     raw = legacy.read_bytes()
     at = raw.index(b"little_endian")
     true = raw.index(b"\x88", at)
@@ -102,7 +101,7 @@ def old_tar() -> dict[str, bytes]:
     }
 
 
-def test_a_tar_file_is_read(tmp_path: Path) -> None:
+def test_a_tar_file_is_read(tmp_path):
     (tmp_path / "x.pt").write_bytes(tar_of(old_tar()))
     assert is_tar((tmp_path / "x.pt").read_bytes()[:512])
     store = LocalStore(tmp_path)
@@ -111,7 +110,7 @@ def test_a_tar_file_is_read(tmp_path: Path) -> None:
     assert (read_tensor(store, value["w"]) == np.arange(8, dtype=np.float32).reshape(2, 4)).all()
 
 
-def test_torch_reads_the_same_tar(tmp_path: Path) -> None:
+def test_torch_reads_the_same_tar(tmp_path):
     import torch
 
     (tmp_path / "x.pt").write_bytes(tar_of(old_tar()))
@@ -119,14 +118,14 @@ def test_torch_reads_the_same_tar(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../escape", "/etc/passwd", "extra"])
-def test_a_tar_with_other_members_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_tar_with_other_members_is_refused(tmp_path, name):
     (tmp_path / "x.pt").write_bytes(tar_of({**old_tar(), name: b"x"}))
     with pytest.raises(CorruptCheckpointError, match="does not belong in the tar"):
         read_tar(LocalStore(tmp_path), "x.pt")
 
 
 @pytest.mark.parametrize("keep", [600, 1800, 3000])
-def test_a_truncated_tar_is_refused(tmp_path: Path, keep: int) -> None:
+def test_a_truncated_tar_is_refused(tmp_path, keep):
     (tmp_path / "x.pt").write_bytes(tar_of(old_tar())[:keep])
     with pytest.raises(CorruptCheckpointError, match=r"x\.pt: "):
         read_tar(LocalStore(tmp_path), "x.pt")

@@ -50,7 +50,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
-def test_the_values_of_training_states_are_read_correctly(tmp_path: Path, protocol: int) -> None:
+def test_the_values_of_training_states_are_read_correctly(tmp_path, protocol):
     found = read_object(*entry_of(tmp_path, PLAIN, protocol=protocol))
     assert found["rng"][0] == "MT19937"
     assert (found["rng"][1] == PLAIN["rng"][1]).all()
@@ -75,7 +75,7 @@ def test_the_values_of_training_states_are_read_correctly(tmp_path: Path, protoc
     assert {k: found[k] for k in same} == {k: PLAIN[k] for k in same}
 
 
-def test_tensors_become_arrays_and_dtypes_numpy_lacks_keep_their_bytes(tmp_path: Path) -> None:
+def test_tensors_become_arrays_and_dtypes_numpy_lacks_keep_their_bytes(tmp_path):
     import torch
 
     t = torch.arange(6.0).reshape(2, 3)
@@ -85,7 +85,7 @@ def test_tensors_become_arrays_and_dtypes_numpy_lacks_keep_their_bytes(tmp_path:
     assert found["empty"].shape == (0, 3)
 
 
-def test_a_buffer_in_memory_is_read_as_its_bytes(tmp_path: Path) -> None:
+def test_a_buffer_in_memory_is_read_as_its_bytes(tmp_path):
     assert read_object(*entry_of(tmp_path, {"extra": io.BytesIO(b"\x00\xff")})) == {"extra": b"\x00\xff"}
 
 
@@ -94,19 +94,19 @@ class Foreign:
         self.x = [1]
 
 
-def test_a_foreign_class_is_an_inert_record_on_request(tmp_path: Path) -> None:
+def test_a_foreign_class_is_an_inert_record_on_request(tmp_path):
     found = read_object(*entry_of(tmp_path, Foreign()), allow_pickle=True)
     assert found == Inert("tests.formats.pickles.test_objects.Foreign", (), {"x": [1]}, [], known=False)
 
 
-def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
+def test_a_value_that_contains_itself_is_refused(tmp_path):
     loop: list[object] = []
     loop.append(loop)
     with pytest.raises(CorruptCheckpointError, match="contains itself"):
         read_object(*entry_of(tmp_path, loop))
 
 
-def test_a_value_that_expands_exponentially_is_refused(tmp_path: Path) -> None:
+def test_a_value_that_expands_exponentially_is_refused(tmp_path):
     laugh: list[object] = ["ha"]
     for _ in range(60):
         laugh = [laugh, laugh]
@@ -119,7 +119,7 @@ class Evil:
         return (os.mkdir, ("PWNED",))
 
 
-def test_loading_objects_runs_no_code_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_objects_runs_no_code_by_default(tmp_path, monkeypatch):
     store, entry = entry_of(tmp_path, Evil())
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UnsafePickleError, match="none of it was run"):
@@ -130,19 +130,19 @@ def test_loading_objects_runs_no_code_by_default(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "PWNED").exists()
 
 
-def test_a_plain_pickle_is_read_too(tmp_path: Path) -> None:
+def test_a_plain_pickle_is_read_too(tmp_path):
     (tmp_path / "s.pkl").write_bytes(pickle.dumps({"a": (1, 2)}))
     assert read_object(LocalStore(tmp_path), ObjectEntry("s", "s.pkl")) == {"a": (1, 2)}
 
 
-def test_inert_records_do_not_share_fields(tmp_path: Path) -> None:
+def test_inert_records_do_not_share_fields(tmp_path):
     """Containers that a conversion creates and drops may share an address with a later one."""
     values = [argparse.Namespace(a=i, b=str(i)) for i in range(500)]
     found = read_object(*entry_of(tmp_path, values))
     assert found == [vars(value) for value in values]
 
 
-def test_tensors_in_a_part_of_a_file_are_read(tmp_path: Path) -> None:
+def test_tensors_in_a_part_of_a_file_are_read(tmp_path):
     torch = pytest.importorskip("torch")
     torch.save({"rng": {"cpu": torch.arange(5), "seed": 3}}, tmp_path / "x.pt")
     store = LocalStore(str(tmp_path))

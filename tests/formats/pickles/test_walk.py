@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import struct
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ def line_global(module: str, name: str) -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def nothing_runs(tmp_path, monkeypatch):
     """Payloads create a directory PWNED in the working directory."""
     monkeypatch.chdir(tmp_path)
     yield
@@ -60,14 +59,14 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("how", CALLS)
-def test_no_opcode_calls_a_global_that_is_not_allowed(how: str) -> None:
+def test_no_opcode_calls_a_global_that_is_not_allowed(how):
     for module in ("posix", "os"):
         with pytest.raises(UnsafePickleError, match=rf"file\.pt: its pickle asks for '{module}\.mkdir'"):
             loads(CALLS[how]((module, "mkdir"), ARGS), file="file.pt")
 
 
 @pytest.mark.parametrize("how", CALLS)
-def test_the_same_opcode_with_an_allowed_class_is_accepted(how: str) -> None:
+def test_the_same_opcode_with_an_allowed_class_is_accepted(how):
     assert loads(CALLS[how](("pathlib", "PurePosixPath"), ARGS), file="f") is not NotImplemented
 
 
@@ -94,7 +93,7 @@ GLOBALS = (
 
 
 @pytest.mark.parametrize("name", GLOBALS)
-def test_a_global_that_is_not_allowed_is_refused_by_name(name: str) -> None:
+def test_a_global_that_is_not_allowed_is_refused_by_name(name):
     module, _, attribute = name.rpartition(".")
     for data in (P + stack_global(module, attribute) + b".", P + b"]" + stack_global(module, attribute) + b"a."):
         with pytest.raises(UnsafePickleError) as caught:
@@ -102,7 +101,7 @@ def test_a_global_that_is_not_allowed_is_refused_by_name(name: str) -> None:
         assert repr(name) in str(caught.value)
 
 
-def test_a_dotted_name_does_not_bypass_the_check() -> None:
+def test_a_dotted_name_does_not_bypass_the_check():
     with pytest.raises(UnsafePickleError, match=r"collections\.OrderedDict\.__init__\.__globals__"):
         loads(P + stack_global("collections", "OrderedDict.__init__.__globals__") + b".", file="f")
 
@@ -114,7 +113,7 @@ def getattr_of(*names: str) -> bytes:
     return P + made + b"."
 
 
-def test_getattr_in_a_pickle_may_return_a_nested_class_of_torch_distributed() -> None:
+def test_getattr_in_a_pickle_may_return_a_nested_class_of_torch_distributed():
     found = loads(getattr_of("ProcessGroupState"), file="f")
     assert issubclass(found, Record)
     assert found.kind.endswith(".ShardedTensor.ProcessGroupState")
@@ -131,7 +130,7 @@ NO_CLASS = (text("x"), stack_global("collections", "OrderedDict"), b"K\x01", b"]
         *(P + stack_global("builtins", "getattr") + target + text("X") + b"\x86R." for target in NO_CLASS),
     ],
 )  # fmt: skip
-def test_getattr_in_a_pickle_may_not_return_anything_else(data: bytes) -> None:
+def test_getattr_in_a_pickle_may_not_return_anything_else(data):
     with pytest.raises((UnsafePickleError, CorruptCheckpointError)):
         loads(data, file="f")
 
@@ -147,7 +146,7 @@ BUILDS = {
 
 
 @pytest.mark.parametrize("what", BUILDS)
-def test_a_state_set_by_a_pickle_is_only_data(what: str) -> None:
+def test_a_state_set_by_a_pickle_is_only_data(what):
     made = loads(P + BUILDS[what] + b".", file="f")
     assert type(made).__name__ == "Record"
     assert made.args == ()
@@ -165,7 +164,7 @@ NO_STATE = {
 
 
 @pytest.mark.parametrize("what", NO_STATE)
-def test_a_pickle_may_not_set_the_state_of_shared_values(what: str) -> None:
+def test_a_pickle_may_not_set_the_state_of_shared_values(what):
     for state in (b"}" + text("_call") + b"Ns", b"N}" + text("_call") + b"Ns\x86", b"N"):
         with pytest.raises(CorruptCheckpointError):
             loads(P + NO_STATE[what] + state + b"b.", file="f")
@@ -173,13 +172,13 @@ def test_a_pickle_may_not_set_the_state_of_shared_values(what: str) -> None:
 
 
 @pytest.mark.parametrize("callee", [b"K\x01", b"N", text("x"), b"]", b")", RECORD + b")\x81", b"}"])
-def test_only_allowed_globals_are_called(callee: bytes) -> None:
+def test_only_allowed_globals_are_called(callee):
     for call in (b")R.", b")\x81.", b")}\x92."):
         with pytest.raises(CorruptCheckpointError):
             loads(P + callee + call, file="f")
 
 
-def test_unknown_globals_become_records_only_on_request() -> None:
+def test_unknown_globals_become_records_only_on_request():
     data = P + stack_global("posix", "mkdir") + ARGS + b"R."
     found = loads(data, file="f", unknown="record")
     assert isinstance(found, UnknownGlobal)
@@ -267,7 +266,7 @@ PAIRS: dict[str, tuple[bytes, bytes]] = {
 
 @pytest.mark.parametrize("what", PAIRS)
 @pytest.mark.timeout(10)
-def test_pickles_that_no_pickler_writes_are_refused(what: str) -> None:
+def test_pickles_that_no_pickler_writes_are_refused(what):
     hostile, benign = PAIRS[what]
     with pytest.raises((CorruptCheckpointError, UnsafePickleError), match="f: "):
         loads(hostile, file="f")
@@ -285,7 +284,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_plain_pickled_values_are_read_correctly(protocol: int) -> None:
+def test_plain_pickled_values_are_read_correctly(protocol):
     for value in VALUES:
         found = loads(pickle.dumps(value, protocol), file="f")
         assert found == value
@@ -293,7 +292,7 @@ def test_plain_pickled_values_are_read_correctly(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_shared_and_recursive_values_keep_their_identity(protocol: int) -> None:
+def test_shared_and_recursive_values_keep_their_identity(protocol):
     shared: list[Any] = [1]
     value: list[Any] = [shared, shared]
     value.append(value)
@@ -302,14 +301,14 @@ def test_shared_and_recursive_values_keep_their_identity(protocol: int) -> None:
     assert found[2] is found
 
 
-def test_consecutive_pickles_are_read_one_by_one() -> None:
+def test_consecutive_pickles_are_read_one_by_one():
     data = pickle.dumps(1) + pickle.dumps("two") + b"rest"
     first, pos = load_prefix(data, file="f")
     second, pos = load_prefix(data, pos, file="f")
     assert (first, second, data[pos:]) == (1, "two", b"rest")
 
 
-def test_an_oversized_pickle_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oversized_pickle_is_refused_before_it_is_read(monkeypatch):
     from ckptkit.formats.pickles import walk
 
     monkeypatch.setattr(walk, "MAX_PICKLE_BYTES", 10)

@@ -23,7 +23,7 @@ def metadata_files(zoo: Path) -> list[Path]:
     return [p for p in files if "hostile" not in str(p)]
 
 
-def test_all_metadata_of_the_zoo_are_read_like_the_c_unpickler_does(zoo: Path) -> None:
+def test_all_metadata_of_the_zoo_are_read_like_the_c_unpickler_does(zoo):
     files = metadata_files(zoo)
     assert len(files) > 30
     for file in files:
@@ -31,7 +31,7 @@ def test_all_metadata_of_the_zoo_are_read_like_the_c_unpickler_does(zoo: Path) -
         assert shown(loads(data, file="m")) == shown(loads_in_c(data, file="m")), file
 
 
-def test_classes_under_old_module_names_are_read(zoo: Path) -> None:
+def test_classes_under_old_module_names_are_read(zoo):
     data = (zoo / "dcp_dtensor_2d/ckpt/.metadata").read_bytes()
     old = b"torch.distributed._shard.checkpoint.metadata"
     new = b"torch.distributed.checkpoint.metadata"
@@ -41,7 +41,7 @@ def test_classes_under_old_module_names_are_read(zoo: Path) -> None:
     assert shown(loads(moved, file="m")) == shown(loads(data, file="m"))
 
 
-def test_our_metadata_is_read_like_the_c_unpickler_does() -> None:
+def test_our_metadata_is_read_like_the_c_unpickler_does():
     offsets, sizes = np.array([[0, 0], [300, 0]]), np.array([[300, 7], [100, 7]])
     columns = RecordColumns(
         "model.w", "bfloat16", (400, 7), offsets, sizes, np.zeros(2, np.int32), np.array([0, 5000]), np.array([5000, 9])
@@ -50,21 +50,21 @@ def test_our_metadata_is_read_like_the_c_unpickler_does() -> None:
     assert shown(loads(data, file="m")) == shown(loads_in_c(data, file="m"))
 
 
-def test_a_damaged_pickle_is_an_error_that_names_the_file(zoo: Path) -> None:
+def test_a_damaged_pickle_is_an_error_that_names_the_file(zoo):
     data = bytearray((zoo / "dcp_dtensor_2d/ckpt/.metadata").read_bytes())
     data[data.index(b"R\x94")] = ord("a")
     with pytest.raises(CorruptCheckpointError, match="m: its pickle is damaged"):
         loads(bytes(data), file="m")
 
 
-def test_garbage_collection_is_on_again_after_an_error() -> None:
+def test_garbage_collection_is_on_again_after_an_error():
     with pytest.raises(CorruptCheckpointError):
         loads(b"\x80\x04" + b"N" * 64 + b"R.", file="m")
     assert gc.isenabled()
 
 
 @pytest.mark.parametrize("many", [b"]", b"}", b"\x8f", b"]\x94", b"N\x85", b"N\x85\x85\x85", b"(t"])
-def test_oversized_containers_are_refused(many: bytes) -> None:
+def test_oversized_containers_are_refused(many):
     count = 2_400_000 // len(many)
     with pytest.raises(CorruptCheckpointError, match="too many empty containers for its size"):
         loads(b"\x80\x04" + many * count + b".", file="m")
@@ -85,7 +85,7 @@ def test_a_catalog_is_the_same_whether_items_are_parsed_or_compared(zoo, name, m
     assert rows() == framed
 
 
-def test_all_archives_of_the_zoo_are_read_like_the_c_unpickler_does(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_archives_of_the_zoo_are_read_like_the_c_unpickler_does(zoo, monkeypatch):
     found = [path for pattern in ("*.pt", "*.bin", "*.ckpt") for path in sorted(zoo.rglob(pattern)) if path.is_file()]
     files = [path for path in found if not path.relative_to(zoo).parts[0].startswith("hostile")]
 

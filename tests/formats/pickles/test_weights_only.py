@@ -8,7 +8,6 @@ import io
 import re
 import zipfile
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,12 @@ def packed_again(data: bytes, method: int, *, pad: int = 0) -> bytes:
 
 @pytest.mark.parametrize("value", [{"a": 1, "t": torch.arange(3)}, [], torch.zeros(0, 2), (1.5, "x", None)])
 @pytest.mark.parametrize("modern", [True, False])
-def test_values_that_torch_saved_are_read(value: Any, modern: bool) -> None:
+def test_values_that_torch_saved_are_read(value, modern):
     found = parse_object(saved(value, _use_new_zipfile_serialization=modern), file="f")
     assert str(found) == str(value)
 
 
-def test_a_compressed_archive_is_refused_before_decompression() -> None:
+def test_a_compressed_archive_is_refused_before_decompression():
     data = saved({"t": torch.zeros(4)})
     assert parse_object(packed_again(data, zipfile.ZIP_STORED), file="f")["t"].tolist() == [0, 0, 0, 0]
     bomb = packed_again(data, zipfile.ZIP_DEFLATED, pad=64 << 20)
@@ -54,13 +53,13 @@ def test_a_compressed_archive_is_refused_before_decompression() -> None:
         parse_object(bomb, file="f", name="x")
 
 
-def test_a_view_larger_than_its_storage_is_refused() -> None:
+def test_a_view_larger_than_its_storage_is_refused():
     with pytest.raises(CorruptCheckpointError, match="stored"):
         parse_object(saved({"a": [{"w": torch.zeros(1).expand(2**40)}]}), file="f")
 
 
 @pytest.mark.parametrize("modern", [True, False])
-def test_a_payload_is_named_and_not_run(modern: bool, tmp_path: Path) -> None:
+def test_a_payload_is_named_and_not_run(modern, tmp_path):
     data = saved(Evil(tmp_path / "PWNED"), _use_new_zipfile_serialization=modern)
     with pytest.raises(UnsafePickleError, match=r"f: the object 'x'.*mkdir.*none of it was run.*add_safe_globals"):
         parse_object(data, file="f", name="x")
@@ -69,7 +68,7 @@ def test_a_payload_is_named_and_not_run(modern: bool, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch warns about prototype and deprecated tensors
 @pytest.mark.parametrize("make", [make for _, make in OBJECTS], ids=[name for name, _ in OBJECTS])
-def test_plain_data_round_trips(make: Callable[[], Any]) -> None:
+def test_plain_data_round_trips(make):
     data = saved({"of": [make()] * 2})
     found, again = parse_object(data, file="f")["of"]
     assert same(found, make())
@@ -77,25 +76,25 @@ def test_plain_data_round_trips(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [make for _, make in CODE], ids=[name for name, _ in CODE])
-def test_an_object_that_needs_its_own_code_is_refused_by_the_name_of_the_class(make: Callable[[], Any]) -> None:
+def test_an_object_that_needs_its_own_code_is_refused_by_the_name_of_the_class(make):
     with pytest.raises(UnsafePickleError, match=r"asks for '.*interop_cases\..*none of it was run.*add_safe_globals"):
         parse_object(saved({"of": [deque([make()])]}), file="f")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch deprecates quantized tensors
 @pytest.mark.parametrize(("name", "make"), REFUSED, ids=[name for name, _ in REFUSED])
-def test_an_object_of_a_library_is_refused_with_advice(name: str, make: Callable[[], Any]) -> None:
+def test_an_object_of_a_library_is_refused_with_advice(name, make):
     with pytest.raises(CkptkitError, match=rf"f.*{re.escape(name)}.*never runs code.*weights_only=False.*plain values"):
         parse_object(saved({"of": [make()] * 2}), file="f")
 
 
-def test_a_big_endian_array_is_read_as_by_pickle() -> None:
+def test_a_big_endian_array_is_read_as_by_pickle():
     found = parse_object(saved([np.array([1, 2], ">u2")]), file="f")[0]
     assert found.dtype == np.dtype("u2")
     assert found.tolist() == [1, 2]
 
 
-def test_a_class_that_the_caller_allows_is_created_by_torch() -> None:
+def test_a_class_that_the_caller_allows_is_created_by_torch():
     classes = [interop.Colour, interop.Settings, interop.Point, interop.Plain]
     value = (interop.Colour.RED, *(kind() for kind in classes[1:]))
     data = saved(value)
@@ -105,14 +104,14 @@ def test_a_class_that_the_caller_allows_is_created_by_torch() -> None:
         parse_object(data, file="f")
 
 
-def test_a_container_that_holds_itself_round_trips() -> None:
+def test_a_container_that_holds_itself_round_trips():
     circle: Any = deque([1])
     circle.append([circle])
     found = parse_object(saved(circle), file="f")
     assert found[1][0] is found and len(found) == 2
 
 
-def test_an_array_that_was_read_is_writable() -> None:
+def test_an_array_that_was_read_is_writable():
     parse_object(saved((np.zeros(2),)), file="f")[0][0] = 1
 
 
@@ -120,7 +119,7 @@ def test_an_array_that_was_read_is_writable() -> None:
     "data",
     [b"", b"PK", b"PK\x03\x04" + bytes(200), b"\x80\x02.", b"\x80\x02K\x01.", b"\t" * 72, b"PK\x05\x06" + bytes(18)],
 )  # fmt: skip
-def test_bytes_that_torch_did_not_write_raise_a_ckptkit_error(data: bytes) -> None:
+def test_bytes_that_torch_did_not_write_raise_a_ckptkit_error(data):
     with pytest.raises(CkptkitError, match="f"):
         parse_object(data, file="f")
 
@@ -129,7 +128,7 @@ class Unsaveable:
     pass
 
 
-def test_values_that_need_code_to_load_are_not_saved() -> None:
+def test_values_that_need_code_to_load_are_not_saved():
     with pytest.raises(SaveError, match=r"type builtins\.dict.*or else"):
         dump_object({"a": Unsaveable()}, name="x", advice="or else")
     assert parse_object(dump_object({"a": 1}, name="x", advice=""), file="f") == {"a": 1}
@@ -144,7 +143,7 @@ class Outer:
         self.inner = Inner.ONE
 
 
-def test_a_refused_value_names_all_classes_in_it_that_are_not_allowed() -> None:
+def test_a_refused_value_names_all_classes_in_it_that_are_not_allowed():
     with pytest.raises(SaveError, match=rf"type {__name__}\.Outer .*It contains {__name__}\.Inner, {__name__}\.Outer"):
         dump_object(Outer(), name="x", advice="")
     with torch.serialization.safe_globals([Outer]), pytest.raises(SaveError, match=rf"It contains {__name__}\.Inner\."):
@@ -157,7 +156,7 @@ def test_a_refused_value_names_all_classes_in_it_that_are_not_allowed() -> None:
 OF_ONE_JOB = {"checkpoint/run/coordinator.py"}
 
 
-def test_torch_load_is_called_in_one_place_and_with_weights_only() -> None:
+def test_torch_load_is_called_in_one_place_and_with_weights_only():
     top = Path(ckptkit.__file__).parent
     found: dict[str, list[str]] = {}
     texts = {path: path.read_text() for path in top.rglob("*.py")}
@@ -169,7 +168,7 @@ def test_torch_load_is_called_in_one_place_and_with_weights_only() -> None:
     assert all("weights_only=True" in call for call in found["formats/pickles/weights_only.py"])
 
 
-def test_a_flipped_bit_in_a_tensor_of_an_object_is_found() -> None:
+def test_a_flipped_bit_in_a_tensor_of_an_object_is_found():
     tensor = torch.arange(100.0)
     buffer = io.BytesIO()
     torch.save({"x": tensor, "words": ["a"]}, buffer)

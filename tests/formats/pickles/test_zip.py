@@ -8,7 +8,6 @@ import pickle
 import types
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ ARCHIVES = (
 
 
 @pytest.mark.parametrize("path", ARCHIVES)
-def test_dtensors_are_read_with_mesh_placements_and_rank(zoo: Path, path: str) -> None:
+def test_dtensors_are_read_with_mesh_placements_and_rank(zoo, path):
     value = read_archive(LocalStore(zoo), path)
     record = value["model.embed_tokens.weight"]
     assert isinstance(record, DTensorRecord)
@@ -40,7 +39,7 @@ def test_dtensors_are_read_with_mesh_placements_and_rank(zoo: Path, path: str) -
     assert record.rank == 1
 
 
-def test_sharded_tensors_are_read_without_a_process_group(zoo: Path) -> None:
+def test_sharded_tensors_are_read_without_a_process_group(zoo):
     path = "verl_fsdp1_nomesh_w2/global_step_4/actor/model_world_size_2_rank_1.pt"
     record = read_archive(LocalStore(zoo), path)["model.embed_tokens.weight"]
     assert isinstance(record, ShardedTensorRecord)
@@ -49,7 +48,7 @@ def test_sharded_tensors_are_read_without_a_process_group(zoo: Path) -> None:
     assert record.shards[0].box.offsets == (64, 0)
 
 
-def test_a_tensor_is_the_byte_range_that_torch_reads(tmp_path: Path) -> None:
+def test_a_tensor_is_the_byte_range_that_torch_reads(tmp_path):
     base = torch.arange(60, dtype=torch.float32).reshape(3, 4, 5)
     torch.save({"view": base[1:, :, 2], "t": base.transpose(0, 2)}, tmp_path / "x.pt")
     value = read_archive(LocalStore(tmp_path), "x.pt")
@@ -63,12 +62,12 @@ def test_a_tensor_is_the_byte_range_that_torch_reads(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     torch.save({"w": torch.arange(6.0)}, tmp_path / "x.pt")
     return tmp_path / "x.pt"
 
 
-def test_an_archive_that_is_rewritten_unchanged_is_read(saved: Path) -> None:
+def test_an_archive_that_is_rewritten_unchanged_is_read(saved):
     raw = saved.read_bytes()
     at = raw.index(b"PK\x01\x02")
     for same in (rezip(lambda n, d: [(n, d)])(raw), patched(raw, b"PK\x01\x02", 16, raw[at + 16 : at + 20])):
@@ -92,7 +91,7 @@ class _Pickler(pickle.Pickler):
         return ("storage", item.kind, "0", "cpu", 4) if isinstance(item, types.SimpleNamespace) else None
 
 
-def test_every_view_of_a_storage_with_two_dtypes_is_located(saved: Path) -> None:
+def test_every_view_of_a_storage_with_two_dtypes_is_located(saved):
     out = io.BytesIO()
     kinds = {"a": torch.FloatStorage, "b": torch.IntStorage, "c": torch.IntStorage}
     _Pickler(out, 2).dump({name: _View(kind) for name, kind in kinds.items()})
@@ -123,7 +122,7 @@ MEMBERS = {
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize("what", MEMBERS)
-def test_members_that_torch_does_not_write_are_refused(saved: Path, what: str) -> None:
+def test_members_that_torch_does_not_write_are_refused(saved, what):
     edit, text = MEMBERS[what]
     saved.write_bytes(edit(saved.read_bytes()))
     error = UnsupportedFormatError if what == "big-endian" else CorruptCheckpointError
@@ -145,14 +144,14 @@ def test_members_that_torch_does_not_write_are_refused(saved: Path, what: str) -
     ],
     ids=["expanded", "sparse", "quantized"],
 )
-def test_tensors_that_are_not_dense_are_refused_by_name(tmp_path: Path, make: Any, error: Any, text: str) -> None:
+def test_tensors_that_are_not_dense_are_refused_by_name(tmp_path, make, error, text):
     torch.save({"w": make()}, tmp_path / "x.pt")
     with pytest.raises(error, match=text):
         read_archive(LocalStore(tmp_path), "x.pt")
 
 
 @pytest.mark.parametrize("keep", [0, 1, 21, 100, 700])
-def test_a_truncated_archive_is_refused(saved: Path, keep: int) -> None:
+def test_a_truncated_archive_is_refused(saved, keep):
     saved.write_bytes(saved.read_bytes()[:keep])
     with pytest.raises(CorruptCheckpointError, match=r"x\.pt: "):
         read_archive(LocalStore(saved.parent), "x.pt")
@@ -183,13 +182,13 @@ ZIP_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", ZIP_FAULTS)
-def test_a_false_zip_directory_is_refused(saved: Path, fault: str) -> None:
+def test_a_false_zip_directory_is_refused(saved, fault):
     saved.write_bytes(patched(saved.read_bytes(), *ZIP_FAULTS[fault]))
     with pytest.raises(CorruptCheckpointError, match=r"x\.pt: "):
         read_archive(LocalStore(saved.parent), "x.pt")
 
 
-def test_storages_that_overlap_are_refused(tmp_path: Path) -> None:
+def test_storages_that_overlap_are_refused(tmp_path):
     torch.save([torch.arange(6.0), torch.arange(6.0) + 6], tmp_path / "x.pt")
     raw = (tmp_path / "x.pt").read_bytes()
     entries = [i for i in range(len(raw)) if raw[i : i + 4] == b"PK\x01\x02"]

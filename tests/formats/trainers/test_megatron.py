@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ WEIGHT = "decoder.layers.mlp.linear_fc1.weight"
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     """A torch_dist checkpoint whose `.metadata` has the plans of all ranks, as megatron-core writes it."""
     state = {
         WEIGHT: torch.randn(3, 4, 5),

@@ -151,7 +151,7 @@ def test_placements_with_billions_of_shards_are_refused_at_once(shape, local, pl
         ((2, 3, 4), (S0, Placement("strided_shard", 0, 4), S0), (0, 2, 1), 54),
     ],
 )
-def test_uneven_strided_shards_have_the_rows_that_fsdp2_gave_them(mesh, placements, order, rows) -> None:
+def test_uneven_strided_shards_have_the_rows_that_fsdp2_gave_them(mesh, placements, order, rows):
     """Some ranks' sizes fit torch's reading of the placements, too, but not their rows."""
     for at in itertools.product(*map(range, mesh)):
         held = torch.arange(rows)
