@@ -3,17 +3,11 @@ key maps and layouts."""
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import random
 import shutil
-import sys
-import types
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 import safetensors
 import torch
@@ -27,6 +21,7 @@ from ckptkit.offline.inspect import summarise
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage.local import LocalStore
 from tests.catalog.materialize import whole_target
+from tests.formats.pickles.test_legacy import old_tar, tar_of
 from tests.fuzz.mutations import json_text, mutate, mutate_tree, mutate_zip
 from tests.fuzz.running import Finding, Target, refused
 from tests.fuzz.torch_formats import ZOO
@@ -127,7 +122,7 @@ def rank_files(rng: random.Random, folder: Path) -> None:
 
 
 def _with_other_values(rng: random.Random, raw: bytes) -> bytes:
-    with _Shims():
+    with sources.deepspeed_classes():
         try:
             value = torch.load(io.BytesIO(raw), weights_only=False)  # written by the test
             out = io.BytesIO()
@@ -138,16 +133,12 @@ def _with_other_values(rng: random.Random, raw: bytes) -> bytes:
 
 
 def tar_files(rng: random.Random, folder: Path) -> None:
-    from tests.formats.pickles.test_legacy import old_tar, tar_of
-
-    members = old_tar()
-    if rng.random() < 0.6:
+    members, whole = old_tar(), rng.random() >= 0.6
+    if not whole:
         name = rng.choice(sorted(members))
         members[name] = mutate(rng, members[name])
-        data = tar_of(members)
-    else:
-        data = mutate(rng, tar_of(members))
-    (folder / "x.pt").write_bytes(data)
+    data = tar_of(members)
+    (folder / "x.pt").write_bytes(mutate(rng, data) if whole else data)
     _look(folder, "x.pt", str(folder))
 
 
@@ -203,38 +194,3 @@ def _look(folder: Path, *files: str) -> None:
                 raise Finding(f"{entry.name} has {entry.nbytes} bytes, the files {stored}")
         summarise(catalog, tensors="*")
         reshard(str(folder), str(folder.parent / "dst"), world_size=2, dry_run=True)
-
-
-@dataclass
-class _Fragment:
-    numel: int
-    start: int
-
-
-class _Shims:
-    """Provide modules with the DeepSpeed classes that its files name, while a file of the zoo is loaded and saved."""
-
-    _NAMES: ClassVar[dict[str, tuple[str, Callable[[], Any]]]] = {
-        "deepspeed.utils.tensor_fragment": ("fragment_address", lambda: _Fragment),
-        "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", lambda: type("LossScaler", (), {})),
-        "deepspeed.runtime.zero.config": ("ZeroStageEnum", lambda: int),
-    }
-
-    def __enter__(self) -> None:
-        self._made: list[str] = []
-        for full, (name, make) in self._NAMES.items():
-            parts = full.split(".")
-            for i in range(1, len(parts) + 1):
-                path = ".".join(parts[:i])
-                if path not in sys.modules:
-                    sys.modules[path] = types.ModuleType(path)
-                    self._made.append(path)
-            cls = make()
-            if isinstance(cls, type) and cls is not int:
-                cls.__module__, cls.__qualname__, cls.__name__ = full, name, name
-            setattr(sys.modules[full], name, cls)
-        importlib.invalidate_caches()
-
-    def __exit__(self, *_: object) -> None:
-        for path in self._made:
-            sys.modules.pop(path, None)

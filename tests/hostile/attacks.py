@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import os
@@ -10,6 +9,7 @@ import pickle
 import shutil
 import struct
 import tarfile
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from tests.formats.damages import rezipped
+from tests.formats.pickles.test_legacy import old_tar, tar_of
 from tests.hostile import sources
 from tests.hostile.harness import Place
 from tests.hostile.records import edit_json
-from tests.hostile.sources import header, safetensors
-
-Build = Callable[[Place], None]
+from tests.hostile.sources import Build, deepspeed_classes, header, safetensors, sparse, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,6 @@ class Attack:
     hostile: Build
     control: Build
     harmless: bool = False
-
-
-@functools.cache
-def _good(control: str) -> Build:
-    return sources.changed(control, lambda place: None)
 
 
 # --- handwritten pickles
@@ -52,11 +47,13 @@ def _glob(name: str) -> bytes:
     return b"c" + module.encode() + b"\n" + attribute.encode() + b"\n"
 
 
-def _zip_of(pkl: bytes, members: Mapping[str, bytes] | None = None, *, storage: bytes = bytes(64)) -> bytes:
+def _zip_of(
+    pkl: bytes, members: Mapping[str, bytes] | None = None, *, storage: bytes = bytes(64), out: io.BytesIO | None = None
+) -> bytes:
     """Return an archive in torch.save's layout with this pickle."""
-    out = io.BytesIO()
+    out = out or io.BytesIO()
+    content = {"data.pkl": pkl, "byteorder": b"little", "data/0": storage, "version": b"3\n", **(members or {})}
     with zipfile.ZipFile(out, "w") as new:
-        content = {"data.pkl": pkl, "byteorder": b"little", "data/0": storage, "version": b"3\n", **(members or {})}
         for name, data in content.items():
             new.writestr(f"archive/{name}", data)
     return out.getvalue()
@@ -79,11 +76,8 @@ def _state(*, w: bytes | None = None, x: bytes = b"N") -> bytes:
 
 
 def _bin(data: Callable[[Path], bytes] | bytes) -> Build:
-    def build(place: Place) -> None:
-        made = data if isinstance(data, bytes) else data(place.marker)
-        (place.src / "pytorch_model.bin").write_bytes(made)
-
-    return build
+    """A file of these bytes, or of those made for the place of the marker."""
+    return lambda place: written("pytorch_model.bin", data(place.marker) if callable(data) else data)(place)
 
 
 GOOD_ZIP = _bin(_zip_of(_state()))
@@ -99,9 +93,13 @@ def _x(hostile: Callable[[bytes], bytes] | bytes, control: bytes | None = None, 
     return Attack(_bin(made), good, harmless)
 
 
+def _archive(data: bytes, *, harmless: bool = False) -> Attack:
+    return Attack(_bin(data), GOOD_ZIP, harmless)
+
+
 def _w(hostile: bytes) -> Attack:
     """An attack in the construction of the tensor."""
-    return Attack(_bin(_zip_of(_state(w=hostile))), GOOD_ZIP)
+    return _archive(_zip_of(_state(w=hostile)))
 
 
 def _frozen_laughs(levels: int) -> bytes:
@@ -156,8 +154,8 @@ PICKLES: dict[str, Attack] = {
     "setitems_on_list": _x(b"](K\x01K\x02u", b"](K\x01K\x02e"),
     "append_to_dict": _x(b"}K\x01a", b"]K\x01a"),
     "pop_mark": _x(b"1N"),
-    "no_stop": Attack(_bin(_zip_of(_state()[:-1])), GOOD_ZIP),
-    "protocol_255": Attack(_bin(_zip_of(b"\x80\xff" + _state()[2:])), GOOD_ZIP),
+    "no_stop": _archive(_zip_of(_state()[:-1])),
+    "protocol_255": _archive(_zip_of(b"\x80\xff" + _state()[2:])),
     "size_negative": _w(_tensor(size=b"J\xff\xff\xff\xff\x85")),
     "size_huge": _w(_tensor(size=b"\x8a\x08" + (2**62).to_bytes(8, "little") + b"\x85")),
     "size_digits": _w(_tensor(size=b"\x8a\xff" + b"\x7f" * 255 + b"\x85")),
@@ -178,19 +176,14 @@ PICKLES: dict[str, Attack] = {
 
 
 def _zip(change: Callable[[bytearray], bytes | None]) -> Attack:
-    """Return the bytes of a good archive, changed."""
-
-    def made() -> bytes:
-        data = bytearray(_zip_of(_state()))
-        return bytes(change(data) or data)
-
-    return Attack(_bin(made()), GOOD_ZIP)
+    """A good archive whose bytes are changed."""
+    data = bytearray(_zip_of(_state()))
+    return _archive(bytes(change(data) or data))
 
 
 def _entry(data: bytes, name: str) -> int:
     """Return where the entry of a member begins in the zip directory."""
-    at = data.rfind(f"archive/{name}".encode())
-    return at - 46
+    return data.rfind(f"archive/{name}".encode()) - 46
 
 
 def _local(data: bytes, name: str) -> int:
@@ -202,8 +195,6 @@ def _set(data: bytearray, at: int, form: str, value: int) -> None:
 
 
 def _duplicate() -> bytes:
-    import warnings
-
     out = io.BytesIO(_zip_of(_state()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -218,35 +209,25 @@ def _same_place(data: bytearray) -> None:
     _set(data, _entry(data, "version") + 42, "<I", first)
 
 
-def _unseekable() -> bytes:
-    """A streamed zip: sizes and checksums follow the data."""
+class _Stream(io.BytesIO):
+    """For a streamed zip, in which sizes and checksums follow the data."""
 
-    class Stream(io.BytesIO):
-        def seekable(self) -> bool:
-            return False
-
-        def tell(self) -> int:
-            raise io.UnsupportedOperation
-
-    return _repacked(Stream(), lambda name: name)
+    def tell(self) -> int:
+        raise io.UnsupportedOperation
 
 
-def _repacked(out: io.BytesIO, rename: Callable[[str], str]) -> bytes:
-    with zipfile.ZipFile(io.BytesIO(_zip_of(_state()))) as old, zipfile.ZipFile(out, "w") as new:
-        for item in old.infolist():
-            new.writestr(rename(item.filename), old.read(item))
-    return out.getvalue()
+STREAMED = _zip_of(_state(), out=_Stream())
 
 
 def _with_descriptor_lies(name: str) -> bytes:
-    data = bytearray(_unseekable())
+    data = bytearray(STREAMED)
     for at in (_entry(data, name) + 20, _entry(data, name) + 24):
         _set(data, at, "<I", 0xFFFFFFF0)
     return bytes(data)
 
 
 def _renamed(rename: Callable[[str], str]) -> Attack:
-    return Attack(_bin(_repacked(io.BytesIO(), rename)), GOOD_ZIP)
+    return _archive(rezipped(_zip_of(_state()), lambda name, data: [(rename(name), data)]))
 
 
 def _zip64(data: bytearray) -> bytes:
@@ -265,9 +246,9 @@ def _zip64(data: bytearray) -> bytes:
 
 
 ZIPS: dict[str, Attack] = {
-    "zip_duplicate": Attack(_bin(_duplicate()), GOOD_ZIP),
+    "zip_duplicate": _archive(_duplicate()),
     "zip_same_place": _zip(_same_place),
-    "zip_descriptor_lies": Attack(_bin(_with_descriptor_lies("data/0")), _bin(_unseekable())),
+    "zip_descriptor_lies": Attack(_bin(_with_descriptor_lies("data/0")), _bin(STREAMED)),
     "zip_zip64_lies": _zip(_zip64),
     "zip_local_name": _zip(lambda d: d.__setitem__(slice(_local(d, "data.pkl") + 30, _local(d, "data.pkl") + 46), b"archive/evil.pkl")),
     "zip_local_extra": _zip(lambda d: _set(d, _local(d, "data/0") + 28, "<H", 60_000)),
@@ -277,55 +258,34 @@ ZIPS: dict[str, Attack] = {
     "zip_offset": _zip(lambda d: _set(d, _entry(d, "data/0") + 42, "<I", 0xFFFFFFF0)),
     "zip_offset_negative": _zip(lambda d: _set(d, d.rfind(b"PK\x05\x06") + 16, "<I", 0)),
     "zip_count": _zip(lambda d: (_set(d, d.rfind(b"PK\x05\x06") + 8, "<H", 65_535), _set(d, d.rfind(b"PK\x05\x06") + 10, "<H", 65_535))[2:] or None),
-    "zip_short_storage": Attack(_bin(_zip_of(_state(), storage=bytes(8))), GOOD_ZIP),
+    "zip_short_storage": _archive(_zip_of(_state(), storage=bytes(8))),
     "zip_no_storage": _renamed(lambda n: n.replace("data/0", "data/1")),
     "zip_crc": _zip(lambda d: _set(d, _entry(d, "data/0") + 16, "<I", 1)),
     "zip_pickle_crc": _zip(lambda d: _set(d, _entry(d, "data.pkl") + 16, "<I", 1)),
-    "zip_big_endian": Attack(_bin(_zip_of(_state(), {"byteorder": b"big"})), GOOD_ZIP),
-    "zip_byteorder": Attack(_bin(_zip_of(_state(), {"byteorder": b"little" * 1000})), GOOD_ZIP),
+    "zip_big_endian": _archive(_zip_of(_state(), {"byteorder": b"big"})),
+    "zip_byteorder": _archive(_zip_of(_state(), {"byteorder": b"little" * 1000})),
     "zip_absolute": _renamed(lambda n: "/etc/" + n),
     "zip_parent": _renamed(lambda n: "../../" + n),
     "zip_backslash": _renamed(lambda n: n.replace("/", "\\")),
     "zip_lookalike": _renamed(lambda n: n.replace("data.pkl", "d\u0430ta.pkl")),
     "zip_two_roots": _renamed(lambda n: n.replace("archive/data/0", "other/data/0")),
-    "zip_two_pickles": Attack(_bin(_zip_of(_state(), {"../other/data.pkl": _state(x=b"K\x01")})), GOOD_ZIP),
-    "zip_in_front": Attack(_bin(b"x" * 100 + _zip_of(_state())), GOOD_ZIP),
-    "zip_behind": Attack(_bin(_zip_of(_state()) + b"x" * 70_000), GOOD_ZIP),
-    "zip_comment": Attack(_bin(_zip_of(_state())[:-2] + struct.pack("<H", 22) + b"PK\x05\x06" + bytes(18)), GOOD_ZIP),
-    "zip_torchscript": Attack(_bin(_zip_of(_state(), {"constants.pkl": b"\x80\x02.", "code/x.py": b"import os"})), GOOD_ZIP, harmless=True),
+    "zip_two_pickles": _archive(_zip_of(_state(), {"../other/data.pkl": _state(x=b"K\x01")})),
+    "zip_in_front": _archive(b"x" * 100 + _zip_of(_state())),
+    "zip_behind": _archive(_zip_of(_state()) + b"x" * 70_000),
+    "zip_comment": _archive(_zip_of(_state())[:-2] + struct.pack("<H", 22) + b"PK\x05\x06" + bytes(18)),
+    "zip_torchscript": _archive(_zip_of(_state(), {"constants.pkl": b"\x80\x02.", "code/x.py": b"import os"}), harmless=True),
 }  # fmt: skip
 
 
 # --- tar archives
 
 
-def _tar(change: Callable[[dict[str, tarfile.TarInfo], dict[str, bytes]], None] | None) -> Build:
-    def build(place: Place) -> None:
-        from tests.formats.pickles.test_legacy import old_tar
-
-        contents = old_tar()
-        infos = {}
-        for name, data in contents.items():
-            infos[name] = tarfile.TarInfo(name)
-            infos[name].size = len(data)
-        if change is not None:
-            change(infos, contents)
-        with tarfile.open(place.src / "pytorch_model.bin", "w", format=tarfile.PAX_FORMAT) as tar:
-            for name, info in infos.items():
-                tar.addfile(info, io.BytesIO(contents[name]))
-
-    return build
-
-
-GOOD_TAR = _tar(None)
+GOOD_TAR = _bin(tar_of(old_tar()))
 
 
 def _member(which: str, **fields: Any) -> Attack:
-    def change(infos: dict[str, tarfile.TarInfo], _: dict[str, bytes]) -> None:
-        for key, value in fields.items():
-            setattr(infos[which], key, value)
-
-    return Attack(_tar(change), GOOD_TAR)
+    """A good tar in which one member's header has other fields."""
+    return Attack(_bin(tar_of(old_tar(), {which: fields})), GOOD_TAR)
 
 
 TARS: dict[str, Attack] = {
@@ -344,10 +304,12 @@ TARS: dict[str, Attack] = {
 # --- safetensors and indexes
 
 
+def _changed(control: str, change: Callable[[Place], Any], *, harmless: bool = False) -> Attack:
+    return Attack(sources.changed(control, change), sources.unchanged(control), harmless)
+
+
 def _hf(content: bytes) -> Attack:
-    return Attack(
-        sources.changed("hf", lambda place: (place.src / "model.safetensors").write_bytes(content)), _good("hf")
-    )
+    return _changed("hf", written("model.safetensors", content))
 
 
 def _one(**fields: Any) -> dict[str, Any]:
@@ -360,7 +322,7 @@ def _index(change: Callable[[dict[str, Any]], Any], *, harmless: bool = False, *
             (place.src / f"model-0000{old[1]}-of-00002.safetensors").rename(place.src / new)
         edit_json(place.src / "model.safetensors.index.json", change)
 
-    return Attack(sources.changed("hf_sharded", build), _good("hf_sharded"), harmless)
+    return _changed("hf_sharded", build, harmless=harmless)
 
 
 def _map(**entries: Any) -> Callable[[dict[str, Any]], Any]:
@@ -388,7 +350,7 @@ HF: dict[str, Attack] = {
     "header_odd_f4": _hf(header(_one(dtype="F4", shape=[3], data_offsets=[0, 2])) + bytes(2)),
     "header_reversed": _hf(header(_one(data_offsets=[8, 0])) + bytes(8)),
     "header_zero": _hf(bytes(8)),
-    "true_but_sparse": Attack(sources.changed("hf", _true_but_sparse), _good("hf")),
+    "true_but_sparse": _changed("hf", _true_but_sparse),
     "index_trailing_dot": _index(_map(weight="model-00001-of-00002.safetensors.")),
     "index_space": _index(_map(weight="model-00001-of-00002.safetensors ")),
     "index_windows": _index(_map(weight="con.safetensors"), m1="con.safetensors"),
@@ -408,36 +370,28 @@ HF: dict[str, Attack] = {
 
 
 def _copy(control: str, change: Callable[[Path], Any], *, harmless: bool = False) -> Attack:
-    return Attack(sources.changed(control, lambda place: change(place.src)), _good(control), harmless)
+    return _changed(control, lambda place: change(place.src), harmless=harmless)
 
 
-def _first(folder: Path, pattern: str) -> Path:
-    return sorted(folder.rglob(pattern))[0]
+def _renames(pattern: str, old: str, new: str) -> Callable[[Path], Any]:
+    return lambda folder: [
+        path.rename(path.with_name(path.name.replace(old, new))) for path in sorted(folder.rglob(pattern))
+    ]
 
 
-def _renames(pattern: str, old: str, new: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        for path in sorted(folder.rglob(pattern)):
-            path.rename(path.with_name(path.name.replace(old, new)))
-
-    return change
+def _texts(pattern: str, text: str) -> Callable[[Path], Any]:
+    return lambda folder: min(folder.rglob(pattern)).write_text(text)
 
 
 def _values(pattern: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
-        from tests.fuzz.foreign_formats import _Shims
-
-        path = _first(folder, pattern)
-        with _Shims():
+        path = min(folder.rglob(pattern))
+        with deepspeed_classes():
             value = torch.load(path, weights_only=False)  # written by the test
             change(value)
             torch.save(value, path)
 
     return damage
-
-
-def _fsdp_config(folder: Path) -> None:
-    _first(folder, "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 10**12}))
 
 
 def _rank_metadata(name: str) -> Build:
@@ -447,13 +401,13 @@ def _rank_metadata(name: str) -> Build:
 RANKS: dict[str, Attack] = {
     "verl_world_size": _copy("verl", _renames("model_world_size_*", "size_2_", "size_99999999_")),
     "verl_rank": _copy("verl", _renames("model_world_size_*_rank_1.pt", "rank_1", "rank_99999999999")),
-    "verl_config": _copy("verl", _fsdp_config),
+    "verl_config": _copy("verl", _texts("fsdp_config.json", '{"FSDP_version": 2, "world_size": 1000000000000}')),
     "deepspeed_shapes": _copy("deepspeed", _values("*model_states.pt", lambda v: v["param_shapes"][0].update(x=torch.Size([2**40])))),
     "deepspeed_shapes_kind": _copy("deepspeed", _values("*model_states.pt", lambda v: v.update(param_shapes=7))),
     "deepspeed_count": _copy("deepspeed", _values("*optim_states.pt", lambda v: v["optimizer_state_dict"].update(partition_count=10**12))),
     "deepspeed_stage": _copy("deepspeed", _values("*optim_states.pt", lambda v: v["optimizer_state_dict"].update(zero_stage="9")), harmless=True),
     "deepspeed_shared": _copy("deepspeed3", _values("*model_states.pt", lambda v: v.update(shared_params={"a": "a", "b": "c"})), harmless=True),
-    "deepspeed_tag": _copy("deepspeed", lambda folder: _first(folder, "latest").write_text("../../outside"), harmless=True),
+    "deepspeed_tag": _copy("deepspeed", _texts("latest", "../../outside"), harmless=True),
     "deepspeed_rank": _copy("deepspeed", _renames("*pp_rank_1_mp*", "pp_rank_1_", "pp_rank_999999999999_")),
     "rank_metadata_rank": Attack(_rank_metadata("__99999999999999999999.metadata"), _rank_metadata("__0.metadata"), harmless=True),
     "rank_shards_count": _copy("rank_shards", _renames("shard-*", "-of-", "-of-9"), harmless=True),
@@ -469,12 +423,7 @@ def _run(change: Callable[[Path, Place], Any]) -> Attack:
             (place.src / ".ckptkit" / name).mkdir(parents=True, exist_ok=True)
         change(place.src, place)
 
-    return Attack(sources.changed("own", build), _good("own"), harmless=True)
-
-
-def _sparse(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
+    return _changed("own", build, harmless=True)
 
 
 def _many(folder: Path, count: int, text: str) -> None:
@@ -485,20 +434,20 @@ def _many(folder: Path, count: int, text: str) -> None:
 NONCE = "0123456789abcdef"
 RUNS: dict[str, Attack] = {
     "pin_fifo": _run(lambda run, _: os.mkfifo(run / ".ckptkit/pins/keep-step_00000001.json")),
-    "pin_sparse": _run(lambda run, _: _sparse(run / f".ckptkit/pins/read-{NONCE}.json")),
+    "pin_sparse": _run(lambda run, _: sparse(run / f".ckptkit/pins/read-{NONCE}.json")),
     "pin_link": _run(lambda run, place: (run / ".ckptkit/pins/keep-step_00000001.json").symlink_to(place.outside / "secret.txt")),
     "pin_names": _run(lambda run, _: (run / f".ckptkit/pins/read-{NONCE}.json").write_text('{"name": "../../outside", "why": "\\u001b[2J", "owner": null}')),
     "pin_many": _run(lambda run, _: _many(run / ".ckptkit/pins", 3000, '{"name": "step_00000001", "owner": {"host": "x", "pid": 1}}')),
     "pin_deep": _run(lambda run, _: (run / f".ckptkit/pins/read-{NONCE}.json").write_text("[" * 60_000)),
     "lease_fifo": _run(lambda run, _: os.mkfifo(run / ".ckptkit/lease-00000009.json")),
-    "lease_sparse": _run(lambda run, _: _sparse(run / ".ckptkit/lease-00000009.json")),
+    "lease_sparse": _run(lambda run, _: sparse(run / ".ckptkit/lease-00000009.json")),
     "lease_generation": _run(lambda run, _: (run / ".ckptkit/lease-999999999999999999.json").write_text("{}")),
     "lease_link": _run(lambda run, place: (run / ".ckptkit/lease-00000009.json").symlink_to(place.outside / "secret.txt")),
     "lease_directory": _run(lambda run, _: (run / ".ckptkit/lease-00000009.json").mkdir()),
     "state_is_a_file": _run(lambda run, _: (shutil.rmtree(run / ".ckptkit"), (run / ".ckptkit").write_text("x"))),
     "deleting_fifo": _run(lambda run, _: os.mkfifo(run / ".ckptkit/deleting/step_00000002.json")),
     "owner_fifo": _run(lambda run, _: ((run / f".tmp-step_00000003-{NONCE}").mkdir(), os.mkfifo(run / f".tmp-step_00000003-{NONCE}.owner"))),
-    "owner_sparse": _run(lambda run, _: ((run / f".tmp-step_00000003-{NONCE}").mkdir(), _sparse(run / f".tmp-step_00000003-{NONCE}.owner"))),
+    "owner_sparse": _run(lambda run, _: ((run / f".tmp-step_00000003-{NONCE}").mkdir(), sparse(run / f".tmp-step_00000003-{NONCE}.owner"))),
     "step_file": _run(lambda run, _: (run / "step_00000009").write_text("x")),
     "step_fifo": _run(lambda run, _: os.mkfifo(run / "step_00000009")),
     "step_names": _run(lambda run, _: [(run / name).mkdir() for name in ("step_00000003 ", "step_\u0660\u0661", "STEP_00000004", "step_-1", "step_1e5", "step_" + "9" * 200)]),

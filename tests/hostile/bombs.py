@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import zipfile
@@ -14,36 +15,30 @@ import torch
 import zstandard
 
 from ckptkit.formats.own.columns import pack, unpack
+from tests.formats.damages import rezipped
 from tests.hostile import sources
 from tests.hostile.harness import Place
 from tests.hostile.records import edit_json, edit_record, reseal
-from tests.hostile.sources import changed, changed_metadata, changed_steps, header
+from tests.hostile.sources import Build, changed, changed_metadata, changed_steps, header, saved, written
 
-Build = Callable[[Place], None]
 _ZERO = b"\x80\x02"
 
 
-def _compressed_zip(place: Place) -> None:
-    sources.binary(place.outside)
-    with zipfile.ZipFile(place.outside / "pytorch_model.bin") as old:
-        with zipfile.ZipFile(place.src / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as new:
-            for item in old.infolist():
-                new.writestr(item.filename, old.read(item) if "/data/" not in item.filename else bytes(64 << 20))
+def _compressed_zip() -> bytes:
+    data = saved(sources.weights())
+    return rezipped(data, lambda n, d: [(n, bytes(64 << 20) if "/data/" in n else d)], zipfile.ZIP_DEFLATED)
 
 
-def _many_members(place: Place) -> None:
-    with zipfile.ZipFile(place.src / "pytorch_model.bin", "w") as new:
+def _many_members() -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as new:
         for i in range(10_000):
             new.writestr(f"x/data/{i}", b"")
+    return out.getvalue()
 
 
-def _expanded(place: Place) -> None:
-    torch.save({"w": torch.zeros(1).expand(2**40)}, place.src / "pytorch_model.bin")
-
-
-def _expanded_many(place: Place) -> None:
-    one = torch.zeros(4)
-    torch.save({f"w{i}": one.expand(2**20, 4) for i in range(64)}, place.src / "pytorch_model.bin")
+def _bin(make: Callable[[], bytes]) -> Build:
+    return lambda place: (place.src / "pytorch_model.bin").write_bytes(make())
 
 
 def _shape(*size: int) -> Build:
@@ -53,10 +48,6 @@ def _shape(*size: int) -> Build:
         entry.chunks[0].sizes = torch.Size(size)
 
     return changed_metadata(change)
-
-
-def _half(metadata: Any) -> None:
-    metadata.state_dict_metadata["weight"].size = torch.Size((8, 4))
 
 
 def _info(**fields: int) -> Build:
@@ -97,18 +88,11 @@ def _staircase(count: int) -> Build:
 
 
 def _header(entries: Any, data: int = 0) -> Build:
-    return _raw("model.safetensors", header(entries) + bytes(data))
+    return written("model.safetensors", header(entries) + bytes(data))
 
 
 def _tensor(shape: list[int], offsets: list[Any], dtype: str = "F32") -> dict[str, Any]:
     return {"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
-
-
-def _raw(name: str, data: bytes) -> Build:
-    def build(place: Place) -> None:
-        (place.src / name).write_bytes(data)
-
-    return build
 
 
 _EMPTY = '"k%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
@@ -162,18 +146,13 @@ def _zstd(place: Place) -> None:
 
 
 def _opcodes(data: bytes) -> Build:
-    return _raw("model.pt", data)
+    return written("model.pt", data)
 
 
 def _laughs(levels: int) -> bytes:
     """Nested tuples: 2**levels elements in a few bytes."""
     body = b"\x80\x04K\x01\x94"
     return body + b"2\x86\x94" * levels + b"."
-
-
-def _many_steps(place: Place) -> None:
-    for i in range(300):
-        (place.src / f"step_{i + 100:08d}").mkdir()
 
 
 def _sizes_of_record(step: Path) -> None:
@@ -189,12 +168,12 @@ def _sizes_of_record(step: Path) -> None:
 
 
 BOMBS: dict[str, Build] = {
-    "compressed_zip": _compressed_zip,
-    "expanded": _expanded,
-    "expanded_many": _expanded_many,
+    "compressed_zip": _bin(_compressed_zip),
+    "expanded": _bin(lambda: saved({"w": torch.zeros(1).expand(2**40)})),
+    "expanded_many": _bin(lambda: saved({f"w{i}": one.expand(2**20, 4) for one in [torch.zeros(4)] for i in range(64)})),
     "dcp_shape": _shape(2**40),
     "dcp_shape_product": _shape(2**31, 2**31, 2**31),
-    "dcp_half": changed_metadata(_half),
+    "dcp_half": changed_metadata(lambda m: setattr(m.state_dict_metadata["weight"], "size", torch.Size((8, 4)))),
     "dcp_negative_offset": _info(offset=-1),
     "dcp_huge_offset": _info(offset=2**62),
     "dcp_overflowing_length": _info(length=2**63 - 1),
@@ -204,8 +183,8 @@ BOMBS: dict[str, Build] = {
     "dcp_same_place": _chunks(2000, rows=1),
     "dcp_quadratic": _staircase(4000),
     "zstd_window": changed("zstd", _zstd),
-    "header_length": _raw("model.safetensors", (2**63 - 1).to_bytes(8, "little") + b"{}"),
-    "header_100mb": _raw("model.safetensors", (99_999_999).to_bytes(8, "little") + b"{}"),
+    "header_length": written("model.safetensors", (2**63 - 1).to_bytes(8, "little") + b"{}"),
+    "header_100mb": written("model.safetensors", (99_999_999).to_bytes(8, "little") + b"{}"),
     "header_deep": _header('{"a":' * 50_000 + "1" + "}" * 50_000),
     "header_duplicate": _header('{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"w":{"dtype":"F32","shape":[1],'
                                 '"data_offsets":[0,4]}}', 4),
@@ -249,17 +228,17 @@ BOMBS: dict[str, Build] = {
     "pickle_recursive_key": _opcodes(b"\x80\x04}\x94" + b"K\x01" + b"\x85" * 100_000 + b"K\x01s."),
     "pickle_nothing": _opcodes(b""),
     "pickle_stop": _opcodes(b"."),
-    "zip_truncated": _raw("pytorch_model.bin", b"PK\x03\x04" + bytes(100)),
-    "zip64_lies": _raw("pytorch_model.bin", b"PK\x06\x06" + b"\xff" * 52 + b"PK\x06\x07" + bytes(16) + b"PK\x05\x06" + b"\xff" * 18),
-    "legacy_storage": _raw("pytorch_model.bin", pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
+    "zip_truncated": written("pytorch_model.bin", b"PK\x03\x04" + bytes(100)),
+    "zip64_lies": written("pytorch_model.bin", b"PK\x06\x06" + b"\xff" * 52 + b"PK\x06\x07" + bytes(16) + b"PK\x05\x06" + b"\xff" * 18),
+    "legacy_storage": written("pytorch_model.bin", pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
                            + pickle.dumps({}, 2) + pickle.dumps({"w": 1}, 2) + pickle.dumps(["0"], 2)
                            + (2**62).to_bytes(8, "little")),
 }  # fmt: skip
 # Allowed: unusual, and slow in a careless implementation.
 HEAVY: dict[str, Build] = {
     "many_keys": _keys(*range(10_000)),
-    "many_members": _many_members,
-    "many_steps": changed("own", _many_steps),
+    "many_members": _bin(_many_members),
+    "many_steps": changed("own", lambda place: [(place.src / f"step_{i + 100:08d}").mkdir() for i in range(300)]),
     "objects_deep": _objects({"step": json.loads("[" * 300 + "]" * 300)}),
     "objects_wrong": _objects({"step": {"$torch_save": "AAAA"}, "optimizer": 7, "scheduler": [], "rng.0": "x"}),
     "objects_kinds": _objects({"step": {"$nothing": [1, 2]}, "optimizer": {"param_groups": [{"params": ["../x"]}]}}),

@@ -6,19 +6,17 @@ import json
 import os
 import socket
 import stat
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.formats.damages import rezipped
 from tests.hostile import sources
 from tests.hostile.harness import Place
 from tests.hostile.records import edit_json, edit_record, reseal
-from tests.hostile.sources import changed, changed_steps, header, safetensors
-
-Build = Callable[[Place], None]
+from tests.hostile.sources import Build, changed, changed_steps, header, safetensors, saved, sparse
 
 NAMES = (
     "../../escape", "/tmp/escape", "a/../../b", "a\\..\\b", "C:\\x", "\\\\host\\share", "nul", "con.weight", "a\0b",
@@ -81,11 +79,6 @@ def _linked_blobs(place: Place) -> None:
     (folder / "tokenizer.json").symlink_to("../../blobs/secret.txt")
 
 
-def _linked_folder(place: Place) -> None:
-    sources.own(place.outside)
-    (place.src / "step_00000002").symlink_to(place.outside / "step_00000002")
-
-
 def _special(control: str, name: str, make: Callable[[Path], None]) -> Build:
     """Something else is at the place of a file, of the newest step."""
 
@@ -114,38 +107,15 @@ def _device(path: Path) -> None:
         path.symlink_to("/dev/zero")
 
 
-def _sparse(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-
-
-def _loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
 def _names(place: Place) -> None:
-    entries, end = {}, 0
-    for name in NAMES:
-        entries[name] = {"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]}
-        end += 4
-    (place.src / "model.safetensors").write_bytes(header(entries) + bytes(end))
-
-
-def _names_in_dcp(place: Place) -> None:
-    sources.dcp(place.src, {name: torch.zeros(2) for name in NAMES})
-
-
-def _names_in_bin(place: Place) -> None:
-    torch.save({name: torch.zeros(2) for name in NAMES}, place.src / "pytorch_model.bin")
+    entries = {n: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, n in enumerate(NAMES)}
+    (place.src / "model.safetensors").write_bytes(header(entries) + bytes(4 * len(NAMES)))
 
 
 def _members(place: Place) -> None:
     """A zip archive whose member names point outside; members are read by offset and never unpacked."""
-    sources.binary(place.outside)
-    with zipfile.ZipFile(place.outside / "pytorch_model.bin") as old:
-        with zipfile.ZipFile(place.src / "pytorch_model.bin", "w") as new:
-            for item in old.infolist():
-                new.writestr("../../" + item.filename, old.read(item))
+    raw = rezipped(saved(sources.weights()), lambda name, data: [("../../" + name, data)])
+    (place.src / "pytorch_model.bin").write_bytes(raw)
 
 
 def _hostile_files(place: Place) -> None:
@@ -202,9 +172,10 @@ ESCAPES: dict[str, Build] = {
     "linked_to_passwd": _link("hf", "tokenizer.json", "/etc/passwd"),
     "linked_rank_file": _link("verl", "model_world_size_2_rank_0.pt"),
     "linked_blobs": _linked_blobs,
-    "linked_folder": _linked_folder,
+    "linked_folder": lambda place: (
+        sources.own(place.outside), (place.src / "step_00000002").symlink_to(place.outside / "step_00000002")),
     "linked_to_zero": _link("hf", "model.safetensors", "/dev/zero"),
-    "loop": _special("hf", "model.safetensors", _loop),
+    "loop": _special("hf", "model.safetensors", lambda path: path.symlink_to(path.name)),
     "fifo_metadata": _special("dcp", ".metadata", os.mkfifo),
     "fifo_shard": _special("dcp", "__0_0.distcp", os.mkfifo),
     "fifo_safetensors": _special("hf", "model.safetensors", os.mkfifo),
@@ -215,13 +186,13 @@ ESCAPES: dict[str, Build] = {
     "device_metadata": _special("dcp", ".metadata", _device),
     "socket_shard": _special("dcp", "__0_0.distcp", _socket),
     "directory_shard": _special("hf", "model.safetensors", Path.mkdir),
-    "sparse_metadata": _special("dcp", ".metadata", _sparse),
-    "sparse_safetensors": _special("hf", "model.safetensors", _sparse),
-    "sparse_index": _special("hf_sharded", "model.safetensors.index.json", _sparse),
-    "sparse_bin": _special("binary", "pytorch_model.bin", _sparse),
-    "sparse_record": _special("own", "checkpoint.json", _sparse),
-    "sparse_manifest": _special("own", "manifest.safetensors", _sparse),
-    "sparse_objects": _special("own", "objects.json", _sparse),
+    "sparse_metadata": _special("dcp", ".metadata", sparse),
+    "sparse_safetensors": _special("hf", "model.safetensors", sparse),
+    "sparse_index": _special("hf_sharded", "model.safetensors.index.json", sparse),
+    "sparse_bin": _special("binary", "pytorch_model.bin", sparse),
+    "sparse_record": _special("own", "checkpoint.json", sparse),
+    "sparse_manifest": _special("own", "manifest.safetensors", sparse),
+    "sparse_objects": _special("own", "objects.json", sparse),
     "record_parent": _file_of_record("../../outside/secret.txt"),
     "record_absolute": _file_of_record("{outside}/secret.txt"),
     "record_missing": _file_of_record("not-there.bin"),
@@ -242,8 +213,9 @@ ESCAPES: dict[str, Build] = {
 
 def _pointer(name: str, content: str) -> Build:
     def build(place: Place) -> None:
-        sources.dcp_in(place.src / "model_a")
-        sources.dcp_in(place.outside)
+        for folder in (place.src / "model_a", place.outside):
+            folder.mkdir(exist_ok=True)
+            sources.dcp(folder)
         (place.src / name).write_bytes(_pointing(place, content))
 
     return build
@@ -269,8 +241,8 @@ LIES = {
 # Unusual, but nothing must be refused: the checkpoint itself is good.
 ALLOWED: dict[str, Build] = {
     "names": _names,
-    "names_in_dcp": _names_in_dcp,
-    "names_in_bin": _names_in_bin,
+    "names_in_dcp": lambda place: sources.dcp(place.src, {name: torch.zeros(2) for name in NAMES}),
+    "names_in_bin": lambda place: torch.save({name: torch.zeros(2) for name in NAMES}, place.src / "pytorch_model.bin"),
     "members": _members,
     "hostile_files": changed("hf", _hostile_files),
     **{f"latest {content!r:.30}": _pointer_of_run(content) for content in POINTERS},
@@ -279,14 +251,14 @@ ALLOWED: dict[str, Build] = {
     "latest_fifo": _special("own", "latest", os.mkfifo),
     "latest_link": _special("own", "latest", lambda path: path.symlink_to("../outside")),
     "latest_directory": _special("own", "latest", Path.mkdir),
-    "latest_sparse": _special("own", "latest", _sparse),
+    "latest_sparse": _special("own", "latest", sparse),
     "fifo_tokenizer": _special("hf", "tokenizer.json", os.mkfifo),
     "fifo_config": _special("hf", "config.json", os.mkfifo),
     "device_beside": _special("hf", "tokenizer.model", _device),
-    "sparse_tokenizer": _special("hf", "tokenizer.json", _sparse),
-    "sparse_config": _special("hf", "config.json", _sparse),
-    "sparse_record_beside": _special("hf", "checkpoint.json", _sparse),
-    "loop_beside": _special("hf", "tokenizer.model", _loop),
+    "sparse_tokenizer": _special("hf", "tokenizer.json", sparse),
+    "sparse_config": _special("hf", "config.json", sparse),
+    "sparse_record_beside": _special("hf", "checkpoint.json", sparse),
+    "loop_beside": _special("hf", "tokenizer.model", lambda path: path.symlink_to(path.name)),
     "record_beside": _beside("checkpoint.json", "{}"),
     "config_null": _beside("config.json", "null"),
     "config_deep": _beside("config.json", "[" * 10**6),

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import pickle
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.formats.pickles.test_legacy import tar_of
 from tests.hostile import sources
 from tests.hostile.harness import Place
 from tests.hostile.records import edit_json, reseal
-from tests.hostile.sources import Evil, changed
-
-Build = Callable[[Place], None]
+from tests.hostile.sources import Build, Evil, changed, saved
 
 
-def _evil_zip(place: Place, name: str) -> None:
-    torch.save({"state_dict": sources.weights(), "x": Evil(place.marker)}, place.src / name)
+def _file(name: str, data: Callable[[Evil], bytes]) -> Build:
+    """A checkpoint of one file with a payload."""
+    return lambda place: (place.src / name).write_bytes(data(Evil(place.marker)))
+
+
+def _beside_weights(evil: Evil) -> bytes:
+    return saved({"state_dict": sources.weights(), "x": evil})
+
+
+def _tar(evil: Evil) -> bytes:
+    return tar_of(dict.fromkeys(("sys_info", "pickle", "storages", "tensors"), pickle.dumps(evil, protocol=2)))
 
 
 def _replaced(control: str, pattern: str, *, raw: bool = False) -> Build:
@@ -42,23 +48,9 @@ def _added(place: Place) -> None:
     torch.save(value, place.src / "last.ckpt")
 
 
-def _metadata_field(place: Place) -> None:
-    sources.edit_metadata(place.src, lambda metadata: metadata.planner_data.update(weight=Evil(place.marker)))
-
-
 def _rank_metadata(place: Place) -> None:
     (place.src / ".metadata").unlink()
     (place.src / "__0.metadata").write_bytes(pickle.dumps(Evil(place.marker)))
-
-
-def _byte_entry(place: Place) -> None:
-    sources.dcp(place.src, {**sources.weights(), "extra": Evil(place.marker)})
-
-
-def saved(value: Any, **options: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out, **options)
-    return out.getvalue()
 
 
 def _slice(place: Place) -> None:
@@ -73,23 +65,6 @@ def _slice(place: Place) -> None:
                 info.offset, info.length = len(data), len(evil)
 
     sources.edit_metadata(place.src, change)
-
-
-def _legacy(place: Place) -> None:
-    torch.save([Evil(place.marker)], place.src / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-
-
-def _tar(place: Place) -> None:
-    with tarfile.open(place.src / "pytorch_model.bin", "w", format=tarfile.PAX_FORMAT) as tar:
-        for name in ("sys_info", "pickle", "storages", "tensors"):
-            data = pickle.dumps(Evil(place.marker), protocol=2)
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-
-
-def _pickle(place: Place) -> None:
-    (place.src / "model.pt").write_bytes(pickle.dumps(Evil(place.marker)))
 
 
 def _own_object(place: Place) -> None:
@@ -109,13 +84,11 @@ def _code_of_the_author(place: Place) -> None:
 
 
 def _global(name: str, argument: Callable[[Path], Any]) -> Build:
-    def build(place: Place) -> None:
-        value = pickle.dumps(argument(place.marker), protocol=2)[2:-1]
-        module, _, attribute = name.rpartition(".")
-        call = b"\x80\x02c" + module.encode() + b"\n" + attribute.encode() + b"\n" + value + b"\x85R."
-        (place.src / "model.pt").write_bytes(call)
-
-    return build
+    module, _, attribute = name.rpartition(".")
+    call = f"c{module}\n{attribute}\n".encode()
+    return lambda place: (place.src / "model.pt").write_bytes(
+        b"\x80\x02" + call + pickle.dumps(argument(place.marker), protocol=2)[2:-1] + b"\x85R."
+    )
 
 
 def _command(marker: Path) -> str:
@@ -158,16 +131,17 @@ GLOBALS: dict[str, Build] = {
 
 PAYLOADS: dict[str, Build] = {
     "metadata": _replaced("dcp", ".metadata", raw=True),
-    "metadata_field": changed("dcp", _metadata_field),
+    "metadata_field": changed("dcp", lambda place: sources.edit_metadata(
+        place.src, lambda metadata: metadata.planner_data.update(weight=Evil(place.marker)))),
     "rank_metadata": changed("dcp", _rank_metadata),
-    "byte_entry": _byte_entry,
+    "byte_entry": lambda place: sources.dcp(place.src, {**sources.weights(), "extra": Evil(place.marker)}),
     "slice": changed("dcp", _slice),
-    "zip_bin": lambda place: _evil_zip(place, "pytorch_model.bin"),
-    "zip_pt": lambda place: _evil_zip(place, "model.pt"),
-    "zip_ckpt": lambda place: _evil_zip(place, "last.ckpt"),
-    "legacy": _legacy,
-    "tar": _tar,
-    "pickle": _pickle,
+    "zip_bin": _file("pytorch_model.bin", _beside_weights),
+    "zip_pt": _file("model.pt", _beside_weights),
+    "zip_ckpt": _file("last.ckpt", _beside_weights),
+    "legacy": _file("pytorch_model.bin", lambda evil: saved([evil], _use_new_zipfile_serialization=False)),
+    "tar": _file("pytorch_model.bin", _tar),
+    "pickle": _file("model.pt", pickle.dumps),
     "lightning_hyper_parameters": changed("lightning", _added),
     "lightning_meta": _replaced("lightning_fsdp", "meta.pt"),
     "deepspeed_model": _replaced("deepspeed", "mp_rank_00_model_states.pt"),
@@ -180,7 +154,7 @@ PAYLOADS: dict[str, Build] = {
     "accelerate_metadata": _replaced("accelerate", ".metadata", raw=True),
     "megatron_common": _replaced("megatron", "common.pt"),
     "own_object": changed("own", _own_object),
-}
+}  # fmt: skip
 # Files that are copied or ignored, never unpickled: a conversion may succeed.
 IGNORED: dict[str, Build] = {
     "code_of_the_author": changed("hf", _code_of_the_author),

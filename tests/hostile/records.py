@@ -20,12 +20,13 @@ def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
 
 def edit_record(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change `checkpoint.json` and update its digest."""
-    path = step / "checkpoint.json"
-    body = json.loads(path.read_text())
-    change(body)
-    body.pop("self", None)
-    body["self"] = _self_digest(body)
-    path.write_text(json.dumps(body))
+
+    def sealed(body: dict[str, Any]) -> None:
+        change(body)
+        body.pop("self", None)
+        body["self"] = _self_digest(body)
+
+    edit_json(step / "checkpoint.json", sealed)
 
 
 def reseal(step: Path) -> None:

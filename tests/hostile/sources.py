@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import itertools
 import json
 import os
 import pickle
 import shutil
+import sys
+import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -19,7 +26,26 @@ from ckptkit.checkpoint.state.train_state import TrainState
 from tests.checkpoint import states
 from tests.hostile.harness import Place
 
+Build = Callable[[Place], Any]
 ZOO = Path(__file__).parents[1] / "zoo"
+
+
+def written(name: str, data: bytes | str) -> Build:
+    """A checkpoint of this file alone."""
+    return lambda place: (place.src / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+def sparse(path: Path) -> None:
+    """Make a file of a terabyte without data."""
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def saved(value: Any, **options: Any) -> bytes:
+    """Return the bytes of a file of torch.save."""
+    out = io.BytesIO()
+    torch.save(value, out, **options)
+    return out.getvalue()
 
 
 class Evil:
@@ -76,10 +102,9 @@ def dcp(folder: Path, state: Mapping[str, Any] | None = None) -> None:
 
 def edit_metadata(folder: Path, change: Callable[[Any], Any]) -> None:
     """Unpickle a `.metadata` that the test wrote, change it, and write it again."""
-    path = folder / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    changed = change(metadata)
-    path.write_bytes(pickle.dumps(metadata if changed is None else changed))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def own(folder: Path) -> None:
@@ -106,23 +131,13 @@ def lightning(folder: Path) -> None:
     shutil.copy(ZOO / "lightning_trainer_full" / "epoch=0-step=3.ckpt", folder / "last.ckpt")
 
 
-def zoo(name: str) -> Callable[[Path], None]:
-    def build(folder: Path) -> None:
-        source = ZOO / name
-        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("EXPECTED*"))
-
-    return build
+def zoo(name: str) -> Callable[[Path], Any]:
+    ignore = shutil.ignore_patterns("EXPECTED*")
+    return lambda folder: shutil.copytree(ZOO / name, folder, dirs_exist_ok=True, ignore=ignore)
 
 
-CONTROLS: dict[str, Callable[[Path], None]] = {
-    "hf": hf,
-    "hf_sharded": hf_sharded,
-    "dcp": dcp,
-    "own": own,
-    "full": full,
-    "binary": binary,
-    "legacy": legacy,
-    "lightning": lightning,
+CONTROLS: dict[str, Callable[[Path], Any]] = {
+    **{make.__name__: make for make in (hf, hf_sharded, dcp, own, full, binary, legacy, lightning)},
     "lightning_fsdp": zoo("lightning_trainer_fsdp_w2"),
     "deepspeed": zoo("deepspeed_zero2_bf16_w2/ckpt"),
     "deepspeed3": zoo("deepspeed_zero3_bf16_tied_w2/ckpt"),
@@ -137,7 +152,27 @@ CONTROLS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def changed(control: str, change: Callable[[Place], Any]) -> Callable[[Place], None]:
+@functools.cache  # one function for each control: tests recognize equal ones
+def unchanged(control: str) -> Build:
+    return lambda place: CONTROLS[control](place.src)
+
+
+@contextlib.contextmanager
+def deepspeed_classes() -> Iterator[None]:
+    """Provide the classes that files of DeepSpeed name, so that torch can load and save them."""
+    modules: dict[str, types.ModuleType] = {}
+    for full, name in (
+        ("deepspeed.utils.tensor_fragment", "fragment_address"),
+        ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+        ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    ):
+        modules |= {path: types.ModuleType(path) for path in itertools.accumulate(full.split("."), "{}.{}".format)}
+        setattr(modules[full], name, int if name == "ZeroStageEnum" else type(name, (), {"__module__": full}))
+    with mock.patch.dict(sys.modules, modules):
+        yield
+
+
+def changed(control: str, change: Callable[[Place], Any]) -> Build:
     """A good checkpoint, then changed."""
 
     def build(place: Place) -> None:
@@ -147,16 +182,11 @@ def changed(control: str, change: Callable[[Place], Any]) -> Callable[[Place], N
     return build
 
 
-def changed_steps(change: Callable[[Path], Any]) -> Callable[[Place], None]:
+def changed_steps(change: Callable[[Path], Any]) -> Build:
     """A good run, each of whose checkpoints is changed."""
     return changed("own", lambda place: [change(step) for step in sorted(place.src.glob("step_*"))])
 
 
-def changed_metadata(change: Callable[[Any], Any]) -> Callable[[Place], None]:
+def changed_metadata(change: Callable[[Any], Any]) -> Build:
     """A good DCP checkpoint with another `.metadata`."""
     return changed("dcp", lambda place: edit_metadata(place.src, change))
-
-
-def dcp_in(folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    dcp(folder)

@@ -8,9 +8,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 from click.testing import CliRunner
 

@@ -6,6 +6,8 @@ import io
 import pickle
 import struct
 import tarfile
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,12 +61,15 @@ def test_a_big_endian_legacy_file_is_refused(legacy):
         read_legacy(LocalStore(legacy.parent), "x.bin")
 
 
-def tar_of(members: dict[str, bytes]) -> bytes:
+def tar_of(members: Mapping[str, bytes], fields: Mapping[str, Mapping[str, Any]] | None = None) -> bytes:
+    """Return a tar file of these members, some with other fields in their headers."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, data in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(data)
+            for field, value in (fields or {}).get(name, {}).items():
+                setattr(info, field, value)
             tar.addfile(info, io.BytesIO(data))
     return out.getvalue()
 
