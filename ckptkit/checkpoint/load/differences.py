@@ -69,8 +69,8 @@ class Mismatches:
     def check(self, url: str, *, strict: bool, elsewhere: bool = False) -> None:
         """Raise if there are mismatches. With strict=False, missing and unexpected names are accepted.
 
-                Args:
-        elsewhere: Accept unexpected names if there are no other mismatches, because other ranks may have them.
+        Args:
+            elsewhere: Accept unexpected names if there are no other mismatches, because other ranks may have them.
         """
         kinds = {"with another shape": self.shapes, "with another dtype": self.dtypes, "incompatible": self.others}
         if strict:

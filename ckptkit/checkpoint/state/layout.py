@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Declares that the ranks of `mesh` have consecutive parts of a global tensor along `dim`.
+    """Declares that the ranks of `mesh` hold consecutive parts of a global tensor along the dimension `dim`.
 
     Attributes:
         mesh: A one-dimensional mesh, such as `device_mesh["ep"]`.
@@ -68,13 +68,13 @@ def check_layout(layout: object) -> None:
 
 
 def shards_of(layout: Layout, fqn: str) -> tuple[Shard, ...]:
-    """Return the shards that the first matching glob declares; () if no glob matches."""
+    """Return the shards that the first matching glob declares. Returns () if no glob matches."""
     found = next((declared for glob, declared in layout.items() if fnmatch.fnmatchcase(fqn, glob)), ())
     return (found,) if isinstance(found, Shard) else () if isinstance(found, str) else tuple(found)
 
 
 def is_declared(layout: Layout, fqn: str, word: str) -> bool:
-    """Return whether the first matching glob declares a tensor as `word`."""
+    """Return whether the first glob that matches a tensor maps it to `word` ("per_rank" or "any_replica")."""
     return next((declared == word for glob, declared in layout.items() if fnmatch.fnmatchcase(fqn, glob)), False)
 
 
@@ -85,7 +85,7 @@ def matches(layout: Layout, fqns: Iterable[str]) -> dict[str, bool]:
 
 
 def refuse_idle(found: Sequence[Mapping[str, bool]]) -> None:
-    """Raise UsageError if a glob matches no tensor of any rank. `found`: each rank's `matches`."""
+    """Raise UsageError if a glob matches no tensor on any rank. `found`: the result of `matches` on each rank."""
     if idle := sorted({glob for table in found for glob in table if not any(other.get(glob) for other in found)}):
         raise UsageError(
             f"TrainState(layout=...): no tensor of the model on any rank matches {', '.join(map(repr, idle))}. Globs "
@@ -97,7 +97,7 @@ def refuse_idle(found: Sequence[Mapping[str, bool]]) -> None:
 def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch.Tensor:
     """Return a DTensor that shares memory with `tensor`, and presents it as a part of a global tensor.
 
-    Without shards, return `tensor`.
+    Returns `tensor` itself if `shards` is empty.
     """
     if not shards:
         return tensor
@@ -141,7 +141,7 @@ def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch
 
 
 def global_state(what: str, value: Any, parameter: torch.Tensor, shards: Sequence[Shard]) -> Any:
-    """Return a declared parameter's optimizer state as a part of a global state, like the parameter."""
+    """Return an optimizer state of a parameter that the layout declares, as a part of a global state."""
     if not shards or (value.numel() == 1 and value.shape != parameter.shape):
         return value
     if value.shape != parameter.shape:

@@ -1,4 +1,4 @@
-"""Describes this rank's part of a tensor: its boxes (blocks of the full tensor), and which ranks have replicas."""
+"""Describes this rank's part of a tensor: the regions (`Box`) that it covers, and which ranks have replicas."""
 
 from __future__ import annotations
 
@@ -34,25 +34,27 @@ class ShardLayout:
     placements: tuple[PlacementRecord, ...]  # one per mesh dimension
 
     def mesh_json(self) -> dict[str, Any]:
-        """Return the mesh as in the manifest's `info.extra["meshes"]`."""
+        """Return the mesh in the form that the manifest stores in `info.extra["meshes"]`."""
         return {"shape": list(self.mesh_shape), "names": list(self.mesh_names), "ranks": list(self.mesh_ranks)}
 
     def texts(self) -> tuple[str, ...]:
-        """Return the placements as in the manifest: "S(0)", "R", "SS(0,2)"."""
+        """Return the placements in the form that the manifest stores: "S(0)", "R", "SS(0,2)"."""
         words = {"shard": "S({0})", "strided_shard": "SS({0},{1})", "replicate": "R"}
         return tuple(words[p.kind].format(p.dim, p.split_factor) for p in self.placements)
 
     @property
     def replicas(self) -> int:
-        """The number of ranks that have each element."""
+        """The number of ranks on which each element of the tensor is present."""
         pairs = zip(self.mesh_shape, self.placements, strict=True)
         return math.prod(size for size, placement in pairs if placement.kind == "replicate")
 
     def replica(self, rank: int) -> int:
-        """Return the replica index of `rank`, from 0 to `replicas` - 1; -1 if the rank is not in the mesh.
+        """Return the replica index of `rank`, from 0 to `replicas` - 1.
+
+        Returns -1 if the mesh does not contain the rank.
 
         Args:
-            rank: As in `mesh_ranks`: see `this_rank`.
+            rank: The rank in the numbering of `mesh_ranks`; see `this_rank`.
         """
         coordinate = mesh_coordinate(rank, self.mesh_shape, self.mesh_ranks)
         if coordinate is None:
@@ -79,7 +81,7 @@ class PartView:
         return Claim(self.key, entry, self.shape, self.local, self.parts)
 
     def within(self, boxes: Iterable[Box]) -> PartView:
-        """Return the part restricted to the elements in these boxes, which must not overlap."""
+        """Return this part restricted to the elements in the given regions, which must not overlap."""
         inside = [
             LocalPart(found, tuple(map(operator.add, part.local_offsets, found.relative_to(part.box).offsets)))
             for part in self.parts
@@ -100,7 +102,7 @@ class PartView:
 def this_rank() -> int:
     """Return this process's rank in the default group, by which meshes refer to ranks.
 
-    It differs from the `Coordinator`'s rank if only some ranks save.
+    This number differs from the `Coordinator`'s rank if only some ranks save.
     """
     import torch.distributed as dist
 
@@ -126,7 +128,7 @@ def part_view(key: str, tensor: torch.Tensor) -> PartView:
 
 
 def parts_here(tensor: torch.Tensor, local: torch.Tensor) -> tuple[ShardLayout | None, tuple[LocalPart, ...]]:
-    """Return a tensor's layout (None for a plain tensor), and the boxes of the tensor that this rank has in `local`."""
+    """Return a tensor's layout (None for a plain tensor), and the regions of the tensor that `local` contains."""
     from torch.distributed.tensor import DTensor
 
     shape = tuple(tensor.shape)
@@ -187,7 +189,7 @@ def _parts(
 def boxes_of(
     shape: tuple[int, ...], layout: ShardLayout | None, rank: int, local_shape: tuple[int, ...] | None
 ) -> tuple[Box, ...]:
-    """Return the boxes that `rank` has of a tensor with this layout."""
+    """Return the regions that `rank` stores of a tensor with the given layout."""
     if layout is None:
         return (Box.whole(shape),)
     return tuple(part.box for part in _parts(shape, layout, rank, local_shape))

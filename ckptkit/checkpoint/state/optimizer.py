@@ -59,7 +59,10 @@ _ONLY_STATE = ("torch.optim.", "bitsandbytes.", "flashoptim.", "ckptkit.")
 """Modules whose `load_state_dict` restores only state and groups. bitsandbytes' also copies the whole state."""
 
 UNITED = ("held", "orders", "same", "views", "kinds", "containers", "tied")
-"""Parts of an optimizer's tree that describe states. If they differ between ranks, all are saved."""
+"""Keys of an optimizer's tree that describe states.
+
+If their values differ between ranks, the values of all ranks are saved.
+"""
 
 _LISTED = 5
 _GROUP_NAMES = frozenset({"params", "param_names"})
@@ -73,8 +76,8 @@ class CapturedOptimizer:
         tree: JSON with these keys. "param_groups": the groups, each with "params", a list of FQNs. "values": non-tensor
             state, by FQN. "shared": state that belongs to no parameter. If needed, there are also "held", "orders",
             "own", "same", "views", "kinds", "containers" and "tied"; see `OptimizerTree`.
-        recipes: How tensor subclasses are split into plain tensors (`Recipe`), by (fqn, state name). `tensors` has
-            their parts.
+        recipes: How tensor subclasses are split into plain tensors (`Recipe`), by (FQN, state name). `tensors` contains
+            these plain tensors.
     """
 
     tensors: dict[tuple[str, str], torch.Tensor]  # live tensors by (fqn, state name); DTensors if the state is sharded
@@ -119,7 +122,7 @@ def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dic
 def joined(
     what: str, states: Mapping[str, Any], parameter: torch.Tensor, shards: Sequence[Shard]
 ) -> dict[str, torch.Tensor]:
-    """Return a declared parameter's quantized states (of torchao) as parts of global states, by name.
+    """Return torchao's quantized states of a parameter that the layout declares, as parts of global states, by name.
 
     Raises:
         SaveError: A state has a different shape than the parameter.
@@ -216,7 +219,7 @@ def capture_optimizer(
 def _container(state: Any, what: str) -> JSON:
     """Return a tree that records the class of a parameter's state dict, and its keys in order, with null values.
 
-    If the class is dict, return {}.
+    Returns {} if the class is dict.
 
     Raises:
         SaveError: A load could not create a dict of this class.
@@ -236,7 +239,7 @@ def _container(state: Any, what: str) -> JSON:
 def _capture_states(
     captured: CapturedOptimizer, optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str
 ) -> None:
-    """Sort the states of these parameters into tensors, masters, and values in the tree."""
+    """Store each state of these parameters in `captured`, as a tensor, as a master weight, or as a value in the tree."""
     import torch
 
     shards = shard_names((p, optimizer.state[p]) for p in parameters.values())
@@ -293,7 +296,10 @@ def _capture_states(
 
 
 def memory_order(state: torch.Tensor, parameter: torch.Tensor) -> list[int] | None:
-    """Return the memory order of a plain state's dimensions, or None if a load gives a new state this order."""
+    """Return the order of a plain state's dimensions in memory.
+
+    Returns None if a load would give a new state the same order.
+    """
     import torch
 
     strided = (
@@ -306,7 +312,7 @@ def memory_order(state: torch.Tensor, parameter: torch.Tensor) -> list[int] | No
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return a value that is equal for two tensors only if they are one: the same elements in the same memory."""
+    """Return a value that is equal for two tensors only if they have the same elements in the same memory."""
     local = in_one_memory(tensor)
     if local is None:
         return id(tensor)
@@ -315,16 +321,20 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 def _check_names(table: Mapping[Any, Any], what: str) -> None:
-    """Raise SaveError if a key is not a string. A load would turn it into one, and the optimizer would not find it."""
+    """Raise SaveError if a key is not a string.
+
+    A load would turn the key into a string, and the optimizer would not find it.
+    """
     others = [key for key in table if type(key) is not str]
     if others:
         raise SaveError(f"{what} has the key {others[0]!r:.80}, which is not a string. Use a string.")
 
 
 def class_name(item: Any) -> str:
-    """Return an optimizer's or scheduler's class name. Omits the module, which may change.
+    """Return the class name of an optimizer or scheduler, without the module, because modules may be renamed.
 
-    For an optimizer with masters, names its base. For a scheduler that combines others, also names those.
+    For an optimizer with master weights, returns the name of the wrapped optimizer. For a scheduler that combines other
+    schedulers, the result also names these.
     """
     while type(item).__name__ == "MasterWeightOptimizer":
         item = item.base
@@ -339,8 +349,8 @@ def refuse_hidden(
     """Raise SaveError if some tensors' values cannot be saved as plain bytes. The error names all of them.
 
     Args:
-        filled: Whether a load fills the live tensors. Then also refuse tensors that cannot be written to.
-        reasons: By name: why a tensor subclass could not be split into plain parts.
+        filled: Whether a load fills the live tensors. If True, tensors that cannot be written to are refused, too.
+        reasons: Why a tensor subclass could not be split into plain tensors, by the tensor's name.
     """
     hidden = {**hidden_ones(tensors), **(reasons or {})} or (expanded_ones(tensors) if filled else {})
     if hidden:
@@ -350,7 +360,7 @@ def refuse_hidden(
 
 
 def _called_before_save(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str) -> Any:
-    """Run the code with which an optimizer, and those that it combines, may update their state before a save.
+    """Run the code with which an optimizer, and the optimizers that it combines, may update their state before a save.
 
     Returns the result of `own_state_dict`.
 
@@ -376,23 +386,26 @@ def _called_before_save(optimizer: Any, parameters: Mapping[str, torch.Tensor], 
 
 
 def inner_optimizers(optimizer: Any) -> Sequence[Any]:
-    """Return the optimizers that an optimizer of ckptkit combines. Its `lend_state` lends them their state."""
+    """Return the optimizers that one of ckptkit's optimizers combines.
+
+    Its `lend_state` gives them access to their state.
+    """
     found: Sequence[Any] = optimizer.inner_optimizers if hasattr(optimizer, "lend_state") else ()
     return found
 
 
 def with_inner(optimizer: Any) -> Iterator[Any]:
-    """Yield an optimizer and all that it combines."""
+    """Yield an optimizer and all optimizers that it combines."""
     yield optimizer
     for one in inner_optimizers(optimizer):
         yield from with_inner(one)
 
 
 def own_state_dict(optimizer: Any, what: str) -> Any:
-    """Return what the optimizer's `state_dict` returns; None if it is torch's or ckptkit's and has no hooks.
+    """Return the result of the optimizer's `state_dict`; None if the method is torch's or ckptkit's and has no hooks.
 
-    torch's and ckptkit's methods return only state and groups. Call this before the state is read, because the method
-    may update the state.
+    torch's and ckptkit's methods return only state and groups. Call this function before you read the state, because an
+    optimizer's `state_dict` may update the state.
 
     Raises:
         SaveError: The method does not return a dict like torch's.
@@ -487,7 +500,7 @@ def _changed(given: Any, optimizer: Any, parameters: Mapping[str, Any]) -> list[
 
 
 def united(trees: Sequence[JSON]) -> JSON:
-    """Merge the ranks' trees for an optimizer whose parameters are spread over them (one tree per pipeline stage).
+    """Merge the trees of an optimizer whose parameters are spread over the ranks (one tree per pipeline stage).
 
     A group is merged into a group with equal settings: preferably the group at the same position, otherwise the first.
 
@@ -547,13 +560,13 @@ def new_state_tensor(
 ) -> torch.Tensor:
     """Return an uninitialized tensor for one of a parameter's states, placed like the parameter.
 
-    If its shape differs from the parameter's, it is sharded along only those dimensions that have the same size.
+    If the state's shape differs from the parameter's, the state is sharded along only the dimensions of equal size.
 
     Args:
         name: The state's name, such as "exp_avg".
-        held: How the state is stored. None if the parameter determines that.
-        on_device: Whether the group keeps step counts on the device (fused or capturable). If not, a tensor of one
-            element is put on the CPU, like torch's step counts.
+        held: How the state is stored. None: as the parameter is stored.
+        on_device: Whether the group keeps step counts on the device (fused or capturable). If False, a tensor of one
+            element is put on the CPU, where torch keeps step counts.
     """
     import torch
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -581,7 +594,7 @@ def new_state_tensor(
 
 
 def is_paged(state: torch.Tensor) -> bool:
-    """Return whether bitsandbytes has allocated a tensor in memory that moves between host and device on demand."""
+    """Return whether a tensor is in bitsandbytes' paged memory, which moves between host and device on demand."""
     return bool(getattr(state, "is_paged", False))
 
 
@@ -590,7 +603,7 @@ def new_paged(
 ) -> torch.Tensor | None:
     """Return a new state in memory that a paged optimizer of bitsandbytes allocates, or None for other states.
 
-    Such an optimizer allocates only these two states there, and only on an accelerator.
+    Such an optimizer puts only its two moments into paged memory, and only on an accelerator.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -682,10 +695,10 @@ class OptimizerTree:
         )
 
     def renamed(self, fqn: str, name: str, old: str, new: str) -> OptimizerTree:
-        """Return the tree with another name for a parameter.
+        """Return the tree after renaming a parameter.
 
         Args:
-            old, new: What the keys of the parameter's states begin with, before and after the change.
+            old, new: The prefix of the keys of the parameter's states, before and after the change.
         """
         groups = [
             {**group, "params": [name if item == fqn else item for item in group["params"]]}
@@ -704,7 +717,7 @@ class OptimizerTree:
 
 
 def with_new_head(table: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
-    """Return the table with `new` in place of `old` where keys begin with it."""
+    """Return the table after replacing `old` by `new` in all keys that begin with `old`."""
     return {new + key[len(old) :] if key.startswith(old) else key: item for key, item in table.items()}
 
 
@@ -733,7 +746,9 @@ def group_changes(
     tensor: Callable[[str], Any],
     what: str,
 ) -> GroupChanges:
-    """Return the changes to the live groups. Their settings come from the saved groups, matched by parameter name.
+    """Return the changes to the live groups.
+
+    Their settings come from saved groups that have the same parameters, by name.
 
     Groups may be reordered, split or merged. If a live group would need two learning rates, that is a conflict. A live
     group without parameters gets the settings of a saved group without parameters on this rank: preferably the one at
@@ -852,7 +867,7 @@ def _fits(live: Any, value: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    """Return whether `value` is a real number that fits in a float. Infinity counts as one."""
+    """Return whether `value` is a real number that a float can hold. Infinity counts as a real number."""
     try:
         return isinstance(value, numbers.Real) and isinstance(float(value), float)
     except OverflowError:
@@ -888,7 +903,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _number(value: Any, like: Any) -> Any:
-    """Return a number or a tensor's only element; None for other values. If `like` is a tensor, round to its dtype."""
+    """Return a number, or the only element of a tensor.
+
+    Returns None for other values. If `like` is a tensor, the result is rounded to its dtype.
+    """
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -954,11 +972,12 @@ def apply_state(
 def finish_load(optimizer: Any, added: Mapping[str, Any] | None = None) -> None:
     """Call the optimizer's own `load_state_dict` or its hooks, so that the optimizer updates its derived values.
 
-    An optimizer class may clear a cache there, or set a counter. Its method calls torch's, which casts states and
-    replaces the tensors in groups, so this puts the restored values back. Optimizers that this one combines come first.
+    An optimizer class may clear a cache in this method, or set a counter. The method also calls torch's, which casts
+    states and replaces the tensors in groups, so the restored values are put back afterwards. If `optimizer` combines
+    other optimizers, these come first.
 
     Args:
-        added: What its own `state_dict` added to state and groups.
+        added: The values that the optimizer's own `state_dict` added to state and groups.
     """
     if inner := inner_optimizers(optimizer):
         with optimizer.lend_state():

@@ -1,4 +1,4 @@
-"""Combines one rank's pipeline stages into a single module with the whole model's names."""
+"""Combines the pipeline stages on one rank into a single module with the parameter names of the whole model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptkit.errors import UsageError
 
 
 class Stages(nn.Module):
-    """Presents several stages of a model as one module, under the model's names. Does not change the stages."""
+    """Presents several stages of a model as one module, in which parameters have their names in the model."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()

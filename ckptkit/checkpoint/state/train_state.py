@@ -219,7 +219,7 @@ def _check_name(name: Any, kind: str) -> None:
 
 
 def section(kind: str, name: str) -> str:
-    """Return the prefix of an object's keys: "model", or "model_actor" if the object has a name."""
+    """Return the prefix of an object's keys: "model", or "model_actor" for a model with the name "actor"."""
     return f"{kind}_{name}" if name else kind
 
 
@@ -240,7 +240,7 @@ class Captured:
     globs: dict[str, bool] = field(default_factory=dict)  # layout glob -> whether it matches a tensor here
 
     def places(self) -> Iterator[tuple[str, str, dict[Any, torch.Tensor], Any]]:
-        """Yield (key, shared key, table, name in the table) of each tensor. Tied tensors have the same shared key."""
+        """Yield (key, shared key, table, name in the table) for each tensor. Tied tensors have the same shared key."""
         for section, tensors in self.models.items():
             aliases = self.aliases.get(section, {})
             for fqn in tensors:
@@ -258,7 +258,7 @@ class Captured:
         return ((key, table[name]) for key, shared, table, name in self.places() if aliases or key == shared)
 
     def add_own(self, key: str, value: Any) -> None:
-        """Add state that belongs to only this rank."""
+        """Add state that only this rank saves and restores."""
         before = len(self.loose)
         self.rank_objects[key] = encode(value, key, self.loose)
         self.own.update(islice(reversed(self.loose), len(self.loose) - before))
@@ -357,9 +357,9 @@ def _by_fqn(live: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.T
 
 
 def joined_weights(name: str, live: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
-    """Return the global tensors of declared tensors that are stored in parts (quantized weights), by FQN.
+    """Return a global tensor for each quantized weight that the layout declares, by FQN.
 
-    They have no values, because not every class can be the local part of a DTensor.
+    The tensors have shapes but no values, because not every tensor class can be the local part of a DTensor.
 
     Args:
         name: The model's name.
@@ -391,7 +391,7 @@ def _other_names(
     names: Mapping[int, str],
     taken: CapturedOptimizer,
 ) -> dict[str, dict[str, str]]:
-    """Return {"tied": {other name: FQN}} if the optimizer has tied parameters: their state is saved under the FQN."""
+    """Return {"tied": {other name: FQN}} for tied parameters, whose optimizer state is saved under the FQN only."""
     if not any(captured.aliases.values()):
         return {}
     own = {fqn for group in taken.tree["param_groups"] for fqn in group["params"]}
@@ -454,7 +454,7 @@ def _any_replica(captured: Captured, state: TrainState) -> Iterator[str]:
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:
     """Raise SaveError if a state_dict hook adds entries that no load would restore.
 
-    Such entries are non-tensor values, and tensors whose enclosing modules do not override loading. Overrides are not
+    Such entries are values other than tensors, and tensors of which no enclosing module overrides loading. Overrides are not
     called, because loading could change the live module.
     """
     from torch import Tensor
@@ -531,10 +531,10 @@ def check_whole(state: TrainState) -> None:
 
 
 def own_merge(item: Any) -> Merge | None:
-    """Return the method with which a dataloader or `PerRank` value finds its state among those of all saved ranks.
+    """Return the `merge_ranks` method of a dataloader or `PerRank` value; None if there is no such method.
 
     Raises:
-        UsageError: It is not callable.
+        UsageError: The attribute `merge_ranks` is not callable.
     """
     owner = item.value if isinstance(item, PerRank) else item
     found: object = getattr(owner, "merge_ranks", None)
@@ -556,11 +556,11 @@ def _state_of(item: Any, key: str) -> Any:
 
 
 def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return a model's live parameters and persistent buffers by canonical FQN, and its non-tensor extra state.
+    """Return a model's live parameters and persistent buffers by canonical FQN, and its extra state other than tensors.
 
-    Under FSDP2 the tensors are sharded. Names do not have the prefixes that torch.compile, activation checkpointing,
-    DDP, DataParallel and FSDP1 add. Entries that a state_dict hook removes are omitted; entries that it computes are
-    included (see `computed_state`).
+    Under FSDP2 the tensors are sharded. Canonical names lack the prefixes that torch.compile, activation checkpointing,
+    DDP, DataParallel and FSDP1 add. Entries that a state_dict hook removes are omitted, and entries that a hook
+    computes are included (see `computed_state`).
     """
     return _by_canonical_name(module, _live_state(module))
 
@@ -572,10 +572,10 @@ def live_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def computed_state(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any], Mapping[str, Any] | None]:
-    """Return `model_tensors`, and the raw state dict if a hook computed any of the tensors (otherwise None).
+    """Return the result of `model_tensors`, and the raw state dict if a hook computed any tensor (otherwise None).
 
-    Computed tensors do not belong to the module. Once they are filled, they are passed to its `load_state_dict` in the
-    raw state dict.
+    Computed tensors do not belong to the module. After a load has filled them, the raw state dict that contains them
+    is passed to the module's `load_state_dict`.
     """
     raw = _live_state(module)
     own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
@@ -628,7 +628,10 @@ def _by_canonical_name(
 
 
 def canonical_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return modules by canonical name. A module and its wrappers share a name; return the module itself."""
+    """Return the modules by canonical name.
+
+    Wrappers have the same canonical name as the module inside them, and are omitted.
+    """
     prefixes = _canonical_prefixes(module)
     return {prefixes[raw]: child for raw, child in module.named_modules(remove_duplicate=False)}
 
@@ -689,10 +692,10 @@ def parameter_names(
 def _aliases(
     module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], parts: Iterable[str], recipes: Mapping[str, Recipe]
 ) -> dict[str, str]:
-    """Map each tied tensor's other names to the name under which it is stored.
+    """Map all other names of each tied tensor to the name under which the tensor is stored.
 
-    That is the first of its names that the model does not list as tied (transformers' `_tied_weights_keys`). Tied
-    tensor subclasses are replaced by their parts.
+    A tied tensor is stored under its first name that the model does not list as tied (transformers'
+    `_tied_weights_keys`). Tied tensor subclasses are replaced by the plain tensors that they contain.
     """
     names: dict[int, list[str]] = {}
     for fqn, tensor in tensors.items():

@@ -47,7 +47,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> JSON:
     Tensors are not copied; copy them to keep the result beyond the next training step.
 
     Args:
-        path: The path of the value, for example "extra.ema". Also used in errors.
+        path: The path of the value in the state, for example "extra.ema". Error messages name it.
 
     Raises:
         SaveError: A value's type cannot be loaded safely; names the value's path.
@@ -168,7 +168,7 @@ class _Encoder:
 
 
 def described(value: torch.Tensor, tree: JSON, path: str) -> JSON:
-    """Return `tree`, a tensor's encoded values, extended by `requires_grad`, attributes, and whether it is a parameter.
+    """Return `tree`, a tensor's encoded values, extended by `requires_grad`, attributes, and the mark of a parameter.
 
     Args:
         path: As for `encode`.
@@ -191,7 +191,7 @@ def described(value: torch.Tensor, tree: JSON, path: str) -> JSON:
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that a user's code has set on a plain tensor or a DTensor.
 
-    Omits private ones, and those with which bitsandbytes marks its paged memory.
+    Omits private attributes, and the attributes with which bitsandbytes marks its paged memory.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -227,7 +227,7 @@ def in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 def _is_torchs(value: Any) -> bool:
-    """Return whether torch has the numpy value's dtype: numbers in native byte order, of at most 64 bits."""
+    """Return whether torch has the dtype of a numpy value, that is, numbers of at most 64 bits in native byte order."""
     return value.dtype.kind in "biufc" and value.dtype.isnative and value.dtype.char not in "gG"
 
 
@@ -235,7 +235,7 @@ _is_meta = operator.attrgetter("is_meta")
 
 
 def is_more(value: torch.Tensor) -> bool:
-    """Return whether `described` would add something to the values of a tensor of torch's own classes."""
+    """Return whether `described` would add anything to the encoded values of a tensor."""
     return value.requires_grad or _is_parameter(value) or (bool(vars(value)) and bool(attributes_of(value)))
 
 

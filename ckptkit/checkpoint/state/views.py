@@ -1,4 +1,4 @@
-"""Finds optimizer states that are views of one memory, so that a change to one changes the others."""
+"""Finds optimizer states that share memory, so that a change to one state also changes others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ The FQN is "" for other state ("shared.count") and settings ("param_groups.0.lr"
 def memories(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[View, int]:
     """Return, for each tensor, the address of its allocation.
 
-    Omits empty tensors and those that do not keep their values in one allocation.
+    Omits empty tensors, and tensors whose values are not in a single allocation.
     """
     found: dict[View, int] = {}
     for view, tensor in _tensors(optimizer, parameters):
@@ -30,7 +30,10 @@ def memories(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[Vie
 
 
 def in_one_memory(tensor: Any) -> torch.Tensor | None:
-    """Return this rank's part of a tensor; None if it is empty or does not keep its values in one allocation."""
+    """Return this rank's part of a tensor.
+
+    Returns None if the part is empty, or if its values are not in one allocation.
+    """
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -46,7 +49,7 @@ def shared_views(memory: Mapping[View, int], same: Iterable[Sequence[str]]) -> l
 
     Args:
         memory: The result of `memories`.
-        same: States that are the same tensor; see `OptimizerTree`. Only the first of them is put into a group.
+        same: States that are the same tensor; see `OptimizerTree`. Of these states, only the first is put into a group.
     """
     again = {(fqn, name) for fqn, name, *_ in same}
     groups: dict[int, list[View]] = {}
@@ -57,7 +60,7 @@ def shared_views(memory: Mapping[View, int], same: Iterable[Sequence[str]]) -> l
 
 
 def separated(groups: Iterable[Sequence[View]], memory: Mapping[View, int]) -> list[list[str]]:
-    """Return, for each group that is now spread over several allocations, the names of its tensors."""
+    """Return the tensors' names of each group whose tensors are now in several allocations."""
     here = ([view for view in group if view in memory] for group in groups)
     return [[".".join(filter(None, view)) for view in group] for group in here if len({memory[v] for v in group}) > 1]
 
@@ -77,7 +80,7 @@ def _tensors(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator
 
 
 def _inside(value: Any, fqn: str, name: str, above: set[int]) -> Iterator[tuple[View, torch.Tensor]]:
-    """Yield the tensors in a value. `above` has the ids of the values that contain it."""
+    """Yield the tensors in a value. `above` contains the ids of the lists and dicts that enclose the value."""
     import torch
 
     if isinstance(value, torch.Tensor):

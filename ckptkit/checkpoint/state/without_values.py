@@ -21,9 +21,9 @@ _marked: dict[int, int] = {}
 
 
 def mark_without_values(model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> None:
-    """Remember, while `model` exists, that these tensors of it have no values yet.
+    """Remember, while `model` exists, that the given tensors of the model have no values yet.
 
-    Floats become NaN, so that a run on them can't go unnoticed.
+    Fills floating-point tensors with NaN, so that a run that uses them does not go unnoticed.
     """
     import torch
 
@@ -38,19 +38,22 @@ def mark_without_values(model: torch.nn.Module, tensors: Iterable[torch.Tensor])
 
 
 def mark_filled(tensors: Iterable[torch.Tensor]) -> None:
-    """Remember that these tensors have values now. Needed only for writes to their memory that torch does not count."""
+    """Remember that the given tensors have values now.
+
+    Needed only after writes to their memory that torch does not count.
+    """
     if _marked:
         _forget(map(id, tensors))
 
 
 def never_filled(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return why the marked tensors can't be saved, by name."""
+    """Return the reason why each marked tensor can't be saved, by the tensor's name."""
     empty = [name for name, tensor in tensors.items() if id(tensor) in _marked and without_values(tensor)]
     return dict.fromkeys(empty, _NEVER_FILLED)
 
 
 def without_values(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is on the meta device, or was marked and nothing has been written to it since."""
+    """Return whether the tensor is on the meta device, or was marked and has not been written to since."""
     if id(tensor) not in _marked or _marked[id(tensor)] != _version(tensor):
         return tensor.is_meta
     local = local_part(tensor).detach()
