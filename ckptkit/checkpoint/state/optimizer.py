@@ -239,7 +239,7 @@ def _container(state: Any, what: str) -> JSON:
 def _capture_states(
     captured: CapturedOptimizer, optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str
 ) -> None:
-    """Store each state of these parameters in `captured`, as a tensor, as a master weight, or as a value in the tree."""
+    """Store each state of these parameters in `captured`, as a tensor, a master weight or a value in the tree."""
     import torch
 
     shards = shard_names((p, optimizer.state[p]) for p in parameters.values())

@@ -454,8 +454,8 @@ def _any_replica(captured: Captured, state: TrainState) -> Iterator[str]:
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:
     """Raise SaveError if a state_dict hook adds entries that no load would restore.
 
-    Such entries are values other than tensors, and tensors of which no enclosing module overrides loading. Overrides are not
-    called, because loading could change the live module.
+    Such entries are values other than tensors, and tensors of which no enclosing module overrides loading. Overrides
+    are not called, because loading could change the live module.
     """
     from torch import Tensor
     from torch.nn import Module, Parameter
