@@ -65,7 +65,7 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A box of a tensor, and where its bytes are stored.
+    """A region of a tensor, and the place in a file where its bytes are stored.
 
     Attributes:
         box: The region of the tensor.
@@ -101,7 +101,7 @@ class SliceArray(Sequence[TensorSlice]):
         digests: [n] digest values; None if there are none.
         digest_starts, digest_nbytes: [n] the byte range that each digest covers; `digest_nbytes` is 0 for a row without
             a digest. None if each digest covers exactly its slice.
-        strides, codecs: By row. Contiguous or unencoded rows are omitted.
+        strides, codecs: Maps a row's index to strides and codecs. Contiguous and unencoded rows are omitted.
     """
 
     opaque: str = ""
@@ -225,8 +225,8 @@ class SliceArray(Sequence[TensorSlice]):
     def records(self) -> list[tuple[str, int, int]]:
         """Return (path, start, nbytes) as the checkpoint's index declares them, even if the tensor is opaque.
 
-        A format whose index does not say where a slice's bytes are overrides this. Then the path names the item that
-        contains the bytes, and the range may have the slice's size but not its position.
+        A format overrides this method if its index does not say where a slice's bytes are. In that case, the path names
+        the item that contains the bytes, and only the size of the range is valid, not its position.
         """
         return self.byte_ranges()
 
@@ -273,14 +273,14 @@ class SliceArray(Sequence[TensorSlice]):
 
     @staticmethod
     def joined(columns: Sequence[SliceArray]) -> tuple[Int64, Int64]:
-        """Concatenate the `starts` of several tensors, and likewise their `nbytes`."""
+        """Concatenate the `starts` of several tensors, and also their `nbytes`."""
         if all(isinstance(item, _WholeSlice) for item in columns):  # creating 300,000 tiny arrays would take seconds
             rows = [item.byte_range(0) for item in columns]
             return np.array([row[1] for row in rows], np.int64), np.array([row[2] for row in rows], np.int64)
         return np.concatenate([item.starts for item in columns]), np.concatenate([item.nbytes for item in columns])
 
     def digest(self, row: int) -> Digest | None:
-        """Return one row's recorded digest; None if there is none."""
+        """Return the recorded digest of one row. Returns None if no digest was recorded."""
         if self.algorithm is None or self.digests is None:
             return None
         starts, lengths = self.digest_starts, self.digest_nbytes
@@ -290,7 +290,10 @@ class SliceArray(Sequence[TensorSlice]):
 
 
 class _WholeSlice(SliceArray):
-    """A contiguous tensor's single slice. Creates columns on demand: that takes longer than reading a header entry."""
+    """The single slice of a contiguous tensor.
+
+    Creates the columns only on demand, which makes reading headers faster.
+    """
 
     __slots__ = ("_nbytes", "_paths", "_shape", "_start")
 
@@ -402,7 +405,7 @@ class TensorEntry:
     def _cut_in_rows(self) -> bool:
         """Return whether the slices split the tensor along dimension 0, in order.
 
-        Checks only a small number of slices, without numpy, which would be slower. Returns False if there are more.
+        Works without numpy, which would be slower for a few slices. Returns False if there are more than a few slices.
         """
         if self.slices.is_all_of(self.shape):
             return True
@@ -446,8 +449,8 @@ def check_boxes(name: str, shape: tuple[int, ...], offsets: Int64, sizes: Int64)
 def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
     """Return whether two tensors have equal bytes, without reading them; None if that cannot be known.
 
-    They are equal if they are the same byte ranges of the same files. They are also equal if their boxes and digests
-    are equal, and the digest is strong enough. They differ if the digests of equal boxes differ.
+    The tensors are equal if they consist of the same byte ranges of the same files, or if their regions and digests are
+    equal and the digest is strong enough. They differ if regions are equal but digests are not.
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return None
@@ -526,7 +529,10 @@ class CatalogInfo:
 
 
 class WholeTensors(Mapping[str, TensorEntry]):
-    """A mapping in which every tensor has one slice. Code checks for this type instead of visiting 300,000 entries."""
+    """A mapping in which every tensor has one slice.
+
+    Code checks for this type instead of looking at 300,000 entries.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,13 +544,16 @@ class Catalog:
     info: CatalogInfo = field(default_factory=lambda: CatalogInfo("unknown"))
 
     def opaque(self) -> dict[str, str]:
-        """Return the tensors that need their Python classes to be read: name to reason. Reads all records."""
+        """Return the tensors that can only be read with their Python classes, each with the reason.
+
+        Reads all records.
+        """
         found = dict(self.info.extra.get("opaque", {}))
         found.update((e.name, why) for e in self.in_parts() if (why := e.slices.opaque))
         return found
 
     def in_parts(self) -> Iterable[TensorEntry]:
-        """Return the tensors that may have gaps or be opaque: none if every tensor is one slice, otherwise all."""
+        """Return the tensors that may have gaps or be opaque: all, or none if each tensor has a single slice."""
         return () if isinstance(self.tensors, WholeTensors) else self.tensors.values()
 
     def paths(self) -> set[str]:

@@ -4,7 +4,7 @@ A `Part` means, in numpy notation (an empty `unfold` or `axes` skips its step):
 
     target[part.target_box] = source[part.source_box].reshape(unfold).transpose(axes).reshape(target_box.sizes)
 
-A plain part (no `unfold`, no `axes`) keeps the row-major order, so a contiguous box is one run of bytes.
+A plain part (no `unfold`, no `axes`) keeps the row-major order, so a contiguous region is one run of bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Part:
         return not self.unfold and not self.axes
 
     def moved(self, target_box: Box) -> Part:
-        """Return the part with `target_box` replaced by a box with as many elements in the same order."""
+        """Return the part after replacing `target_box` by a box that has the same elements in the same order."""
         return Part(target_box, self.source, self.source_box, self.unfold, self.axes)
 
     def cut(self, box: Box) -> list[Part]:
@@ -83,7 +83,7 @@ class Part:
     def source_dims(self) -> list[int | None]:
         """Return, for each target dimension, the matching source dimension; None for a dimension of size 1.
 
-        The part must have no `unfold`.
+        Can be called only if `unfold` is empty.
         """
         axes = self.axes or tuple(range(self.source_box.ndim))
         wide = iter([d for d in axes if self.source_box.sizes[d] != 1])

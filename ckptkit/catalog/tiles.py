@@ -1,4 +1,7 @@
-"""Finds the slices that contain given boxes of a tensor, and the boxes' places in the files. Uses numpy."""
+"""Finds the slices that contain given regions (boxes) of a tensor, and where these regions are in the files.
+
+Uses numpy.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Pieces:
         rows: [n] row of the slice.
         offsets, sizes: [n, ndim] the intersection, in elements of the whole tensor.
         starts: [n] byte offset of the first element in the slice's file, or in the decoded record if there is a codec.
-        strides: [n, ndim] the strides at this place in the file or record, in elements.
+        strides: [n, ndim] the strides of the elements in the file or record, in elements.
     """
 
     boxes: Int64

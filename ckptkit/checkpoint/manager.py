@@ -90,7 +90,7 @@ class SignalWatch:
         return seen
 
     def clear(self) -> None:
-        """Forget the received signal. Call it after handling the signal."""
+        """Forget the received signal. Call this method after you have handled the signal."""
         self.received = None
 
     def close(self) -> None:
@@ -537,7 +537,10 @@ class CheckpointManager:
         )
 
     def _stage(self, prepared: Prepared) -> None:
-        """Copy the data to host memory. If this fails, `publish` raises the error, because other ranks have started."""
+        """Copy the data to host memory.
+
+        If the copy fails, `publish` raises the error, because other ranks have already started.
+        """
         started = prepared.clock.seconds()
         try:
             prepared.staged = self._buffers.copy(prepared.plan.tensors)
@@ -547,7 +550,7 @@ class CheckpointManager:
         prepared.clock.add("stage", prepared.clock.seconds() - started, self._buffers.staged)
 
     def _settle(self) -> None:
-        """Wait for the running save. Raise its error unless the caller has already seen it."""
+        """Wait for the running save, and raise the save's error unless the caller has already seen it."""
         self._check_open()
         handle, self._in_flight = self._in_flight, None
         if handle is None:
@@ -571,7 +574,7 @@ class CheckpointManager:
         """Rotate after a committed save, and return the report of the save.
 
         Args:
-            stall: How many seconds training was blocked. None: it was blocked during the whole save.
+            stall: How many seconds training was blocked. None: for the whole save.
         """
         self._last_saved = record.step
         self._loader.given_up.discard(record.name)

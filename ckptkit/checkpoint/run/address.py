@@ -62,7 +62,10 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 
 
 def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the URL of the checkpoint that `url` names, like `resolve_url`. A run's root means the newest one."""
+    """Return the URL of the checkpoint that `url` names, like `resolve_url`.
+
+    The root of a run names its newest checkpoint.
+    """
     from ckptkit.checkpoint.run.inventory import list_checkpoints
 
     address = resolve_url(url, storage_options=storage_options)
@@ -97,7 +100,10 @@ def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
 
 
 def _refuse_unknown(head: str, name: str) -> None:
-    """If `head` is a run, raise an error that lists its checkpoints, which is more helpful than "does not exist"."""
+    """If `head` is a run, raise an error that lists the run's checkpoints.
+
+    Saying only "does not exist" would not help.
+    """
     if not os.path.isdir(head):
         return
     import difflib

@@ -43,7 +43,7 @@ _witnessed: weakref.WeakKeyDictionary[Store, Witness] = weakref.WeakKeyDictionar
 class Witness:
     """The path and nonce of an attempt's lease file.
 
-    A rank that finds this nonce in the file uses the same store as rank 0.
+    A rank that finds the same nonce in the lease file uses the same store as rank 0.
     """
 
     path: str
@@ -51,7 +51,7 @@ class Witness:
 
 
 class LocalPlace:
-    """A staging directory next to the checkpoint, on a file system. A single rename publishes it.
+    """A staging directory on a file system, beside the future checkpoint. A single rename publishes the checkpoint.
 
     Every rank calls `look`, `sync` and `check`. Only rank 0 calls the other methods.
 
@@ -87,11 +87,11 @@ class LocalPlace:
             self.store.sync_file(path)
 
     def check(self, own: Mapping[str, FileRecord], every: Mapping[str, FileRecord] | None = None) -> None:
-        """Raise SaveError if a file is missing, has another size, or was written by nobody.
+        """Raise SaveError if a file is missing, has another size, or is not one that a rank has reported.
 
         Args:
             own: This rank's files.
-            every: All ranks' files. Passed only on rank 0, once all ranks have written.
+            every: The files of all ranks. Passed only on rank 0, after all ranks have written their files.
         """
         if every is not None:
             _check_files(self.store.url, every, {item.path: item.size for item in self.store.list(recursive=True)})
@@ -103,7 +103,7 @@ class LocalPlace:
             again: Used only on an object store; see `RemotePlace.publish`.
 
         Raises:
-            CheckpointExistsError: The name is taken, or a foreign file is in the way.
+            CheckpointExistsError: A checkpoint already has this name, or a foreign file would be overwritten.
         """
         self.store.write(RECORD_NAME, record, sync=False)
         self.sync([RECORD_NAME])
@@ -157,7 +157,10 @@ def would_replace(root: LocalStore, name: str, what: str) -> CheckpointExistsErr
 
 
 def take_name(root: LocalStore, path: str, name: str) -> None:
-    """Give the checkpoint at `path` its name, which a replaced checkpoint may still have."""
+    """Rename the checkpoint at `path` to its final name.
+
+    If it replaces a checkpoint, move that checkpoint away first.
+    """
     trash = publish.drop(root, name)
     root.rename(path, name)
     root.sync_directory()
@@ -166,7 +169,9 @@ def take_name(root: LocalStore, path: str, name: str) -> None:
 
 
 class RemotePlace:
-    """One attempt's keys on an object store, under the checkpoint's prefix. Uploading the record publishes them.
+    """One attempt's keys on an object store, under the checkpoint's prefix.
+
+    Uploading the commit record publishes the files.
 
     `step_N/checkpoint.json` names the save id; the files are `step_N/<save id>/...`. So late uploads from a dead
     attempt cannot overwrite another attempt's files, and a single put replaces a checkpoint. The lease records which
@@ -191,7 +196,7 @@ class RemotePlace:
         self._tried = False
 
     def open(self) -> None:
-        """Do nothing: the prefix needs no object of its own."""
+        """Do nothing, because object stores have no directories to create."""
 
     def look(self) -> None:
         # Checking once per lease is enough, because a key prefix, unlike a directory, cannot be moved or unmounted.
@@ -232,8 +237,8 @@ class RemotePlace:
         """Upload the record.
 
         Args:
-            again: Called before the upload is retried, which may be a minute after the first try. Raises if this writer
-                may no longer write.
+            again: Called before the upload is retried, which may be a minute after the first try. Raises if this
+                process has lost the right to write.
         """
         # Invariant: all objects that the record names are complete, and no other process writes to their keys.
         if overwrite:
@@ -263,7 +268,7 @@ class RemotePlace:
         self._published = True
 
     def _try(self, again: Callable[[], None] | None, put: Callable[[], str]) -> str:
-        """Try to upload the record. Even if this try fails, an earlier one may still take effect."""
+        """Try to upload the record. Even if this try fails, an earlier try may still take effect."""
         if self._tried and again is not None:
             again()
         self._tried = True
@@ -310,7 +315,7 @@ def _check_owner(root: Store, path: str, save_id: str) -> None:
 
 
 def _check_files(url: str, files: Mapping[str, FileRecord], found: Mapping[str, int]) -> None:
-    """Raise SaveError unless `found` (path to size) has exactly the paths and sizes in `files`."""
+    """Raise SaveError unless `found`, which maps paths to sizes, agrees exactly with `files`."""
     for path, item in sorted(files.items()):
         if path not in found:
             raise SaveError(f"{url}/{path} is missing, although a rank wrote it. Nothing was published.")

@@ -120,7 +120,7 @@ def clean_leftovers(
 
 
 def _dead_paths(root: Store, inventory: Inventory, view: Store, *, leased: bool) -> list[str]:
-    """Return what dead writers left: staging directories and trash, owner files, marks, temporary files."""
+    """Return the leftovers of dead writers: staging and trash directories, owner files, marks, temporary files."""
     dead = [item.path for item in inventory.abandoned]
     for attempt in inventory.in_progress:
         kept = leftover_of(attempt.path)
@@ -152,7 +152,9 @@ def _dead_paths(root: Store, inventory: Inventory, view: Store, *, leased: bool)
 
 
 def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
-    """Abort multipart uploads that saves started at least a day ago. Listings do not show them, but they cost money.
+    """Abort multipart uploads that saves started at least a day ago.
+
+    Listings do not show such uploads, but they cost money.
 
     Leaves other programs' uploads alone, because they may take longer.
     """
@@ -165,7 +167,10 @@ def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
 
 
 def _remove(root: Store, path: str) -> list[str]:
-    """Remove what a dead writer left at `path`. Return the foreign files in it, which stay."""
+    """Remove the directory or file that a dead writer left at `path`.
+
+    Returns the foreign files in it, which are kept.
+    """
     name, _, folder = path.rpartition("/")
     if folder == DELETING and is_directory(root):
         finish_deletion(root, name)
@@ -211,8 +216,8 @@ def begin_save(
         file_names: A regular expression for the paths that all ranks will write. Foreign files with such a path are
             detected before anything is written. Rank 0's value counts.
         lease: The run's lease, or a function that returns it. Rank 0 calls the function. On an object store, the
-            function gets the `look` to pass to `acquire_lease`. None: the attempt acquires its own lease. Attempts with
-            the same lease take turns.
+            function gets the argument `look` for `acquire_lease`. None: the attempt acquires its own lease. Attempts
+            with the same lease take turns.
 
     Raises:
         CheckpointExistsError: A checkpoint or something else has that name. On an object store, `commit` may raise it
@@ -420,7 +425,7 @@ class SaveAttempt:
     ) -> CommitRecord:
         """Publish the checkpoint once every rank has written its files, and return the record. All ranks must call it.
 
-        On ranks other than 0 the record lists no files.
+        On ranks other than 0, the returned record lists no files.
 
         Args:
             files: The files that this rank wrote to `store`, by path.

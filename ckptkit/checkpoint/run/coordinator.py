@@ -274,7 +274,7 @@ class Coordinator:
     # --- messages, always between rank 0 and one other rank, so that losing a rank does not affect the others
 
     def _collect(self, own: Outcome) -> dict[int, Outcome]:
-        """Return the outcomes by rank, on rank 0. A rank that sent none has failed."""
+        """Return the outcomes by rank. Runs on rank 0. A rank that sent no outcome counts as failed."""
         found = {0: own}
         deadline = time.monotonic() + self.timeout_s
         headers = {rank: self._expect(rank) for rank in range(1, self.world_size)}
@@ -383,7 +383,10 @@ class Coordinator:
                 board.set(key, pickle.dumps((message, self._broken)))
 
     def _hear(self) -> Any:
-        """Return rank 0's message. If the connection broke, return the message that rank 0 posted in the store."""
+        """Return rank 0's message.
+
+        If the connection broke, read the message that rank 0 posted in the group's store.
+        """
         header, work = self._expect(0)
         try:
             self._wait(work, 2 * self.timeout_s + _GRACE_S)
@@ -436,7 +439,7 @@ def is_distributed() -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Return gloo's message without source lines and port numbers, which differ between ranks."""
+    """Return an error's message without gloo's source lines and port numbers, which differ between ranks."""
     text = str(error)
     if any(phrase in text for phrase in ("closed by peer", "reset by peer", "refused", "roken pipe")):
         return "connection lost"

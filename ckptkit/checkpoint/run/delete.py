@@ -28,7 +28,7 @@ class Rotation:
     """The result of a rotation.
 
     Attributes:
-        decisions: One per committed checkpoint, in the order of the run.
+        decisions: One decision for each committed checkpoint, in the order of the run.
         deleted: Names of deleted checkpoints.
         failed: Names of checkpoints that could not be deleted, each with the error. The next rotation retries.
         cleaned: Removed paths that dead saves had left behind.
@@ -74,7 +74,7 @@ def rotate(
     Args:
         protected: Names that must stay in addition to pinned checkpoints, each with the reason.
         among: Returns whether the policy applies to a checkpoint. None: it applies to all.
-        clean: Also remove what dead saves left.
+        clean: Also remove the leftovers of dead saves.
         seen: An earlier inventory, listed under the current lease. If the policy would delete nothing from it, the root
             is not listed again.
     """
@@ -109,11 +109,11 @@ def rotate(
 def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | None = None) -> bool:
     """Delete one committed checkpoint. Return False if it is pinned.
 
-    If the deletion is killed halfway, what is left is not a checkpoint, and the next save or prune removes it. Foreign
-    files stay in the directory.
+    If the deletion is killed halfway, the remaining files no longer form a checkpoint, and the next save or prune
+    removes them. Foreign files are never deleted.
 
     Args:
-        kept: A list to which the paths of the files that stay are added.
+        kept: A list to which this function adds the paths of the files that it does not delete.
 
     Raises:
         CheckpointNotFoundError: No committed checkpoint has that name.

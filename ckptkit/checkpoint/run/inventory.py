@@ -1,4 +1,4 @@
-"""Lists a run's root: committed checkpoints, and all other entries, with the reasons why they were skipped."""
+"""Lists a run's root: the committed checkpoints, and all other entries, each with the reason why it was skipped."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Committed:
     """A committed checkpoint.
 
     Attributes:
-        path: The directory, relative to the root. Equals the name, unless a replacement was killed halfway.
+        path: The checkpoint's directory, relative to the root. Equals the checkpoint's name unless a save that replaced
+            an older checkpoint was killed halfway.
         superseded: The run was rolled back to a lower step and saved again, so this checkpoint is on the abandoned
             branch.
     """
@@ -84,9 +85,11 @@ class Skipped:
     """A directory that looks like a checkpoint but is not one.
 
     Attributes:
-        damaged: The directory may be a checkpoint, but its commit record is unreadable or belongs to a different one.
-        unanswered: The store failed, or refused to read the record, which may therefore be undamaged.
-        kept_files: Files that stayed when a checkpoint was deleted from the directory. Its record did not name them.
+        damaged: The directory may be a checkpoint, but its commit record is unreadable or belongs to another
+            checkpoint.
+        unanswered: The store failed, or denied access to the record, so nothing is known about the record itself.
+        kept_files: Files that were not deleted with the directory's checkpoint, because its commit record did not name
+            them.
         deleted: A checkpoint was deleted from the directory, so the name is free.
         unknown: No known save wrote the directory, and it has no commit record.
     """
@@ -120,7 +123,7 @@ class Inventory:
     def newest_damaged(self) -> Skipped | None:
         """The damaged directory with the highest step in its name; None unless that step is above the step of `latest`.
 
-        It may have been the latest checkpoint.
+        That directory may have been the latest checkpoint.
         """
         last = -1 if self.latest is None else self.latest.step
         found = {step: item for item in self.skipped if item.damaged and (step := step_of_name(item.path)) is not None}
@@ -159,7 +162,7 @@ def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
 def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
     """Return the inventory of `root`, and the names of the directories that were searched.
 
-    Reads `view`, a snapshot of `root`. What may have appeared after the snapshot is read from `root` itself.
+    Reads `view`, a snapshot of `root`. Files that may have been created after the snapshot are read from `root` itself.
     """
     candidates: list[str] = []
     running: list[Attempt] = []
@@ -206,7 +209,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
 def _look_remotely(
     root: Store, view: Store, names: Sequence[str]
 ) -> tuple[list[Committed | Skipped | str], list[tuple[str, Any]]]:
-    """Return what is in each directory, and the uncommitted attempts in them: see `_look` and `_look_inside`."""
+    """Return what each directory is (see `_look`), and the uncommitted attempts in them (see `_look_inside`)."""
     if view.sizes_are_free:
         view.fetch(record_path(name) for name in names)
         folders = [_attempt_folders(view, name) for name in names]
@@ -224,7 +227,10 @@ def _look_remotely(
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
-    """Return the checkpoint in a directory, or why it is not one. For a foreign directory, return its path."""
+    """Return the checkpoint in a directory, or why the directory is not one.
+
+    For a foreign directory, return its path.
+    """
     try:
         record = find_record(root, record_path(path))
     except CkptkitError as error:
@@ -252,7 +258,7 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
 
 
 def _is_of_a_save(root: Store, path: str) -> bool:
-    """Return whether a directory without a commit record has a manifest of a manager's save, not of `DCPWriter`."""
+    """Return whether a directory without a commit record contains a manifest that a manager (not `DCPWriter`) wrote."""
     if root.info(f"{path}/{MANIFEST_NAME}") is None:
         return False
     from ckptkit.formats.own.reader import is_of_a_save  # imports numpy, which listings of other directories don't need
@@ -337,7 +343,7 @@ def _check_directory(path: Path) -> None:
 def about_new(root: Store, inventory: Inventory) -> str:
     """Return the log message for a new run.
 
-    It mentions the leftovers of killed saves, and runs that the user may have meant.
+    The message mentions leftovers of killed saves, and other runs that the user may have meant.
     """
     text = f"{root.url} has no checkpoint yet"
     left = [item.path for item in inventory.abandoned + inventory.in_progress]
@@ -368,8 +374,7 @@ def in_order(found: Sequence[Committed]) -> tuple[Committed, ...]:
 
 
 def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
-    """Return the checkpoints in the order of the run, and the checkpoints that a newer one of the same name has
-    replaced.
+    """Return the checkpoints in the order of the run, and those that a newer checkpoint of the same name has replaced.
 
     The order follows the saves' sequence numbers, not their times. After a rollback (a later save has a lower step) the
     abandoned branch comes first, so "latest~1" is the previous checkpoint on the current branch.
@@ -408,7 +413,7 @@ def choose(
     does not go unnoticed.
 
     Args:
-        damaged: Names of checkpoints that cannot be loaded. The newest checkpoint before them is chosen instead.
+        damaged: Names of checkpoints that cannot be loaded. The newest checkpoint before these is chosen instead.
         view: A fresh snapshot of `root`.
     """
     inventory = list_checkpoints(root, view=view)
@@ -443,7 +448,8 @@ def resolve(root: Store | Inventory, name: str = "latest", *, best: tuple[str, s
         best: (metric, "min" | "max") for "best". Default: the objective of the newest record that has one.
 
     Raises:
-        CheckpointNotFoundError: There is none. Lists existing checkpoints, and what was skipped and why.
+        CheckpointNotFoundError: There is no such checkpoint. The error lists the existing checkpoints, and the skipped
+            directories with the reasons.
         UsageError: The metric for "best" is unknown.
     """
     inventory = root if isinstance(root, Inventory) else list_checkpoints(root)
@@ -491,7 +497,10 @@ def _objective(
 
 
 def check_metric(inventory: Inventory, metric: str) -> None:
-    """Raise UsageError if there are checkpoints but none has the metric. The error names the metrics that exist."""
+    """Raise UsageError if there are checkpoints but none of them has the metric.
+
+    The error names the existing metrics.
+    """
     known = sorted({name for item in inventory.committed for name in item.record.metrics})
     if inventory.committed and metric not in known:
         near = difflib.get_close_matches(metric, known, n=1)

@@ -107,8 +107,8 @@ def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callabl
     """Pin checkpoint `name` like `pin_while_reading`, but let the caller check that the pin took effect.
 
     Yields the check: a function that returns the commit record, or raises CheckpointNotFoundError if the checkpoint was
-    deleted. A deletion that was announced before the pin continues, so files may disappear before the check. A reader
-    that has already read everything does not need the check.
+    deleted. The pin does not stop a deletion that was announced earlier, so files may disappear before the check. A
+    reader that has already read everything does not need the check.
     """
     path = f"{_PINS}/read-{new_nonce()}.json"
     body = json.dumps({"name": name, "why": why, "owner": owner_json(root)}).encode()
@@ -160,7 +160,7 @@ def pin_url(
 ) -> Iterator[CommitRecord | None]:
     """Protect the checkpoint at `url` from deletion during the `with` block, if ckptkit saved it.
 
-    Yields the commit record, or None for anything else, which ckptkit never deletes.
+    Yields the commit record. Yields None if ckptkit did not save the checkpoint, because ckptkit then never deletes it.
 
     Raises:
         CheckpointNotFoundError: The checkpoint was deleted while it was being pinned.
@@ -210,7 +210,7 @@ def _announced(root: Store, name: str) -> bool:
 
 @contextlib.contextmanager
 def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
-    """Announce the deletion of `name`, and yield the pins that forbid it. If there are none, it may be deleted."""
+    """Announce the deletion of the checkpoint `name`, and yield the pins that forbid the deletion."""
     path = f"{_DELETING}/{name}.json"
     try:
         root.write(path, json.dumps(owner_json(root)).encode(), overwrite=True, sync=False)
@@ -244,7 +244,7 @@ def split_checkpoint_url(url: str, *, storage_options: Mapping[str, Any] | None 
 def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
     """Protect the checkpoint at `url` from rotation until it is unpinned. Return its name.
 
-    Pinning it again updates `why`.
+    Pinning the checkpoint again updates `why`.
 
     Raises:
         CheckpointNotFoundError: `url` is not a committed checkpoint.
@@ -267,7 +267,7 @@ def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None
 
 
 def unpin(url: str, *, storage_options: Mapping[str, Any] | None = None) -> bool:
-    """Remove a user's pin from the checkpoint at `url`. Return False if there is none."""
+    """Remove a user's pin from the checkpoint at `url`. Returns False if the checkpoint has no such pin."""
     root, name = split_checkpoint_url(url, storage_options=storage_options)
     path = f"{_PINS}/keep-{name}.json"
     if root.info(path) is None:

@@ -24,9 +24,9 @@ _ATTEMPT = re.compile(r"[0-9a-f]{16}/")
 
 
 def mark_of(record: CommitRecord) -> str:
-    """Return the name of a deletion's mark.
+    """Return the name of the file that marks a deletion on an object store.
 
-    A mark is a copy of the commit record, which a deletion writes to an object store.
+    The file is a copy of the checkpoint's commit record. A deletion writes it before it deletes anything else.
     """
     return f".ckptkit-deleted-{record.save_id}.json"
 
@@ -51,9 +51,9 @@ def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
 
 
 def clear(root: Store, path: str) -> list[str]:
-    """Delete a dead attempt's files, recognized by their names. Return the other files, which stay.
+    """Delete the files of a dead attempt, recognized by their names. Returns all other files, which are kept.
 
-    Files that appear during the deletion also stay.
+    Files that appear during the deletion are kept, too.
     """
     place = root.child(path)
     listed = place.list(recursive=True)
@@ -73,7 +73,7 @@ def clear(root: Store, path: str) -> list[str]:
 
 
 def give_up(root: LocalStore, path: str, name: str) -> list[str]:
-    """Delete a staging or trash directory, and return the files that stay in it.
+    """Delete a staging or trash directory. Returns the files that were kept in it.
 
     Args:
         path: A directory that is not listed as a checkpoint.
@@ -98,14 +98,17 @@ def give_up(root: LocalStore, path: str, name: str) -> list[str]:
 
 
 def _is_there(path: str, other: str) -> bool:
-    """Return whether `other` is a link to or a copy of `path`. If `path` is not a file, `other` only has to exist."""
+    """Return whether `other` is a link to `path` or a copy of it.
+
+    If `path` is not a file, returns whether `other` exists.
+    """
     if not os.path.isfile(path) or not os.path.lexists(other):
         return os.path.lexists(other)
     return filecmp.cmp(path, other, shallow=False)
 
 
 def others_in(root: LocalStore, path: str) -> list[str]:
-    """Return the relative paths of foreign files in the directory of a checkpoint, which may have been deleted."""
+    """Return the relative paths of foreign files in a checkpoint's directory, even if the checkpoint was deleted."""
     try:
         record = find_record(root, record_path(path))
     except (CkptkitError, OSError):  # the record is unreadable: recognize the checkpoint's files by their names
@@ -116,7 +119,7 @@ def others_in(root: LocalStore, path: str) -> list[str]:
 
 
 def deleted_records(root: Store, name: str) -> list[CommitRecord]:
-    """Return the records of checkpoints that were deleted from a directory in which files are left."""
+    """Return the commit records of deleted checkpoints that have left files in a directory."""
     paths = [f"{name}/{DELETING}", f"{name}/{_DELETED}"]
     if not is_directory(root):  # each attempt has its own folder and its own mark
         paths = [item.path for item in root.list(name) if _MARK.fullmatch(item.path[len(name) + 1 :])]

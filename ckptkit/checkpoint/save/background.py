@@ -106,12 +106,12 @@ class SaveHandle:
         return self._report
 
     def exception(self) -> BaseException | None:
-        """Return the error; None while the save is running or if it succeeded."""
+        """Return the save's error. Returns None while the save is running, or if it succeeded."""
         return self._error
 
 
 def _report_unasked() -> None:
-    """At exit, log the errors that nobody has seen."""
+    """When Python exits, log the errors of saves on which nobody has called `result` or `exception`."""
     for handle in list(_unasked):
         error = handle.exception()
         if error is not None:
@@ -129,7 +129,7 @@ def report_failure(step: int, error: BaseException) -> None:
 
 
 def _is_heard() -> bool:
-    """Return whether logging is configured. If not, a failed save must be printed."""
+    """Return whether logging is configured. If it is not, the failure of a save must be printed."""
     logger: logging.Logger | None = _log
     while logger is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):

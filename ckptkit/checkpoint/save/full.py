@@ -1,8 +1,8 @@
 """Saves FULL checkpoints. Full tensors are gathered one at a time on the rank that writes them.
 
 The other ranks hold only their parts. Every rank knows the whole plan: files, tensors, writers, and which rank sends
-which box. The ranks share the files and write them in parallel. A rank gathers one tensor while it writes the previous
-one.
+which region of a tensor. The files are divided among the ranks, which write in parallel. A rank gathers one tensor
+while it writes the previous one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ _CHUNK_BYTES = 16 << 20  # maximum size of one message
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box of a tensor, and the rank that sends it. `number` is its index among that rank's parts of the tensor."""
+    """A region of a tensor, and the rank that sends it.
+
+    `number` is the region's index among the parts that this rank has.
+    """
 
     rank: int
     box: Box
@@ -59,7 +62,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Item(TensorToWrite):
-    """One tensor to write, and the pieces that it is gathered from."""
+    """A tensor to write, and the pieces from which it is gathered."""
 
     key: str
     pieces: tuple[_Piece, ...]
@@ -227,10 +230,10 @@ def _plan(described: Sequence[Mapping[str, Any]], world_size: int, max_shard_byt
 def _pieces(
     key: str, held: Sequence[tuple[int, list[Any], ShardLayout | None]], ranks: Sequence[int]
 ) -> tuple[_Piece, ...]:
-    """Return a tensor's distinct boxes, each with the first rank that has it.
+    """Return the distinct regions of a tensor, each with the lowest rank that stores the region.
 
     Args:
-        ranks: By rank, its number in the default group, which layouts refer to.
+        ranks: The number in the default group of each rank. Layouts refer to ranks by this number.
     """
     found: dict[Box, _Piece] = {}
     for rank, (_, dtype, shape, _, local_shape), layout in held:
@@ -274,9 +277,9 @@ def _files(group: str, items: Sequence[_Item], max_shard_bytes: int) -> list[_Fi
 class _Transfer:
     """Gathers and writes every tensor. All ranks iterate over the same list, so messages need no names.
 
-    A writer holds the tensor that is being gathered and the one that is being written: at most twice the largest. A
-    rank that fails (disk full, out of memory) goes on sending and receiving, and raises at the end. So the other ranks
-    do not wait until the timeout.
+    A writer holds the tensor that is being gathered and the tensor that is being written: at most twice the size of the
+        largest. A rank that fails (disk full, out of memory) continues to send and receive, and raises at the end, so
+        that the other ranks do not have to wait for the timeout.
     """
 
     plan: FullTensors
@@ -304,7 +307,10 @@ class _Transfer:
             raise self.failure
 
     def _try(self, step: Callable[[], Any]) -> Any:
-        """Run a step that does not communicate, unless an earlier step failed. Keep its error for `run` to raise."""
+        """Run a step that does not communicate, unless an earlier step failed.
+
+        If the step fails, `run` raises its error later.
+        """
         if self.failure is None:
             try:
                 return step()
@@ -350,7 +356,10 @@ def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:
 
 
 def _target(plan: FullTensors, item: _Item, own: torch.Tensor | None) -> torch.Tensor:
-    """Return memory to gather a full tensor in; if this rank already has the complete tensor, return that tensor."""
+    """Return memory in which to gather a full tensor.
+
+    If this rank already has the complete tensor, return that tensor.
+    """
     import torch
 
     if own is not None and len(item.pieces) == 1 and item.pieces[0].rank == plan.rank:
@@ -372,7 +381,7 @@ def _tiles(box: Box, item: _Item) -> Iterator[Box]:
 
 
 def _receive(plan: FullTensors, item: _Item, piece: _Piece, whole: torch.Tensor | None) -> None:
-    """Receive another rank's box into `whole`. Discard it if `whole` is None."""
+    """Receive a region of a tensor from another rank, and store it in `whole`. If `whole` is None, discard the data."""
     import torch
     import torch.distributed as dist
 

@@ -16,7 +16,7 @@ from ckptkit.storage.open import open_store
 
 
 def read_side_files(url: str) -> dict[str, bytes]:
-    """Return the config, tokenizer, chat template and licence files at `url`: name to bytes."""
+    """Return the contents of the config, tokenizer, chat template and licence files at `url`, by file name."""
     store = open_store(url)
     found = find_side_files(store).carried
     if not found:
@@ -27,7 +27,7 @@ def read_side_files(url: str) -> dict[str, bytes]:
 
 
 def side_files(state: TrainState) -> dict[str, bytes]:
-    """Return each model's `config.json`, `generation_config.json` and `adapter_config.json`: path to bytes.
+    """Return the contents of each model's `config.json`, `generation_config.json` and `adapter_config.json`, by path.
 
     Does not import transformers or peft: the code that made the model has already imported them.
     """
@@ -96,6 +96,6 @@ def adapter_configs(module: Any) -> dict[str, bytes]:
 def adapter_folder(name: str, adapters: Collection[str]) -> str:
     """Return an adapter's folder, with a trailing slash.
 
-    It is "" for the adapter "default", and for a model's only adapter.
+    The result is "" for the adapter "default", and for a model's only adapter.
     """
     return "" if name == "default" or len(adapters) == 1 else f"{name}/"

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensors:
-    """The tensors that this rank writes. If several ranks have the same part, exactly one of them writes it."""
+    """The tensors that this rank writes.
+
+    If several ranks have the same part of a tensor, exactly one rank writes the part.
+    """
 
     rank: int
     world_size: int
@@ -69,9 +72,10 @@ class LocalTensors:
         return "|".join(re.escape(file_name(rank)) for rank in range(self.world_size))
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> LocalTensors:
-        """Return the final plan. If the ranks have different plain tensors, this rank writes all of its own.
+        """Return the final plan.
 
-        It may be the only rank that has them.
+        If the ranks have different plain tensors, each rank writes all of its own plain tensors. A rank may be the only
+        one that has a tensor.
         """
         if len(set(signatures)) <= 1:
             return self

@@ -1,6 +1,6 @@
 """Finds plain (unsharded) tensors and optimizer values that differ between ranks, and saves each rank's copy.
 
-A checkpoint normally stores a single copy of them, because ranks normally have equal values. If the values differ
+A checkpoint normally stores a single copy of such a tensor or value, because ranks normally agree. If the values differ
 (running statistics of each rank's data, unsynchronised parameters, optimizer states computed from a shard), one copy
 would silently lose the values of all other ranks. `checkpoint/state/optimizer_layout` decides where a rank's own
 optimizer states may be loaded.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 PER_RANK = "per_rank"
-"""`per_rank.<rank>.<key>` is that rank's copy. `<key>` itself is the copy of the lowest rank that has the key."""
+"""`per_rank.<rank>.<key>` is the copy of one rank. `<key>` alone is the copy of the lowest rank that has the key."""
 
 _BOUND = "bound"
 """Wraps a value in `per_rank.<rank>` that may be loaded only where parameters are sharded in the same way."""
@@ -49,15 +49,16 @@ _SHOWN = 5
 _NAME, _CONTENT, _CLASS = range(3)  # columns of a table of fingerprints
 
 EVERY = 0
-"""The class of plain tensors before it is known which ranks have them."""
+"""The class of plain tensors as long as it is unknown which ranks have them."""
 
 
 class Fingerprints:
     """Fingerprints of this rank's plain tensors, optimizer values, and replicated parts of DTensors, 24 bytes each.
 
-    Each has a *class*. The ranks that send a class must have the same keys and contents in it, so that a save
-    exchanges only one signature per class. The class of a replicated DTensor follows from its mesh. Which ranks have a
-    plain tensor is not known before the first comparison: until then its class is `EVERY`, which all ranks send.
+    Each fingerprint belongs to a *class*. All ranks that send a class must have the same keys and contents in that
+    class, so a save exchanges only one signature for each class. The class of a replicated DTensor follows from its
+    mesh. Which ranks have a plain tensor is not known before the first comparison: until then its class is `EVERY`,
+    which all ranks send.
 
     Plain tensors on the host are hashed completely (tens of GB/s). For a tensor on a device, the fingerprint covers a
     reduction over all words, and three samples of bytes: only a few KB per tensor are copied to the host. For a large
@@ -159,7 +160,7 @@ class Fingerprints:
 
     @property
     def signatures(self) -> dict[int, bytes]:
-        """A signature of the names and contents in each class of this rank."""
+        """For each class of this rank, a signature of the class's names and contents."""
         rows = self._table[np.lexsort((self._table[:, _NAME], self._table[:, _CLASS]))]
         kinds, starts = np.unique(rows[:, _CLASS], return_index=True)
         parts = np.split(rows, starts)[1:]
@@ -169,7 +170,8 @@ class Fingerprints:
         """Return the fingerprints that may differ between ranks, for other ranks to pass to `differing`.
 
         Args:
-            unequal: The classes whose signatures differ. If one has plain tensors, all plain tensors are compared.
+            unequal: The classes whose signatures differ. If such a class contains plain tensors, all plain tensors are
+                compared.
         """
         kinds = self._table[:, _CLASS]
         chosen = np.isin(kinds, np.array(list(unequal), "<u8"))
@@ -185,7 +187,7 @@ class Fingerprints:
         - the classes of all ranks' plain tensors, by name digest.
 
         Args:
-            tables: All ranks' `to_bytes`.
+            tables: The results of `to_bytes` on all ranks.
         """
         holders: dict[int, list[int]] = {}
         contents: dict[int, set[int]] = {}
@@ -206,7 +208,7 @@ def shared_names(tables: Sequence[bytes]) -> list[int]:
     """Return the digests of the names that exist on several meshes.
 
     Args:
-        tables: By rank, its `Fingerprints.apart`.
+        tables: `Fingerprints.apart` of each rank.
     """
     rows = np.unique(np.frombuffer(b"".join(tables), "<u8").reshape(-1, 2), axis=0)
     names, counts = np.unique(rows[:, 1], return_counts=True)
@@ -217,7 +219,7 @@ def unequal_classes(signatures: Sequence[Mapping[int, bytes]]) -> list[int]:
     """Return the classes whose signatures differ between ranks. Includes only the first few classes of replicas.
 
     Args:
-        signatures: By rank, its `Fingerprints.signatures`.
+        signatures: `Fingerprints.signatures` of each rank.
     """
     found: dict[int, set[bytes]] = {}
     for table in signatures:
@@ -240,7 +242,7 @@ def _is_by_mesh(kind: int) -> bool:
 
 @lru_cache(maxsize=1 << 10)
 def _class_by_mesh(layout: ShardLayout, rank: int) -> int:
-    """Return the class of DTensors with this layout, or 0 if no other rank has the same part."""
+    """Return the class of DTensors with this layout. Returns 0 if no other rank has the same part of such a tensor."""
     coordinate = mesh_coordinate(rank, layout.mesh_shape, layout.mesh_ranks)
     if coordinate is None or layout.replicas == 1:
         return 0
@@ -260,7 +262,7 @@ def _name_digest(key: str, dtype: torch.dtype | None = None, shape: Sequence[int
 
 
 def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
-    """Return what to compare between ranks: the parts of an optimizer's JSON, and the names of its plain states."""
+    """Return the parts of an optimizer's JSON that must agree between ranks, and the names of its plain states."""
     from torch.distributed.tensor import DTensor
 
     names = [f"{fqn}.{state}" for (fqn, state), tensor in taken.tensors.items() if not isinstance(tensor, DTensor)]
@@ -313,7 +315,8 @@ def _bound(captured: Captured) -> set[str]:
 def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
     """Raise SaveError if plain parameters or copies of the same part of a sharded tensor differ between ranks.
 
-    On a different mesh, all ranks would load one rank's values. An export would also contain only that rank's values.
+    A load on a different mesh would give all ranks the values of one rank. An export would contain only these values,
+    too.
     """
     from torch.distributed.tensor import DTensor
 
@@ -367,10 +370,10 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OwnCopies:
-    """A checkpoint with one rank's own copies in place of the shared ones.
+    """A checkpoint in which one rank's own copies replace the shared copies.
 
     Attributes:
-        note: If the number of ranks changed, a message that lists the tensors for which all ranks get one rank's
+        note: If the number of ranks changed, a message that lists the tensors of which all ranks get the same rank's
             values.
     """
 
@@ -386,7 +389,7 @@ class OwnCopies:
 
 
 def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world_size: int) -> OwnCopies:
-    """Return the checkpoint with the copies that belong to `rank` in place of the shared ones."""
+    """Return the checkpoint with the shared copies replaced by the copies that belong to `rank`."""
     saved = {name.partition(".")[2]: tree for name, tree in objects.items() if name.startswith(f"{PER_RANK}.")}
     for name, tree in saved.items():
         if not isinstance(tree, dict) or any(key not in catalog.tensors for key in references(tree)):

@@ -79,7 +79,7 @@ class TensorPlan(Protocol):
     def indexes(self) -> Mapping[str, bytes]: ...  # more files that rank 0 writes: path to bytes
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> TensorPlan:
-        """Return the plan, adjusted to the other ranks' tensors. Collective if signatures changed."""
+        """Return the plan after adjusting it to the other ranks' tensors. Collective if signatures have changed."""
 
     def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> RankPart:
         """Write this rank's files. `tensors`: staged copies in the plan's order; None for the live tensors."""
@@ -108,11 +108,11 @@ class SaveRequest:
 
 @dataclass(slots=True)
 class Prepared:
-    """A save that this rank has captured. Objects are already encoded.
+    """A training state that this rank has captured for a save. Objects are already encoded.
 
     Attributes:
-        aliases: By section: tied weight -> the other name under which it is stored.
-        tellers: The ranks that send rank 0 the optimizers and modules that it lacks (pipeline stages).
+        aliases: For each section, maps the name of a tied weight to the name under which the weight is stored.
+        tellers: The ranks that send rank 0 the optimizers and modules that rank 0 does not have (pipeline stages).
     """
 
     request: SaveRequest
@@ -132,11 +132,14 @@ class Prepared:
 
 @dataclass(eq=False)
 class Saver:
-    """Saves one run's states. Remembers what the ranks agreed on in the previous save, as long as it stays true.
+    """Saves the states of one run.
+
+    Reuses what the ranks agreed on in the previous save, as long as nothing has changed.
 
     Attributes:
         objective: The (metric, "min" or "max") of `keep_best`.
-        side_files: Files to store in every checkpoint, such as a tokenizer: path to bytes. Rank 0's are written.
+        side_files: Contents, by path, of files to store in every checkpoint, such as a tokenizer. Rank 0's files are
+            written.
         seen: On rank 0, the inventory after the last save; None if it must be listed again.
         keepers: Plain tensors that differ between ranks, each with the rank that keeps the shared copy; None if there
             are none.
@@ -291,7 +294,8 @@ class Saver:
     def _check_ranked(self, request: SaveRequest, metric: str) -> None:
         """Raise if the save has no metrics; warn if the metric of `keep_best` is not among them.
 
-        Call it until a save has metrics. Later saves may have none, such as the last save before a job ends.
+        This check is needed only until a save has metrics. Later saves may have no metrics: the last save before a job
+        ends, for example.
         """
         if request.metrics is None:
             raise UsageError(
@@ -439,10 +443,10 @@ class Saver:
         return self.shared != before
 
     def _join_recipes(self, captured: Captured) -> None:
-        """Give this rank the recipes of all ranks. Ranks may have different tensors. Collective.
+        """Give this rank the recipes of all ranks, because other ranks may have other tensors. Collective.
 
         Raises:
-            SaveError: Two ranks have different recipes for a tensor, or only one of them has one.
+            SaveError: Two ranks have different recipes for a tensor, or only one of two ranks has a recipe.
         """
         own = captured.objects.get(SUBCLASSES, {})
         found: dict[str, tuple[int, Any]] = {}
