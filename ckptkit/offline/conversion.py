@@ -45,7 +45,7 @@ class ConvertReport:
         verified: Number of tensors that were read back and found equal to the source; None without `verify`.
         proved: What was checked, as phrases with counts.
         notes: Decisions that the user should know about.
-        infinite: How many finite elements the cast made infinite, by tensor name.
+        infinite: The number of finite elements that the cast made infinite, by tensor name.
         warnings: Likely problems in the result: elements that became infinite, and the option that avoids this.
         seconds: Wall time; 0.0 for a dry run.
         faults: In a dry run, the errors that the real run would raise.
@@ -157,8 +157,8 @@ class Converted:
     """The result of executing a plan.
 
     Attributes:
-        masters: Number of weights that were proved equal to their fp32 master weights, once these are cast.
-        looked: The phrase that `look` returned; "" without `look`.
+        masters: Number of weights that were proved equal to their fp32 master weights after a cast of the masters.
+        looked: The phrase that the callback `look` returned; "" if there was no callback.
         verified: Number of written tensors that were proved equal to the source; None without `verify`.
         record: The result's commit record; None if the result is not a ckptkit checkpoint.
     """
@@ -181,7 +181,7 @@ def conclude(
     look: Callable[[Store], str] | None = None,
     sealing: Seal | None = None,
 ) -> ConvertReport:
-    """Execute a report's plan and return the complete report. A dry run only adds the expected errors.
+    """Execute the plan in a report, and return the complete report. For a dry run, only add the expected errors.
 
     Args:
         compared: The model with which the plan's names and shapes were compared; "" for none.
@@ -234,9 +234,9 @@ def carry_out(
 
     Args:
         masters_of: The source tensors to compare with their fp32 master weights; None for all.
-        look: Called once with the written files. It raises if they are wrong; otherwise it returns a phrase that says
-            what it checked.
-        sealing: Makes the result a committed ckptkit checkpoint.
+        look: A callback that checks the written files. It raises if the files are wrong; otherwise it returns a phrase
+            that says what was checked.
+        sealing: A callback that turns the written files into a committed ckptkit checkpoint.
     """
 
     def copy(session: Session) -> CopyReport:
@@ -275,9 +275,9 @@ def carry_out(
 def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> Iterator[str]:
     """Yield the reasons why the real run would fail.
 
-    It would fail if DST exists, is not writable or has too little space, or if source files are missing or truncated.
-    With `check`, source files must also be the ones that were committed. Does not test whether an object store accepts
-    writes.
+    The run would fail if DST exists, is not writable or has too little space, or if source files are missing or
+    truncated. With `check`, it would also fail if a source file is not the one that was committed. Does not test
+    whether an object store accepts writes.
     """
     damaged = False
     for item in source.checkpoints if check else ():

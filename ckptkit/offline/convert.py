@@ -161,7 +161,7 @@ def convert(  # noqa: PLR0913 - one argument per option
 def _with_base(
     source: Source, options: ExportOptions, base_url: str, *, together: bool, storage_options: Options | None
 ) -> tuple[Source, ExportOptions, str]:
-    """Return the source. If it is an adapter without base weights, join it with the weights at --base."""
+    """Return the source. If the source is an adapter without base weights, add the weights from --base."""
     from ckptkit.catalog.entry import Role
     from ckptkit.offline.export.adapters import base_name, changes_base, without_base
     from ckptkit.offline.export.base import beside_source
@@ -252,7 +252,7 @@ def write(src: str, source: Source, export: HFExport, options: ExportOptions, ou
 
 
 def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
-    """Return the line about vLLM, or "" if vLLM might not load the export."""
+    """Return the report's line about serving with vLLM, or "" if vLLM might not load the export."""
     if "://" in dst:  # vLLM reads local directories only
         return ""
     # A key map or a filter may give names that vLLM does not know. With a base, they were compared with its names.
@@ -327,7 +327,10 @@ def choose(
 
 @collector_paused()
 def _lay_out(source: Source, export: HFExport, place: OutputPlace, output: Output) -> tuple[Laid, Seal | None]:
-    """Lay out the tensors in files of the target format. For a LOCAL checkpoint, also return its seal."""
+    """Assign the tensors to files of the target format.
+
+    For a LOCAL checkpoint, also return the function that commits it.
+    """
     catalog, tensors, to, world_size = source.catalog, export.tensors, output.to, output.world_size
     if world_size is not None and to in ("hf", "torch"):
         raise UsageError(f"--world-size cannot be combined with --to {to}, which is not sharded by rank.")
@@ -376,7 +379,7 @@ def _notes(source: Source, export: HFExport, plan: Plan) -> tuple[str, ...]:
 
 
 def _tied(catalog: Catalog, written: Collection[str]) -> Iterator[str]:
-    """Yield "A is B" for each name A of a written tensor that the source stores only as B."""
+    """Yield "A is B" for each written tensor A that the source stores only under the name B."""
     tables = catalog.info.extra.get("aliases", {})
     for section, table in tables.items() if isinstance(tables, Mapping) else ():
         for name, holder in table.items() if isinstance(table, Mapping) else ():
@@ -385,6 +388,6 @@ def _tied(catalog: Catalog, written: Collection[str]) -> Iterator[str]:
 
 
 def _groups(names: Sequence[str], reason: str) -> str:
-    """Return ", in " and the first name components; "" if the reason already contains all of them."""
+    """Return ", in " and the first components of the names. Returns "" if the reason already contains all of these."""
     found = [group for group in dict.fromkeys(name.partition(".")[0] for name in names) if group not in reason]
     return ", in " + ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") if found else ""

@@ -71,10 +71,10 @@ class CopiedCheckpoint:
         files, nbytes: The copy's number of files and its size in bytes.
         nbytes_read: Bytes read from the source.
         digests: Number of source digests that were compared.
-        unproved: Number of bytes that no compared digest covers.
+        unproved: Number of bytes that were not compared with any digest.
         verified: Whether the copy was read back and found equal to the source; None without `verify`.
-        there: Whether `dst` already had this checkpoint.
-        left_out: Files that were not copied, with the reason.
+        there: Whether `dst` already contained this checkpoint.
+        left_out: Files that were not copied, each with the reason.
         notes: Notes for the user.
         faults: In a dry run, the errors that the real run would raise.
     """
@@ -101,7 +101,7 @@ class Copied:
     Attributes:
         src, dst: The URLs as given.
         run: Whether a whole run was copied.
-        checkpoints: One result per checkpoint, in the run's order (the newest last).
+        checkpoints: One result for each checkpoint, in the order of the run (the newest last).
         left_out: Entries of a run that were not copied, with the reason.
         pins: Names of the checkpoints whose pins were copied.
         seconds: Wall time; 0.0 for a dry run.
@@ -206,7 +206,7 @@ def copy(
 
     Args:
         dst: The copy's own directory; for a single file, the file or its directory; for a run, its root. A directory
-            named step_<N> must be a copy of that step.
+            named step_<N> must be a copy of step N.
         all_files: Also copy files that are not listed in the commit record.
         allow_pickle: As for `convert`.
         check: Compare the source's recorded digests while reading.
@@ -217,7 +217,7 @@ def copy(
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
     Raises:
-        CheckpointNotFoundError: There is nothing to copy.
+        CheckpointNotFoundError: `src` contains no checkpoint.
         CheckpointExistsError: `dst` already exists.
         CorruptCheckpointError: The source is damaged or incomplete. If it is a run, its other checkpoints were copied.
         UsageError: `dst` is named after a different step, or `src` contains several checkpoints of another system.
@@ -359,9 +359,9 @@ def _contents(source: Source, src: str, dst: str, how: How, *, all_files: bool) 
 
 
 def _readable(store: Store, paths: Iterable[str]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the sizes of the files to copy, and for every other file why it is left out.
+    """Return the sizes of the files to copy, and for every other file the reason why it is not copied.
 
-    Broken links, links that lead outside, and pipes are left out.
+    Broken links, links that lead out of the directory, and pipes are not copied.
     """
     sizes: dict[str, int] = {}
     left: dict[str, str] = {}
@@ -410,7 +410,7 @@ def _place(what: _Contents, url: str, dst: str, how: How) -> OutputPlace:
 
 
 def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
-    """Split checks into two lists: those made during the copy, over disjoint ranges, and those made separately."""
+    """Split checks into two lists: checks of disjoint ranges, made during the copy, and checks made separately."""
     inline: list[Check] = []
     apart: list[Check] = []
     by_path: dict[str, list[Check]] = {}
@@ -454,7 +454,7 @@ def _plan(what: _Contents, inline: Sequence[Check], file_name: str) -> Plan:
 
 
 def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
-    """Return a file as slices: one per range with a digest, and one per gap between such ranges."""
+    """Return a file as slices: one slice for each range with a digest, and one for each gap between such ranges."""
     rows: list[tuple[int, int, int, int]] = []  # start, size in bytes, digest, number of bytes that the digest covers
     at = 0
     for digest in digests:
@@ -478,7 +478,10 @@ def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
 
 
 def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadOptions, *, all_files: bool) -> Copied:
-    """Copy the checkpoints of a run, the newest last. If some are damaged, raise only after all others are copied."""
+    """Copy the checkpoints of a run, the newest last.
+
+    If some checkpoints are damaged, raise after copying all others.
+    """
     if is_one_of_many():
         raise UsageError(f"{src} is a run, which only one process can copy. Start the command without torchrun.")
     place = open_target(dst, source=src, single_file=False, overwrite=how.overwrite, storage_options=how.here)
@@ -559,7 +562,9 @@ def _part(progress: Progress | None, before: int, total: int) -> Progress | None
 
 
 def _found(item: Committed, view: Store, at: str, to: str, how: How) -> CopiedCheckpoint:
-    """Return the result for a checkpoint that `dst` already has. With `verify`, check it against its digests first.
+    """Return the result for a checkpoint that `dst` already contains.
+
+    With `verify`, first check the checkpoint's digests.
 
     Args:
         item: The checkpoint in `dst`, of which `view` is a snapshot.
@@ -606,8 +611,8 @@ def _faults(
     """Yield the reasons why a run cannot be written to this directory.
 
     Args:
-        todo, clashes: The checkpoints to copy, and those of them whose names the directory already has.
-        half: Those clashes that are incomplete copies of the source's checkpoints: name -> what is missing.
+        todo: The checkpoints to copy. clashes: Those checkpoints in `todo` whose names already exist in the directory.
+        half: The clashes that are incomplete copies of the source's checkpoints. Maps a name to what is missing.
     """
     try:
         if is_directory(here):

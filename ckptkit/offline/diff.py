@@ -84,7 +84,7 @@ class DiffReport:
 
     Attributes:
         values: Differing values other than tensors: path ("optimizer.param_groups[0].lr") -> both values as text.
-        left_out: Names that were not compared, because one side has only weights.
+        left_out: Names that were not compared, because one of the checkpoints has only weights.
         notes: Hints for the user, such as a glob that matches nothing.
     """
 
@@ -213,7 +213,7 @@ class NameFilter:
     _used: set[str] = field(default_factory=set)  # the globs that have matched a name
 
     def __call__(self, *names: str) -> bool:
-        """Return whether to compare a tensor that has these names, such as its FQN and its key."""
+        """Return whether to compare a tensor, given all of its names (such as the FQN and the key)."""
 
         def matches(patterns: Sequence[str]) -> bool:
             found = {pattern for pattern in patterns if any(fnmatch.fnmatchcase(name, pattern) for name in names)}
@@ -238,7 +238,7 @@ class NameFilter:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One checkpoint: its reader, and its readable tensors by the names under which they are compared."""
+    """One of the two checkpoints: its reader, and its readable tensors by the names under which they are compared."""
 
     source: Source
     tensors: Mapping[str, TensorEntry]
@@ -266,7 +266,7 @@ class _Side:
         return cls(source, _named(readable), opaque, small, reader, gatherer)
 
     def read(self, entries: Sequence[TensorEntry]) -> tuple[Bytes, list[int]]:
-        """Return the bytes of small tensors, concatenated, and where each tensor ends.
+        """Return the concatenated bytes of small tensors, and the offset at which each tensor ends.
 
         Adjacent tensors in a file are read together, because there may be 300,000 tensors of a few bytes.
         """
@@ -396,7 +396,7 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
 
 
 def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
-    """Return one side's tensors under every name that the other side has for them.
+    """Return one checkpoint's tensors under all names that the other checkpoint uses for them.
 
     FULL and LOCAL checkpoints store tied tensors only once, under one name.
     """
@@ -417,10 +417,10 @@ def _only_in(
     objects: Mapping[str, ObjectEntry],
     other_objects: Mapping[str, ObjectEntry],
 ) -> tuple[str, ...]:
-    """Return the names on one side that the other side lacks.
+    """Return the names in one checkpoint that the other checkpoint lacks.
 
     SHARDED checkpoints store the optimizer's settings twice: as one object, and as separate values for torch. The
-    separate values are ignored if both sides have the object.
+    separate values are ignored if both checkpoints have the object.
     """
     trees = {n for n, item in objects.items() if item.role is Role.OPTIMIZER and n in other_objects and "." not in n}
     alone = [n for n, e in tensors.items() if n not in others and not (e.name.partition(".")[0] in trees and not e.fqn)]
@@ -428,7 +428,7 @@ def _only_in(
 
 
 def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, str], int]:
-    """Compare unreadable tensors by their records' bytes; return the differences, and the number of equal tensors."""
+    """Compare the stored bytes of unreadable tensors. Return the differences, and the number of equal tensors."""
     differ, same = {}, 0
     for name in dict.fromkeys([*a.opaque, *b.opaque]):
         if not wanted(name, name.partition(".")[2]):
@@ -448,7 +448,7 @@ def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, 
 
 
 def _stored(side: _Side, name: str) -> Iterator[Any]:
-    """Yield how a tensor is cut and the sizes of its records, then the records' bytes, a tile at a time."""
+    """Yield a description of a tensor's slices and records, then the bytes of the records, tile by tile."""
     entry = side.source.catalog.tensors.get(name)
     yield None if entry is None else (entry.dtype, entry.shape, entry.slices.offsets.tolist())
     records = records_of(side.source.catalog, name)
@@ -508,7 +508,10 @@ def _compared(
 def _value_differences(
     name: str, a: tuple[_Side, ObjectEntry], b: tuple[_Side, ObjectEntry]
 ) -> dict[str, tuple[str, str]]:
-    """Return the paths at which two objects of the same name differ, with both values as text. Runs no code in them."""
+    """Return the paths at which two objects of the same name differ, with both values as text.
+
+    Runs no code from objects.
+    """
     told = [
         (e.encoding, e.codec, e.digest.value, e.digest.nbytes)
         for _, e in (a, b)

@@ -1,4 +1,4 @@
-"""Executes a plan's steps in each worker's buffers: contiguous runs of bytes, and boxes that are not contiguous."""
+"""Executes a plan's steps in worker threads: copies contiguous runs of bytes, and assembles other regions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _COLUMNS = np.dtype([("file", "<i8"), ("start", "<i8"), ("nbytes", "<i8"), ("dig
 
 @dataclass(slots=True)
 class Tally:
-    """Counts bytes and reports progress. Also stops a worker after another one has failed.
+    """Counts bytes and reports progress. Also stops a worker thread after another worker thread has failed.
 
     Attributes:
         nbytes: Number of bytes read so far.
@@ -61,7 +61,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Digested:
-    """Digests of written boxes. Thread-safe, because rows are added atomically."""
+    """Digests of the regions (boxes) that were written. Thread-safe, because rows are added atomically."""
 
     rows: bytearray = field(default_factory=bytearray)
 
@@ -75,7 +75,7 @@ class Digested:
         return table
 
     def renumbered(self, files: Sequence[int]) -> Digested:
-        """Return the digests with files renumbered: i becomes `files[i]`."""
+        """Return the digests after renumbering the files: file i becomes `files[i]`."""
         table = self.table()
         table["file"] = np.array(files, np.int64)[table["file"]]
         return Digested(bytearray(table.tobytes()))
@@ -94,7 +94,7 @@ class BoxDigest:
         self._at, self._state = start, new_hasher()
 
     def take(self, data: Bytes) -> bool:
-        """Add the next bytes; return whether the box is complete."""
+        """Add the next bytes, and return whether all bytes of the box have been added."""
         self._state.update(data.data)
         self._at += len(data)
         if self._at < self._end:
@@ -105,12 +105,15 @@ class BoxDigest:
 
 @dataclass(slots=True)
 class Infinite:
-    """Counts of elements that casts made infinite, in rows (file, start of the bytes, count). Thread-safe."""
+    """Counts the elements that casts made infinite, in rows (file, offset in the file, count). Thread-safe."""
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, file: int, start: int, count: int) -> None:
-        """Record that a cast made `count` elements infinite. `start` is any byte of the tensor in the file."""
+        """Record that a cast made `count` elements infinite.
+
+        `start` is the offset of any byte of the tensor in the file.
+        """
         if count:
             self.rows.append((file, start, count))
 
@@ -273,7 +276,7 @@ class Copier:
 
 
 def _cut(data: Bytes, tile: Box, shared: Box, itemsize: int) -> Bytes:
-    """Return the row-major bytes of `shared`, a box inside the tile."""
+    """Return the row-major bytes of the region `shared`, which lies inside the tile."""
     inside = shared.relative_to(tile)
     first = inside.flat_start(tile.sizes) * itemsize
     if inside.is_contiguous_in(tile.sizes):

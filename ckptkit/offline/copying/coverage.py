@@ -100,7 +100,7 @@ def _check_boxes(tensor: OutputTensor, offsets: Int64, sizes: Int64, what: str) 
 
 
 def _check_file(file: OutputFile, starts: Int64, lengths: Int64) -> None:
-    """Check that literals, and boxes at these places, fill a file exactly."""
+    """Check that the literals of a file, together with boxes at the given offsets, fill the file exactly."""
     extents = getattr(file.literals, "extents", None)
     if extents is not None:  # one range per box, sorted by start, to avoid creating a million literals
         own, sizes = extents(lengths)

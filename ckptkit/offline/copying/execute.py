@@ -47,7 +47,7 @@ class CopyReport:
 
     Attributes:
         nbytes: Number of bytes written.
-        nbytes_read: Number of source bytes read, including those read only for checks.
+        nbytes_read: Number of source bytes read, including bytes that were read only to be checked.
         records: Number of source digests checked.
         covered: The counts from the coverage check of the whole plan.
         seconds: Wall time.

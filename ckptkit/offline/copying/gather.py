@@ -38,7 +38,8 @@ class Gatherer:
 
     Attributes:
         max_bytes: Maximum memory for one computed tensor and its inputs, in bytes.
-        small, big: Tile size in bytes: `small` by default, up to `big` if small tiles would read the source many times.
+        small, big: Size of a tile in bytes. A tile has `small` bytes, or up to `big` if small tiles would read the
+            source many times.
     """
 
     reader: SourceReader
@@ -53,7 +54,10 @@ class Gatherer:
         self.big = max(self.small, self.big)
 
     def tile_numel(self, tensor: OutputTensor) -> int:
-        """Return the number of elements per tile of a target. It is larger if a tile reads many parts of the source."""
+        """Return the number of elements per tile of a target.
+
+        Tiles are larger if each of them reads many parts of the source.
+        """
         if isinstance(tensor, ComputedTensor):
             rows = self.rows_at_once(tensor, self.small if tensor.by_element else 2 * self.big)
             return max(1, tensor.numel // max(1, tensor.shape[0] if tensor.shape else 1) * rows)
@@ -98,9 +102,9 @@ class Gatherer:
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
         """Return how many rows to compute at once.
 
-        Computing them takes at most half of the memory and, if they are more than one block, at most 16 MB. If each
-        element is computed independently, it takes at most `big`, so that all workers can compute at once. The result
-        and the first input take at most `most` bytes each.
+        The computation takes at most half of the memory and, for more than one block of rows, at most 16 MB. If each
+        element is computed independently, the computation takes at most `big` bytes, so that all workers can compute at
+        once. The result and the first input take at most `most` bytes each.
         """
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:
@@ -116,7 +120,10 @@ class Gatherer:
         return step if step == rows or step < _BLOCK else step // _BLOCK * _BLOCK
 
     def _computed(self, tensor: ComputedTensor, box: Box) -> Computed:
-        """Return a box, row-major. Computes only its rows; the whole tensor if rows cannot be computed separately."""
+        """Return a box of a computed tensor, row-major.
+
+        Computes only the box's rows, or the whole tensor if rows cannot be computed separately.
+        """
         first = 0
         if tensor.cut is not None and box.sizes and box.sizes[0] < tensor.shape[0]:
             first = box.offsets[0]
@@ -172,7 +179,10 @@ class Gatherer:
         return out, infinite
 
     def _run_of(self, target: OutputTensor) -> Range | None:
-        """Return where all of a target's bytes lie consecutively in a local file; None if they do not."""
+        """Return the place in a local file at which all of a target's bytes are consecutive.
+
+        Returns None if there is none.
+        """
         part = target.only_part if isinstance(target, Target) else None
         if part is None:
             return None

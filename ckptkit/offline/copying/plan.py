@@ -39,8 +39,8 @@ class ComputedTensor:
     """A tensor computed from others, such as a weight with a merged adapter. Rows may be computed separately.
 
     Attributes:
-        inputs: The arguments of `compute`, in order. Each is a full tensor, read or computed in turn, and passed as
-            row-major bytes in its dtype.
+        inputs: The tensors that `compute` takes, in order. Each is a full tensor, which is read or itself computed, and
+            is passed as row-major bytes in its own dtype.
         compute: Returns the tensor in `dtype`. May be called from any thread.
         label: The formula that the plan shows: "W + 2.0 * B @ A".
         scratch: Additional bytes that `compute` needs, beyond inputs and result.
@@ -73,11 +73,11 @@ class ComputedTensor:
 
     @property
     def read(self) -> tuple[Target, ...]:
-        """The tensors that are read for it: inputs, and inputs of computed inputs."""
+        """The tensors that must be read to compute this tensor: its inputs, and the inputs of computed inputs."""
         return tuple(t for item in self.inputs for t in ((item,) if isinstance(item, Target) else item.read))
 
     def rows(self, start: int, stop: int) -> ComputedTensor:
-        """Return the tensor of only the rows [start, stop). Needs `cut`, unless these are all the rows."""
+        """Return a tensor of only the rows [start, stop). If these are not all rows, `cut` must be set."""
         if (start, stop) == (0, self.shape[0]):
             return self
         assert self.cut is not None
@@ -134,7 +134,9 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The target places of one tensor's boxes, one row per box. Each box is written row-major and without gaps.
+    """The places in the result at which one tensor's boxes are written, one row per box.
+
+    Each box is row-major and without gaps.
 
     Attributes:
         files: [n] index into `Plan.files`.
@@ -150,7 +152,7 @@ class Placement:
 
     @staticmethod
     def whole(tensor: OutputTensor, file: int, start: int) -> Placement:
-        """Return a placement that writes the whole tensor as one box. It stores no columns."""
+        """Return a placement that writes the whole tensor as one box. Such a placement stores no columns."""
         return _WholePlacement(tensor, file, start)
 
     @staticmethod
@@ -170,7 +172,10 @@ class Placement:
         )
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
-        """Return whether this is known to be one box with a whole tensor of this shape. Creates no columns."""
+        """Return whether this placement is known to be a single box that covers a tensor of this shape.
+
+        Creates no columns.
+        """
         return False
 
     def only(self) -> tuple[int, int, int]:
@@ -191,7 +196,10 @@ class Placement:
 
 
 class _WholePlacement(Placement):
-    """The placement of a whole tensor as one box. There may be many, so it creates columns only on demand."""
+    """The placement of a whole tensor as one box.
+
+    Creates columns only on demand, because there may be many such placements.
+    """
 
     __slots__ = ("_file", "_start")
 
@@ -341,7 +349,10 @@ def _placement_json(plan: Plan, placement: Placement) -> dict[str, Any]:
 
 
 def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
-    """Raise if there is not enough space for a plan's files. `held` bytes of them are already on disk."""
+    """Raise if there is not enough space for a plan's files.
+
+    `held`: how many bytes of these files are already on disk.
+    """
     free, wanted = destination.free_bytes(), max(0, plan.nbytes - held)
     if free is not None and free < wanted:
         raise NoSpaceError(

@@ -1,8 +1,8 @@
 """Resumes an interrupted command: finds the steps that are finished and whose files still exist.
 
-The interrupted command may have had any number of ranks. Its journal records the byte ranges that it wrote and the
-digests that it checked, not steps. So a command with a different number of ranks can continue, although its steps are
-different.
+The interrupted command may have had any number of ranks. A journal records the byte ranges that were written and the
+digests that were checked, not steps. So a command with a different number of ranks can continue, although it divides
+the work into different steps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Share:
 
     @classmethod
     def of(cls, whole: Plan, files: Sequence[int], work: Work, source: Store, *, check: bool) -> Share:
-        """Return the share with these files.
+        """Return the share that consists of these files.
 
         The fingerprint includes ckptkit's version, because each version numbers steps in its own order. A source file
         is identified by its size and modification time, a local one also by its inode.
@@ -217,7 +217,7 @@ def _records(work: Work, rows: Int64 | None = None) -> Iterator[_Record]:
 
 
 def _merged(lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
-    """Return the ranges, with those that touch or overlap merged."""
+    """Return the ranges after merging ranges that touch or overlap."""
     if not len(lo):
         return lo, hi
     order = np.argsort(lo, kind="stable")
@@ -245,7 +245,7 @@ def clear_strays(store: Store, plan: Plan) -> None:
 
 
 def left_beside(url: str) -> tuple[str, int] | None:
-    """Return the staging directory that an interrupted command left next to its local target, and its size on disk.
+    """Return the staging directory that an interrupted command left next to its local target, and its size in bytes.
 
     None if there is no such directory, or if the target is remote. The next command continues from this directory.
     """
@@ -305,7 +305,7 @@ class Spoken:
     def _content(self, index: int) -> str:
         """Return a fingerprint (32 hex digits) of a file's contents and of the source that they come from.
 
-        It does not depend on which rank writes the file.
+        The fingerprint does not depend on which rank writes the file.
         """
         file, state = self._plan.files[index], new_signer()
         state.update(_words((*self._begin, file.path, file.nbytes)))

@@ -41,7 +41,10 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class PartPieces:
-    """The pieces of source slices that a target's plain part needs, for all boxes of a placement. One row per piece."""
+    """The pieces of source slices from which a plain part of a target is copied, for all boxes of a placement.
+
+    One row per piece.
+    """
 
     entry: TensorEntry
     rows: Int64  # index of the box in the placement
@@ -156,7 +159,7 @@ class Work:
         return f"{path}: tensor {self.names[int(self.records.owners[record])]!r}"
 
     def ratios(self) -> Int64:
-        """Return the itemsizes before and after each cast, [n, 2]; 1 and 1 for a plain copy."""
+        """Return the itemsizes before and after each cast, [n, 2]. Both are 1 for a plain copy."""
         return _ratios(self.casts)
 
     def written(self, step: Step) -> _Written:
@@ -188,7 +191,7 @@ def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = 
 
     Args:
         check: Check the digests that cover the source bytes that are read.
-        by_boxes: Only prepare the sources, without creating steps. The caller then assembles the boxes.
+        by_boxes: Only prepare the sources, without creating steps, because the caller assembles the boxes itself.
         digests: Digest boxes while they are written.
     """
     builder = _WorkBuilder(plan.catalog, check=check, digests=digests)
@@ -220,8 +223,8 @@ class _WorkBuilder:
         """Add the runs of tensors that are whole, or split only along dimension 0, both in the source and in the
         result.
 
-        Returns the other placements. Handles thousands of tensors at once: most are of this kind, and adding them one
-        by one is much slower.
+        Returns the placements of all other tensors. Handles thousands of tensors at once, because most tensors are of
+        this kind and adding them one by one would be much slower.
         """
         copied = [_copied(self.catalog, placement) for placement in placements]
         some = [placement for placement, entry in zip(placements, copied, strict=True) if entry is not None]
@@ -335,7 +338,7 @@ class _WorkBuilder:
             self._boxes.append(BoxStep(tensor, tuple(boxes), np.zeros(0, np.int64)))
 
     def look_up(self, tensor: OutputTensor) -> None:
-        """Prepare a tensor's sources for `BoxStep`s. All their slices count as read."""
+        """Prepare a tensor's sources for `BoxStep`s. All slices of the sources count as read."""
         for key in tensor.sources:
             if key not in self._by_row:
                 entry = self.catalog.tensors[key]
@@ -411,7 +414,10 @@ class _Numbered:
 
 
 def _copied(catalog: Catalog, placement: Placement) -> TensorEntry | None:
-    """Return the source entry that a placement copies whole and element by element; None if it does anything else."""
+    """Return the source entry that a placement copies whole, element by element.
+
+    Returns None for any other placement.
+    """
     tensor = placement.tensor
     part = tensor.only_part if isinstance(tensor, Target) else None
     if part is None:
@@ -432,7 +438,7 @@ def _ratios(casts: Sequence[tuple[str, str]]) -> Int64:
 
 
 def _in_order(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> tuple[Bool, Bool]:
-    """Return two masks: which runs a decoder reads, and which runs have a digest that needs its bytes in order."""
+    """Return two masks: the runs that are read through a decoder, and the runs whose digest needs bytes in order."""
     decoded = np.array([origin.codec is not None for origin in origins], bool)
     forwards = np.zeros(len(runs), bool)
     checked = runs.records >= 0
@@ -458,7 +464,10 @@ def cut_runs(runs: Runs, size: int, ratios: Int64) -> Runs:
 
 
 def _cut(runs: Runs, counts: Int64, before: Int64, size: int, ratios: Int64) -> Runs:
-    """Cut each run into `counts` pieces of `size` bytes. The first is `before` bytes shorter; the last has the rest."""
+    """Cut each run into `counts` pieces of `size` bytes.
+
+    The first piece is `before` bytes shorter; the last has the rest.
+    """
     if not len(runs) or counts.max() <= 1:
         return runs
     rows = np.repeat(np.arange(len(runs)), counts)

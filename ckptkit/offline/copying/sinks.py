@@ -162,7 +162,10 @@ def _groups(pieces: Iterable[tuple[int, Buffer]]) -> Iterator[list[tuple[int, Bu
 
 
 def combined_crc(known: Sequence[tuple[int, int, int]], item: CrcField) -> int | None:
-    """Return the CRC-32 of a field's range, combined from sorted pieces; None if these do not tile the range."""
+    """Return the CRC-32 of a field's range, combined from sorted pieces.
+
+    Returns None if the pieces do not tile the range.
+    """
     at, value = item.start, 0
     stop = item.start + item.nbytes
     for i in range(bisect.bisect_left(known, (at, 0, 0)), len(known)):

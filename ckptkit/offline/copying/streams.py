@@ -75,7 +75,7 @@ class StreamWriter:
     def _with_crcs(
         self, file: OutputFile, literals: list[Literal], placed: list[_Event], worker: Worker
     ) -> list[Literal]:
-        """Return the literals with their CRC fields filled in. To compute the CRCs, their bytes are produced twice."""
+        """Return the literals after filling in their CRC fields. The bytes that a CRC covers are produced twice."""
         changed = [(item.start, bytearray(item.data)) for item in literals]
         events = _events(literals, placed)
         for item in file.crcs:
