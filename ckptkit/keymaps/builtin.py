@@ -283,8 +283,10 @@ def builtin_map(name: str) -> NameMap:
 
 
 def map_for_model_type(model_type: str | None) -> NameMap | None:
-    """Return the map from transformers 5's names in memory to the Hub's for this model type, or None if no map
-    is needed."""
+    """Return the map from transformers 5's names in memory to the Hub's names for this model type.
+
+    Returns None if no map is needed.
+    """
     name = _BY_MODEL_TYPE.get(model_type or "")
     return BUILTIN_MAPS[name] if name else None
 
@@ -308,9 +310,9 @@ def choose_map(
 ) -> Choice:
     """Choose the map for these names if the choice is unambiguous. Otherwise keep the names.
 
-    With `wanted` (a base model's names), chooses the map that leaves the fewest of them missing. If no map is better
-    than none, keeps the names. Otherwise decides by the model type (stacked experts, multimodal models) or by
-    torchtitan's own names.
+    With `wanted` (a base model's names), chooses the map with which the fewest of these names are missing, and keeps
+    the names if no map improves on that. Without `wanted`, decides by the model type (stacked experts, multimodal
+    models) or by torchtitan's own names.
 
     Raises:
         CheckpointMismatchError: The names belong to a known layout, but its map does not match them.
@@ -342,10 +344,10 @@ def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> N
 
 
 def _nearest(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapping[str, Any], as_is: Choice) -> Choice:
-    """Return the candidate that leaves the fewest names missing, or two candidates combined if that is better.
+    """Return the candidate with which the fewest names are missing, or two candidates combined if that is better.
 
-    Two maps are needed, for example, for the experts in a multimodal model. A map is chosen only if it is better than
-    none.
+    Two maps are needed, for example, for the experts in a multimodal model. A map is chosen only if it improves on the
+    names as they are.
     """
     first = _better(targets, wanted, config, as_is)
     lost = wanted - set(first.mapped.targets)

@@ -22,8 +22,8 @@ class Mapped:
     """The result of applying a key map.
 
     Attributes:
-        targets: By name, in the order of the sources.
-        dropped: Sources that were left out on purpose, with the reason.
+        targets: The resulting tensors by name, in the order of their sources.
+        dropped: Sources that were left out on purpose, each with the reason.
         unused: Descriptions of the rules that matched nothing, with their numbers.
     """
 
@@ -34,7 +34,7 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Rules that are applied in order, each to the results of those before it.
+    """Rules that are applied in order, each to the results of the rules before it.
 
     Attributes:
         name: The map's name for --key-map.
@@ -89,13 +89,15 @@ class NameMap:
         return Mapped(work.targets, work.dropped, tuple(unused))
 
     def inverse(self) -> NameMap:
-        """Return the map that undoes this one. Raises UsageError if a rule can't be inverted."""
+        """Return the map that undoes this map. Raises UsageError if a rule can't be inverted."""
         rules = self.back or inverse_rules(self.name, self.rules)
         return NameMap(f"inverse of {self.name}", rules, self.rest)
 
     def then(self, other: NameMap) -> NameMap:
-        """Return a map that applies this one's rules and then those of `other`. Tensors that no rule matches are
-        treated as `other.rest` says."""
+        """Return a map that applies the rules of this map, then the rules of `other`.
+
+        Tensors that no rule matches are treated according to `other.rest`.
+        """
         return NameMap(f"{self.name}, then {other.name}", self.rules + other.rules, other.rest)
 
 
@@ -108,7 +110,8 @@ def check_one_to_one(
         dropped: The number of dropped elements, by source.
 
     Raises:
-        CheckpointMismatchError: This does not hold for some sources or targets. The message lists them.
+        CheckpointMismatchError: Some elements are used twice or not at all, or a target is not filled. The message
+            lists the sources and targets.
     """
     wanted: dict[str, int] = {}
     found = dict(dropped or {})

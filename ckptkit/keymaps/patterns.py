@@ -37,7 +37,7 @@ class NamePattern:
         compiled(self)
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Return what the placeholders match in `name`, or None if the pattern does not match."""
+        """Return the parts of `name` that the placeholders match, or None if the pattern does not match."""
         return self.matcher()(name)
 
     def matcher(self) -> Callable[[str], dict[str, str] | None]:

@@ -100,7 +100,7 @@ def refuse_partial(store: Store, catalog: Catalog) -> None:
 
 
 def _stated(catalog: Catalog) -> tuple[str, ...]:
-    """Return the problems that the format's reader recorded instead of raising."""
+    """Return the problems for which the format's reader did not raise, but which it recorded."""
     stated = catalog.info.extra.get("missing", ())
     return tuple(map(str, stated)) if isinstance(stated, (list, tuple)) else ()
 

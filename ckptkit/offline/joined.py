@@ -23,7 +23,7 @@ def key_in(index: int, key: str) -> str:
 
 
 def taken_from(tensor: OutputTensor, index: int) -> OutputTensor:
-    """Return a tensor of source `index`, with the joined catalog's keys."""
+    """Return a tensor of source `index` after replacing its keys by those of the joined catalog."""
     if isinstance(tensor, Target):
         return replace(tensor, parts=tuple(replace(part, source=key_in(index, part.source)) for part in tensor.parts))
 
@@ -37,7 +37,7 @@ def taken_from(tensor: OutputTensor, index: int) -> OutputTensor:
 def join(sources: Sequence[Source], used: Sequence[Iterable[TensorEntry]]) -> Source:
     """Return one read-only source that contains the `used` tensors of each source, under the keys from `key_in`.
 
-    Its catalog's info is the last source's.
+    The catalog's info is that of the last source.
     """
     store, prefixes = _place(sources)
     tensors: dict[str, TensorEntry] = {}

@@ -168,7 +168,7 @@ def _opened(urls: Sequence[str], open_one: Callable[[str], Source]) -> list[Sour
 
 @contextmanager
 def _named(url: str) -> Iterator[None]:
-    """Make errors name the source."""
+    """Add the source's URL to the message of any error in the block."""
     try:
         yield
     except CkptkitError as error:
@@ -354,7 +354,9 @@ def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTe
 
 
 def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[str, OutputTensor]:
-    """Return one source's terms by name: quantized weights from `wide`, all others from `part` in their own dtype."""
+    """Return the tensors of one source to sum, by name.
+
+    Quantized weights come from `wide`. All other tensors come from `part`, in their own dtype."""
     found: dict[str, OutputTensor] = {}
     dequantized = {tensor.name: tensor for tensor in wide.tensors}
     for plain in part.tensors:

@@ -215,7 +215,9 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
 
 
 def _owner(item: OwnTensor, weights: Mapping[str, OwnTensor]) -> str:
-    """Return the name of the weight that a tensor is or belongs to; "" if there is none.
+    """Return the name of the weight to which a tensor belongs, or the tensor's own name if it is a weight.
+
+    Returns "" for any other tensor.
 
     A state's name may lack the prefix of a container module.
     """
@@ -241,7 +243,10 @@ def _target(tensor: OutputTensor, name: str) -> Target:
 
 
 def _has_rows(item: OwnTensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a master or a state has its parameter's rows. A scalar, such as a step count, does not."""
+    """Return whether a master or a state has one row for each row of its parameter.
+
+    A scalar, such as a step count, does not.
+    """
     if item.tensor.shape == shape:
         return True
     if item.tensor.numel == 1:
@@ -256,7 +261,7 @@ def _has_rows(item: OwnTensor, shape: tuple[int, ...]) -> bool:
 
 
 def _resized(target: Target, rows: int, mean: Doubles | None, kind: NewRows) -> OutputTensor:
-    """Return the target with `rows` rows. New ones are the mean, or zeros if there is none."""
+    """Return the target with `rows` rows. Each new row is `mean` or, if that is None, zeros."""
     resized = target.resized(0, rows)
     return _filled(resized, _row_bytes(mean, target), kind) if resized.is_padded else resized
 
@@ -287,7 +292,10 @@ def _filled(target: Target, row: Bytes, kind: NewRows) -> ComputedTensor:
 
 
 def _row_bytes(mean: Doubles | None, target: Target) -> Bytes:
-    """Return one new row of a target. The mean is rounded to the stored dtype, then cast like the other rows."""
+    """Return one new row of a target as bytes.
+
+    The mean is rounded to the stored dtype, then cast like the other rows.
+    """
     if mean is None:
         width = Box.whole(target.shape[1:]).numel
         return np.zeros(width * dtype_of(target.dtype).itemsize, np.uint8)
@@ -320,7 +328,7 @@ def _state_rows(
     store: Store,
     catalog: Catalog,
 ) -> dict[str, Doubles]:
-    """Return the new row for each parameter: the mean of its master or, if it has none, of the weight.
+    """Return a new row for each parameter: the mean of its master weight's rows or, without a master, of its own rows.
 
     An optimizer has only one master for tied weights. A weight without a master is considered tied to one that has a
     master if their means are equal. Both then get the same row.

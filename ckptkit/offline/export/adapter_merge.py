@@ -1,4 +1,4 @@
-"""Merges a LoRA adapter into its base: finds the tensors it changes, chooses each one's formula and applies it."""
+"""Merges a LoRA adapter into its base: finds the tensors that the adapter changes, and applies the formula for each."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change that an adapter makes to one base tensor.
+    """A change that an adapter makes to one tensor of the base model.
 
     Attributes:
-        inputs: Inputs besides the weight.
+        inputs: The tensors besides the weight from which the new weight is computed.
         by_rows: Whether rows of the weight can be changed separately.
         scratch: Temporary memory that the formula needs, in bytes per element of the weight.
     """
@@ -61,12 +61,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One source of a tensor.
+    """A source tensor from which a target tensor is assembled.
 
     Attributes:
         first: The first row of the source that is needed.
         rows: The needed rows, to be read or computed.
-        change: The adapter's change to these rows; None if there is none.
+        change: The adapter's change to these rows. None if the adapter does not change them.
     """
 
     source: str
@@ -102,11 +102,10 @@ class _Step:
 def assembled(
     tensors: Mapping[str, OutputTensor], changes: Mapping[str, Change], whole: Mapping[str, OutputTensor]
 ) -> dict[str, OutputTensor]:
-    """Return the tensors. Those with a changed or computed source become computed tensors.
+    """Return the tensors. A tensor with a changed or computed source becomes a computed tensor.
 
     Args:
-        changes: By source.
-        whole: The sources that these tensors need, each as a whole tensor that is read or computed.
+        x: The sources that these tensors need, each as a whole tensor that is read or computed.
     """
     made = {source for source, tensor in whole.items() if isinstance(tensor, ComputedTensor)} | changes.keys()
     return {
@@ -120,8 +119,8 @@ def assembled(
 def _assembled(target: Target, changes: Mapping[str, Change], whole: Mapping[str, OutputTensor]) -> ComputedTensor:
     """Return a tensor assembled from parts of changed sources.
 
-    Sources are changed in their own dtype, then cast to the target's. If the change works by rows, only the rows that
-    the parts need are read.
+    Sources are changed in their own dtype, then cast to the target's dtype. If rows can be changed separately, only the
+    rows that the parts need are read.
     """
     steps = [
         _Step(source, first, _rows_of(whole[source], first, stop), changes.get(source))
@@ -169,7 +168,7 @@ def _assembled(target: Target, changes: Mapping[str, Change], whole: Mapping[str
 
 
 def _named(tensor: ComputedTensor, name: str) -> ComputedTensor:
-    """Return a computed tensor under another name. Its result is temporarily in memory twice."""
+    """Return a computed tensor under another name. During the computation, the result is in memory twice."""
 
     def cut(start: int, stop: int) -> ComputedTensor:
         return _named(tensor.rows(start, stop), name)
@@ -283,9 +282,9 @@ def merge_adapter(
     Args:
         changes: From `adapter_changes`.
         base: The base's tensors under its own names.
-        before: The dequantized weights of the base, by source.
-        tied: Omitted tied source -> kept source.
-        notes: Extended with decisions.
+        before: The base's dequantized weights, by the key of the quantized source.
+        tied: Maps each omitted tied source to the source that is kept.
+        notes: A list to which this function adds its decisions.
     """
     whole: dict[str, OutputTensor] = {target.parts[0].source: target for target in base.values() if target.parts}
     made = _of_tied(changes, tied, notes, {source: target.name for source, target in whole.items()})
@@ -295,7 +294,7 @@ def merge_adapter(
 def _of_tied(
     changes: Mapping[str, Change], tied: Mapping[str, str], notes: MutableSequence[str], names: Mapping[str, str]
 ) -> dict[str, Change]:
-    """Return the changes by kept source.
+    """Return the changes by the key of the kept source.
 
     PEFT changes tied tensors in place, so a change under one name also applies to the other.
     """
@@ -425,7 +424,7 @@ class _Changes:
         return Change(inputs, partial(made, scale=scale, transposed=transposed), label, True, scratch)
 
     def _blocks(self, pair: LoraPair, weight: Target) -> tuple[int, int]:
-        """Return how many diagonal blocks A has, and how many B has."""
+        """Return the number of diagonal blocks of factor A, and of factor B."""
         if not self.config.get("use_bdlora") or any(
             len(t.shape) != 2 or 0 in t.shape for t in (weight, pair.a, pair.b)
         ):
@@ -436,8 +435,8 @@ class _Changes:
     def _is_transposed(self) -> bool:
         """Return whether square weights are stored as [in, out].
 
-        The checkpoint's non-square weights decide; if they do not show it, the config does. PEFT decides by the
-        module's class, and corrects `fan_in_fan_out` to match.
+        Judges by the shapes of the checkpoint's non-square weights or, if these do not show the orientation, by the
+        config. PEFT itself judges by the module's class, and corrects `fan_in_fan_out` accordingly.
         """
         proved = set()
         for pair in self.split.pairs.values():
@@ -506,7 +505,7 @@ class _Changes:
             self._add(name, Change((pair.a, pair.b), formula, label, True, _scratch(pair, 5)))
 
     def _assigned(self, module: str, pairs: Sequence[LoraPair]) -> tuple[bool, Sequence[str]]:
-        """Return whether experts are stored as [experts, in, out], and the parameter that each pair belongs to.
+        """Return whether experts are stored as [experts, in, out], and which parameter each pair of factors belongs to.
 
         PEFT nests a module's wrappers in the order of its parameters. The names do not say which pair belongs to which
         parameter; only the shapes do.

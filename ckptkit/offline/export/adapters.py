@@ -37,9 +37,9 @@ class LoraPair:
     """The two LoRA factors of one module.
 
     Attributes:
-        key: The module's stored name under PEFT's root. It contains `base_layer` if adapters are nested.
+        key: The module's stored name under PEFT's root. The name contains `base_layer` if adapters are nested.
         module: The module's name in the base model.
-        factors: "A" and "B".
+        factors: The two factors, under the keys "A" and "B".
     """
 
     key: str
@@ -57,7 +57,10 @@ class LoraPair:
 
     @property
     def patterned(self) -> str:
-        """The module name to match against rank and alpha patterns. For out_proj, it is the attention's name."""
+        """The module name to match against rank and alpha patterns.
+
+        For out_proj, this is the name of the attention module.
+        """
         return self.module.rpartition(".")[0] if self.key.endswith(".base_layer.out_proj") else self.module
 
 
@@ -170,8 +173,8 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
     """Return the given adapter_config.json after checking it against the tensors. Values are never guessed.
 
     Raises:
-        UsageError: There is no config, or it lacks lora_alpha.
-        CheckpointMismatchError: Its rank differs from the tensors'.
+        UsageError: There is no config, or the config lacks lora_alpha.
+        CheckpointMismatchError: The config's rank differs from the rank of the tensors.
     """
     ranks = sorted({_rank(pair) for pair in split.pairs.values()})
     modules = sorted({pair.module.rpartition(".")[2] for pair in split.pairs.values()})
@@ -217,7 +220,7 @@ def repo_of(config: Mapping[str, Any]) -> str | None:
 
 
 def named_base(given: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Return a note if the exported adapter config names a base model that other machines cannot load."""
+    """Return a note for the user if the exported adapter config names a base model that other machines cannot load."""
     before, now = given.get("base_model_name_or_path"), config.get("base_model_name_or_path")
     if before and before != now:
         return [f"the adapter config names {now} as the base model instead of {before}"]
@@ -355,7 +358,7 @@ def _rank(pair: LoraPair) -> int:
 
 
 def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
-    """Return whether these may be factors of a targeted parameter: their rank is a multiple of a configured one."""
+    """Return whether a pair may be the factors of a targeted parameter: its rank is a multiple of a configured rank."""
     if not is_of_parameter(config, pair.key.replace(".base_layer", "")):
         return False
     patterns = config.get("rank_pattern")

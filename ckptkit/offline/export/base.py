@@ -85,7 +85,8 @@ def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) ->
     An existing directory takes precedence. Reads small files and safetensors headers, but no tensors.
 
     Raises:
-        CheckpointNotFoundError: `base` is none of these, or the Hub is unreachable and nothing is cached.
+        CheckpointNotFoundError: `base` is neither a directory nor a repo, or the Hub is unreachable and nothing is
+            cached.
         CorruptCheckpointError: config.json is not a JSON object.
     """
     protocol, path = split_url(base)
@@ -240,7 +241,7 @@ def _from_hub(base: str) -> BaseModel:
 
 
 def read_side_files(store: Store, paths: Iterable[str], notes: list[str]) -> dict[str, bytes]:
-    """Return the contents of these files by path. Adds a note for each file that is not to be copied."""
+    """Return the contents of these files by path. Adds a note for each file that must not be copied into an export."""
     found: dict[str, bytes] = {}
     left = _MAX_BYTES
     for path in dict.fromkeys(paths):

@@ -31,8 +31,8 @@ def read_checksums(store: Store) -> dict[str, str]:
     """Return the SHA-256 (hex) of each file listed in the directory's SHA256SUMS; {} if there is no SHA256SUMS.
 
     Raises:
-        CorruptCheckpointError: SHA256SUMS is not valid.
-        UnsafePathError: It names a file outside of the directory.
+        CorruptCheckpointError: SHA256SUMS is malformed.
+        UnsafePathError: SHA256SUMS names a file outside of the directory.
     """
     info = store.info(SUMS_NAME)
     if info is None:

@@ -37,13 +37,13 @@ _PACKED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Dequantized:
-    """The targets without scales, and the dequantized weights that `computed` puts in place of the quantized ones.
+    """The targets without scales, and the dequantized weights with which `computed` replaces the quantized weights.
 
     Attributes:
-        made: Each dequantized weight, by source.
+        made: The dequantized weights, by the key of the quantized source.
         whole: The other tensors by source, for targets that need only parts of them.
-        dropped: Why each scale was dropped, by source.
-        names: The weight that each stored tensor belongs to, by stored name; "" for activation scales.
+        dropped: The reason why each scale was dropped, by the scale's key in the source.
+        names: Maps the name of each stored tensor to the weight that the tensor belongs to; "" for activation scales.
     """
 
     targets: dict[str, Target]
@@ -58,7 +58,7 @@ class Dequantized:
         return f"{counted(len(self.made), f'{kinds} weight')} dequantized to {self.dtype}"
 
     def computed(self, tensors: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
-        """Return the tensors. Those with quantized sources are replaced by dequantized ones."""
+        """Return the tensors. Each tensor with a quantized source is replaced by a dequantized tensor."""
         return assembled(tensors, {}, {**self.whole, **self.made})
 
 
@@ -67,10 +67,10 @@ _Weight: TypeAlias = tuple[Target, ComputedTensor]
 
 
 def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, Any] | None) -> Dequantized:
-    """Return the targets with quantized weights in `dtype`. Does nothing for "keep", or if nothing is quantized.
+    """Return the targets, with quantized weights dequantized to `dtype`. Does nothing if `dtype` is "keep".
 
     Args:
-        config: The model's config.json, which states the block size.
+        config: The model's config.json, which contains the block size.
 
     Raises:
         CheckpointMismatchError: A weight's scale is missing or has the wrong shape.
@@ -106,7 +106,9 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
 
 
 def with_lower_bits(targets: Mapping[str, Target], bits: Mapping[str, TensorEntry], dtype: str) -> Dequantized:
-    """Return the targets, with exact weights in `dtype` ("keep": fp32) where flashoptim keeps their lower bits.
+    """Return the targets, with exact weights where flashoptim keeps lower bits.
+
+    These have `dtype`, or fp32 if it is "keep".
 
     Args:
         bits: The lower bits by source. They have the shape of the weight.
@@ -166,10 +168,11 @@ def _weight(
     *,
     scratch: int,
 ) -> _Weight:
-    """Return the weight `made`, and how it is computed from its codes and its parts.
+    """Return the weight `made` as a tensor that is computed from its codes and other parts.
 
     Args:
-        aligned: How many of the first parts have one row per row of the weight, and so are sliced like it.
+        aligned: How many parts, counted from the first, have one row per row of the weight and are therefore sliced
+            with it.
         scratch: Temporary memory that the formula needs, in bytes per element of the weight.
     """
     whole = tuple(map(_stored, (codes, *parts)))
@@ -304,7 +307,7 @@ def _packed(name: str, targets: Mapping[str, Target], settings: Mapping[str, Any
 
 
 def _scheme(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a module's quantization settings: those of the group that names it, or else of the group for its class."""
+    """Return a module's quantization settings, from the group that names the module or the group for its class."""
     groups = settings.get("config_groups")
     found: dict[bool, dict[str, Mapping[str, Any]]] = {True: {}, False: {}}
     for group in groups.values() if isinstance(groups, Mapping) else ():

@@ -78,8 +78,8 @@ def by_row(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Co
 def by_block(w: Stored, inputs: Sequence[Stored], first: int, *, high: int, wide: int, dtype: str) -> Computed:
     """Return W with each block of `high` x `wide` elements multiplied by its scale.
 
-    Inputs: scales, [..., blocks down, blocks across]. If blocks span several rows, these are all scales; otherwise,
-    only the given rows' scales.
+    Inputs: scales, [..., blocks down, blocks across]. If blocks span several rows, all scales are given; otherwise only
+        the scales of the given rows.
     """
     start = first if len(w.shape) == 2 and high > 1 else 0  # in higher dimensions, only the outermost is sliced
     height, width = w.shape[-2:]
@@ -229,12 +229,12 @@ def _decoded(
     dtype: str,
     held: str = "",
 ) -> Computed:
-    """Return what the codes stand for, in `dtype`, and how many finite elements became infinite.
+    """Return the values of the codes in `dtype`, and how many finite elements became infinite.
 
     Args:
-        codes: [rows, ...] codes. Each is one element, or two neighbours.
-        rows, columns: The group of each code is the sum of both, which have its shape or are broadcast to it. `rows`
-            has as many rows as `codes`.
+        codes: [rows, ...] the codes. Each code stands for one element, or for two neighbouring elements.
+        rows, columns: Arrays whose sum is the number of each code's group. Both have the shape of `codes` or are
+            broadcast to it; `rows` has as many rows as `codes`.
         values: The value of each code: [codes], or [codes, 2].
         product: Returns the elements with these values in these groups, in float32 or float64.
         held: The dtype to which products are rounded first; "" for none.
@@ -279,7 +279,7 @@ def _decoded(
 
 
 def _round_into(out: npt.NDArray[np.uint8], values: Floats, held: str, dtype: str) -> int:
-    """Round values to `held`, if given, then to `dtype`; return how many finite ones became infinite."""
+    """Round values to `held`, if given, then to `dtype`. Return how many finite values became infinite."""
     infinite = 0
     if held not in ("", dtype) and dtype_of(held).itemsize == 2:
         before = np.isfinite(values)
@@ -297,7 +297,7 @@ def _held(values: Floats, dtype: str) -> Floats:
 
 
 def _unpacked(stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-    """Return the unsigned integers of 2, 4 or 8 bits in each row of little-endian words, the lowest bits first."""
+    """Return the unsigned integers (2, 4 or 8 bits) in each row of little-endian words, lowest bits first."""
     codes, width = stored, 8
     while width > bits:  # halve the width: the upper half of each byte becomes a byte of its own
         width //= 2
@@ -309,7 +309,10 @@ def _unpacked(stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]
 
 
 def _scales(scale: Stored) -> Floats:
-    """Return scales as float32. Bytes are exponents of two (E8M0); the last one is infinite in float32."""
+    """Return scales as float32.
+
+    Scales stored as bytes are exponents of two (E8M0); the largest is infinite in float32.
+    """
     if scale.dtype != "uint8":
         return scale.numbers().astype(np.float32, copy=False)
     with np.errstate(over="ignore"):

@@ -53,7 +53,10 @@ def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]
 def _named(
     catalog: Catalog, front: str, found: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """Return the averages under the prefix `front` by the model's names, completed with the model's tensors."""
+    """Return the averages under the prefix `front`, with the model's names.
+
+    Missing tensors are taken from the model.
+    """
     if all(name.rpartition(".")[2].isdecimal() for name in found):
         raise UnsupportedFormatError(
             f"--weights ema: the tensors of {front!r} have numbers instead of names. NeMo and diffusers also write "
@@ -100,7 +103,7 @@ def _named(
 
 
 def _variants(model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
-    """Return maps from the names that an EMA may use to the model's FQNs: with a container's prefix, and without."""
+    """Return maps from the names that an EMA may use (with and without a container's prefix) to the model's FQNs."""
     whole = {name: name for name in model}
     inner = {name.partition(".")[2]: name for name in model}
     return [whole, inner] if len(inner) == len(whole) else [whole]

@@ -39,8 +39,8 @@ def hf_files(
     """Lay out tensors as `model*.safetensors`; return (files, placements, paths to publish last).
 
     Args:
-        metadata: What each header's `__metadata__` contains beside the format.
-        adapter: Whether to write the one file that PEFT loads instead, `adapter_model.safetensors`.
+        metadata: The entries of each header's `__metadata__` in addition to the format.
+        adapter: Whether to write `adapter_model.safetensors` instead, the only file that PEFT loads.
     """
     ordered = in_disk_order(catalog, tensors)
     headers = [TensorToWrite(t.name, t.dtype, t.shape) for t in ordered]

@@ -51,12 +51,12 @@ class HFExport:
         kind: "model" (model*.safetensors) or "adapter" (a single adapter_model.safetensors).
         config: The config to write; None if there is none.
         key_map: Name of the applied key map.
-        leftovers: Unused source tensors, with the reason.
-        missing: Names that the base has but no source provides.
+        leftovers: Source tensors that are not used, each with the reason.
+        missing: Names in the base for which there is no source tensor.
         faults: Mismatches with the base; empty unless `strict` is off.
         notes: Notes for the user about decisions.
         checked: The path or repo with which names and shapes were compared; "" if there was none.
-        metadata: What the `__metadata__` of each safetensors header contains in addition to the format: the source's
+        metadata: The entries of each safetensors header's `__metadata__` in addition to the format: the source's
             metadata, or the description of torchao's weights.
     """
 
@@ -308,7 +308,7 @@ def _wanted_in_parts(wanted: Mapping[str, WantedTensor], recipes: Mapping[str, R
 
 
 def _in_torchao_layout(draft: _Draft, tensors: dict[str, OutputTensor]) -> dict[str, OutputTensor]:
-    """Rename the inner tensors of torchao's weights as safetensors files have them, and describe the weights."""
+    """Rename the inner tensors of torchao's weights as torchao does in safetensors files, and describe the weights."""
     recipes = recipes_of(draft.catalog)
     if not recipes:
         return tensors
@@ -344,7 +344,7 @@ def _in_torchao_layout(draft: _Draft, tensors: dict[str, OutputTensor]) -> dict[
 def _dequantized(draft: _Draft) -> Dequantized | None:
     """Replace the draft's quantized weights with dequantized ones, unless the dtype is "keep".
 
-    Weights whose lower bits flashoptim keeps become exact.
+    Weights of which flashoptim keeps the lower bits become exact.
     """
     dtype = draft.options.dtype if draft.options.dtype != "keep" else draft.options.dequantize
     if not draft.lower_bits and (dtype == "keep" or not _quantized(draft)):
@@ -366,7 +366,10 @@ def _dequantized(draft: _Draft) -> Dequantized | None:
 
 
 def _quantized(draft: _Draft) -> bool:
-    """Return whether weights may need scales: a requested dtype is never ignored for FP8 tensors without any scale."""
+    """Return whether the export may contain quantized weights.
+
+    FP8 tensors count even without a scale, so that a requested dtype is never ignored for them.
+    """
     config, asked = draft.base.config or {}, draft.options.dtype != "keep"
     return "quantization_config" in config or any(
         _is_scale(name) or (asked and dtype_of(target.source_dtype).kind == "float8")
@@ -516,7 +519,7 @@ def _note_tied(draft: _Draft, target: Target, other: Target) -> None:
 
 
 def _kind(target: Target) -> tuple[str, tuple[int, ...], str]:
-    """Return what a tied tensor's names have in common: dtype, shape and the name's last component."""
+    """Return the properties that all names of a tied tensor share: dtype, shape, and the last component of the name."""
     return target.dtype, target.shape, target.name.rpartition(".")[2]
 
 
@@ -565,7 +568,7 @@ def _compare(draft: _Draft) -> None:
 
 
 def _left_out(draft: _Draft, name: str) -> bool:
-    """Return whether --include or --exclude may be why a name is missing.
+    """Return whether a name may be missing because of --include or --exclude.
 
     The globs match names before the key map. With a key map, any glob may therefore be the reason.
     """

@@ -60,10 +60,10 @@ class TiedOutcome:
 
     Attributes:
         targets: The tensors to write.
-        dropped: Sources that are already written under the kept name, with the reason.
+        dropped: Sources that are already written under another name, each with the reason.
         untied: Whether the config must say `tie_word_embeddings: false`.
         notes: The decisions, for the user.
-        names: Omitted name -> kept name.
+        names: Maps each omitted name to the name that is kept.
     """
 
     targets: dict[str, Target]
@@ -88,7 +88,7 @@ def is_embedding(name: str) -> bool:
 
 
 def is_head(name: str) -> bool:
-    """Return whether this is an output head's name. Modules other than heads may use some of these names too."""
+    """Return whether this may be an output head's name. Other modules may use some of these names, too."""
     return ends_like(name, _HEADS) or name in _WHOLE_HEADS
 
 
@@ -171,7 +171,7 @@ def settle_tied(
 def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) -> dict[str, Target]:
     """Return the targets. If an embedding was stored only under its head's name, rename it as in the base.
 
-    Call it only if the config ties the two.
+    Call this only if the config ties the embedding and the head.
     """
     names = dict(targets)
     for embedding in (name for name in wanted if ends_like(name, _EMBEDDINGS) and name not in targets):

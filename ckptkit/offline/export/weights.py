@@ -71,7 +71,7 @@ class ExportOptions:
 
 @dataclass(slots=True)
 class Selection:
-    """The tensors to export by name, which kind of weights they are, and the omitted sources with the reason.
+    """The tensors to export by name, the kind of weights that they are, and the omitted sources, each with the reason.
 
     `lower_bits`: the lower bits of fp32 weights that flashoptim keeps beside bf16 or fp16 weights, by source.
     """
@@ -270,7 +270,7 @@ def _rounded(catalog: Catalog, dtype: str) -> bool:
 
 
 def _tied_masters(model: dict[str, TensorEntry], masters: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return a tied parameter's master under its other names too, because optimizers know only one name.
+    """Return the masters, those of tied parameters under all names, because optimizers know only one name.
 
     Names are tied if their model weights are the same bytes in the same files.
     """

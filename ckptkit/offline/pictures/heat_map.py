@@ -95,7 +95,7 @@ def _fold(changes: Mapping[str, float]) -> dict[str, list[float]]:
 
 
 def _fold_layers(cells: Mapping[str, list[float]], count: int) -> dict[str, list[float]]:
-    """Return the changes of `count` consecutive layers as those of the first."""
+    """Combine the changes of every `count` consecutive layers under the name of the first of these layers."""
     found: dict[str, list[float]] = {}
     for fqn, changes in cells.items():
         match = _LAYER.search(fqn)
