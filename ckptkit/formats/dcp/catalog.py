@@ -1,7 +1,7 @@
 """Reads torch.distributed.checkpoint (DCP) checkpoints: `.metadata` (or one `__R.metadata` per rank) and data files.
 
-Opening a checkpoint reads only metadata. `locate` finds a tensor's bytes in its data file only on first access, because
-that takes another read per slice.
+Opening a checkpoint reads only the metadata files. The positions of a tensor's bytes in the data files are found on
+first access to the tensor (see `locate`), because finding them takes another read per slice.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ Int32 = npt.NDArray[np.int32]
 def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
     """Return the catalog of the DCP checkpoint at the store's root.
 
-    Reads only the metadata files. If all tensors are in nested objects, reads data files, too.
+    Reads only the metadata files, unless all tensors are inside nested objects (`flatten_state_dict=False`). In that
+    case, also reads the objects from the data files.
 
     Raises:
         CheckpointNotFoundError: There is no metadata file.
-        IncompleteCheckpointError: The save did not finish, or files or parts of tensors are missing.
+        IncompleteCheckpointError: The save did not finish, a file is missing, or part of a tensor is missing.
         CorruptCheckpointError: A metadata file is damaged, or contradicts another metadata file or the data files.
-        UnsafePickleError: A metadata file names a global that is not allowed. No code was run.
-        UnsafePathError: A metadata file names a file outside the checkpoint.
+        UnsafePickleError: A metadata file refers to a Python global that is not allowed. No code was run.
+        UnsafePathError: A metadata file refers to a data file outside the checkpoint.
     """
     listing = {info.path: info for info in store.list()}
     parts = [_Part(listing[name], _load(store, listing[name])) for name in metadata_files(listing)]
@@ -76,7 +77,8 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
 
 
 def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
-    """Return the names of a directory's metadata files: `.metadata`, or one file per rank, in rank order.
+    """Return the names of a checkpoint's metadata files: `.metadata` alone, or one `__R.metadata` per rank, in rank
+    order.
 
     Raises:
         CheckpointNotFoundError: There is no metadata file.
@@ -121,7 +123,7 @@ def _load(store: Store, info: FileInfo) -> Any:
 
 
 class _Part:
-    """An unpickled metadata file. The constructor checks its top-level fields."""
+    """An unpickled metadata file. The constructor checks the top-level fields."""
 
     def __init__(self, info: FileInfo, value: Any) -> None:
         self.name = info.path
@@ -163,7 +165,9 @@ class _Part:
         return found
 
     def grouped_storage(self) -> dict[str, dict[tuple[int, ...] | None, StorageInfo]]:
-        """Return each item's location, by key and then by offset (None for entries that are plain bytes)."""
+        """Return the location of each stored item by key and offset. The offset of an entry that is plain bytes is
+        None.
+        """
         infos = list(self.storage.values())
         try:
             names, offsets = _fields(self.storage, "fqn"), _fields(self.storage, "offset")
@@ -188,7 +192,7 @@ class _Part:
 
 
 # Each of these helpers checks a whole list in a few passes that run in C. With a million slices, a Python loop would
-# take as long as unpickling them.
+# take as long as unpickling the metadata.
 
 
 def _fields(values: Iterable[Any], name: str) -> list[Any]:
@@ -205,7 +209,7 @@ def _are_counts(values: Sequence[Any]) -> bool:
 
 
 class _Files:
-    """Numbers the data files, and checks each file the first time it is named."""
+    """Assigns numbers to the data files, and checks each file when the metadata first refers to the file."""
 
     def __init__(self, store: Store, listing: Mapping[str, FileInfo]) -> None:
         self._store = store
@@ -244,7 +248,7 @@ class _Files:
 
 @dataclass(slots=True)
 class _Rows:
-    """The slices of one tensor, collected from all metadata files that list it."""
+    """The slices of one tensor, collected from all metadata files that list the tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -282,8 +286,11 @@ class _Builder:
         return Catalog(tensors, objects, self._info())
 
     def _unflattened(self, objects: dict[str, ObjectEntry]) -> Catalog:
-        """Return the catalog of a checkpoint whose tensors are in its objects, each a nested dict that the planner did
-        not flatten (`flatten_state_dict=False`). Reads the objects' pickles."""
+        """Return the catalog of a checkpoint saved with `flatten_state_dict=False`, whose tensors are inside nested
+        objects.
+
+        Reads the pickles of all objects.
+        """
         values: dict[str, dict[str, Any]] = {}
         for name, entry in objects.items():
             if entry.codec is None:
@@ -362,7 +369,9 @@ class _Builder:
     def _gather_whole(
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
     ) -> bool:
-        """Record a quantized or sparse tensor as an object if it was saved in one piece. Otherwise return False."""
+        """Record a quantized or sparse tensor as an object and return True, or return False if the tensor has several
+        slices.
+        """
         chunks = entry.chunks
         if type(chunks) is not list or len(chunks) != 1 or len(places) != 1 or name in self.rows:
             return False
@@ -377,7 +386,7 @@ class _Builder:
     # --- columns
 
     def _joined_rows(self) -> Items:
-        """Return the items of all tensors."""
+        """Join the slices of all tensors into the columns of an `Items`."""
         rows = self.rows.values()
 
         def column(field: str, dtype: Any) -> npt.NDArray[Any]:
@@ -443,12 +452,13 @@ class _Builder:
         return entries
 
     def _check_bytes(self, items: Items) -> tuple[npt.NDArray[np.float64], dict[str, CorruptCheckpointError]]:
-        """Check that no slice declares more bytes than the file stores for it, because a load allocates the declared
-        size.
+        """Check that the stored bytes of each slice are at least as many as the slice's sizes and dtype require.
+
+        A load allocates memory for the declared sizes, so a hostile checkpoint could otherwise exhaust the memory.
 
         Returns:
-            Each slice's number of elements. Also an error for each tensor that declares too many bytes, but may be of a
-            subclass that packs its values.
+            The number of elements of each slice. Also, an error for each tensor that has too few bytes, to be raised
+            unless the tensor's class stores packed values.
         """
         owners, numels = items.owners, items.numels()
         negative = np.flatnonzero(items.sizes < 0)
@@ -526,7 +536,7 @@ class _Builder:
 
 
 def _ranges(infos: Sequence[StorageInfo], part: _Part, name: str) -> tuple[list[int], list[int]]:
-    """Return each item's start and length in bytes."""
+    """Return the start and the length of each item in its file, in bytes."""
     try:
         starts, lengths = _fields(infos, "offset"), _fields(infos, "length")
     except AttributeError:
@@ -549,12 +559,12 @@ def _is_zstd(info: StorageInfo, part: _Part, name: str) -> bool:
 
 
 def _tensor_dtype(properties: Any) -> str:
-    """Return the dtype from an unpickled TensorProperties.
+    """Return the dtype from an unpickled `TensorProperties`.
 
-    Its pickled state is the tuple (dtype, layout, requires_grad, memory format, pinned).
+    The pickled state of that class is the tuple (dtype, layout, requires_grad, memory format, pinned).
 
     Raises:
-        AttributeError: There is no dtype.
+        AttributeError: The properties contain no dtype.
         UnsupportedFormatError: The layout is not dense, or the dtype is unknown.
     """
     state = properties.state if isinstance(properties, Record) else None

@@ -1,9 +1,9 @@
 """Finds the inner tensors of tensor subclasses in DCP checkpoints that torch wrote.
 
-torch's `dcp.save` stores each shard of such a tensor as a pickled instance of its class, with the inner tensors in the
-same record. This module adds the inner tensors to the catalog, under the names and with the recipe that a save by
-ckptkit uses (see `subclasses`). No class is imported; a class that this process has allowed may describe its own
-tensors.
+torch's `dcp.save` stores each shard of a tensor subclass as a pickled instance of the class, with the inner tensors in
+the same record. This module adds the inner tensors to the catalog. The names of the inner tensors, and the recipes for
+rebuilding the outer tensors, are those that a save by ckptkit writes (see `subclasses`). No class is imported, but a
+class that this process has allowed may describe its own tensors.
 """
 
 from __future__ import annotations
@@ -37,20 +37,23 @@ from ckptkit.storage.store import Store
 
 
 def recipes_of(catalog: Catalog) -> Mapping[str, Recipe]:
-    """Return recipes by tensor name, from the catalog of a checkpoint that ckptkit wrote or from `in_parts`."""
+    """Return the recipes for rebuilding tensor subclasses, by tensor name.
+
+    The catalog must come from a checkpoint that ckptkit wrote, or from `in_parts`. Other catalogs contain no recipes.
+    """
     entry = catalog.objects.get(SUBCLASSES)
     found = entry.value if entry is not None and entry.encoding == "value" else None
     return found if isinstance(found, dict) else {}
 
 
 def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catalog:
-    """Return the catalog, with inner tensors in place of the tensor subclasses that torch's `dcp.save` stored.
+    """Return a catalog that lists the inner tensors instead of each tensor subclass that torch's `dcp.save` stored.
 
-    Their recipes are added as the object `SUBCLASSES`. Tensors that cannot be replaced stay as they are. If there is
-    nothing to replace, the catalog itself is returned.
+    Adds the recipes for rebuilding the subclasses as the object `SUBCLASSES`. A tensor that cannot be replaced keeps
+    its entry. If the checkpoint has no tensor to replace, returns `catalog` itself.
 
     Args:
-        optimizer: Also replace optimizer states. Finding them reads both ends of all their records.
+        optimizer: Also replace optimizer states. Finding them reads both ends of every optimizer record.
     """
     if not catalog.in_parts() or catalog.info.format != "dcp":
         return catalog
@@ -80,10 +83,10 @@ def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catal
 
 
 def renamed_recipes(catalog: Catalog, rename: Callable[[TensorEntry], str | None]) -> dict[str, Recipe]:
-    """Return a catalog's recipes under the names that the tensors get. Omits tensors that `rename` maps to None.
+    """Return a catalog's recipes by the new names of the tensors.
 
     Args:
-        rename: Returns the new name of an inner tensor.
+        rename: Returns the new name of an inner tensor, or None to omit the recipe.
     """
     found = {}
     for name, recipe in recipes_of(catalog).items():
@@ -95,10 +98,10 @@ def renamed_recipes(catalog: Catalog, rename: Callable[[TensorEntry], str | None
 
 
 def saved_parts(store: Store, catalog: Catalog, name: str) -> tuple[dict[str, TensorEntry], Recipe] | None:
-    """Return a tensor's inner tensors, by attribute, and its recipe. Return None if it has no inner tensors.
+    """Return a tensor's inner tensors by attribute, and its recipe. Returns None if the tensor has no inner tensors.
 
     Raises:
-        UnsupportedFormatError: As for `opened_entry`.
+        UnsupportedFormatError: See `opened_entry`.
         CorruptCheckpointError: An inner tensor is missing, or a record is damaged.
     """
     recipe = recipes_of(catalog).get(name)
@@ -110,10 +113,10 @@ def saved_parts(store: Store, catalog: Catalog, name: str) -> tuple[dict[str, Te
 
 
 def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntry], Recipe]:
-    """Return the inner tensors, by attribute, and the recipe of a tensor subclass that torch stored.
+    """Return the inner tensors by attribute, and the recipe, of a tensor subclass that torch stored.
 
     Raises:
-        UnsupportedFormatError: They cannot be read without the class. The message completes the sentence
+        UnsupportedFormatError: The inner tensors cannot be read without the class. The message completes the sentence
             "the tensor ...".
         CorruptCheckpointError: A record is damaged.
     """
@@ -169,10 +172,10 @@ def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntr
 def _by_its_class(
     store: Store, entry: TensorEntry, shards: Sequence[ClassRecord]
 ) -> tuple[dict[str, TensorEntry], Recipe]:
-    """Return the inner tensors and the recipe of a tensor in a single record, using its class.
+    """Return the inner tensors and the recipe of a tensor subclass, as described by its class.
 
-    This process must have imported and allowed the class, which names the inner tensors. Their bytes are read from the
-    checkpoint later.
+    The tensor must be in a single record, and this process must have imported and allowed the class. The class names
+    the inner tensors, and their bytes are read from the checkpoint later.
     """
     if "torch" not in sys.modules or len(shards) > 1 or shards[0].shape != entry.shape:
         raise UnsupportedFormatError("can be read only by its class")
@@ -213,7 +216,7 @@ def _kind(shard: ClassRecord) -> str:
 
 
 def _context(shard: ClassRecord, name: str) -> Any:
-    """Return one of the values in a class's context, as JSON. See `subclasses`."""
+    """Return one setting from a class's context as JSON. See `subclasses`."""
     if name == "dtype":
         return {"$dtype": shard.dtype}
     if name in shard.fields:
@@ -256,7 +259,7 @@ def _inner(shard: ClassRecord, name: str) -> StoredTensor:
 def _placed(
     entry: TensorEntry, name: str, rule: str, tensors: Sequence[StoredTensor], boxes: Sequence[Box]
 ) -> tuple[Any, tuple[int, ...], list[TensorSlice]]:
-    """Return an inner tensor's entry in the recipe, its shape and its slices."""
+    """Return an inner tensor's recipe entry, shape and slices."""
     first = tensors[0]
     if any(tensor.dtype != first.dtype for tensor in tensors):
         raise UnsupportedFormatError(f"has shards whose {name} differ in dtype")
@@ -297,7 +300,9 @@ def _placed(
 
 
 def _block(name: str, rule: str, tensor: StoredTensor, box: Box) -> Any:
-    """Return how many elements share one element of an inner tensor; for the rule "like", in each dimension."""
+    """Return how many elements of a shard share one element of the inner tensor (per dimension if the rule is
+    "like").
+    """
     if rule == "like" and (blocks := blocks_of(box.sizes, tensor.shape)) is not None:
         return blocks
     if rule == "flat" and len(tensor.shape) == 1 and tensor.numel and box.numel % tensor.numel == 0:

@@ -1,4 +1,4 @@
-"""Checks objects and slices against their digests, with separate reads."""
+"""Checks objects and slices of a checkpoint against their digests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ class SliceCheck:
 
 
 def check_bytes(digest: Digest | None, data: memoryview, path: str, name: str) -> None:
-    """Raise an IntegrityError that names the file and the entry if the bytes differ from their digest (if any)."""
+    """Check an entry's bytes against the digest, if a digest was recorded.
+
+    Raises:
+        IntegrityError: The bytes differ from the digest. The message names the file and the entry.
+    """
     found = None if digest is None else hash_of((data,), digest.algorithm)
     if digest is not None and found != digest.value:
         raise IntegrityError(
@@ -51,9 +55,9 @@ def check_bytes(digest: Digest | None, data: memoryview, path: str, name: str) -
 
 
 def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptkit-read") -> list[T]:
-    """Make the calls in several threads, and return their results.
+    """Run the calls in `workers` threads, and return the results in the order of the calls.
 
-    If any call fails, raise the first error once all threads have ended.
+    If calls fail, the first failed call's error is raised after all threads have ended.
     """
     if workers <= 1 or len(calls) <= 1:
         results = []
@@ -71,12 +75,12 @@ def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptk
 
 
 def check_slices(store: Store, slices: Sequence[SliceCheck], workers: int) -> int:
-    """Read whole slices, compare them with their digests, and return the number of bytes read.
+    """Read whole slices, compare the bytes with the recorded digests, and return the number of bytes read.
 
-    Each worker holds at most 1 MiB if the store is local, or `CHECK_BYTES` if it is remote.
+    Each worker holds at most 1 MiB if the store is local, or `CHECK_BYTES` if the store is remote.
 
     Raises:
-        IntegrityError: Bytes differ from their digest. The message names the tensor and the file.
+        IntegrityError: The bytes of a slice differ from the digest. The message names the tensor and the file.
         IncompleteCheckpointError: A file is missing or too short.
     """
     if not slices:
@@ -116,14 +120,17 @@ def check_slices(store: Store, slices: Sequence[SliceCheck], workers: int) -> in
 
 
 def batches(rows: Int64, nbytes: Int64, most: int) -> Iterator[Int64]:
-    """Split rows into batches of about `most` bytes. `nbytes` are the rows' sizes."""
+    """Split rows into consecutive batches of about `most` bytes. `nbytes` contains the size of each row."""
     if len(rows):
         turns = (np.cumsum(nbytes) - nbytes) // most
         yield from np.split(rows, np.flatnonzero(np.diff(turns)) + 1)
 
 
 def raise_with_tensor(error: OSError | CkptkitError, names: Mapping[str, str]) -> None:
-    """Add a tensor's name to an error about a missing or short file, and raise it. `names` has a name for each file."""
+    """Raise an error about a missing or short file again, with the name of a tensor in that file.
+
+    Returns if the tensor is unknown or already named in the message. `names` maps each file's path to a tensor's name.
+    """
     path = next((path for path in sorted(names, key=len, reverse=True) if path in str(error)), None)
     if path is not None and repr(names[path]) not in str(error):
         raise IncompleteCheckpointError(f"tensor {names[path]!r}, file {path}: {error}") from error

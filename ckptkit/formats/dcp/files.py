@@ -1,4 +1,4 @@
-"""Writes DCP data files: distributes records over a few files, and computes digests and CRCs while writing."""
+"""Writes DCP data files. Distributes the records over a few files, and computes digests and CRCs while writing."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ Phase = tuple[str, float, int]
 ROW = np.dtype(
     [("key", "<i4"), ("file", "<i4"), ("start", "<i8"), ("length", "<i8"), ("payload", "<i8"), ("digest", "<u8")]
 )
-"""The location of a written record, of a slice or of an object. `start` and `payload` are byte positions in the file.
+"""The location of a written record, which holds a slice or an object.
 
-`digest` covers the payload. `key` is the tensor's number in the rank's table, or -1 for an object.
+`file` is the file's number. `start` and `payload` are byte positions in the file, and `length` is the record's size in
+bytes. `digest` covers the payload. `key` is the tensor's number in the rank's table, or -1 for an object.
 """
 
 _PACK = 1 << 20  # small records are joined into writes of this size
@@ -47,10 +48,10 @@ class Written:
     """The locations of the written records, in the order in which the records were passed.
 
     Attributes:
-        paths: The files.
-        files: Each file's size, and the digest of its outline.
-        rows: [n] of `ROW`. The keys are not set yet (-1).
-        phases: Where the time was spent.
+        paths: Path of each file, in order of file number.
+        files: Size and digest of each file, by path. The digest is that of the file's outline (see `own.outline`).
+        rows: [n] of `ROW`. The keys are -1 until the caller sets them.
+        phases: Duration and size in bytes of each phase of the write.
     """
 
     paths: list[str]
@@ -60,7 +61,11 @@ class Written:
 
 
 def default_workers(store: Store, tensors: Sequence[torch.Tensor]) -> int:
-    """Return how many files a rank writes at once: up to 8 on an object store, else its share of the cores."""
+    """Return how many files a rank writes at once.
+
+    On an object store: 8, or 4 if more than half of the bytes must be copied first. Otherwise: the rank's share of the
+    CPU cores, at most 4.
+    """
     if not store.asking_costs:
         return _cores()
     nbytes = copied = 0
@@ -71,7 +76,7 @@ def default_workers(store: Store, tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _cores() -> int:
-    """Return this rank's share of the cores, at most 4."""
+    """Return this rank's share of the CPU cores, at most 4."""
     ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
     return max(1, min(4, (os.cpu_count() or 1) // ranks_here))
 
@@ -86,14 +91,15 @@ def write_records(
     workers: int = 0,
     sync: bool = True,
 ) -> Written:
-    """Write tensors and already framed records to files `<prefix><n>.distcp`, and return where they are.
+    """Write tensors and objects to files `<prefix><n>.distcp`, and return the location of each record.
 
     Each worker writes its own file, because file systems let only one thread at a time write to a file. If a worker
     fails, the error is raised after all workers have stopped.
 
     Args:
-        frames, tensors: The tensors, and each tensor's frame.
-        records: Objects, already framed.
+        frames: For each tensor, the bytes that surround the tensor's values in the record.
+        records: The complete records of the objects.
+        workers: Maximum number of files; 0 means `default_workers`.
     """
     settle_device()
     started = time.perf_counter()
@@ -123,7 +129,10 @@ def write_records(
 
 
 def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Distribute the records over files, longest record first, always to the file with the fewest bytes so far."""
+    """Distribute the records over at most `count` files.
+
+    The records are taken longest first. Each record goes to the file that has the fewest bytes so far.
+    """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     if count <= 1 or len(lengths) <= 1:
         return [order] if order else []
@@ -137,7 +146,9 @@ def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _worth_a_request(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Merge the small files into the smallest large file. Small files arise when one tensor is huge."""
+    """Merge files smaller than `_SMALL_FILE` into the smallest larger file. Small files arise when one tensor is
+    huge.
+    """
     loads = [sum(lengths[row] for row in rows) for rows in bins]
     large = [(load, rows) for rows, load in zip(bins, loads, strict=True) if load >= _SMALL_FILE]
     small = [row for rows, load in zip(bins, loads, strict=True) if load < _SMALL_FILE for row in rows]
@@ -149,15 +160,16 @@ def _worth_a_request(bins: list[list[int]], lengths: Sequence[int]) -> list[list
 
 @dataclass(slots=True)
 class FileJob:
-    """Writes one file.
+    """Writes one data file.
 
     Attributes:
         number: The file's index in `result.paths`.
-        rows: The indices of the file's records, in order. Indices from `len(frames)` on refer to `records`.
-        result: Filled in with each record's location.
-        turn: Held while the file is hashed. It limits how many files are hashed at once, if each is uploaded in a
-            single request. So the first files are uploaded while others are still being hashed.
-        digest_s, sync_s: The seconds spent so far in these phases.
+        rows: Indices of the records to write, in order. Indices below `len(frames)` refer to tensors. Larger indices,
+            minus `len(frames)`, refer to `records`.
+        result: Receives the location of each record.
+        turn: Held while the file is hashed. For files that are uploaded in a single request, `turn` is a semaphore that
+            limits how many files are hashed at once, so that the first files are uploaded while other files are hashed.
+        digest_s, sync_s: Seconds spent so far on hashing, and on making the file durable.
     """
 
     store: Store
@@ -174,7 +186,7 @@ class FileJob:
     sync_s: float = 0.0
 
     def run(self) -> None:
-        """Write the file, and make it durable if `sync` is set. If writing fails, there is no file."""
+        """Write the file, and make the file durable if `sync` is set. A failed write leaves no file."""
         result, clock, source = self.result, time.perf_counter, HostBytes()
         outline, pending, at = new_hasher(), bytearray(), 0
         with self.store.writer(self.path, sync=self.sync) as file, self.turn:

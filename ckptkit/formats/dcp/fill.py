@@ -1,5 +1,7 @@
-"""Fills tensors with boxes of a checkpoint's tensors. Reads only the bytes needed, straight into the tensors' memory
-where possible, and checks digests."""
+"""Fills tensors with regions of a checkpoint's tensors, and checks digests.
+
+Reads only the bytes needed, straight into the memory of the tensors where possible.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ _TILE = 32 << 20  # buffer size for larger regions
 
 
 class Verify(str, enum.Enum):
-    """The slices to check against their digests during a load."""
+    """Selects the slices that a load checks against their digests."""
 
     READ = "read"  # slices that are read whole: needs no additional reads
     FULL = "full"  # all slices: those that are needed only in part are read once more, whole
@@ -48,7 +50,7 @@ class Verify(str, enum.Enum):
 
 
 class _Wanted(NamedTuple):
-    """A box of a tensor, and the memory to fill with it."""
+    """A region of a tensor in the checkpoint, and the memory to fill with the region."""
 
     entry: TensorEntry
     box: Box
@@ -60,19 +62,21 @@ class _Wanted(NamedTuple):
 class _Reads:
     """The regions of slices to read, as columns with one row per region.
 
-    Boxes are padded with leading dimensions of size 1 up to the largest `ndim`.
+    The rows of `offsets`, `sizes` and `strides` have the same length: tensors with fewer dimensions get leading
+    dimensions of size 1.
 
     Attributes:
         owners: Index of the `_Wanted` that the region fills.
-        sources, starts: The region's first byte. Sources are indices into `origins`.
-        nbytes: Bytes that the region has.
-        offsets, sizes: The region's place in the target, in elements.
-        strides: How its elements lie in the source, in elements.
-        places: Byte offset of its first element in the target; -1 if it can't be read straight into the target.
-        dense: Whether its bytes are contiguous and row-major in the source.
-        lying: Whether the region is `dense` and its source is a file.
-        checked: Whether the slice's digest covers exactly its bytes.
-        records: The slices' digests. Row i belongs to region i; without a digest, the algorithm is -1.
+        sources, starts: Position of the region's first byte: an index into `origins`, and a byte offset in that origin.
+        nbytes: Size of the region in bytes.
+        offsets, sizes: Position and sizes of the region in the target, in elements.
+        strides: Strides of the region in the source, in elements.
+        places: Byte offset of the region's first element in the target, or -1 if the region can't be read straight into
+            the target.
+        dense: True if the region is contiguous and row-major in the source.
+        lying: True if the region is `dense` and the source is not compressed.
+        checked: True if the slice's digest covers exactly the region's bytes.
+        records: Digests of the slices. Row i belongs to region i. The algorithm is -1 if a slice has no digest.
     """
 
     origins: Sequence[Origin]
@@ -98,7 +102,7 @@ class Filler:
     """Collects tensors to fill, then fills all of them with concurrent reads.
 
     Attributes:
-        nbytes: How many bytes of tensor data were read.
+        nbytes: Number of bytes of tensor data read so far.
     """
 
     def __init__(self, store: Store, *, verify: Verify = Verify.READ, workers: int = 0, cast: bool = False) -> None:
@@ -111,7 +115,7 @@ class Filler:
         self._planned: _Reads | None = None
 
     def add(self, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
-        """Schedule reads that fill `target` with a box of a tensor.
+        """Schedule reads that fill `target` with the region `box` of a tensor in the checkpoint.
 
         Raises:
             CheckpointMismatchError: The dtypes differ, and casts are not allowed.
@@ -128,14 +132,14 @@ class Filler:
         self._planned = None
 
     def add_parts(self, entry: TensorEntry, parts: Iterable[LocalPart], local: torch.Tensor) -> None:
-        """Schedule reads that fill `local`, which consists of `parts` of the full tensor."""
+        """Schedule reads that fill `local`, a local tensor that holds `parts` of the full tensor."""
         for part in parts:
             if part.box.numel:  # the shape of an empty local tensor need not match
                 is_all = part.box.sizes == local.shape
                 self.add(entry, part.box, local if is_all else part_of(local, part.local_offsets, part.box.sizes))
 
     def add_whole(self, catalog: Catalog, name: str) -> torch.Tensor:
-        """Schedule reads of a full tensor into new CPU memory, and return the tensor."""
+        """Schedule reads of a full tensor into new CPU memory, and return the new tensor."""
         entry = catalog.tensors.get(name)
         if entry is None:
             raise IncompleteCheckpointError(
@@ -148,10 +152,10 @@ class Filler:
     # --- what will be read
 
     def plan(self) -> _Reads:
-        """Find the regions to read, for all tensors at once. Reads nothing.
+        """Find the regions to read, for all scheduled tensors at once. Reads nothing.
 
         Raises:
-            IncompleteCheckpointError: A tensor's slices do not cover its box.
+            IncompleteCheckpointError: The slices of a tensor do not cover the region to fill.
         """
         if self._planned is None:
             self._planned = _plan(self._wanted, check=self.verify is not Verify.OFF)
@@ -169,7 +173,7 @@ class Filler:
                 )
 
     def unchecked(self) -> list[SliceCheck]:
-        """Return the slices that the load will read only in part, so that it can't check their digests."""
+        """Return the slices whose digests the load can't check because only part of each slice will be read."""
         reads, found = self.plan(), {}
         table = reads.records
         for row in np.flatnonzero((table.algorithms >= 0) & (table.nbytes > 0) & ~reads.checked).tolist():
@@ -181,8 +185,10 @@ class Filler:
         return list(found.values())
 
     def signature(self) -> bytes:
-        """Return a 16-byte hash of the planned reads. Two ranks have the same hash if they read the same bytes into
-        tensors with the same dtype and layout."""
+        """Return a 16-byte hash of the planned reads.
+
+        Two ranks have the same hash if both read the same bytes into tensors with the same dtype and layout.
+        """
         reads, found = self.plan(), new_signer()
         # The target's layout is included because it decides how the tensor is sent.
         targets = [(str(wanted.target.dtype), lies_row_major(wanted.target)) for wanted in self._wanted]
@@ -193,10 +199,13 @@ class Filler:
         return found.digest()
 
     def share_out(self, own: int, count: int) -> list[list[torch.Tensor]]:
-        """Divide the reads into `count` shares and keep only share `own`. Return each share's tensors.
+        """Divide the reads into `count` shares of about equal size, and keep only share `own`.
 
         Ranks with equal signatures get the same shares in the same order. Each share is a contiguous range in the
         files.
+
+        Returns:
+            For each share, the views of the targets that the share's reads would fill.
         """
         reads = self.plan()
         reads = reads.take(np.lexsort((reads.starts, reads.sources)))
@@ -207,9 +216,9 @@ class Filler:
         return [[self._part(reads, row) for row in np.flatnonzero(shares == share).tolist()] for share in range(count)]
 
     def _last(self) -> dict[str, tuple[int, str]]:
-        """Return the end of the last read in each file, and the tensor that this read fills.
+        """Return the end of the last read in each file, and the name of the tensor that this read fills.
 
-        The tensor is incomplete if the file was truncated.
+        If the file was truncated, that tensor is incomplete.
         """
         reads, found = self.plan(), dict[str, tuple[int, str]]()
         spans = reads.nbytes // np.prod(reads.sizes, axis=1) * (1 + ((reads.sizes - 1) * reads.strides).sum(axis=1))
@@ -224,7 +233,7 @@ class Filler:
         return found
 
     def _part(self, reads: _Reads, row: int) -> torch.Tensor:
-        """Return the part of a target that a region fills."""
+        """Return the view of the target that a region fills."""
         target = self._wanted[reads.owners[row]].target
         first = reads.sizes.shape[1] - target.dim()
         return part_of(target, reads.offsets[row, first:].tolist(), reads.sizes[row, first:].tolist())
@@ -236,7 +245,7 @@ class Filler:
 
         Raises:
             IntegrityError: Bytes differ from their digest. The message names the tensor and the file.
-            IncompleteCheckpointError: A file is missing or too short; also names both.
+            IncompleteCheckpointError: A file is missing or too short. The message names the tensor and the file.
         """
         if not self._wanted:
             return
@@ -272,7 +281,9 @@ class Filler:
         self._wanted, self._planned = [], None
 
     def _read_lying(self, reader: SourceReader, reads: _Reads, rows: Int64) -> int:
-        """Read regions in file order into their targets, or into buffers that are then copied."""
+        """Read regions in file order, each into the target or into a buffer that is then copied. Return the bytes
+        read.
+        """
         ranges: list[Range] = []
         buffers: list[tuple[int, torch.Tensor]] = []
         columns = (reads.owners, reads.sources, reads.starts, reads.nbytes, reads.places, reads.checked)
@@ -292,7 +303,11 @@ class Filler:
         return int(reads.nbytes[rows].sum())
 
     def _read_region(self, reader: SourceReader, reads: _Reads, row: int) -> int:
-        """Read, tile by tile, a region that needs a buffer: for a cast, device, column shard, stride or codec."""
+        """Read a region tile by tile through a buffer, and return the number of bytes read.
+
+        A buffer is needed if the dtypes differ, the target is on a device, the region is not contiguous on both sides,
+        or the source is compressed.
+        """
         target, dtype = self._part(reads, row), self._wanted[reads.owners[row]].dtype
         ndim = target.dim()
         strides = reads.strides[row, reads.strides.shape[1] - ndim :].tolist()
@@ -312,7 +327,7 @@ class Filler:
 
 
 def _plan(wanted: Sequence[_Wanted], *, check: bool) -> _Reads:
-    """Find the regions of slices that fill these boxes. Searches all tensors together; see `pieces`."""
+    """Find the regions of slices that fill the wanted regions. Searches all tensors together; see `pieces`."""
     tensors = [_near(item) if len(item.entry.slices) > _FEW else item.entry.slices for item in wanted]
     known = [recorded(slices) for slices in tensors]
     counts = np.array([len(slices) for slices in tensors], np.int64)
@@ -328,8 +343,8 @@ def _plan(wanted: Sequence[_Wanted], *, check: bool) -> _Reads:
         for first, slices in zip((np.cumsum(counts) - counts).tolist(), tensors, strict=True)
         for row, own in slices.strides.items()
     }
-    # The slices' boxes, and the boxes to fill. In each row, the tensor's number comes first, then dimensions of size 1,
-    # then the tensor's own dimensions.
+    # `offsets` and `sizes` describe the slices, `low` and `extent` the regions to fill. Each row has the tensor's
+    # number first, then dimensions of size 1, then the tensor's own dimensions.
     tensor_of = np.repeat(np.arange(len(wanted)), counts)
     offsets, sizes = np.zeros((total, width), np.int64), np.ones((total, width), np.int64)
     low, extent = np.zeros((len(wanted), width), np.int64), np.ones((len(wanted), width), np.int64)
@@ -371,14 +386,17 @@ def _plan(wanted: Sequence[_Wanted], *, check: bool) -> _Reads:
 
 
 def _near(item: _Wanted) -> SliceArray:
-    """Return only the slices that overlap the box."""
+    """Return only the slices that overlap the region to fill."""
     slices, box = item.entry.slices, item.box
     high = np.minimum(slices.offsets + slices.sizes, box.stops)
     return slices.take(np.flatnonzero((high > np.maximum(slices.offsets, box.offsets)).all(axis=1)))
 
 
 def read_workers(store: Store) -> int:
-    """Return how many reads a rank does at once: 8 on an object store, else twice its share of the cores, up to 8."""
+    """Return how many reads a rank runs at once.
+
+    On an object store: 8. Otherwise: twice the rank's share of the CPU cores, at most 8.
+    """
     if store.asking_costs:
         return 8
     ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
@@ -386,7 +404,7 @@ def read_workers(store: Store) -> int:
 
 
 def read_whole(catalog: Catalog, store: Store, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Read full tensors into CPU memory, check every slice that they touch, and return them by name."""
+    """Read full tensors into CPU memory, check the digests of all slices read, and return the tensors by name."""
     filler = Filler(store, verify=Verify.FULL)
     found = {name: filler.add_whole(catalog, name) for name in names}
     filler.run()
@@ -394,7 +412,7 @@ def read_whole(catalog: Catalog, store: Store, names: Sequence[str]) -> dict[str
 
 
 def part_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """Return a view of a box within a tensor."""
+    """Return a view of a region of the tensor."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)

@@ -1,4 +1,4 @@
-"""Keeps the gradients that FSDP2 has reduced in fp32, for which its policy has no option."""
+"""Makes FSDP2 keep reduced gradients in fp32, for which the mixed precision policy of FSDP2 has no option."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 def keep_fp32_gradients(model: nn.Module) -> None:
     """Keep the reduced gradients of bf16 and fp16 parameters in fp32, in all FSDP2 units of `model`.
 
-    Otherwise FSDP2 rounds each sum over the ranks to the parameter's dtype, also when it accumulates several.
+    By default, FSDP2 rounds each sum over the ranks to the parameter's dtype, even when several sums are accumulated.
     """
 
     def before_forward(_module: nn.Module, _args: Any) -> None:

@@ -1,5 +1,8 @@
-"""Returns tensors' bytes: in place if they are row-major on the host, otherwise through a buffer. Also tells which
-tensors are "dense", that is, keep all their values in their own memory."""
+"""Reads the bytes of tensors, and tells which tensors are dense.
+
+A row-major tensor on the host is read in place, any other tensor through a buffer. A tensor is called dense if all its
+values are in its own memory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _view.restype = ctypes.py_object
 
 
 def host_view(tensor: torch.Tensor, *, writable: bool = False) -> memoryview:
-    """Return a contiguous CPU tensor's memory. The caller must keep the tensor alive."""
+    """Return the memory of a contiguous CPU tensor. The caller must keep the tensor alive."""
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return memoryview(b"")
@@ -37,18 +40,17 @@ def host_view(tensor: torch.Tensor, *, writable: bool = False) -> memoryview:
 
 
 def memory(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
-    """Return writable bytes of a contiguous CPU tensor's memory. The caller must keep the tensor alive."""
+    """Return a writable byte range of a contiguous CPU tensor's memory. The caller must keep the tensor alive."""
     found: memoryview = _view(tensor.data_ptr() + start, nbytes, _WRITE)
     return found
 
 
 def why_not_dense(tensor: Any) -> str:
-    """Return why a tensor can't be saved as the bytes of its own memory, or "" if it can. The reason completes the
-    sentence "the tensor ...".
+    """Return why a tensor can't be saved as the bytes of its own memory, or "" if the tensor is dense.
 
-    Every save checks every tensor before it writes anything. A DTensor or ShardedTensor is checked through its local
-    parts. A subclass is refused if it defines `__torch_dispatch__` (only then can it keep its values elsewhere) or has
-    tensors as attributes.
+    The reason completes the sentence "the tensor ...". Every save checks every tensor before writing anything. For a
+    DTensor or ShardedTensor, the local tensors are checked. A subclass is refused if it defines `__torch_dispatch__`
+    (only then can the values be elsewhere) or has tensors as attributes.
     """
     import torch
 
@@ -71,7 +73,7 @@ def why_not_dense(tensor: Any) -> str:
 
 
 def _why_not_subclass(tensor: Any) -> str | None:
-    """Return the result of `why_not_dense` for a tensor subclass, or None if the class does not decide the answer."""
+    """Return the result of `why_not_dense` for a tensor subclass, or None if the class does not decide the result."""
     import torch
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -106,7 +108,7 @@ def _why_not_subclass(tensor: Any) -> str | None:
 
 
 def holds_tensors(value: Any, depth: int) -> bool:
-    """Return whether a value is a tensor or contains one, at most `depth` levels deep."""
+    """Return whether a value is a tensor or contains a tensor, at most `depth` levels deep."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -121,7 +123,7 @@ def holds_tensors(value: Any, depth: int) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values are the bytes of its own memory (for a meta tensor: whether they will be)."""
+    """Return whether a tensor's values are the bytes of its own memory. A meta tensor is judged as if it had memory."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and _why_not_subclass(tensor):
@@ -130,7 +132,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor of torch's own class is sparse or quantized, so that torch.save restores it exactly."""
+    """Return whether a tensor is a sparse or quantized tensor of torch's own class, which `torch.save` restores
+    exactly.
+    """
     import torch
 
     own = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta and not tensor.is_nested
@@ -155,7 +159,7 @@ def are_dense(tensors: Collection[Any]) -> bool:
 
 
 def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return the tensors in a table that are not dense, by key, with the reason that `why_not_dense` gives."""
+    """Return the result of `why_not_dense` for each tensor that is not dense, by key."""
     from torch.distributed.tensor import DTensor
 
     if are_dense([value._local_tensor if type(value) is DTensor else value for value in tensors.values()]):
@@ -164,7 +168,7 @@ def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
 
 
 def expanded_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return the tensors that torch refuses to write into because their elements share memory, with the reason."""
+    """Return a reason for each tensor that torch can't write into because its elements share memory, by key."""
     why = "is an expanded view, whose elements share memory: copy it with .clone()"
     return {
         key: why
@@ -194,12 +198,14 @@ def _plain_dtypes() -> frozenset[torch.dtype]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name for a dtype, without "torch."."""
+    """Return torch's name for a dtype, without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def placed_like(whole: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor around `local` with the shape, mesh and placements of `whole`. Does not communicate."""
+    """Return a DTensor with the local tensor `local` and the shape, mesh and placements of `whole`. Does not
+    communicate.
+    """
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -208,7 +214,7 @@ def placed_like(whole: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of torch's own class that shares this tensor's memory. The tensor must be dense."""
+    """Return a tensor of torch's own class that shares the memory of `tensor`, which must be dense."""
     import torch
 
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
@@ -223,7 +229,7 @@ def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's local part, or any other tensor itself. Unlike `to_local`, it does not create a view."""
+    """Return the local tensor of a DTensor, or any other tensor itself. Unlike `to_local`, does not create a view."""
     local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
     if local is None:
         return tensor
@@ -231,13 +237,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_memory(tensor: Any) -> Any:
-    """Return the inner tensor if the class keeps its values in a single attribute, otherwise the tensor itself."""
+    """Return the inner tensor if the class stores all values in a single inner tensor, otherwise the tensor itself."""
     known = ONE_TENSOR.get(f"{type(tensor).__module__}.{type(tensor).__qualname__}")
     return tensor if known is None else getattr(tensor, known[0])
 
 
 def forget_computed(tensor: Any) -> None:
-    """Clear what a tensor, or its local part, has cached about its values. Call it after a load has changed them."""
+    """Clear what a tensor (or its local tensor) has cached about its values. Call this after a load changes the
+    values.
+    """
     local = getattr(tensor, "_local_tensor", tensor)
     known = ONE_TENSOR.get(f"{type(local).__module__}.{type(local).__qualname__}")
     if known is not None:
@@ -245,9 +253,10 @@ def forget_computed(tensor: Any) -> None:
 
 
 class HostBytes:
-    """Returns tensors' bytes in pieces. Not thread-safe: each writing thread needs its own instance.
+    """Reads the bytes of tensors in pieces. Not thread-safe: each writing thread needs its own instance.
 
-    On first use, allocates two pinned buffers for device tensors, and one buffer for tensors that are not row-major.
+    On first use, allocates two pinned buffers for device tensors, and one buffer for host tensors that are not
+    row-major.
     """
 
     def __init__(self) -> None:
@@ -257,7 +266,7 @@ class HostBytes:
         self._tile: torch.Tensor | None = None
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """Yield a tensor's row-major bytes. Each piece is valid until the next one is requested."""
+        """Yield the row-major bytes of a tensor. Each piece is valid until the next piece is requested."""
         for view in self._views(tensor):
             for start in range(0, len(view), PIECE):
                 yield view[start : start + PIECE]
@@ -280,19 +289,21 @@ class HostBytes:
             yield host_view(view)
 
     def at_rest(self, tensor: torch.Tensor) -> memoryview | None:
-        """Return a tensor's row-major bytes without a copy, or None if it is on a device or not row-major.
+        """Return a tensor's row-major bytes without a copy, or None if the tensor is on a device or not row-major.
 
         The caller must keep the tensor alive.
         """
         return host_view(tensor) if lies_row_major(tensor) else None
 
     def whole(self, tensor: torch.Tensor) -> memoryview:
-        """Return all bytes of a small tensor. They are valid until the next call."""
+        """Return all bytes of a small tensor. The bytes are valid until the next call."""
         self._kept = row_major(tensor).cpu()
         return host_view(self._kept)
 
     def _staged(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """Copy to the host through two buffers, so that one can be filled while the other is being written."""
+        """Copy a tensor to the host through two buffers, so that one buffer is filled while the other buffer is
+        written.
+        """
         import torch
 
         flat = tensor.reshape(-1).view(torch.uint8)
@@ -319,7 +330,7 @@ class HostBytes:
 
 
 def settle_device() -> None:
-    """Wait for the work that this thread has queued on the accelerator. Other threads are about to read its results."""
+    """Wait for the work that this thread has queued on the accelerator, so that other threads can read the results."""
     if "torch" not in sys.modules:
         return
     import torch
@@ -344,7 +355,7 @@ def lies_row_major(tensor: torch.Tensor) -> bool:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield row-major views that together cover a tensor, each no larger than a tile."""
+    """Yield views of a tensor, each no larger than a tile, that together cover the tensor in row-major order."""
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes <= _TILE:
         yield tensor
@@ -358,12 +369,12 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def has_state_dict_hooks(optimizer: Any) -> bool:
-    """Return whether functions change what an optimizer's `state_dict` returns."""
+    """Return whether hooks may change the result of an optimizer's `state_dict`."""
     return bool(getattr(optimizer, "_optimizer_state_dict_post_hooks", None))
 
 
 def has_load_hooks(optimizer: Any) -> bool:
-    """Return whether functions change what an optimizer's `load_state_dict` receives."""
+    """Return whether hooks may change the argument of an optimizer's `load_state_dict`."""
     return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None))
 
 

@@ -1,4 +1,6 @@
-"""Builds a save's index: merges and checks what all ranks wrote, and writes the manifest and, for DCP, `.metadata`."""
+"""Builds a save's index: merges and checks the slices of all ranks, and writes the manifest and, for DCP,
+`.metadata`.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,11 @@ class RankSlices:
     """The slices that a rank wrote.
 
     Attributes:
-        tensors: [n] each slice's tensor number.
-        rows: [n] of `ROW`: each slice's location.
-        boxes: Each slice's offsets and sizes, concatenated.
-        ranks: [n] the rank that wrote each slice; or one number, if a single rank wrote all.
-        first_path: The number of the rank's first file, counted over all ranks' files.
+        tensors: [n] tensor number of each slice.
+        rows: [n] of `ROW`: location of each slice.
+        boxes: Offsets and sizes of each slice, concatenated over all slices.
+        ranks: [n] the rank that wrote each slice, or one number if a single rank wrote all slices.
+        first_path: Number of the rank's first file in the list of all ranks' files.
     """
 
     tensors: Int64
@@ -57,9 +59,10 @@ Path = tuple["str | int", ...]
 
 
 class PlannedKey(NamedTuple):
-    """A tensor in the saved state. All ranks that hold part of it describe it with the same values.
+    """A tensor in the saved state. All ranks that hold part of the tensor describe the tensor with the same values.
 
     Attributes:
+        path: The keys and indices that lead to the tensor in the nested state dict.
         placement: (mesh index, the placement on each mesh dimension as a string), or None for a plain tensor.
     """
 
@@ -74,7 +77,7 @@ class PlannedKey(NamedTuple):
 
 
 class PlainSlice(NamedTuple):
-    """A slice in a file that has no records around its slices: the box, its bytes in the file, and their digest."""
+    """A slice in a file that has no records around its slices. `digest` covers the bytes [start, start + nbytes)."""
 
     key: PlannedKey
     box: Box
@@ -86,14 +89,17 @@ class PlainSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What a rank wrote. Rank 0 gets 40 bytes per slice, plus 16 per dimension of each slice.
+    """A rank's report to rank 0 about the slices and objects that the rank wrote.
+
+    The report takes 40 bytes per slice, plus 16 bytes per dimension of each slice.
 
     Attributes:
-        written: Its rows are the slices, then the objects. A row's key is an index into the table's keys plus the
-            private keys.
-        boxes: Each slice's offsets and sizes, concatenated.
+        written: Locations of the slices, followed by those of the objects. The key of a row is an index into the list
+            of the table's keys followed by the private keys.
+        boxes: Offsets and sizes of each slice, concatenated over all slices.
         digest: Identifies `table`.
-        table: The `key_table`; None if a lower rank sends the same one.
+        table: Result of `key_table`, or None if a lower rank sends the same table.
+        private: Keys that are not in the table because only this rank has them.
         objects: (name, path) of each object.
     """
 
@@ -107,7 +113,10 @@ class RankPart:
 
 
 def key_table(keys: Sequence[PlannedKey], meshes: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return keys, and the meshes that their placements refer to, as JSON: the same bytes on all ranks."""
+    """Encode keys, and the meshes that the keys' placements refer to, as JSON.
+
+    Ranks with equal keys and meshes get the same bytes.
+    """
     return json.dumps([keys, meshes], separators=(",", ":")).encode()
 
 
@@ -118,7 +127,7 @@ def plain_part(
     phases: Sequence[Phase],
     meshes: Sequence[Mapping[str, Any]] = (),
 ) -> RankPart:
-    """Return the part of a rank that wrote these slices."""
+    """Return the report of a rank that wrote slices to files without records."""
     keys = {item.key.name: item.key for item in slices}
     number, path_number = ({name: i for i, name in enumerate(names)} for names in (keys, files))
     rows = [(number[s.key.name], path_number[s.path], s.start, s.nbytes, s.start, s.digest) for s in slices]
@@ -129,7 +138,7 @@ def plain_part(
 
 
 def mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
-    """Return a mesh's index in the list, after appending the mesh if it is new."""
+    """Return a mesh's index in the list. Appends the mesh if it is not in the list yet."""
     if mesh not in meshes:
         meshes.append(mesh)
     return meshes.index(mesh)
@@ -140,7 +149,7 @@ def mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """An object's location (file, start, length), digest, and path in the state."""
+    """The location (file, start, length), the digest, and the path in the state, of an object."""
 
     place: tuple[int, int, int]
     digest: int
@@ -148,7 +157,7 @@ class _Object:
 
 
 class SaveIndex:
-    """All slices of all ranks, ordered by tensor."""
+    """The index of a save: the slices of all ranks, ordered by tensor, with the objects and files."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -170,7 +179,7 @@ class SaveIndex:
 
     @classmethod
     def of(cls, parts: Sequence[RankPart]) -> SaveIndex:
-        """Return a save's index, given each rank's part.
+        """Return a save's index, given the report of each rank in rank order.
 
         Raises:
             SaveError: Two ranks disagree about a tensor, or a tensor's slices overlap or leave elements uncovered.
@@ -193,9 +202,9 @@ class SaveIndex:
         """Return the index of a save planned by torch's planner, which has already checked that the ranks agree.
 
         Args:
-            keys: (name, dtype, shape, path) for each tensor, in order of tensor number.
-            objects: (file, start, length), digest and path for each object, by name.
-            files: In order of file number. May include `.metadata`.
+            keys: (name, dtype, shape, path) of each tensor, in order of tensor number.
+            objects: Location (file, start, length), digest and path of each object, by name.
+            files: Size and digest of each file, in order of file number. May include `.metadata`.
         """
         self = cls()
         self.world_size, self.files, self._spares = world_size, dict(files), list(spares)
@@ -207,7 +216,7 @@ class SaveIndex:
         return self
 
     def _arrange(self, found: Sequence[RankSlices]) -> None:
-        """Sort all ranks' slices by tensor. A tensor's slices stay in rank order."""
+        """Sort the slices of all ranks by tensor. The slices of one tensor stay in rank order."""
         widths = self._widths = np.fromiter((len(key.shape) for key in self._keys.values()), np.int64, len(self._keys))
         empty = RankSlices(np.zeros(0, np.int64), np.zeros(0, ROW), np.zeros(0, np.int64), 0, 0)
         found = [empty, *found]
@@ -230,7 +239,7 @@ class SaveIndex:
         self._offsets, self._sizes = boxes[source], boxes[source + np.repeat(ndims, ndims)]
 
     def _take(self, part: RankPart, rank: int) -> RankSlices:
-        """Return a rank's slices, and add its keys, objects and files to the index."""
+        """Return a rank's slices, and add the rank's keys, objects and files to the index."""
         written, first_path = part.written, len(self.paths)
         self.world_size = part.world_size
         self.paths += written.paths
@@ -254,7 +263,7 @@ class SaveIndex:
         return RankSlices(numbers[rows["key"][:count]], rows[:count], part.boxes, rank, first_path)
 
     def _add(self, key: PlannedKey, meshes: Sequence[int], rank: int) -> int:
-        """Return the number of a rank's key, after adding the key if it is new."""
+        """Return the number of a rank's key. Adds the key if no lower rank has it."""
         name, dtype, shape, path, placed = key
         known = self._keys.get(name)
         if known is None:
@@ -269,15 +278,16 @@ class SaveIndex:
         return self._numbers[name]
 
     def _drop_replicas(self) -> None:
-        """Keep only the lowest rank's slice of a box that several ranks wrote, and check that each tensor is covered.
+        """Keep only the lowest rank's slice of each region that several ranks wrote, and check that each tensor is
+        covered.
 
-        Replicas occur with DTensors on a submesh. With FSDP over "dp" and tensor parallelism over "tp", a parameter
-        without tensor parallelism has one "dp" mesh per "tp" rank. Each of these meshes writes the
-        parameter once. Replicas also occur in LOCAL saves if the ranks' plain tensors differ.
+        DTensors on a submesh cause replicas. With FSDP over "dp" and tensor parallelism over "tp", a parameter without
+        tensor parallelism has one "dp" mesh per "tp" rank, and each of these meshes writes the whole parameter. LOCAL
+        saves contain replicas if the ranks' plain tensors differ.
 
         Raises:
-            SaveError: A tensor's slices do not cover each of its elements exactly once, because a rank's placements do
-                not match the elements that it holds.
+            SaveError: A tensor's slices do not cover each element exactly once, because a rank's placements do not
+                match the elements that the rank holds.
         """
         plain = self._cut_in_rows()
         if all(plain):
@@ -319,7 +329,7 @@ class SaveIndex:
         self.stops = np.cumsum(np.bincount(self._tensor, minlength=len(self._keys)), dtype=np.int64)
 
     def _cut_in_rows(self) -> list[bool]:
-        """Return, for each tensor, whether its slices are consecutive blocks of rows that add up to the whole tensor.
+        """Return, for each tensor, whether the slices are consecutive blocks of rows that add up to the whole tensor.
 
         Checks all tensors at once.
         """
@@ -339,7 +349,7 @@ class SaveIndex:
     # --- contents
 
     def entries(self) -> Iterator[tuple[PlannedKey, slice, Int64, Int64]]:
-        """Yield (key, rows, offsets, sizes) for each tensor."""
+        """Yield (key, range of rows, offsets, sizes) for each tensor."""
         start, element = 0, 0
         for key, stop in zip(self._keys.values(), self.stops.tolist(), strict=True):
             ndim = len(key.shape)
@@ -374,7 +384,7 @@ class SaveIndex:
         return paths
 
     def manifest(self, save_id: str, extra: Mapping[str, Any], kind: str) -> Manifest:
-        """Return the manifest. `files` must list all of the checkpoint's files except the manifest itself."""
+        """Return the manifest. `self.files` must list all of the checkpoint's files except the manifest itself."""
         keys = list(self._keys.values())
         distinct: dict[tuple[int, tuple[str, ...]], int] = {}
         chosen = [-1 if k.placement is None else distinct.setdefault(k.placement, len(distinct)) for k in keys]
@@ -440,14 +450,15 @@ def write_index(
 ) -> Mapping[str, FileRecord]:
     """Write `manifest.safetensors` and, if the data files are DCP's, `.metadata`. Return the written files.
 
-    Only rank 0 calls this.
+    Only rank 0 calls this function.
 
     Args:
-        parts: What each rank wrote.
-        save_id: Recorded in both files.
+        parts: The report of each rank, in rank order.
+        save_id: Identifier of the save, recorded in both files.
         extra: JSON for the manifest's `info.extra`.
-        kind: The format name recorded in the manifest. In "dcp", the tensors' names are the user's, otherwise ours.
-        aliases: By section, the tied weights: each with the name under which it is stored.
+        kind: The format name recorded in the manifest. If "dcp", the tensors have the user's names, otherwise names
+            chosen by ckptkit.
+        aliases: Tied weights by section: maps each tied name to the name under which the tensor is stored.
 
     Raises:
         SaveError: The ranks disagree about a tensor, or their slices overlap or leave elements uncovered.

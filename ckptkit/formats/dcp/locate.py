@@ -1,9 +1,9 @@
 """Locates tensors' bytes inside the items of `.distcp` files, on demand and for many items at once.
 
-Each item is a torch.save zip, about 1.5 KB longer than its tensor, unless the whole file is one safetensors blob. Only
-a zip's first kilobyte (pickle and storage header) and last kilobyte (directory, with the storage's CRC-32) are read.
-Items with the same dtype, shape and length usually differ only in their checksums. So one item is parsed, and numpy
-compares the others with it.
+An item holds one slice of a tensor. Each item is a torch.save zip, about 1.5 KB longer than the slice, unless the whole
+file is one safetensors blob. Of a zip, only the first kilobyte (pickle and storage header) and the last kilobyte
+(directory, with the storage's CRC-32) are read. Items with the same dtype, shape and length usually differ only in the
+checksums. So one item is parsed, and numpy compares the other items with the parsed item.
 """
 
 from __future__ import annotations
@@ -54,22 +54,25 @@ _SLACK = 1 << 20  # a decompressed item may be this much longer than its tensor
 
 @dataclass(eq=False, slots=True)
 class Items:
-    """A checkpoint's tensor items: the rows [bounds[i], bounds[i + 1]) are the slices of tensor i.
+    """The items of a checkpoint's tensors, as columns with one row per slice.
+
+    Below, t is the number of tensors and n the number of slices.
 
     Attributes:
-        ranks: By file, the rank that wrote it.
+        ranks: Rank that wrote each file.
         ndims: [t] number of dimensions.
-        files: [n] data file number.
-        places, lengths: [n] byte range of the slice's item in its file.
-        zstd: [n] whether the item is compressed.
-        offsets, sizes: One number per dimension per slice, concatenated over all slices.
-        owners: [n] the tensor that each slice belongs to.
-        elements: [n + 1] the start of each slice's numbers in `offsets` and `sizes`, and the end of the last slice's.
-        firsts, boxes: Each tensor's first row, and where its numbers begin in `offsets` and `sizes`, as lists.
-        starts, nbytes, digests, digest_starts, digest_nbytes: As in `SliceArray`, once located.
-        checked: [n] whether the slice has a digest.
-        strides, codecs: As in `SliceArray`, by tensor.
-        opaque: Why a tensor's records can't be read as plain memory, by tensor, once that is known.
+        bounds: [t + 1] the slices of tensor i are the rows [bounds[i], bounds[i + 1]).
+        files: [n] number of the data file that contains the item.
+        places, lengths: [n] byte range of the item in the data file.
+        zstd: [n] True if the item is compressed.
+        offsets, sizes: Offsets and sizes of each slice, concatenated over all slices.
+        owners: [n] number of the tensor that the slice belongs to.
+        elements: [n + 1] start of each slice's numbers in `offsets` and `sizes`, followed by the end of the last slice.
+        firsts, boxes: For each tensor, the first row, and the start of the tensor's numbers in `offsets` and `sizes`.
+        starts, nbytes, digests, digest_starts, digest_nbytes: See `SliceArray`. Filled in when a slice is located.
+        checked: [n] True if the slice has a digest.
+        strides, codecs: See `SliceArray`. Stored by tensor number.
+        opaque: Reason why a tensor's records can't be read as plain memory, by tensor number. Filled in when known.
     """
 
     store: Store
@@ -109,7 +112,9 @@ class Items:
         self.digests, self.checked = np.zeros(count, np.uint64), np.zeros(count, bool)
 
     def numels(self) -> npt.NDArray[np.float64]:
-        """Return [n]: each slice's number of elements. They are floats so that a hostile size can't overflow."""
+        """Return [n]: the number of elements of each slice. The numbers are floats so that a hostile size can't
+        overflow.
+        """
         return products(self.sizes.astype(np.float64), self.ndims[self.owners])
 
     def take(self, keep: npt.NDArray[np.bool_]) -> Items:
@@ -125,7 +130,8 @@ class Items:
 class LocatedSlices(SliceArray):
     """The slices of one tensor. The first access to their byte ranges locates a whole batch of tensors.
 
-    Boxes, files and ranks are known from the start. The attributes are views into columns that all tensors share.
+    Offsets, sizes, files and ranks are known from the start. The attributes are views of columns that all tensors
+    share.
     """
 
     __slots__ = ("batch", "items", "rows", "tensor")
@@ -206,13 +212,13 @@ class LocatedSlices(SliceArray):
 
 
 def find_opaque(slices: LocatedSlices) -> bool:
-    """Locate only this tensor's slices. Return whether the tensor can't be read as plain memory."""
+    """Locate the slices of only this tensor. Return whether the tensor can't be read as plain memory."""
     _Locator(slices.items, [slices.tensor]).run()
     return slices.tensor in slices.items.opaque
 
 
 def item_batches(tensors: Iterable[tuple[Role, SliceArray]]) -> None:
-    """Group slices with the same role into batches of up to 65,536 slices. Each batch is later located as a whole."""
+    """Group tensors of the same `Role` into batches of up to 65,536 slices. Each batch is later located as a whole."""
     by_role: dict[Role, _Batch] = {}
     for role, slices in tensors:
         assert isinstance(slices, LocatedSlices)
@@ -241,7 +247,7 @@ class _Batch:
 
 
 class _Locator:
-    """Locates some tensors' items, and fills in their rows of `Items`."""
+    """Locates the items of some tensors, and fills in the tensors' rows in `Items`."""
 
     def __init__(self, items: Items, tensors: Sequence[int]) -> None:
         self.items = items
@@ -326,7 +332,10 @@ class _Locator:
     # --- zips
 
     def _read(self, rows: Int64) -> None:
-        """Locate items, given in order of file and start. Reads both ends of each item, and parses one zip per kind."""
+        """Locate items, given in order of file and start.
+
+        Reads both ends of each item. Of zips with the same dtype, sizes and length, usually only one zip is parsed.
+        """
         items, paths = self.items, self.items.paths
         owners = items.owners[rows]
         begins, ends = items.elements[rows].tolist(), items.elements[rows + 1].tolist()
@@ -362,7 +371,9 @@ class _Locator:
                     left = left[~same]
 
     def _alone(self, row: int, front: bytes, tail: bytes) -> Frame | None:
-        """Locate an item by parsing it. Return a frame to compare other items with, or None if it has none."""
+        """Locate an item by parsing the zip. Return a frame to compare other items with, or None if there is no
+        frame.
+        """
         path, start, length = self._path(row), int(self.items.places[row]), int(self.items.lengths[row])
         label, tensor = self._label(row), self._tensor(row)
         try:
@@ -381,7 +392,9 @@ class _Locator:
         return frame
 
     def _class_of(self, path: str, start: int, length: int) -> str:
-        """Return the class of the tensor in a record if only that class prevents reading it; otherwise ""."""
+        """Return the class of the tensor in a record if only that class prevents reading the record. Otherwise return
+        "".
+        """
         try:
             read_archive(self.store, path, start, length, unknown="record")
         except OpaqueTensorError as error:
@@ -428,13 +441,15 @@ class _Locator:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A parsed item that others of the same length are compared with. Items of one kind differ only in their checksums.
+    """A parsed item that other items of the same length are compared with.
+
+    Items with the same dtype, sizes and length usually differ only in the checksums.
 
     Attributes:
-        begin: Where the storage begins in the item.
-        front, tail: The bytes up to the storage, and the zip directory.
+        begin: Byte position of the storage in the item.
+        front, tail: Bytes before the storage, and bytes of the zip directory.
         same_front, same_tail: Masks of the bytes that must be equal.
-        crc_at: Where `tail` holds the storage's CRC-32.
+        crc_at: Position of the storage's CRC-32 in `tail`.
     """
 
     tensor: StoredTensor
@@ -447,8 +462,10 @@ class Frame:
 
     @classmethod
     def of(cls, tensor: StoredTensor, start: int, front: bytes, tail: bytes, layout: Layout) -> Frame | None:
-        """Return the frame of an item that starts at `start`, or None if the ends lack part of its pickle or
-        directory."""
+        """Return the frame of an item that starts at byte `start`, given the item's first and last bytes.
+
+        Returns None if `front` or `tail` is too short to contain the whole pickle or directory.
+        """
         storage, begin = layout.members[f"data/{tensor.storage.key}"], tensor.storage.start - start
         if begin > len(front) or layout.directory_nbytes > len(tail):
             return None
@@ -467,21 +484,22 @@ class Frame:
         return cls(tensor, begin, *arrays, same_front, same_tail, crc_at[storage.name])
 
     def same(self, fronts: UInt8, tails: UInt8) -> npt.NDArray[np.bool_]:
-        """Return which items have the same layout as this one. Each row of `fronts` or `tails` is one end of an
-        item."""
+        """Return which items have the same layout as this item. Each row of `fronts` and `tails` is one end of an
+        item.
+        """
         tails = tails[:, ENDS - len(self.tail) :]
         front = (fronts[:, : self.begin][:, self.same_front] == self.front[self.same_front]).all(axis=1)
         found: npt.NDArray[np.bool_] = front & (tails[:, self.same_tail] == self.tail[self.same_tail]).all(axis=1)
         return found
 
     def crcs(self, tails: UInt8) -> UInt64:
-        """Return the storages' CRC-32s for items that have the same layout as this one."""
+        """Return the CRC-32 of each item's storage, given the tails of items that have the same layout as this item."""
         at = ENDS - len(self.tail) + self.crc_at
         return np.ascontiguousarray(tails[:, at : at + 4]).view("<u4").reshape(-1).astype(np.uint64)
 
 
 class _Ends:
-    """A store that has an item's two ends in memory, and reads anything else from an underlying store."""
+    """A store that has both ends of an item in memory, and reads all other bytes from an underlying store."""
 
     def __init__(self, store: Store, at: int, front: bytes, tail: bytes, length: int) -> None:
         self.store = store
@@ -502,7 +520,9 @@ class _Ends:
 def parse_item(
     store: Store, path: str, start: int, front: bytes, tail: bytes, length: int, label: str
 ) -> tuple[StoredTensor, Frame | None]:
-    """Parse an item, given both its ends. Return its tensor, and a frame to compare other items with (or None)."""
+    """Parse an item, given the bytes at both ends. Return the tensor, and a frame to compare other items with (or
+    None).
+    """
     archive = Archive(cast(Store, _Ends(store, start, front, tail, length)), path, start, length, file=label, tail=ENDS)
     tensor = one_tensor(archive.value(), label)
     return tensor, Frame.of(tensor, start, front, tail, archive.layout)

@@ -1,7 +1,7 @@
 """Writes a DCP checkpoint's `.metadata` pickle without torch, opcode by opcode.
 
-If torch is installed, `pickle.load` returns objects from `torch.distributed.checkpoint.metadata`. All slices of a
-tensor take the same number of bytes, so numpy can fill in the opcodes for a million slices column by column.
+Unpickling the file returns objects from `torch.distributed.checkpoint.metadata`. In the pickle, all slices of a tensor
+take the same number of bytes, so numpy can fill in the opcodes for a million slices column by column.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class RecordColumns:
     """A tensor in `.metadata`, with its slices as columns.
 
     Attributes:
-        offsets, sizes: [n, ndim] in elements.
-        files: [n] index into the list of paths.
-        starts, lengths: [n] byte range of the whole record in its file.
+        offsets, sizes: [n, ndim] offsets and sizes of the slices, in elements.
+        files: [n] index of each slice's file in the list of paths.
+        starts, lengths: [n] byte range of each slice's record in the file.
     """
 
     name: str
@@ -47,8 +47,8 @@ class MetadataPickle:
     """Writes `.metadata` into a buffer, and keeps track of the pickle's memo.
 
     Attributes:
-        objects: (file, start, length) for each BYTE item, by name.
-        planner_data: Each key's path in the nested state dict, or None.
+        objects: Location (file, start, length) of each object, by name.
+        planner_data: Path of each key in the nested state dict, or None if the paths are unknown.
     """
 
     tensors: Sequence[RecordColumns]
@@ -64,7 +64,7 @@ class MetadataPickle:
     _rows: dict[tuple[int, bool] | None, _Row] = field(default_factory=dict)
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the pickle, about a megabyte at a time."""
+        """Yield the pickle in pieces of about a megabyte."""
         out = self._out
         out += b"\x80\x04("  # memoize the values that every slice refers to: MARK, the values, POP_MARK
         for name in ("ChunkStorageMetadata", "MetadataIndex"):
@@ -114,7 +114,9 @@ class MetadataPickle:
         yield bytes(out)
 
     def _described(self, first_offset: list[int]) -> Iterator[bytes]:
-        """Yield the description of each tensor and its boxes."""
+        """Yield the entries of `state_dict_metadata`. Appends the memo index of each tensor's first offsets to
+        `first_offset`.
+        """
         out = self._out
         for batch in self._batches():
             for tensor, chunks in zip(batch, self._chunks_of(batch), strict=True):
@@ -137,7 +139,7 @@ class MetadataPickle:
             out += b"}b"
 
     def _located(self, first_offset: list[int]) -> Iterator[bytes]:
-        """Yield each slice's location."""
+        """Yield the entries of `storage_data`."""
         out = self._out
         path_ids = np.array([self._memo[path] for path in self.paths], np.int64)
         firsts = iter(first_offset)
@@ -182,7 +184,7 @@ class MetadataPickle:
             yield self.tensors[first:]
 
     def _chunks_of(self, tensors: Sequence[RecordColumns]) -> Iterator[bytes]:
-        """Yield each tensor's slices as opcodes."""
+        """Yield, for each tensor, the opcodes that describe the tensor's slices."""
         rows = [self._chunk_row(tensor.shape) for tensor in tensors]
         filled: dict[_Row, memoryview] = {}
         for row in dict.fromkeys(rows):
@@ -235,7 +237,7 @@ class MetadataPickle:
         return self._rows[None]
 
     def _taken(self, mark: int) -> bytes:
-        """Remove the bytes written since `mark`, and return them. They refer only to values that are in the memo."""
+        """Remove and return the bytes written since `mark`, which refer only to values that are in the memo."""
         text = bytes(self._out[mark:])
         del self._out[mark:]
         return text
@@ -247,7 +249,9 @@ class MetadataPickle:
         self._out += b")\x81" + state
 
     def _head(self, dtype: str) -> None:
-        """Write what is between a tensor's name and its shape. From a dtype's second use on, it is always the same."""
+        """Write the opcodes between a tensor's name and shape. These are the same for all but the first tensor of a
+        dtype.
+        """
         if dtype in self._heads:
             self._out += self._heads[dtype]
             return
@@ -302,7 +306,10 @@ class MetadataPickle:
 
 
 class _Row:
-    """A template of opcodes. Its number fields (numpy type codes) are at fixed positions, and are filled in later."""
+    """A template of opcodes with number fields at fixed positions, which are filled in later.
+
+    In `parts`, opcodes are bytes, and each string is the numpy type code of a number field.
+    """
 
     def __init__(self, parts: list[bytes | str]) -> None:
         self._fields = [f"f{i}" for i, part in enumerate(parts) if isinstance(part, str)]
@@ -312,7 +319,7 @@ class _Row:
         self.nbytes = self._template.itemsize
 
     def fill(self, columns: Sequence[Int64], count: int) -> bytes:
-        """Return `count` filled-in rows. The columns are in field order."""
+        """Return `count` copies of the template, filled in from one column per number field."""
         table = np.repeat(self._template, count)
         for name, column in zip(self._fields, columns, strict=True):
             table[name] = column

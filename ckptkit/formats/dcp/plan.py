@@ -1,7 +1,8 @@
-"""Plans each rank's writes of a training state. Each rank plans its own writes, without communication.
+"""Plans which parts of a training state each rank writes. Each rank plans its own writes, without communication.
 
-Replicas (plain tensors, HSDP) are written once, spread evenly over the ranks that hold them. A small tensor is written
-by the rank that a hash of the tensor's name selects. A large one is split into at most one piece per rank.
+A tensor that several ranks hold (a plain tensor, or a parameter under HSDP) is written once, and the writes are spread
+evenly over the ranks. A small tensor is written by one rank, selected by a hash of the tensor's name. A large tensor is
+split into at most one piece per rank.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _NO_PROTOCOL = _PLAIN | {dict}
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlice:
-    """A box that this rank writes. `key` is its tensor's index in the plan."""
+    """A region of a tensor that this rank writes. `key` is the tensor's index in the plan."""
 
     key: int
     offsets: tuple[int, ...]
@@ -64,9 +65,9 @@ class _Cut:
     """The sharding of a tensor. Tensors with the same dtype, shape and placements share one instance.
 
     Attributes:
-        boxes: (offsets, sizes) of each box that this rank holds.
-        within: Where each box begins in the local tensor, if there are several.
-        place: (this rank's index among the ranks that hold the same boxes, how many such ranks there are).
+        boxes: (offsets, sizes) of each region that this rank holds.
+        within: Offsets of each region in the local tensor. Empty if there is only one region.
+        place: (index of this rank among the ranks that hold the same regions, number of these ranks).
     """
 
     dtype: torch.dtype
@@ -83,19 +84,19 @@ class ShardedPlan:
     """The plan of this rank's writes.
 
     Attributes:
-        keys: The tensors in this rank's state. The first `shared` keys also exist on other ranks; private keys follow.
-        meshes: The meshes that placements refer to.
-        slices: The boxes of these tensors that this rank writes.
-        frames: The bytes around each slice in its file.
-        tensors: The memory of each slice: the live state's local tensors, or views of them.
+        keys: The tensors in this rank's state. The first `shared` keys also exist on other ranks. Private keys follow.
+        meshes: Device meshes that the keys' placements refer to.
+        slices: The regions of the tensors that this rank writes.
+        frames: For each slice, the bytes around the slice in its file.
+        tensors: Memory of each slice: the live state's local tensors, or views of them.
         objects: (name, path) of each object that this rank writes.
-        records: Each object's encoded bytes.
-        table: The shared keys as bytes. They are the same on all ranks of an SPMD job, so only one rank sends them.
-        digest: A 16-byte hash of the table and the objects' names.
-        flat, paths: The state, and each value's path in it.
-        holders: For each replicated key that only some ranks hold, the ranks that hold it.
-        settled: All ranks' digests when `holders` was computed. `holders` stays valid as long as they do not change.
-        sends_table: Whether no lower rank has the same table. Higher ranks send a reference instead of the table.
+        records: Encoded bytes of each object.
+        table: The shared keys as bytes. All ranks of an SPMD job have the same table, so only one rank sends the table.
+        digest: 16-byte hash of the table and of the objects' names.
+        flat, paths: The state's values by name, and the path of each value in the nested state.
+        holders: For each replicated key that only some ranks hold, the ranks that hold the key.
+        settled: Digests of all ranks when `holders` was computed. `holders` stays valid until a digest changes.
+        sends_table: True if no lower rank has the same table. Otherwise this rank sends only the digest.
     """
 
     rank: int
@@ -123,7 +124,7 @@ class ShardedPlan:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that this rank writes, including frames but not alignment."""
+        """The number of bytes that this rank writes, including frames but not padding for alignment."""
         return sum(frame.length for frame in self.frames) + sum(map(len, self.records))
 
     @property
@@ -132,9 +133,9 @@ class ShardedPlan:
         return self.digest + _settlement(self.settled)
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> ShardedPlan:
-        """Return the plan, adjusted to what the other ranks hold. All ranks call this with the same signatures.
+        """Return the plan, adjusted to what the other ranks hold. All ranks must call this with the same signatures.
 
-        The ranks exchange nothing if all signatures are equal, or if none has changed since the previous save.
+        The ranks exchange nothing if all signatures are equal, or if no signature has changed since the previous save.
         Otherwise each rank sends the hashes of its replicated keys.
         """
         known = tuple(signature[:_DIGEST] for signature in signatures)
@@ -151,7 +152,7 @@ class ShardedPlan:
         return replace(plan, settled=known, sends_table=known.index(self.digest) == self.rank)
 
     def replicated(self) -> dict[str, int]:
-        """Return a hash of the name, dtype and shape for each key that is assumed to be on all ranks."""
+        """Return a hash of the name, dtype and shape for each key that all ranks are assumed to have."""
         found = {}
         for name, value in self.flat.items():
             if name not in self.private and not isinstance(value, (DTensor, ShardedTensor)):
@@ -177,14 +178,12 @@ class ShardedPlan:
     def write(
         self, store: Store, tensors: Sequence[torch.Tensor] | None = None, *, sync: bool = True, workers: int = 0
     ) -> RankPart:
-        """Write this rank's files `__<rank>_<n>.distcp`. Does not communicate.
-
-        If several ranks have the same table of keys, only the lowest of them sends it.
+        """Write this rank's files `__<rank>_<n>.distcp`, and return the report for rank 0. Does not communicate.
 
         Args:
-            tensors: Copies of the planned tensors, in the same order, to write in their place.
+            tensors: Copies of the planned tensors, in the same order, to be written instead of the planned tensors.
             sync: Fsync the files and their directory.
-            workers: How many files to write at once; 0 means `default_workers`.
+            workers: Number of files to write at once; 0 means `default_workers`.
 
         Raises:
             NoSpaceError: The storage is full.
@@ -208,10 +207,10 @@ class ShardedPlan:
 
 
 def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple[int, ...]]:
-    """For each key that not all ranks hold, map its hash to the ranks that hold it.
+    """Map the hash of each key that only some ranks hold to the ranks that hold the key.
 
     Args:
-        tables: For each rank, the hashes of its replicated keys.
+        tables: For each rank, the hashes of the rank's replicated keys.
     """
     ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     hashes = np.concatenate(tables)
@@ -234,14 +233,14 @@ def plan_sharded(
     previous: ShardedPlan | None = None,
     private: Collection[str] = (),
 ) -> ShardedPlan:
-    """Return what this rank will write. Plain tensors and objects are assumed to be replicated on all ranks.
+    """Plan what this rank writes. Plain tensors and objects are assumed to be replicated on all ranks.
 
-    Does not communicate. The plan keeps views of the tensors, but encodes the objects immediately.
+    Does not communicate. The plan keeps views of the tensors. Objects are encoded immediately.
 
     Args:
-        state_dict: Nested or flat. Its values are DTensors, tensors and objects.
-        previous: The previous save's plan. Its `holders` remain valid if no rank's keys have changed.
-        private: Flattened keys that only this rank has ("rng.3.torch"). They are always written by this rank.
+        state_dict: Nested or flat dict of DTensors, tensors and objects.
+        previous: Plan of the previous save. Its `holders` remain valid if no rank's keys have changed.
+        private: Flattened keys that only this rank has and therefore always writes, such as "rng.3.torch".
 
     Raises:
         SaveError: A tensor is a partial sum, or an object could not be loaded without running code.
@@ -268,7 +267,9 @@ def _laid_out(
     private: frozenset[str],
     holders: Mapping[str, tuple[int, ...]],
 ) -> ShardedPlan:
-    """Return this rank's plan. `holders` has the ranks that hold a replicated key, if only some ranks hold it."""
+    """Return this rank's plan. `holders` lists the ranks that hold a replicated key, for keys that only some ranks
+    hold.
+    """
     keys: list[PlannedKey] = []
     slices: list[PlannedSlice] = []
     frames: list[RecordFrame] = []
@@ -347,7 +348,7 @@ def _laid_out(
 def _cut_of(
     name: str, value: Any, place: tuple[int, int], cuts: dict[Any, _Cut | None], meshes: dict[DeviceMesh, int]
 ) -> _Cut | None:
-    """Return how a tensor is sharded, or None if this rank is not in its mesh. Updates `cuts` and `meshes`."""
+    """Return how a tensor is sharded, or None if this rank is not in the tensor's mesh. Updates `cuts` and `meshes`."""
     if isinstance(value, ShardedTensor):  # its metadata already lists its boxes
         metas = [shard.metadata for shard in value.local_shards()]
         boxes = [(tuple(meta.shard_offsets), tuple(meta.shard_sizes)) for meta in metas]
@@ -396,7 +397,7 @@ def _cut_by_mesh(name: str, value: DTensor, meshes: dict[DeviceMesh, int]) -> _C
 def _mine(
     name: str, cut: _Cut, offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int] | None] | None:
-    """Return the part of a local box that this rank writes, as (offsets, sizes, arguments for `narrow`), or None."""
+    """Return the part of a local region that this rank writes, as (offsets, sizes, arguments for `narrow`), or None."""
     number, count = cut.place
     if 0 in sizes:
         return (offsets, sizes, None) if 0 in cut.shape and number == 0 else None
@@ -427,9 +428,9 @@ def local_box(
 
 
 def _held(value: DTensor) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return this rank's boxes of a DTensor, each with its offsets in the local tensor.
+    """Return this rank's regions of a DTensor, each with the region's offsets in the local tensor.
 
-    A strided shard consists of several boxes if its rows are not adjacent.
+    A strided shard consists of several regions if its rows are not adjacent.
     """
     mesh, placements, shape = value.device_mesh, tuple(value.placements), tuple(value.shape)
     if any(hasattr(placement, "split_factor") for placement in placements):
@@ -452,10 +453,10 @@ def placement_record(placement: Any) -> PlacementRecord:
 
 
 def joined_mesh(what: str, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Join meshes that are slices of one mesh. Return a mesh with all their dimensions, in the order given.
+    """Join meshes that are slices of one mesh into a mesh with all their dimensions, in the order given.
 
     Args:
-        what: The tensor that is placed on them, for errors.
+        what: Description of the tensor that is placed on the meshes, for errors.
 
     Raises:
         UsageError: The meshes are not slices of the same mesh, or have a dimension in common.
@@ -500,8 +501,10 @@ def _settlement(digests: Sequence[bytes]) -> bytes:
 
 
 def flatten(nested: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path]]:
-    """Return a nested state's values by name, and each value's path. The names are those of torch's
-    `flatten_state_dict`."""
+    """Return the values of a nested state by name, and the path of each value.
+
+    The names are the same as those of torch's `flatten_state_dict`.
+    """
     values: dict[str, Any] = {}
     paths: list[Path] = []
     _flatten("", (), ((str(key), item) for key, item in nested.items()), values, paths)
@@ -527,7 +530,9 @@ def _flatten(
 
 
 def _is_leaf(items: list[Any]) -> bool:
-    """Return whether a list counts as a single value: neither it nor any list inside it contains tensors or dicts."""
+    """Return whether a list counts as a single value. A list that contains tensors or dicts, even in inner lists, does
+    not.
+    """
     return not any(
         isinstance(item, (Mapping, torch.Tensor)) or (isinstance(item, list) and not _is_leaf(item)) for item in items
     )
@@ -537,7 +542,7 @@ def _is_leaf(items: list[Any]) -> bool:
 
 
 def local_boxes(value: Any) -> list[tuple[Box, torch.Tensor]]:
-    """Return this rank's boxes of a tensor, each with its (detached) memory."""
+    """Return this rank's regions of a tensor, each with the region's memory, detached."""
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
             return []
@@ -568,7 +573,11 @@ def _local(value: Any, index: int) -> torch.Tensor:
 
 
 def _encode(name: str, value: Any) -> bytes:
-    """Return an object's record in torch.save format. Raises SaveError if our reader could not load it."""
+    """Encode an object as a torch.save record.
+
+    Raises:
+        SaveError: ckptkit could not load the record.
+    """
     if is_plain(value):
         return frame_object(value)
     if isinstance(value, torch.Tensor):
@@ -577,9 +586,9 @@ def _encode(name: str, value: Any) -> bytes:
 
 
 def whole_record(name: str, tensor: torch.Tensor) -> bytes:
-    """Return the record, in torch.save format, of a tensor that is not dense.
+    """Return the torch.save record of a tensor that is not dense.
 
-    The tensor is sparse or quantized, or of a class that torch's weights_only loader can load.
+    The tensor must be sparse or quantized, or of a class that torch's weights_only loader can load.
 
     Raises:
         SaveError: No load could restore the tensor.

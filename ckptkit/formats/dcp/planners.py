@@ -3,9 +3,9 @@
     dcp.save(state, storage_writer=ckptkit.DCPWriter(url), planner=ckptkit.DCPSavePlanner())
     dcp.load(state, storage_reader=ckptkit.DCPReader(url), planner=ckptkit.DCPLoadPlanner())
 
-With any other writer or reader, they behave like torch's default planners. They keep the guarantees of torch's
-protocol: the ranks agree on who writes what, every mismatch is found before a byte is read, and a failure on one rank
-fails all ranks.
+With any other writer or reader, the planners behave like torch's default planners. The guarantees of torch's protocol
+hold: the ranks agree on who writes what, every mismatch is found before a byte is read, and a failure on one rank fails
+all ranks.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _LOAD = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_pl
 
 @dataclass
 class WriterMeta(StorageMeta):
-    """Tells a planner that it is planning for a `DCPWriter`.
+    """Tells a planner that the storage writer is a `DCPWriter`.
 
     Attributes:
-        rank: This rank's index in the process group that saves. Set by `set_up_storage_writer`.
-        collective: Whether the ranks plan together.
+        rank: This process's rank in the process group that saves. Set by `set_up_storage_writer`.
+        collective: True if the ranks plan together.
     """
 
     rank: int = 0
@@ -48,7 +48,9 @@ class WriterMeta(StorageMeta):
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A rank's message to the coordinator: its plan's digest and the hashes of its replicated keys."""
+    """A rank's message to the coordinator: the digest of the rank's plan, and the hashes of the rank's replicated
+    keys.
+    """
 
     digest: bytes
     hashes: bytes
@@ -62,8 +64,8 @@ class _Turn:
     """The coordinator's answer to a rank.
 
     Attributes:
-        sends_table: Whether the rank must send its table of keys: True if no lower rank has the same keys.
-        holders: Key hash -> the ranks that hold the key, for replicated keys that this rank has but some others lack.
+        sends_table: True if the rank must send its table of keys because no lower rank has the same keys.
+        holders: Ranks that hold a key, by key hash, for the replicated keys of this rank that some other ranks lack.
     """
 
     rank: int
@@ -73,13 +75,13 @@ class _Turn:
 
 
 class DCPSavePlanner(DefaultSavePlanner):
-    """Plans a `dcp.save` on each rank by itself, without sending an object per tensor.
+    """Plans a `dcp.save` on each rank separately, without sending an object per tensor.
 
-    Replicas are written once, spread evenly over the ranks that hold them. With any writer other than `DCPWriter`, or
-    without collectives, this planner behaves like torch's `DefaultSavePlanner`.
+    A tensor that several ranks hold is written once, and the writes are spread evenly over the ranks. With any writer
+    other than `DCPWriter`, or without collectives, this planner behaves like torch's `DefaultSavePlanner`.
 
-    Objects must be plain data, or of classes allowed by `torch.serialization.add_safe_globals`. Any other object raises
-    a SaveError.
+    Objects must be plain data, or instances of classes allowed by `torch.serialization.add_safe_globals`. Any other
+    object raises a SaveError.
     """
 
     def set_up_planner(
@@ -137,13 +139,13 @@ class DCPSavePlanner(DefaultSavePlanner):
 
 
 class DCPLoadPlanner(DefaultLoadPlanner):
-    """Plans a `dcp.load` without an object per tensor.
+    """Plans a `dcp.load` without creating an object per tensor.
 
     With any reader other than `DCPReader`, this planner behaves like torch's `DefaultLoadPlanner`.
 
     Args:
-        allow_partial_load: Leave values unchanged if the checkpoint lacks their keys. If False, raise one error that
-            lists every mismatch, before any rank reads.
+        allow_partial_load: If True, values whose keys are missing in the checkpoint stay unchanged. If False, an error
+            that lists every mismatch is raised before any rank reads.
     """
 
     def __init__(self, *, allow_partial_load: bool = False) -> None:
@@ -174,7 +176,9 @@ class DCPLoadPlanner(DefaultLoadPlanner):
 
 
 def is_itself(made: object, ours: type, steps: Sequence[str]) -> bool:
-    """Return whether `made` inherits all these methods of `ours` unchanged. An override must not be bypassed."""
+    """Return whether the class of `made` inherits all these methods from `ours`. An overridden method must not be
+    bypassed.
+    """
     return all(getattr(type(made), step) is getattr(ours, step) for step in steps)
 
 

@@ -72,7 +72,9 @@ def load_objects(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, 
 
 
 def check_fits(current: Any, value: Any, name: str) -> None:
-    """Check that a loaded tensor fits the state's current value, if that is a tensor to fill.
+    """Check that a loaded tensor fits the tensor in the state that it will fill.
+
+    Checks nothing if either value is not a tensor, or if the state's tensor is a DTensor or on the meta device.
 
     Raises:
         CheckpointMismatchError: Shapes, dtypes or layouts differ.
@@ -87,8 +89,12 @@ def check_fits(current: Any, value: Any, name: str) -> None:
 
 
 def filled_by(current: Any, value: Any) -> Any:
-    """Return the state's new value. If the current value is a tensor to fill, fill it with `value` and return it;
-    otherwise return `value`."""
+    """Fill the state's current tensor with a loaded tensor, and return the state's new value.
+
+    Returns:
+        `current`, or `value` if `current` could not be filled, because either value is not a tensor or `current` is a
+        DTensor or on the meta device.
+    """
     if not _is_filled(current, value):
         return value
     with torch.no_grad():
@@ -103,11 +109,11 @@ def _is_filled(current: Any, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The reads that a load will do on this rank. Nothing has been read or changed yet.
+    """The reads that a load will perform on this rank. Nothing has been read or changed yet.
 
     Attributes:
-        objects: By key, the path to an object's value in the state, and the current value.
-        missing: Keys in the state that the checkpoint lacks. Their values are left unchanged.
+        objects: For the key of each object, the path to the object's value in the state, and the current value.
+        missing: Keys in the state that the checkpoint lacks. The values of these keys stay unchanged.
     """
 
     catalog: Catalog
@@ -118,7 +124,7 @@ class ReadPlan:
     missing: list[str]
 
     def run(self) -> None:
-        """Fill the tensors and replace the objects.
+        """Fill the tensors and replace the objects in the state.
 
         Raises:
             IntegrityError: Bytes differ from their digest. The message names the tensor and the file.
@@ -142,17 +148,17 @@ def plan_read(
     strict: bool = True,
     workers: int = 0,
 ) -> ReadPlan:
-    """Plan a load that fills a nested or flat state's tensors in place and replaces its objects. Changes nothing.
+    """Plan a load that fills the tensors of a nested or flat state in place and replaces the objects. Changes nothing.
 
     Each rank reads only the bytes that its own tensors need, however the checkpoint is sharded.
 
     Args:
         verify: Which slices to check against their digests.
-        cast: Convert a tensor if its dtype differs. If False, a different dtype is an error.
-        strict: Raise an error if the checkpoint lacks a key. If False, leave that key's value unchanged.
+        cast: Convert tensors whose dtype differs. If False, a different dtype is an error.
+        strict: Raise an error if the checkpoint lacks a key. If False, the value of that key stays unchanged.
 
     Raises:
-        CheckpointMismatchError: Keys are missing, or shapes, dtypes or kinds differ. Lists all mismatches.
+        CheckpointMismatchError: Keys are missing, or shapes, dtypes or kinds differ. The message lists all mismatches.
         IncompleteCheckpointError: The checkpoint lacks part of a tensor.
     """
     flat, of_each = flatten(state_dict)
@@ -172,12 +178,13 @@ def plan_read(
 
 
 def add_class(filler: Filler, catalog: Catalog, name: str, value: Any) -> bool:
-    """If a value in the state is a tensor subclass, schedule reads into its inner tensors, and return True.
+    """Schedule reads into the inner tensors of a value in the state that is a tensor subclass, and return True.
 
-    Return False for any other value, and if the checkpoint lacks the tensor or has it as a single object.
+    Returns False for any other value, and if the checkpoint lacks the tensor or stores the tensor as a single object.
 
     Raises:
-        CheckpointMismatchError: The checkpoint has another class, other settings, or shards that split its blocks.
+        CheckpointMismatchError: The checkpoint has another class, other settings, or shards that split the blocks of
+            elements that share a scale.
     """
     if not isinstance(value, torch.Tensor) or (name in catalog.objects and name not in catalog.tensors):
         return False
@@ -213,10 +220,11 @@ def check_shared_memory(
     """Check that tensors in a flat state that share memory (tied weights) will be filled with equal values.
 
     Args:
-        entries: The checkpoint's tensors, by key in the state. Tensors that do not fit are ignored here.
+        entries: The checkpoint's tensors, by key in the state. Tensors that do not fit the state are ignored.
 
     Raises:
-        CheckpointMismatchError: The checkpoint has different values for such tensors. The message names them.
+        CheckpointMismatchError: The checkpoint has different values for tensors that share memory. The message names
+            the tensors.
     """
     found = [
         (name, local)
@@ -265,7 +273,11 @@ def _locals(value: Any) -> list[torch.Tensor]:
 def _matched(
     catalog: Catalog, flat: Mapping[str, Any], *, cast: bool, strict: bool
 ) -> tuple[dict[str, TensorEntry | None], list[str]]:
-    """Return the keys to load with their tensors, and the missing keys. Raises one error that lists all mismatches."""
+    """Return the keys to load, each with its tensor (None for an object), and the missing keys.
+
+    Raises:
+        CheckpointMismatchError: Keys do not fit the checkpoint. The message lists all mismatches.
+    """
     found: dict[str, TensorEntry | None] = {}
     missing, wrong = [], []
     for name, value in flat.items():

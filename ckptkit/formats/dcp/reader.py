@@ -1,4 +1,4 @@
-"""Opens a plain DCP directory: through our manifest if `DCPWriter` wrote one, otherwise through `.metadata`."""
+"""Opens a plain DCP directory, through the manifest if `DCPWriter` wrote one, otherwise through `.metadata`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ckptkit.storage import Store
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Return the catalog of the DCP checkpoint at the store's root. Prefers the manifest, which has digests and needs
-    no unpickling."""
+    """Return the catalog of the DCP checkpoint at the store's root.
+
+    Prefers the manifest to `.metadata`, because the manifest contains digests and needs no unpickling.
+    """
     return open_manifest(store) or catalog.open_catalog(store, options=options or ReadOptions())

@@ -1,8 +1,9 @@
-"""Frames the items of a DCP data file. Each item is a torch.save zip around a tensor's bytes, written without torch.
+"""Builds the records of a DCP data file. Each record is a torch.save zip around a tensor's bytes, built without torch.
 
 A record is the smallest zip that `torch.load` accepts: `data.pkl`, `version` and the storage `data/0`, uncompressed and
-without timestamps. The frame therefore depends only on the dtype and sizes. A file is a sequence of records. Sources
-for the format: torch/serialization.py (`_save`, `_load`) and the zip specification (APPNOTE 6.3.10).
+without timestamps. The bytes around the tensor (the frame) therefore depend only on the dtype and sizes. A file is a
+sequence of records. Sources for the format: torch/serialization.py (`_save`, `_load`) and the zip specification
+(APPNOTE 6.3.10).
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class RecordFrame:
     """The bytes around a payload. A record consists of `prefix`, `nbytes` bytes of payload, and `suffix(crc)`.
 
     Attributes:
-        prefix: The bytes before the payload. Unless `streamed`, they contain the CRC: see `head`.
+        prefix: The bytes before the payload. Unless `streamed`, `head` must fill in the payload's CRC.
         nbytes: Size of the payload in bytes.
         length: Size of the whole record in bytes.
-        alignment: The record must start at a multiple of this in its file, so that the payload is aligned.
-        streamed: Whether the CRC is stored only after the payload.
+        alignment: The record must start at a multiple of this number in its file, so that the payload is aligned.
+        streamed: True if the CRC is stored only after the payload.
+        crc_at: Position of the CRC in `prefix`.
+        tail: The end of the record, split where the CRC is inserted.
     """
 
     prefix: bytes
@@ -73,7 +76,7 @@ def frame_tensor(dtype: str, sizes: tuple[int, ...]) -> RecordFrame:
     """Return the frame that makes a tensor's row-major bytes readable by `torch.load(weights_only=True)`.
 
     Args:
-        dtype: torch's name for it, without "torch.".
+        dtype: torch's name for the dtype, without "torch.".
     """
     kind = dtype_of(dtype)
     pickled, nbytes = _pickle_tensor(kind.name, sizes, kind.itemsize), math.prod(sizes) * kind.itemsize
@@ -105,7 +108,7 @@ def frame_tensor(dtype: str, sizes: tuple[int, ...]) -> RecordFrame:
 
 
 def frame_object(value: Any) -> bytes:
-    """Return a record, in torch.save format, of a value for which `is_plain` is True.
+    """Return the torch.save record of a value that `is_plain` accepts.
 
     Uses pickle protocol 2, because `torch.load(weights_only=True)` refuses the framing of later protocols.
     """
@@ -119,7 +122,7 @@ def frame_object(value: Any) -> bytes:
 def is_plain(value: Any) -> bool:
     """Return whether a value consists only of None, bools, numbers, strings, bytes, lists, tuples and dicts.
 
-    The types must match exactly, because an instance of a subclass could hold more than its contents.
+    The types must match exactly, because an instance of a subclass could have attributes that would be lost.
     """
     kind = type(value)
     if kind in (bool, int, float, str, bytes, type(None)):

@@ -1,6 +1,6 @@
-"""Derives a DCP entry's role (weight, moment, ...) from the path that the planner recorded.
+"""Derives the `Role` of a DCP entry (such as weight or optimizer state) from the path that the planner recorded.
 
-The flattened key does not show where a wrapper ends and the parameter's name begins: the first "model" is a wrapper in
+The flattened key does not show where a wrapper ends and the parameter's name begins. The first "model" is a wrapper in
 accelerate's path ("model", "model.embed_tokens.weight"), but part of the name in LightRFT's path
 ("model.embed_tokens.weight",).
 """
@@ -32,7 +32,7 @@ _STATES = _MASTER_STATES | {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum
 
 
 class EntryRole(NamedTuple):
-    """An entry's role, parameter and state, as in `TensorEntry`."""
+    """An entry's `Role`, parameter name and state name, as in `TensorEntry`."""
 
     role: Role
     fqn: str = ""
@@ -40,17 +40,18 @@ class EntryRole(NamedTuple):
 
 
 class RoleTable:
-    """The roles of a checkpoint's entries. An entry's role can depend on which other entries exist.
+    """Determines the `Role` of each entry of a checkpoint. The result for an entry can depend on the other entries.
 
     Args:
-        paths: The planner's path for each key. A key without one is its own path.
+        paths: The planner's path for each key. A key that has no path is treated as a path of one component.
         tensors: The keys that are tensors.
     """
 
     def __init__(self, paths: Mapping[str, Path], tensors: Iterable[str]) -> None:
         tops = {_top(path) for path in paths.values() if path}
         # An optimizer's state and param_groups may be at the top level, as in LightRFT's `optim_states/` or a DCP
-        # checkpoint of what get_optimizer_state_dict returns.
+        # An optimizer's state and param_groups may be at the top level, as in LightRFT's `optim_states/` or in a DCP
+        # checkpoint of the result of get_optimizer_state_dict.
         alone = "state" in tops and tops <= {"state", _PARAM_GROUPS}
         # If the key "state" holds a model and optimizers, it is not one optimizer's state.
         inner = {str(path[1]) for path in paths.values() if len(path) > 2 and path[0] == "state"}
@@ -74,7 +75,7 @@ class RoleTable:
         self._paths = paths
 
     def of(self, key: str) -> EntryRole:
-        """Return the role of the entry `key`."""
+        """Return the `Role`, parameter and state of the entry `key`."""
         path = self._paths.get(key) or (key,)
         optimizer = self._optimizer(path)
         if optimizer is not None:
@@ -108,11 +109,11 @@ class RoleTable:
 
 
 def optimizer_role(path: Path) -> EntryRole:
-    """Return an optimizer entry's role, given its path within the optimizer: ("state", fqn, "exp_avg").
+    """Return the `Role`, parameter and state of an optimizer entry, given the entry's path within the optimizer.
 
-    The path is nested, or flattened: torch's `flatten_optimizer_state_dict` joins the three components with dots. State
-    names contain no dots. If several optimizers are in a list or dict, the path starts with the optimizer's index or
-    key.
+    The path is nested, as in ("state", fqn, "exp_avg"), or flattened: torch's `flatten_optimizer_state_dict` joins the
+    three components with dots. State names contain no dots. If several optimizers are in a list or dict, the path
+    starts with the optimizer's index or key.
     """
     while len(path) > 1 and path[0] not in _PARTS and not (isinstance(path[0], str) and path[0].startswith("state.")):
         path = path[1:]  # drop the index or key that selects one of several optimizers
@@ -149,8 +150,10 @@ def _top(path: Path) -> str:
 
 
 def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
-    """Return the part of a tensor's path that precedes the parameter's name: () at the top level, or None if the tensor
-    is not in a model."""
+    """Return the part of a tensor's path that precedes the parameter's name.
+
+    Returns () if the parameter is at the top level, or None if the tensor is not in a model.
+    """
     for i, part in enumerate(path[:-1]):
         if not isinstance(part, str):
             continue
@@ -167,7 +170,7 @@ def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
 
 
 def _inner_wrappers(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None]) -> dict[Path | None, Path]:
-    """Map each wrapper to the longer wrapper that all its tensors share, if there is one.
+    """Map each wrapper to a longer wrapper if all tensors of the wrapper share the longer wrapper.
 
     Examples are {"model": {"model": state_dict}} and {"models": [state_dict]}. Only list indices and known keys extend
     a wrapper.

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A tensor in the checkpoint, and this rank's part of the live tensor that it will be loaded into.
+    """A tensor in the checkpoint, and this rank's part of the live tensor that the load will fill with the tensor.
 
     Attributes:
-        shape: The whole live tensor's shape.
-        local: The part that this rank holds.
-        parts: Boxes of the whole tensor, with their places in `local`.
+        shape: Shape of the whole live tensor.
+        local: The local tensor on this rank.
+        parts: The regions of the whole tensor that `local` contains, with their positions in `local`.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Claim:
 
     @classmethod
     def whole(cls, key: str, entry: TensorEntry, like: torch.Tensor) -> Claim:
-        """Return a claim for the whole tensor, not only this rank's part, so that all ranks decide alike."""
+        """Return a claim for the whole tensor instead of this rank's part, so that all ranks get the same result."""
         import torch
 
         shape = tuple(like.shape)
@@ -44,7 +44,7 @@ class Claim:
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return groups of tensors whose memory overlaps, as lists of indices."""
+    """Return groups of tensors whose memory overlaps, as lists of indices into `tensors`."""
     spans = sorted((t.data_ptr(), _extent(t), i) for i, t in enumerate(tensors))
     groups: list[list[int]] = []
     stop = 0
@@ -60,11 +60,13 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def check_claims(store: Store, groups: Iterable[Sequence[Claim]]) -> None:
-    """Check that the checkpoint has equal values for tensors that share memory. Reads the values only if comparing
-    locations and digests does not settle it.
+    """Check that the checkpoint has equal values for tensors that share memory.
+
+    Reads the values only if locations and digests do not show whether the values are equal.
 
     Raises:
-        CheckpointMismatchError: Values differ, so one tensor would overwrite another. Names all such tensors.
+        CheckpointMismatchError: Values differ, so one tensor would overwrite another. The message names all tensors
+            whose values differ.
     """
     wrong = [group for group in groups if not are_one(store, group)]
     if wrong:
@@ -78,7 +80,10 @@ def check_claims(store: Store, groups: Iterable[Sequence[Claim]]) -> None:
 
 
 def are_one(store: Store, claims: Sequence[Claim | None]) -> bool:
-    """Return whether the checkpoint has equal values for tensors that share memory. Without a claim, there are none."""
+    """Return whether the checkpoint has equal values for tensors that share memory.
+
+    Returns False if a claim is None, because the checkpoint then has no values for that tensor.
+    """
     group = [claim for claim in claims if claim is not None]
     if len(group) < len(claims):
         return False
@@ -95,8 +100,10 @@ def are_one(store: Store, claims: Sequence[Claim | None]) -> bool:
 
 
 def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
-    """Read this rank's part of each tensor into memory laid out like the live tensors. Return False if
-    reading one tensor changed another, because they share memory."""
+    """Return whether tensors that share memory keep their values if all of them are read.
+
+    Reads this rank's part of each tensor into memory laid out like the memory of the live tensors.
+    """
     import torch
 
     from ckptkit.formats.dcp.fill import Filler
@@ -132,7 +139,9 @@ def _place(local: torch.Tensor) -> tuple[object, ...]:
 
 
 def _extent(local: torch.Tensor) -> int:
-    """Return the number of bytes from the start of the tensor's first element to the end of its last in memory."""
+    """Return the number of bytes from the start of a tensor's first element to the end of the last element in
+    memory.
+    """
     itemsize = local.element_size()
     if local.is_contiguous():
         return local.numel() * itemsize

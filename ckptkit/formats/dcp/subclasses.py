@@ -1,8 +1,9 @@
-"""Splits tensor subclasses into plain tensors by torch's `__tensor_flatten__` protocol, and rebuilds them.
+"""Splits tensor subclasses into plain tensors by torch's `__tensor_flatten__` protocol, and rebuilds the subclasses.
 
-A class with `__tensor_flatten__` names its inner tensors. They are stored as plain tensors named `<name>::<attribute>`,
-and a recipe (JSON) records the class and everything else. A load fills the inner tensors of a live tensor that has the
-same recipe. A class is never imported just because a checkpoint names it.
+A class with `__tensor_flatten__` names its inner tensors. Each inner tensor is stored as a plain tensor named
+`<name>::<attribute>`. A recipe (JSON) records the class and everything else that rebuilding needs. A load fills the
+inner tensors of a live tensor that has the same recipe. A class is never imported just because a checkpoint names the
+class.
 
 Two classes without the protocol are split in the same way (`_WITHOUT_PROTOCOL`): bitsandbytes' 4-bit weights, and the
 optimizer states of flashoptim, which are not tensors.
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 SEPARATOR = "::"
 SUBCLASSES = "subclasses"
-"""The key in objects.json that holds all recipes, by tensor key."""
+"""The key in objects.json whose value maps tensor keys to recipes."""
 
 Recipe = Any  # JSON
 
@@ -44,11 +45,11 @@ STATES: Mapping[str, tuple[Mapping[str, str], Sequence[str]]] = {
     ),
     "torchao.optim.subclass_fp8.OptimStateFp8": ({"codes": "like", "scale": "flat"}, ("dtype",)),
 }
-"""torchao's optimizer states: the relation of each inner tensor to the whole tensor, and the context's attributes in
-order.
+"""torchao's optimizer states: for each class, a rule for each inner tensor, and the attributes of the context in order.
 
-"like": the inner tensor has as many dimensions, and one element per block. "flat": it has one dimension, and one
-element per run of the flattened tensor. "whole": it is a table that every shard has.
+"like": the inner tensor has as many dimensions as the outer tensor, and one element per block. "flat": the inner tensor
+has one dimension, and one element per run of the flattened outer tensor. "whole": the inner tensor is a table that
+every shard has.
 """
 
 _SCALED = ("qdata", "scale", "zero_point", "act_pre_scale")
@@ -80,24 +81,26 @@ WEIGHTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
         ("block_size", "orig_dtype", "is_swizzled_scales", "use_triton_kernel", "act_quant_kwargs"),
     ),
 }
-"""torchao's weights (0.18): the inner tensors, some of them optional, and the attributes in the context, by class."""
+"""torchao's weights (0.18): for each class, the inner tensors, some of them optional, and the attributes of the
+context.
+"""
 
 ENUMS: Mapping[str, Mapping[Any, str]] = {
     "KernelPreference": {name.lower(): name for name in ("AUTO", "TORCH", "MSLK", "EMULATED", "TRITON")},
     "MappingType": {1: "SYMMETRIC", 2: "SYMMETRIC_NO_CLIPPING_ERR", 3: "ASYMMETRIC"},
     "ScaleCalculationMode": {name.lower(): name for name in ("FLOOR", "RCEIL", "CEIL", "EVEN")},
 }
-"""torchao's enums in contexts, by class and value: pickles contain values, recipes contain names."""
+"""torchao's enums in contexts, by class and value. Pickles contain the values, and recipes contain the names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A tensor's parts and recipe.
+    """The inner tensors and the recipe of a tensor.
 
     Attributes:
-        parts: The inner tensors by attribute ("a::b" if an inner tensor itself belongs to a subclass). They share the
-            outer tensor's memory, and are DTensors if it is sharded.
-        recipe: JSON: "class", "shape", "stride", "dtype", "context" and "inner".
+        parts: The inner tensors by attribute ("a::b" if an inner tensor itself belongs to a subclass). The inner
+            tensors share the outer tensor's memory, and are DTensors if the outer tensor is sharded.
+        recipe: JSON with the keys "class", "shape", "stride", "dtype", "context" and "inner".
     """
 
     parts: dict[str, torch.Tensor]
@@ -105,7 +108,7 @@ class Opened:
 
 
 def outer_name(name: str, recipes: Mapping[str, Recipe], prefix: str = "") -> str:
-    """Return the name of the tensor that `name` is a part of, or `name` itself if no recipe has such a part."""
+    """Return the name of the tensor that contains the inner tensor `name`, or `name` itself if no recipe matches."""
     head = name
     while SEPARATOR in head:
         head = head.rpartition(SEPARATOR)[0]
@@ -118,8 +121,8 @@ def describe(recipe: Recipe, live: torch.Tensor | None = None) -> str:
     """Return a recipe as one line, for error messages.
 
     Args:
-        live: The tensor without a recipe, if it is an optimizer state on this rank. An optimizer quantizes no empty
-            shard.
+        live: The optimizer state on this rank, if the state has no recipe. An empty shard has no recipe because
+            optimizers do not quantize empty shards.
     """
     if not isinstance(recipe, Mapping):
         is_empty = live is not None and not local_part(live).numel()
@@ -129,7 +132,10 @@ def describe(recipe: Recipe, live: torch.Tensor | None = None) -> str:
 
 
 def same_recipe(one: Recipe | None, other: Recipe | None) -> bool:
-    """Return whether two recipes are equal. Tuples equal lists, because torchao's own files store tuples as lists."""
+    """Return whether two recipes are equal.
+
+    Tuples equal lists, because torchao's own files store tuples as lists.
+    """
 
     def listed(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -142,14 +148,15 @@ def same_recipe(one: Recipe | None, other: Recipe | None) -> bool:
 def open_all(
     tensors: Mapping[Any, Any], wholes: Mapping[Any, Any] | None = None
 ) -> tuple[dict[Any, Any], dict[Any, Recipe], dict[Any, str]]:
-    """Replace those tensors in a table that are not dense with their parts.
+    """Replace the tensors in a table that are not dense with their inner tensors.
 
     Args:
-        tensors: By name, or by (FQN, state name). Tensors that can't be split stay as they are.
-        wholes: A tensor with the global placement, for each value that is a part of a global tensor but not a DTensor.
+        tensors: Tensors by name, or by (FQN, state name). Tensors that can't be split stay as they are.
+        wholes: For each value that is a local part of a global tensor but not a DTensor, a tensor with the global
+            placement.
 
     Returns:
-        The table with the parts, the recipes by name, and, for each tensor that could not be split, the reason.
+        The new table, the recipes by name, and the reason for each tensor that could not be split.
     """
     from torch.distributed.tensor import DTensor
 
@@ -180,13 +187,15 @@ def open_all(
 
 
 def open_tensor(tensor: Any, whole: Any = None) -> Opened | None:
-    """Return a tensor's parts, or None if it is dense or its class does not name its inner tensors.
+    """Return the inner tensors and the recipe of a tensor.
+
+    Returns None if the tensor is dense, or if the class does not name its inner tensors.
 
     Args:
-        whole: A tensor with the global placement, if `tensor` is a part of a global tensor but not a DTensor.
+        whole: A tensor with the global placement, if `tensor` is a local part of a global tensor but not a DTensor.
 
     Raises:
-        SaveError: The tensor can't be stored in parts. The message completes the sentence "the tensor ...".
+        SaveError: The tensor can't be split. The message completes the sentence "the tensor ...".
     """
     from torch.distributed.tensor import DTensor
 
@@ -195,7 +204,7 @@ def open_tensor(tensor: Any, whole: Any = None) -> Opened | None:
 
 
 def without_values(tensor: Any) -> Any:
-    """Return a meta tensor that is placed like a tensor that is stored in parts; None for other tensors."""
+    """Return a meta tensor placed like `tensor` if `tensor` is stored as its inner tensors, otherwise None."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -223,7 +232,9 @@ def _is_made_of_parts(tensor: Any) -> bool:
 
 
 def _open(local: Any, whole: Any) -> Opened:
-    """Return the parts of `whole`. `local` is its shard on this rank, or `whole` itself if it is not sharded."""
+    """Return the inner tensors of `whole`. `local` is the shard on this rank, or `whole` itself if `whole` is not
+    sharded.
+    """
     from torch.distributed.tensor import DTensor
 
     kind = _class_of(local)
@@ -266,7 +277,9 @@ def _class_of(tensor: Any) -> str:
 
 
 def _flattened(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Return a tensor's inner tensors by attribute, and its context."""
+    """Return a tensor's inner tensors by attribute, and the context: the other data that rebuilding the tensor
+    needs.
+    """
     known = _WITHOUT_PROTOCOL.get(_class_of(tensor))
     if known is not None:
         return known(tensor)
@@ -288,13 +301,13 @@ def _flattened_4bit(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
     return parts, context
 
 
-# bitsandbytes' 4-bit weights do not implement the protocol. They consist of packed values and a `quant_state` with
+# bitsandbytes' 4-bit weights do not implement the protocol. A weight consists of packed values and a `quant_state` with
 # scales and tables.
 _4BIT = "bitsandbytes.nn.modules.Params4bit"
 _4BIT_ENTRIES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
-# flashoptim's optimizer states are objects with either int8 codes and a scale for each run of 32 elements (of this
-# rank's shard, where the last run may be shorter), or plain values.
+# An optimizer state of flashoptim is an object with either plain values, or int8 codes and a scale for each run of 32
+# elements of this rank's shard, where the last run may be shorter.
 _FLASH = "flashoptim.optimizers._MaybeQuantizedTensor"
 _FLASH_RUN = 32
 ERROR_BITS = "error_bits"  # holds the lower bits of fp32 weights that the job keeps in bf16 or fp16
@@ -303,17 +316,19 @@ _FLASH_SETTINGS = ("try_quantize", "signed", "sqrt", "softsign")
 
 
 def is_state_in_parts(value: Any) -> bool:
-    """Return whether an optimizer state, although not a tensor, has inner tensors that are stored like a tensor's."""
+    """Return whether an optimizer state is an object of flashoptim, whose inner tensors are stored like those of a
+    tensor.
+    """
     return type(value).__name__ == "_MaybeQuantizedTensor" and _class_of(value) == _FLASH
 
 
 def keeps_parts(optimizer: Any) -> bool:
-    """Return whether an optimizer is one of flashoptim's, whose states differ from what its state_dict returns."""
+    """Return whether an optimizer is one of flashoptim's, whose states differ from the result of `state_dict`."""
     return isinstance(getattr(optimizer, "quantized_state_spec", None), Mapping)
 
 
 def lower_bits_of(catalog: Catalog) -> dict[str, TensorEntry]:
-    """Return the lower bits that flashoptim keeps of bf16 and fp16 weights, by the weight's FQN."""
+    """Return the tensors in which flashoptim keeps the lower bits of bf16 and fp16 weights, by the weight's FQN."""
     weights = catalog.by_role(Role.MODEL)
     found = [entry for entry in catalog.tensors.values() if entry.state == ERROR_BITS and entry.fqn in weights]
     return {
@@ -325,7 +340,7 @@ def lower_bits_of(catalog: Catalog) -> dict[str, TensorEntry]:
 
 
 def with_lower_bits(weight: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 weight that consists of a bf16 or fp16 weight and its lower bits.
+    """Combine a bf16 or fp16 weight and its lower bits into an fp32 weight.
 
     Follows `reconstruct_fp32_param` in flashoptim.
     """
@@ -356,7 +371,7 @@ def _is_4bit(tensor: Any) -> bool:
 
 
 def repeated(tensors: Mapping[str, Any]) -> set[str]:
-    """Return the entries that bitsandbytes' 4-bit layers add to a state dict. They are copies of the weights' parts."""
+    """Return the names of the copies of inner tensors that bitsandbytes' 4-bit layers add to a state dict."""
     weights = [name for name, value in tensors.items() if type(value).__name__ == "Params4bit" and _is_4bit(value)]
     if not weights:
         return set()
@@ -366,9 +381,9 @@ def repeated(tensors: Mapping[str, Any]) -> set[str]:
 
 
 def left_behind(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
-    """Return bitsandbytes' 4-bit weights that FSDP2 has sharded, by name, with the reason why they can't be saved.
+    """Return the reason why a 4-bit weight of bitsandbytes can't be saved, for each weight that FSDP2 has sharded.
 
-    Such a parameter holds only the packed values. Its scales stay behind in an attribute of the layer, which no state
+    A sharded weight holds only the packed values. The scales stay behind in an attribute of the layer, which no state
     dict contains.
     """
     found = {}
@@ -398,9 +413,9 @@ def _rule(kind: str, name: str, shape: tuple[int, ...], inner: tuple[int, ...]) 
 
 
 def blocks_of(shape: Sequence[int], inner: Sequence[int]) -> list[int] | None:
-    """Return, for each dimension, how many elements of a tensor share one element of its inner tensor.
+    """Return, for each dimension, how many elements of a tensor share one element of the inner tensor.
 
-    None if the numbers of dimensions differ, or if a size is not a multiple of the inner tensor's.
+    Returns None if the numbers of dimensions differ, or if a size is not a multiple of the inner tensor's size.
     """
     if len(shape) != len(inner) or any(n != size and (not n or size % n) for size, n in zip(shape, inner, strict=True)):
         return None
@@ -408,7 +423,9 @@ def blocks_of(shape: Sequence[int], inner: Sequence[int]) -> list[int] | None:
 
 
 def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return the tensor to store for an inner tensor of an unsharded tensor, and its entry in the recipe."""
+    """Return the tensor to store for an inner tensor of an unsharded tensor, and the inner tensor's entry in the
+    recipe.
+    """
     shape = tuple(local.shape)
     if rule == "flat" and _class_of(local) == _FLASH and (local.numel() % _FLASH_RUN or not local.numel()):
         return inner, {"placed": "whole"}
@@ -425,10 +442,9 @@ def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
 
 
 def _run(name: str, inner: Any, local: Any) -> tuple[int, int]:
-    """Return two numbers about runs: the elements of the flattened tensor that share one inner element.
+    """Return the length of a run, and the smallest number of rows that consists of whole runs (0 if there are no rows).
 
-    The first is the length of a run. The second is the smallest number of rows that consists of whole runs (0 if the
-    tensor has no rows).
+    A run is a sequence of elements of the flattened tensor that share one element of the inner tensor.
     """
     numel = local.numel()
     if inner.dim() != 1 or not inner.numel() or numel % inner.numel():
@@ -442,7 +458,7 @@ def _rows(block: int, shape: Sequence[int]) -> int:
 
 
 def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return the tensor to store for an inner tensor of a sharded tensor subclass, and its entry in the recipe.
+    """Return the tensor to store for an inner tensor of a sharded tensor subclass, and the inner tensor's recipe entry.
 
     Unless the rule is "whole", the inner tensor becomes a DTensor with the placements of the sharded tensor. If a class
     lets ranks split a run of elements that share a value, each rank keeps its own values ("own").
@@ -498,7 +514,7 @@ def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[
 
 
 def _cutting(whole: Any) -> tuple[Any, ...]:
-    """Return a DTensor's placements, with Replicate for mesh dimensions of one rank, because these cut nothing."""
+    """Return a DTensor's placements, with Replicate for each mesh dimension of size 1, which splits nothing."""
     from torch.distributed.tensor import Replicate
 
     pairs = zip(whole.device_mesh.shape, whole.placements, strict=True)
@@ -506,9 +522,9 @@ def _cutting(whole: Any) -> tuple[Any, ...]:
 
 
 def _consists_of_runs(whole: Any, run: int) -> bool:
-    """Return whether each rank's part of a DTensor consists of whole runs of elements of the flattened tensor.
+    """Return whether each rank's part of a DTensor consists of whole runs of `run` elements of the flattened tensor.
 
-    All ranks get the same answer.
+    All ranks get the same result.
     """
     steps, mesh = cut_blocks(run, whole.shape), whole.device_mesh
     counts: dict[int, list[int]] = {}
@@ -534,7 +550,7 @@ def _split(whole: Any, name: str, block: Any, where: str) -> str:
 
 
 def cut_blocks(block: int, shape: Sequence[int]) -> list[int]:
-    """Return, for each dimension, the step at which a tensor may be cut without splitting a run of `block` elements.
+    """Return, for each dimension, the step at which a tensor can be cut without splitting a run of `block` elements.
 
     The step is 0 if the tensor cannot be cut in that dimension.
     """
@@ -546,8 +562,10 @@ def cut_blocks(block: int, shape: Sequence[int]) -> list[int]:
 
 
 def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
-    """Return a class's context as JSON. A tuple that equals the tensor's shape is stored as `$shape`, because a shard's
-    shape is different."""
+    """Return a class's context as JSON.
+
+    A tuple that equals the tensor's shape is stored as `$shape`, because the shape of a shard is different.
+    """
     import torch
 
     if isinstance(value, enum.Enum):
@@ -576,7 +594,7 @@ def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
 
 
 def _value(tree: Any, shape: tuple[int, ...]) -> Any:
-    """Return a recipe's context for a tensor with this shape.
+    """Return the context in a recipe, for a tensor of the given shape.
 
     Raises:
         ValueError: The context contains class instances, which only a live tensor can supply.
@@ -618,7 +636,7 @@ def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, Te
         entries: The inner tensors in the checkpoint, by attribute.
 
     Raises:
-        SaveError: The tensor can't be created here. The message completes the sentence "the tensor ...".
+        SaveError: The tensor can't be created in this process. The message completes the sentence "the tensor ...".
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -677,7 +695,7 @@ def _new_state(cls: Any, inner: Mapping[str, torch.Tensor], context: Any, dtype:
 def _local_shape(
     name: str, spec: Mapping[str, Any], shape: tuple[int, ...], stored: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return an inner tensor's shape, given the shape of the shard."""
+    """Return the local shape of an inner tensor, given the shape of the outer tensor's shard."""
     block = spec.get("block")
     if spec.get("placed") in ("whole", "own"):
         return stored

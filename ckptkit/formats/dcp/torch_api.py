@@ -3,8 +3,8 @@
     dcp.save(state, storage_writer=ckptkit.DCPWriter(url))
     dcp.load(state, storage_reader=ckptkit.DCPReader(url))
 
-They work with any planner. `DCPSavePlanner` and `DCPLoadPlanner` avoid the per-tensor objects of torch's planners.
-torch's reader loads what our writer wrote, and our reader loads what torch wrote.
+Both work with any planner. `DCPSavePlanner` and `DCPLoadPlanner` avoid the per-tensor objects of torch's planners.
+torch's reader loads what `DCPWriter` wrote, and `DCPReader` loads what torch wrote.
 """
 
 from __future__ import annotations
@@ -89,11 +89,13 @@ from ckptkit.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class WrittenItem:
-    """The location of an item's record, the payload's location in the record, and the payload's digest.
+    """The location of an item's record, and the location and digest of the payload within the record.
 
     Attributes:
-        payload, nbytes: -1 and 0 if the item is not a plain tensor.
-        is_shard: Whether it is a shard of a tensor that is not plain.
+        offset, length: Byte range of the record in the file.
+        payload, nbytes: Start of the payload in the file and its size in bytes, or -1 and 0 if the item is not a plain
+            tensor.
+        is_shard: True if the item is a shard of a tensor that is not plain.
     """
 
     path: str
@@ -109,8 +111,10 @@ class WrittenItem:
 def _index(
     metadata: Metadata, places: Mapping[Any, WrittenItem], files: Mapping[str, FileRecord], world_size: int
 ) -> SaveIndex:
-    """Return the index of a save planned by torch's planner. Tensors that can't be read as plain memory count as
-    objects."""
+    """Return the index of a save planned by torch's planner.
+
+    Tensors that can't be read as plain memory are listed as objects.
+    """
     paths: Any = metadata.planner_data
     if not isinstance(paths, dict) or not all(
         isinstance(path, tuple) and all(type(part) in (str, int) for part in path) for path in paths.values()
@@ -148,12 +152,12 @@ def _index(
 class CatalogMetadata(Mapping[str, Any]):
     """A `Metadata.state_dict_metadata` that creates chunk objects only for the tensors that a planner asks about.
 
-    Its pickle contains only the checkpoint's URL: after a save, the other ranks open the checkpoint when they first use
-    it.
+    A pickle of this mapping contains only the checkpoint's URL. After a save, the other ranks open the checkpoint when
+    they first use the mapping.
 
     Attributes:
-        is_plannable: Whether `DCPLoadPlanner` may use it for planning. False if a subclass overrides how the reader
-            reads.
+        is_plannable: True if `DCPLoadPlanner` may plan with this mapping. False if a subclass of the reader overrides
+            how data is read.
     """
 
     def __init__(self, reader: DCPReader, *, is_plannable: bool = False) -> None:
@@ -191,13 +195,15 @@ class CatalogMetadata(Mapping[str, Any]):
         return TensorStorageMetadata(TensorProperties(getattr(torch, entry.dtype)), torch.Size(entry.shape), chunks)
 
     def plan(self, state_dict: dict[str, Any], *, strict: bool) -> ReadPlan:
-        """Plan the reads that fill this state."""
+        """Plan the reads that fill `state_dict`."""
         r = self._reader
         return plan_read(r.catalog, r.store, state_dict, verify=r.verify, cast=r.cast, strict=strict, workers=r.workers)
 
 
 class CatalogPaths(Mapping[str, "tuple[str | int, ...]"]):
-    """A `Metadata.planner_data`: the path of each key that has one. Its pickle, too, contains only the URL."""
+    """A `Metadata.planner_data` with the path of each key that has a path. A pickle contains only the checkpoint's
+    URL.
+    """
 
     def __init__(self, reader: DCPReader) -> None:
         self._reader = reader
@@ -237,10 +243,10 @@ class DCPWriter(StorageWriter):
 
     Writes several files at once, computes digests and CRCs in the same pass, and fsyncs the files.
 
-    `.metadata` is written last: once it exists, the checkpoint exists. `manifest.safetensors` holds a digest of every
-    slice. It is not written if the state has shards of tensor subclasses, because these are stored as torch stores
-    them. If any worker fails, the save fails. A local directory is locked during the save, so a second job that saves
-    to it gets a LeaseHeldError.
+    `.metadata` is written last: once `.metadata` exists, the checkpoint exists. `manifest.safetensors` holds a digest
+    of every slice. The manifest is not written if the state has shards of tensor subclasses, because these are stored
+    as torch stores them. If any worker fails, the save fails. A local directory is locked during the save, so a second
+    job that saves to the same directory gets a LeaseHeldError.
     """
 
     def __init__(
@@ -255,10 +261,10 @@ class DCPWriter(StorageWriter):
         """Write to the directory at `url`, which is created if needed.
 
         Args:
-            storage_options: For a remote URL's fsspec file system.
+            storage_options: Options for the fsspec file system of a remote URL.
             sync: Make the files and their names durable before `dcp.save` returns.
-            workers: How many files a rank writes at once. 0 means 8 on an object store, otherwise the rank's share of
-                the cores (at most 4).
+            workers: Number of files that a rank writes at once. 0 means 8 on an object store, otherwise the rank's
+                share of the CPU cores (at most 4).
             overwrite: Replace an existing checkpoint. If False, an existing checkpoint raises a CheckpointExistsError.
         """
         super().__init__()
@@ -323,8 +329,10 @@ class DCPWriter(StorageWriter):
         return open_store(self.url, storage_options=self.storage_options).with_free_names()  # checked by `_clear`
 
     def _clear(self, prefix: str, metadata: str) -> None:
-        """Delete what an unfinished save left behind and, with `overwrite`, an existing checkpoint. Metadata is deleted
-        before data."""
+        """Delete the files of an unfinished save and, with `overwrite`, the files of an existing checkpoint.
+
+        Metadata is deleted before data.
+        """
         store = self._store()
         names = [item.path for item in store.list() if item.kind == "file"]
         if RECORD_NAME in names:
@@ -424,8 +432,10 @@ class DCPWriter(StorageWriter):
 
 
 class _Resolved(Sequence[torch.Tensor]):
-    """The tensors for a list of write items. Each is resolved only when it is written, because a planner may allocate
-    memory to resolve it."""
+    """The tensors for a list of write items.
+
+    Each tensor is resolved only when it is written, because a planner may allocate memory to resolve a tensor.
+    """
 
     def __init__(self, planner: SavePlanner) -> None:
         self.planner = planner
@@ -439,7 +449,7 @@ class _Resolved(Sequence[torch.Tensor]):
     def whole_record(self, item: WriteItem) -> bytes | None:
         """Return the record of a tensor that is not dense.
 
-        Return None for a dense tensor, or if the planner might copy it.
+        Returns None for a dense tensor, or if the planner might copy the tensor.
 
         Raises:
             SaveError: No load could restore the tensor.
@@ -485,16 +495,16 @@ def _dtype_of(item: WriteItem) -> str:
 
 
 class DCPReader(StorageReader):
-    """Reads DCP checkpoints, ours and torch's. Reads only the bytes needed, straight into the tensors' own memory where
-    possible, and checks digests.
+    """Reads DCP checkpoints that ckptkit or torch wrote.
 
-    Runs no code from the checkpoint: `.metadata` is parsed, and objects are loaded by torch's weights_only rules.
+    Reads only the bytes needed, straight into the tensors' own memory where possible, and checks digests. Runs no code
+    from the checkpoint: `.metadata` is parsed, and objects are loaded by torch's weights_only rules.
 
-    `dcp.save` and `DCPWriter` pickle tensor subclasses, one pickle for each shard. DCPReader, `CheckpointManager.load`
-    and `reshard` read the inner tensors from these pickles. For torchao's classes, this works on any number of ranks,
-    without running the class. For other classes, one pickle must hold the whole tensor, and the job must have allowed
-    the class (`torch.serialization.add_safe_globals`). `reshard` writes the inner tensors; load its result with
-    `CheckpointManager` or DCPReader.
+    `dcp.save` and `DCPWriter` pickle each shard of a tensor subclass. DCPReader, `CheckpointManager.load` and `reshard`
+    read the inner tensors from these pickles. For torchao's classes, this works on any number of ranks, without running
+    the class. For other classes, one pickle must hold the whole tensor, and the job must have allowed the class
+    (`torch.serialization.add_safe_globals`). `reshard` writes the inner tensors as separate tensors, which can be
+    loaded with `CheckpointManager` or DCPReader.
     """
 
     def __init__(
@@ -509,11 +519,11 @@ class DCPReader(StorageReader):
         """Read the checkpoint at `url`.
 
         Args:
-            storage_options: For a remote URL's fsspec file system.
-            verify: "read" checks the slices that are read whole anyway; "full" reads all slices whole; "off" checks
-                none.
-            workers: Concurrent reads. 0 means 8 on an object store, otherwise twice this rank's share of the cores, up
-                to 8.
+            storage_options: Options for the fsspec file system of a remote URL.
+            verify: "read" checks the slices that are read whole anyway. "full" reads all slices whole and checks them.
+                "off" checks no slices.
+            workers: Number of concurrent reads. 0 means 8 on an object store, otherwise twice this rank's share of the
+                CPU cores, up to 8.
             cast: Convert a tensor if its dtype differs. If False, a different dtype raises a CheckpointMismatchError.
         """
         super().__init__()
@@ -647,7 +657,7 @@ def _open(store: Store) -> Catalog:
 
 
 def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner) -> None:
-    """Check that the items fill each target completely. Otherwise a gap would keep the old values."""
+    """Check that the items fill each target completely. A gap would keep the target's old values."""
     state = getattr(planner, "state_dict", None)
     if state is None:
         return
@@ -672,8 +682,8 @@ def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: Load
 def _load_bytes(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
     """Pass an object to the planner.
 
-    torch's own planner would unpickle the file's bytes without restrictions, so it gets the loaded value instead. Any
-    other planner gets bytes that we pickled.
+    torch's own planner would unpickle the file's bytes without restrictions, so torch's planner gets the loaded value
+    instead. Any other planner gets bytes that ckptkit pickled.
     """
     name = item.dest_index.fqn
     if isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
