@@ -1,1 +1,1 @@
-"""Reads and writes ckptkit's own files: the commit record, the manifest, LOCAL shards."""
+"""Reads and writes the files of ckptkit's own formats: the commit record, the manifest, LOCAL shards."""

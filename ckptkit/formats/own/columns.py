@@ -29,14 +29,14 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The result of `unpack`: the columns by name (views of the bytes), and the header's JSON."""
+    """The result of `unpack`: the columns by name, as views of the bytes, and the JSON header."""
 
     arrays: Mapping[str, Column]
     header: Mapping[str, Any]
     file: str
 
     def get(self, name: str, dtype: str, count: int | None = None) -> Column:
-        """Return a column, or raise CorruptCheckpointError if its dtype or length is wrong."""
+        """Return a column. Raises CorruptCheckpointError if the column is missing or has a wrong dtype or length."""
         found = self.arrays.get(name)
         if found is None:
             raise CorruptCheckpointError(f"{self.file}: the column {name!r} is missing.")
@@ -47,7 +47,7 @@ class Columns:
         return found
 
     def field(self, name: str, kind: type[Any]) -> Any:
-        """Return a field of the header, or raise CorruptCheckpointError if its type is wrong."""
+        """Return a field of the header. Raises CorruptCheckpointError if the field is missing or has a wrong type."""
         value = self.header.get(name)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise CorruptCheckpointError(
@@ -57,7 +57,7 @@ class Columns:
 
 
 def pack(arrays: Mapping[str, Column], header: Mapping[str, Any]) -> bytes:
-    """Pack columns and a JSON header into bytes. Putting wider columns first aligns all of them."""
+    """Pack columns and a JSON header into bytes. Wider columns come first, so that all columns are aligned."""
     widths = {name: arrays[name].dtype.itemsize for name in sorted(arrays)}
     order = sorted(widths, key=widths.__getitem__, reverse=True)  # stable: columns of equal width stay sorted by name
     fields: dict[str, Any] = {"__metadata__": {_KEY: json.dumps(header, separators=(",", ":"), allow_nan=False)}}
@@ -74,7 +74,10 @@ def pack(arrays: Mapping[str, Column], header: Mapping[str, Any]) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
-    """Return the columns in `data` as views of it. Error messages call the data `file`.
+    """Return the columns in `data` as views of `data`.
+
+    Args:
+        file: Name of the data for error messages.
 
     Raises:
         CorruptCheckpointError: `pack` did not write these bytes.
@@ -94,7 +97,9 @@ def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
 
 
 def fields_of(text: bytes, file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the columns' descriptions, and the header that was passed to `pack`. Raises CorruptCheckpointError."""
+    """Return the descriptions of the columns, and the header that was passed to `pack`. Raises
+    CorruptCheckpointError.
+    """
     fields = parse(text, file=f"{file}: its header")
     metadata = fields.pop("__metadata__", None) if isinstance(fields, dict) else None
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_KEY), str):
@@ -119,14 +124,14 @@ def _column(name: str, spec: Any, body: memoryview, file: str) -> Column:
 
 
 def pack_texts(texts: Sequence[str], name: str) -> dict[str, Column]:
-    """Return the two columns that store a list of strings: `name` (concatenated UTF-8) and `name.ends`."""
+    """Pack a list of strings into two columns: `name` (concatenated UTF-8) and `name.ends` (end of each string)."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), dtype=np.int64)
     return {name: np.frombuffer(b"".join(encoded), np.uint8), f"{name}.ends": ends}
 
 
 def unpack_texts(columns: Columns, name: str) -> list[str]:
-    """Return a list of strings from its two columns. Raises CorruptCheckpointError."""
+    """Return the list of strings that `pack_texts` stored in two columns. Raises CorruptCheckpointError."""
     data = columns.get(name, "uint8").tobytes()
     ends = columns.get(f"{name}.ends", "int64")
     if (len(ends) and (ends[0] < 0 or (np.diff(ends) < 0).any())) or (int(ends[-1]) if len(ends) else 0) != len(data):

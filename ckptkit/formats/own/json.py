@@ -1,6 +1,7 @@
-"""Parses untrusted JSON, and checks what will become JSON.
+"""Parses untrusted JSON, and checks values that will be written as JSON.
 
-The size of untrusted JSON is limited first. Ambiguous documents are refused, for example with duplicate keys.
+Before parsing, the size of untrusted JSON is checked. Ambiguous documents, for example with duplicate keys, are
+refused.
 """
 
 from __future__ import annotations
@@ -12,22 +13,25 @@ from typing import Any
 
 from ckptkit.errors import CorruptCheckpointError, UsageError
 
-# A list or object takes 64 bytes in memory, but may take only two in a file. Real files have at most one per 17 bytes
-# (a safetensors header with very short tensor names).
+# A list or object takes 64 bytes in memory, but may take only two bytes in a file. Real files have at most one list or
+# object per 17 bytes (a safetensors header with very short tensor names).
 _FREE = 1 << 20
 _BYTES_A_CONTAINER = 12
 _BYTES_A_VALUE = 2.5
 
 
 def parse(data: bytes | str, *, file: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse the JSON in `data`. It must be UTF-8, without duplicate keys, NaN, or numbers beyond the range of a float.
+    """Parse the JSON in `data`.
+
+    The JSON must be UTF-8, without duplicate keys, NaN, or numbers beyond the range of a float.
 
     Args:
         file: File name for error messages.
-        pairs: Builds a JSON object's value from its key-value pairs. By default, a dict that refuses duplicate keys.
+        pairs: Builds the value of a JSON object from the object's key-value pairs. By default, returns a dict and
+            refuses duplicate keys.
 
     Raises:
-        CorruptCheckpointError: `data` is not such JSON, or would need far more memory than its size suggests.
+        CorruptCheckpointError: `data` is not valid, or would need far more memory than its size suggests.
     """
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     check_density(raw, file=file)
@@ -54,10 +58,13 @@ def check_density(raw: bytes, *, file: str) -> None:
 
 
 def check_json(value: Any, place: str, advice: str = "") -> None:
-    """Raise UsageError unless a value can be written as JSON and read back unchanged, except that tuples become lists.
+    """Check that a value can be written as JSON and read back unchanged, except that tuples become lists.
 
     Args:
-        place: Names the value in the error, which ends with `advice`.
+        place: Name of the value for the error message, which ends with `advice`.
+
+    Raises:
+        UsageError: The value cannot be stored as JSON.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():

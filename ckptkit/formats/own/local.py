@@ -1,11 +1,12 @@
-"""Reads LOCAL files: one safetensors file per rank, with its local tensors and their positions in the full tensors.
+"""Reads LOCAL files: one safetensors file per rank, with the rank's local tensors and their offsets in the full
+tensors.
 
     local_<rank, five digits>.safetensors
 
 The header's `__metadata__["ckptkit.local"]` is JSON: `{"version": 1, "rank", "world_size", "meshes", "tensors"}`.
 "meshes" has the same form as in the manifest (`{"shape", "names", "ranks"}`). "tensors" has an item for each tensor in
-the file: `[key, full shape, offsets, [mesh, placements] or null]`. A part that consists of several boxes (a strided
-shard) is stored as one tensor per box, named `<key>#<box>`.
+the file: `[key, full shape, offsets, [mesh, placements] or null]`. A local tensor that consists of several regions of
+the full tensor (a strided shard) is stored as one tensor per region, named `<key>#<region>`.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class LocalTensor:
     """One tensor in a rank's file.
 
     Attributes:
-        name: The tensor's name in the file.
-        key: The tensor's name in the checkpoint.
-        shape: The full tensor's shape.
-        box: The part that this file holds.
+        name: Name of the tensor in the file.
+        key: Name of the tensor in the checkpoint.
+        shape: Shape of the full tensor.
+        box: Region of the full tensor that this file contains.
         placement: (mesh index, one string per mesh dimension), or None if the tensor is not sharded.
     """
 
@@ -72,12 +73,12 @@ def file_metadata(
 
 
 def is_local(store: Store) -> bool:
-    """Return whether the store's root has rank files in this format."""
+    """Return whether the directory at the store's root contains rank files in this format."""
     return any(_FILE.fullmatch(item.path) for item in store.list())
 
 
 def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
-    """Read the headers of all rank files. Meant for directories without our manifest.
+    """Return the catalog of a directory of rank files that has no manifest. Reads the headers of all rank files.
 
     Raises:
         CheckpointNotFoundError: There are no rank files.

@@ -1,8 +1,8 @@
-"""`manifest.safetensors` lists a ckptkit checkpoint's contents as columns: every slice, its location and its digest.
+"""Defines `manifest.safetensors`, which lists every slice of a ckptkit checkpoint with its location and digest.
 
-It contains no pickle and needs no Python object per row: a million slices are a few arrays, and catalog entries are
-created on demand. These are the columns (T: tensors; N: slices, in tensor order; E: one number per dimension of each
-tensor or slice):
+The file consists of columns. It contains no pickle and needs no Python object per row: a million slices are a few
+arrays, and catalog entries are created on demand. The columns are listed below (T: tensors; N: slices, in tensor order;
+E: one number per dimension of each tensor or slice):
 
     names, paths                 lists of strings (UTF-8, and `.ends`)
     tensor.dtype, .ndim          [T] u8    index into the header's "dtypes"; number of dimensions
@@ -11,7 +11,7 @@ tensor or slice):
     tensor.role, .state          [T] u8, i32   the `Role`'s position in the enum; index into the header's "states"
     tensor.fqn                   [2T] i32  where the FQN starts and stops in the name
     tensor.placement             [T] i32   index into the header's "placements", -1 for none
-    tensor.parts, .part          number of components in the planner's path; each one's length, or -1 - its list index
+    tensor.parts, .part          number of components in the planner's path; length of each, or -1 - its list index
     slice.file, .rank            [N] i32
     slice.start, .nbytes         [N] i64
     slice.offset, .size          [E] i64
@@ -20,7 +20,7 @@ tensor or slice):
     objects, object.*            the same for non-tensor entries; small values are in the header
 
 The catalog's `info.extra["meshes"]` and `info.extra["placements"]` (see `MESHES`, `PLACEMENTS`) describe how each
-tensor was placed. Resharding a LOCAL checkpoint needs them.
+tensor was placed. Resharding a LOCAL checkpoint needs both.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _BLOCK = 1 << 16
 
 
 def _check_manifest(manifest: Manifest, columns: Columns) -> None:
-    """Check paths and names, and that each slice lies inside its tensor and has as many bytes as its box requires.
+    """Check paths and names, and that each slice lies inside its tensor and has as many bytes as its sizes require.
 
     Raises:
         CorruptCheckpointError: A row is impossible.
@@ -88,7 +88,7 @@ def _check_manifest(manifest: Manifest, columns: Columns) -> None:
 
 
 class _Geometry:
-    """Checks slices against their tensors. Knows where each tensor's slices are in the ragged columns."""
+    """Checks slices against their tensors, using the position of each tensor's slices in the ragged columns."""
 
     def __init__(self, manifest: Manifest, columns: Columns, itemsizes: npt.NDArray[np.int64]) -> None:
         self.manifest = manifest
@@ -131,7 +131,7 @@ class _Geometry:
             _fail(self.columns, f"a slice of tensor {name!r} {what}")
 
     def check_strided(self) -> None:
-        """Check that each slice with strides has as many bytes as its strides span."""
+        """Check that each slice with strides has as many bytes as the strides span."""
         slices = self.manifest.slices
         for row, strides in slices.strides.items():
             owner = int(np.searchsorted(self.stops, row, side="right"))
@@ -151,7 +151,7 @@ def _texts(value: Any) -> bool:
 def _in_range(
     columns: Columns, name: str, dtype: str, count: int | None = None, *, low: int = 0, high: int | None = None
 ) -> Column:
-    """Return a column whose values must be at least `low` and, if they are indices, below `high`."""
+    """Return a column after checking that its values are at least `low` and, for indices, below `high`."""
     column = columns.get(name, dtype, count)
     if len(column) and (int(column.min()) < low or (high is not None and int(column.max()) >= high)):
         what = "holds a negative number" if high is None else "has an index outside its table"
@@ -167,11 +167,15 @@ Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 VERSION = 1
 MESHES = "meshes"
-"""Key in `info.extra`: [{"shape": [...], "names": [...], "ranks": [...]}, ...]. "ranks" is row-major, and is left out
-if the ranks are 0, 1, 2, ..."""
+"""Key in `info.extra` of the device meshes: [{"shape": [...], "names": [...], "ranks": [...]}, ...].
+
+"ranks" is row-major, and is left out if the ranks are 0, 1, 2, ...
+"""
 PLACEMENTS = "placements"
-"""Key in `info.extra`: {tensor name: [mesh index, ["S(0)", "R", "SS(0,2)", ...]]}. There is one string per mesh
-dimension, for Shard, Replicate, or _StridedShard with its split factor."""
+"""Key in `info.extra` of the placements: {tensor name: [mesh index, ["S(0)", "R", "SS(0,2)", ...]]}.
+
+There is one string per mesh dimension, for Shard, Replicate, or _StridedShard with its split factor.
+"""
 _ROLES = tuple(Role)
 _SLICE_COLUMNS = (  # name, attribute of `Slices`, dtype
     ("slice.file", "files", "int32"),
@@ -196,7 +200,9 @@ _OBJECT_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """One row per tensor. `slice_stop` is the index after its last row in `Slices`."""
+    """The tensors of a manifest, one row per tensor. `slice_stop` is the index after the tensor's last row in
+    `Slices`.
+    """
 
     names: list[str]
     dtypes: list[str]
@@ -211,7 +217,10 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """One row per slice, in tensor order. `offsets` and `sizes` are ragged: each row has ndim numbers."""
+    """The slices of a manifest, one row per slice, in tensor order.
+
+    `offsets` and `sizes` are ragged: each row has as many numbers as the tensor has dimensions.
+    """
 
     files: Int32
     starts: Int64
@@ -242,7 +251,7 @@ class Manifest:
 
     @classmethod
     def of(cls, catalog: Catalog) -> Manifest:
-        """Return a catalog as columns. The tensors keep their order.
+        """Convert a catalog to columns. The tensors keep their order.
 
         Raises:
             UnsupportedFormatError: A slice is compressed, or its digest uses another algorithm or covers other bytes.
@@ -268,7 +277,7 @@ class Manifest:
         return cls(list(paths), tensors, slices, dict(catalog.objects), catalog.info, placements)
 
     def catalog(self) -> Catalog:
-        """Return the catalog. Its tensors are created on demand."""
+        """Return the catalog. The entries of tensors are created on demand."""
         placements = {PLACEMENTS: _Placements(self)} if self.placements else {}
         info = replace(self.info, extra={**self.info.extra, **placements})
         return Catalog(Entries(self), self.objects, info)
@@ -330,7 +339,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, *, file: str = "manifest.safetensors") -> Manifest:
-        """Parse `data` and check every row. The manifest keeps `data` in memory, because its columns are views of it.
+        """Parse `data` and check every row. The manifest's columns are views of `data`, which therefore stays in
+        memory.
 
         Raises:
             CorruptCheckpointError: A column is missing or has a wrong length, or a row is impossible.
@@ -344,7 +354,7 @@ class Manifest:
 
 
 def _decode(columns: Columns) -> Manifest:
-    """Return the manifest in these columns, whose indices are checked."""
+    """Return the manifest in these columns. Checks all indices."""
     found = columns.field("format", int)
     if found != VERSION:
         raise UnsupportedFormatError(
@@ -497,11 +507,11 @@ def _decode_info(columns: Columns) -> CatalogInfo:
 
 
 class Entries(Mapping[str, TensorEntry]):
-    """A manifest's tensors, created on demand.
+    """A manifest's tensors. Each `TensorEntry` is created on demand.
 
     Attributes:
-        columns: Three columns with one item per tensor: its first slice, the index after its last slice, and where its
-            boxes start in the ragged columns.
+        columns: Three columns with one item per tensor: the tensor's first slice, the index after the last slice, and
+            the start of the tensor's offsets and sizes in the ragged columns.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -560,7 +570,7 @@ class Entries(Mapping[str, TensorEntry]):
 
 
 class _Placements(Mapping[str, "list[Any]"]):
-    """`info.extra["placements"]` as a mapping that does not hold a list per tensor."""
+    """The mapping `info.extra["placements"]`, which does not hold a list per tensor."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest

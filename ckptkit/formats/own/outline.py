@@ -1,7 +1,7 @@
-"""Computes a file's outline: its bytes, with each large slice replaced by that slice's 8-byte digest.
+"""Computes the outline of a file: the file's bytes, with each large slice replaced by the slice's 8-byte digest.
 
-A file's digest is the hash of its outline. This way a writer hashes each byte only once, since it needs the slices'
-digests anyway, and yet the digests together cover every byte of the file.
+A file's digest is the hash of its outline. A writer needs the digests of the slices anyway, so each byte is hashed only
+once, and yet the digests together cover every byte of the file.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from typing import Any
 from ckptkit.errors import CorruptCheckpointError
 
 LEAST = 64 << 10
-"""Slices of at least this many bytes are replaced by their digests."""
+"""Minimum size in bytes of a slice that is replaced by its digest."""
 PREFIX = "outline:"
-"""Precedes the 16 hex digits if a digest in a string is an outline's rather than a whole file's."""
+"""Prefix of a digest string that is the digest of an outline, not of a whole file. 16 hex digits follow."""
 SPARES = "spares"
-"""Key in the manifest's `info.extra`: large records that are not slices (omitted replicas), as [path, start, bytes, 16
-hex digits]. In an outline, they too are replaced by their digests."""
+"""Key in the manifest's `info.extra` of large records that are not slices (omitted replicas).
+
+Each record is stored as [path, start, bytes, 16 hex digits]. In an outline, these records are replaced by digests, too.
+"""
 Spare = tuple[str, int, int, int]
 Part = tuple[int, int, int]
-"""A slice or a spare: (start, bytes, digest)."""
+"""A slice, or a large record that is not a slice: (start, bytes, digest)."""
 _Bytes = memoryview | bytes
 
 
 def parts_of(found: Iterable[Part]) -> list[Part]:
-    """Return, in file order, the slices and spares that a file's outline replaces by digests."""
+    """Return, in file order, the slices and other large records that a file's outline replaces by digests."""
     parts: list[Part] = []
     at = 0
     for start, nbytes, digest in sorted(set(found)):
@@ -46,13 +48,17 @@ def outline(nbytes: int, parts: Iterable[Part], read: Callable[[int, int], Itera
 
 
 def spare_fields(spares: Iterable[Spare]) -> dict[str, Any]:
-    """Return the `info.extra` entry that lists large records that are not slices, or {} if there are none."""
+    """Return the `info.extra` entry that lists large records that are not slices, or {} if there are no such
+    records.
+    """
     rows = [[path, start, nbytes, f"{digest:016x}"] for path, start, nbytes, digest in spares]
     return {SPARES: rows} if rows else {}
 
 
 def spares_of(extra: Mapping[str, Any], prefix: str = "") -> list[Spare]:
-    """Return the large records that are not slices, with `prefix` before their paths. Raises CorruptCheckpointError."""
+    """Return the large records that are not slices, and put `prefix` before their paths. Raises
+    CorruptCheckpointError.
+    """
     found: list[Spare] = []
     try:
         for path, start, nbytes, digest in extra.get(SPARES, ()):

@@ -52,15 +52,15 @@ def open_catalog(
     """Open the committed checkpoint (SHARDED, FULL or LOCAL) at the store's root.
 
     Reads and verifies the record, the manifest and `objects.json`, but no tensor bytes. Paths in the catalog are
-    relative to `store`, whatever the record's `data` is.
+    relative to `store`, even if the record says that the files are in a subdirectory.
 
     Args:
         record: The commit record, if the caller has just read it.
 
     Raises:
         CheckpointNotFoundError: There is no commit record, so no checkpoint.
-        IncompleteCheckpointError: The manifest is missing, or the record is missing although a save left its manifest.
-        IntegrityError: A file is not the one that was committed.
+        IncompleteCheckpointError: The manifest is missing, or the record is missing although a save left a manifest.
+        IntegrityError: The content of a file differs from what was committed.
         CorruptCheckpointError: A file is malformed.
         UnsafePathError: The directory's name and its record belong to different checkpoints.
     """
@@ -98,7 +98,7 @@ def open_catalog(
 
 
 def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[bytes, bytes | None]:
-    """Return the manifest, and `objects.json` or None. On object stores, reads both in parallel."""
+    """Return the manifest, and `objects.json` or None. On object stores, reads both files in parallel."""
 
     def objects() -> bytes | None:
         found = record.files.get(OBJECTS_NAME)
@@ -112,9 +112,10 @@ def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[byt
 
 
 def is_of_a_save(store: Store) -> bool:
-    """Return whether the header of the manifest at the store's root is from a save that ends with a commit record.
+    """Return whether the manifest at the store's root is from a save that ends with a commit record. Reads only the
+    header.
 
-    Returns False for a manifest from `DCPWriter` (which commits with `.metadata`), and if the manifest can't be read.
+    Returns False if `DCPWriter` wrote the manifest (its saves end with `.metadata`), and if the manifest can't be read.
     """
     try:
         data = store.read(MANIFEST_NAME, 0, _FIRST_HEADER)
@@ -130,7 +131,7 @@ def is_of_a_save(store: Store) -> bool:
 def open_manifest(store: Store) -> Catalog | None:
     """Return the catalog of a DCP directory that `DCPWriter` wrote.
 
-    Returns None if there is no manifest, or if another writer has since replaced the `.metadata` that belongs to it.
+    Returns None if there is no manifest, or if another writer has since replaced the manifest's `.metadata`.
 
     Raises:
         CorruptCheckpointError: The manifest is damaged.
@@ -172,7 +173,11 @@ def _read_all(store: Store, path: str) -> bytes:
 
 
 def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
-    """Return a note if a copy's directory has another name than its checkpoint. Refuse a different step's name."""
+    """Check a directory's name against the commit record. A name that is not a step gives a note.
+
+    Raises:
+        UnsafePathError: The directory has the name of a different step.
+    """
     name = store.url.rstrip("/").rpartition("/")[2]
     if name in (record.name, f"{record.name}@{record.save_id}") or leftover_of(name) is not None:
         return ()
@@ -186,7 +191,7 @@ def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
 
 
 def _digest(store: Store, path: str, size: int) -> str:
-    """Return a file's digest, reading the file in small pieces."""
+    """Return a file's digest. Reads the file in small pieces."""
     state = new_hasher()
     buffer = memoryview(bytearray(min(size, _DIGEST_PIECE)))
     for start in range(0, size, _DIGEST_PIECE):
@@ -197,7 +202,7 @@ def _digest(store: Store, path: str, size: int) -> str:
 
 
 def _check_places(manifest: Manifest, record: CommitRecord, place: str) -> None:
-    """Check that every slice lies inside a committed file, before anyone allocates memory for its shape."""
+    """Check that every slice lies inside a committed file, before memory is allocated for the shape of the slice."""
     sizes = []
     for path in manifest.paths:
         if path not in record.files:
@@ -265,7 +270,7 @@ def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
 def _opaque(records: Iterable[str], trees: Mapping[str, ObjectEntry]) -> dict[str, str]:
     """Return the tensors that early versions stored as objects, which ckptkit can't read, each with a reason.
 
-    All other stored objects also appear in the trees in `objects.json`.
+    The trees in `objects.json` contain all other stored objects.
     """
     found = {}
     for name in records:
@@ -304,11 +309,11 @@ def _info(info: CatalogInfo, record: CommitRecord, prefix: str) -> CatalogInfo:
 
 
 def role_of(name: str, path: tuple[str | int, ...] = ()) -> tuple[Role, str, str]:
-    """Return a key's (role, FQN, state name).
+    """Return the (role, FQN, state name) of a key.
 
     Keys are `model.<fqn>`, `optimizer.state.<fqn>.<name>` and `optimizer.master.<fqn>`. If there are several models,
-    the key `model_<name>.<fqn>` has the FQN `<name>.<fqn>`. `path`, if known, tells where one component of a nested key
-    ends and the next begins, because names contain dots.
+    the key `model_<name>.<fqn>` has the FQN `<name>.<fqn>`. `path`, if known, shows where the components of a nested
+    key begin and end, because names contain dots.
     """
     top, _, rest = name.partition(".")
     kind, _, label = top.partition("_")

@@ -1,4 +1,4 @@
-"""Defines file names and the commit record. A directory is a ckptkit checkpoint if it has a commit record."""
+"""Defines file names and the commit record. A directory is a ckptkit checkpoint if it contains a commit record."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_RECORD = (
     "that this copy is complete: the commit record and the manifest that ckptkit wrote are missing, and with them the "
     "digests and values that are not tensors"
 )
-"""The text of `extra["unproved"]` if a committed checkpoint's files were found without their record."""
+"""The text of `extra["unproved"]` if the files of a committed checkpoint were found without the commit record."""
 LATEST_HINT = "latest"
 MAX_RECORD_BYTES = 256 << 20  # 4096 ranks with 8 files each need only about 4 MB
 _FIRST_READ = 1 << 20
@@ -57,7 +57,7 @@ def step_name(step: int) -> str:
 
 
 def step_of_name(name: str) -> int | None:
-    """Return the step in a directory's name, or None if it does not have the form of a step directory's name."""
+    """Return the step in the name of a step directory, or None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
@@ -67,8 +67,7 @@ def check_tag(tag: str, step: int | None = None) -> str:
 
     Raises:
         UsageError: The tag is too long, starts with "." or "-", or contains characters other than letters, digits, ".",
-            "_", "-" and "=". Or it is a device name, a word that `resolve` knows, or the name of a step other than
-            `step`.
+            "_", "-" and "=". Or the tag is a device name, a reserved word, or the name of a step other than `step`.
     """
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or not is_safe_name(tag):
         raise UsageError(
@@ -84,17 +83,19 @@ def check_tag(tag: str, step: int | None = None) -> str:
 
 
 def checkpoint_name(step: int, tag: str | None = None) -> str:
-    """Return a checkpoint's directory name: its tag, or else the name for its step. Raises UsageError."""
+    """Return the name of a checkpoint's directory: the tag, or the name of the step if there is no tag. Raises
+    UsageError.
+    """
     name = step_name(step)
     return name if tag is None else check_tag(tag, step)
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file in a checkpoint: its size, and the digest of its bytes or of its outline (16 hex digits).
+    """The size of a file in a checkpoint, and the digest (16 hex digits) of the file's bytes or of its outline.
 
     Attributes:
-        outlined: Whether the digest is that of the file's outline: see `outline`.
+        outlined: True if the digest is that of the file's outline (see `outline`).
     """
 
     nbytes: int
@@ -103,29 +104,30 @@ class FileRecord:
 
     @property
     def digest(self) -> str:
-        """The digest as a string, prefixed with "outline:" if it is the outline's."""
+        """The digest as a string, with the prefix "outline:" if it is the digest of the outline."""
         return f"{PREFIX}{self.checksum}" if self.outlined else self.checksum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord:
-    """The contents of `checkpoint.json`. A checkpoint exists if and only if its directory has this record.
+    """The contents of `checkpoint.json`. A checkpoint exists if and only if its directory contains this file.
 
     Attributes:
         step: The training step.
-        tag: The directory's name, or None if it is derived from the step.
+        tag: Name of the directory, or None if the name is derived from the step.
         save_id: 16 hex digits, new for every attempt to save.
-        sequence: Numbers the saves under a root. Checkpoints are ordered by it, not by clocks: see `inventory`.
-        data: Where the files are, relative to the record: "" (the same directory), or `save_id` on an object store.
-        created: Seconds since the epoch, by rank 0's clock. Only `keep_daily` uses it, to tell days apart.
+        sequence: Number of the save under its root. Checkpoints are ordered by this number, not by clocks: see
+            `inventory`.
+        data: Directory of the files, relative to the record: "" (the same directory), or `save_id` on an object store.
+        created: Seconds since the epoch, by rank 0's clock. Used only by `keep_daily`, to distinguish days.
         state_dict_type: "sharded", "full" or "local".
         mesh: {"shape": [...], "names": [...]}, or None if there was no mesh.
-        files: Every file under `data` except the record, by path. All are required.
-        manifest: The manifest's path in `files`, or None if the format has no manifest.
-        metrics: Values that the caller measured; they determine `best`. They may be NaN or infinite.
-        objective: (metric, "min" | "max") that defines the run's `best`, or None if it is not set.
+        files: Size and digest of every file under `data` except the record, by path. All files are required.
+        manifest: Path of the manifest in `files`, or None if the format has no manifest.
+        metrics: Values that the caller measured, which determine `best`. A value may be NaN or infinite.
+        objective: (metric, "min" | "max") that defines the run's `best`, or None if no objective is set.
         client_state: JSON from the caller.
-        writer: Who saved: {"host": ..., "pid": ...}.
+        writer: The process that saved: {"host": ..., "pid": ...}.
         versions: Library versions, by name.
         extra: Additional JSON from the writer.
     """
@@ -165,7 +167,7 @@ class CommitRecord:
     def to_json(self) -> bytes:
         """Return the bytes of `checkpoint.json`. Raises UsageError if a field is not JSON.
 
-        Callers parse the result before they write it, so a field with a wrong type fails the save, not a later load.
+        Callers parse the result before writing, so that a field with a wrong type fails the save, not a later load.
         """
         body = {
             "format": FORMAT,
@@ -198,13 +200,13 @@ class CommitRecord:
 
     @classmethod
     def from_json(cls, data: bytes, *, file: str) -> CommitRecord:
-        """Parse a record. Error messages call it `file`.
+        """Parse a record. Error messages call the record `file`.
 
         Raises:
             UnsupportedFormatError: A newer ckptkit wrote the record.
             IntegrityError: The record was modified after it was written.
             UnsafePathError: A name leads out of the checkpoint.
-            CorruptCheckpointError: Anything else is invalid.
+            CorruptCheckpointError: The record is invalid in another way.
         """
         if len(data) > MAX_RECORD_BYTES:
             raise CorruptCheckpointError(f"{file} has {len(data)} bytes; no commit record is larger than 256 MiB.")
@@ -318,7 +320,7 @@ _FIELDS: Mapping[str, _Check] = {
 
 
 def _field(body: Mapping[str, Any], name: str, check: _Check, file: str) -> Any:
-    """Return a field of the JSON object that error messages call `file`. Raises CorruptCheckpointError."""
+    """Return a checked field of the JSON object that error messages call `file`. Raises CorruptCheckpointError."""
     if name not in body:
         raise CorruptCheckpointError(f"{file}: the field {name!r} is missing.")
     value, (expected, types, test) = body[name], check
@@ -354,7 +356,7 @@ def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
     """Check the values that the caller passed for a commit record, before anything is written.
 
     Raises:
-        UsageError: A metric is not a number, or a value in `client_state` is not JSON. The message names it.
+        UsageError: A metric is not a number, or a value in `client_state` is not JSON. The message names the value.
     """
     if not isinstance(metrics, Mapping):
         raise wrong("metrics", metrics, "a dict of names and numbers, such as {'val_loss': 1.5}")
@@ -383,12 +385,12 @@ def _metrics_json(metrics: Mapping[str, Any]) -> dict[str, float | str]:
 
 
 def record_path(name: str) -> str:
-    """Return the path to checkpoint `name`'s record, relative to the run's root."""
+    """Return the path of the record of checkpoint `name`, relative to the run's root."""
     return f"{name}/{RECORD_NAME}"
 
 
 def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
-    """Return the commit record at `path`, or None if there is none. Raises CorruptCheckpointError."""
+    """Return the commit record at `path`, or None if there is no such file. Raises CorruptCheckpointError."""
     place = f"{store.url}/{path}"
     if store.asking_costs:
         try:
@@ -420,5 +422,5 @@ def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
 
 
 def data_store(store: Store, record: CommitRecord) -> Store:
-    """Return the store that holds the checkpoint's files. `store` has the record at its root."""
+    """Return the store that contains the checkpoint's files. `store` contains the record at its root."""
     return store.child(record.data) if record.data else store
