@@ -1,1 +1,1 @@
-"""Reads pickles and torch zip archives without running anything from them."""
+"""Reads pickles and torch zip archives without running any code from them."""

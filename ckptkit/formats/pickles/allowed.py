@@ -1,4 +1,4 @@
-"""Defines the allow-list for pickles: the permitted globals, and the inert value that stands in for each of them."""
+"""Defines the allow-list for pickles: the permitted globals, and the inert value that replaces each global."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _INT_HASH_MODULUS = (1 << 61) - 1  # CPython's hash modulus for int; larger ints
 
 
 def checked_key(key: Any) -> Any:
-    """Return `key` if it is cheap to hash, otherwise raise ValueError. Hashing nested tuples can take exponential time
-    and exhaust the C stack."""
+    """Return `key` if it is cheap to hash, otherwise raise ValueError.
+
+    Hashing nested tuples can take exponential time and exhaust the C stack.
+    """
     pending, nodes = [key], 0
     while pending:
         item = pending.pop()
@@ -35,7 +37,7 @@ def checked_key(key: Any) -> Any:
 
 
 def _dict(*args: Any) -> StateDict:
-    """Stand in for OrderedDict() and OrderedDict([[key, value], ...]), as pickled by Python 3 and Python 2."""
+    """Replace OrderedDict() and OrderedDict([[key, value], ...]), as pickled by Python 3 and Python 2."""
     made = StateDict()
     if args and args[0] is not None:
         pairs = args[0].items() if isinstance(args[0], dict) else args[0]
@@ -87,7 +89,7 @@ def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
 
 
 def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
-    """Stand in for copyreg._reconstructor, which protocols 0 and 1 use for instances of ordinary classes.
+    """Replace copyreg._reconstructor, which protocols 0 and 1 use for instances of ordinary classes.
 
     `state` is None, unless the class derives from a built-in type, such as str.
     """
@@ -97,14 +99,14 @@ def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
 
 
 def _layout(name: Any) -> str:
-    """Stand in for torch.serialization._get_layout."""
+    """Replace torch.serialization._get_layout."""
     if not isinstance(name, str):
         raise ValueError("a layout name is not a string")
     return name.removeprefix("torch.")
 
 
 def _numpy_frombuffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> stubs.NDArray:
-    """Stand in for numpy._core.numeric._frombuffer, which protocol 5 uses."""
+    """Replace numpy._core.numeric._frombuffer, which protocol 5 uses."""
     made = stubs.NDArray()
     made.state = (1, shape, dtype, order == "F", data)
     return made
@@ -125,8 +127,10 @@ _STORAGES = {
     "QInt32Storage": "qint32", "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
 }  # fmt: skip
 STORAGE_CLASSES = {dtype: name for name, dtype in _STORAGES.items()}
-"""The storage class that torch.save uses for each dtype. Other dtypes use UntypedStorage, with the dtype in the
-pickle."""
+"""The storage class that torch.save uses for each dtype.
+
+Tensors of other dtypes use UntypedStorage, and the pickle contains the dtype.
+"""
 _OTHER_DTYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     *("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
@@ -222,7 +226,7 @@ def _functions() -> dict[tuple[str, str], Any]:
 
 
 def _names() -> dict[tuple[str, str], Any]:
-    """Return torch's globals that are values: dtypes, layouts, memory formats, storage classes."""
+    """Return torch's globals that are values: dtypes, layouts, memory formats and storage classes."""
     table: dict[tuple[str, str], Any] = {("torch", name): TorchDType(name) for name in (*DTYPES, *_OTHER_DTYPES)}
     table.update((("torch", name), name) for name in _LAYOUTS)
     for name, dtype in _STORAGES.items():  # tensor classes in the tar format, torch < 0.2
@@ -250,7 +254,7 @@ ALLOWED: Mapping[tuple[str, str], Any] = {**_functions(), **_names(), **_classes
 
 
 def allowed_global(module: str, name: str) -> Any | None:
-    """Return what stands in for the global `module.name`, or None if it is not on the allow-list."""
+    """Return the inert value that replaces the global `module.name`, or None if the global is not on the allow-list."""
     found = ALLOWED.get((module, name))
     if found is None and name == "_StorageInfo":
         return stubs.StorageInfo  # storage writers for DCP, such as OLMo-core's, have their own class with these fields

@@ -1,4 +1,4 @@
-"""Writes a state dict as one torch.save file without torch: a zip of uncompressed records, tensors last.
+"""Writes a state dict as one torch.save file without torch: a zip of uncompressed members, tensors last.
 
 `torch.load(weights_only=True)` can load the file, also memory-mapped. Sources for the format: torch/serialization.py
 (`_save`, `_load`) and the zip specification (APPNOTE 6.3.10). Uses ZIP64 if an offset or a size requires it.
@@ -24,7 +24,7 @@ Described = tuple[str, str, tuple[int, ...], tuple[int, ...], int]  # name, dtyp
 
 
 def pickle_state_dict(tensors: Sequence[Described]) -> bytes:
-    """Return the pickle of a dict of tensors. Tensor i is row-major, and takes up all of storage i."""
+    """Return the pickle of a dict of tensors. Tensor i is row-major, and is the whole of storage i."""
     out = bytearray(b"\x80\x02}(")
     for key, (name, dtype, sizes, strides, nbytes) in enumerate(tensors):
         out += _text(name) + _tensor(str(key), dtype, sizes, strides, nbytes)
@@ -66,9 +66,9 @@ _ROOT = b"archive/"
 
 
 def encode_torch_file(tensors: Sequence[TensorToWrite]) -> FileLayout:
-    """Lay out a state dict's file. Each tensor has a storage of its own, aligned to 64 bytes.
+    """Lay out the torch.save file of a state dict. Each tensor has its own storage, aligned to 64 bytes.
 
-    A tensor's CRC-32 is in its local header and in the central directory.
+    A tensor's CRC-32 is stored in the local header and in the central directory.
     """
     members: list[tuple[bytes, int, int, int]] = []  # name, crc, nbytes, local header's offset
     literals: list[tuple[int, bytes]] = []

@@ -1,4 +1,6 @@
-"""Defines the inert values that a pickle may build: records that store what they are given and do nothing else."""
+"""Defines the inert values that a pickle may build. Inert values store what the pickle passes to them and do nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
 class Stub:
-    """Base class of the values that stand in for other libraries' objects. They compare and hash by identity."""
+    """Base class of inert values that replace other libraries' objects. Inert values compare and hash by identity."""
 
     __slots__ = ()
 
@@ -23,7 +25,7 @@ class Stub:
 
 
 class Record(Stub):
-    """Stands in for an instance of a class on the allow-list: its constructor arguments, state and items."""
+    """Replaces an instance of a class on the allow-list. Stores the constructor arguments, the state and the items."""
 
     __slots__ = ("args", "entries", "items", "kwargs", "state")
     kind: ClassVar[str] = ""
@@ -57,7 +59,7 @@ class Record(Stub):
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """The attributes, if the pickled state is `__dict__` or `(__dict__, slots)`; otherwise {}."""
+        """The object's attributes if the pickled state is `__dict__` or `(__dict__, slots)`, otherwise {}."""
         state = self.state
         if isinstance(state, dict):
             return state
@@ -71,14 +73,16 @@ class Record(Stub):
 
 
 class UnknownGlobal(Record):
-    """Stands in for an instance of a class that is not on the allow-list, because the caller asked for records."""
+    """Replaces an instance of a class that is not on the allow-list, if the caller asked for records instead of an
+    error.
+    """
 
     __slots__ = ()
 
 
 @functools.lru_cache(maxsize=2048)
 def record_type(kind: str) -> type[Record]:
-    """Return the record class that stands in for the class `kind`, given as "module.Name"."""
+    """Return the record class that replaces the class `kind`, given as "module.Name"."""
     return type("Record", (Record,), {"__slots__": (), "kind": kind})
 
 
@@ -88,7 +92,7 @@ def unknown_type(kind: str) -> type[UnknownGlobal]:
 
 
 class Function(Stub):
-    """A harmless function that stands in for a function on the allow-list."""
+    """A harmless function that replaces a function on the allow-list."""
 
     __slots__ = ("_call", "name")
 
@@ -101,7 +105,7 @@ class Function(Stub):
 
 
 def attribute_of(owner: object, name: object) -> type[Record]:
-    """Stand in for `getattr(Class, "Nested")`, which older protocols use for nested classes in torch.distributed."""
+    """Replace `getattr(Class, "Nested")`, which older protocols use for nested classes in torch.distributed."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise UnsafePickleError("its pickle asks for getattr, which is allowed only on classes of torch.distributed")
     if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or name.startswith("__"):
@@ -115,7 +119,7 @@ def attribute_of(owner: object, name: object) -> type[Record]:
 
 
 class StateDict(dict[Any, Any], Stub):
-    """An OrderedDict or similar, as a dict. Attributes (such as a state dict's `_metadata`) are dropped."""
+    """Replaces OrderedDict and similar classes by a dict. Drops attributes, such as a state dict's `_metadata`."""
 
     __slots__ = ()
 
@@ -124,7 +128,7 @@ class StateDict(dict[Any, Any], Stub):
 
 
 class TorchDType(Stub):
-    """A dtype, under torch's name for it (without "torch.")."""
+    """A torch dtype. `name` is torch's name for the dtype, without "torch."."""
 
     __slots__ = ("name",)
 
@@ -151,12 +155,12 @@ class NDArray(Record):
     kind = "numpy.ndarray"
 
 
-# A `.metadata` may have millions of instances of these classes, so they use slots. They also empty the dict in the
-# pickled state, because the unpickler's memo keeps that dict alive until the end.
+# A `.metadata` may have millions of instances of these classes, so they use slots. `__setstate__` also empties the dict
+# in the pickled state, because the unpickler's memo keeps that dict alive until the end.
 
 
 class Index(Stub):
-    """A MetadataIndex. `offset` is None for byte entries."""
+    """Replaces a MetadataIndex. `offset` is None for entries that are plain bytes."""
 
     __slots__ = ("fqn", "offset")
 
@@ -169,7 +173,7 @@ class Index(Stub):
 
 
 class StorageInfo(Stub):
-    """A _StorageInfo: one item's byte range."""
+    """Replaces a _StorageInfo, which describes the byte range of one item."""
 
     __slots__ = ("length", "offset", "relative_path", "transforms")
 
@@ -182,7 +186,7 @@ class StorageInfo(Stub):
 
 
 class ChunkMetadata(Stub):
-    """A ChunkStorageMetadata: a box within a tensor."""
+    """Replaces a ChunkStorageMetadata, which describes a region of a tensor."""
 
     __slots__ = ("offsets", "sizes")
 
@@ -195,7 +199,7 @@ class ChunkMetadata(Stub):
 
 
 class TensorMetadata(Stub):
-    """A TensorStorageMetadata."""
+    """Replaces a TensorStorageMetadata."""
 
     __slots__ = ("chunks", "properties", "size")
 

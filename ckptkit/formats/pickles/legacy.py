@@ -1,7 +1,8 @@
-"""Reads torch.save files that predate zip archives: a sequence of pickles and storages, or a tar of them.
+"""Reads torch.save files that predate zip archives: a sequence of pickles and storages, or a tar of pickles and
+storages.
 
-Both formats result in the same records as `pickles.zip`: tensors are byte ranges in the file. Neither format has
-checksums. Sources for the layouts: `_legacy_save` and `legacy_load` in torch/serialization.py.
+Tensors become the same records as in `pickles.zip`: byte ranges in the file. Neither format has checksums. Sources for
+the layouts: `_legacy_save` and `legacy_load` in torch/serialization.py.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> Any:
 
     Raises:
         CorruptCheckpointError: The file is not a legacy file, or is truncated.
-        UnsafePickleError: The pickle names a global that is not allowed.
+        UnsafePickleError: The pickle refers to a global that is not allowed.
         UnsupportedFormatError: The file is big-endian, or contains tensors that are not dense.
     """
     nbytes = file_size(store, path)
@@ -54,7 +55,8 @@ def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> Any:
         try:
             return _Legacy(store, path, nbytes, head).value(unknown)
         except CorruptCheckpointError:
-            # The pickles may extend past what was read. The next read is 8 times longer, so parsing again is cheap.
+            # The pickles may extend past the bytes read so far. The next read is 8 times longer, so parsing again is
+            # cheap.
             if len(head) >= min(nbytes, MAX_PICKLE_BYTES):
                 raise
             window *= 8
@@ -102,7 +104,9 @@ class _Legacy:
         return known
 
     def _locate(self, keys: Any, pos: int) -> None:
-        """Locate the storages, in the order of `keys`. Each consists of its element count (8 bytes) and its bytes."""
+        """Locate the storages, in the order of `keys`. A storage in the file is an element count (8 bytes) and the
+        elements.
+        """
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) != len(keys):
             raise ValueError("the list of storages is damaged")
         for key in keys:
@@ -131,7 +135,7 @@ def read_tar(store: Store, path: str, *, unknown: Unknown = "refuse") -> Any:
 
 
 def _tar_members(store: Store, path: str) -> dict[str, tuple[int, int]]:
-    """Return (start, nbytes) for each of the four members, by name. Refuses a tar that contains anything else."""
+    """Return (start, nbytes) of each of the four members, by name. A tar with any other member is refused."""
     found: dict[str, tuple[int, int]] = {}
     nbytes, pos = file_size(store, path), 0
     while pos + _TAR_BLOCK <= nbytes:
@@ -188,7 +192,7 @@ class _Tar:
         return self.objects[str(identity)]
 
     def _pickle(self, name: str, pos: int) -> tuple[Any, int]:
-        """Return the small pickle at `pos` in a member, and where it ends."""
+        """Return the small pickle at `pos` in a member, and the position after the pickle."""
         start, nbytes = self.members[name]
         data = self.store.read(self.path, start + pos, start + min(nbytes, pos + (64 << 10)))
         value, end = load_prefix(data, file=self.path)

@@ -1,4 +1,4 @@
-"""Decodes non-tensor entries: into plain Python values without torch, or, in a training job, with torch."""
+"""Decodes entries that are not tensors, into plain Python values without torch, or with torch in a training job."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ class TensorValue:
 
 @dataclass(frozen=True, slots=True)
 class Inert:
-    """Stands in for a pickled instance of a class that is not rebuilt. Holds the class name and the arguments.
+    """Replaces a pickled instance of a class that is not rebuilt. Stores the class name and the arguments.
 
     Attributes:
-        kind: "module.Class".
-        known: False if the class is not on the allow-list, and was kept only because the caller asked for records.
+        kind: Full name of the class: "module.Class".
+        known: False if the class is not on the allow-list, so that the instance was kept only because the caller asked
+            for records.
     """
 
     kind: str
@@ -61,16 +62,16 @@ class Inert:
 
 
 def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False) -> Any:
-    """Return an entry's value as plain Python. Tensors become numpy arrays, and instances of other classes become
-    `Inert`.
+    """Return an entry's value as plain Python values.
 
-    Runs no code from the entry, and does not import torch.
+    Tensors become numpy arrays, and instances of other classes become `Inert`. Runs no code from the entry, and does
+    not import torch.
 
     Args:
-        allow_pickle: Keep instances of classes that are not on the allow-list as `Inert` instead of refusing them.
+        allow_pickle: Keep instances of classes that are not on the allow-list as `Inert`. If False, raise an error.
 
     Raises:
-        UnsafePickleError: The entry names a class that is not on the allow-list.
+        UnsafePickleError: The entry refers to a class that is not on the allow-list.
         CorruptCheckpointError: The entry is damaged, or does not match its digest.
     """
     label = f"{entry.path} ({entry.name})" if entry.path and entry.name else entry.path or entry.name
@@ -112,10 +113,10 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
 
 
 def load_object_torch(store: Store, entry: ObjectEntry) -> Any:
-    """Return an entry's value as torch itself loads it with `weights_only=True`. Imports torch.
+    """Load an entry's value with torch's own weights_only loader. Imports torch.
 
     Raises:
-        UnsafePickleError: The entry names a class that torch's weights_only loader refuses.
+        UnsafePickleError: The entry refers to a class that torch's weights_only loader refuses.
         CorruptCheckpointError: The entry's archive is compressed or damaged.
     """
     if entry.encoding != "torch_save":
@@ -131,7 +132,7 @@ def load_object_torch(store: Store, entry: ObjectEntry) -> Any:
 
 
 def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = None) -> bytes:
-    """Return a record's decompressed bytes, all in memory.
+    """Decompress a record into memory.
 
     Args:
         limit: Maximum decompressed size. By default 64 times the stored size, but at least 64 MiB and at most 4 GiB.
@@ -145,7 +146,7 @@ def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = 
 
 
 def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
-    """Return the decompressed bytes. Stops with an error before they exceed `limit`."""
+    """Decompress bytes. Raises CorruptCheckpointError before the result exceeds `limit` bytes."""
     try:
         import zstandard
     except ImportError:
@@ -166,7 +167,7 @@ def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
 
 
 def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | TensorValue:
-    """Return a tensor's value: a numpy array, or a `TensorValue` if numpy lacks the dtype.
+    """Read a tensor as a numpy array, or as a `TensorValue` if numpy lacks the dtype.
 
     The value is never larger than the tensor's storage, because larger views have already been refused.
     """
@@ -186,10 +187,10 @@ def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | Te
 
 
 def plain(value: Any, *, file: str, read: Callable[[StoredTensor], Any] | None = None) -> Any:
-    """Return `value` with stubs converted to plain Python values. Shared objects stay shared.
+    """Return `value` with inert values converted to plain Python values. Shared objects stay shared.
 
     Args:
-        read: Returns a tensor's value. Without it, tensors stay records.
+        read: Returns a tensor's value. Without `read`, tensors stay records.
 
     Raises:
         CorruptCheckpointError: `value` is nested too deeply, contains itself, or would expand to more than a few
@@ -199,7 +200,7 @@ def plain(value: Any, *, file: str, read: Callable[[StoredTensor], Any] | None =
 
 
 class _Plain:
-    """One conversion. Each result comes with the number of values it would consist of if nothing were shared."""
+    """One conversion. Each result comes with the number of values that the result would have if nothing were shared."""
 
     def __init__(self, read: Callable[[StoredTensor], Any] | None) -> None:
         self.read = read
@@ -307,13 +308,16 @@ def _path(value: Record) -> Any:
 
 
 def _buffer(value: Record) -> Any:
-    """Convert an io.BytesIO, which Megatron uses for `_extra_state`. Its state is (bytes, position, attributes)."""
+    """Return the bytes of an io.BytesIO, which Megatron uses for `_extra_state`.
+
+    The pickled state is (bytes, position, attributes).
+    """
     state = value.state
     return state[0] if isinstance(state, tuple) and state and isinstance(state[0], bytes) else NotImplemented
 
 
 def _checked(make: Callable[..., Any]) -> Callable[[Record], Any]:
-    """Wrap a maker: if a record's arguments do not fit (say, a zone that is a record), the record is returned
+    """Wrap a function so that a record whose arguments do not fit (such as a time zone that is a record) stays
     unchanged.
     """
 

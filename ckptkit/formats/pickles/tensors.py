@@ -1,4 +1,6 @@
-"""Describes the tensors in a torch pickle: where their bytes are, and how DTensors and ShardedTensors are placed."""
+"""Describes the tensors in a torch pickle: the position of their bytes, and the placement of DTensors and
+ShardedTensors.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ _MAX_EXPANDED = 16 << 20  # bytes by which a pickle's tensors, in all, may excee
 
 
 class OpaqueTensorError(UnsupportedFormatError):
-    """A record contains a tensor whose values can't be read from its stored bytes alone.
+    """Raised if a record contains a tensor whose values can't be read from its stored bytes alone.
 
     Attributes:
-        kind: The tensor's class, or the kind of lazy view.
+        kind: Class of the tensor, or kind of lazy view.
     """
 
     def __init__(self, kind: str, text: str = "") -> None:
@@ -37,12 +39,12 @@ class OpaqueTensorError(UnsupportedFormatError):
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """A storage, which several tensors may share: bytes [start, start + nbytes) in a file. Compares by identity.
+    """The bytes [start, start + nbytes) of a file, which several tensors may share. Compares by identity.
 
     Attributes:
-        key: The storage's key in the pickle. Tensors that share the storage have the same key.
-        dtype: The dtype in the pickle, or None if it is untyped.
-        crc32: The CRC-32 of all its bytes, from the zip directory, or None if the format has none.
+        key: Key of the storage in the pickle. Tensors that share the storage have the same key.
+        dtype: Dtype of the storage in the pickle, or None if the storage is untyped.
+        crc32: CRC-32 of all bytes from the zip directory, or None if the format has no CRC.
     """
 
     path: str
@@ -58,8 +60,8 @@ class StoredTensor(Stub):
     """A dense tensor, described as a strided view of a storage. Its bytes have not been read.
 
     Attributes:
-        offset: The number of elements that precede the tensor's first element in the storage.
-        strides: In elements.
+        strides: Strides in elements.
+        offset: Number of elements that precede the tensor's first element in the storage.
         marks: Pending "conj" and "neg" operations.
     """
 
@@ -80,7 +82,7 @@ class StoredTensor(Stub):
 
     @property
     def start(self) -> int:
-        """The first element's byte offset in the file."""
+        """Byte offset of the first element in the file."""
         return self.storage.start + self.offset * self.itemsize
 
     @property
@@ -101,11 +103,11 @@ class StoredTensor(Stub):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes from the start of the first element to the end of the last."""
+        """Number of bytes from the start of the first element to the end of the last element."""
         return _extent(self.shape, self.strides) * self.itemsize
 
     def slice(self, box: Box | None = None, *, rank: int = -1) -> TensorSlice:
-        """Return this tensor as a catalog slice: the box `box` of a larger tensor, or, by default, a full tensor."""
+        """Return this tensor as a catalog slice: the region `box` of a larger tensor or, by default, a full tensor."""
         digest = None
         if self.storage.crc32 is not None:
             digest = Digest(CRC, self.storage.crc32, self.storage.start, self.storage.nbytes)
@@ -133,8 +135,9 @@ class PlacementRecord:
 
     Attributes:
         kind: "shard", "strided_shard", "replicate" or "partial".
-        dim: The tensor dimension that is sharded; -1 for "replicate" and "partial".
-        split_factor: For a strided shard, the factor by which later mesh dimensions split it.
+        dim: The tensor dimension that is sharded, or -1 for "replicate" and "partial".
+        split_factor: For a strided shard, the number of parts into which later mesh dimensions split the tensor
+            dimension.
     """
 
     kind: str
@@ -144,12 +147,12 @@ class PlacementRecord:
 
 @dataclass(slots=True, eq=False)
 class MeshRecord:
-    """A device mesh: the global rank at each coordinate, and the names of its dimensions, if any.
+    """A device mesh: the global rank at each coordinate, and the names of the mesh dimensions, if any.
 
     Attributes:
         ranks: Global ranks. Each array dimension is a mesh dimension.
-        rank: The global rank that pickled the mesh, or None if it was not recorded.
-        coordinate: That rank's position in the mesh, or None if the rank is not in the mesh.
+        rank: The global rank that pickled the mesh, or None if the pickle does not tell.
+        coordinate: Position of `rank` in the mesh, or None if `rank` is not in the mesh.
     """
 
     ranks: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0,), np.int64))
@@ -164,7 +167,7 @@ class MeshRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DTensorRecord(Stub):
-    """One rank's part of a DTensor. `shape` is the full tensor's shape."""
+    """One rank's part of a DTensor. `shape` is the shape of the full tensor."""
 
     local: StoredTensor
     shape: tuple[int, ...]
@@ -182,7 +185,7 @@ class DTensorRecord(Stub):
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A box of a ShardedTensor that this rank holds."""
+    """A region of a ShardedTensor, and the local tensor with its values."""
 
     tensor: StoredTensor
     box: Box
@@ -190,7 +193,7 @@ class ShardRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedTensorRecord(Stub):
-    """One rank's part of a ShardedTensor. `boxes` lists all ranks' boxes, in rank order."""
+    """One rank's part of a ShardedTensor. `boxes` lists the regions of all ranks, in rank order."""
 
     shards: tuple[ShardRecord, ...]
     shape: tuple[int, ...]
@@ -206,12 +209,12 @@ def is_tensor(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassRecord(Stub):
-    """A tensor subclass that keeps its values in other tensors.
+    """A tensor subclass that stores its values in other tensors.
 
     Attributes:
-        kind: The full name of the class.
-        dtype, shape, strides: Of the tensor, as the program sees it.
-        fields: Its attributes, with tensors as records.
+        kind: Full name of the class.
+        dtype, shape, strides: Properties of the outer tensor.
+        fields: The object's attributes. Each tensor is replaced by a record.
     """
 
     kind: str
@@ -239,18 +242,22 @@ _PLAIN_KINDS = frozenset(
 
 
 ONE_TENSOR = {"torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": ("_tensor", "_precomputed_scale")}
-"""Subclasses that keep their values in one attribute (float8 all-gathers of FSDP2), each with that attribute and one
-that is computed from the values. In a pickle, they are read as the tensor in that attribute."""
+"""Subclasses that keep all values in one attribute (float8 all-gathers of FSDP2).
+
+For each class: the name of that attribute, and the name of an attribute that is computed from the values. An instance
+in a pickle is read as the tensor in the first attribute.
+"""
 
 
 class TensorRebuilder:
-    """Stands in for the tensor functions that a torch pickle calls. Builds records instead of tensors.
+    """Replaces the tensor functions that a torch pickle calls. Builds records instead of tensors.
 
-    A mesh's ranks are stored in a small tensor, whose position is known only once the whole pickle has been read. Then
-    `finish(read)` fills them in.
+    A mesh's ranks are stored in a small tensor, whose position is known only once the whole pickle has been read.
+    `finish(read)` then fills in the ranks.
 
-    Views with a pending conj or neg are refused unless `lazy` is set. Tensors of other classes are refused unless
-    `classes` is set.
+    Args:
+        lazy: Accept views with a pending conj or neg. If False, lazy views are refused.
+        classes: Return tensors of other classes as `ClassRecord`. If False, tensors of other classes are refused.
     """
 
     def __init__(self, *, lazy: bool = False, classes: bool = False) -> None:
@@ -276,7 +283,7 @@ class TensorRebuilder:
         }
 
     def finish(self, read: Callable[[StoredTensor], bytes]) -> None:
-        """Fill in the meshes' ranks. `read` returns a contiguous tensor's bytes."""
+        """Fill in the ranks of all meshes. `read` returns the bytes of a contiguous tensor."""
         for mesh, record in self._meshes.values():
             _fill_mesh(mesh, record, read)
         self._meshes.clear()
@@ -355,7 +362,7 @@ def _numbers(values: Any, limit: int = _MAX_NUMEL) -> tuple[int, ...]:
 
 
 def known_dtype(name: str) -> DType:
-    """Return the dtype. Raises UnsupportedFormatError if tensors with this dtype can't be read."""
+    """Return the `DType` with this name. Raises UnsupportedFormatError if tensors of this dtype can't be read."""
     try:
         return dtype_of(name)
     except UnsupportedFormatError:
@@ -363,10 +370,10 @@ def known_dtype(name: str) -> DType:
 
 
 def stored(storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any, *, spare: int = 0) -> StoredTensor:
-    """Return the tensor, after checking that it is within its storage.
+    """Return a tensor record, after checking that the tensor is within its storage.
 
     Args:
-        spare: By how many bytes the tensor may exceed its storage, as it does if strides of 0 repeat elements.
+        spare: Number of bytes by which the tensor may exceed its storage, because strides of 0 repeat elements.
     """
     if not isinstance(storage, Storage):
         raise ValueError("a tensor's storage is not valid")
@@ -390,7 +397,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _held_by(kind: str, made: Any, state: Any) -> StoredTensor:
-    """Return the tensor that holds all values of a tensor of a class in `ONE_TENSOR`."""
+    """Return the tensor that holds all values of an instance of a class in `ONE_TENSOR`."""
     held = state.get(ONE_TENSOR[kind][0]) if isinstance(state, dict) else None
     if not isinstance(held, StoredTensor) or not isinstance(made, _Wrapper) or not isinstance(made.dtype, TorchDType):
         raise ValueError(f"a {kind} without its tensor")
@@ -528,7 +535,7 @@ def _flat(value: Any) -> tuple[int, ...]:
 
 
 def read_storage_type(value: Any) -> str | None:
-    """Return the dtype that a persistent id's storage class stands for."""
+    """Return the dtype of the storage class in a persistent id, or None if the class is untyped."""
     if not isinstance(value, StorageType):
         raise ValueError("a storage's type is not a storage class")
     return value.dtype

@@ -40,14 +40,14 @@ def check_array(shape: Any, dtype: np.dtype[Any], raw: Any) -> None:
 
 
 def numpy_array(shape: Any, dtype: np.dtype[Any], fortran: Any, raw: Any) -> np.ndarray[Any, Any]:
-    """Return a writable array."""
+    """Return a writable array whose memory is a copy of `raw`."""
     check_array(shape, dtype, raw)
     made: np.ndarray[Any, Any] = np.frombuffer(bytearray(raw), dtype).reshape(shape, order="F" if fortran else "C")
     return made
 
 
 def numpy_scalar(dtype: np.dtype[Any], raw: Any) -> Any:
-    """Return the number or string that these bytes represent."""
+    """Return the number or string that the bytes represent."""
     if not isinstance(raw, bytes) or len(raw) != dtype.itemsize:
         raise ValueError("a numpy scalar's data do not fit its dtype")
     return np.frombuffer(raw, dtype)[0] if raw else np.zeros((), dtype)[()]
@@ -56,10 +56,12 @@ def numpy_scalar(dtype: np.dtype[Any], raw: Any) -> Any:
 def typed(
     make: Callable[..., Any], problem: str, *kinds: type[Any], rest: type[Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a function that calls `make` if its arguments have exactly these types, or raises ValueError(problem).
+    """Return a function that checks the types of its arguments before it calls `make`.
+
+    The function raises ValueError(problem) if the type of an argument is not exactly the type in `kinds`.
 
     Args:
-        rest: The type of any more arguments; None if there may be none.
+        rest: Type of all further arguments. None if there must be no further arguments.
     """
 
     def call(*args: Any) -> Any:
@@ -89,5 +91,8 @@ MOMENTS: dict[Any, Callable[..., Any]] = {
     datetime.time: _moment(datetime.time, 6),
     datetime.timedelta: typed(datetime.timedelta, "a timedelta is malformed", int, int, int),
 }
-"""For each type, a function that makes a value from the pickled arguments: the bytes of a date or time and, optionally,
-its time zone; or days, seconds and microseconds."""
+"""For each type, a function that makes a value from the pickled arguments.
+
+The arguments are the bytes of a date or time and, optionally, a time zone. For a timedelta, the arguments are days,
+seconds and microseconds.
+"""

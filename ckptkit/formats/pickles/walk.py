@@ -1,9 +1,8 @@
-"""Reads pickles without running anything from them. Interprets the opcodes of protocols 0 to 5, with an allow-list of
-inert values for globals.
+"""Reads pickles without running any code from them.
 
-A `pickle.Unpickler` with its own `find_class` would not do: it allocates its memo for whatever index the file states,
-hashes nested tuples without a limit, and lets small files build large objects. Here, each opcode is implemented with
-limits.
+Interprets the opcodes of protocols 0 to 5, and replaces each allowed global by an inert value. A `pickle.Unpickler`
+with its own `find_class` is not enough: it allocates as many memo entries as the file asks for, hashes nested tuples
+without a limit, and lets small files build large objects. This module implements each opcode with limits.
 """
 
 from __future__ import annotations
@@ -50,19 +49,18 @@ def loads(
     unknown: Unknown = "refuse",
     max_bytes: int | None = None,
 ) -> Any:
-    """Parse the pickle in `data` into plain Python values and inert stubs.
+    """Parse the pickle in `data` into plain Python values and inert values.
 
     Args:
-        file: The file (or item) that errors name.
-        functions: More globals to allow, and what stands in for them. Looked up first.
-        persistent_load: Returns the value for a persistent id (a torch storage). Without it, persistent ids are
-            refused.
+        file: Name of the file or item for error messages.
+        functions: Additional allowed globals and the values that replace them. Takes precedence over the allow-list.
+        persistent_load: Returns the value for a persistent id (a torch storage). If None, persistent ids are refused.
         unknown: With "record", globals that are not allowed become `UnknownGlobal` records instead of an error. Nothing
             is run either way.
-        max_bytes: Maximum size of a pickle; by default `MAX_PICKLE_BYTES`.
+        max_bytes: Maximum size of the pickle; by default `MAX_PICKLE_BYTES`.
 
     Raises:
-        UnsafePickleError: The pickle names a global that is not on the allow-list.
+        UnsafePickleError: The pickle refers to a global that is not on the allow-list.
         CorruptCheckpointError: `data` is not a valid pickle, or is larger or deeper than any checkpoint needs.
     """
     return load_prefix(
@@ -80,7 +78,7 @@ def load_prefix(
     unknown: Unknown = "refuse",
     max_bytes: int | None = None,
 ) -> tuple[Any, int]:
-    """Return the value of the pickle at `start`, and where the pickle ends. Raises the same errors as `loads`."""
+    """Return the value of the pickle at `start`, and the end of the pickle. Raises the same errors as `loads`."""
     if len(data) - start > (max_bytes or MAX_PICKLE_BYTES):
         raise CorruptCheckpointError(
             f"{file}: a pickle of {len(data) - start} bytes is larger than any checkpoint needs."
@@ -106,7 +104,7 @@ def load_prefix(
 
 
 def guarded(file: str, run: Callable[[], Any]) -> Any:
-    """Return run(). If it fails because the pickle is malformed, raise a CkptkitError that names `file`."""
+    """Return run(). If `run` fails because the pickle is malformed, raise a CkptkitError that names `file`."""
     try:
         return run()
     except CkptkitError as error:
@@ -152,15 +150,15 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
     calls: Calls | None = None,
     states: States = (),
 ) -> tuple[Any, int]:
-    """Return the value of the pickle at `pos`, and where the pickle ends. Call it within `guarded`.
+    """Return the value of the pickle at `pos`, and the end of the pickle. Must be called within `guarded`.
 
     Does not check that an opcode's argument ends before `data` does. If the argument is truncated, reading the next
     opcode raises an IndexError.
 
     Args:
-        resolve: Maps a global's (module, name) to what stands in for it. Raises UnsafePickleError.
-        calls: For each type that `resolve` returns and that is not a stub, the function that makes its instances.
-        states: For each such type and its subclasses, the function that sets an instance's state.
+        resolve: Returns the value that replaces a global (module, name). Raises UnsafePickleError.
+        calls: For each type that `resolve` returns and that is not a `Stub`, the function that makes instances.
+        states: For each of these types and its subclasses, the function that sets the state of an instance.
     """
     calls = calls or {}
     stack: list[Any] = []

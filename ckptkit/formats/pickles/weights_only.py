@@ -1,9 +1,9 @@
-"""Reads and writes objects as torch.save bytes in a training job. Only this module lets torch unpickle, always with
-weights_only=True.
+"""Reads and writes objects as torch.save bytes in a training job.
 
-torch refuses dates, paths, collections and numpy arrays. `walk` reads these, and dense tensors beside them, with
-functions that check every argument. Before torch sees a file, our zip reader refuses compressed members, because torch
-would expand them in memory. After torch has loaded it, views that are larger than their storage are refused.
+Only this module lets torch unpickle, always with weights_only=True. torch refuses dates, paths, collections and numpy
+arrays. `walk` reads these values, and dense tensors beside them, with functions that check every argument. Before torch
+loads an archive, our zip reader refuses compressed members, because torch would expand them in memory. After torch has
+loaded an archive, tensors that are larger than their storage are refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _UNFOLDED = 16 << 20  # bytes; up to this size, a tensor may exceed its storage 
 
 
 def dump_object(value: Any, *, name: str, advice: str) -> bytes:
-    """Return the value's torch.save bytes, after checking that weights_only=True can load them.
+    """Encode a value with torch.save, after checking that torch.load with weights_only=True can load the result.
 
     Raises:
         SaveError: The value can't be saved in a way that loads without running code. The message ends with `advice`.
@@ -58,7 +58,7 @@ def dump_object(value: Any, *, name: str, advice: str) -> bytes:
 
 
 def dump_plain(value: Any, *, name: str, advice: str) -> bytes:
-    """Return the value's torch.save bytes, after checking that `parse_object` can load them.
+    """Encode a value with torch.save, after checking that `parse_object` can load the result.
 
     Raises the same errors as `dump_object`.
     """
@@ -88,10 +88,10 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
     """Load the value from torch.save bytes, on the CPU.
 
     Raises:
-        UnsafePickleError: The pickle names a class that torch's weights_only loader refuses and that is not plain data.
-            No code from the pickle was run.
+        UnsafePickleError: The pickle refers to a class that torch's weights_only loader refuses and that is not plain
+            data. No code from the pickle was run.
         CorruptCheckpointError: The archive is damaged or compressed, or has tensors larger than what is stored.
-        LoadError: torch can't load it.
+        LoadError: torch can't load the archive.
     """
     label = f"{file}: the object {name!r:.120}" if name else file
     raw = bytes(data)
@@ -144,7 +144,7 @@ def _plain_object(archive: Archive) -> Any:
     """Return the value in an archive that contains only plain data and dense tensors.
 
     Raises:
-        UnsafePickleError: The archive contains anything else. The message names it.
+        UnsafePickleError: The archive contains something else. The message names the class.
     """
     label, tensors = archive.file, _Tensors(archive)
 
@@ -173,7 +173,7 @@ def _plain_object(archive: Archive) -> Any:
 
 
 class _Tensors:
-    """An archive's dense tensors. Each storage is created only once."""
+    """Creates the dense tensors of an archive. Each storage is created only once."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
@@ -270,7 +270,9 @@ def _numpy(dtype: Any) -> np.dtype[Any]:
 
 
 def _order_bytes(made: Any, state: Any) -> None:
-    """Set the byte order. The state is (version, byte order, ...), but the dtype already determines everything else."""
+    """Set the byte order of a dtype. The pickled state is (version, byte order, ...), and only the byte order is
+    needed.
+    """
     if state[1] == ">":
         made.__setstate__(np.dtype(made.newbyteorder(">")).__reduce__()[2])
 

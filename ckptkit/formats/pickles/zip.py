@@ -1,6 +1,6 @@
-"""Reads and writes torch.save's zip archives: the pickle inside, and each storage's position.
+"""Reads and writes torch.save's zip archives: the pickle inside, and the position of each storage.
 
-Nothing in the archive is decompressed or copied. torch stores members uncompressed, so a tensor is a byte range in the
+Nothing in an archive is decompressed or copied. torch stores members uncompressed, so a tensor is a byte range in the
 file. Any other kind of zip is refused.
 """
 
@@ -35,7 +35,7 @@ _PLAIN_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of an archive. `header` is the offset of its local header from the start of the archive."""
+    """A member of an archive. `header` is the offset of the local header from the start of the archive."""
 
     name: str
     crc32: int
@@ -57,20 +57,22 @@ def read_archive(
     Reads only the zip directory, the pickle, and a small header per storage, but no tensor bytes.
 
     Args:
-        nbytes: The zip's length. By default, it extends to the end of the file.
-        unknown: As for `walk.loads`.
-        classes: Return tensor subclasses as `ClassRecord`. If False, they are refused.
+        nbytes: Length of the zip. By default, the zip extends to the end of the file.
+        unknown: See `walk.loads`.
+        classes: Return tensor subclasses as `ClassRecord`. If False, tensor subclasses are refused.
 
     Raises:
-        CorruptCheckpointError: The bytes are not such an archive, or its parts contradict each other.
-        UnsafePickleError: The pickle names a global that is not allowed.
+        CorruptCheckpointError: The bytes are not a torch.save zip, or parts of the zip contradict each other.
+        UnsafePickleError: The pickle refers to a global that is not allowed.
         UnsupportedFormatError: The archive is big-endian, or has tensors that are not dense.
     """
     return Archive(store, path, start, nbytes).value(unknown=unknown, classes=classes)
 
 
 def file_size(store: Store, path: str) -> int:
-    """Return a file's size. Also works for a symlink in a Hub cache; the store checks where it points."""
+    """Return the size of a file, or of the target of a symlink in a Hub cache. The store checks the target's
+    location.
+    """
     info = store.info(path)
     if info is None:
         raise FileNotFoundError(f"{path} does not exist")
@@ -93,7 +95,10 @@ def file_size(store: Store, path: str) -> int:
 
 
 def _find_directory(tail: bytes, nbytes: int, file: str) -> tuple[int, int, int]:
-    """Return the central directory's (count, size, offset). Archive comments are refused, because torch writes none."""
+    """Return the central directory's (count, size, offset).
+
+    Archive comments are refused, because torch writes none.
+    """
     base = len(tail) - _END.size
     if base < 0 or tail[base : base + 4] != b"PK\x05\x06":
         raise CorruptCheckpointError(
@@ -151,7 +156,7 @@ def _member(tail: bytes, pos: int, stop: int, file: str) -> tuple[Member, int]:
 def _zip64(extra: bytes, packed: int, size: int, header: int, file: str) -> tuple[int, int, int]:
     """Return an entry's packed size, size and header offset.
 
-    Numbers that did not fit into the entry are in its zip64 extra field (APPNOTE 4.5.3).
+    Numbers that do not fit into the entry are in the zip64 extra field (APPNOTE 4.5.3).
     """
     pos = 0
     while pos + 4 <= len(extra):
@@ -183,7 +188,7 @@ def _checked_name(raw: bytes, file: str) -> str:
 
 
 class Layout:
-    """One archive's members, by their names inside the archive's folder, and where each one ends.
+    """The members of one archive, by their names inside the archive's folder.
 
     Attributes:
         directory_nbytes: Size of the directory and the end records.
@@ -225,7 +230,7 @@ class Layout:
             raise CorruptCheckpointError(f"{file}: a pickle of {self.members['data.pkl'].nbytes} bytes is too large.")
 
     def start(self, member: Member, header: bytes) -> int:
-        """Return where a member's bytes start in the archive, given its local header, which is checked."""
+        """Check a member's local header, and return the start of the member's bytes in the archive."""
         shown, name = f"member {member.name!r:.80}", member.name.encode()
         if len(header) < LOCAL_HEADER.size:
             raise CorruptCheckpointError(f"{self.file}: {shown} is cut short.")
@@ -244,8 +249,8 @@ def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, pat
     """Return the storage that a persistent id ("storage", class, key, location, numel) describes.
 
     Args:
-        find: Returns (nbytes, crc32) of the member that holds the storage with this key, or raises ValueError if there
-            is none. Without `find`, the storage is as long as the id declares.
+        find: Returns (nbytes, crc32) of the member that contains the storage with this key, or raises ValueError if
+            there is no such member. Without `find`, the storage is as long as the id declares.
     """
     if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
         raise ValueError("a persistent id is not a storage")
@@ -261,9 +266,10 @@ def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, pat
 
 
 class Archive:
-    """The torch.save zip at bytes [start, start + nbytes) of a file. By default, it extends to the end of the file.
+    """The torch.save zip at bytes [start, start + nbytes) of a file. By default, the zip extends to the end of the
+    file.
 
-    The constructor reads and checks the directory. It raises the same errors as `read_archive`.
+    The constructor reads and checks the directory, and raises the same errors as `read_archive`.
     """
 
     def __init__(
@@ -276,7 +282,7 @@ class Archive:
         file: str = "",
         tail: int = 64 << 10,
     ) -> None:
-        """Read the directory. `tail` is how many bytes at the archive's end to read first."""
+        """Read the directory. `tail` is the number of bytes to read first, at the end of the archive."""
         self.store = store
         self.path = path
         self.start = start
@@ -291,18 +297,18 @@ class Archive:
         self.layout = Layout(end, count, size, offset, self.file)
 
     def members(self) -> list[tuple[int, int, int]]:
-        """Return (start in the file, nbytes, CRC-32) for each member, without reading the pickle."""
+        """Return (start in the file, nbytes, CRC-32) of each member, without reading the pickle."""
         members = self.layout.members.values()
         return [(self._start(member, self._header(member)), member.nbytes, member.crc32) for member in members]
 
     def check(self) -> None:
-        """Read all members and check their CRC-32s. Raises CorruptCheckpointError for the first one that differs."""
+        """Read all members and check their CRC-32s. Raises CorruptCheckpointError for the first CRC that differs."""
         for name, member in self.layout.members.items():
             if member.crc32:  # the CRC is 0 after torch.serialization.set_crc32_options(False)
                 self.member(name)
 
     def value(self, *, unknown: Unknown = "refuse", classes: bool = False) -> Any:
-        """Return what was saved, with tensors as records."""
+        """Return the saved value, with records in place of tensors."""
         rebuilder = TensorRebuilder(classes=classes)
         value = loads(
             self.pickled(),
@@ -316,7 +322,7 @@ class Archive:
         return value
 
     def pickled(self) -> bytes:
-        """Return the archive's pickle, after checking that the archive is little-endian."""
+        """Return the bytes of the pickle, after checking that the archive is little-endian."""
         order = self.member("byteorder") if "byteorder" in self.layout.members else b"little"
         if order != b"little":
             raise UnsupportedFormatError(
@@ -345,9 +351,9 @@ class Archive:
         return self.read(self.start + member.header, LOCAL_HEADER.size + len(member.name.encode()))
 
     def storage(self, identity: Any) -> Storage:
-        """Return the storage that a persistent id describes. `_locate_storages` sets its position later.
+        """Return the storage that a persistent id describes. `_locate_storages` later sets the storage's position.
 
-        A storage may occur with two dtypes: one tensor is a view of the other's bytes with a different dtype.
+        A storage may occur with two dtypes: one tensor is a view of the other tensor's bytes with a different dtype.
         """
         made = storage_of(identity, self.stored, self.path)
         return self.storages.setdefault((made.key, made.dtype), made)
@@ -359,7 +365,7 @@ class Archive:
         return member.nbytes, member.crc32
 
     def _locate_storages(self) -> None:
-        """Set the positions of all storages that were asked for. Reads their small headers together."""
+        """Set the positions of all storages that were asked for. Reads all local headers in one batch."""
         storages = list(self.storages.values())
         members = [self.layout.members[f"data/{s.key}"] for s in storages]
         headers = [bytearray(LOCAL_HEADER.size + len(m.name.encode())) for m in members]
@@ -371,7 +377,7 @@ class Archive:
 
 
 def memory_store(path: str, data: bytes) -> Store:
-    """Return a store whose only file is `data`, for code that reads archives."""
+    """Return a store whose only file is `data`, for functions that read archives."""
     return cast(Store, _Memory(path, data))
 
 
@@ -412,7 +418,7 @@ def _narrow(value: int) -> int:
 
 
 def local_header(name: bytes, crc: int, nbytes: int, *, flags: int = 0, padding: int | None = None) -> bytes:
-    """Return the header that precedes a member's bytes. `padding` is the number of zeros that align these bytes."""
+    """Return the header that precedes a member's bytes. `padding` is the number of zeros that align the bytes."""
     wide = nbytes >= _WIDE
     extra = struct.pack("<HHQQ", _ZIP64, 16, nbytes, nbytes) if wide else b""
     if padding is not None:
@@ -423,7 +429,7 @@ def local_header(name: bytes, crc: int, nbytes: int, *, flags: int = 0, padding:
 
 
 def central_header(name: bytes, crc: int, nbytes: int, offset: int, *, flags: int = 0) -> bytes:
-    """Return a member's entry in the directory. `offset` is where the member's local header begins."""
+    """Return the directory entry of a member whose local header is at `offset`."""
     wide = [value for value in (nbytes, nbytes, offset) if value >= _WIDE]
     extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64, 8 * len(wide), *wide) if wide else b""
     size, version = _narrow(nbytes), 45 if wide else 20
