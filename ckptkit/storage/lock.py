@@ -293,7 +293,9 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
         except FileExistsError:
             continue
         logger.debug("took the lease of %s, generation %d", root.url, state.generation)
-        lease = Lease(root, state, since=since, old=_old_files(view, state))
+        old = [path for generation, path in _generations(view) if generation < state.generation]
+        old += [i.path for i in view.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
+        lease = Lease(root, state, since=since, old=old)
         if look is None:
             lease.try_conditional()
             lease.tidy()
@@ -404,13 +406,6 @@ def _generations(root: Store) -> list[tuple[int, str]]:
         if name.startswith("lease-") and name.endswith(".json") and _GENERATION.fullmatch(name[6:-5]):
             found.append((int(name[6:-5]), item.path))
     return found
-
-
-def _old_files(view: Store, state: _State) -> list[str]:
-    """Return the files of earlier generations, and files that killed processes left half-written."""
-    old = [path for generation, path in _generations(view) if generation < state.generation]
-    parts = [i.path for i in view.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
-    return old + parts
 
 
 def _now() -> float:
