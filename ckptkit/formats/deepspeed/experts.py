@@ -1,9 +1,9 @@
 """Reads DeepSpeed's MoE experts: one file per expert, and optimizer partitions over the ranks that hold the expert.
 
 In the optimizer files and `param_shapes`, each rank's experts are numbered from 0. The experts' own files, and the
-names returned here, number a layer's experts across all ranks (deepspeed/runtime/engine.py: _save_moe_checkpoint). With
-E expert parallel ranks, the job's rank r has the experts of expert parallel rank r % E, or of r // (ranks / E) if the
-job's config sets use_data_before_expert_parallelism (deepspeed/utils/groups.py).
+names returned by this module, number a layer's experts across all ranks (deepspeed/runtime/engine.py:
+_save_moe_checkpoint). With E expert parallel ranks, rank r of the job has the experts of expert parallel rank r % E, or
+of r // (ranks / E) if the job's config sets use_data_before_expert_parallelism (deepspeed/utils/groups.py).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The ranks over which a parameter group is partitioned, in order, and the experts that they hold.
+    """The ranks over which a parameter group is partitioned, in order, and the experts that these ranks hold.
 
     Attributes:
         number: The expert parallel rank, or None if all ranks have the same parameters.
-        experts: The number of experts per rank, by the layer's name prefix.
+        experts: Number of experts per rank, by the layer's name prefix.
     """
 
     ranks: Sequence[int]
@@ -54,7 +54,7 @@ def is_expert(name: str) -> bool:
 
 
 def data_first(model: Mapping[str, Any]) -> bool:
-    """Return whether adjacent ranks have the same experts. `model` is a model file's contents."""
+    """Return whether adjacent ranks have the same experts. `model` is the content of a model file."""
     config = model.get("ds_config")
     return isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
 
@@ -67,11 +67,12 @@ def parts_of(
     data_first: bool,
     counts: Mapping[str, int],
 ) -> list[Partition]:
-    """Return a parameter group's partitions: one `Partition` per expert parallel rank, or a single one over all ranks.
+    """Return the partitions of a parameter group: one for each expert parallel rank, or a single partition over all
+    ranks.
 
     Args:
-        partitions: The number of ranks that share each parameter in the group.
-        counts: The number of experts in each layer, from `counted`.
+        partitions: Number of ranks that share each parameter in the group.
+        counts: Number of experts in each layer, from `counted`.
 
     Raises:
         UnsupportedFormatError: The group has fewer partitions than there are ranks, and its parameters are not experts.
@@ -102,7 +103,9 @@ def parts_of(
 
 
 def counted(experts: Iterable[str]) -> dict[str, int]:
-    """Return the number of experts in each layer, by the layer's name prefix, given the experts' weight names."""
+    """Return the number of experts in each layer, by the layer's name prefix, given the names of the experts'
+    weights.
+    """
     found: dict[str, int] = {}
     for name in experts:
         match = _EXPERT.fullmatch(name)
@@ -112,13 +115,13 @@ def counted(experts: Iterable[str]) -> dict[str, int]:
 
 
 def group_order(first: Mapping[str, Any], other: Mapping[str, Any], *, file: str) -> list[int]:
-    """Return, for each of rank 0's parameter groups, its index on another rank.
+    """Return, for each parameter group of rank 0, the index of the same group on another rank.
 
-    DeepSpeed creates the groups of experts from a set, so different processes have them in a different order
+    DeepSpeed creates the groups of experts from a set, so the order of the groups differs between processes
     (deepspeed/moe/utils.py). Groups are matched by name. Groups with the same name have the same order on all ranks.
 
     Args:
-        first, other: The optimizer's state from rank 0's file and from the other rank's.
+        first, other: State of the optimizer from the files of rank 0 and of the other rank.
     """
     there: dict[tuple[Any, Any], list[int]] = {}
     for index, key in enumerate(_group_keys(other)):
@@ -142,10 +145,10 @@ def _group_keys(inner: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def read_experts(store: Store, files: Sequence[str], model: Mapping[str, Any]) -> dict[str, Joined]:
-    """Return the weights in the experts' files. `model` is the model file's contents.
+    """Return the weights in the experts' files. `model` is the content of the model file.
 
     Raises:
-        IncompleteCheckpointError: An expert's file is missing. The message names it.
+        IncompleteCheckpointError: An expert's file is missing. The message names the file.
         CorruptCheckpointError: A file holds a different expert's weights.
     """
     found = {(int(match[1] or -1), int(match[2])): match[0] for file in files if (match := EXPERT_FILE.fullmatch(file))}

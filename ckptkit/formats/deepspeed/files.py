@@ -39,14 +39,14 @@ _OURS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """The model files' contents.
+    """The contents of the model files.
 
     Attributes:
-        values: Each file's contents. There is one file per rank with ZeRO-3, otherwise a single one.
-        file: The first file's name.
+        values: Contents of each file. There is one file per rank with ZeRO-3, otherwise a single file.
+        file: Name of the first file.
         param_shapes: For each parameter group, name -> shape in flat order.
-        shared: A tied weight's name -> the name under which it is stored.
-        frozen: A frozen parameter's name -> its shape.
+        shared: Name of a tied weight -> the name under which the weight is stored.
+        frozen: Name of a frozen parameter -> its shape.
     """
 
     values: Sequence[Mapping[str, Any]]
@@ -72,7 +72,7 @@ class ModelStates:
 
     @property
     def trained(self) -> frozenset[str]:
-        """The parameters in the flat groups."""
+        """The names of the parameters in the flat groups."""
         return frozenset(name for group in self.param_shapes for name in group)
 
     def objects(self) -> dict[str, ObjectEntry]:
@@ -86,10 +86,10 @@ class ModelStates:
     def whole(self, *, elsewhere: frozenset[str]) -> dict[str, Joined]:
         """Return the tensors in `module` that are stored in full: buffers, frozen parameters, and others.
 
-        With ZeRO-3, `module` has empty placeholders for the partitioned parameters.
+        With ZeRO-3, `module` contains empty placeholders for the partitioned parameters.
 
         Args:
-            elsewhere: Names to omit because other files have these tensors.
+            elsewhere: Names to omit because other files contain the tensors.
         """
         module = self.values[0]["module"]
         skip = elsewhere | self.shared.keys() | (self.frozen.keys() if self.stage3 else frozenset())
@@ -110,8 +110,9 @@ class FlatPart:
 
     Attributes:
         weights: Flat fp32 weights.
-        states: The base optimizer's states.
-        fragments: name -> (numel, start), for the parameters in this part; {} if not recorded.
+        states: States of the base optimizer.
+        fragments: name -> (numel, start) of each parameter in this part, or {} if the file does not list the
+            parameters.
     """
 
     weights: StoredTensor
@@ -125,13 +126,13 @@ class FlatPart:
 
 @dataclass(frozen=True, slots=True)
 class OptimStates:
-    """The optimizer files' contents.
+    """The contents of the optimizer files.
 
     Attributes:
-        parts: Each rank's part of each parameter group: by rank, then by group.
-        param_groups: The settings of the base optimizer's groups.
-        paddings: Alignment padding after each parameter, by group; [] if not recorded.
-        partitions: Each group's number of partitions. Groups of experts have fewer partitions than there are ranks.
+        parts: Parts of the parameter groups, by rank, then by group.
+        param_groups: Settings of the base optimizer's groups.
+        paddings: Alignment padding after each parameter, by group, or [] if the files do not tell.
+        partitions: Number of partitions of each group. Groups of experts have fewer partitions than there are ranks.
     """
 
     world_size: int
@@ -252,7 +253,9 @@ def _optimizer_dict(value: Any, file: str) -> Mapping[str, Any]:
 
 
 def _partitions(inner: Mapping[str, Any], files: int, file: str) -> list[int]:
-    """Return each group's number of partitions. For a group without experts, it is the number of ranks."""
+    """Return the number of partitions of each group. A group without experts has as many partitions as there are
+    ranks.
+    """
     recorded = inner.get("partition_count", files)
     counts = recorded if isinstance(recorded, list) and recorded else [recorded or files]
     for count in counts:
@@ -275,7 +278,7 @@ def _stage(inner: Mapping[str, Any], stage3: bool) -> int:
 def _states(base: Any) -> list[Mapping[str, Any]]:
     """Return one dict of states per group.
 
-    The file has either a list (elastic checkpoints), or a dict keyed by the index of each group's flat parameter.
+    The file contains either a list (elastic checkpoints), or a dict keyed by the index of each group's flat parameter.
     """
     if isinstance(base, list):
         return [state if isinstance(state, dict) else {} for state in base]

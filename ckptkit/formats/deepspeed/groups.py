@@ -30,13 +30,13 @@ class FlatGroup:
     """One parameter group of ZeRO-1/2, or one of the subgroups into which ZeRO-3 splits large parameter groups.
 
     Attributes:
-        params: Names and shapes, in flat order.
-        vectors: State -> the flat vectors; "" is the fp32 weights. ZeRO-1/2 have one vector, in one piece per rank.
-            ZeRO-3 has one per rank.
+        params: Names and shapes of the parameters, in flat order.
+        vectors: Name of a state -> its flat vectors. The name "" stands for the fp32 weights. ZeRO-1/2 have one vector,
+            with one piece per rank. ZeRO-3 has one vector per rank.
         scalars: States that are not flat vectors, such as the step.
-        paddings: The number of padding elements after each parameter.
-        fragments: For each rank, the parameters that it recorded: name -> (numel, start in its partition).
-        slack: The most padding elements that may follow the last parameter.
+        paddings: Number of padding elements after each parameter.
+        fragments: For each rank, the recorded positions of parameters: name -> (numel, start in the rank's partition).
+        slack: Maximum number of padding elements after the last parameter.
     """
 
     params: Mapping[str, Shape]
@@ -47,7 +47,7 @@ class FlatGroup:
     slack: int = 0
 
     def cut(self, state: str) -> Iterator[tuple[str, Joined]]:
-        """Yield each parameter's name and its parts of the vectors for `state`."""
+        """Yield the name of each parameter with its part of the vectors for `state`."""
         vectors = self.vectors[state]
         position = 0
         for (name, shape), padding in zip(self.params.items(), self.paddings, strict=True):
@@ -72,7 +72,7 @@ class FlatGroup:
             )
 
     def agrees(self) -> bool:
-        """Return whether the positions that the ranks recorded (newer versions only) match those computed from shapes.
+        """Return whether the positions that newer versions record match the positions computed from shapes.
 
         A difference alone proves nothing. With round_robin_gradients, DeepSpeed records wrong positions, because
         link_hp_params gets the parameters in a different order from the flat group's.
@@ -93,11 +93,13 @@ class FlatGroup:
 def groups_of(
     models: ModelStates, optims: OptimStates | None, experts: Iterable[str] = ()
 ) -> Sequence[Sequence[FlatGroup]]:
-    """Return each parameter group's flat groups: with ZeRO-3 one per subgroup, otherwise one, or for a group of experts
-    one per expert parallel rank.
+    """Return the flat groups of each parameter group.
+
+    With ZeRO-3, there is one flat group per subgroup. Otherwise, there is one per parameter group or, for a group of
+    experts, one per expert parallel rank.
 
     Args:
-        experts: The names of the weights in the experts' files.
+        experts: Names of the weights in the experts' files.
     """
     if optims is None:
         return []
@@ -141,7 +143,7 @@ def _zero12(index: int, params: Mapping[str, Shape], optims: OptimStates, part: 
 
 
 def _zero3(models: ModelStates, optims: OptimStates) -> Sequence[Sequence[FlatGroup]]:
-    """Return each parameter group's subgroups. A subgroup has whole parameters."""
+    """Return the subgroups of each parameter group. A subgroup contains whole parameters."""
     ends = list(itertools.accumulate(flat.weights.numel for flat in optims.parts[0]))
     if not ends:
         return []
@@ -174,17 +176,17 @@ def _flat_states(states: Sequence[Mapping[str, Any]]) -> list[str]:
 def check_layout(
     store: Store, groups: Sequence[FlatGroup], masters: Mapping[str, Joined], copies: Callable[[], Mapping[str, Joined]]
 ) -> None:
-    """Compare parameters with their low-precision copies, if their positions in the flat group are in doubt.
+    """Compare parameters with their low-precision copies if their positions in the flat group are uncertain.
 
-    A position is in doubt if the positions recorded for its group differ from those computed from the shapes. One
-    parameter per partition of experts is compared as well, because no file records which experts a rank has. Reads a
+    The positions in a group are uncertain if the recorded positions differ from those computed from the shapes. In a
+    partition of experts, one parameter is always compared, because no file records which experts a rank has. Reads a
     few kilobytes per parameter.
 
     Args:
         copies: Returns the low-precision weights by name. Called only if there is a parameter to compare.
 
     Raises:
-        CorruptCheckpointError: A copy differs from the cast master.
+        CorruptCheckpointError: A copy differs from the cast master weight.
     """
     asked: list[str] = []
     for group in groups:
@@ -204,7 +206,7 @@ def check_layout(
 
 
 def check_experts(experts: Mapping[str, Joined], masters: Mapping[str, Joined]) -> None:
-    """Check that for each expert's master, the experts' files have a weight with the same shape."""
+    """Check that the experts' files have a weight of the same shape for each master weight of an expert."""
     for name, master in masters.items():
         if is_expert(name) and (name not in experts or experts[name].shape != master.shape):
             shape = f"has shape {list(experts[name].shape)}" if name in experts else "is missing"
@@ -218,7 +220,7 @@ def add_moments(optimizer: OptimizerState, group: FlatGroup, names: Mapping[str,
     """Add the moments and steps of a group's parameters to the optimizer.
 
     Args:
-        names: Old name -> new name. Parameters that are not listed are omitted. None keeps all names.
+        names: Old name -> new name. Parameters that are not listed are omitted. If None, all names stay the same.
     """
     names = {name: name for name in group.params} if names is None else names
     for state in group.vectors:
@@ -236,6 +238,6 @@ def add_moments(optimizer: OptimizerState, group: FlatGroup, names: Mapping[str,
 
 
 def settings(params: Sequence[Iterable[str]], optims: OptimStates) -> dict[str, ObjectEntry]:
-    """Return the parameter groups' settings, with the given names as their "params"."""
+    """Return the settings of the parameter groups, with the given names as "params"."""
     groups = [{**given, "params": list(names)} for given, names in zip(optims.param_groups, params, strict=False)]
     return group_objects(groups, {})

@@ -1,8 +1,8 @@
 """Reads DeepSpeed pipelines: one file per layer and, for each stage, a model file and the optimizer's partitions.
 
-Names are PipelineModule's: the layer's number, then the name within the layer. Several layers may share a module. Each
-stage's optimizer names the module's parameters `tied_modules.<key>.<name>`, and the file of each layer that shares the
-module contains them as well (deepspeed/runtime/pipe/module.py).
+Names are those of PipelineModule: the number of the layer, then the name within the layer. Several layers may share a
+module. The optimizer of each stage names the parameters of a shared module `tied_modules.<key>.<name>`, and the files
+of all layers that share the module contain the parameters as well (deepspeed/runtime/pipe/module.py).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _FILE = "mp_rank_{rank:02d}_model_states.pt"
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read one tag's checkpoint at the store's root. It may have any number of stages, but no tensor parallelism.
+    """Read the checkpoint of one tag at the store's root. Supports any number of stages, but no tensor parallelism.
 
     Raises:
-        IncompleteCheckpointError: A file is missing. The message names it.
+        IncompleteCheckpointError: A file is missing. The message names the file.
         UnsupportedFormatError: The layers are split by tensor parallelism.
     """
     files = file_names(store.list())
@@ -57,7 +57,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _layers(store: Store, files: Sequence[str]) -> dict[str, Joined]:
-    """Return all layers' tensors, in layer order, in the job's compute dtype."""
+    """Return the tensors of all layers, in layer order, in the job's compute dtype."""
     found: dict[int, str] = {}
     for match in filter(None, map(LAYER_FILE.fullmatch, files)):
         if int(match[2] or 0) > 0:
@@ -114,8 +114,8 @@ def _check_layers(stages: Sequence[Stage], layers: Mapping[str, Joined]) -> None
 def _ties(store: Store, stages: Sequence[Stage], layers: Mapping[str, Joined]) -> dict[str, list[str]]:
     """Return, for each parameter of a shared module, its names in the layers that share the module.
 
-    Such layers have no parameters of their own. If there are several shared modules, shapes and values tell which of
-    them a layer uses.
+    A layer that shares a module has no parameters of its own. If there are several shared modules, shapes and values
+    show which module the layer uses.
     """
     names = {name for stage in stages for name in stage.masters}
     own = {name.partition(".")[0] for name in names if not _TIED.fullmatch(name)}
@@ -146,7 +146,7 @@ def _is_layer(sampler: MasterSampler, layers: Mapping[str, Joined], layer: str, 
 
 
 def _add_settings(optimizer: OptimizerState, stages: Sequence[Stage], ties: Mapping[str, Sequence[str]]) -> None:
-    """Add the groups' settings, with all stages' parameters."""
+    """Add the settings of the parameter groups, with the parameters of all stages."""
     plain = [stage.models.file for stage in stages if stage.models.values[0].get("optimizer") is not None]
     if plain:
         optimizer.notes.append(f"the optimizer in {plain[0]} was not read: it is from a pipeline without ZeRO.")

@@ -1,6 +1,6 @@
 """Reads DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`, with full tensors.
 
-The converted job's model states are stored beside `zero/` (deepspeed/checkpoint/ds_to_universal.py).
+The model states of the converted job are stored beside `zero/` (deepspeed/checkpoint/ds_to_universal.py).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     missing = sorted(shapes.keys() - masters.keys())
     if missing:
         raise IncompleteCheckpointError(f"{_ROOT}/{missing[0]}/{_WEIGHT}.pt is missing ({len(missing)} in all).")
-    # ds_to_universal.py also writes buffers and frozen parameters to `zero/`, cast to fp32. The model file has them as
-    # they were.
+    # ds_to_universal.py also writes buffers and frozen parameters to `zero/`, cast to fp32. The model file contains the
+    # original tensors.
     own = {**models.whole(elsewhere=models.trained), **frozen_weights(models)}
     masters = {name: joined for name, joined in masters.items() if name not in own or name in trained}
     weights = {**own, **masters}
@@ -68,7 +68,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _parameters(store: Store, files: dict[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each parameter with its files' contents. Adds the files' sizes to `files`."""
+    """Yield each parameter with the contents of its files. Adds the sizes of the files to `files`."""
     for item in store.list(_ROOT):
         if item.kind != "directory":
             continue

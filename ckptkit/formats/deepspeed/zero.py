@@ -1,7 +1,7 @@
 """Reads DeepSpeed ZeRO-1, 2 and 3: splits each rank's flat fp32 partition into parameters. Does not need DeepSpeed.
 
-As in DeepSpeed's own exporter, the catalog's weights are the fp32 masters. They are listed both as MODEL and as MASTER.
-The low-precision copies in the model file equal the cast masters, and are not listed.
+As in DeepSpeed's own exporter, the catalog's weights are the fp32 master weights. They are listed both as MODEL and as
+MASTER. The low-precision copies in the model file equal the cast master weights, and are not listed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Stage:
     """The parameters of a pipeline stage, or of a job without a pipeline.
 
     Attributes:
-        by_settings: The flat groups in the optimizer files, by parameter group.
-        masters: The fp32 weights, under the names that the files use.
+        by_settings: Flat groups in the optimizer files, by parameter group.
+        masters: fp32 weights, under the names that the files use.
     """
 
     models: ModelStates
@@ -62,12 +62,12 @@ def read_stage(
     copies: Callable[[], Mapping[str, Joined]],
     experts: Mapping[str, Joined] | None = None,
 ) -> Stage:
-    """Read the optimizer files that belong to a model file, and check that they fit its weights.
+    """Read the optimizer files that belong to a model file, and check that the optimizer fits the model's weights.
 
     Args:
-        files: The names of all files that may be optimizer files.
+        files: Names of all files that may be optimizer files.
         copies: Returns the low-precision weights by name.
-        experts: The weights in the experts' files, if the experts have files of their own.
+        experts: Weights in the experts' files, or None if the experts have no files of their own.
     """
     optims = read_optim_states(store, files, models)
     stage = Stage(models, optims, groups_of(models, optims, experts or ()), {})
@@ -79,10 +79,10 @@ def read_stage(
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read one tag's DeepSpeed checkpoint at the store's root, but no tensor bytes.
+    """Read the DeepSpeed checkpoint of one tag at the store's root, but no tensor bytes.
 
     Raises:
-        IncompleteCheckpointError: A rank's file is missing. The message names it.
+        IncompleteCheckpointError: A rank's file is missing. The message names the file.
         UnsupportedFormatError: The checkpoint was written with tensor parallelism.
         CorruptCheckpointError: The files contradict each other.
     """
@@ -122,13 +122,15 @@ def catalog_of(
     world_size: int | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Catalog:
-    """Return the catalog of a DeepSpeed checkpoint: MODEL entries for all weights, MASTER entries for the fp32 masters,
-    the optimizer, and the model file's values.
+    """Return the catalog of a DeepSpeed checkpoint.
+
+    The catalog has MODEL entries for all weights, MASTER entries for the fp32 master weights, the optimizer, and the
+    model file's values.
 
     Args:
-        shared: A tied weight's name -> the name under which it is stored.
-        layout: The format's name.
-        files: More files that belong to the checkpoint, with their sizes.
+        shared: Name of a tied weight -> the name under which the weight is stored.
+        layout: Name of the format.
+        files: Additional files that belong to the checkpoint, with their sizes.
     """
     tensors = {name: joined.entry(name, Role.MODEL, fqn=name) for name, joined in weights.items()}
     for alias, kept in shared.items():
@@ -153,7 +155,7 @@ def catalog_of(
 
 
 def _missing(models: ModelStates, has_optimizer: bool) -> list[str]:
-    """Return messages about files that should exist according to the job's settings, but are missing."""
+    """Return messages about files that are missing although the job's settings say that such files were written."""
     config = models.values[0].get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage") if isinstance(zero, dict) else None
@@ -189,11 +191,11 @@ def _experts(store: Store, files: Sequence[str], models: ModelStates) -> dict[st
 def _add_plain(
     store: Store, files: Sequence[str], models: ModelStates, weights: Mapping[str, Joined], optimizer: OptimizerState
 ) -> Mapping[str, Joined]:
-    """Add the optimizer of a job without ZeRO, and return its fp32 masters by parameter.
+    """Add the optimizer of a job without ZeRO, and return the fp32 master weights by parameter.
 
-    DeepSpeed stores both in the model file: torch's optimizer state, and full masters in parameter group order
-    (deepspeed/runtime/fp16/unfused_optimizer.py). State that can't be read, such as a fused optimizer's concatenated
-    state, is noted.
+    DeepSpeed stores both in the model file: torch's optimizer state, and full master weights in parameter group order
+    (deepspeed/runtime/fp16/unfused_optimizer.py). If some state can't be read, such as the concatenated state of a
+    fused optimizer, a note says so.
     """
     experts = [name for name in files if EXPERT_OPTIMIZER.fullmatch(name)]
     if experts:
@@ -231,7 +233,7 @@ def _are_masters(groups: Sequence[Any]) -> bool:
 
 
 def frozen_weights(models: ModelStates) -> dict[str, Joined]:
-    """Return the frozen parameters. With ZeRO-3, every rank's model file has a part of each."""
+    """Return the frozen parameters of a ZeRO-3 job, joined from the parts in all ranks' model files."""
     found = {}
     for name, shape in models.frozen.items() if models.stage3 else ():
         fragments = [dict(value.get("frozen_param_fragments") or {}).get(name) for value in models.values]

@@ -1,6 +1,6 @@
 """Reads the FSDP checkpoints of accelerate and the Hugging Face Trainer, with any state-dict type.
 
-SHARDED: `pytorch_model_fsdp_<i>/` and `optimizer_<i>/`, each a DCP checkpoint; or, without DCP,
+SHARDED: `pytorch_model_fsdp_<i>/` and `optimizer_<i>/`, each a DCP checkpoint, or, without DCP,
 `pytorch_model_fsdp_<i>_rank<r>.bin` and `optimizer_<i>_rank<r>.bin`. FULL: `pytorch_model_fsdp[_<i>].bin` and
 `optimizer[_<i>].bin`. LOCAL: `pytorch_model_fsdp[_<i>]_rank<r>.bin`, with the optimizer as DCP. Versions before 0.25
 omit `_fsdp`.
@@ -37,15 +37,15 @@ _OBJECTS = re.compile(
 
 
 def is_accelerate(names: Sequence[str]) -> bool:
-    """Return whether these names at a checkpoint's root show that accelerate wrote it."""
+    """Return whether these names at a checkpoint's root show that accelerate wrote the checkpoint."""
     return any(_MODEL.fullmatch(name) for name in names)
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read all models and optimizers in the checkpoint. Paths are relative to its root.
+    """Return the catalog of all models and optimizers in the checkpoint. Paths are relative to the checkpoint's root.
 
     Raises:
-        IncompleteCheckpointError: A rank's file is missing. The message names it.
+        IncompleteCheckpointError: A rank's file is missing. The message names the file.
         UnsupportedFormatError: The checkpoint is FSDP1 LOCAL state whose layout is not known.
     """
     listing = {item.path: item for item in store.list()}

@@ -1,6 +1,6 @@
 """Reads checkpoints with separate model and optimizer directories: Oumi, NeMo Automodel, NeMo, and similar systems.
 
-Each system is described by a table of locations. Each directory is read by the reader for its format.
+A table lists the file locations for each system. Each directory is read by the reader for its format.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ckptkit.storage import Store
 
 @dataclass(frozen=True, slots=True)
 class DirectoryLayout:
-    """The places where a system puts the parts of a checkpoint.
+    """The file locations that a system uses in its checkpoints.
 
     Attributes:
-        models: Directories that may contain the weights. The first one that exists is read.
-        optimizers: The same for the optimizer.
+        models: Directories that may contain the weights. The first directory that exists is read.
+        optimizers: Directories that may contain the optimizer. The first directory that exists is read.
         objects: (object name, file) pairs.
-        steps: A JSON file, and the key in it that holds the step.
+        steps: A JSON file, and the key in that file that holds the step.
     """
 
     format: str
@@ -60,7 +60,7 @@ LAYOUTS: tuple[DirectoryLayout, ...] = (
 
 
 def layout_of(store: Store, directories: Sequence[str]) -> DirectoryLayout | None:
-    """Return the layout that the directories at a checkpoint's root match, or None if there is none."""
+    """Return the layout that the directories at a checkpoint's root match, or None if no layout matches."""
     for layout in LAYOUTS:
         has_optimizer = not layout.optimizers or any(name in directories for name in layout.optimizers)
         if has_optimizer and _first(store, layout.models, directories) is not None:
@@ -71,7 +71,7 @@ def layout_of(store: Store, directories: Sequence[str]) -> DirectoryLayout | Non
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the parts, and return them as one catalog. Paths are relative to the checkpoint's root."""
+    """Read the model and optimizer directories into one catalog. Paths are relative to the checkpoint's root."""
     directories = [item.path for item in store.list() if item.kind == "directory"]
     layout = layout_of(store, directories)
     found = _first(store, layout.models, directories) if layout is not None else None

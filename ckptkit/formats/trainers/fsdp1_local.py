@@ -1,10 +1,10 @@
-"""Reads FSDP1 LOCAL_STATE_DICT: each unit's flat parameter as a 1-D ShardedTensor, without the original shapes.
+"""Reads FSDP1 LOCAL_STATE_DICT: the flat parameter of each unit as a 1-D ShardedTensor, without the original shapes.
 
 With use_orig_params=True, each rank also stores its 1-D piece of every parameter under the parameter's name, so only
 the shapes are missing. With use_orig_params=False, names and order are missing as well. The missing information comes
-from the first of these sources that is available: a layout (`ReadOptions.layout`), shapes in module order
-(`ReadOptions.shapes`), an optimizer saved as DCP in the same checkpoint, a Hugging Face directory (`ReadOptions.base`;
-only with use_orig_params=True).
+from the first available source of: a layout (`ReadOptions.layout`), shapes in module order (`ReadOptions.shapes`), an
+optimizer saved as DCP in the same checkpoint, a Hugging Face directory (`ReadOptions.base`; only with
+use_orig_params=True).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OR_OPTIMIZER = "or keep accelerate's optimizer_0/ next to it, "
 
 @dataclass(frozen=True, slots=True)
 class FlatParam:
-    """One flat parameter's contents: (name, shape, first element) for each original parameter."""
+    """The contents of one flat parameter: (name, shape, first element) of each original parameter."""
 
     params: tuple[tuple[str, tuple[int, ...], int], ...]
 
@@ -62,12 +62,12 @@ def read(
     """Return the catalog of FSDP1 LOCAL rank files.
 
     Args:
-        names: The files, in rank order.
-        values: Each file's contents.
-        optimizer: The optimizer's DCP catalog, which has the trained parameters' shapes.
+        names: Names of the files, in rank order.
+        values: Contents of each file.
+        optimizer: DCP catalog of the optimizer, from which the shapes of the trained parameters are taken.
 
     Raises:
-        UnsupportedFormatError: The shapes are unknown. The message says what to pass.
+        UnsupportedFormatError: The shapes are unknown. The message says which option to pass.
         CorruptCheckpointError: The shapes do not fit the flat parameters.
     """
     units = [name for name in values[0] if name.endswith(_SUFFIX)]
@@ -103,8 +103,11 @@ def read(
 def _described(
     optimizer: Catalog | None, options: ReadOptions | None
 ) -> tuple[dict[str, FlatParam], dict[str, tuple[int, ...]]]:
-    """Return what is known of the model: the units in the user's file or, if there are none, parameter names and shapes
-    from that file or the optimizer, in module order."""
+    """Return what is known about the model: either units or parameter shapes.
+
+    Units come from the user's layout file. Without units, the names and shapes of parameters come from the user's file
+    or the optimizer, in module order.
+    """
     given = (options.layout or options.shapes) if options is not None else None
     if given is None:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -181,7 +184,7 @@ def _vector(unit: str, values: Sequence[Mapping[str, Any]]) -> FlatVector:
 
 
 def _is_piece(name: str, values: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a tensor looks like 1-D pieces of a parameter rather than like a buffer."""
+    """Return whether the ranks' tensors look like 1-D pieces of a parameter, not like copies of a buffer."""
     tensors = [value.get(name) for value in values]
     stored = [t for t in tensors if isinstance(t, StoredTensor)]
     same = len({(t.shape, t.crc32) for t in stored}) == 1
@@ -233,7 +236,9 @@ def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVecto
 
 
 def _units_of(shapes: Mapping[str, tuple[int, ...]], vectors: Mapping[str, FlatVector]) -> dict[str, FlatParam]:
-    """Return the units' parameters, given those of the model in module order. Units keep this order."""
+    """Return each unit's parameters, given the model's parameters in module order. The order within a unit stays the
+    same.
+    """
     if not shapes:
         raise UnsupportedFormatError(
             _ADVICE.format(and_names=" and no names" if vectors else "", or_optimizer=_OR_OPTIMIZER)

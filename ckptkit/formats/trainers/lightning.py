@@ -27,8 +27,8 @@ _PEFT = "base_model"
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Read the DCP and `meta.pt` at the store's root.
 
-    Strips the LightningModule's attribute from FQNs. If the options specify a prefix, the attribute stays, because the
-    caller then strips the specified prefix instead.
+    Strips the LightningModule's attribute from FQNs, unless the options specify a prefix, which the caller then strips
+    instead.
     """
     catalog = _with_optimizers(open_part(dcp.open_catalog, store, "", options))
     size = info.size if (info := store.info(META)) is not None else 0
@@ -51,8 +51,10 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _with_optimizers(catalog: Catalog) -> Catalog:
-    """Assign roles to entries under Fabric's keys, which the user chooses. A key that has both "state" and
-    "param_groups" is an optimizer."""
+    """Assign a `Role` to entries under Fabric's keys, which the user chooses.
+
+    A key that has both "state" and "param_groups" is an optimizer.
+    """
     tops = {"state": set[Any](), "param_groups": set[Any]()}
     for key in (entry.key for table in (catalog.tensors, catalog.objects) for entry in table.values()):
         if len(key) > 2 and key[1] in tops:
@@ -70,11 +72,11 @@ def _with_optimizers(catalog: Catalog) -> Catalog:
 
 
 def module_prefix(names: Iterable[str]) -> str:
-    """Return the attribute path that all names of a LightningModule share, including the final dot; "" if there is
+    """Return the attribute path that all names of a LightningModule share, including the final dot, or "" if there is
     none.
 
-    If all names start with "model.model.", only the first "model." is the attribute; the second belongs to the network.
-    PEFT's "base_model." is never an attribute.
+    If all names start with "model.model.", only the first "model." is the attribute, because the second "model."
+    belongs to the network. PEFT's "base_model." is never an attribute.
     """
     split = [name.split(".")[:-1] for name in names]
     if not split:
@@ -90,7 +92,7 @@ def module_prefix(names: Iterable[str]) -> str:
 
 
 def without_prefix(catalog: Catalog, prefix: str) -> Catalog:
-    """Return the catalog with `prefix` removed from the FQNs that start with it, and a note that says so."""
+    """Return the catalog with `prefix` removed from the FQNs that start with it, and with a note about the removal."""
     if not prefix:
         return catalog
     tensors = {name: replace(entry, fqn=entry.fqn.removeprefix(prefix)) for name, entry in catalog.tensors.items()}

@@ -1,7 +1,8 @@
 """Reads LightRFT's FSDP2 checkpoints: a DCP with bare model names at the top, and the optimizer in `optim_states/`.
 
-With a plain optimizer, `optim_states/` is a second DCP. With FSDPadaptOptimizer, it has one file `_rank<R>` per rank.
-These files have fp32 masters and moments as DTensors, without names, in the order of the model's parameters.
+With a plain optimizer, `optim_states/` is a second DCP. With FSDPadaptOptimizer, `optim_states/` has one file
+`_rank<R>` per rank. These files contain fp32 master weights and moments as DTensors, without names, in the order of the
+model's parameters.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ _OBJECTS = {"client_state": "client_state.pt", "scheduler": "scheduler_state.pt"
 
 
 def is_lightrft(files: Sequence[str], directories: Sequence[str]) -> bool:
-    """Return whether these names at a checkpoint's root show that LightRFT wrote it."""
+    """Return whether these names at a checkpoint's root show that LightRFT wrote the checkpoint."""
     return catalog.METADATA in files and (OPTIMIZER_DIRECTORY in directories or "client_state.pt" in files)
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the model's DCP, and the optimizer (in either form) if there is one.
+    """Read the model's DCP, and the optimizer in either form, if there is an optimizer.
 
     Raises:
-        IncompleteCheckpointError: A file is missing. The message names it.
+        IncompleteCheckpointError: A file is missing. The message names the file.
         CorruptCheckpointError: The files contradict each other.
     """
     model = open_part(catalog.open_catalog, store, "", options)
@@ -95,10 +96,10 @@ def _state_dict_order(store: Store) -> list[str]:
 
 
 def _params(model: Catalog, order: Sequence[str], tied_ndim: int) -> list[Param]:
-    """Return the float tensors in module order.
+    """Return the float tensors of the model in module order.
 
-    DCP stores tied tensors under each name. Tensors of equal bytes that have at least `tied_ndim` dimensions are taken
-    for tied, and count only once.
+    DCP stores a tied tensor under each of its names. Tensors with equal bytes and at least `tied_ndim` dimensions are
+    considered tied, and only the first of them is returned.
     """
     found, seen = [], set()
     for name in dict.fromkeys([*order, *model.tensors]):

@@ -1,4 +1,4 @@
-"""Checks that fp32 masters belong to their weights: casting a master must reproduce its weight."""
+"""Checks that fp32 master weights belong to their weights: casting a master weight must reproduce the weight."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SAMPLE = 4096  # how many elements are compared
 
 
 def check_masters(store: Store, catalog: Catalog) -> list[str]:
-    """Return the parameters whose fp32 master, cast to the weight's dtype, differs from the weight in any bit.
+    """Return the parameters whose fp32 master weight, cast to the weight's dtype, differs from the weight in any bit.
 
-    An empty result proves that each master belongs to its weight. Reads all masters and weights, but holds only one
-    parameter at a time in memory.
+    An empty result proves that each master weight belongs to its weight. Reads all master weights and weights, but
+    holds only one parameter at a time in memory.
     """
     model = catalog.by_role(Role.MODEL)
     wrong = []
@@ -36,9 +36,9 @@ def check_masters(store: Store, catalog: Catalog) -> list[str]:
 
 
 class MasterSampler:
-    """Checks whether a master may belong to a parameter: a sample of it, once cast, must equal the weight's elements.
+    """Checks whether a master weight may belong to a parameter: a cast sample must equal the elements of the weight.
 
-    Used when the shapes alone allow several assignments, because of frozen parameters. Reads a few kilobytes per check.
+    Used if the shapes alone allow several assignments, because of frozen parameters. Reads a few kilobytes per check.
     """
 
     def __init__(self, store: Store, weights: Mapping[str, TensorEntry]) -> None:
@@ -47,9 +47,10 @@ class MasterSampler:
         self._read = functools.cache(self._first)
 
     def fits(self, master: TensorEntry, fqn: str) -> bool:
-        """Return whether the first elements of one of the master's slices, once cast, equal the weight's.
+        """Return whether the first elements of a slice of the master weight, once cast, equal the elements of the
+        weight.
 
-        Compares one slice that is contiguous in the weight. Returns True if there is no such slice.
+        Compares one slice that is contiguous in the weight. Returns True if no slice is contiguous in the weight.
         """
         weight = self.weights[fqn]
         itemsize = dtype_of(weight.dtype).itemsize
@@ -72,11 +73,11 @@ def _whole(store: Store, entry: TensorEntry) -> Bytes:
 
 
 def _rounded(data: Bytes, source: str, target: str) -> Bytes:
-    """Return a master's elements rounded to 16 bits. Masters are not cast to other dtypes."""
+    """Return a master weight's elements rounded to a 16-bit dtype. Master weights are not cast to other dtypes."""
     return cast(data, source, target)[0] if target in ("float16", "bfloat16") else data
 
 
 def _start_in(part: TensorSlice, box: Box) -> int | None:
-    """Return how many elements precede `box` in a row-major slice, or None if the slice does not contain the box."""
+    """Return how many elements precede `box` in a row-major slice, or None if the slice does not contain `box`."""
     inside = box.numel and part.strides is None and part.codec is None and part.box.intersect(box) == box
     return box.relative_to(part.box).flat_start(part.box.sizes) if inside else None

@@ -1,6 +1,6 @@
 """Reads Megatron's torch_dist checkpoints: a DCP with `metadata.json`, in which layers are stacked on dimension 0.
 
-Names are left as they are; a key map can rename them.
+Names stay as they are. A key map can rename the tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OBJECTS = {"common": "common.pt", "modelopt_state": "modelopt_state.pt"}
 
 
 def is_megatron(store: Store, files: list[str]) -> bool:
-    """Return whether these files at a checkpoint's root show that Megatron wrote it."""
+    """Return whether these files at a checkpoint's root show that Megatron wrote the checkpoint."""
     if METADATA not in files:
         return False
     content = read_json(store, METADATA)
@@ -31,7 +31,7 @@ def is_megatron(store: Store, files: list[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the DCP at the store's root. Megatron's names tell which tensors are optimizer state.
+    """Read the DCP at the store's root. Optimizer states are recognized by Megatron's names.
 
     Raises:
         UnsupportedFormatError: The checkpoint was not written by the torch_dist backend.
@@ -56,7 +56,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _with_role(entry: TensorEntry) -> TensorEntry:
-    """Return the entry with the role that its name implies, as in optimizer.state.exp_avg.<parameter>."""
+    """Return the entry with the `Role` that follows from its name, as in optimizer.state.exp_avg.<parameter>."""
     match = _STATE.fullmatch(entry.name)
     if match is None:
         return entry

@@ -1,4 +1,4 @@
-"""Merges the parts of one checkpoint, each in its own directory, into one catalog."""
+"""Merges the catalogs of the directories of a checkpoint into one catalog."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Open = Callable[..., Catalog]
 
 
 def open_part(open_catalog: Open, store: Store, directory: str, options: ReadOptions | None) -> Catalog:
-    """Return a subdirectory's catalog ("" is the store's root). Paths are relative to the store.
+    """Return the catalog of a subdirectory ("" is the store's root). Paths are relative to the store.
 
-    Errors name the directory.
+    Error messages name the directory.
     """
     if not directory:
         return open_catalog(store, options=options or ReadOptions())
@@ -54,12 +54,12 @@ def placed(catalog: Catalog, directory: str) -> Catalog:
 
 
 def assembled(store: Store, parts: Sequence[Catalog], info: CatalogInfo, objects: Mapping[str, str]) -> Catalog:
-    """Return the catalog of a checkpoint that consists of these parts, and of files at the store's root.
+    """Return the catalog of a checkpoint that consists of several parts and of files at the store's root.
 
     Args:
-        info: The whole checkpoint's info. What it lacks is taken from the parts.
-        objects: The files of further objects (a scheduler, for example), by the object's name. Missing files are left
-            out.
+        parts: The catalogs of the parts.
+        info: The info of the whole checkpoint. Missing fields are taken from the parts.
+        objects: Files of additional objects, such as a scheduler, by the object's name. Missing files are left out.
     """
     sizes = {item.path: item.size for item in store.list() if item.kind == "file"}
     found = {
@@ -79,10 +79,10 @@ def step_in(store: Store, file: str, key: str = "global_step") -> int | None:
 
 
 def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
-    """Merge catalogs that have no name in common, with all their files, notes and side files.
+    """Merge catalogs that have no name in common, including their files, notes and side files.
 
     Args:
-        info: The whole checkpoint's info. What it lacks is taken from the parts.
+        info: The info of the whole checkpoint. Missing fields are taken from the parts.
     """
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}
@@ -110,7 +110,7 @@ def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
 
 
 def renamed(catalog: Catalog, prefix: str) -> Catalog:
-    """Return the catalog with `prefix.` prepended to names that do not start with it yet. FQNs do not change."""
+    """Return the catalog with `prefix.` prepended to names that do not start with `prefix.` yet. FQNs do not change."""
 
     def name_of(name: str) -> str:
         return name if name.startswith(f"{prefix}.") else f"{prefix}.{name}"

@@ -21,7 +21,7 @@ PREFIX = "optimizer"
 
 @dataclass(slots=True)
 class OptimizerState:
-    """An optimizer's catalog entries."""
+    """The catalog entries of an optimizer."""
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     objects: dict[str, ObjectEntry] = field(default_factory=dict)
@@ -52,10 +52,10 @@ def read_optimizer(
     """Return the optimizer's entries, joined over all ranks.
 
     Args:
-        values: Each rank's `Optimizer.state_dict()`, in rank order.
+        values: The `Optimizer.state_dict()` of each rank, in rank order.
         params: The model's parameters in module order, without wrapper names. A tied parameter is listed once.
         what: The file name, with "{rank}" in place of the rank.
-        names: Each index's parameter name, if known.
+        names: Parameter name of each index, if known.
     """
     found = OptimizerState()
     if not is_state_dicts(values):
@@ -86,12 +86,14 @@ def match_masters(
     params: Sequence[Param],
     weights: Mapping[str, TensorEntry],
 ) -> list[list[str]] | None:
-    """Return the parameter names of each group's fp32 masters, or None if nothing proves them.
+    """Return the parameter names of the fp32 master weights in each group, or None if nothing proves the names.
 
-    They are matched by shape and order. If these allow several assignments, the values of weights and masters decide.
+    Master weights are matched by shape and order. If several assignments are possible, the values of weights and master
+    weights decide.
 
     Args:
-        masters: By group and index. They have no names, but are in the order of the optimizer's groups.
+        masters: The master weights by group and index. They have no names, but are in the order of the optimizer's
+            groups.
         groups: The optimizer's param_groups.
         weights: The model's tensors by FQN.
     """
@@ -117,9 +119,10 @@ def values_agree(
     assigned: Sequence[Sequence[str]],
     weights: Mapping[str, TensorEntry],
 ) -> bool:
-    """Return whether a sample of each master, once cast, equals its weight.
+    """Return whether a sample of each master weight, once cast, equals the weight.
 
-    If an optimizer orders parameters of equal shapes differently than the model, shapes alone cannot show that.
+    If an optimizer orders parameters of equal shapes differently than the model, shapes alone cannot show the
+    difference.
     """
     sampler = MasterSampler(store, weights)
     return all(
@@ -130,19 +133,19 @@ def values_agree(
 
 
 def names_by_key(groups: Sequence[Mapping[str, Any]], assigned: Sequence[Sequence[str]]) -> dict[Any, str]:
-    """Return the parameter name for each key in the groups' `params`."""
+    """Return the parameter name for each key in the `params` of the groups."""
     keys = [key for group in groups for key in group["params"]]
     return dict(zip(keys, [fqn for fqns in assigned for fqn in fqns], strict=True))
 
 
 def master_entry(fqn: str, joined: Joined) -> TensorEntry:
-    """Return the catalog entry of a parameter's fp32 master."""
+    """Return the catalog entry of a parameter's fp32 master weight."""
     key = (PREFIX, "master", fqn)
     return joined.entry(f"{PREFIX}.master.{fqn}", Role.MASTER, fqn=fqn, state="master", key=key)
 
 
 def group_objects(groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str]) -> dict[str, ObjectEntry]:
-    """Return the parameter groups' settings as objects, with names as their `params`."""
+    """Return the settings of the parameter groups as objects. In `params`, keys are replaced by parameter names."""
     found = {}
     for index, group in enumerate(groups):
         for setting, given in group.items():
@@ -185,7 +188,7 @@ def _flat(state: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[tuple[Any, s
 
 
 def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict[Any, str] | None:
-    """Return the parameter name for each key in `state`, or None if shapes and names do not prove it."""
+    """Return the parameter name for each key in `state`, or None if shapes and names do not prove the names."""
     groups = values[0]["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
@@ -221,8 +224,8 @@ def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
 
 # --- FSDP1's rank-local optimizer state: each rank's 1-D parts of flat parameters, by index
 #
-# With use_orig_params=True, an index stands for a parameter. With use_orig_params=False, it stands for a unit: one
-# wrapped module's parameters, concatenated and split into ceil(numel / ranks) elements per rank. The files do not
+# With use_orig_params=True, an index refers to a parameter. With use_orig_params=False, an index refers to a unit: the
+# parameters of one wrapped module, concatenated and split into ceil(numel / ranks) elements per rank. The files do not
 # record which modules were wrapped. This code tries the blocks in module lists, then the whole model as one unit, and
 # accepts a choice only if every size fits.
 
@@ -235,7 +238,7 @@ def read_flat_optimizer(values: Mapping[int, Mapping[str, Any]], params: Sequenc
 
     Args:
         values: The `Optimizer.state_dict()` of each rank that has a shard, in the order of the shards. With replicas,
-            these are the ranks of one replica.
+            the ranks of one replica.
         params: The model's parameters in module order.
     """
     indices = [index for group in _groups(values) for index in group["params"]]
@@ -246,7 +249,7 @@ def read_flat_optimizer(values: Mapping[int, Mapping[str, Any]], params: Sequenc
 
 
 def _blocks(params: Sequence[Param]) -> list[list[Param]]:
-    """Return one unit with the root's own parameters, then one per block, as `parameters()` orders nested units."""
+    """Return one unit with the root's own parameters, then one unit per block, in the order of `parameters()`."""
     units: dict[str, list[Param]] = {"": []}
     for param in params:
         match = _BLOCK.fullmatch(param.fqn)
@@ -259,7 +262,9 @@ def _groups(values: Mapping[int, Mapping[str, Any]]) -> Sequence[Mapping[str, An
 
 
 def _flat_states(values: Mapping[int, Mapping[str, Any]], index: Any) -> dict[str, list[tuple[int, StoredTensor]]]:
-    """Return an index's 1-D states by name: (rank, the rank's part). Some ranks may have no part."""
+    """Return the 1-D states at an index, by state name, as (rank, the rank's part). Ranks without a part are
+    omitted.
+    """
     found: dict[str, list[tuple[int, StoredTensor]]] = {}
     for rank, value in values.items():
         for name, tensor in value["state"].get(index, {}).items():

@@ -2,7 +2,7 @@
 
 An optimizer numbers the parameters in its groups in order. The model's state dict lists parameters in module order, as
 does `model.parameters()`, so each group is a subsequence of that list. An assignment is accepted only if the shapes
-rule out every other one.
+rule out every other assignment.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ def assign(
     no_decay: Sequence[bool] = (),
     fits: Fits | None = None,
 ) -> list[list[str]] | None:
-    """Return the parameter names in each group, or None if shapes and order do not prove them.
+    """Return the parameter names in each group, or None if shapes and order do not prove the names.
 
     Args:
         params: The model's parameters and buffers, in module order. Tied parameters are listed once. Frozen parameters
             and buffers may be in no group.
-        groups: The shapes of each group's parameters, in index order.
-        no_decay: For each group, whether its weight decay is 0. This tells apart groups with equal shapes.
-        fits: Whether the values of the parameter at (group, position) can belong to the parameter with this name.
+        groups: Shapes of each group's parameters, in index order.
+        no_decay: For each group, whether the weight decay is 0. This distinguishes groups with equal shapes.
+        fits: Returns whether the values of the parameter at (group, position) can belong to the parameter with this
+            name.
     """
     adapters = [p for p in params if "lora_" in p.fqn or "modules_to_save" in p.fqn]
     wanted = sum(map(len, groups))
@@ -52,10 +53,10 @@ def assign(
 def _match(
     params: Sequence[Param], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool], fits: Fits | None
 ) -> list[list[str]] | None:
-    """Return the way to match the groups with subsequences of `params`, or None if there are none or several.
+    """Return the assignment of `params` to the groups, or None if no assignment or more than one is possible.
 
     Goes through the parameters once, and tracks all partial assignments that are still possible. `states` maps the
-    position reached in each group to the assignment that leads there, or to None if several do.
+    position reached in each group to the assignment that leads there, or to None if several assignments lead there.
     """
     spare = len(params) - sum(map(len, groups))
     states: dict[tuple[int, ...], list[list[str]] | None] = {(0,) * len(groups): [[] for _ in groups]}
@@ -84,7 +85,7 @@ def _reach(
 def _fitting(
     param: Param, position: tuple[int, ...], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool]
 ) -> list[int]:
-    """Return the groups whose next parameter may be this one."""
+    """Return the groups whose next parameter may be `param`."""
     fitting = [
         index
         for index, shapes in enumerate(groups)

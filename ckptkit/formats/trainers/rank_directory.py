@@ -24,12 +24,12 @@ _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
 
 def is_rank_directory(files: Sequence[str]) -> bool:
-    """Return whether at least two files, including rank 0's, have names that differ only in the rank."""
+    """Return whether at least two files, including the file of rank 0, have names that differ only in the rank."""
     return bool(_groups(files))
 
 
 def are_rank_files(store: Store, files: Sequence[str]) -> bool:
-    """Return whether the numbers in these file names are ranks rather than steps. They are if file 0 contains shards.
+    """Return whether the numbers in these file names are ranks, because file 0 contains shards, rather than steps.
 
     Reads the pickle in file 0 if the numbers are 0, 1, 2, ... without gaps.
     """
@@ -46,11 +46,12 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the rank files. Each is a state dict, or a dict that contains the model's state dict and perhaps the
-    optimizer's.
+    """Read the rank files.
+
+    Each file is a state dict, or a dict that contains the state dict of the model and, optionally, of the optimizer.
 
     Raises:
-        IncompleteCheckpointError: A rank's file is missing. The message names it.
+        IncompleteCheckpointError: A rank's file is missing. The message names the file.
     """
     listing = store.list()
     sizes = {item.path: item.size for item in listing}
@@ -91,9 +92,10 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Return the files by name template, then by rank. Omits templates without a file of rank 0, or with no other file.
+    """Return the files by name template, then by rank.
 
-    A single file is accepted only if torch_checkpointing wrote it, because its number need not be a rank.
+    Omits templates without a file of rank 0. Also omits templates with a single file, whose number need not be a rank,
+    unless torch_checkpointing wrote the directory.
     """
     found: dict[str, dict[int, str]] = {}
     keyed = "metadata.pkl" in files

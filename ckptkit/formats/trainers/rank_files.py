@@ -1,7 +1,7 @@
-"""Reads checkpoints with one torch.save file per rank, and joins each tensor's parts.
+"""Reads checkpoints with one torch.save file per rank, and joins the parts of each tensor.
 
-A rank's value is a DTensor, a ShardedTensor, a plain tensor that is complete on every rank (all by `join`), or a piece
-of a flat vector that concatenates parameters (`FlatVector`).
+`join` accepts DTensors, ShardedTensors, and plain tensors that are complete on every rank. `FlatVector` handles the
+pieces of a flat vector that concatenates parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A tensor joined over the ranks. `notes` report replicas that differ. `what` is the files' name template."""
+    """A tensor joined over the ranks. `notes` report replicas that differ. `what` is the name template of the files."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ def read_archives(store: Store, paths: Iterable[str]) -> list[Any]:
 
 
 def read_ranks(store: Store, ranks: Mapping[int, str], pattern: str, world_size: int | None = None) -> list[Any]:
-    """Return the values in all ranks' files, in rank order, after checking that there is one for each rank.
+    """Return the values in the files of all ranks, in rank order, after checking that each rank has a file.
 
     Args:
         ranks: The files by rank.
@@ -80,7 +80,7 @@ def read_ranks(store: Store, ranks: Mapping[int, str], pattern: str, world_size:
 
 
 def recorded_ranks(tensors: Iterable[Any]) -> int:
-    """Return the world size that these tensors record: the highest rank in a mesh or a process group, plus one."""
+    """Return the world size according to the tensors: the highest rank in a mesh or a process group, plus one."""
     found = 1
     for tensor in tensors:
         if isinstance(tensor, DTensorRecord) and tensor.mesh.ranks.size:
@@ -91,9 +91,9 @@ def recorded_ranks(tensors: Iterable[Any]) -> int:
 
 
 def one_replica(state_dicts: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the ranks that hold one replica of an FSDP1 model, in the order of its shards.
+    """Return the ranks that hold one replica of an FSDP1 model, in the order of the shards.
 
-    With HSDP, these are the ranks of the mesh's first row; otherwise, all ranks.
+    With HSDP, these are the ranks in the first row of the mesh. Otherwise, these are all ranks.
     """
     for tensor in state_dicts[0].values():
         if isinstance(tensor, DTensorRecord) and [p.kind for p in tensor.placements] == ["replicate", "shard"]:
@@ -108,7 +108,7 @@ def one_replica(state_dicts: Sequence[Mapping[str, Any]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """A model, joined over all ranks. `params` are its parameters in module order."""
+    """A model, joined over all ranks. `params` are the model's parameters in module order."""
 
     tensors: dict[str, TensorEntry]
     params: list[Param]
@@ -121,11 +121,11 @@ def join_model(state_dicts: Sequence[Any], *, what: str, where: str = "") -> Ran
 
     Args:
         what: The file name for messages, with "{rank}" in place of the rank.
-        where: Where the state dict was searched for, for messages.
+        where: The searched location of the state dict, for messages.
 
     Raises:
         CorruptCheckpointError: A file has no state dict, or the files contradict each other.
-        UnsupportedFormatError: The tensors are plain parts, and the files do not say how to join them.
+        UnsupportedFormatError: The tensors are plain parts, and the files do not say how to join the parts.
     """
     for rank, value in enumerate(state_dicts):
         if not isinstance(value, dict) or not any(map(is_tensor, value.values())):
@@ -148,7 +148,8 @@ def join_model(state_dicts: Sequence[Any], *, what: str, where: str = "") -> Ran
 def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> list[Param]:
     """Return the model's parameters in module order, given one rank's state dict.
 
-    If some tensors are distributed, the plain ones are buffers. A tied parameter is listed once, under its first name.
+    If some tensors are distributed, the plain tensors are buffers. A tied parameter is listed once, under its first
+    name.
     """
     distributed = any(isinstance(value, (DTensorRecord, ShardedTensorRecord)) for value in state_dict.values())
     found, seen = [], set()
@@ -172,11 +173,12 @@ def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 
 
 def join(values: Sequence[Mapping[Key, Any]], *, what: str) -> dict[Key, Joined]:
-    """Join all ranks' tensors by name. The result has rank 0's names in rank 0's order, then rank 1's further names,
-    and so on.
+    """Join the tensors of all ranks by name.
+
+    The result lists rank 0's names in rank 0's order, then the names that only rank 1 adds, and so on.
 
     Args:
-        values: What each rank saved, in rank order. Values that are not tensors are ignored.
+        values: The values that each rank saved, in rank order. Values that are not tensors are ignored.
         what: The file name for messages, with "{rank}" in place of the rank.
     """
     names = dict.fromkeys(name for value in values for name, tensor in value.items() if is_tensor(tensor))
@@ -216,7 +218,9 @@ def _join_one(name: str, parts: Mapping[int, Any], what: str) -> Joined:
 
 
 def _replicated(name: str, parts: Mapping[int, StoredTensor]) -> Joined:
-    """Return one rank's copy of a plain tensor. Compares the copies by their recorded CRC-32s, without reading them."""
+    """Return one rank's copy of a plain tensor. Compares all copies by their recorded CRC-32s, without reading the
+    values.
+    """
     rank = min(parts)
     first = parts[rank]
     differing = [
@@ -296,7 +300,7 @@ class Piece:
 
 
 class FlatVector:
-    """A flat vector, as pieces in order of `start`. It may end with padding."""
+    """A flat vector, as pieces in order of `start`. The vector may end with padding."""
 
     __slots__ = ("pieces",)
 
@@ -305,7 +309,7 @@ class FlatVector:
 
     @classmethod
     def of_ranks(cls, tensors: Iterable[tuple[int, StoredTensor]]) -> FlatVector:
-        """Concatenate the ranks' tensors."""
+        """Return the concatenation of the ranks' tensors."""
         pieces, position = [], 0
         for rank, tensor in tensors:
             pieces.append(Piece(position, tensor, rank))
@@ -326,7 +330,7 @@ class FlatVector:
         return Joined(self.dtype, shape, SliceArray.of(slices, len(shape)))
 
     def slices(self, shape: tuple[int, ...], position: int, first: int, numel: int) -> list[TensorSlice]:
-        """Return where the row-major elements [first, first + numel) of a tensor of this shape are stored.
+        """Return slices with the row-major elements [first, first + numel) of a tensor of this shape.
 
         In the vector, these elements start at `position`.
         """
@@ -358,7 +362,7 @@ def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
         pattern: The file name, with "{rank}" in place of the rank.
 
     Raises:
-        IncompleteCheckpointError: Files are missing. The message names them.
+        IncompleteCheckpointError: Files are missing. The message names the files.
     """
     ranks = set(found)
     if not 0 < world_size <= _MAX_RANKS or max(ranks, default=0) >= world_size:
@@ -378,14 +382,14 @@ _TELLING = 16  # two ranks never have this many equal elements by chance
 
 
 def check_steps(states: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
-    """Check that all ranks' optimizers have counted the same steps.
+    """Check that the optimizers of all ranks have counted the same steps.
 
     Parameters may have different step counts, but if two ranks have no count in common, a file is from a different
     save. Reads no tensor bytes: step tensors are compared by their CRC-32s.
 
     Args:
-        states: For each rank, its parameters' states: {"step": ..., "exp_avg": ...}.
-        names: Each rank's file.
+        states: For each rank, the states of the rank's parameters: {"step": ..., "exp_avg": ...}.
+        names: Name of each rank's file.
 
     Raises:
         CorruptCheckpointError: Two ranks have no step count in common. The message names the two files.
@@ -416,12 +420,12 @@ def check_counters(counters: Sequence[Any], names: Sequence[str], what: str) -> 
 
 
 def check_copies(flats: Sequence[Sequence[StoredTensor]], names: Sequence[str]) -> None:
-    """Check, by their CRC-32s, that no two ranks have the same flat weights and moments.
+    """Check, by comparing CRC-32s, that no two ranks have the same flat weights and moments.
 
-    Nothing else can show that a file is a copy of another rank's, because the files do not record their rank.
+    The files do not record their rank, so only equal contents show that a file is a copy of another rank's file.
 
     Raises:
-        CorruptCheckpointError: Two files are equal. The message names them.
+        CorruptCheckpointError: Two files are equal. The message names the two files.
     """
     seen: dict[tuple[Any, ...], int] = {}
     for rank, tensors in enumerate(flats):

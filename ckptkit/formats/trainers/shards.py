@@ -1,8 +1,8 @@
-"""Converts DTensor placements to boxes, that is, to a local part's position in the full tensor. Does not need torch.
+"""Converts DTensor placements to the regions of the full tensor that a rank's local tensor holds. Does not need torch.
 
 Placements are applied one mesh dimension at a time. The rows in each tensor dimension are a list of runs. `Shard` takes
-one chunk of them (ceil(n / parts) rows; the last chunks may be shorter or empty). `_StridedShard` first splits the rows
-into `split_factor` pieces, and takes one chunk from each piece. The result is the rank's rows, in the order of its
+one chunk of the rows (ceil(n / parts) rows; the last chunks may be shorter or empty). `_StridedShard` first splits the
+rows into `split_factor` pieces, and takes one chunk from each piece. The result is the rank's rows, in the order of its
 local tensor.
 """
 
@@ -26,7 +26,7 @@ Run = tuple[int, int]  # rows [start, stop) of the whole tensor
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """One box of the whole tensor, and where it is in the rank's local tensor."""
+    """One region of the whole tensor, and the offsets of the region in the rank's local tensor."""
 
     box: Box
     local_offsets: tuple[int, ...]
@@ -40,16 +40,18 @@ def local_parts(
     *,
     local_shape: tuple[int, ...] | None = None,
 ) -> list[LocalPart]:
-    """Return the boxes that the rank at `coordinate` holds, in the order of its local tensor.
+    """Return the regions that the rank at `coordinate` holds, in the order of its local tensor.
 
-    There is one box, unless a strided shard has rows that are not adjacent. A rank without elements has one empty box.
+    There is one region, unless a strided shard has rows that are not adjacent. A rank without elements has one empty
+    region.
 
     Args:
-        shape: The whole tensor's shape.
-        local_shape: The shape of the rank's tensor, to check the result against. FSDP2 splits what tensor parallelism
-            has already split. For uneven tensors (7 rows over dp 3, tp 2), torch's own reading of its placements
-            differs from what FSDP2 did, and is used only where FSDP2's split does not fit. If a part has no elements,
-            FSDP2 changes its other dimensions, too. So only its emptiness is checked.
+        shape: Shape of the whole tensor.
+        local_shape: Shape of the rank's local tensor, with which the result is compared. FSDP2 splits tensors that
+            tensor parallelism has already split. For uneven tensors (7 rows over dp 3, tp 2), torch's own
+            interpretation of the placements differs from FSDP2's split, and is used only if FSDP2's split does not fit.
+            If a part has no elements, FSDP2 also changes the other dimensions of the part. So only the emptiness of the
+            part is checked.
 
     Raises:
         UnsupportedFormatError: A placement is partial: the values must still be summed over ranks.
@@ -83,10 +85,11 @@ def _local_parts(
 
 
 def _nested(mesh_shape: Sequence[int], placements: Sequence[PlacementRecord]) -> list[int]:
-    """Return the order in which FSDP2 split a tensor with strided shards, or [] if it did not make these placements.
+    """Return the order in which FSDP2 split a tensor with strided shards, or [] if FSDP2 does not make these
+    placements.
 
-    A strided shard splits what mesh dimensions to its right have already split. The product of their sizes is its split
-    factor.
+    A strided shard splits parts that mesh dimensions to its right have already split. The product of the sizes of these
+    mesh dimensions is the split factor.
     """
     order: list[int] = []
 
@@ -121,7 +124,7 @@ def mesh_coordinate(rank: int, mesh_shape: Sequence[int], ranks: Sequence[int] |
     """Return the coordinate of `rank` in the mesh, or None if the mesh does not contain the rank.
 
     Args:
-        ranks: The mesh's ranks in row-major order; by default 0, 1, 2, ...
+        ranks: Ranks of the mesh in row-major order; by default 0, 1, 2, ...
     """
     position = rank if ranks is None else (list(ranks).index(rank) if rank in ranks else -1)
     if not 0 <= position < math.prod(mesh_shape):
@@ -163,7 +166,7 @@ def _rows(
     *,
     plain: bool,
 ) -> list[list[Run]]:
-    """Return the rank's rows in each tensor dimension. With `plain`, treat strided shards as plain ones."""
+    """Return the rank's rows in each tensor dimension. With `plain`, strided shards are treated as plain shards."""
     rows: list[list[Run]] = [[(0, n)] for n in shape]
     for mesh_dim in mesh_dims:
         placement = placements[mesh_dim]
@@ -182,7 +185,7 @@ def _rows(
 
 
 def _chunk(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
-    """Return chunk `index` of these rows, split into `parts` chunks as by torch.chunk."""
+    """Return chunk `index` of the rows, if the rows are split into `parts` chunks as by torch.chunk."""
     total = sum(stop - start for start, stop in runs)
     length = -(-total // parts)
     first, last = min(index * length, total), min((index + 1) * length, total)

@@ -1,7 +1,7 @@
 """Reads verl's FSDP checkpoints: `model_world_size_<N>_rank_<R>.pt`, with files for the optimizer and for extra state.
 
 SkyRL and other systems use the same names. Tensors are DTensors (FSDP2, FSDP1 with a mesh), ShardedTensors (FSDP1) or
-plain replicas. Reading them needs no process group.
+plain replicas. No process group is needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """Read verl's rank files at the store's root, but no tensor bytes.
 
     Raises:
-        IncompleteCheckpointError: A rank's file is missing. The message names it.
+        IncompleteCheckpointError: A rank's file is missing. The message names the file.
         CorruptCheckpointError: The files contradict each other.
     """
     sizes = {entry.path: entry.size for entry in store.list()}
@@ -99,7 +99,7 @@ def _optimizer(
 
 
 def _extra_state(sizes: Mapping[str, int], files: Sequence[str], world_size: int) -> dict[str, ObjectEntry]:
-    """Return the files that hold schedulers and random states (one per rank) as objects."""
+    """Return the files with schedulers and random states as objects, one per rank."""
     found = {}
     for rank in range(world_size):
         path = _EXTRA.format(size=world_size).format(rank=rank)
