@@ -1,4 +1,4 @@
-"""Readers of all checkpoint formats, a module or package per format: each returns a Catalog.
+"""Contains a reader for each checkpoint format. Each reader is a module or package that returns a Catalog.
 
-The writer of DCP is beside its reader.
+The writer of DCP is in the same package as the reader.
 """

@@ -1,4 +1,4 @@
-"""Checks a source's digests while its bytes are read, in any order."""
+"""Checks digests while the bytes of a file or record are read, in any order."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ UInt64 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class RecordTable:
-    """The byte ranges that digests cover, as columns. Equal ranges of the same source share one record.
+    """The byte ranges that digests cover, as columns with one row per record. Equal ranges of a source share one
+    record.
 
     Attributes:
         sources: [n] index of the source: a file, or a decoded record in a file.
-        starts, nbytes: [n] where the range starts, and its size in bytes.
+        starts, nbytes: [n] start and size of the range in bytes.
         values: [n] digests.
         algorithms: [n] index into `NAMES`.
         owners: [n] index of a tensor with bytes in the range, for messages. The caller defines these indices.
@@ -45,7 +46,7 @@ class RecordTable:
 
     @classmethod
     def of(cls, columns: Sequence[Sequence[npt.NDArray[Any]]]) -> RecordTable:
-        """Return a table of the distinct, non-empty records in these groups, sorted by source and start.
+        """Return a table of the distinct, non-empty records in several groups, sorted by source and start.
 
         Each group is (sources, starts, nbytes, values, algorithms, owners).
         """
@@ -60,7 +61,10 @@ class RecordTable:
         return cls(sources, starts, nbytes, values.astype(np.uint64), algorithms, owners)
 
     def find(self, sources: Int64, starts: Int64, nbytes: Int64) -> Int64:
-        """Return the index of the record equal to each range; -1 if none. Needs records sorted by source and start."""
+        """Return, for each range, the index of the record with the same range, or -1 if there is none.
+
+        The records must be sorted by source and start.
+        """
         if not len(self) or not len(starts):
             return np.full(len(starts), -1, np.int64)
         span = int(max(self.starts.max(), starts.max())) + 1
@@ -73,8 +77,12 @@ class RecordTable:
 
 
 def recorded(slices: SliceArray) -> tuple[int, Int64, Int64, UInt64]:
-    """Return the algorithm of the slices' digests (an index into `NAMES`, -1 for none), the start and size of the range
-    that each digest covers, and the digests."""
+    """Return the digests of the slices and the byte ranges that the digests cover.
+
+    Returns:
+        The algorithm (an index into `NAMES`, or -1 if there are no digests), the starts and the sizes of the ranges,
+        and the digests.
+    """
     if slices.algorithm is None or slices.digests is None:
         return -1, slices.starts, slices.nbytes, np.zeros(len(slices), np.uint64)
     if slices.digest_starts is None or slices.digest_nbytes is None:
@@ -91,14 +99,14 @@ class Crcs:
         self._lock = threading.Lock()
 
     def begin(self, start: int) -> tuple[int, int]:
-        """Return (start, CRC-32) of the piece that ends at `start`. Removes it; `end` adds the longer piece."""
+        """Remove the piece that ends at `start`, and return its start and CRC-32. `end` then adds the longer piece."""
         with self._lock:
             first, value = self._by_stop.pop(start, (start, 0))
             self._by_start.pop(first, None)
         return first, value
 
     def end(self, first: int, stop: int, value: int) -> tuple[int, int, int]:
-        """Add the piece [first, stop); return the joined piece that now contains it: (start, stop, CRC-32)."""
+        """Add the piece [first, stop), and return the joined piece that now contains it: (start, stop, CRC-32)."""
         with self._lock:
             if first in self._by_stop:  # meanwhile, another thread added the preceding piece
                 before, crc = self._by_stop.pop(first)
@@ -111,7 +119,7 @@ class Crcs:
         return first, stop, value
 
     def feed(self, start: int, data: memoryview) -> None:
-        """Add bytes at `start`."""
+        """Add the bytes `data` at position `start`."""
         first, value = self.begin(start)
         self.end(first, start + len(data), crc32(data, value))  # outside the lock, so that threads hash in parallel
 
@@ -122,18 +130,18 @@ class Crcs:
 
 
 Run = tuple[int, Hasher]
-"""A digest in progress: where its bytes start, and the hasher that has taken them."""
+"""A digest in progress: the start of its bytes, and the hasher that has been updated with the bytes so far."""
 
 
 class Verifier:
-    """Checks records against their digests while their bytes are read. Thread-safe.
+    """Checks records against their digests while the bytes are read. Thread-safe.
 
-    A record with a CRC-32 is checked once all its bytes have been read, in any order. Other records are checked only
-    if their bytes come in order. The records that `unproved` returns must be read again.
+    A record with a CRC-32 is checked once all its bytes have been read, in any order. Any other record is checked only
+    if its bytes come in order. The records that `unproved` returns must be read again.
 
     Args:
-        describe: Returns a record's file and a tensor in it, for the error.
-        advice: The end of the error: what the user can do.
+        describe: Returns the file of a record and a tensor in that record, for the error message.
+        advice: End of the error message, which says what the user can do.
     """
 
     def __init__(
@@ -148,9 +156,9 @@ class Verifier:
         self.proved = table.nbytes == 0
 
     def begin(self, record: int, start: int) -> Run | None:
-        """Return a digest to update with a record's bytes from `start` on; None if they can't or needn't be checked.
+        """Return a digest to update with a record's bytes from `start` on, or None if these bytes are not checked.
 
-        The caller passes it to `end`, or drops it if reading fails.
+        The caller passes the updated digest to `end`, or drops the digest if reading fails.
         """
         table = self._table
         if self.proved[record]:
@@ -166,7 +174,7 @@ class Verifier:
         return first, Crc32(value)
 
     def end(self, record: int, run: Run, stop: int) -> None:
-        """Take a digest that now has all bytes up to `stop`, which must lie inside the record.
+        """Accept a digest that covers a record's bytes up to `stop`, which must lie inside the record.
 
         Raises:
             IntegrityError: The record is complete and its digest does not match.
@@ -195,14 +203,14 @@ class Verifier:
         self.proved[record] = True
 
     def feed(self, record: int, start: int, data: memoryview) -> None:
-        """Check bytes at `start` of a record's source that were read in one call."""
+        """Check bytes that were read in one call from position `start` of a record's source."""
         run = self.begin(record, start)
         if run is not None:
             run[1].update(data)
             self.end(record, run, start + len(data))
 
     def unproved(self) -> Int64:
-        """Return the records that were not checked. Drop their partial digests."""
+        """Return the records that were not checked, and drop their partial digests."""
         with self._lock:
             self._crcs.clear()
             self._runs.clear()

@@ -1,4 +1,4 @@
-"""Detects the format of the checkpoint at a URL. If the URL is a run's directory, finds the newest step."""
+"""Detects the format of the checkpoint at a URL. If the URL is the directory of a run, finds the newest step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Candidate:
         return [path for path, item in self.listing.items() if item.kind == "directory"]
 
     def any_file(self, pattern: str) -> bool:
-        """Return whether any file's whole name matches."""
+        """Return whether the whole name of any file matches the pattern."""
         return any(re.fullmatch(pattern, name) for name in self.files)
 
 
@@ -73,7 +73,10 @@ Test = Callable[[Candidate], bool]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: the test that recognizes it, and its reader module. `path` selects one of the directory's files."""
+    """A checkpoint format: the test that recognizes the format, and the reader module.
+
+    If `path` is set, the reader opens only that file of the directory.
+    """
 
     name: str
     test: Test
@@ -81,7 +84,7 @@ class Format:
     path: str = ""
 
     def open(self, store: Store, options: ReadOptions) -> Catalog:
-        """Read the checkpoint at the store's root. A malformed file raises a CkptkitError."""
+        """Return the catalog of the checkpoint at the store's root. A malformed file raises a CkptkitError."""
         one_file = {"path": self.path} if self.path else {}
         try:
             catalog: Catalog = reader(self.reader).open_catalog(store, options=options, **one_file)
@@ -104,8 +107,8 @@ def _only_torch_file(place: Candidate) -> bool:
     return any(name in MODEL_FILES for name in names) or (len(names) == 1 and parse_step(names[0]) is None)
 
 
-# Tests look at names before they import a reader, because most formats do not match. DeepSpeed's and verl's file names
-# are unique. Formats that add a file to a DCP checkpoint precede DCP.
+# Tests look at names before they import a reader, because most formats do not match. The file names of DeepSpeed and
+# verl are unique. Formats that add a file to a DCP checkpoint precede DCP.
 FORMATS: tuple[Format, ...] = (
     Format(
         "ckptkit",
@@ -167,7 +170,7 @@ def format_of(place: Candidate, formats: Sequence[Format] = ()) -> Format | None
 
 
 def refuse_packed(names: Sequence[str]) -> None:
-    """Raise UnsupportedFormatError if there is a NeMo archive, because the checkpoint in it can't be read in place."""
+    """Raise UnsupportedFormatError if there is a NeMo archive, because a checkpoint inside an archive can't be read."""
     packed = next((name for name in names if name.endswith(".nemo")), None)
     if packed is not None:
         raise UnsupportedFormatError(
@@ -196,10 +199,10 @@ class Source:
     """An opened checkpoint.
 
     Attributes:
-        store: The checkpoint's root, which the catalog's paths are relative to.
-        url: The opened checkpoint's URL.
-        note: Why this checkpoint was chosen, or "" if the caller asked for its URL.
-        joined: The checkpoints that were joined into this one; () if it was opened directly.
+        store: The root of the checkpoint. Paths in the catalog are relative to this root.
+        url: URL of the opened checkpoint.
+        note: The reason why this checkpoint was chosen, or "" if the caller passed its URL.
+        joined: The checkpoints that were joined into this checkpoint, or () if it was opened directly.
     """
 
     store: Store
@@ -210,13 +213,13 @@ class Source:
 
     @property
     def checkpoints(self) -> tuple[Source, ...]:
-        """The checkpoints that are read: this one, or those that were joined into it."""
+        """The checkpoints that are read: the joined checkpoints, or this checkpoint itself."""
         return self.joined or (self,)
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The checkpoint to open, its URL, and why it was chosen ("" if the user asked for it)."""
+    """The checkpoint to open, its URL, and the reason why it was chosen ("" if the user passed its URL)."""
 
     place: Candidate
     url: str
@@ -224,12 +227,12 @@ class _Found:
     note: str = ""
 
     def because(self, *notes: str) -> _Found:
-        """Return this with more notes, placed before its own."""
+        """Return a copy with `notes` placed before the existing note."""
         return replace(self, note=" ".join(filter(None, (*notes, self.note))))
 
 
 def identify(store: Store) -> str | None:
-    """Return the name of the format at the store's root, or None if it is not a checkpoint.
+    """Return the name of the format at the store's root, or None if the root is not a checkpoint.
 
     Reads only names, and a small marker file if the names are ambiguous.
     """
@@ -242,13 +245,14 @@ def identify(store: Store) -> str | None:
 def open_source(
     url: str, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
 ) -> Source:
-    """Open the checkpoint at `url`, which may be a file or a directory. In a run's directory, open the newest step.
+    """Open the checkpoint at `url`, which may be a file or a directory. In the directory of a run, open the newest
+    step.
 
     Steps are compared as numbers (10 is newer than 9). If there are steps, `latest` files are mentioned in a note but
-    not followed. If a directory has checkpoints that ckptkit committed, everything else in it is ignored.
+    not followed. If ckptkit committed a checkpoint in a directory, everything else in that directory is ignored.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint. The message lists what was found.
+        CheckpointNotFoundError: There is no checkpoint. The message lists the files and directories that were found.
         CkptkitError: The format's reader failed.
     """
     options = options or ReadOptions()
@@ -283,7 +287,8 @@ def _check_weights(catalog: Catalog, url: str) -> None:
     """Check that the catalog has weights.
 
     Raises:
-        IncompleteCheckpointError: The directory has only an optimizer, scheduler or similar file. The message names it.
+        IncompleteCheckpointError: The directory has only an optimizer, scheduler or similar file. The message names the
+            file.
     """
     if catalog.by_role(Role.MODEL):
         return
@@ -295,7 +300,7 @@ def _check_weights(catalog: Catalog, url: str) -> None:
 
 
 def _with_step(catalog: Catalog, url: str) -> Catalog:
-    """Return the catalog with the step in the directory's name, unless it already has a step."""
+    """Return the catalog with the step in the directory's name, unless the catalog already has a step."""
     named = parse_step(url.rpartition("/")[2])
     if catalog.info.step is not None or named is None:
         return catalog
@@ -306,7 +311,7 @@ def _with_step(catalog: Catalog, url: str) -> Catalog:
 
 
 def _real(url: str) -> str:
-    """Return the URL without a trailing slash. If the URL itself is a symlink, follow it, but not any link inside."""
+    """Return the URL without a trailing slash. If the URL itself is a symlink, return the target of the symlink."""
     protocol, rest = split_url(url)
     if protocol in ("file", "local"):
         full = os.path.abspath(os.path.expanduser(rest))
@@ -348,7 +353,7 @@ def _refuse_empty(store: Store, url: str) -> None:
 
 
 def not_there(url: str, path: str) -> str:
-    """Return a message that `url` does not exist. It suggests a similar path, or says which part of `path` exists."""
+    """Return a message that `url` does not exist, with a similar path, or with the part of `path` that exists."""
     missing, parent = path, os.path.dirname(path)
     while not os.path.isdir(parent) and parent != os.path.dirname(parent):
         missing, parent = parent, os.path.dirname(parent)
@@ -372,8 +377,11 @@ def _unknown(place: Candidate, url: str) -> CkptkitError:
 
 
 def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose what to open for a directory: the directory itself, its newest step, the model in it, what a pointer file
-    names, or its only child."""
+    """Choose the checkpoint to open for a directory.
+
+    The first that exists of: the directory itself, its newest step, a model in the directory, the target of a pointer
+    file, the only checkpoint among the children.
+    """
     form = format_of(place)
     if form is not None:
         return _Found(place, url, form)
@@ -389,7 +397,7 @@ def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _enter(place: Candidate, url: str, name: str, depth: int) -> _Found | None:
-    """Choose what to open for the subdirectory `name`."""
+    """Choose the checkpoint to open for the subdirectory `name`."""
     return _resolve(Candidate(place.store.child(name)), f"{url}/{name}", depth + 1)
 
 
@@ -432,7 +440,7 @@ def _pointers(place: Candidate) -> list[tuple[str, str]]:
 
 
 def _member(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose one model in a step that has several: the actor before the critic."""
+    """Choose one model in a step that has several models. The actor precedes the critic."""
     there = [name for name in _MEMBERS if name in place.directories]
     for name in there:
         found = _enter(place, url, name, depth)
@@ -478,8 +486,8 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
 def _numbered_files(place: Candidate) -> list[str]:
     """Return the files that each contain a whole step, newest first.
 
-    Files that do not end in .ckpt count only if the newest step has a single file. Several files may be a model and its
-    optimizer.
+    Files that do not end in .ckpt count only if the newest step has a single file, because several files may be a model
+    and its optimizer.
     """
     steps = ordered(n for n in place.files if n.endswith(".ckpt"))
     if not steps:

@@ -1,6 +1,7 @@
-"""Turns the values in pickles, which are nested dicts and lists, into a catalog's entries.
+"""Turns the values in pickles, which are nested dicts and lists, into the entries of a catalog.
 
-How a value is nested tells weights, optimizer state and other values apart, by the rules in `formats.dcp.roles`.
+The nesting of a value shows whether the value is a weight, an optimizer state or something else. The rules are in
+`formats.dcp.roles`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def entries_of(
     """Return the tensors and the other values, by name.
 
     Args:
-        values: Plain values (see `pickles.objects.plain`), by the file that contains each.
-        sharded: Whether the files are shards of one model. If so, a name may occur only once.
+        values: The plain value in each file (see `pickles.objects.plain`), by file name.
+        sharded: True if the files are shards of one model. In that case, a name may occur only once.
 
     Raises:
         IncompleteCheckpointError: A file has only one rank's part of a tensor.
@@ -48,7 +49,7 @@ def entries_of(
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A leaf of the saved value, with its path: a tensor, or a whole subtree without tensors."""
+    """A leaf of the saved value, with its path. A leaf is a tensor, or a whole subtree without tensors."""
 
     path: Path
     file: str
@@ -56,7 +57,7 @@ class _Leaf:
 
 
 def _leaves(value: Any, path: Path, file: str, known: dict[int, bool]) -> Iterator[_Leaf]:
-    """Yield a plain value's leaves. `plain` has already limited its nesting and size."""
+    """Yield the leaves of a plain value, whose nesting and size `plain` has already limited."""
     if is_tensor(value) or not isinstance(value, (dict, list, tuple)) or not _has_tensor(value, known):
         yield _Leaf(path, file, value)
         return
@@ -130,7 +131,9 @@ def _whole(leaf: _Leaf) -> StoredTensor:
 
 
 def _parameter_names(leaves: Mapping[str, _Leaf]) -> dict[Path, dict[str, str]]:
-    """Return each optimizer's parameter names by number, taken from its groups' `param_names` (torch >= 2.6)."""
+    """Return parameter names by number for each optimizer, taken from `param_names` in the param_groups (torch >=
+    2.6).
+    """
     found: dict[Path, dict[str, str]] = {}
     for leaf in leaves.values():
         if leaf.path[-1:] != ("param_groups",) or not isinstance(leaf.value, list):

@@ -1,4 +1,4 @@
-"""Defines the options that tell a reader what the files themselves do not contain."""
+"""Defines options that supply information which the checkpoint's files do not contain."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Options for all readers. Each reader uses those that concern its format.
+    """Options for all readers. Each reader uses only the options that concern its format.
 
     Attributes:
         layout: URL of a JSON file with the names and shapes in each flat parameter (FSDP1 LOCAL state).
         shapes: URL of a JSON object with parameter names and shapes, for formats that record only sizes.
-        base: The model's Hugging Face directory, which has the config and the expected names.
-        strip_prefix: A prefix to strip from model names, after known wrapper prefixes have been stripped.
-        allow_pickle: Accept torch.save files whose pickles name classes outside the allow-list. No code is run:
-            instances of such classes become inert records, and are left out of the result.
+        base: Hugging Face directory of the model, with the config and the expected names.
+        strip_prefix: Prefix to strip from model names, after known wrapper prefixes have been stripped.
+        allow_pickle: Accept torch.save files whose pickles refer to classes outside the allow-list. No code is run.
+            Instances of these classes become inert records, and are left out of the result.
     """
 
     layout: str | None = None

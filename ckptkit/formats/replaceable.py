@@ -44,7 +44,7 @@ def check_replaceable(store: Store, path: str = "", known: Collection[str] = ())
         known: Names of files that an interrupted command recorded as its own.
 
     Raises:
-        CheckpointExistsError: `path` contains anything else. The message names the first three such files.
+        CheckpointExistsError: `path` contains other files. The message names the first three of them.
     """
     found = store.info(path)
     if found is None:
@@ -88,7 +88,7 @@ def _is_weights_file(store: Store, found: FileInfo) -> bool:
 def foreign_paths(store: Store) -> Iterator[str]:
     """Yield the paths in a directory that belong to no checkpoint and no export. Directories end in "/".
 
-    If there is a commit record, only the files that it names belong to the checkpoint.
+    If there is a commit record, only the files that the record lists belong to the checkpoint.
     """
     try:
         record = find_record(store)
@@ -127,7 +127,7 @@ def may_be_saved(path: str) -> bool:
 
 
 def marked(card: str) -> str:
-    """Return a model card with its own digest appended, so that later edits can be detected."""
+    """Return a model card with a digest of its text appended, so that later edits can be detected."""
     return f"{card}{_MARK}{_digest(card)} -->\n"
 
 

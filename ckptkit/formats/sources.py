@@ -1,4 +1,4 @@
-"""Reads byte ranges, strided regions and boxes of tensors: from local files, remote files and compressed records.
+"""Reads byte ranges, strided regions and tensor regions from local files, remote files and compressed records.
 
 Bytes that a digest covers are passed to a `Verifier` as soon as they are read, while they are in the CPU cache.
 """
@@ -37,7 +37,7 @@ Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 
 UNITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-"""For each itemsize, a numpy dtype that moves elements without changing a bit."""
+"""For each itemsize, a numpy dtype that copies elements without changing a bit."""
 _PIECE = 512 << 10  # bytes that are read, and then hashed, at once; larger pieces leave the cache on a busy machine
 _GAP = 16 << 10  # a gap of at most this size is read and discarded, because a call costs more
 _VECTOR = 512  # buffers per preadv call; the system allows up to 1,024
@@ -49,14 +49,18 @@ _MOST_OPEN = 256  # descriptors
 
 
 class Origin(NamedTuple):
-    """The bytes in which a source's offsets count: a file, or the decoded bytes of a compressed record in a file."""
+    """A file, or the decoded bytes of a compressed record in a file. Byte offsets count from the first of these
+    bytes.
+    """
 
     path: str
     codec: Codec | None = None
 
 
 class Range(NamedTuple):
-    """A read of len(view) bytes from `start` of an origin into `view`. `record` is the digest record; -1 for none."""
+    """A read of len(view) bytes from `start` of an origin into `view`. `record` is the digest record, or -1 for
+    none.
+    """
 
     origin: int
     start: int
@@ -66,7 +70,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EntryMap:
-    """The places of one tensor's slices: the origin of each slice, and its digest record (-1 for none)."""
+    """The origin of each slice of a tensor, and the digest record of each slice (-1 for none)."""
 
     entry: TensorEntry
     origins: Int64
@@ -74,21 +78,21 @@ class EntryMap:
 
 
 class Origins:
-    """Numbers the origins of slices."""
+    """Assigns numbers to the origins of slices."""
 
     def __init__(self) -> None:
         self._index: dict[Origin, int] = {}
         self._tables: dict[int, tuple[Sequence[str], Int64]] = {}
 
     def of(self, slices: SliceArray) -> Int64:
-        """Return the origin of each slice."""
+        """Return the number of each slice's origin."""
         result: Int64 = self.of_paths(slices.paths)[slices.files]
         for row, codec in slices.codecs.items():
             result[row] = self._index.setdefault(Origin(slices.paths[int(slices.files[row])], codec), len(self._index))
         return result
 
     def of_paths(self, paths: Sequence[str]) -> Int64:
-        """Return the origin of each path in a path table. Tensors of a catalog share tables."""
+        """Return the number of the origin of each path in a path table. The tensors of a catalog share path tables."""
         known = self._tables.get(id(paths))
         if known is None:  # `_tables` keeps `paths` alive, so that its id is not reused
             numbers = [self._index.setdefault(Origin(path), len(self._index)) for path in paths]
@@ -102,7 +106,7 @@ class Origins:
 
 
 class Descriptors:
-    """Open file descriptors, by path. If there are more than 256, unused ones are closed."""
+    """Holds open file descriptors by path. If there are more than 256, unused descriptors are closed."""
 
     def __init__(self, opener: Callable[[str], int]) -> None:
         self._opener = opener
@@ -137,8 +141,8 @@ class SourceReader:
     """Reads ranges of one checkpoint's origins. Thread-safe.
 
     Args:
-        verifier: Gets the bytes of each range that has a record.
-        cached: Whether small remote reads may be served from cached blocks, because neighbours will be asked for later.
+        verifier: Receives the bytes of each range that has a digest record.
+        cached: Serve small remote reads from cached blocks, because neighbouring ranges will be read later.
         span: Largest buffer for a strided region, in bytes; 0 for the default.
     """
 
@@ -171,14 +175,18 @@ class SourceReader:
         return self.is_local and self._origins[origin].codec is None
 
     def read(self, origin: int, start: int, view: memoryview) -> None:
-        """Fill `view` with an origin's bytes from `start` on. Raises IncompleteCheckpointError if it ends early."""
+        """Fill `view` with an origin's bytes from `start` on.
+
+        Raises:
+            IncompleteCheckpointError: The origin has too few bytes.
+        """
         self.read_many([Range(origin, start, view)])
 
     def read_many(self, ranges: Sequence[Range]) -> None:
-        """Fill several views, and check their digests.
+        """Fill several views, and check the digests.
 
-        One call reads neighbours in a local file if they are given in the file's order. Reads of a remote store are
-        batched.
+        Neighbouring ranges of a local file are read in one call if they are given in file order. Reads of a remote
+        store are batched.
 
         Raises:
             IntegrityError: Bytes differ from their digest.
@@ -222,7 +230,10 @@ class SourceReader:
                     self._verifier.feed(item.record, item.start, item.view)
 
     def _groups(self, ranges: Sequence[Range]) -> Iterator[list[Range]]:
-        """Yield ranges to read in one call: neighbours in a local file, any parts of remote files, or one range."""
+        """Yield groups of ranges that are read in one call.
+
+        A group consists of neighbouring ranges of a local file, of any ranges of remote files, or of a single range.
+        """
         group: list[Range] = []
         origin = begin = stop = nbytes = 0
         most = _WINDOW if self.descriptors is None else _PIECE
@@ -256,9 +267,12 @@ class SourceReader:
             yield group
 
     def read_region(self, origin: int, start: int, strides: Sequence[int], out: Array, record: int = -1) -> int:
-        """Read a region that begins at byte `start` into `out`. `strides` count elements. Return the bytes read.
+        """Read a strided region into `out`, and return the number of bytes read.
 
-        `record` is the digest of exactly the region's bytes, from the first element to the last.
+        Args:
+            start: Byte position of the region's first element.
+            strides: Strides in elements.
+            record: Digest record that covers exactly the region's bytes, from the first element to the last.
         """
         sizes, itemsize = out.shape, out.itemsize
         if not out.size:
@@ -295,7 +309,7 @@ class SourceReader:
         )
 
     def read_box(self, where: EntryMap, box: Box, out: Bytes) -> None:
-        """Fill `out` with a box of a source tensor, row-major, in the source's dtype."""
+        """Fill `out` with a region of a tensor, row-major, in the dtype of the stored tensor."""
         itemsize = dtype_of(where.entry.dtype).itemsize
         offsets, sizes = (np.array([row], np.int64).reshape(1, box.ndim) for row in (box.offsets, box.sizes))
         found = pieces(where.entry.slices, offsets, sizes, itemsize)
@@ -344,7 +358,7 @@ class SourceReader:
 
 
 def read_box(store: Store, entry: TensorEntry, box: Box) -> Bytes:
-    """Return a box of one tensor as row-major bytes, [*sizes, itemsize]. Does not check digests."""
+    """Return a region of one tensor as row-major bytes, [*sizes, itemsize]. Does not check digests."""
     origins = Origins()
     where = EntryMap(entry, origins.of(entry.slices), np.full(len(entry.slices), -1, np.int64))
     itemsize = dtype_of(entry.dtype).itemsize

@@ -39,17 +39,16 @@ def open_catalog(
 ) -> Catalog:
     """Open the torch.save file or files at the store's root.
 
-    A LightningModule's attribute is stripped from the names, as in sharded checkpoints.
+    The attribute of a LightningModule is stripped from the names, as in sharded checkpoints.
 
     Args:
-        path: The file to open. By default, the first of these that exists: the shards that an index names, all
-            numbered files, the file that is named like a model, the only file.
+        path: The file to open. By default, the first that exists of: the shards in an index, all numbered files, a file
+            with a usual name for a model, the only file.
 
     Raises:
-        CheckpointNotFoundError: There is no such file, or there are several and no index.
-        IncompleteCheckpointError: Shards or tensors that the index names are missing, or the file holds only one rank's
-            part.
-        UnsafePickleError, CorruptCheckpointError, UnsupportedFormatError: As for `read_archive`.
+        CheckpointNotFoundError: There is no torch.save file, or there are several files and no index.
+        IncompleteCheckpointError: Shards or tensors in the index are missing, or the file holds only one rank's part.
+        UnsafePickleError, CorruptCheckpointError, UnsupportedFormatError: See `read_archive`.
     """
     if path is not None:
         catalog = open_file(store, path, options=options)
@@ -92,7 +91,7 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
 
 
 def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
-    """Open one torch.save file. Raises the same errors as `open_catalog`."""
+    """Return the catalog of one torch.save file. Raises the same errors as `open_catalog`."""
     value = read_torch_file(store, path, allow_pickle=options.allow_pickle)
     return _catalog(store, {path: plain(value, file=path)})
 
@@ -101,7 +100,8 @@ def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> A
     """Return the value in a file in any format that torch.save has used. A plain pickle has no tensors.
 
     Args:
-        allow_pickle: Instances of classes that are not on the allow-list become inert records instead of an error.
+        allow_pickle: Turn instances of classes that are not on the allow-list into inert records. If False, raise an
+            error.
     """
     unknown: Unknown = "record" if allow_pickle else "refuse"
     try:

@@ -1,7 +1,7 @@
 """Reads the safetensors shards that torch's DCP writes: `shard-R-model-i-of-n`, one set per rank, without `.metadata`.
 
-Each header has the tensors' offsets in `DCP_SHARDING_INFO`. The full shape is not recorded, but computed as the largest
-end of any shard (torch/distributed/checkpoint/_consolidate_hf_safetensors.py).
+The entry `DCP_SHARDING_INFO` of each header contains the tensors' offsets. The full shape is not recorded, but computed
+as the largest end of any shard (torch/distributed/checkpoint/_consolidate_hf_safetensors.py).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def open_shards(store: Store, names: Sequence[str]) -> Catalog:
 
 
 def saved_offsets(header: SafetensorsHeader, path: str) -> dict[str, tuple[int, ...]]:
-    """Return, from a shard's header, each tensor's offsets in the full tensor."""
+    """Return the offsets of each tensor in the full tensor, from a shard's header."""
     text = header.metadata.get(_KEY)
     if text is None:
         return {}
@@ -134,7 +134,7 @@ def _check_coverage(entries: Mapping[str, TensorEntry], ranks: Mapping[str, int]
 def _check_vocabulary(entries: Mapping[str, TensorEntry], config: Mapping[str, Any], world_size: int) -> bool:
     """Check the embedding's number of rows against config.json. Return whether both exist.
 
-    Nothing else would reveal that shards from the last ranks are missing.
+    Only this check can reveal that the shards of the last ranks are missing.
 
     Raises:
         IncompleteCheckpointError: The embedding has too few rows.

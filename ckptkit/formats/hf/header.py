@@ -1,4 +1,4 @@
-"""Parses a safetensors file's header, and validates it strictly.
+"""Parses the header of a safetensors file, and validates the header strictly.
 
 The file consists of the header length n (8 bytes, little-endian), n bytes of JSON, and the data. The rules are those of
 the reference implementation (huggingface/safetensors, tensor.rs):
@@ -53,11 +53,12 @@ class HeaderTensor(NamedTuple):
 
 
 class HeaderTensors(Mapping[str, HeaderTensor]):
-    """A header's tensors by name, stored as columns, because a header may have 300,000 tensors and a command needs few
-    of them.
+    """The tensors in a header by name, stored as columns.
+
+    A header may have 300,000 tensors, and a command needs few of them.
 
     Attributes:
-        dtypes, shapes: By row. The dtypes are torch's names.
+        dtypes, shapes: torch's dtype name and the shape of each tensor, in header order.
         starts, nbytes: [n] byte ranges, counted from the start of the file.
     """
 
@@ -80,7 +81,7 @@ class HeaderTensors(Mapping[str, HeaderTensor]):
         return HeaderTensor(self.dtypes[row], tuple(self.shapes[row]), self.starts.item(row), self.nbytes.item(row))
 
     def columns(self) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
-        """Yield (name, dtype, shape, start, bytes) for each tensor, in header order."""
+        """Yield (name, dtype, shape, start, nbytes) of each tensor, in header order."""
         shapes = map(tuple, self.shapes)
         return zip(self._rows, self.dtypes, shapes, self.starts.tolist(), self.nbytes.tolist(), strict=True)
 
@@ -99,9 +100,9 @@ class SafetensorsHeader:
     """A parsed header.
 
     Attributes:
-        tensors: By name. Byte ranges are counted from the start of the file.
+        tensors: Tensors by name. Byte ranges are counted from the start of the file.
         metadata: The `__metadata__` strings.
-        nbytes: Size of the file (or of the safetensors blob in it).
+        nbytes: Size of the file, or of the safetensors blob in a larger file.
     """
 
     tensors: HeaderTensors
@@ -113,7 +114,7 @@ def read_header(store: Store, path: str, *, start: int = 0) -> SafetensorsHeader
     """Read and check the header of `path`. Reads no tensor bytes.
 
     Args:
-        start: Where the safetensors blob starts in the file. It extends to the end of the file.
+        start: Byte position of the safetensors blob in the file. The blob extends to the end of the file.
 
     Raises:
         IncompleteCheckpointError: The file is shorter than its header says.
@@ -154,7 +155,7 @@ def read_header(store: Store, path: str, *, start: int = 0) -> SafetensorsHeader
 
 
 def read_headers(store: Store, paths: Iterable[str]) -> dict[str, SafetensorsHeader]:
-    """Return these files' headers, checked, in the same order."""
+    """Read and check the headers of several files. The result has the order of `paths`."""
     paths = list(paths)
     if len(paths) < 3:
         return {path: read_header(store, path) for path in paths}
@@ -190,8 +191,11 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
 
 
 def _columns(members: Mapping[str, Any], data_start: int) -> HeaderTensors | None:
-    """Parse all tensors in a few passes over whole lists. Return None if anything is unusual; `_tensor` then reports
-    it."""
+    """Parse all tensors in a few passes over whole lists.
+
+    Returns None if an entry is unusual or invalid. The caller then parses each entry with `_tensor`, which reports
+    errors.
+    """
     entries = list(members.values())
     if not _all_of(entries, tuple) or set(map(len, entries)) - {len(_FIELDS)}:
         return None
@@ -233,7 +237,7 @@ def _all_of(values: Iterable[Any], kind: type[Any]) -> bool:
 
 
 def _numbers(lists: Sequence[list[Any]]) -> UInt64 | None:
-    """Return the lists concatenated, or None if an item is not an integer in [0, 2^63)."""
+    """Return the concatenated lists, or None if an item is not an integer in [0, 2^63)."""
     values = list(itertools.chain.from_iterable(lists))
     if not _all_of(values, int) or (values and (min(values) < 0 or max(values) > _MAX_EXTENT)):
         return None  # JSON true is a bool
@@ -286,7 +290,7 @@ def _naturals(value: Any, what: str, name: str, path: str) -> tuple[int, ...]:
 
 
 def _check_contiguous(tensors: HeaderTensors, data_start: int, path: str) -> int:
-    """Check that the byte ranges have no gaps or overlaps, and return where the last one ends."""
+    """Check that the byte ranges have no gaps or overlaps, and return the end of the last range."""
     order = np.lexsort((tensors.nbytes, tensors.starts))
     starts, nbytes = tensors.starts[order], tensors.nbytes[order]
     ends = np.concatenate([np.array([data_start], np.uint64), starts + nbytes])
@@ -328,7 +332,7 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """A tensor to write to a file, as the file's header describes it."""
+    """A tensor to write to a file, with the name, dtype and shape for the file's header."""
 
     name: str
     dtype: str
@@ -341,13 +345,13 @@ class TensorToWrite:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A file's layout.
+    """The layout of a file to write.
 
     Attributes:
         literals: (start, bytes) of everything except the tensors.
-        starts: Each tensor's byte offset in the file, in the order in which the tensors were passed.
+        starts: Byte offset of each tensor in the file, in the order in which the tensors were passed.
         nbytes: Size of the whole file.
-        crcs: CRC-32 fields: (positions, first byte covered, bytes covered).
+        crcs: CRC-32 fields to fill in: (positions of the field, first byte covered, number of bytes covered).
     """
 
     literals: tuple[tuple[int, bytes], ...]
@@ -374,7 +378,7 @@ def encode_names(text: str, names: Iterable[str]) -> bytes:
 def encode_header(
     tensors: Sequence[TensorToWrite], starts: Sequence[int], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the header for tensors that start at these byte offsets in the data.
+    """Return the header for tensors that start at the byte offsets `starts` in the data.
 
     Raises:
         UnsupportedFormatError: safetensors does not support a dtype, or a name is not allowed or occurs twice.
@@ -394,7 +398,9 @@ def encode_header(
 
 
 def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Lay out a file, widest elements first so that each tensor is aligned, otherwise in the given order."""
+    """Lay out a file. Tensors with wider elements come first so that each tensor is aligned, otherwise in the given
+    order.
+    """
     widths = {name: min(8, dtype_of(name).itemsize) for name in {tensor.dtype for tensor in tensors}}
     order = sorted(range(len(tensors)), key=lambda i: -widths[tensors[i].dtype])
     starts = [0] * len(tensors)
@@ -407,9 +413,9 @@ def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None
 
 
 def split_into_shards(nbytes: Sequence[int], max_shard_size: int) -> list[list[int]]:
-    """Return each shard's tensors, in the given order. A new shard starts where the next tensor would not fit.
+    """Return the tensors in each shard, in the given order. A new shard starts where the next tensor would not fit.
 
-    A tensor larger than a shard gets a shard of its own.
+    A tensor larger than a shard gets its own shard.
     """
     shards: list[list[int]] = [[]]
     size = 0

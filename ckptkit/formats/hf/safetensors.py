@@ -30,13 +30,13 @@ _INDEX = ".safetensors.index.json"
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the headers of the safetensors checkpoint at the store's root.
+    """Return the catalog of the safetensors checkpoint at the store's root. Reads only the headers.
 
     Raises:
         CheckpointNotFoundError: There is no safetensors file.
         IncompleteCheckpointError: A shard is missing or truncated.
-        CorruptCheckpointError: A header or the index is invalid, or they contradict each other.
-        UnsafePathError: The index names a file outside the directory.
+        CorruptCheckpointError: A header or the index is invalid, or the headers contradict the index.
+        UnsafePathError: The index refers to a file outside the directory.
     """
     listed = file_names(store.list())
     names = [name for name in listed if name.endswith((".safetensors", _INDEX))]
@@ -51,7 +51,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def open_file(store: Store, path: str) -> Catalog:
-    """Read the header of one safetensors file."""
+    """Return the catalog of one safetensors file. Reads only the header."""
     headers = read_headers(store, [path])
     header = headers[path]
     if "DCP_SHARDING_INFO" in header.metadata:
@@ -91,7 +91,7 @@ def _catalog(
 
 
 class _LazyTensors(WholeTensors):
-    """The tensors in some files. Entries are created on demand, then cached."""
+    """The tensors in several files. Entries are created on demand, then cached."""
 
     def __init__(self, headers: Mapping[str, SafetensorsHeader]) -> None:
         self._headers = headers
@@ -127,7 +127,7 @@ class _LazyTensors(WholeTensors):
         return self._all().items()
 
     def _all(self) -> dict[str, TensorEntry]:
-        """Create all entries at once, which is five times faster than one by one."""
+        """Create all entries at once, which is five times faster than creating each entry separately."""
         if len(self._made) < len(self._paths):
             columns = (((path,), header.tensors.columns()) for path, header in self._headers.items())
             made = {row[0]: _entry(paths, *row) for paths, rows in columns for row in rows}
@@ -164,8 +164,7 @@ def _info(
 
 
 def _modules(store: Store) -> tuple[str, ...]:
-    """Return a note about sentence-transformers modules whose weights are stored separately, not as part of the
-    model."""
+    """Return a note about sentence-transformers modules that have weights in directories of their own."""
     modules = read_json(store, "modules.json")
     places = [item.get("path") for item in modules if isinstance(item, dict)] if isinstance(modules, list) else []
     safe = [place for place in places[:64] if isinstance(place, str) and is_safe_name(place)]

@@ -1,4 +1,4 @@
-"""Finds the files that together hold a model: those that an index lists, or all numbered files of a directory."""
+"""Finds the files that together contain a model: the files in an index, or all numbered files of a directory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def read_index(store: Store, index: str, there: Collection[str]) -> dict[str, st
     """Return the file of each tensor, as listed in an index such as `model.safetensors.index.json`.
 
     Args:
-        there: The names of all files in the directory.
+        there: Names of all files in the directory.
 
     Raises:
-        IncompleteCheckpointError: Files are missing. The message names them.
+        IncompleteCheckpointError: Files are missing. The message names the files.
         CorruptCheckpointError: The file is not an index.
-        UnsafePathError: The index names a file outside the directory.
+        UnsafePathError: The index refers to a file outside the directory.
     """
     info = store.info(index)
     if info is not None and info.size > _MAX_INDEX_BYTES:
@@ -51,7 +51,7 @@ def check_index(index: str, weight_map: Mapping[str, str], contents: Mapping[str
     """Check that each file contains exactly the tensors that the index lists.
 
     Args:
-        contents: The names of the tensors in each file.
+        contents: Names of the tensors in each file.
     """
     for name, file in weight_map.items():
         if name not in contents[file]:
@@ -64,10 +64,10 @@ def check_index(index: str, weight_map: Mapping[str, str], contents: Mapping[str
 
 
 def numbered_files(names: Sequence[str], extension: str) -> list[str] | None:
-    """Return the files named -0000i-of-0000n.`extension`, in order, or None if there are none.
+    """Return the files named -0000i-of-0000n.`extension`, in order, or None if there are no such files.
 
     Raises:
-        IncompleteCheckpointError: Some of the n files are missing. The message names them.
+        IncompleteCheckpointError: Some of the n files are missing. The message names the files.
         CorruptCheckpointError: The directory contains files from two checkpoints.
     """
     matches = [match for name in names if (match := _NUMBERED.fullmatch(name)) and match[4] == extension]

@@ -64,13 +64,13 @@ _CONFIG_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class SideFiles:
-    """A checkpoint's side files.
+    """The side files of a checkpoint.
 
     Attributes:
-        carried: config.json, tokenizer files and the like. Paths are relative to the store.
+        carried: Files that an export copies, such as config.json and tokenizer files. Paths are relative to the store.
         code: Python files by the model's author. They are listed, but never run.
-        config: The contents of config.json, or None if it is missing or can't be read.
-        notes: What could not be read.
+        config: Contents of config.json, or None if config.json is missing or can't be read.
+        notes: Messages about files that could not be read.
     """
 
     carried: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class SideFiles:
     notes: tuple[str, ...] = ()
 
     def described_in(self, info: CatalogInfo) -> CatalogInfo:
-        """Return `info` with these files, what config.json says, and the notes."""
+        """Return `info` with these side files, the relevant entries of config.json, and the notes."""
         extra = {**self.extra, **info.extra}
         return replace(info, side_files=self.carried, notes=(*info.notes, *self.notes), extra=extra)
 
@@ -95,7 +95,7 @@ class SideFiles:
 
 
 def find_side_files(store: Store, directory: str = "") -> SideFiles:
-    """Return the side files in `directory`. Of these, only config.json is read."""
+    """Find the side files in `directory`. Reads only config.json."""
     entries = store.list(directory)
     templates = f"{directory}/additional_chat_templates" if directory else "additional_chat_templates"
     if any(entry.path == templates for entry in entries):
@@ -137,10 +137,10 @@ def is_code(path: str) -> bool:
 
 
 def unread_state(names: Iterable[str]) -> tuple[str, ...]:
-    """Return notes about training state (from the Trainer or accelerate) that is not read although it is beside full
-    weights.
+    """Return notes about training state of the Trainer or accelerate that is not read.
 
-    The optimizer's states are numbered, and no file records the order of the parameters.
+    This state may be stored beside full weights. The optimizer's states are numbered, and no file records the order of
+    the parameters.
     """
     found = sorted(name for name in names if name.endswith(_STATE))
     optimizers = [name for name in found if _OPTIMIZER.fullmatch(name)][:1]
@@ -153,7 +153,7 @@ def unread_state(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_json(store: Store, path: str) -> Any:
-    """Return a JSON file's parsed contents, or None if it is missing, too large or invalid."""
+    """Return the parsed contents of a JSON file, or None if the file is missing, too large or invalid."""
     try:
         raw = store.read(path, 0, _MAX_JSON_BYTES + 1)
         check_density(raw, file=path)

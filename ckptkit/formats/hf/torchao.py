@@ -1,11 +1,12 @@
-"""Reads and writes torchao's quantized weights in safetensors files, as torchao and transformers lay them out.
+"""Reads and writes torchao's quantized weights in safetensors files, in the layout of torchao and transformers.
 
 A weight `a.weight` of the class Int8Tensor is stored as plain tensors `a._weight_qdata`, `a._weight_scale` and so on.
-The header's `__metadata__` describes it: {"_type": class, "_data": attributes, "_tensor_data_names": inner tensors} in
-JSON. Every other tensor has the entry {"_type": "Tensor"}, and `tensor_names` lists them all. The layout is that of
-torchao.prototype.safetensors (0.18).
+The header's `__metadata__` describes the weight in JSON: {"_type": class, "_data": attributes, "_tensor_data_names":
+inner tensors}. Every other tensor has the entry {"_type": "Tensor"}, and `tensor_names` lists all described tensors.
+The layout is that of torchao.prototype.safetensors (0.18).
 
-A catalog names these tensors as a save by ckptkit does: `a.weight::qdata`, with a recipe (see `subclasses`).
+In a catalog, the plain tensors have the same names as in a save by ckptkit, such as `a.weight::qdata`, and a recipe
+describes the weight (see `subclasses`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ DESCRIBED = "tensor_names"
 """The key in `__metadata__` that lists the described tensors."""
 
 CLASSES: Mapping[str, str] = {name.rpartition(".")[2]: name for name in WEIGHTS}
-"""The classes that the layout supports: their names in `_type` -> their full names."""
+"""The classes that the layout supports: names in `_type` -> full names."""
 
 
 def stored_name(name: str) -> str:
-    """Return the name in safetensors files of the inner tensor `name`: "a._weight_qdata" for "a.weight::qdata"."""
+    """Return the name of an inner tensor in safetensors files: "a._weight_qdata" for "a.weight::qdata"."""
     outer, _, attribute = name.partition(SEPARATOR)
     module, _, last = outer.rpartition(".")
     return f"{module}._{last}_{attribute}"
@@ -39,7 +40,7 @@ def stored_name(name: str) -> str:
 def found_recipes(
     headers: Iterable[Mapping[str, str]], tensors: Mapping[str, tuple[str, tuple[int, ...]]], path: str
 ) -> tuple[dict[str, Recipe], dict[str, str]]:
-    """Return the recipes of a checkpoint's quantized weights, and the names of their tensors: stored -> in the catalog.
+    """Return the recipes of a checkpoint's quantized weights, and the catalog names of the weights' stored tensors.
 
     Args:
         headers: The `__metadata__` of each file.
@@ -47,8 +48,8 @@ def found_recipes(
         path: The file or directory, for messages.
 
     Raises:
-        CorruptCheckpointError: A description is malformed, or names a tensor that does not exist or also belongs to
-            another weight.
+        CorruptCheckpointError: A description is malformed, or refers to a tensor that does not exist or belongs to
+            another weight, too.
         UnsupportedFormatError: A class is not one of `CLASSES`.
     """
     recipes: dict[str, Recipe] = {}
@@ -83,7 +84,9 @@ def found_recipes(
 
 
 def _descriptions(headers: Iterable[Mapping[str, str]], path: str) -> dict[str, str]:
-    """Return the descriptions of all listed tensors. Each of several files may list all tensors, or only its own."""
+    """Return the descriptions of all listed tensors. If there are several files, a file may list only its own
+    tensors.
+    """
     found: dict[str, str] = {}
     for header in headers:
         listed = (
@@ -121,7 +124,7 @@ def _recipe(kind: str, data: Mapping[str, Any], inner: Mapping[str, tuple[str, t
 
 
 def _from_json(value: Any, shape: list[int]) -> Any:
-    """Convert a value in a description to the form used in recipes. Raises ValueError if it is malformed."""
+    """Convert a value in a description to the form used in recipes. Raises ValueError if the value is malformed."""
     if isinstance(value, list):
         return {"$shape": True} if shape and value == shape else [_from_json(item, shape) for item in value]
     if not isinstance(value, dict):
@@ -145,8 +148,8 @@ def describe_tensors(names: Iterable[str], recipes: Mapping[str, Recipe]) -> dic
     """Return the `__metadata__` that describes a model's tensors.
 
     Args:
-        names: The plain tensors.
-        recipes: The quantized weights. Their classes are among `CLASSES`.
+        names: Names of the plain tensors.
+        recipes: Recipes of the quantized weights, whose classes must be among `CLASSES`.
 
     Raises:
         UnsupportedFormatError: A recipe has a value that the layout cannot store.
@@ -164,7 +167,7 @@ def describe_tensors(names: Iterable[str], recipes: Mapping[str, Recipe]) -> dic
 
 
 def _context(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe's context. If each shard has its own scale, the block size is that of a shard."""
+    """Return the context in a recipe. If each shard has its own scale, the block size is that of a shard."""
     block = recipe["inner"].get("scale", {}).get("block")
     cut = recipe["context"].get("block_size") == {"$shape": True} and block is not None
     return {**recipe["context"], **({"block_size": block} if cut else {})}
