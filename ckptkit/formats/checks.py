@@ -20,8 +20,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class RecordTable:
-    """The byte ranges that digests cover, as columns with one row per record. Equal ranges of a source share one
-    record.
+    """The byte ranges that digests cover, as columns. Equal ranges of a source share one record (row).
 
     Attributes:
         sources: [n] index of the source: a file, or a decoded record in a file.

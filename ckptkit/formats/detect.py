@@ -245,8 +245,7 @@ def identify(store: Store) -> str | None:
 def open_source(
     url: str, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
 ) -> Source:
-    """Open the checkpoint at `url`, which may be a file or a directory. In the directory of a run, open the newest
-    step.
+    """Open the checkpoint at `url`, a file or a directory. In the directory of a run, open the newest step.
 
     Steps are compared as numbers (10 is newer than 9). If there are steps, `latest` files are mentioned in a note but
     not followed. If ckptkit committed a checkpoint in a directory, everything else in that directory is ignored.
@@ -353,7 +352,7 @@ def _refuse_empty(store: Store, url: str) -> None:
 
 
 def not_there(url: str, path: str) -> str:
-    """Return a message that `url` does not exist, with a similar path, or with the part of `path` that exists."""
+    """Return a message that `url` does not exist. Suggests a similar path, or says which part of `path` exists."""
     missing, parent = path, os.path.dirname(path)
     while not os.path.isdir(parent) and parent != os.path.dirname(parent):
         missing, parent = parent, os.path.dirname(parent)
@@ -379,8 +378,8 @@ def _unknown(place: Candidate, url: str) -> CkptkitError:
 def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
     """Choose the checkpoint to open for a directory.
 
-    The first that exists of: the directory itself, its newest step, a model in the directory, the target of a pointer
-    file, the only checkpoint among the children.
+    Tries, in this order: the directory itself, its newest step, a model in the directory, the target of a pointer file,
+    and the only checkpoint among the children.
     """
     form = format_of(place)
     if form is not None:

@@ -131,9 +131,7 @@ def _whole(leaf: _Leaf) -> StoredTensor:
 
 
 def _parameter_names(leaves: Mapping[str, _Leaf]) -> dict[Path, dict[str, str]]:
-    """Return parameter names by number for each optimizer, taken from `param_names` in the param_groups (torch >=
-    2.6).
-    """
+    """Return the parameter names of each optimizer by number, from `param_names` in its groups (torch >= 2.6)."""
     found: dict[Path, dict[str, str]] = {}
     for leaf in leaves.values():
         if leaf.path[-1:] != ("param_groups",) or not isinstance(leaf.value, list):

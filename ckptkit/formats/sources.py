@@ -49,18 +49,14 @@ _MOST_OPEN = 256  # descriptors
 
 
 class Origin(NamedTuple):
-    """A file, or the decoded bytes of a compressed record in a file. Byte offsets count from the first of these
-    bytes.
-    """
+    """A file, or the decoded bytes of a compressed record in a file. Offsets count from the first byte."""
 
     path: str
     codec: Codec | None = None
 
 
 class Range(NamedTuple):
-    """A read of len(view) bytes from `start` of an origin into `view`. `record` is the digest record, or -1 for
-    none.
-    """
+    """A read of len(view) bytes from `start` of an origin into `view`. `record` is the digest record, or -1."""
 
     origin: int
     start: int

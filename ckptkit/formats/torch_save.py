@@ -42,7 +42,7 @@ def open_catalog(
     The attribute of a LightningModule is stripped from the names, as in sharded checkpoints.
 
     Args:
-        path: The file to open. By default, the first that exists of: the shards in an index, all numbered files, a file
+        path: The file to open. By default, chosen in this order: the shards in an index, all numbered files, a file
             with a usual name for a model, the only file.
 
     Raises:

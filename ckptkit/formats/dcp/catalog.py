@@ -77,8 +77,7 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
 
 
 def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
-    """Return the names of a checkpoint's metadata files: `.metadata` alone, or one `__R.metadata` per rank, in rank
-    order.
+    """Return the names of a checkpoint's metadata files: `.metadata`, or one `__R.metadata` per rank, in rank order.
 
     Raises:
         CheckpointNotFoundError: There is no metadata file.
@@ -165,9 +164,7 @@ class _Part:
         return found
 
     def grouped_storage(self) -> dict[str, dict[tuple[int, ...] | None, StorageInfo]]:
-        """Return the location of each stored item by key and offset. The offset of an entry that is plain bytes is
-        None.
-        """
+        """Return each item's location, by key and then by offset. Entries that are plain bytes have the offset None."""
         infos = list(self.storage.values())
         try:
             names, offsets = _fields(self.storage, "fqn"), _fields(self.storage, "offset")
@@ -286,10 +283,9 @@ class _Builder:
         return Catalog(tensors, objects, self._info())
 
     def _unflattened(self, objects: dict[str, ObjectEntry]) -> Catalog:
-        """Return the catalog of a checkpoint saved with `flatten_state_dict=False`, whose tensors are inside nested
-        objects.
+        """Return the catalog of a checkpoint saved with `flatten_state_dict=False`.
 
-        Reads the pickles of all objects.
+        The tensors are inside nested objects, so the pickles of all objects are read.
         """
         values: dict[str, dict[str, Any]] = {}
         for name, entry in objects.items():
@@ -369,9 +365,7 @@ class _Builder:
     def _gather_whole(
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
     ) -> bool:
-        """Record a quantized or sparse tensor as an object and return True, or return False if the tensor has several
-        slices.
-        """
+        """Record a quantized or sparse tensor as an object. Returns False if the tensor has several slices."""
         chunks = entry.chunks
         if type(chunks) is not list or len(chunks) != 1 or len(places) != 1 or name in self.rows:
             return False
@@ -452,13 +446,13 @@ class _Builder:
         return entries
 
     def _check_bytes(self, items: Items) -> tuple[npt.NDArray[np.float64], dict[str, CorruptCheckpointError]]:
-        """Check that the stored bytes of each slice are at least as many as the slice's sizes and dtype require.
+        """Check that each slice is stored with at least as many bytes as its sizes and dtype require.
 
         A load allocates memory for the declared sizes, so a hostile checkpoint could otherwise exhaust the memory.
 
         Returns:
-            The number of elements of each slice. Also, an error for each tensor that has too few bytes, to be raised
-            unless the tensor's class stores packed values.
+            The number of elements of each slice, and an error for each tensor that has too few bytes. The error must be
+            raised unless the tensor's class stores packed values.
         """
         owners, numels = items.owners, items.numels()
         negative = np.flatnonzero(items.sizes < 0)

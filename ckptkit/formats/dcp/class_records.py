@@ -216,7 +216,7 @@ def _kind(shard: ClassRecord) -> str:
 
 
 def _context(shard: ClassRecord, name: str) -> Any:
-    """Return one setting from a class's context as JSON. See `subclasses`."""
+    """Return the setting `name` of a tensor subclass as JSON, for the context in the recipe (see `subclasses`)."""
     if name == "dtype":
         return {"$dtype": shard.dtype}
     if name in shard.fields:
@@ -300,8 +300,9 @@ def _placed(
 
 
 def _block(name: str, rule: str, tensor: StoredTensor, box: Box) -> Any:
-    """Return how many elements of a shard share one element of the inner tensor (per dimension if the rule is
-    "like").
+    """Return how many elements of a shard share one element of the inner tensor.
+
+    If the rule is "like", the result has one number per dimension.
     """
     if rule == "like" and (blocks := blocks_of(box.sizes, tensor.shape)) is not None:
         return blocks

@@ -129,7 +129,8 @@ def batches(rows: Int64, nbytes: Int64, most: int) -> Iterator[Int64]:
 def raise_with_tensor(error: OSError | CkptkitError, names: Mapping[str, str]) -> None:
     """Raise an error about a missing or short file again, with the name of a tensor in that file.
 
-    Returns if the tensor is unknown or already named in the message. `names` maps each file's path to a tensor's name.
+    Returns without raising if the tensor is unknown or already named in the message. `names` maps each file's path to a
+    tensor's name.
     """
     path = next((path for path in sorted(names, key=len, reverse=True) if path in str(error)), None)
     if path is not None and repr(names[path]) not in str(error):

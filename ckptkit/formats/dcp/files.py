@@ -146,8 +146,9 @@ def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _worth_a_request(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Merge files smaller than `_SMALL_FILE` into the smallest larger file. Small files arise when one tensor is
-    huge.
+    """Merge files smaller than `_SMALL_FILE` into the smallest larger file.
+
+    Small files arise when one tensor is huge.
     """
     loads = [sum(lengths[row] for row in rows) for rows in bins]
     large = [(load, rows) for rows, load in zip(bins, loads, strict=True) if load >= _SMALL_FILE]

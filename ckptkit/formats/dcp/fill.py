@@ -281,9 +281,7 @@ class Filler:
         self._wanted, self._planned = [], None
 
     def _read_lying(self, reader: SourceReader, reads: _Reads, rows: Int64) -> int:
-        """Read regions in file order, each into the target or into a buffer that is then copied. Return the bytes
-        read.
-        """
+        """Read regions in file order, directly or through a buffer, and return the number of bytes read."""
         ranges: list[Range] = []
         buffers: list[tuple[int, torch.Tensor]] = []
         columns = (reads.owners, reads.sources, reads.starts, reads.nbytes, reads.places, reads.checked)

@@ -132,8 +132,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a sparse or quantized tensor of torch's own class, which `torch.save` restores
-    exactly.
+    """Return whether the tensor is sparse or quantized, but can be restored exactly by `torch.save`.
+
+    Only tensors of torch's own classes can be restored exactly.
     """
     import torch
 
@@ -168,7 +169,7 @@ def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
 
 
 def expanded_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return a reason for each tensor that torch can't write into because its elements share memory, by key."""
+    """Return, by key, why torch can't write into tensors whose elements share memory."""
     why = "is an expanded view, whose elements share memory: copy it with .clone()"
     return {
         key: why
@@ -203,9 +204,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def placed_like(whole: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor with the local tensor `local` and the shape, mesh and placements of `whole`. Does not
-    communicate.
-    """
+    """Return a DTensor around `local` with the shape, mesh and placements of `whole`. Does not communicate."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -243,9 +242,7 @@ def own_memory(tensor: Any) -> Any:
 
 
 def forget_computed(tensor: Any) -> None:
-    """Clear what a tensor (or its local tensor) has cached about its values. Call this after a load changes the
-    values.
-    """
+    """Clear the values that a tensor (or its local tensor) has cached. Call this after a load changes the tensor."""
     local = getattr(tensor, "_local_tensor", tensor)
     known = ONE_TENSOR.get(f"{type(local).__module__}.{type(local).__qualname__}")
     if known is not None:
@@ -301,9 +298,7 @@ class HostBytes:
         return host_view(self._kept)
 
     def _staged(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """Copy a tensor to the host through two buffers, so that one buffer is filled while the other buffer is
-        written.
-        """
+        """Yield a tensor's bytes through two host buffers. One buffer is filled while the other buffer is in use."""
         import torch
 
         flat = tensor.reshape(-1).view(torch.uint8)

@@ -1,6 +1,4 @@
-"""Builds a save's index: merges and checks the slices of all ranks, and writes the manifest and, for DCP,
-`.metadata`.
-"""
+"""Builds the index of a save: checks and merges all ranks' slices, and writes the manifest and DCP's `.metadata`."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ class PlannedKey(NamedTuple):
 
 
 class PlainSlice(NamedTuple):
-    """A slice in a file that has no records around its slices. `digest` covers the bytes [start, start + nbytes)."""
+    """A slice that is stored without a record around its bytes. `digest` covers the bytes [start, start + nbytes)."""
 
     key: PlannedKey
     box: Box
@@ -94,8 +92,8 @@ class RankPart:
     The report takes 40 bytes per slice, plus 16 bytes per dimension of each slice.
 
     Attributes:
-        written: Locations of the slices, followed by those of the objects. The key of a row is an index into the list
-            of the table's keys followed by the private keys.
+        written: Locations of the slices, then of the objects. The key in a row is an index into the keys of `table`,
+            continued by `private`.
         boxes: Offsets and sizes of each slice, concatenated over all slices.
         digest: Identifies `table`.
         table: Result of `key_table`, or None if a lower rank sends the same table.
@@ -149,7 +147,7 @@ def mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """The location (file, start, length), the digest, and the path in the state, of an object."""
+    """An object's location (file, start, length), digest, and path in the state."""
 
     place: tuple[int, int, int]
     digest: int
@@ -263,7 +261,7 @@ class SaveIndex:
         return RankSlices(numbers[rows["key"][:count]], rows[:count], part.boxes, rank, first_path)
 
     def _add(self, key: PlannedKey, meshes: Sequence[int], rank: int) -> int:
-        """Return the number of a rank's key. Adds the key if no lower rank has it."""
+        """Return the number of a rank's key. Adds the key to the index if the key is new."""
         name, dtype, shape, path, placed = key
         known = self._keys.get(name)
         if known is None:
@@ -278,12 +276,11 @@ class SaveIndex:
         return self._numbers[name]
 
     def _drop_replicas(self) -> None:
-        """Keep only the lowest rank's slice of each region that several ranks wrote, and check that each tensor is
-        covered.
+        """Drop all but the lowest rank's slice of each region, and check that each tensor is covered.
 
-        DTensors on a submesh cause replicas. With FSDP over "dp" and tensor parallelism over "tp", a parameter without
-        tensor parallelism has one "dp" mesh per "tp" rank, and each of these meshes writes the whole parameter. LOCAL
-        saves contain replicas if the ranks' plain tensors differ.
+        Several ranks write the same region if DTensors are on a submesh. With FSDP over "dp" and tensor parallelism
+        over "tp", a parameter without tensor parallelism has one "dp" mesh per "tp" rank, and each of these meshes
+        writes the whole parameter. Ranks also write the same region in LOCAL saves if their plain tensors differ.
 
         Raises:
             SaveError: A tensor's slices do not cover each element exactly once, because a rank's placements do not

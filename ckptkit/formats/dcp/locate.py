@@ -112,9 +112,7 @@ class Items:
         self.digests, self.checked = np.zeros(count, np.uint64), np.zeros(count, bool)
 
     def numels(self) -> npt.NDArray[np.float64]:
-        """Return [n]: the number of elements of each slice. The numbers are floats so that a hostile size can't
-        overflow.
-        """
+        """Return [n]: the number of elements of each slice, as floats so that a hostile size can't overflow."""
         return products(self.sizes.astype(np.float64), self.ndims[self.owners])
 
     def take(self, keep: npt.NDArray[np.bool_]) -> Items:
@@ -371,9 +369,7 @@ class _Locator:
                     left = left[~same]
 
     def _alone(self, row: int, front: bytes, tail: bytes) -> Frame | None:
-        """Locate an item by parsing the zip. Return a frame to compare other items with, or None if there is no
-        frame.
-        """
+        """Locate an item by parsing the zip. Return a `Frame` to compare other items with, if possible."""
         path, start, length = self._path(row), int(self.items.places[row]), int(self.items.lengths[row])
         label, tensor = self._label(row), self._tensor(row)
         try:
@@ -392,9 +388,7 @@ class _Locator:
         return frame
 
     def _class_of(self, path: str, start: int, length: int) -> str:
-        """Return the class of the tensor in a record if only that class prevents reading the record. Otherwise return
-        "".
-        """
+        """Return the class of the tensor in a record if only that class prevents reading the record, otherwise ""."""
         try:
             read_archive(self.store, path, start, length, unknown="record")
         except OpaqueTensorError as error:
@@ -484,9 +478,7 @@ class Frame:
         return cls(tensor, begin, *arrays, same_front, same_tail, crc_at[storage.name])
 
     def same(self, fronts: UInt8, tails: UInt8) -> npt.NDArray[np.bool_]:
-        """Return which items have the same layout as this item. Each row of `fronts` and `tails` is one end of an
-        item.
-        """
+        """Return which items have the same layout as this item. Each row of `fronts` and `tails` is one item."""
         tails = tails[:, ENDS - len(self.tail) :]
         front = (fronts[:, : self.begin][:, self.same_front] == self.front[self.same_front]).all(axis=1)
         found: npt.NDArray[np.bool_] = front & (tails[:, self.same_tail] == self.tail[self.same_tail]).all(axis=1)
@@ -520,9 +512,7 @@ class _Ends:
 def parse_item(
     store: Store, path: str, start: int, front: bytes, tail: bytes, length: int, label: str
 ) -> tuple[StoredTensor, Frame | None]:
-    """Parse an item, given the bytes at both ends. Return the tensor, and a frame to compare other items with (or
-    None).
-    """
+    """Return the tensor in an item, and a `Frame` (or None), given the bytes at both ends of the item."""
     archive = Archive(cast(Store, _Ends(store, start, front, tail, length)), path, start, length, file=label, tail=ENDS)
     tensor = one_tensor(archive.value(), label)
     return tensor, Frame.of(tensor, start, front, tail, archive.layout)

@@ -114,8 +114,9 @@ class MetadataPickle:
         yield bytes(out)
 
     def _described(self, first_offset: list[int]) -> Iterator[bytes]:
-        """Yield the entries of `state_dict_metadata`. Appends the memo index of each tensor's first offsets to
-        `first_offset`.
+        """Yield the entries of `state_dict_metadata`.
+
+        Appends the memo index of the offsets of each tensor's first slice to `first_offset`.
         """
         out = self._out
         for batch in self._batches():
@@ -249,9 +250,7 @@ class MetadataPickle:
         self._out += b")\x81" + state
 
     def _head(self, dtype: str) -> None:
-        """Write the opcodes between a tensor's name and shape. These are the same for all but the first tensor of a
-        dtype.
-        """
+        """Write the opcodes between a tensor's name and shape. They are cached from a dtype's second tensor on."""
         if dtype in self._heads:
             self._out += self._heads[dtype]
             return

@@ -88,7 +88,7 @@ class ShardedPlan:
         meshes: Device meshes that the keys' placements refer to.
         slices: The regions of the tensors that this rank writes.
         frames: For each slice, the bytes around the slice in its file.
-        tensors: Memory of each slice: the live state's local tensors, or views of them.
+        tensors: Memory of each slice: the live state's local tensors, or views of local tensors.
         objects: (name, path) of each object that this rank writes.
         records: Encoded bytes of each object.
         table: The shared keys as bytes. All ranks of an SPMD job have the same table, so only one rank sends the table.
@@ -267,9 +267,7 @@ def _laid_out(
     private: frozenset[str],
     holders: Mapping[str, tuple[int, ...]],
 ) -> ShardedPlan:
-    """Return this rank's plan. `holders` lists the ranks that hold a replicated key, for keys that only some ranks
-    hold.
-    """
+    """Return this rank's plan. `holders` maps each replicated key that only some ranks hold to these ranks."""
     keys: list[PlannedKey] = []
     slices: list[PlannedSlice] = []
     frames: list[RecordFrame] = []
@@ -453,7 +451,7 @@ def placement_record(placement: Any) -> PlacementRecord:
 
 
 def joined_mesh(what: str, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Join meshes that are slices of one mesh into a mesh with all their dimensions, in the order given.
+    """Return a mesh with the dimensions of all `meshes`, which must be slices of the same mesh, in the order given.
 
     Args:
         what: Description of the tensor that is placed on the meshes, for errors.
@@ -530,9 +528,7 @@ def _flatten(
 
 
 def _is_leaf(items: list[Any]) -> bool:
-    """Return whether a list counts as a single value. A list that contains tensors or dicts, even in inner lists, does
-    not.
-    """
+    """Return whether a list counts as a single value, that is, contains no tensors or dicts, even in inner lists."""
     return not any(
         isinstance(item, (Mapping, torch.Tensor)) or (isinstance(item, list) and not _is_leaf(item)) for item in items
     )
@@ -542,7 +538,7 @@ def _is_leaf(items: list[Any]) -> bool:
 
 
 def local_boxes(value: Any) -> list[tuple[Box, torch.Tensor]]:
-    """Return this rank's regions of a tensor, each with the region's memory, detached."""
+    """Return this rank's regions of a tensor, each with a detached view of its memory."""
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
             return []

@@ -48,9 +48,7 @@ class WriterMeta(StorageMeta):
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A rank's message to the coordinator: the digest of the rank's plan, and the hashes of the rank's replicated
-    keys.
-    """
+    """A rank's message to the coordinator: the plan's digest, and the hashes of the rank's replicated keys."""
 
     digest: bytes
     hashes: bytes
@@ -176,9 +174,7 @@ class DCPLoadPlanner(DefaultLoadPlanner):
 
 
 def is_itself(made: object, ours: type, steps: Sequence[str]) -> bool:
-    """Return whether the class of `made` inherits all these methods from `ours`. An overridden method must not be
-    bypassed.
-    """
+    """Return whether `made` inherits all these methods unchanged from `ours`. An override must not be bypassed."""
     return all(getattr(type(made), step) is getattr(ours, step) for step in steps)
 
 

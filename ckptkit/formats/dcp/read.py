@@ -72,7 +72,7 @@ def load_objects(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, 
 
 
 def check_fits(current: Any, value: Any, name: str) -> None:
-    """Check that a loaded tensor fits the tensor in the state that it will fill.
+    """Check that a loaded tensor fits the state's current tensor, which the load will fill.
 
     Checks nothing if either value is not a tensor, or if the state's tensor is a DTensor or on the meta device.
 
@@ -92,8 +92,8 @@ def filled_by(current: Any, value: Any) -> Any:
     """Fill the state's current tensor with a loaded tensor, and return the state's new value.
 
     Returns:
-        `current`, or `value` if `current` could not be filled, because either value is not a tensor or `current` is a
-        DTensor or on the meta device.
+        `current` if it was filled. Otherwise `value`: either value is not a tensor, or `current` is a DTensor or on the
+            meta device.
     """
     if not _is_filled(current, value):
         return value
@@ -178,7 +178,7 @@ def plan_read(
 
 
 def add_class(filler: Filler, catalog: Catalog, name: str, value: Any) -> bool:
-    """Schedule reads into the inner tensors of a value in the state that is a tensor subclass, and return True.
+    """Schedule reads into the inner tensors of a tensor subclass in the state, and return True.
 
     Returns False for any other value, and if the checkpoint lacks the tensor or stores the tensor as a single object.
 

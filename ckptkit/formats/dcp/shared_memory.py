@@ -139,9 +139,7 @@ def _place(local: torch.Tensor) -> tuple[object, ...]:
 
 
 def _extent(local: torch.Tensor) -> int:
-    """Return the number of bytes from the start of a tensor's first element to the end of the last element in
-    memory.
-    """
+    """Return the number of bytes from a tensor's first element to the end of the last element in memory."""
     itemsize = local.element_size()
     if local.is_contiguous():
         return local.numel() * itemsize

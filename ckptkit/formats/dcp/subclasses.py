@@ -81,9 +81,7 @@ WEIGHTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
         ("block_size", "orig_dtype", "is_swizzled_scales", "use_triton_kernel", "act_quant_kwargs"),
     ),
 }
-"""torchao's weights (0.18): for each class, the inner tensors, some of them optional, and the attributes of the
-context.
-"""
+"""torchao's weights (0.18): for each class, the inner tensors (some optional), and the attributes of the context."""
 
 ENUMS: Mapping[str, Mapping[Any, str]] = {
     "KernelPreference": {name.lower(): name for name in ("AUTO", "TORCH", "MSLK", "EMULATED", "TRITON")},
@@ -121,8 +119,8 @@ def describe(recipe: Recipe, live: torch.Tensor | None = None) -> str:
     """Return a recipe as one line, for error messages.
 
     Args:
-        live: The optimizer state on this rank, if the state has no recipe. An empty shard has no recipe because
-            optimizers do not quantize empty shards.
+        live: The live optimizer state, if there is no recipe. An empty shard has no recipe, because optimizers do not
+            quantize empty shards.
     """
     if not isinstance(recipe, Mapping):
         is_empty = live is not None and not local_part(live).numel()
@@ -148,7 +146,7 @@ def same_recipe(one: Recipe | None, other: Recipe | None) -> bool:
 def open_all(
     tensors: Mapping[Any, Any], wholes: Mapping[Any, Any] | None = None
 ) -> tuple[dict[Any, Any], dict[Any, Recipe], dict[Any, str]]:
-    """Replace the tensors in a table that are not dense with their inner tensors.
+    """Replace each tensor in a table that is not dense by its inner tensors.
 
     Args:
         tensors: Tensors by name, or by (FQN, state name). Tensors that can't be split stay as they are.
@@ -232,9 +230,7 @@ def _is_made_of_parts(tensor: Any) -> bool:
 
 
 def _open(local: Any, whole: Any) -> Opened:
-    """Return the inner tensors of `whole`. `local` is the shard on this rank, or `whole` itself if `whole` is not
-    sharded.
-    """
+    """Return the inner tensors of `whole`. `local` is the shard on this rank, or `whole` if it is not sharded."""
     from torch.distributed.tensor import DTensor
 
     kind = _class_of(local)
@@ -277,9 +273,7 @@ def _class_of(tensor: Any) -> str:
 
 
 def _flattened(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Return a tensor's inner tensors by attribute, and the context: the other data that rebuilding the tensor
-    needs.
-    """
+    """Return a tensor's inner tensors by attribute, and the context: other data needed to rebuild the tensor."""
     known = _WITHOUT_PROTOCOL.get(_class_of(tensor))
     if known is not None:
         return known(tensor)
@@ -316,14 +310,12 @@ _FLASH_SETTINGS = ("try_quantize", "signed", "sqrt", "softsign")
 
 
 def is_state_in_parts(value: Any) -> bool:
-    """Return whether an optimizer state is an object of flashoptim, whose inner tensors are stored like those of a
-    tensor.
-    """
+    """Return whether an optimizer state is an object of flashoptim, whose inner tensors are stored separately."""
     return type(value).__name__ == "_MaybeQuantizedTensor" and _class_of(value) == _FLASH
 
 
 def keeps_parts(optimizer: Any) -> bool:
-    """Return whether an optimizer is one of flashoptim's, whose states differ from the result of `state_dict`."""
+    """Return whether an optimizer belongs to flashoptim, whose states differ from the result of `state_dict`."""
     return isinstance(getattr(optimizer, "quantized_state_spec", None), Mapping)
 
 
@@ -371,7 +363,7 @@ def _is_4bit(tensor: Any) -> bool:
 
 
 def repeated(tensors: Mapping[str, Any]) -> set[str]:
-    """Return the names of the copies of inner tensors that bitsandbytes' 4-bit layers add to a state dict."""
+    """Return the names under which bitsandbytes' 4-bit layers add copies of inner tensors to a state dict."""
     weights = [name for name, value in tensors.items() if type(value).__name__ == "Params4bit" and _is_4bit(value)]
     if not weights:
         return set()
@@ -423,9 +415,7 @@ def blocks_of(shape: Sequence[int], inner: Sequence[int]) -> list[int] | None:
 
 
 def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return the tensor to store for an inner tensor of an unsharded tensor, and the inner tensor's entry in the
-    recipe.
-    """
+    """Return the tensor to store and the recipe entry for an inner tensor of an unsharded tensor."""
     shape = tuple(local.shape)
     if rule == "flat" and _class_of(local) == _FLASH and (local.numel() % _FLASH_RUN or not local.numel()):
         return inner, {"placed": "whole"}
@@ -458,7 +448,7 @@ def _rows(block: int, shape: Sequence[int]) -> int:
 
 
 def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return the tensor to store for an inner tensor of a sharded tensor subclass, and the inner tensor's recipe entry.
+    """Return the tensor to store and the recipe entry for an inner tensor of a sharded tensor subclass.
 
     Unless the rule is "whole", the inner tensor becomes a DTensor with the placements of the sharded tensor. If a class
     lets ranks split a run of elements that share a value, each rank keeps its own values ("own").

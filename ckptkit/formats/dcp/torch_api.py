@@ -201,9 +201,7 @@ class CatalogMetadata(Mapping[str, Any]):
 
 
 class CatalogPaths(Mapping[str, "tuple[str | int, ...]"]):
-    """A `Metadata.planner_data` with the path of each key that has a path. A pickle contains only the checkpoint's
-    URL.
-    """
+    """A `Metadata.planner_data` with the path of each key. A pickle contains only the checkpoint's URL."""
 
     def __init__(self, reader: DCPReader) -> None:
         self._reader = reader
@@ -244,9 +242,9 @@ class DCPWriter(StorageWriter):
     Writes several files at once, computes digests and CRCs in the same pass, and fsyncs the files.
 
     `.metadata` is written last: once `.metadata` exists, the checkpoint exists. `manifest.safetensors` holds a digest
-    of every slice. The manifest is not written if the state has shards of tensor subclasses, because these are stored
-    as torch stores them. If any worker fails, the save fails. A local directory is locked during the save, so a second
-    job that saves to the same directory gets a LeaseHeldError.
+    of every slice. The manifest is omitted if the state has shards of tensor subclasses, which are stored as torch
+    stores them. If any worker fails, the save fails. A local directory is locked during the save, so a second job that
+    saves to the same directory gets a LeaseHeldError.
     """
 
     def __init__(

@@ -67,8 +67,7 @@ def parts_of(
     data_first: bool,
     counts: Mapping[str, int],
 ) -> list[Partition]:
-    """Return the partitions of a parameter group: one for each expert parallel rank, or a single partition over all
-    ranks.
+    """Return a parameter group's partitions: one per expert parallel rank, or a single partition over all ranks.
 
     Args:
         partitions: Number of ranks that share each parameter in the group.
@@ -103,9 +102,7 @@ def parts_of(
 
 
 def counted(experts: Iterable[str]) -> dict[str, int]:
-    """Return the number of experts in each layer, by the layer's name prefix, given the names of the experts'
-    weights.
-    """
+    """Return the number of experts in each layer by the layer's name prefix, given the experts' weight names."""
     found: dict[str, int] = {}
     for name in experts:
         match = _EXPERT.fullmatch(name)

@@ -177,7 +177,7 @@ def read_model_states(store: Store, files: Sequence[str], *, without_module: boo
 
 
 def read_optim_states(store: Store, files: Sequence[str], models: ModelStates) -> OptimStates | None:
-    """Read the optimizer files at the root, or return None if there are none."""
+    """Read the optimizer files at the root. Returns None if the root contains no optimizer files."""
     matches = sorted((m for name in files if (m := OPTIM_FILE.fullmatch(name))), key=lambda m: int(m[2]))
     if not matches:
         return None
@@ -253,9 +253,7 @@ def _optimizer_dict(value: Any, file: str) -> Mapping[str, Any]:
 
 
 def _partitions(inner: Mapping[str, Any], files: int, file: str) -> list[int]:
-    """Return the number of partitions of each group. A group without experts has as many partitions as there are
-    ranks.
-    """
+    """Return the number of partitions of each group. Without experts, this is the number of ranks."""
     recorded = inner.get("partition_count", files)
     counts = recorded if isinstance(recorded, list) and recorded else [recorded or files]
     for count in counts:

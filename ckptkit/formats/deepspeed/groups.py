@@ -176,7 +176,7 @@ def _flat_states(states: Sequence[Mapping[str, Any]]) -> list[str]:
 def check_layout(
     store: Store, groups: Sequence[FlatGroup], masters: Mapping[str, Joined], copies: Callable[[], Mapping[str, Joined]]
 ) -> None:
-    """Compare parameters with their low-precision copies if their positions in the flat group are uncertain.
+    """Compare parameters with the low-precision copies if the positions in the flat group are uncertain.
 
     The positions in a group are uncertain if the recorded positions differ from those computed from the shapes. In a
     partition of experts, one parameter is always compared, because no file records which experts a rank has. Reads a

@@ -1,7 +1,7 @@
 """Reads DeepSpeed ZeRO-1, 2 and 3: splits each rank's flat fp32 partition into parameters. Does not need DeepSpeed.
 
-As in DeepSpeed's own exporter, the catalog's weights are the fp32 master weights. They are listed both as MODEL and as
-MASTER. The low-precision copies in the model file equal the cast master weights, and are not listed.
+As in DeepSpeed's own exporter, the catalog's weights are the fp32 master weights. Each master weight is listed both as
+MODEL and as MASTER. The low-precision copies in the model file equal the cast master weights, and are not listed.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def catalog_of(
 
 
 def _missing(models: ModelStates, has_optimizer: bool) -> list[str]:
-    """Return messages about files that are missing although the job's settings say that such files were written."""
+    """Return messages about missing files that the job must have written according to its settings."""
     config = models.values[0].get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage") if isinstance(zero, dict) else None

@@ -398,8 +398,9 @@ def encode_header(
 
 
 def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Lay out a file. Tensors with wider elements come first so that each tensor is aligned, otherwise in the given
-    order.
+    """Lay out a file, with the widest elements first so that each tensor is aligned.
+
+    Tensors with elements of equal width keep the given order.
     """
     widths = {name: min(8, dtype_of(name).itemsize) for name in {tensor.dtype for tensor in tensors}}
     order = sorted(range(len(tensors)), key=lambda i: -widths[tensors[i].dtype])

@@ -84,9 +84,7 @@ def found_recipes(
 
 
 def _descriptions(headers: Iterable[Mapping[str, str]], path: str) -> dict[str, str]:
-    """Return the descriptions of all listed tensors. If there are several files, a file may list only its own
-    tensors.
-    """
+    """Return the descriptions of all listed tensors. Each of several files may list only its own tensors."""
     found: dict[str, str] = {}
     for header in headers:
         listed = (

@@ -1,5 +1,4 @@
-"""Reads LOCAL files: one safetensors file per rank, with the rank's local tensors and their offsets in the full
-tensors.
+"""Reads LOCAL files: one safetensors file per rank, with local tensors and their offsets in the full tensors.
 
     local_<rank, five digits>.safetensors
 

@@ -11,7 +11,7 @@ E: one number per dimension of each tensor or slice):
     tensor.role, .state          [T] u8, i32   the `Role`'s position in the enum; index into the header's "states"
     tensor.fqn                   [2T] i32  where the FQN starts and stops in the name
     tensor.placement             [T] i32   index into the header's "placements", -1 for none
-    tensor.parts, .part          number of components in the planner's path; length of each, or -1 - its list index
+    tensor.parts, .part          number of components in the planner's path; length of each, -1 - i for index i
     slice.file, .rank            [N] i32
     slice.start, .nbytes         [N] i64
     slice.offset, .size          [E] i64
@@ -167,12 +167,12 @@ Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 VERSION = 1
 MESHES = "meshes"
-"""Key in `info.extra` of the device meshes: [{"shape": [...], "names": [...], "ranks": [...]}, ...].
+"""Key of the device meshes in `info.extra`: [{"shape": [...], "names": [...], "ranks": [...]}, ...].
 
 "ranks" is row-major, and is left out if the ranks are 0, 1, 2, ...
 """
 PLACEMENTS = "placements"
-"""Key in `info.extra` of the placements: {tensor name: [mesh index, ["S(0)", "R", "SS(0,2)", ...]]}.
+"""Key of the placements in `info.extra`: {tensor name: [mesh index, ["S(0)", "R", "SS(0,2)", ...]]}.
 
 There is one string per mesh dimension, for Shard, Replicate, or _StridedShard with its split factor.
 """
@@ -200,9 +200,7 @@ _OBJECT_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors of a manifest, one row per tensor. `slice_stop` is the index after the tensor's last row in
-    `Slices`.
-    """
+    """The tensors of a manifest as columns. `slice_stop` is the index after a tensor's last row in `Slices`."""
 
     names: list[str]
     dtypes: list[str]
@@ -217,7 +215,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The slices of a manifest, one row per slice, in tensor order.
+    """The slices of a manifest as columns, in tensor order.
 
     `offsets` and `sizes` are ragged: each row has as many numbers as the tensor has dimensions.
     """
@@ -339,8 +337,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, *, file: str = "manifest.safetensors") -> Manifest:
-        """Parse `data` and check every row. The manifest's columns are views of `data`, which therefore stays in
-        memory.
+        """Parse `data` and check every row. The columns are views of `data`, which therefore stays in memory.
 
         Raises:
             CorruptCheckpointError: A column is missing or has a wrong length, or a row is impossible.

@@ -16,7 +16,7 @@ LEAST = 64 << 10
 PREFIX = "outline:"
 """Prefix of a digest string that is the digest of an outline, not of a whole file. 16 hex digits follow."""
 SPARES = "spares"
-"""Key in the manifest's `info.extra` of large records that are not slices (omitted replicas).
+"""Key in the manifest's `info.extra` that lists large records that are not slices (omitted replicas).
 
 Each record is stored as [path, start, bytes, 16 hex digits]. In an outline, these records are replaced by digests, too.
 """
@@ -48,17 +48,13 @@ def outline(nbytes: int, parts: Iterable[Part], read: Callable[[int, int], Itera
 
 
 def spare_fields(spares: Iterable[Spare]) -> dict[str, Any]:
-    """Return the `info.extra` entry that lists large records that are not slices, or {} if there are no such
-    records.
-    """
+    """Return the entry for `info.extra` that lists large records other than slices, or {} if there are none."""
     rows = [[path, start, nbytes, f"{digest:016x}"] for path, start, nbytes, digest in spares]
     return {SPARES: rows} if rows else {}
 
 
 def spares_of(extra: Mapping[str, Any], prefix: str = "") -> list[Spare]:
-    """Return the large records that are not slices, and put `prefix` before their paths. Raises
-    CorruptCheckpointError.
-    """
+    """Return the large records other than slices, with `prefix` before each path. Raises CorruptCheckpointError."""
     found: list[Spare] = []
     try:
         for path, start, nbytes, digest in extra.get(SPARES, ()):

@@ -112,10 +112,10 @@ def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[byt
 
 
 def is_of_a_save(store: Store) -> bool:
-    """Return whether the manifest at the store's root is from a save that ends with a commit record. Reads only the
-    header.
+    """Return whether the manifest at the store's root is from a save that ends with a commit record.
 
-    Returns False if `DCPWriter` wrote the manifest (its saves end with `.metadata`), and if the manifest can't be read.
+    Reads only the header of the manifest. Returns False if `DCPWriter` wrote the manifest (its saves end with
+    `.metadata`), and if the manifest can't be read.
     """
     try:
         data = store.read(MANIFEST_NAME, 0, _FIRST_HEADER)
@@ -173,7 +173,7 @@ def _read_all(store: Store, path: str) -> bytes:
 
 
 def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
-    """Check a directory's name against the commit record. A name that is not a step gives a note.
+    """Compare a directory's name with the commit record. Return a note if the directory was copied or renamed.
 
     Raises:
         UnsafePathError: The directory has the name of a different step.

@@ -83,9 +83,7 @@ def check_tag(tag: str, step: int | None = None) -> str:
 
 
 def checkpoint_name(step: int, tag: str | None = None) -> str:
-    """Return the name of a checkpoint's directory: the tag, or the name of the step if there is no tag. Raises
-    UsageError.
-    """
+    """Return a checkpoint's directory name: its tag, or the step's name if `tag` is None. Raises UsageError."""
     name = step_name(step)
     return name if tag is None else check_tag(tag, step)
 
@@ -347,7 +345,7 @@ def _check_record(record: CommitRecord, file: str) -> None:
 
 
 def _self_digest(body: Mapping[str, Any]) -> str:
-    """Return the digest of `body` as canonical JSON: sorted keys, no spaces, ASCII."""
+    """Return the digest of `body` in canonical JSON (sorted keys, no spaces, ASCII)."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return f"{DIGEST}:{hex_digest_of(canonical.encode())}"
 
@@ -390,7 +388,7 @@ def record_path(name: str) -> str:
 
 
 def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
-    """Return the commit record at `path`, or None if there is no such file. Raises CorruptCheckpointError."""
+    """Return the commit record at `path`, or None if the file does not exist. Raises CorruptCheckpointError."""
     place = f"{store.url}/{path}"
     if store.asking_costs:
         try:

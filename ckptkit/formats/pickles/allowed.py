@@ -37,7 +37,7 @@ def checked_key(key: Any) -> Any:
 
 
 def _dict(*args: Any) -> StateDict:
-    """Replace OrderedDict() and OrderedDict([[key, value], ...]), as pickled by Python 3 and Python 2."""
+    """Build the dict for a pickled OrderedDict() or OrderedDict([[key, value], ...]) of Python 3 or Python 2."""
     made = StateDict()
     if args and args[0] is not None:
         pairs = args[0].items() if isinstance(args[0], dict) else args[0]
@@ -89,9 +89,10 @@ def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
 
 
 def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
-    """Replace copyreg._reconstructor, which protocols 0 and 1 use for instances of ordinary classes.
+    """Build a record in place of an instance that copyreg._reconstructor would build.
 
-    `state` is None, unless the class derives from a built-in type, such as str.
+    Protocols 0 and 1 use that function for instances of ordinary classes. `state` is None, unless the class derives
+    from a built-in type, such as str.
     """
     if not (isinstance(cls, type) and issubclass(cls, Record)):
         raise ValueError("an object of a class that is not a record")
@@ -99,14 +100,14 @@ def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
 
 
 def _layout(name: Any) -> str:
-    """Replace torch.serialization._get_layout."""
+    """Return a layout's name in place of the layout that torch.serialization._get_layout would return."""
     if not isinstance(name, str):
         raise ValueError("a layout name is not a string")
     return name.removeprefix("torch.")
 
 
 def _numpy_frombuffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> stubs.NDArray:
-    """Replace numpy._core.numeric._frombuffer, which protocol 5 uses."""
+    """Build an inert array in place of the array that numpy._core.numeric._frombuffer (protocol 5) would build."""
     made = stubs.NDArray()
     made.state = (1, shape, dtype, order == "F", data)
     return made

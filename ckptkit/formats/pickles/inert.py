@@ -1,6 +1,4 @@
-"""Defines the inert values that a pickle may build. Inert values store what the pickle passes to them and do nothing
-else.
-"""
+"""Defines inert values for pickles. An inert value stores what a pickle passes to it, and does nothing else."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ class Record(Stub):
 
 
 class UnknownGlobal(Record):
-    """Replaces an instance of a class that is not on the allow-list, if the caller asked for records instead of an
-    error.
-    """
+    """Replaces an instance of a class outside the allow-list, if the caller asked for records instead of errors."""
 
     __slots__ = ()
 
@@ -105,7 +101,10 @@ class Function(Stub):
 
 
 def attribute_of(owner: object, name: object) -> type[Record]:
-    """Replace `getattr(Class, "Nested")`, which older protocols use for nested classes in torch.distributed."""
+    """Return the record class for `getattr(Class, "Nested")`, with which old pickles refer to nested classes.
+
+    Allowed only for classes of torch.distributed.
+    """
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise UnsafePickleError("its pickle asks for getattr, which is allowed only on classes of torch.distributed")
     if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or name.startswith("__"):

@@ -1,5 +1,4 @@
-"""Reads torch.save files that predate zip archives: a sequence of pickles and storages, or a tar of pickles and
-storages.
+"""Reads torch.save files that predate zip archives: pickles and storages, in sequence or in a tar archive.
 
 Tensors become the same records as in `pickles.zip`: byte ranges in the file. Neither format has checksums. Sources for
 the layouts: `_legacy_save` and `legacy_load` in torch/serialization.py.
@@ -104,9 +103,7 @@ class _Legacy:
         return known
 
     def _locate(self, keys: Any, pos: int) -> None:
-        """Locate the storages, in the order of `keys`. A storage in the file is an element count (8 bytes) and the
-        elements.
-        """
+        """Locate the storages in the order of `keys`. An 8-byte element count precedes the elements of each storage."""
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) != len(keys):
             raise ValueError("the list of storages is damaged")
         for key in keys:

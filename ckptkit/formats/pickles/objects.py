@@ -200,7 +200,7 @@ def plain(value: Any, *, file: str, read: Callable[[StoredTensor], Any] | None =
 
 
 class _Plain:
-    """One conversion. Each result comes with the number of values that the result would have if nothing were shared."""
+    """Converts one value, and counts how many values the result would have if nothing were shared."""
 
     def __init__(self, read: Callable[[StoredTensor], Any] | None) -> None:
         self.read = read
@@ -317,9 +317,7 @@ def _buffer(value: Record) -> Any:
 
 
 def _checked(make: Callable[..., Any]) -> Callable[[Record], Any]:
-    """Wrap a function so that a record whose arguments do not fit (such as a time zone that is a record) stays
-    unchanged.
-    """
+    """Wrap `make` so that a record stays unchanged if `make` does not accept the record's arguments."""
 
     def of(value: Record) -> Any:
         try:

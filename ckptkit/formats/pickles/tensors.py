@@ -1,6 +1,4 @@
-"""Describes the tensors in a torch pickle: the position of their bytes, and the placement of DTensors and
-ShardedTensors.
-"""
+"""Describes the tensors in a torch pickle: positions of bytes, and placements of DTensors and ShardedTensors."""
 
 from __future__ import annotations
 

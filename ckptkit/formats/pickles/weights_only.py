@@ -270,9 +270,7 @@ def _numpy(dtype: Any) -> np.dtype[Any]:
 
 
 def _order_bytes(made: Any, state: Any) -> None:
-    """Set the byte order of a dtype. The pickled state is (version, byte order, ...), and only the byte order is
-    needed.
-    """
+    """Set a dtype's byte order, the only part of the state (version, byte order, ...) that the dtype lacks."""
     if state[1] == ">":
         made.__setstate__(np.dtype(made.newbyteorder(">")).__reduce__()[2])
 

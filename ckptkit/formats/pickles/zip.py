@@ -70,9 +70,7 @@ def read_archive(
 
 
 def file_size(store: Store, path: str) -> int:
-    """Return the size of a file, or of the target of a symlink in a Hub cache. The store checks the target's
-    location.
-    """
+    """Return the size of a file or of the target of a symlink. The store checks where the symlink points."""
     info = store.info(path)
     if info is None:
         raise FileNotFoundError(f"{path} does not exist")
@@ -266,8 +264,7 @@ def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, pat
 
 
 class Archive:
-    """The torch.save zip at bytes [start, start + nbytes) of a file. By default, the zip extends to the end of the
-    file.
+    """The torch.save zip at bytes [start, start + nbytes) of a file. By default, extends to the end of the file.
 
     The constructor reads and checks the directory, and raises the same errors as `read_archive`.
     """

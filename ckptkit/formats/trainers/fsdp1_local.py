@@ -2,9 +2,9 @@
 
 With use_orig_params=True, each rank also stores its 1-D piece of every parameter under the parameter's name, so only
 the shapes are missing. With use_orig_params=False, names and order are missing as well. The missing information comes
-from the first available source of: a layout (`ReadOptions.layout`), shapes in module order (`ReadOptions.shapes`), an
-optimizer saved as DCP in the same checkpoint, a Hugging Face directory (`ReadOptions.base`; only with
-use_orig_params=True).
+from the first available source in this list: a layout (`ReadOptions.layout`), shapes in module order
+(`ReadOptions.shapes`), an optimizer saved as DCP in the same checkpoint, a Hugging Face directory (`ReadOptions.base`;
+only with use_orig_params=True).
 """
 
 from __future__ import annotations
@@ -236,8 +236,9 @@ def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVecto
 
 
 def _units_of(shapes: Mapping[str, tuple[int, ...]], vectors: Mapping[str, FlatVector]) -> dict[str, FlatParam]:
-    """Return each unit's parameters, given the model's parameters in module order. The order within a unit stays the
-    same.
+    """Assign the model's parameters, given in module order, to the flat parameters of the units.
+
+    A parameter goes to the innermost unit that contains the parameter. The order within a unit stays the same.
     """
     if not shapes:
         raise UnsupportedFormatError(

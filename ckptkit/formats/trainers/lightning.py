@@ -72,8 +72,7 @@ def _with_optimizers(catalog: Catalog) -> Catalog:
 
 
 def module_prefix(names: Iterable[str]) -> str:
-    """Return the attribute path that all names of a LightningModule share, including the final dot, or "" if there is
-    none.
+    """Return the attribute path that all names share, including the final dot, or "" if the names share no path.
 
     If all names start with "model.model.", only the first "model." is the attribute, because the second "model."
     belongs to the network. PEFT's "base_model." is never an attribute.

@@ -1,4 +1,4 @@
-"""Checks that fp32 master weights belong to their weights: casting a master weight must reproduce the weight."""
+"""Checks that fp32 master weights belong to the model's weights: a cast master weight must equal the weight."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SAMPLE = 4096  # how many elements are compared
 
 
 def check_masters(store: Store, catalog: Catalog) -> list[str]:
-    """Return the parameters whose fp32 master weight, cast to the weight's dtype, differs from the weight in any bit.
+    """Return the parameters whose weight differs in any bit from the fp32 master weight after the cast.
 
-    An empty result proves that each master weight belongs to its weight. Reads all master weights and weights, but
-    holds only one parameter at a time in memory.
+    An empty result proves that all master weights belong to the model's weights. Reads all weights and master weights,
+    but holds only one parameter at a time in memory.
     """
     model = catalog.by_role(Role.MODEL)
     wrong = []
@@ -47,10 +47,10 @@ class MasterSampler:
         self._read = functools.cache(self._first)
 
     def fits(self, master: TensorEntry, fqn: str) -> bool:
-        """Return whether the first elements of a slice of the master weight, once cast, equal the elements of the
-        weight.
+        """Return whether a sample of the master weight, once cast, equals the elements of the weight.
 
-        Compares one slice that is contiguous in the weight. Returns True if no slice is contiguous in the weight.
+        Compares the first elements of one slice that is contiguous in the weight. Returns True if no slice is
+        contiguous in the weight.
         """
         weight = self.weights[fqn]
         itemsize = dtype_of(weight.dtype).itemsize
@@ -73,7 +73,7 @@ def _whole(store: Store, entry: TensorEntry) -> Bytes:
 
 
 def _rounded(data: Bytes, source: str, target: str) -> Bytes:
-    """Return a master weight's elements rounded to a 16-bit dtype. Master weights are not cast to other dtypes."""
+    """Round a master weight's elements to a 16-bit dtype. For any other target dtype, return `data` itself."""
     return cast(data, source, target)[0] if target in ("float16", "bfloat16") else data
 
 

@@ -262,9 +262,7 @@ def _groups(values: Mapping[int, Mapping[str, Any]]) -> Sequence[Mapping[str, An
 
 
 def _flat_states(values: Mapping[int, Mapping[str, Any]], index: Any) -> dict[str, list[tuple[int, StoredTensor]]]:
-    """Return the 1-D states at an index, by state name, as (rank, the rank's part). Ranks without a part are
-    omitted.
-    """
+    """Return the 1-D states at an index by name: (rank, tensor) for each rank that has a part of the state."""
     found: dict[str, list[tuple[int, StoredTensor]]] = {}
     for rank, value in values.items():
         for name, tensor in value["state"].get(index, {}).items():

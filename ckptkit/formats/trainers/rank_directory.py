@@ -29,9 +29,10 @@ def is_rank_directory(files: Sequence[str]) -> bool:
 
 
 def are_rank_files(store: Store, files: Sequence[str]) -> bool:
-    """Return whether the numbers in these file names are ranks, because file 0 contains shards, rather than steps.
+    """Return whether the numbers in these file names are ranks, not steps.
 
-    Reads the pickle in file 0 if the numbers are 0, 1, 2, ... without gaps.
+    The numbers are ranks if file 0 contains shards. Reads the pickle in file 0 if the numbers are 0, 1, 2, ... without
+    gaps.
     """
     groups = _groups(files)
     template = _model_group(groups)

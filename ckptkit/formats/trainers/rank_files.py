@@ -121,11 +121,12 @@ def join_model(state_dicts: Sequence[Any], *, what: str, where: str = "") -> Ran
 
     Args:
         what: The file name for messages, with "{rank}" in place of the rank.
-        where: The searched location of the state dict, for messages.
+        where: Description of where the state dict was searched, for messages.
 
     Raises:
         CorruptCheckpointError: A file has no state dict, or the files contradict each other.
-        UnsupportedFormatError: The tensors are plain parts, and the files do not say how to join the parts.
+        UnsupportedFormatError: Plain tensors differ between the ranks, and the files do not say how to join the
+            tensors.
     """
     for rank, value in enumerate(state_dicts):
         if not isinstance(value, dict) or not any(map(is_tensor, value.values())):
@@ -218,9 +219,7 @@ def _join_one(name: str, parts: Mapping[int, Any], what: str) -> Joined:
 
 
 def _replicated(name: str, parts: Mapping[int, StoredTensor]) -> Joined:
-    """Return one rank's copy of a plain tensor. Compares all copies by their recorded CRC-32s, without reading the
-    values.
-    """
+    """Return one rank's copy of a plain tensor. Compares the copies by CRC-32, without reading the values."""
     rank = min(parts)
     first = parts[rank]
     differing = [

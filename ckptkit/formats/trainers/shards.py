@@ -85,8 +85,7 @@ def _local_parts(
 
 
 def _nested(mesh_shape: Sequence[int], placements: Sequence[PlacementRecord]) -> list[int]:
-    """Return the order in which FSDP2 split a tensor with strided shards, or [] if FSDP2 does not make these
-    placements.
+    """Return FSDP2's order of splitting a tensor with strided shards, or [] for placements of other origin.
 
     A strided shard splits parts that mesh dimensions to its right have already split. The product of the sizes of these
     mesh dimensions is the split factor.
@@ -109,7 +108,7 @@ def _nested(mesh_shape: Sequence[int], placements: Sequence[PlacementRecord]) ->
 
 
 def slices_of(parts: Sequence[LocalPart], local: StoredTensor, rank: int) -> list[TensorSlice]:
-    """Return one slice for each part of a local tensor that is stored in a file."""
+    """Return one catalog slice for each region of a local tensor in a file."""
     found = []
     for part in parts:
         view = local
