@@ -1,9 +1,9 @@
 """Finds the inner tensors of tensor subclasses in DCP checkpoints that torch wrote.
 
 torch's `dcp.save` stores each shard of a tensor subclass as a pickled instance of the class, with the inner tensors in
-the same record. This module adds the inner tensors to the catalog. The names of the inner tensors, and the recipes for
-rebuilding the outer tensors, are those that a save by ckptkit writes (see `subclasses`). No class is imported, but a
-class that this process has allowed may describe its own tensors.
+the same record. This module adds the inner tensors to the catalog, with the same names and the same recipes (for
+rebuilding the outer tensors) as in a save by ckptkit (see `subclasses`). No class is imported, but a class that this
+process has allowed may describe its own tensors.
 """
 
 from __future__ import annotations

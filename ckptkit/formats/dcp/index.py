@@ -97,7 +97,7 @@ class RankPart:
         boxes: Offsets and sizes of each slice, concatenated over all slices.
         digest: Identifies `table`.
         table: Result of `key_table`, or None if a lower rank sends the same table.
-        private: Keys that are not in the table because only this rank has them.
+        private: Keys that only this rank has, and that are therefore not in the table.
         objects: (name, path) of each object.
     """
 

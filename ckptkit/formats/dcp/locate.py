@@ -478,7 +478,7 @@ class Frame:
         return cls(tensor, begin, *arrays, same_front, same_tail, crc_at[storage.name])
 
     def same(self, fronts: UInt8, tails: UInt8) -> npt.NDArray[np.bool_]:
-        """Return which items have the same layout as this item. Each row of `fronts` and `tails` is one item."""
+        """Return which items have the same layout as this item. Row i of `fronts` and `tails` belongs to item i."""
         tails = tails[:, ENDS - len(self.tail) :]
         front = (fronts[:, : self.begin][:, self.same_front] == self.front[self.same_front]).all(axis=1)
         found: npt.NDArray[np.bool_] = front & (tails[:, self.same_tail] == self.tail[self.same_tail]).all(axis=1)

@@ -250,7 +250,7 @@ class MetadataPickle:
         self._out += b")\x81" + state
 
     def _head(self, dtype: str) -> None:
-        """Write the opcodes between a tensor's name and shape. They are cached from a dtype's second tensor on."""
+        """Write the opcodes between a tensor's name and shape, cached from a dtype's second tensor on."""
         if dtype in self._heads:
             self._out += self._heads[dtype]
             return

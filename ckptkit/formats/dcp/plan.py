@@ -501,7 +501,7 @@ def _settlement(digests: Sequence[bytes]) -> bytes:
 def flatten(nested: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path]]:
     """Return the values of a nested state by name, and the path of each value.
 
-    The names are the same as those of torch's `flatten_state_dict`.
+    torch's `flatten_state_dict` returns the same names.
     """
     values: dict[str, Any] = {}
     paths: list[Path] = []

@@ -4,8 +4,8 @@
     dcp.load(state, storage_reader=ckptkit.DCPReader(url), planner=ckptkit.DCPLoadPlanner())
 
 With any other writer or reader, the planners behave like torch's default planners. The guarantees of torch's protocol
-hold: the ranks agree on who writes what, every mismatch is found before a byte is read, and a failure on one rank fails
-all ranks.
+hold: the ranks agree on which rank writes what, every mismatch is found before a byte is read, and a failure on one
+rank fails all ranks.
 """
 
 from __future__ import annotations

@@ -49,7 +49,6 @@ class RoleTable:
 
     def __init__(self, paths: Mapping[str, Path], tensors: Iterable[str]) -> None:
         tops = {_top(path) for path in paths.values() if path}
-        # An optimizer's state and param_groups may be at the top level, as in LightRFT's `optim_states/` or a DCP
         # An optimizer's state and param_groups may be at the top level, as in LightRFT's `optim_states/` or in a DCP
         # checkpoint of the result of get_optimizer_state_dict.
         alone = "state" in tops and tops <= {"state", _PARAM_GROUPS}

@@ -35,7 +35,7 @@ class Claim:
 
     @classmethod
     def whole(cls, key: str, entry: TensorEntry, like: torch.Tensor) -> Claim:
-        """Return a claim for the whole tensor instead of this rank's part, so that all ranks get the same result."""
+        """Return a `Claim` on the whole tensor instead of this rank's part, so that all ranks get the same result."""
         import torch
 
         shape = tuple(like.shape)
@@ -82,7 +82,7 @@ def check_claims(store: Store, groups: Iterable[Sequence[Claim]]) -> None:
 def are_one(store: Store, claims: Sequence[Claim | None]) -> bool:
     """Return whether the checkpoint has equal values for tensors that share memory.
 
-    Returns False if a claim is None, because the checkpoint then has no values for that tensor.
+    Returns False if an item of `claims` is None, because the checkpoint then lacks the values of that tensor.
     """
     group = [claim for claim in claims if claim is not None]
     if len(group) < len(claims):

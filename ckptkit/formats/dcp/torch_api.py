@@ -242,8 +242,8 @@ class DCPWriter(StorageWriter):
     Writes several files at once, computes digests and CRCs in the same pass, and fsyncs the files.
 
     `.metadata` is written last: once `.metadata` exists, the checkpoint exists. `manifest.safetensors` holds a digest
-    of every slice. The manifest is omitted if the state has shards of tensor subclasses, which are stored as torch
-    stores them. If any worker fails, the save fails. A local directory is locked during the save, so a second job that
+    of every slice. The manifest is omitted if the state has shards of tensor subclasses, which are stored in torch's
+    own way. If any worker fails, the save fails. A local directory is locked during the save, so a second job that
     saves to the same directory gets a LeaseHeldError.
     """
 

@@ -84,7 +84,7 @@ class ModelStates:
         }
 
     def whole(self, *, elsewhere: frozenset[str]) -> dict[str, Joined]:
-        """Return the tensors in `module` that are stored in full: buffers, frozen parameters, and others.
+        """Return the tensors in `module` that are stored in full: buffers, frozen parameters, and other whole tensors.
 
         With ZeRO-3, `module` contains empty placeholders for the partitioned parameters.
 

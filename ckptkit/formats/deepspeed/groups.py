@@ -95,8 +95,8 @@ def groups_of(
 ) -> Sequence[Sequence[FlatGroup]]:
     """Return the flat groups of each parameter group.
 
-    With ZeRO-3, there is one flat group per subgroup. Otherwise, there is one per parameter group or, for a group of
-    experts, one per expert parallel rank.
+    With ZeRO-3, there is one flat group per subgroup. Otherwise, a parameter group has one flat group, or one flat
+    group per expert parallel rank if the parameters are experts.
 
     Args:
         experts: Names of the weights in the experts' files.
@@ -178,9 +178,9 @@ def check_layout(
 ) -> None:
     """Compare parameters with the low-precision copies if the positions in the flat group are uncertain.
 
-    The positions in a group are uncertain if the recorded positions differ from those computed from the shapes. In a
-    partition of experts, one parameter is always compared, because no file records which experts a rank has. Reads a
-    few kilobytes per parameter.
+    The positions in a group are uncertain if the recorded positions differ from the positions computed from the shapes.
+    In a partition of experts, one parameter is always compared, because no file records which experts a rank has. Reads
+    a few kilobytes per parameter.
 
     Args:
         copies: Returns the low-precision weights by name. Called only if there is a parameter to compare.

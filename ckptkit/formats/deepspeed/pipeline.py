@@ -1,6 +1,6 @@
 """Reads DeepSpeed pipelines: one file per layer and, for each stage, a model file and the optimizer's partitions.
 
-Names are those of PipelineModule: the number of the layer, then the name within the layer. Several layers may share a
+Names follow PipelineModule: the number of the layer, then the name within the layer. Several layers may share a
 module. The optimizer of each stage names the parameters of a shared module `tied_modules.<key>.<name>`, and the files
 of all layers that share the module contain the parameters as well (deepspeed/runtime/pipe/module.py).
 """

@@ -14,7 +14,7 @@ _OBJECTS = {"trainer_state": "trainer_state.json", "scheduler": "scheduler.pt", 
 
 
 def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bool:
-    """Return whether these names are those of one Trainer checkpoint, rather than of a run with several tags."""
+    """Return whether the names belong to a single Trainer checkpoint, not to a run with several tags."""
     return "trainer_state.json" in files and any(name.startswith("global_step") for name in directories)
 
 

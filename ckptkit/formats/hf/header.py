@@ -1,7 +1,7 @@
 """Parses the header of a safetensors file, and validates the header strictly.
 
-The file consists of the header length n (8 bytes, little-endian), n bytes of JSON, and the data. The rules are those of
-the reference implementation (huggingface/safetensors, tensor.rs):
+The file consists of the header length n (8 bytes, little-endian), n bytes of JSON, and the data. The rules follow the
+reference implementation (huggingface/safetensors, tensor.rs):
 
 - n is at most 100 MB, and the JSON ends inside the file.
 - The JSON is one object without duplicate keys.

@@ -309,7 +309,7 @@ def _info(info: CatalogInfo, record: CommitRecord, prefix: str) -> CatalogInfo:
 
 
 def role_of(name: str, path: tuple[str | int, ...] = ()) -> tuple[Role, str, str]:
-    """Return the (role, FQN, state name) of a key.
+    """Return the (`Role`, FQN, state name) of a key.
 
     Keys are `model.<fqn>`, `optimizer.state.<fqn>.<name>` and `optimizer.master.<fqn>`. If there are several models,
     the key `model_<name>.<fqn>` has the FQN `<name>.<fqn>`. `path`, if known, shows where the components of a nested

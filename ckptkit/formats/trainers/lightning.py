@@ -1,8 +1,8 @@
 """Reads Lightning's sharded checkpoints: a DCP with `meta.pt` (FSDPStrategy, ModelParallelStrategy, Fabric).
 
-Under the wrapper's key ("model" or "state_dict"), names are those of the user's LightningModule. The network is usually
+Under the wrapper's key ("model" or "state_dict"), names come from the user's LightningModule. The network is usually
 an attribute of that module, and the attribute's name is a prefix of all the network's names. The prefix is stripped if
-all names share it.
+all names share the prefix.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _params(model: Catalog, order: Sequence[str], tied_ndim: int) -> list[Param]
     """Return the float tensors of the model in module order.
 
     DCP stores a tied tensor under each of its names. Tensors with equal bytes and at least `tied_ndim` dimensions are
-    considered tied, and only the first of them is returned.
+    considered tied, and only the first tensor is returned.
     """
     found, seen = [], set()
     for name in dict.fromkeys([*order, *model.tensors]):

@@ -53,7 +53,7 @@ def assign(
 def _match(
     params: Sequence[Param], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool], fits: Fits | None
 ) -> list[list[str]] | None:
-    """Return the assignment of `params` to the groups, or None if no assignment or more than one is possible.
+    """Return the assignment of `params` to the groups, or None unless exactly one assignment is possible.
 
     Goes through the parameters once, and tracks all partial assignments that are still possible. `states` maps the
     position reached in each group to the assignment that leads there, or to None if several assignments lead there.

@@ -93,7 +93,7 @@ def recorded_ranks(tensors: Iterable[Any]) -> int:
 def one_replica(state_dicts: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the ranks that hold one replica of an FSDP1 model, in the order of the shards.
 
-    With HSDP, these are the ranks in the first row of the mesh. Otherwise, these are all ranks.
+    With HSDP, returns the ranks in the first row of the mesh, otherwise all ranks.
     """
     for tensor in state_dicts[0].values():
         if isinstance(tensor, DTensorRecord) and [p.kind for p in tensor.placements] == ["replicate", "shard"]:

@@ -99,7 +99,7 @@ def _optimizer(
 
 
 def _extra_state(sizes: Mapping[str, int], files: Sequence[str], world_size: int) -> dict[str, ObjectEntry]:
-    """Return the files with schedulers and random states as objects, one per rank."""
+    """Return the files with schedulers and random states as objects, one object per rank."""
     found = {}
     for rank in range(world_size):
         path = _EXTRA.format(size=world_size).format(rank=rank)
