@@ -423,21 +423,16 @@ def choose(
         if lost is not None and lost.path not in damaged:
             return lost
         found = inventory.latest
-        _warn_of_newer(root, inventory, found)
+        for item in inventory.skipped if found is not None else ():
+            step = step_of_name(item.path)  # judge by the name: there is no record
+            if found is not None and (item.damaged if step is None else step > found.step):
+                _log.warning("%s/%s is ignored (%s); latest is %s", root.url, item.path, item.reason, found.name)
     else:
         found = resolve(inventory, str(which), best=best)
     if found is not None and found.name in damaged:
         before = inventory.committed[: inventory.committed.index(found)]
         found = next((item for item in reversed(before) if item.name not in damaged), None)
     return None if found is None else (found.path, found.record)
-
-
-def _warn_of_newer(root: Store, inventory: Inventory, latest: Committed | None) -> None:
-    """Log each skipped directory that seems to be newer than `latest`, judging by its name."""
-    for item in inventory.skipped if latest is not None else ():
-        step = step_of_name(item.path)
-        if latest is not None and (item.damaged if step is None else step > latest.step):
-            _log.warning("%s/%s is ignored (%s); latest is %s", root.url, item.path, item.reason, latest.name)
 
 
 def resolve(root: Store | Inventory, name: str = "latest", *, best: tuple[str, str] | None = None) -> Committed:
