@@ -116,7 +116,7 @@ class MetadataPickle:
     def _described(self, first_offset: list[int]) -> Iterator[bytes]:
         """Yield the entries of `state_dict_metadata`.
 
-        Appends the memo index of the offsets of each tensor's first slice to `first_offset`.
+        For each tensor, appends the memo index of the first slice's offsets to `first_offset`.
         """
         out = self._out
         for batch in self._batches():

@@ -84,7 +84,7 @@ class ShardedPlan:
     """The plan of this rank's writes.
 
     Attributes:
-        keys: The tensors in this rank's state. The first `shared` keys also exist on other ranks. Private keys follow.
+        keys: The tensors in this rank's state. The first `shared` keys also exist on other ranks. The rest are private.
         meshes: Device meshes that the keys' placements refer to.
         slices: The regions of the tensors that this rank writes.
         frames: For each slice, the bytes around the slice in its file.

@@ -88,7 +88,7 @@ ENUMS: Mapping[str, Mapping[Any, str]] = {
     "MappingType": {1: "SYMMETRIC", 2: "SYMMETRIC_NO_CLIPPING_ERR", 3: "ASYMMETRIC"},
     "ScaleCalculationMode": {name.lower(): name for name in ("FLOOR", "RCEIL", "CEIL", "EVEN")},
 }
-"""torchao's enums in contexts, by class and value. Pickles contain the values, and recipes contain the names."""
+"""Member names of torchao's enums, by class and value. Pickles contain the values, and recipes the names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def same_recipe(one: Recipe | None, other: Recipe | None) -> bool:
 def open_all(
     tensors: Mapping[Any, Any], wholes: Mapping[Any, Any] | None = None
 ) -> tuple[dict[Any, Any], dict[Any, Recipe], dict[Any, str]]:
-    """Replace each tensor in a table that is not dense by its inner tensors.
+    """Replace each non-dense tensor in a table by its inner tensors.
 
     Args:
         tensors: Tensors by name, or by (FQN, state name). Tensors that can't be split stay as they are.
@@ -315,7 +315,7 @@ def is_state_in_parts(value: Any) -> bool:
 
 
 def keeps_parts(optimizer: Any) -> bool:
-    """Return whether an optimizer belongs to flashoptim, whose states differ from the result of `state_dict`."""
+    """Return whether an optimizer is from flashoptim. Its states differ from the result of `state_dict`."""
     return isinstance(getattr(optimizer, "quantized_state_spec", None), Mapping)
 
 
@@ -451,7 +451,7 @@ def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[
     """Return the tensor to store and the recipe entry for an inner tensor of a sharded tensor subclass.
 
     Unless the rule is "whole", the inner tensor becomes a DTensor with the placements of the sharded tensor. If a class
-    lets ranks split a run of elements that share a value, each rank keeps its own values ("own").
+    lets ranks split a run of elements that share a value, each rank stores its own values, and the rule is "own".
 
     Raises:
         SaveError: Elements that share a value of the inner tensor, such as a scale, are on different ranks.

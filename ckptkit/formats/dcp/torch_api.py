@@ -201,7 +201,7 @@ class CatalogMetadata(Mapping[str, Any]):
 
 
 class CatalogPaths(Mapping[str, "tuple[str | int, ...]"]):
-    """A `Metadata.planner_data` with the path of each key. A pickle contains only the checkpoint's URL."""
+    """A `Metadata.planner_data` with the path of each key. A pickled instance contains only the URL."""
 
     def __init__(self, reader: DCPReader) -> None:
         self._reader = reader

@@ -72,7 +72,7 @@ class FlatGroup:
             )
 
     def agrees(self) -> bool:
-        """Return whether the positions that newer versions record match the positions computed from shapes.
+        """Return whether the positions that newer DeepSpeed versions record match those computed from the shapes.
 
         A difference alone proves nothing. With round_robin_gradients, DeepSpeed records wrong positions, because
         link_hp_params gets the parameters in a different order from the flat group's.

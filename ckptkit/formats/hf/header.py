@@ -416,7 +416,7 @@ def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None
 def split_into_shards(nbytes: Sequence[int], max_shard_size: int) -> list[list[int]]:
     """Return the tensors in each shard, in the given order. A new shard starts where the next tensor would not fit.
 
-    A tensor larger than a shard gets its own shard.
+    A tensor larger than `max_shard_size` gets its own shard.
     """
     shards: list[list[int]] = [[]]
     size = 0

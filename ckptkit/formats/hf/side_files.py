@@ -137,7 +137,7 @@ def is_code(path: str) -> bool:
 
 
 def unread_state(names: Iterable[str]) -> tuple[str, ...]:
-    """Return notes about training state of the Trainer or accelerate that is not read.
+    """Return notes about unread training state of the Trainer or accelerate.
 
     This state may be stored beside full weights. The optimizer's states are numbered, and no file records the order of
     the parameters.

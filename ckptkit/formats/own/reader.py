@@ -98,7 +98,10 @@ def open_catalog(
 
 
 def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[bytes, bytes | None]:
-    """Return the manifest, and `objects.json` or None. On object stores, reads both files in parallel."""
+    """Return the contents of the manifest and of `objects.json` (None if there is no such file).
+
+    On object stores, both files are read in parallel.
+    """
 
     def objects() -> bytes | None:
         found = record.files.get(OBJECTS_NAME)
@@ -268,7 +271,7 @@ def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
 
 
 def _opaque(records: Iterable[str], trees: Mapping[str, ObjectEntry]) -> dict[str, str]:
-    """Return the tensors that early versions stored as objects, which ckptkit can't read, each with a reason.
+    """Return the reason for each tensor that ckptkit can't read because an early version stored an object.
 
     The trees in `objects.json` contain all other stored objects.
     """

@@ -1,4 +1,4 @@
-"""Decodes entries that are not tensors, into plain Python values without torch, or with torch in a training job."""
+"""Decodes entries that are not tensors: into plain Python values or, in a training job, with torch."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def load_prefix(
 
 
 def guarded(file: str, run: Callable[[], Any]) -> Any:
-    """Return run(). If `run` fails because the pickle is malformed, raise a CkptkitError that names `file`."""
+    """Return the result of `run`. If the pickle is malformed, raise a CkptkitError that names `file`."""
     try:
         return run()
     except CkptkitError as error:
@@ -158,7 +158,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
     Args:
         resolve: Returns the value that replaces a global (module, name). Raises UnsafePickleError.
         calls: For each type that `resolve` returns and that is not a `Stub`, the function that makes instances.
-        states: For each of these types and its subclasses, the function that sets the state of an instance.
+        states: (type, function) pairs. The function sets the state of an instance of the type or a subclass.
     """
     calls = calls or {}
     stack: list[Any] = []

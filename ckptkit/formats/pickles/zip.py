@@ -52,7 +52,7 @@ def read_archive(
     unknown: Unknown = "refuse",
     classes: bool = False,
 ) -> Any:
-    """Return the value in the torch.save zip at bytes [start, start + nbytes) of `path`. Its tensors are records.
+    """Return the value in the torch.save zip at bytes [start, start + nbytes) of `path`. Tensors become records.
 
     Reads only the zip directory, the pickle, and a small header per storage, but no tensor bytes.
 
@@ -362,7 +362,7 @@ class Archive:
         return member.nbytes, member.crc32
 
     def _locate_storages(self) -> None:
-        """Set the positions of all storages that were asked for. Reads all local headers in one batch."""
+        """Set the positions of all storages that the pickle refers to. Reads all local headers in one batch."""
         storages = list(self.storages.values())
         members = [self.layout.members[f"data/{s.key}"] for s in storages]
         headers = [bytearray(LOCAL_HEADER.size + len(m.name.encode())) for m in members]

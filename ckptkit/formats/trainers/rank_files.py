@@ -299,7 +299,7 @@ class Piece:
 
 
 class FlatVector:
-    """A flat vector, as pieces in order of `start`. The vector may end with padding."""
+    """Concatenated parameters, stored as pieces in order of `start`. The last piece may end with padding."""
 
     __slots__ = ("pieces",)
 
@@ -404,7 +404,7 @@ def check_steps(states: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
 
 
 def check_counters(counters: Sequence[Any], names: Sequence[str], what: str) -> None:
-    """Check that a number that every rank saved is equal on all ranks. None is ignored.
+    """Check that all ranks saved the same number, such as a step count. Skips ranks without a number.
 
     Raises:
         CorruptCheckpointError: Two ranks have different numbers. The message names the two files.
