@@ -439,7 +439,7 @@ def _pointers(place: Candidate) -> list[tuple[str, str]]:
 
 
 def _member(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose one model in a step that has several models. The actor precedes the critic."""
+    """Choose one model in a step that has several models. The actor takes precedence over the critic."""
     there = [name for name in _MEMBERS if name in place.directories]
     for name in there:
         found = _enter(place, url, name, depth)

@@ -118,7 +118,7 @@ def foreign_paths(store: Store) -> Iterator[str]:
 def may_be_saved(path: str) -> bool:
     """Return whether a file in a save's directory has a name that ckptkit gives to finished or unfinished files.
 
-    If there are several models or adapters, each has its own folder.
+    With several models or adapters, each model or adapter has its own folder.
     """
     name = path.rpartition("/")[2]
     if name in _BESIDE or is_side_file(path) or is_side_file(name):

@@ -303,8 +303,8 @@ class Filler:
     def _read_region(self, reader: SourceReader, reads: _Reads, row: int) -> int:
         """Read a region tile by tile through a buffer, and return the number of bytes read.
 
-        A buffer is needed if the dtypes differ, the target is on a device, the region is not contiguous on both sides,
-        or the source is compressed.
+        A buffer is needed if the dtypes differ, if the target is on a device, if the region is not contiguous in the
+        source or in the target, or if the source is compressed.
         """
         target, dtype = self._part(reads, row), self._wanted[reads.owners[row]].dtype
         ndim = target.dim()

@@ -435,7 +435,7 @@ def central_header(name: bytes, crc: int, nbytes: int, offset: int, *, flags: in
 
 
 def end_records(entries: int, directory_nbytes: int, directory_at: int) -> bytes:
-    """Return the records that follow the directory."""
+    """Return the end records, which follow the zip directory."""
     end = b""
     if entries >= _NONE16 or directory_nbytes >= _WIDE or directory_at >= _WIDE:
         end = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, entries, entries, directory_nbytes, directory_at)

@@ -47,11 +47,10 @@ def local_parts(
 
     Args:
         shape: Shape of the whole tensor.
-        local_shape: Shape of the rank's local tensor, with which the result is compared. FSDP2 splits tensors that
-            tensor parallelism has already split. For uneven tensors (7 rows over dp 3, tp 2), torch's own
-            interpretation of the placements differs from FSDP2's split, and is used only if FSDP2's split does not fit.
-            If a part has no elements, FSDP2 also changes the other dimensions of the part. So only the emptiness of the
-            part is checked.
+        local_shape: Shape of the rank's local tensor, to check the result. If FSDP2 unevenly splits a tensor that
+            tensor parallelism has split (7 rows over dp 3, tp 2), FSDP2's split differs from torch's own interpretation
+            of the placements. FSDP2's split is tried first. If the local tensor has no elements, no other dimension is
+            checked, because FSDP2 changes the other dimensions, too.
 
     Raises:
         UnsupportedFormatError: A placement is partial: the values must still be summed over ranks.
