@@ -132,9 +132,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is sparse or quantized, but can be restored exactly by `torch.save`.
+    """Return whether the tensor is sparse or quantized, but is stored exactly by `torch.save`.
 
-    Only tensors of torch's own classes can be restored exactly.
+    Only sparse and quantized tensors of torch's own classes are stored exactly.
     """
     import torch
 

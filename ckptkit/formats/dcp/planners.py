@@ -63,7 +63,7 @@ class _Turn:
 
     Attributes:
         sends_table: True if the rank must send its table of keys because no lower rank has the same keys.
-        holders: Hash of a replicated key -> ranks that hold the key. Contains this rank's keys that other ranks lack.
+        holders: Hash of a replicated key -> ranks that hold the key. Has this rank's keys that some ranks lack.
     """
 
     rank: int

@@ -271,7 +271,7 @@ def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
 
 
 def _opaque(records: Iterable[str], trees: Mapping[str, ObjectEntry]) -> dict[str, str]:
-    """Return the reason for each tensor that ckptkit can't read because an early version stored an object.
+    """Return, by name, why ckptkit can't read a tensor that an early version stored as an object.
 
     The trees in `objects.json` contain all other stored objects.
     """

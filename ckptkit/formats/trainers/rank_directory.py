@@ -115,7 +115,7 @@ def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
 
 
 def _below(value: Any, keys: Sequence[str]) -> Any:
-    """Follow `keys` down through nested dicts until a dict contains a tensor or none of the keys. Return it."""
+    """Go down nested dicts by `keys`, and return the first dict that contains a tensor or none of the keys."""
     if isinstance(value, dict) and not any(is_tensor(item) for item in value.values()):
         for key in keys:
             if isinstance(value.get(key), dict):

@@ -299,7 +299,7 @@ class Piece:
 
 
 class FlatVector:
-    """Concatenated parameters, stored as pieces in order of `start`. The last piece may end with padding."""
+    """Concatenated parameters, stored as pieces in order of `start`. Padding may follow the parameters."""
 
     __slots__ = ("pieces",)
 
