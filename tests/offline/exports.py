@@ -17,18 +17,15 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.formats.detect import open_source
-from ckptkit.formats.hf import safetensors
 from ckptkit.formats.sources import read_box
 from ckptkit.offline.convert import convert
 from ckptkit.offline.copying.plan import ComputedTensor, Literal
 from ckptkit.offline.export.base import BaseModel, open_base
 from ckptkit.offline.export.hf import HFExport, plan_export
 from ckptkit.offline.export.weights import ExportOptions
-from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 from tests.catalog.materialize import materialize
-
-UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+from tests.offline.engine import UNITS
 
 
 class Result(NamedTuple):
@@ -52,9 +49,10 @@ def write_model(folder: Path, tensors: Mapping[str, Any], config: Mapping[str, A
     return str(folder)
 
 
-def read_model(folder: Path | str) -> dict[str, torch.Tensor]:
-    """Return the tensors of all safetensors files of a folder."""
-    return {name: t for path in sorted(Path(folder).glob("*.safetensors")) for name, t in load_file(path).items()}
+def read_model(place: Path | str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file, or of all that are in a folder."""
+    paths = [place] if Path(place).is_file() else sorted(Path(place).glob("*.safetensors"))
+    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
 
 def converted(source: Path | str, out: Path, **options: Any) -> Result:
@@ -82,9 +80,14 @@ class Planned(NamedTuple):
     catalog: Catalog
 
     @property
-    def bits(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the export, computed."""
-        return carried_out(self.store, self.catalog, self.export)
+        return {tensor.name: self.computed(tensor) for tensor in self.export.tensors}
+
+    def computed(self, tensor: Target | ComputedTensor) -> torch.Tensor:
+        """Return a tensor in the dtype in which it is stored or computed: casts are not carried out."""
+        dtype = tensor.source_dtype if isinstance(tensor, Target) else tensor.dtype
+        return torch.from_numpy(_bits(self.store, self.catalog, tensor)).view(getattr(torch, dtype))
 
     @property
     def names(self) -> set[str]:
@@ -92,7 +95,12 @@ class Planned(NamedTuple):
 
     @property
     def files(self) -> dict[str, bytes]:
-        return small_files(self.export)
+        found: dict[str, bytes] = {}
+        for file in self.export.files:
+            (literal,) = file.literals
+            assert isinstance(literal, Literal)
+            found[file.path] = literal.data
+        return found
 
     def json(self, name: str = "config.json") -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.files[name])
@@ -115,42 +123,15 @@ def stored(**shapes: tuple[int, ...]) -> dict[str, Target]:
     return made
 
 
-def carried_out(store: Store, catalog: Catalog, export: HFExport) -> dict[str, Any]:
-    """Return the tensors of an export as arrays of unsigned integers (bits of any dtype), without casts."""
-    return {tensor.name: _bits(store, catalog, tensor) for tensor in export.tensors}
-
-
-def small_files(export: HFExport) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    for file in export.files:
-        (literal,) = file.literals
-        assert isinstance(literal, Literal)
-        found[file.path] = literal.data
-    return found
-
-
-def bits_of(path: Any) -> dict[str, Any]:
-    """Return the tensors of a safetensors file, as bits."""
-    store = open_store(str(path.parent))
-    catalog = safetensors.open_file(store, path.name)
-    return {name: _source(store, catalog, name) for name in catalog.tensors}
-
-
-def same_bits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    assert set(found) == set(expected)
-    for name, array in expected.items():
-        assert np.array_equal(found[name], array), name
-
-
-def _source(store: Store, catalog: Catalog, key: str) -> Any:
-    entry = catalog.tensors[key]
-    itemsize = dtype_of(entry.dtype).itemsize
-    return read_box(store, entry, Box.whole(entry.shape)).reshape(-1).view(UNITS[itemsize]).reshape(entry.shape)
-
-
 def _bits(store: Store, catalog: Catalog, tensor: Target | ComputedTensor) -> Any:
+    """Return an array of unsigned integers, the bits of any dtype."""
     if isinstance(tensor, Target):
-        return materialize(tensor, {key: _source(store, catalog, key) for key in tensor.sources})
+        sources = {}
+        for key in tensor.sources:
+            entry = catalog.tensors[key]
+            data = read_box(store, entry, Box.whole(entry.shape)).reshape(-1)
+            sources[key] = data.view(UNITS[dtype_of(entry.dtype).itemsize]).reshape(entry.shape)
+        return materialize(tensor, sources)
     inputs = [np.ascontiguousarray(_bits(store, catalog, item)).reshape(-1).view(np.uint8) for item in tensor.inputs]
     made = np.asarray(tensor.compute(inputs)[0])
     return made.view(UNITS[dtype_of(tensor.dtype).itemsize]).reshape(tensor.shape)

@@ -1,9 +1,13 @@
-"""Folders that commands read and write: their bytes, their names, and a damaged bit."""
+"""Folders that commands read and write: their bytes, their names, a damaged bit, and refusals that change nothing."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ZOO = Path(__file__).parents[1] / "zoo"
 UNEVEN = ZOO / "dcp_fsdp2_uneven_w4"
@@ -32,3 +36,11 @@ def largest(folder: Path, pattern: str = "*.distcp") -> Path:
 
 def copied(source: Path, folder: Path) -> Path:
     return Path(shutil.copytree(source, folder))
+
+
+def refused(error: Any, said: str, command: Callable[..., Any], source: Any, out: Path, **options: Any) -> None:
+    """Assert that a command raises an error with these words, and adds nothing next to its destination."""
+    before = names(out.parent)
+    with pytest.raises(error, match=said):
+        command(str(source) if isinstance(source, Path) else source, str(out), **options)
+    assert names(out.parent) == before

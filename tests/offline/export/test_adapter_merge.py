@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,20 @@ from ckptkit.offline.copying.runs import prepare
 from ckptkit.offline.export.adapter_merge import adapter_changes
 from ckptkit.offline.export.adapters import split_adapter
 from tests.lazy import LazyModule
-from tests.offline.exports import Planned, bits_of, carried_out, planned, read_model, same_bits, stored, write_model
+from tests.offline.exports import Planned, Result, assert_same, converted, planned, read_model, stored, write_model
+from tests.offline.folders import refused
 
 torch = pytest.importorskip("torch")
 peft, lora_config = LazyModule("peft"), LazyModule("peft.tuners.lora.config")
 nn = torch.nn
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence PEFT, which warns of most of the configs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class Experts(nn.Module):  # type: ignore[misc,name-defined]
@@ -59,8 +68,7 @@ def model() -> Any:
 def adapted_by(config: Mapping[str, Any], base: Any, *, dtype: str | None = None) -> Any:
     """Return a PEFT model whose adapter is not at its initial values."""
     made = {key: getattr(lora_config, v)() if str(v).endswith("Config") else v for key, v in config.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         adapted = peft.get_peft_model(base, peft.LoraConfig(**made), autocast_adapter_dtype=False)
     for name, parameter in adapted.named_parameters():
         if ".lora_" in name or "trainable_tokens" in name:
@@ -83,11 +91,9 @@ def trained(config: Mapping[str, Any], folder: Path, *, dtype: str, adapter_dtyp
     return adapted
 
 
-def expected(adapted: Any, folder: Path) -> dict[str, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        write_model(folder / "merged", adapted.merge_and_unload().state_dict())
-    return bits_of(folder / "merged" / "model.safetensors")
+def expected(adapted: Any) -> dict[str, Any]:
+    with quiet():
+        return dict(adapted.merge_and_unload().state_dict())
 
 
 def merged(folder: Path, config: Mapping[str, Any], **options: Any) -> Planned:
@@ -128,87 +134,87 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("case", CASES)
-def test_a_merged_adapter_has_the_bits_of_pefts_merge(tmp_path: Path, case: str, dtype: str) -> None:
-    adapted = trained(of(case), tmp_path, dtype=dtype)
-    same_bits(merged(tmp_path, of(case)).bits, expected(adapted, tmp_path))
+MIXED = (
+    "rslora and patterns",
+    "dora",
+    "conv",
+    "conv dora",
+    "fan in dora",
+    "attention",
+    "experts",
+    "tokens",
+    "kasa",
+    "mica",
+)
 
 
-def test_fp64_weights_are_merged_with_the_bits_of_peft(tmp_path: Path) -> None:
-    adapted = trained(of("linear and embedding"), tmp_path, dtype="float64")
-    same_bits(merged(tmp_path, of("linear and embedding")).bits, expected(adapted, tmp_path))
+@pytest.mark.parametrize(("case", "dtype", "adapter_dtype"), [
+    ("linear and embedding", "float64", None),
+    *((case, dtype, None) for case in CASES for dtype in ("float32", "bfloat16", "float16")),
+    *((case, "bfloat16", "float32") for case in MIXED),
+])  # fmt: skip
+def test_a_merged_adapter_has_the_bits_of_pefts_merge(tmp_path, case, dtype, adapter_dtype):
+    adapted = trained(of(case), tmp_path, dtype=dtype, adapter_dtype=adapter_dtype)
+    assert_same(merged(tmp_path, of(case)).tensors, expected(adapted))
 
 
-@pytest.mark.parametrize("case", ["rslora and patterns", "dora", "conv", "conv dora", "fan in dora", "attention",
-                                  "experts", "tokens", "kasa", "mica"])  # fmt: skip
-def test_an_fp32_adapter_merged_into_16_bit_weights_has_the_bits_of_peft(tmp_path: Path, case: str) -> None:
-    adapted = trained(of(case), tmp_path, dtype="bfloat16", adapter_dtype="float32")
-    same_bits(merged(tmp_path, of(case)).bits, expected(adapted, tmp_path))
+def apart(folder: Path, case: str) -> tuple[Any, Path, Path]:
+    """Write PEFT's files of an adapter and its base; return the model and both folders."""
+    adapted = trained(of(case), folder, dtype="bfloat16")
+    with quiet():
+        adapted.save_pretrained(str(folder / "adapter"))
+    torch.manual_seed(1)
+    write_model(folder / "base", model().to(torch.bfloat16).state_dict())
+    return adapted, folder / "adapter", folder / "base"
 
 
-@pytest.fixture
-def apart(tmp_path: Path) -> Any:
-    """Write PEFT's files of an adapter and its base; return the model and both paths."""
-
-    def written(case: str) -> Any:
-        adapted = trained(of(case), tmp_path, dtype="bfloat16")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            adapted.save_pretrained(str(tmp_path / "adapter"))
-        torch.manual_seed(1)
-        write_model(tmp_path / "base", model().to(torch.bfloat16).state_dict())
-        return adapted, str(tmp_path / "adapter"), str(tmp_path / "base")
-
-    return written
+def merge_into(base: Path | str, adapter: Path, **options: Any) -> Result:
+    """Merge an adapter into its base, next to the adapter; return the report and the tensors."""
+    return converted(adapter, adapter.parent / "out", merge_adapter=True, base=str(base), **options)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "kasa"])
-def test_an_adapter_is_merged_into_a_base_at_another_url(tmp_path: Path, apart: Any, case: str) -> None:
-    adapted, adapter, base = apart(case)
-    report = convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base, verify=True)
-    assert "base weights: base" in report.notes
-    same_bits(bits_of(tmp_path / "out" / "model.safetensors"), expected(adapted, tmp_path))
+def test_an_adapter_is_merged_into_a_base_at_another_url(tmp_path: Path, case: str) -> None:
+    adapted, adapter, base = apart(tmp_path, case)
+    found = merge_into(base, adapter, verify=True)
+    assert "base weights: base" in found.report.notes
+    assert_same(found.tensors, expected(adapted))
 
 
-def test_an_adapter_file_may_contain_the_base_weight_of_its_embedding(tmp_path: Path, apart: Any) -> None:
-    adapted, adapter, base = apart("linear and embedding")  # PEFT saves it if the embedding is called embed_tokens
-    file, name = Path(adapter, "adapter_model.safetensors"), "base_model.model.embed.base_layer.weight"
-    write_model(Path(adapter), {**read_model(adapter), name: adapted.state_dict()[name]})
-    Path(adapter, "model.safetensors").rename(file)
-    convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base, verify=True)
-    same_bits(bits_of(tmp_path / "out" / "model.safetensors"), expected(adapted, tmp_path))
+def test_an_adapter_file_may_contain_the_base_weight_of_its_embedding(tmp_path: Path) -> None:
+    adapted, adapter, base = apart(tmp_path, "linear and embedding")  # saved if the embedding is called embed_tokens
+    name = "base_model.model.embed.base_layer.weight"
+    write_model(adapter, {**read_model(adapter), name: adapted.state_dict()[name]})
+    (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
+    assert_same(merge_into(base, adapter, verify=True).tensors, expected(adapted))
 
 
-def test_the_base_may_have_another_format_and_storage(tmp_path: Path, apart: Any) -> None:
-    adapted, adapter, base = apart("modules to save")
-    convert(base, "memory://adapters/base/step_00000007", to="local", world_size=3)
-    convert(adapter, str(tmp_path / "out"), merge_adapter=True, base="memory://adapters/base/step_00000007")
-    same_bits(bits_of(tmp_path / "out" / "model.safetensors"), expected(adapted, tmp_path))
+def test_the_base_may_have_another_format_and_storage(tmp_path: Path) -> None:
+    adapted, adapter, base = apart(tmp_path, "modules to save")
+    convert(str(base), "memory://adapters/base/step_00000007", to="local", world_size=3)
+    assert_same(merge_into("memory://adapters/base/step_00000007", adapter).tensors, expected(adapted))
 
 
 @pytest.mark.parametrize(("case", "setting"), [("kasa", {}), ("dora", {"init_lora_weights": "pissa_niter_4"})])
-def test_a_base_that_may_not_match_the_adapter_is_refused(tmp_path, apart, case, setting):
-    _, adapter, base = apart(case)
-    config = {**json.loads(Path(adapter, "adapter_config.json").read_text()), **setting}
-    Path(adapter, "adapter_config.json").write_text(json.dumps(config))
+def test_a_base_that_may_not_match_the_adapter_is_refused(tmp_path, case, setting):
+    _, adapter, base = apart(tmp_path, case)
+    config = {**json.loads((adapter / "adapter_config.json").read_text()), **setting}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedFormatError, match="PEFT changed the base weights before training"):
-        convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base)
+        merge_into(base, adapter)
 
 
-def test_a_base_without_the_adapted_weights_is_refused(tmp_path: Path, apart: Any) -> None:
-    _, adapter, base = apart("dora")
-    weights = Path(base, "model.safetensors")
-    Path(base, "config.json").write_text("{}")
+def test_a_base_without_the_adapted_weights_is_refused(tmp_path: Path) -> None:
+    _, adapter, base = apart(tmp_path, "dora")
+    weights = base / "model.safetensors"
+    (base / "config.json").write_text("{}")
     for change, error, said in (
         (weights.unlink, CheckpointMismatchError, "Give --base a directory or checkpoint with the base"),
-        (lambda: write_model(Path(base), {"other": torch.ones(2)}), CheckpointMismatchError, "base weight is not in"),
+        (lambda: write_model(base, {"other": torch.ones(2)}), CheckpointMismatchError, "base weight is not in"),
         (lambda: weights.write_bytes(b"damaged!"), CorruptCheckpointError, "model.safetensors"),
     ):
         change()
-        with pytest.raises(error, match=said):
-            convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base)
-    assert not (tmp_path / "out").exists()
+        refused(error, said, convert, adapter, tmp_path / "out", merge_adapter=True, base=str(base))
 
 
 # --- combined with key maps, casts, memory limits and the whole command
@@ -218,21 +224,20 @@ def test_a_base_without_the_adapted_weights_is_refused(tmp_path: Path, apart: An
                                   "blocks of A", "experts transposed", "tokens", "linear bias", "kasa"])  # fmt: skip
 def test_rows_merged_separately_equal_a_merge_of_the_whole_tensor(tmp_path: Path, case: str) -> None:
     trained(of(case), tmp_path, dtype="bfloat16")
-    export, store, catalog = merged(tmp_path, of(case))
+    plan = merged(tmp_path, of(case))
 
     def made(tensor: ComputedTensor) -> Any:
-        (array,) = carried_out(store, catalog, SimpleNamespace(tensors=(tensor,))).values()  # type: ignore[arg-type]
-        return array
+        return plan.computed(tensor).view(torch.int16).int()
 
-    computed = [tensor for tensor in export.tensors if isinstance(tensor, ComputedTensor)]
+    computed = [tensor for tensor in plan.export.tensors if isinstance(tensor, ComputedTensor)]
     assert computed
     for tensor in computed:
         assert tensor.cut is not None
         whole, rows, step = made(tensor), tensor.shape[0], 1 if tensor.shape[0] < 4 else 8
-        pieces = [made(tensor.cut(start, min(rows, start + step))) for start in range(0, rows, step)]
-        assert sum(map(len, pieces)) == len(whole)
+        pieces = torch.cat([made(tensor.cut(at, min(rows, at + step))) for at in range(0, rows, step)])
+        assert len(pieces) == len(whole)
         # The product is rounded to 16 bits, which hides most differences between kernels except the last bit.
-        difference = np.abs(np.concatenate(pieces).astype(np.int32) - whole.astype(np.int32))
+        difference = (pieces - whole).abs()
         assert difference.max() <= 1, tensor.name
         assert not difference[whole == 0].any()
 
@@ -245,11 +250,11 @@ def test_key_maps_are_applied_to_merged_tensors(tmp_path: Path) -> None:
         Concat((NamePattern("k.weight"), NamePattern("plain.weight")), "joined.weight", dim=0),
         Transpose(NamePattern("square.weight"), (1, 0)),
     )
-    found = merged(tmp_path, config, key_map=NameMap("mine", rules)).bits
-    whole = expected(adapted, tmp_path)
-    assert np.array_equal(np.concatenate([found["upper.weight"], found["lower.weight"]]), whole["q.weight"])
-    assert np.array_equal(found["joined.weight"], np.concatenate([whole["k.weight"], whole["plain.weight"]]))
-    assert np.array_equal(found["square.weight"], whole["square.weight"].T)
+    found = merged(tmp_path, config, key_map=NameMap("mine", rules)).tensors
+    whole = expected(adapted)
+    assert torch.equal(torch.cat([found["upper.weight"], found["lower.weight"]]), whole["q.weight"])
+    assert torch.equal(found["joined.weight"], torch.cat([whole["k.weight"], whole["plain.weight"]]))
+    assert torch.equal(found["square.weight"], whole["square.weight"].T)
 
 
 def test_dora_and_convolutions_are_not_merged_by_rows(tmp_path: Path) -> None:
@@ -284,11 +289,15 @@ def run_of(kind: str, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]
     base = tiny(kind)
     base.save_pretrained(folder / "base")
     adapted = adapted_by(config, base)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         dcp.save({"model": dict(adapted.state_dict())}, checkpoint_id=folder / "run")
         adapted.merge_and_unload().save_pretrained(folder / "merged")
-    return bits_of(folder / "merged" / "model.safetensors")
+    return read_model(folder / "merged")
+
+
+def of_run(folder: Path, config: Mapping[str, Any], out: str = "out", **options: Any) -> Result:
+    options = {"base": str(folder / "base"), "merge_adapter": True, "adapter_config": config, **options}
+    return converted(folder / "run", folder / out, **options)
 
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -310,23 +319,20 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 def test_a_merge_of_a_trained_model_equals_what_peft_saves(tmp_path: Path, kind: str, case: dict[str, Any]) -> None:
     pytest.importorskip("transformers")
     wanted = run_of(kind, tmp_path, of(**case))
-    options: dict[str, Any] = {"base": str(tmp_path / "base"), "merge_adapter": True, "adapter_config": of(**case)}
-    report = convert(str(tmp_path / "run"), str(tmp_path / "out"), verify=True, **options)
-    assert all("tied" in reason or "merged" in reason for _, reason in report.plan.leftovers), report.plan.leftovers
-    same_bits(bits_of(tmp_path / "out" / "model.safetensors"), wanted)
+    found = of_run(tmp_path, of(**case), verify=True)
+    leftovers = found.report.plan.leftovers
+    assert all("tied" in reason or "merged" in reason for _, reason in leftovers), leftovers
+    assert_same(found.tensors, wanted)
 
 
 def test_an_adapter_of_a_tied_head_is_noted_and_untie_separates_it(tmp_path: Path) -> None:
     config = of(target_modules=["lm_head"])
     together = run_of("llama", tmp_path, config)["model.embed_tokens.weight"]
-    options: dict[str, Any] = {"base": str(tmp_path / "base"), "merge_adapter": True, "adapter_config": config}
-    report = convert(str(tmp_path / "run"), str(tmp_path / "tied"), **options)
-    assert any("also changes model.embed_tokens.weight" in note for note in report.notes)
-    convert(str(tmp_path / "run"), str(tmp_path / "apart"), untie=True, **options)
-    found = bits_of(tmp_path / "apart" / "model.safetensors")
-    assert (found["lm_head.weight"] == together).all()
-    before = bits_of(tmp_path / "base" / "model.safetensors")["model.embed_tokens.weight"]
-    assert (found["model.embed_tokens.weight"] == before).all()
+    assert any("also changes model.embed_tokens.weight" in note for note in of_run(tmp_path, config).report.notes)
+    found = of_run(tmp_path, config, "apart", untie=True).tensors
+    assert torch.equal(found["lm_head.weight"], together)
+    before = read_model(tmp_path / "base")["model.embed_tokens.weight"]
+    assert torch.equal(found["model.embed_tokens.weight"], before)
 
 
 def test_tensors_larger_than_the_memory_limit_are_merged_by_rows(tmp_path: Path) -> None:
@@ -334,9 +340,8 @@ def test_tensors_larger_than_the_memory_limit_are_merged_by_rows(tmp_path: Path)
     torch.manual_seed(1)
     adapted = adapted_by(config, nn.ModuleDict({"big": nn.Linear(512, 16384)}).to(torch.bfloat16))
     write_model(tmp_path / "run", adapted.state_dict())
-    options: dict[str, Any] = {"merge_adapter": True, "adapter_config": config, "max_memory": "16MB", "workers": 2}
-    convert(str(tmp_path / "run"), str(tmp_path / "out"), verify=True, **options)
-    same_bits(bits_of(tmp_path / "out" / "model.safetensors"), expected(adapted, tmp_path))
+    found = of_run(tmp_path, config, base=None, max_memory="16MB", workers=2, verify=True)
+    assert_same(found.tensors, expected(adapted))
 
 
 def test_the_error_for_dora_above_the_memory_limit_says_how_much_it_needs(tmp_path: Path) -> None:
@@ -353,7 +358,7 @@ def test_the_error_for_dora_above_the_memory_limit_says_how_much_it_needs(tmp_pa
 # --- adapters that cannot be merged
 
 
-def refused(config: Mapping[str, Any], model_type: str | None = None, **shapes: tuple[int, ...]) -> None:
+def changes_of(config: Mapping[str, Any], model_type: str | None = None, **shapes: tuple[int, ...]) -> None:
     split = split_adapter(stored(**shapes))
     assert split is not None
     adapter_changes(split, {"r": 2, "lora_alpha": 1, **config}, model_type=model_type)
@@ -365,13 +370,13 @@ LINEAR_Q = {"q__base_layer__weight": (6, 4), "q__lora_A__default__weight": (2, 4
 @pytest.mark.parametrize("flag", ["alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config"])
 def test_adapters_that_peft_cannot_merge_are_refused_with_advice(flag: str) -> None:
     with pytest.raises(UnsupportedFormatError, match=rf"{flag} cannot be merged, not even by PEFT.*Export the adapter"):
-        refused({flag: [1]}, **LINEAR_Q)
+        changes_of({flag: [1]}, **LINEAR_Q)
 
 
 @pytest.mark.parametrize("targets", [5, "experts.up", [5], {"a": 1}])
 def test_a_config_whose_target_parameters_are_not_a_list_is_refused(targets: object) -> None:
     with pytest.raises(CorruptCheckpointError, match="target_parameters is"):
-        refused({"target_parameters": targets}, **LINEAR_Q)
+        changes_of({"target_parameters": targets}, **LINEAR_Q)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +393,7 @@ def test_what_peft_cannot_merge_is_refused_too(tmp_path, module, settings, said)
     with pytest.raises(UnsupportedFormatError, match=said):
         merged(tmp_path, config)
     with pytest.raises((NotImplementedError, RuntimeError)):
-        expected(adapted, tmp_path)
+        expected(adapted)
 
 
 TOKENS = {"e__token_adapter__base_layer__weight": (9, 4), "e__token_adapter__trainable_tokens_delta__default": (2, 4)}
@@ -407,7 +412,7 @@ TOKENS = {"e__token_adapter__base_layer__weight": (9, 4), "e__token_adapter__tra
 )  # fmt: skip
 def test_a_config_that_contradicts_the_tensors_is_refused(config: Any, more: Any, said: str) -> None:
     with pytest.raises(CheckpointMismatchError, match=said):
-        refused(config, **{**LINEAR_Q, **more})
+        changes_of(config, **{**LINEAR_Q, **more})
 
 
 def test_experts_are_merged_only_if_the_owner_of_each_factor_is_certain() -> None:
@@ -415,15 +420,15 @@ def test_experts_are_merged_only_if_the_owner_of_each_factor_is_certain() -> Non
     square = {f"experts__{name}": shape for name, shape in square.items()}
     one, both = {"target_parameters": ["experts.up"]}, {"target_parameters": ["experts.up", "experts.gate"]}
     with pytest.raises(UnsupportedFormatError, match=r"their order\. The base model's config.json may decide it: pass"):
-        refused(one, **square)
-    refused(one, "qwen3_moe", **square)
-    refused(one, "gpt_oss", **square)
+        changes_of(one, **square)
+    changes_of(one, "qwen3_moe", **square)
+    changes_of(one, "gpt_oss", **square)
     two = {
         "experts__base_layer__base_layer__up": (3, 6, 4), "experts__base_layer__base_layer__gate": (3, 6, 4),
         "experts__lora_A__weight": (6, 4), "experts__lora_B__weight": (6, 6),
         "experts__base_layer__lora_A__weight": (6, 4), "experts__base_layer__lora_B__weight": (6, 6),
     }  # fmt: skip
     with pytest.raises(UnsupportedFormatError, match=r"which factors belong to .* of experts\.up, experts\.gate"):
-        refused(both, "qwen3_moe", **two)
+        changes_of(both, "qwen3_moe", **two)
     with pytest.raises(CheckpointMismatchError, match=r"2 parameter adapters, but the .* targets 1 parameters"):
-        refused(one, "qwen3_moe", **two)
+        changes_of(one, "qwen3_moe", **two)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,9 @@ from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, Usag
 from ckptkit.keymaps.builtin import builtin_map
 from ckptkit.offline.export.adapters import adapter_config, export_adapter, scaling, split_adapter
 from ckptkit.offline.export.base import BaseModel
-from tests.offline.export.test_adapter_merge import of, trained
-from tests.offline.exports import bits_of, planned, same_bits, stored, write_model
+from tests.offline.export.test_adapter_merge import of, quiet, trained
+from tests.offline.exports import assert_same, planned, read_model, stored, write_model
+from tests.offline.folders import copied
 
 CASE = "peft_lora_dcp_full_w2"
 CONFIG = "adapter_config.json"
@@ -39,7 +38,7 @@ def test_the_zoos_adapter_is_exported_as_peft_stores_it(zoo: Path) -> None:
     given = json.loads((zoo / CASE / "peft_config.json").read_text())
     found = planned(zoo / CASE / "ckpt", adapter_config=given)
     assert found.export.kind == "adapter"
-    same_bits(found.bits, bits_of(zoo / CASE / "EXPECTED_adapter" / "adapter_model.safetensors"))
+    assert_same(found.tensors, read_model(zoo / CASE / "EXPECTED_adapter"))
     expected = json.loads((zoo / CASE / "EXPECTED_adapter" / CONFIG).read_text())
     for key in ("peft_type", "r", "lora_alpha", "task_type", "inference_mode"):
         assert found.json(CONFIG)[key] == expected[key]
@@ -60,12 +59,11 @@ def test_the_zoos_adapter_is_exported_as_peft_stores_it(zoo: Path) -> None:
 ], ids=lambda case: "-".join(map(str, case)))  # fmt: skip
 def test_an_adapter_file_equals_what_peft_saves(tmp_path: Path, case: dict[str, Any]) -> None:
     adapted = trained(of(**case), tmp_path / "run", dtype="float32")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         adapted.save_pretrained(tmp_path / "adapter")
     found = planned(tmp_path / "run", adapter_config=of(**case))
-    same_bits(found.bits, bits_of(tmp_path / "adapter" / "adapter_model.safetensors"))
-    same_bits(planned(tmp_path / "adapter").bits, found.bits)
+    assert_same(found.tensors, read_model(tmp_path / "adapter"))
+    assert_same(planned(tmp_path / "adapter").tensors, found.tensors)
 
 
 def test_rows_that_head_and_embedding_share_are_stored_once() -> None:
@@ -82,16 +80,20 @@ def test_a_config_above_the_checkpoint_is_found_and_named(zoo: Path) -> None:
     assert f"adapter config: {CASE}/peft_config.json" in found.export.notes
 
 
-def test_the_adapter_config_may_be_in_the_base(zoo: Path, tmp_path: Path) -> None:
-    shutil.copytree(zoo / CASE / "ckpt", tmp_path / "ckpt")
-    assert planned(tmp_path / "ckpt", zoo / CASE / "EXPECTED_adapter").json(CONFIG)["lora_alpha"] == 16
+@pytest.fixture
+def bare(zoo: Path, tmp_path: Path) -> Path:
+    """The zoo's adapter without any config."""
+    return copied(zoo / CASE / "ckpt", tmp_path / "ckpt")
 
 
-def test_the_adapter_settings_that_verl_records_are_enough(zoo: Path, tmp_path: Path) -> None:
-    shutil.copytree(zoo / CASE / "ckpt", tmp_path / "ckpt")
+def test_the_adapter_config_may_be_in_the_base(bare: Path, zoo: Path) -> None:
+    assert planned(bare, zoo / CASE / "EXPECTED_adapter").json(CONFIG)["lora_alpha"] == 16
+
+
+def test_the_adapter_settings_that_verl_records_are_enough(bare: Path) -> None:
     meta = {"r": 4, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
-    (tmp_path / "ckpt" / "lora_train_meta.json").write_text(json.dumps(meta))
-    config = planned(tmp_path / "ckpt").json(CONFIG)
+    (bare / "lora_train_meta.json").write_text(json.dumps(meta))
+    config = planned(bare).json(CONFIG)
     assert config["target_modules"] == ["down_proj", "q_proj", "v_proj"]
     assert {key: config[key] for key in meta} == meta
 
@@ -116,12 +118,11 @@ def test_a_local_base_path_is_noted_and_can_be_replaced_by_a_repo(zoo, named, re
     assert len(noted) == bool(note) and all(note in text for text in noted)
 
 
-def test_an_unknown_alpha_is_refused(zoo: Path, tmp_path: Path) -> None:
-    shutil.copytree(zoo / CASE / "ckpt", tmp_path / "ckpt")
+def test_an_unknown_alpha_is_refused(bare: Path) -> None:
     with pytest.raises(UsageError, match=r"rank 4, on down_proj, q_proj, v_proj\).*but not its alpha"):
-        planned(tmp_path / "ckpt")
+        planned(bare)
     with pytest.raises(UsageError, match="has no lora_alpha"):
-        planned(tmp_path / "ckpt", adapter_config={"r": 4})
+        planned(bare, adapter_config={"r": 4})
     with pytest.raises(UsageError, match="lora_alpha 0, which some tools write"):
         adapter_config({"r": 2, "lora_alpha": 0}, lora(), base=None)
 

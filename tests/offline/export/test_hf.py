@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+import torch
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
 from ckptkit.errors import (
@@ -32,8 +32,7 @@ from ckptkit.offline.export.hf import HFExport, export_tensors, plan_export
 from ckptkit.offline.export.model_card import CardFacts, model_card
 from ckptkit.offline.export.weights import ExportOptions
 from ckptkit.storage.open import open_store
-from tests.catalog.materialize import materialize
-from tests.offline.exports import Planned, bits_of, planned, same_bits, write_model
+from tests.offline.exports import Planned, assert_same, planned, read_model, write_model
 
 Names = tuple[str, ...]
 
@@ -58,26 +57,23 @@ def export(
 
 def test_a_hub_model_is_converted_to_torchtitan_bit_for_bit(zoo: Path) -> None:
     case = zoo / "torchtitan_llama3_names_w2"
-    catalog = safetensors.open_catalog(open_store(str(case / "EXPECTED_hf")))
-    options = ExportOptions(key_map=builtin_map("inverse:torchtitan-llama3"))
-    made, dropped, _ = export_tensors(catalog, options=options)
-    sources = bits_of(case / "EXPECTED_hf" / "model.safetensors")
-    same_bits({n: materialize(t, sources) for n, t in made.items()}, bits_of(case / "EXPECTED.safetensors"))
-    assert dropped == {}
+    found = planned(case / "EXPECTED_hf", key_map=builtin_map("inverse:torchtitan-llama3"))
+    assert_same(found.tensors, read_model(case / "EXPECTED.safetensors"))
+    assert found.export.leftovers == ()
 
 
 def test_stacked_experts_become_the_experts_of_the_base_bit_for_bit(zoo: Path) -> None:
     case = zoo / "accelerate_fsdp2_sharded_qwen3moe_w2"
-    found = planned(case / "checkpoint" / "pytorch_model_fsdp_0", zoo / "hf_ref_qwen3moe").bits
-    stacked = load_file(case / "EXPECTED.safetensors")
-    for name, bits in found.items():
+    found = planned(case / "checkpoint" / "pytorch_model_fsdp_0", zoo / "hf_ref_qwen3moe").tensors
+    stacked = read_model(case / "EXPECTED.safetensors")
+    for name, tensor in found.items():
         want = stacked.get(name)
         if ".experts." in name:
             module, number, part, _ = name.rsplit(".", 3)
             whole = "down_proj" if part == "down_proj" else "gate_up_proj"
             rows = {"gate_proj": slice(24), "up_proj": slice(24, None), "down_proj": slice(None)}[part]
             want = stacked[f"{module}.{whole}"][int(number)][rows]
-        assert np.array_equal(bits.view(np.float32), want), name
+        assert want is not None and torch.equal(tensor, want), name
     assert len(found) == 45
 
 
@@ -180,7 +176,7 @@ def test_layers_that_the_config_counts_and_the_checkpoint_lacks_are_missing(tmp_
 
 
 def test_a_missing_head_of_an_untied_model_is_an_error(tmp_path: Path, zoo: Path) -> None:
-    tensors = load_file(zoo / "hf_ref_llama_untied" / "model.safetensors")
+    tensors = read_model(zoo / "hf_ref_llama_untied")
     del tensors["lm_head.weight"]
     write_model(tmp_path, tensors)
     with pytest.raises(CheckpointMismatchError, match=r"missing: lm_head\.weight"):
@@ -224,7 +220,7 @@ def test_complex_tensors_are_refused_by_name(zoo: Path) -> None:
     with pytest.raises(UnsupportedFormatError, match=r"c64 \(complex64\)\. Skip them with --exclude"):
         planned(zoo / "dcp_dtypes_w2" / "ckpt")
     found = planned(zoo / "dcp_dtypes_w2" / "ckpt", exclude=("c64",))
-    same_bits(found.bits, bits_of(zoo / "dcp_dtypes_w2" / "EXPECTED.safetensors"))
+    assert_same(found.tensors, read_model(zoo / "dcp_dtypes_w2" / "EXPECTED.safetensors"))
 
 
 def with_masters(path: Path, names: Mapping[str, str], **options: Any) -> HFExport:
