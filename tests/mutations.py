@@ -172,7 +172,7 @@ MUTATIONS = (
     Mutation(
         "a fingerprint forgets where a block lies",
         DIGESTS, "f2 += (start + at) * total +", "f2 += start * total +",
-        "tests/offline/test_fingerprint.py",
+        "tests/offline/test_prove.py",
     ),
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptkit.storage.open import open_store
-from tests.offline.resumes import kill_on_disk, kill_remote, make_source, objects, run_remote
+from tests.offline.test_resume_kills import kill_on_disk, kill_remote, make_source, objects, run_remote
 from tests.storage import servers
 from tests.storage.proxy import proxy_of
 

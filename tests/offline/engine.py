@@ -13,10 +13,13 @@ import xxhash
 import zstandard
 
 from ckptkit.catalog.box import Box
+from ckptkit.catalog.casts import cast_into
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, Codec, Digest, SliceArray, TensorEntry, TensorSlice
+from ckptkit.catalog.targets import Target
 from ckptkit.offline.copying.plan import Literal, OutputFile, OutputTensor, Placement, Plan
 from tests.catalog.boxes import index
+from tests.catalog.materialize import materialize
 
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 GAP = b"between"
@@ -63,11 +66,8 @@ def make_source(
         arrays[name] = bits(dtype, shape, seed)
         slices = []
         for box in boxes:
-            file = turn % files
-            turn += 1
-            slices.append(
-                _append(blobs[file], f"data-{file}", arrays[name][index(box)], box, digest, codec, transposed)
-            )
+            file, turn, part = turn % files, turn + 1, arrays[name][index(box)]
+            slices.append(_append(blobs[file], f"data-{file}", part, box, digest, codec, transposed))
         entries[name] = TensorEntry(name, dtype, shape, SliceArray.of(slices, len(shape)), fqn=name)
     for i, blob in enumerate(blobs):
         (folder / f"data-{i}").write_bytes(blob)
@@ -126,3 +126,15 @@ def read_placed(folder: Path, plan: Plan) -> dict[str, np.ndarray]:
             whole[index(box)] = part
         found[tensor.name] = whole
     return found
+
+
+def check_copied(made: Made, plan: Plan, found: Mapping[str, np.ndarray]) -> None:
+    """Assert that each tensor of a plan has the elements that numpy puts there."""
+    for target in (placement.tensor for placement in plan.placements):
+        assert isinstance(target, Target)
+        array = materialize(target, {key: made.arrays[key] for key in target.sources})
+        if target.dtype != target.source_dtype:
+            cast = np.empty(array.size * dtype_of(target.dtype).itemsize, np.uint8)
+            cast_into(np.ascontiguousarray(array).reshape(-1).view(np.uint8), cast, target.source_dtype, target.dtype)
+            array = cast.view(UNITS[dtype_of(target.dtype).itemsize]).reshape(array.shape)
+        assert np.array_equal(found[target.name], array), target.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,13 +12,13 @@ import torch
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
+from ckptkit import convert
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.sources import read_box
-from ckptkit.offline.convert import convert
 from ckptkit.offline.copying.plan import ComputedTensor, Literal
 from ckptkit.offline.export.base import BaseModel, open_base
 from ckptkit.offline.export.hf import HFExport, plan_export
@@ -55,8 +55,9 @@ def read_model(place: Path | str) -> dict[str, torch.Tensor]:
     return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
 
-def converted(source: Path | str, out: Path, **options: Any) -> Result:
-    report = convert(str(source), str(out), **options)
+def converted(source: Any, out: Path, *, command: Callable[..., Any] = convert, **options: Any) -> Result:
+    """Convert a source, or merge several."""
+    report = command(source if isinstance(source, list) else str(source), str(out), **options)
     config = out / "config.json"
     return Result(report, read_model(out), json.loads(config.read_text()) if config.exists() else {})
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.offline.convert import convert
+from ckptkit import convert, merge
 from ckptkit.offline.copying import runs
 from ckptkit.offline.copying.streams import StreamWriter
-from ckptkit.offline.merge import merge
 from ckptkit.storage import ledger
 from ckptkit.storage.open import open_store
 from tests.cli.commands import document, ran
@@ -46,15 +45,10 @@ def test_elements_that_a_cast_makes_infinite_are_counted_by_tensor(tmp_path: Pat
     assert report.infinite == {name: count for name, count in counts.items() if count}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wanted", "beyond", "instead"),
-    [
-        (torch.float32, "bf16", 3.3961776e38, "fp32"),
-        (torch.float64, "bf16", 1e300, "fp32"),
-        (torch.float64, "fp32", 1e300, "fp64"),
-        (torch.float64, "fp16", 7e4, "bf16"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "wanted", "beyond", "instead"), [
+    (torch.float32, "bf16", 3.3961776e38, "fp32"), (torch.float64, "bf16", 1e300, "fp32"),
+    (torch.float64, "fp32", 1e300, "fp64"), (torch.float64, "fp16", 7e4, "bf16"),
+])  # fmt: skip
 def test_the_overflow_warning_gives_count_tensor_and_a_sufficient_dtype(tmp_path, dtype, wanted, beyond, instead):
     tensor = torch.tensor([1.0, beyond, -beyond, torch.inf, torch.nan], dtype=dtype)
     source = write_model(tmp_path / "in", {"w": tensor})
@@ -69,44 +63,46 @@ def test_the_overflow_warning_gives_count_tensor_and_a_sufficient_dtype(tmp_path
 def test_the_command_prints_the_overflow_warning(tmp_path: Path) -> None:
     line = ("convert", write_model(tmp_path / "in", weights(0, 1)), tmp_path / "out", "--dtype", "fp16", "--overwrite")
     words = "1 element is beyond the range of float16 and became infinite: w1 (1). Use --dtype bf16"
-    for quiet in ((), ("--quiet",)):
-        assert f"warning: {words}" in ran(*line, *quiet)
+    assert all(f"warning: {words}" in ran(*line, *quiet) for quiet in ((), ("--quiet",)))
     assert words in document(*line)["warnings"][0]
 
 
-def test_a_cast_without_overflow_gives_no_warning(tmp_path: Path) -> None:
-    report = convert(write_model(tmp_path / "in", weights(5, 5)), str(tmp_path / "out"), dtype="bf16")
-    assert (report.infinite, report.warnings) == ({}, ())
-
-
 def test_a_sum_beyond_the_range_of_the_dtype_is_counted(tmp_path: Path) -> None:
-    sources = [write_model(tmp_path / f"m{i}", {"w": torch.tensor([MOST, 1.0]).half()}) for i in range(2)]
-    report = merge(sources, str(tmp_path / "out"), weights=[2.0, -1.0])
-    assert report.infinite == {}
-    other = write_model(tmp_path / "other", {"w": torch.tensor([-MOST, 1.0]).half()})
-    assert merge([sources[0], other], str(tmp_path / "far"), weights=[2.0, -1.0]).infinite == {"w": 1}
+    most = (MOST, MOST, -MOST)
+    sources = [write_model(tmp_path / f"m{i}", {"w": torch.tensor([x, 1.0]).half()}) for i, x in enumerate(most)]
+    assert merge(sources[:2], str(tmp_path / "out"), weights=[2.0, -1.0]).infinite == {}
+    assert merge(sources[1:], str(tmp_path / "far"), weights=[2.0, -1.0]).infinite == {"w": 1}
 
 
-def test_a_dequantized_weight_beyond_the_range_is_counted(tmp_path: Path) -> None:
-    tensors = {"l.weight": torch.full((128, 256), 448.0).to(torch.float8_e4m3fn)}
-    tensors["l.weight"][0, 0] = 1.0
-    tensors["l.weight_scale_inv"] = torch.tensor([[1000.0, 1.0]])
-    settings = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    source = write_model(tmp_path / "in", tensors, settings)
-    assert convert(source, str(tmp_path / "out"), dtype="fp16").infinite == {"l.weight": 128 * 128 - 1}
+def fp8() -> dict[str, torch.Tensor]:
+    codes = torch.full((128, 256), 448.0).to(torch.float8_e4m3fn)
+    codes[0, 0] = 1.0
+    return {"l.weight": codes, "l.weight_scale_inv": torch.tensor([[1000.0, 1.0]])}
 
 
-def test_added_rows_do_not_hide_infinite_elements(tmp_path: Path) -> None:
-    source = write_model(tmp_path / "in", {"model.embed_tokens.weight": weights(4)["w0"]})
-    report = convert(source, str(tmp_path / "out"), dtype="fp16", vocab_size=220, new_rows="zeros")
-    assert report.infinite == {"model.embed_tokens.weight": 4}
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+EMBEDDING = "model.embed_tokens.weight"
+COUNTED: dict[str, tuple[dict[str, torch.Tensor], Any, dict[str, Any], dict[str, int]]] = {
+    "a cast without overflow": (weights(5, 5), None, {"dtype": "bf16"}, {}),
+    "a dequantized weight": (fp8(), FP8, {}, {"l.weight": 128 * 128 - 1}),
+    "an embedding with added rows": (
+        {EMBEDDING: weights(4)["w0"]}, None, {"vocab_size": 220, "new_rows": "zeros"}, {EMBEDDING: 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", COUNTED)
+def test_elements_beyond_the_range_are_counted_in(tmp_path: Path, what: str) -> None:
+    tensors, config, options, infinite = COUNTED[what]
+    source = write_model(tmp_path / "in", tensors, config)
+    report = convert(source, str(tmp_path / "out"), **{"dtype": "fp16", **options})
+    assert report.infinite == infinite and bool(report.warnings) == bool(infinite)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_continued_conversion_counts_the_elements_of_the_interrupted_one(tmp_path, monkeypatch, steps):
     monkeypatch.setattr(runs, "_STEP", STEP)
     source = write_model(tmp_path / "in", weights(5, 0, 0, 7))
-    killed("convert", Path(source), tmp_path / "out", steps, dtype="fp16")
+    killed(convert, Path(source), tmp_path / "out", steps, dtype="fp16")
     report = convert(source, str(tmp_path / "out"), dtype="fp16", workers=1)
     assert went_on(report.notes)
     assert report.infinite == {"w0": 5, "w3": 7}

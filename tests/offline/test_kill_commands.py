@@ -12,13 +12,9 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit import CheckpointManager, RetentionPolicy, convert, reshard, verify
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.offline.convert import convert
 from ckptkit.offline.prune import prune
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
 from ckptkit.storage import publish, staging
 from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import kill_at
@@ -84,13 +80,10 @@ def kill_command(
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("name", list(COMMANDS))
-def test_a_command_killed_at_any_file_operation_publishes_all_or_nothing_and_can_be_run_again(
-    run, tmp_path, monkeypatch, name, again
-):
+def test_a_command_killed_at_any_file_operation_publishes_all_or_nothing(run, tmp_path, monkeypatch, name, again):
     monkeypatch.setattr(staging, "STARTING_S", -1.0)
-    stride = 23
-    offset = 1 + random.Random(name).randrange(stride)
-    assert kill_command(name, run, tmp_path, again=again, stride=stride, offset=offset) >= 2
+    offset = 1 + random.Random(name).randrange(23)
+    assert kill_command(name, run, tmp_path, again=again, stride=23, offset=offset) >= 2
     assert [item.step for item in list_checkpoints(open_store(str(run))).committed] == [1, 2, 3]
 
 

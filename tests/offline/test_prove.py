@@ -1,19 +1,26 @@
-"""--verify: the proof for each tensor, what it reads, and the damage that it finds."""
+"""--verify: the proof for each tensor, what it reads, the damage that it finds; fingerprints of any sharding."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ckptkit import convert, digests, reshard
+from ckptkit.catalog.box import Box
+from ckptkit.digests import Fingerprint
 from ckptkit.errors import IntegrityError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.hf.header import read_header
 from ckptkit.offline import prove
-from ckptkit.offline.convert import convert
-from ckptkit.offline.prove import prove_equal
-from ckptkit.offline.reshard import reshard
+from ckptkit.offline.prove import fingerprint_of, prove_equal
 from ckptkit.storage.local import LocalStore
+from tests.catalog.boxes import index, partitions, shapes
+from tests.offline.engine import UNITS
 from tests.offline.folders import UNEVEN, copied, flip
 
 FILE = "model.safetensors"
@@ -40,12 +47,7 @@ def fingerprinted(monkeypatch) -> list[str]:
     """Return the names of the tensors that were proved by fingerprints."""
     names: list[str] = []
     plain = prove._Prover._expected
-
-    def counted(self, tensor, worker):
-        names.append(tensor.name)
-        return plain(self, tensor, worker)
-
-    monkeypatch.setattr(prove._Prover, "_expected", counted)
+    monkeypatch.setattr(prove._Prover, "_expected", lambda *args: names.append(args[1].name) or plain(*args))
     return names
 
 
@@ -63,8 +65,7 @@ def test_slices_with_digests_are_proved_without_reading_the_source(made, fingerp
 
 
 def test_slices_without_digests_are_compared_byte_by_byte(made, tmp_path, fingerprinted):
-    report = reshard(str(made / "out"), str(tmp_path / "new"), world_size=3, check=False, verify=True)
-    assert report.verified == 18
+    assert reshard(str(made / "out"), str(tmp_path / "new"), world_size=3, check=False, verify=True).verified == 18
     assert not [name for name in fingerprinted if "weight" in name]
 
 
@@ -96,3 +97,49 @@ def test_a_result_equal_to_a_damaged_source_is_equal(made):
     flip(made / "in" / slices.paths[int(slices.files[first])], int(slices.starts[first]))
     flip(made / "out" / FILE, place(made, "head.weight"))
     assert proved(made) == 18
+
+
+full = shapes.filter(lambda shape: math.prod(shape) > 0)
+cut = full.flatmap(lambda shape: st.tuples(st.just(shape), partitions(shape)))
+itemsizes = st.sampled_from([1, 2, 4, 8])
+
+
+def numbers(shape: tuple[int, ...], itemsize: int) -> np.ndarray:
+    rng = np.random.default_rng(math.prod(shape))
+    return rng.integers(0, 256, (*shape, itemsize), np.uint8).view(UNITS[itemsize]).reshape(shape)
+
+
+def of(array: np.ndarray, box: Box) -> Fingerprint:
+    data = np.ascontiguousarray(array[index(box)]).reshape(-1).view(np.uint8)
+    return fingerprint_of(data, box, array.shape, array.itemsize)
+
+
+@given(full, itemsizes)
+def test_a_fingerprint_equals_the_two_sums_of_its_definition(shape, itemsize):
+    array = numbers(shape, itemsize)
+    values = [int(x) for x in array.ravel()]
+    expected = (sum(values) % 2**64, sum(i * x for i, x in enumerate(values)) % 2**64)
+    found = of(array, Box.whole(shape))
+    assert (found.f1, found.f2) == expected
+
+
+@given(cut, itemsizes, st.sampled_from([2, 1 << 14]))
+def test_any_sharding_gives_the_same_fingerprint(case, itemsize, block):
+    shape, boxes = case
+    array = numbers(shape, itemsize)
+    before = digests._BLOCK
+    digests._BLOCK = block
+    try:
+        parts = sum((of(array, box) for box in boxes), Fingerprint())
+    finally:
+        digests._BLOCK = before
+    assert parts == of(array, Box.whole(shape))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), ()])
+def test_elements_of_sixteen_bytes_have_a_fingerprint(shape):
+    array = np.random.default_rng(0).standard_normal((*shape, 2)).view(np.complex128).reshape(shape)
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    before = fingerprint_of(data, Box.whole(shape), shape, 16)
+    data[9] ^= 1
+    assert fingerprint_of(data, Box.whole(shape), shape, 16) != before

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptkit import convert, reshard, verify
 from ckptkit.checkpoint.run import coordinator
 from ckptkit.errors import RankFailedError
-from ckptkit.offline.convert import convert
 from ckptkit.offline.copying import runs
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
 from ckptkit.storage import owner
 from ckptkit.storage.journal import Journal
 from ckptkit.storage.local import LocalStore
-from tests.offline.copying.test_resume import COLUMNS, STEP, assert_whole, content, short_steps, source, went_on
+from tests.offline.copying.test_resume import (
+    COLUMNS,
+    STEP,
+    assert_whole,
+    content,
+    dying_after,
+    short_steps,
+    source,
+    went_on,
+)
 from tests.offline.folders import names
 from tests.ranks import RankError, run_ranks
 
@@ -37,15 +43,9 @@ def run(src: str, dst: str, options: Options) -> tuple[str, int, int]:
 
 def dies(src: str, dst: str, options: Options, victims: tuple[int, ...], steps: int) -> None:
     """Kill some ranks once so many of their steps are done; the others write their errors to a file."""
-    rank, left, done = int(os.environ["RANK"]), [steps], Journal.done
-
-    def counted(self: Journal, step: int) -> None:
-        done(self, step)
-        left[0] -= 1
-        if rank in victims and not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    Journal.done = counted  # type: ignore[method-assign]
+    rank = int(os.environ["RANK"])
+    if rank in victims:
+        dying_after(steps)
     coordinator._BOARD_S = 0.5  # no rank is left to record an error
     try:
         run(src, dst, options)
@@ -60,38 +60,34 @@ def killed(source: Path, out: Path, ranks: int, victims: tuple[int, ...], steps:
     assert not out.exists()
 
 
-def note_of(results: list[tuple[str, int, int]]) -> str:
-    return results[0][0]
+def run_again(ranks: int, source: Path, out: Path, options: Options = MANY) -> list[tuple[str, int, int]]:
+    """Run it on these ranks; assert that it continued the work of another run."""
+    reports = run_ranks(run, ranks, str(source), str(out), options)
+    assert reports[0][0]
+    return reports
 
 
 @pytest.mark.parametrize("ranks", [3, 2, 1])
 def test_any_number_of_ranks_continues_after_killed_ranks(source: Path, tmp_path: Path, ranks: int) -> None:
     killed(source, tmp_path / "out", 3, (0, 1, 2), 1, **MANY)
-    again = run_ranks(run, ranks, str(source), str(tmp_path / "out"), MANY)
+    _, nbytes_read, checked = run_again(ranks, source, tmp_path / "out")[0]
     whole = assert_whole(source, tmp_path, **MANY)
-    assert note_of(again)
-    assert ranks > 1 or again[0][1] < whole.nbytes_read  # several ranks read through the gaps between slices
-    assert again[0][2] >= whole.checked  # every digest was compared, by this run or by the previous one
+    assert ranks > 1 or nbytes_read < whole.nbytes_read  # several ranks read through the gaps between slices
+    assert checked >= whole.checked  # every digest was compared, by this run or by the previous one
 
 
-def test_several_ranks_continue_what_one_process_began(source: Path, tmp_path: Path) -> None:
-    killed(source, tmp_path / "out", 1, (0,), 2, **MANY)
-    assert note_of(run_ranks(run, 3, str(source), str(tmp_path / "out"), MANY))
-    assert_whole(source, tmp_path, **MANY)
-
-
-def test_work_of_two_runs_with_different_rank_counts_adds_up(source: Path, tmp_path: Path) -> None:
-    killed(source, tmp_path / "out", 3, (0, 1, 2), 1, **MANY)
-    killed(source, tmp_path / "out", 2, (0, 1), 1, **MANY)
-    report = convert(str(source), str(tmp_path / "out"), **MANY)
-    assert went_on(report.notes)
+@pytest.mark.parametrize(("kills", "ranks"), [([(1, 2)], 3), ([(3, 1), (2, 1)], 1)])
+def test_work_of_runs_with_different_rank_counts_adds_up(source, tmp_path, kills, ranks):
+    for killed_ranks, steps in kills:
+        killed(source, tmp_path / "out", killed_ranks, tuple(range(killed_ranks)), steps, **MANY)
+    run_again(ranks, source, tmp_path / "out")
     assert_whole(source, tmp_path, **MANY)
 
 
 def test_a_reshard_continues_after_killed_ranks(source: Path, tmp_path: Path) -> None:
     options = {"world_size": 6, **COLUMNS, "type": "local"}
     killed(source, tmp_path / "out", 3, (0, 1, 2), 1, **options)
-    assert note_of(run_ranks(run, 2, str(source), str(tmp_path / "out"), options))
+    run_again(2, source, tmp_path / "out", options)
     assert verify(str(tmp_path / "out")).ok
     reshard(str(source), str(tmp_path / "whole"), **options)
     found, whole = (content(tmp_path / name, "manifest.safetensors") for name in ("out", "whole"))
@@ -105,7 +101,7 @@ def test_a_rank_that_dies_ends_the_others_with_an_error_that_names_it(source, tm
     for rank in {0, 1, 2} - {victim}:
         assert f"rank {victim}" in (tmp_path / f"said-{rank}").read_text()
         (tmp_path / f"said-{rank}").unlink()
-    assert note_of(run_ranks(run, 3, str(source), str(tmp_path / "out"), MANY))
+    run_again(3, source, tmp_path / "out")
     assert names(tmp_path) == ["in", "out"]
 
 
@@ -115,13 +111,7 @@ def _fails(src: str, dst: str) -> None:
 
     if os.environ["RANK"] == "1":
         Journal.done = failing  # type: ignore[method-assign]
-    convert(src, dst, max_shard_size="1kB")
-
-
-def test_after_an_error_on_one_rank_nothing_is_kept(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="on rank 1: OSError: the disk is on fire"):
-        run_ranks(_fails, 2, str(source), str(tmp_path / "out"))
-    assert names(tmp_path) == ["in"]
+    convert(src, dst, **MANY)
 
 
 def _on_another_disk(src: str, dst: str) -> None:
@@ -132,12 +122,16 @@ def _on_another_disk(src: str, dst: str) -> None:
 
     if os.environ["RANK"] == "1":
         LocalStore.info = not_shared  # type: ignore[method-assign]
-    convert(src, dst, max_shard_size="1kB")
+    convert(src, dst, **MANY)
 
 
-def test_an_error_names_a_rank_that_does_not_see_the_target(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="DST must be on storage that all machines share"):
-        run_ranks(_on_another_disk, 2, str(source), str(tmp_path / "out"))
+@pytest.mark.parametrize(("job", "said"), [
+    (_fails, "on rank 1: OSError: the disk is on fire"),
+    (_on_another_disk, "DST must be on storage that all machines share"),
+])  # fmt: skip
+def test_an_error_of_one_rank_fails_all_and_keeps_nothing(source, tmp_path, job, said):
+    with pytest.raises(RankError, match=said):
+        run_ranks(job, 2, str(source), str(tmp_path / "out"))
     assert names(tmp_path) == ["in"]
 
 
@@ -154,7 +148,7 @@ def _on_two_machines(src: str, dst: str, options: Options, kill: bool) -> tuple[
 def test_a_run_on_two_machines_continues_if_both_take_part_again(source: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError):
         run_ranks(_on_two_machines, 2, str(source), str(tmp_path / "out"), MANY, True)
-    assert note_of(run_ranks(_on_two_machines, 2, str(source), str(tmp_path / "out"), MANY, False))
+    assert run_ranks(_on_two_machines, 2, str(source), str(tmp_path / "out"), MANY, False)[0][0]
     assert names(tmp_path) == ["in", "out"]
 
 
@@ -164,9 +158,6 @@ def test_work_of_a_machine_that_is_gone_is_not_reused(source: Path, tmp_path: Pa
     statement.write_text(statement.read_text().replace('"machine": "', '"machine": "other'))
     assert went_on(convert(str(source), str(tmp_path / "out"), **MANY).notes) == ""
     assert names(tmp_path) == ["in", "out"]
-
-
-# --- work that was started again does not count as done
 
 
 def test_a_restarted_file_does_not_count_as_written_by_an_earlier_run(source: Path, tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import ckptkit
-from ckptkit.offline.convert import convert
+from ckptkit import convert, reshard
 from ckptkit.offline.copying.copier import Copier
-from ckptkit.offline.reshard import reshard
 from tests.offline.copying.test_resume import COLUMNS, UNEVEN
 
 PACKAGE = str(Path(ckptkit.__file__).parent)

@@ -15,19 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.casts import cast_into
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Digest, SliceArray
 from ckptkit.catalog.targets import Target, concatenated
 from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError, UsageError
 from ckptkit.offline.copying import execute as engine
+from ckptkit.offline.copying import sinks
 from ckptkit.offline.copying.execute import execute
 from ckptkit.offline.copying.plan import ComputedTensor, CrcField, Literal, OutputFile, Placement, Plan
 from ckptkit.offline.prove import prove_equal
 from ckptkit.storage.local import LocalStore, start_writing
 from tests.catalog.boxes import columns, partitions, shapes
-from tests.catalog.materialize import materialize
-from tests.offline.engine import Made, make_source, plan_whole, read_placed
+from tests.offline.engine import Made, check_copied, make_source, plan_whole, read_placed
 from tests.offline.folders import flip
 
 ROWS = [Box((i * 2, 0), (2, 6)) for i in range(4)]
@@ -53,9 +52,10 @@ def small(tmp_path: Path, boxes: list[Box] = ROWS, names: str = "w", **options) 
     return make_source(tmp_path / "in", {name: ("uint8", (8, 6), boxes) for name in names}, **options)
 
 
-def whole(made: Made, *names: str) -> Plan:
-    """Place these tensors, or all, in one file."""
-    return plan_whole(made.catalog, [Target.of(made.catalog.tensors[name]) for name in names or made.arrays])
+def one_file(made: Made, **changes) -> Plan:
+    """Place all tensors, with changes such as another dtype, in one file."""
+    targets = [Target.of(entry, name) for name, entry in made.catalog.tensors.items()]
+    return plan_whole(made.catalog, [replace(target, **changes) for target in targets])
 
 
 def out_store(tmp_path: Path, remote: bool) -> LocalStore | ReadOnlyStore:
@@ -63,27 +63,12 @@ def out_store(tmp_path: Path, remote: bool) -> LocalStore | ReadOnlyStore:
     return (ReadOnlyStore if remote else LocalStore)(tmp_path / "out")
 
 
-def run(made: Made, plan: Plan, out: Path, **options) -> dict[str, np.ndarray]:
-    out.mkdir(exist_ok=True)
+def run(made: Made, plan: Plan, **options) -> dict[str, np.ndarray]:
+    """Carry out a plan next to the source; return what was written."""
+    out = made.folder.with_name("out")
+    out.mkdir()
     execute(plan, LocalStore(str(made.folder)), LocalStore(str(out)), **options)
     return read_placed(out, plan)
-
-
-def changed(array: np.ndarray, source: str, target: str) -> np.ndarray:
-    if source == target:
-        return array
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    out = np.empty(array.size * dtype_of(target).itemsize, np.uint8)
-    cast_into(flat, out, source, target)
-    return out.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype_of(target).itemsize]).reshape(array.shape)
-
-
-def expected(made: Made, target: Target) -> np.ndarray:
-    array = materialize(target, {key: made.arrays[key] for key in target.sources})
-    return changed(array, target.source_dtype, target.dtype)
-
-
-# --- random plans compared with numpy
 
 
 @st.composite
@@ -135,22 +120,16 @@ def test_any_source_slicing_is_copied_to_any_target_slicing(tmp_path_factory, jo
     shape, dtype, source, into, change = job
     folder = tmp_path_factory.mktemp("engine")
     digest = data.draw(st.sampled_from(["crc32", "xxh3_64", None]))
-    made = make_source(
-        folder / "in",
-        {"t": (dtype, shape, source)},
-        digest=digest,
-        codec=data.draw(st.integers(0, 3)) == 0,
-        transposed=data.draw(st.integers(0, 3)) == 0,
-    )
+    codec, transposed = (data.draw(st.integers(0, 3)) == 0 for _ in range(2))
+    tensors = {"t": (dtype, shape, source)}
+    made = make_source(folder / "in", tensors, digest=digest, codec=codec, transposed=transposed)
     targets = derived(made, shape, into, change, data.draw)
     plan = placed(data.draw, made, targets)
     check = data.draw(st.booleans())
     origin = LocalStore(str(folder / "in")) if data.draw(st.booleans()) else ReadOnlyStore(folder / "in")
     out = out_store(folder, data.draw(st.booleans()))
     report = execute(plan, origin, out, check=check, workers=2)
-    got = read_placed(folder / "out", plan)
-    for target in targets:
-        assert (got[target.name] == expected(made, target)).all()
+    check_copied(made, plan, read_placed(folder / "out", plan))
     if check and digest:
         assert report.records == len({(s.path, s.codec, s.start) for s in made.catalog.tensors["t"].slices if s.nbytes})
     assert prove_equal(plan, origin, LocalStore(str(folder / "out")), max_memory=10**8, workers=1) == len(targets)
@@ -163,9 +142,8 @@ def test_large_tensors_are_copied_through_small_buffers(tmp_path, monkeypatch, b
     monkeypatch.setattr(engine, "_TILE", 1)
     scaled = [Box(tuple(o * 64 for o in b.offsets), tuple(s * 64 for s in b.sizes)) for b in boxes]
     made = make_source(tmp_path / "in", {"t": ("float32", (512, 384), scaled)})
-    target = replace(Target.of(made.catalog.tensors["t"]), dtype="bfloat16")
-    got = run(made, plan_whole(made.catalog, [target]), tmp_path / "out", check=check, max_memory=1 << 20)
-    assert (got["t"] == expected(made, target)).all()
+    plan = one_file(made, dtype="bfloat16")
+    check_copied(made, plan, run(made, plan, check=check, max_memory=1 << 20))
 
 
 def test_an_element_split_between_chunks_is_cast_correctly(tmp_path, monkeypatch):
@@ -176,19 +154,9 @@ def test_an_element_split_between_chunks_is_cast_correctly(tmp_path, monkeypatch
     record = replace(entry.slices[0], digest=None)
     # A digest that begins one byte before the tensor shifts the chunks relative to the elements.
     record = replace(record, digest=Digest("crc32", zlib.crc32(data[begin - 1 :]), begin - 1, len(data) - begin + 1))
-    entry = replace(entry, slices=SliceArray.of([record], 1))
-    made.catalog = replace(made.catalog, tensors={"t": entry})
-    target = replace(Target.of(entry), dtype="bfloat16")
-    got = run(made, plan_whole(made.catalog, [target]), tmp_path / "out", max_memory=1 << 20, workers=4)
-    assert (got["t"] == expected(made, target)).all()
-
-
-def test_a_computed_tensor_is_written(tmp_path):
-    made = small(tmp_path, names="ab")
-    inputs = tuple(Target.of(made.catalog.tensors[n]) for n in "ab")
-    total = ComputedTensor("sum", "uint8", (8, 6), inputs, lambda parts: (parts[0] + parts[1], 0), "a + b")
-    got = run(made, plan_whole(made.catalog, [total]), tmp_path / "out")
-    assert (got["sum"] == made.arrays["a"] + made.arrays["b"]).all()
+    made.catalog = replace(made.catalog, tensors={"t": replace(entry, slices=SliceArray.of([record], 1))})
+    plan = one_file(made, dtype="bfloat16")
+    check_copied(made, plan, run(made, plan, max_memory=1 << 20, workers=4))
 
 
 def test_a_computed_tensor_over_the_memory_limit_is_refused(tmp_path):
@@ -196,30 +164,21 @@ def test_a_computed_tensor_over_the_memory_limit_is_refused(tmp_path):
     inputs = (Target.of(made.catalog.tensors["a"]),)
     made_of = ComputedTensor("c", "uint8", (1 << 20,), inputs, lambda parts: (parts[0], 0), "a")
     with pytest.raises(UsageError, match="--max-memory"):
-        run(made, plan_whole(made.catalog, [made_of]), tmp_path / "out", max_memory=1 << 20)
-
-
-# --- CRC fields
-
-
-def crc_plan(made: Made) -> Plan:
-    plan = whole(made)
-    body = plan.files[0].nbytes
-    literals = (*plan.files[0].literals, Literal(body, bytes(8)))
-    file = OutputFile("out", body + 8, literals, (CrcField((body, body + 4), 0, body),))
-    return replace(plan, files=(file,))
+        run(made, plan_whole(made.catalog, [made_of]), max_memory=1 << 20)
 
 
 @pytest.mark.parametrize("boxes", [ROWS, COLUMNS], ids=["rows", "columns"])
 @pytest.mark.parametrize("remote", [False, True])
 def test_crc_fields_hold_the_crc_of_what_was_written(tmp_path, boxes, remote):
     made = small(tmp_path, boxes, files=1)
-    execute(crc_plan(made), LocalStore(str(made.folder)), out_store(tmp_path, remote), check=False)
+    plan = one_file(made)
+    body = plan.files[0].nbytes
+    literals = (*plan.files[0].literals, Literal(body, bytes(8)))
+    file = OutputFile("out", body + 8, literals, (CrcField((body, body + 4), 0, body),))
+    store = out_store(tmp_path, remote)
+    execute(replace(plan, files=(file,)), LocalStore(str(made.folder)), store, check=False)
     data = (tmp_path / "out" / "out").read_bytes()
     assert struct.unpack("<II", data[-8:]) == (zlib.crc32(data[:-8]),) * 2
-
-
-# --- damage
 
 
 @pytest.mark.parametrize("digest", ["crc32", "xxh3_64"])
@@ -229,7 +188,7 @@ def test_a_flipped_bit_names_the_file_and_the_tensor(tmp_path, digest, boxes, re
     made = small(tmp_path, boxes, digest=digest)
     flip(tmp_path / "in" / "data-1", int(made.catalog.tensors["w"].slices.starts[1]))
     with pytest.raises(IntegrityError, match=r"data-1: tensor 'w'"):
-        execute(whole(made), LocalStore(str(made.folder)), out_store(tmp_path, remote))
+        execute(one_file(made), LocalStore(str(made.folder)), out_store(tmp_path, remote))
 
 
 def test_damage_in_the_unused_part_of_a_record_is_found(tmp_path):
@@ -237,34 +196,30 @@ def test_damage_in_the_unused_part_of_a_record_is_found(tmp_path):
     flip(tmp_path / "in" / "data-0", int(made.catalog.tensors["w"].slices.starts[0]))
     second_row = Target.of(made.catalog.tensors["w"]).split(0, [1, 7])[1]
     with pytest.raises(IntegrityError):
-        run(made, plan_whole(made.catalog, [second_row]), tmp_path / "out")
+        run(made, plan_whole(made.catalog, [second_row]))
 
 
 @pytest.mark.parametrize(("damaged", "check", "changed"), [("v", True, 0), ("w", False, 1)])
 def test_damage_in_an_unused_tensor_or_without_check_is_no_error(tmp_path, damaged, check, changed):
     made = small(tmp_path, names="wv")
     flip(tmp_path / "in" / "data-0", int(made.catalog.tensors[damaged].slices.starts[0]))
-    got = run(made, whole(made, "w"), tmp_path / "out", check=check)
+    got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), check=check)
     assert (got["w"] != made.arrays["w"]).sum() == changed
-
-
-# --- inconsistent plans
 
 
 def test_a_gap_in_the_source_stops_before_anything_is_written(tmp_path):
     made = small(tmp_path, ROWS[:3])
     with pytest.raises(IncompleteCheckpointError, match="'w'"):
-        run(made, whole(made, "w"), tmp_path / "out")
+        run(made, one_file(made))
     assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize("nbytes", [7 + 48 - 1, 7 + 48 + 1])
 def test_a_file_that_is_not_filled_exactly_is_refused(tmp_path, nbytes):
     made = small(tmp_path)
-    plan = whole(made, "w")
-    plan = replace(plan, files=(replace(plan.files[0], nbytes=nbytes),))
+    plan = one_file(made)
     with pytest.raises(CheckpointMismatchError, match="gap or writes twice"):
-        run(made, plan, tmp_path / "out")
+        run(made, replace(plan, files=(replace(plan.files[0], nbytes=nbytes),)))
 
 
 def test_a_target_with_an_unplaced_part_is_refused(tmp_path):
@@ -273,22 +228,16 @@ def test_a_target_with_an_unplaced_part_is_refused(tmp_path):
     starts = np.arange(3) * 12
     placement = Placement(Target.of(made.catalog.tensors["w"]), np.zeros(3, np.int32), starts, offsets, sizes)
     with pytest.raises(CheckpointMismatchError, match="do not cover"):
-        run(made, Plan(made.catalog, (OutputFile("out", 36),), (placement,)), tmp_path / "out")
-
-
-# --- execution
+        run(made, Plan(made.catalog, (OutputFile("out", 36),), (placement,)))
 
 
 def test_writeback_starts_during_the_copy(tmp_path, monkeypatch):
     begun: list[str] = []
-    monkeypatch.setattr("ckptkit.offline.copying.sinks._DIRTY", 20)
-    monkeypatch.setattr(
-        "ckptkit.offline.copying.sinks.start_writing", lambda fd: begun.append(os.readlink(f"/proc/self/fd/{fd}"))
-    )
+    monkeypatch.setattr(sinks, "_DIRTY", 20)
+    monkeypatch.setattr(sinks, "start_writing", lambda fd: begun.append(os.readlink(f"/proc/self/fd/{fd}")))
     made = make_source(tmp_path / "in", {f"w{i}": ("uint8", (8, 6), ROWS) for i in range(200)})
-    plan = whole(made)
-    got = run(made, plan, tmp_path / "out", workers=1)
-    assert all((got[name] == made.arrays[name]).all() for name in got)
+    plan = one_file(made)
+    check_copied(made, plan, run(made, plan, workers=1))
     assert set(begun) == {str(tmp_path / "out" / "out")}
     assert 1 < len(begun) <= plan.nbytes // 20
 
@@ -314,7 +263,5 @@ def test_uneven_rows_empty_slices_and_replicas_are_copied(tmp_path, into, check)
         "scalar": ("float32", (), [Box((), ())]),
     }
     made = make_source(tmp_path / "source", tensors)
-    targets = [replace(Target.of(entry, name), dtype=into) for name, entry in made.catalog.tensors.items()]
-    found = run(made, plan_whole(made.catalog, targets), tmp_path / "out", check=check)
-    for target in targets:
-        assert np.array_equal(found[target.name], expected(made, target)), target.name
+    plan = one_file(made, dtype=into)
+    check_copied(made, plan, run(made, plan, check=check))

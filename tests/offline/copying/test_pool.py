@@ -11,33 +11,22 @@ import pytest
 from ckptkit.offline.copying.pool import Pool, Worker
 
 
-def test_an_interrupt_waits_for_running_jobs() -> None:
-    pool = Pool(2)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_waits_for_running_jobs_and_begins_no_further_one(workers: int) -> None:
+    pool = Pool(workers)
+    begun: list[int] = []
     ended: list[int] = []
 
-    def job(_item: int, _worker: Worker) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert pool.stopped.wait(60)
-        time.sleep(0.2)  # still writing
-        ended.append(1)
-
-    with pytest.raises(KeyboardInterrupt):
-        pool.run(job, [0])
-    assert ended == [1]
-
-
-def test_after_an_interrupt_no_further_job_begins() -> None:
-    pool = Pool(1)
-    begun: list[int] = []
-
-    def first(item: int, _worker: Worker) -> None:
+    def job(item: int, _worker: Worker) -> None:
         begun.append(item)
         os.kill(os.getpid(), signal.SIGINT)
         assert pool.stopped.wait(60)
+        time.sleep(0.2)  # still writing
+        ended.append(item)
 
     with pytest.raises(KeyboardInterrupt):
-        pool.run(first, [0, 1])
-    assert begun == [0]
+        pool.run(job, [0, 1] if workers == 1 else [0])
+    assert begun == ended == [0]
 
 
 def test_the_first_failure_is_raised_and_stops_the_rest() -> None:

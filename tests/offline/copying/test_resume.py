@@ -5,43 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ckptkit import convert, reshard, verify
 from ckptkit.formats.checks import Verifier
-from ckptkit.offline.convert import convert
 from ckptkit.offline.copying import runs
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
 from ckptkit.storage import journal, publish
+from tests.checkpoint.saving import fork
 from tests.offline.exports import read_model, write_model
-from tests.offline.folders import UNEVEN, copied, names, tree
+from tests.offline.folders import UNEVEN, copied, names, refused, tree
 
 COLUMNS = {"tp_plan": {"*.up.weight": 1, "*.down.weight": 1}, "mesh": {"tp": 2}}
 STEP = 16_000  # so that a small checkpoint takes several steps
-# Runs one command in a separate process, which kills itself after so many steps are recorded as done.
-KILLED = f"""
-import json, os, signal, sys
-from ckptkit.offline.convert import convert
-from ckptkit.offline.copying import runs
-from ckptkit.offline.reshard import reshard
-from ckptkit.storage.journal import Journal
-runs._STEP = {STEP}
-command, src, dst, options, steps = {{"convert": convert, "reshard": reshard}}[sys.argv[1]], *sys.argv[2:]
-left, done = [int(steps)], Journal.done
-def counted(self, step):
-    done(self, step)
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-Journal.done = counted
-command(src, dst, workers=1, **json.loads(options))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +34,28 @@ def source(tmp_path: Path) -> Path:
     return copied(UNEVEN / "ckpt", tmp_path / "in")
 
 
-def killed(command: str, source: Path, out: Path, steps: int, **options: object) -> None:
-    arguments = [command, str(source), str(out), json.dumps(options), str(steps)]
-    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+def dying_after(steps: int) -> None:
+    """Let this process kill itself after so many steps are recorded as done."""
+    done, left = journal.Journal.done, [steps]
+
+    def counted(self: journal.Journal, step: int) -> None:
+        done(self, step)
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    journal.Journal.done = counted  # type: ignore[method-assign]
+
+
+def killed(command: Callable[..., Any], source: Path, out: Path, steps: int, **options: Any) -> None:
+    """Run a command in a process that kills itself after so many steps."""
+
+    def dies(say: Any) -> None:
+        dying_after(steps)
+        runs._STEP = STEP
+        command(str(source), str(out), workers=1, **options)
+
+    assert fork(dies)[0] == -signal.SIGKILL
     assert not out.exists()
 
 
@@ -80,7 +78,7 @@ def assert_whole(source: Path, tmp_path: Path, **options: Any) -> Any:
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_killed_conversion_continues_and_gives_the_same_bytes(source, tmp_path, steps):
-    killed("convert", source, tmp_path / "out", steps)
+    killed(convert, source, tmp_path / "out", steps)
     report = convert(str(source), str(tmp_path / "out"))
     assert f"{steps} of 5 steps" in went_on(report.notes)
     whole = assert_whole(source, tmp_path)
@@ -103,7 +101,7 @@ def test_a_step_without_proved_digests_is_not_recorded_as_done(source, tmp_path,
 
 @pytest.mark.parametrize("options", [{"check": False, "type": "local"}, COLUMNS])
 def test_a_killed_reshard_continues_and_gives_the_same_tensors(source, tmp_path, options):
-    killed("reshard", source, tmp_path / "out", 3, world_size=6, **options)
+    killed(reshard, source, tmp_path / "out", 3, world_size=6, **options)
     report = reshard(str(source), str(tmp_path / "out"), world_size=6, **options)
     assert "3 of" in went_on(report.notes)
     reshard(str(source), str(tmp_path / "whole"), world_size=6, verify=True, **options)
@@ -113,8 +111,7 @@ def test_a_killed_reshard_continues_and_gives_the_same_tensors(source, tmp_path,
 
 
 def test_a_killed_conversion_to_one_file_continues(source, tmp_path):
-    arguments = [sys.executable, "-c", KILLED, "convert", str(source), str(tmp_path / "out.pt"), '{"to": "torch"}', "2"]
-    subprocess.run(arguments, capture_output=True, check=False)
+    killed(convert, source, tmp_path / "out.pt", 2, to="torch")
     assert went_on(convert(str(source), str(tmp_path / "out.pt"), to="torch").notes)
     convert(str(source), str(tmp_path / "whole.pt"), to="torch")
     assert (tmp_path / "out.pt").read_bytes() == (tmp_path / "whole.pt").read_bytes()
@@ -127,7 +124,7 @@ def test_a_killed_conversion_with_another_vocabulary_continues(tmp_path, steps):
     rows = {"model.embed_tokens.weight": 70, "model.layers.0.mlp.up_proj.weight": 90, "lm_head.weight": 70}
     write_model(tmp_path / "in", {name: rng.random((count, 100), np.float32) for name, count in rows.items()})
     options = {"vocab_size": 75}
-    killed("convert", tmp_path / "in", tmp_path / "out", steps, **options)
+    killed(convert, tmp_path / "in", tmp_path / "out", steps, **options)
     report = convert(str(tmp_path / "in"), str(tmp_path / "out"), verify=True, **options)
     assert went_on(report.notes)
     assert_whole(tmp_path / "in", tmp_path, **options)
@@ -136,8 +133,8 @@ def test_a_killed_conversion_with_another_vocabulary_continues(tmp_path, steps):
 
 
 def test_a_run_killed_twice_keeps_the_steps_of_both_attempts(source, tmp_path):
-    killed("convert", source, tmp_path / "out", 1)
-    killed("convert", source, tmp_path / "out", 2)
+    killed(convert, source, tmp_path / "out", 1)
+    killed(convert, source, tmp_path / "out", 2)
     assert "3 of 5 steps" in went_on(convert(str(source), str(tmp_path / "out")).notes)
 
 
@@ -147,10 +144,9 @@ def test_the_next_run_continues_after_ctrl_c_even_in_the_same_process(source, tm
         raise KeyboardInterrupt
 
     done = journal.Journal.done
-    monkeypatch.setattr(journal.Journal, "done", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(journal.Journal, "done", interrupted)
         convert(str(source), str(tmp_path / "out"), workers=1)
-    monkeypatch.setattr(journal.Journal, "done", done)
     assert not (tmp_path / "out").exists()
     assert "1 of 5 steps" in went_on(convert(str(source), str(tmp_path / "out")).notes)
     assert names(tmp_path) == ["in", "out"]
@@ -161,9 +157,7 @@ def test_after_an_error_nothing_is_kept(source, tmp_path, monkeypatch):
         raise OSError("no")
 
     monkeypatch.setattr(journal.Journal, "done", failing)
-    with pytest.raises(OSError, match="no"):
-        convert(str(source), str(tmp_path / "out"))
-    assert names(tmp_path) == ["in"]
+    refused(OSError, "no", convert, source, tmp_path / "out")
 
 
 def restart_the_machine(left: Path) -> None:
@@ -185,7 +179,7 @@ CHANGES: dict[str, Any] = {  # of the source, and of what the killed run left
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_different_work_starts_from_scratch(source, tmp_path, change, monkeypatch):
-    killed("convert", source, tmp_path / "out", 2)
+    killed(convert, source, tmp_path / "out", 2)
     left = next(path for path in tmp_path.glob(".tmp-*") if path.is_dir())
     (left / "stranger").write_text("of nobody")
     options = CHANGES[change] if isinstance(CHANGES[change], dict) else {}
@@ -235,7 +229,7 @@ def test_the_work_of_a_living_writer_is_not_taken_over(source, tmp_path, monkeyp
 
 
 def test_a_torn_last_line_of_a_journal_is_ignored(source, tmp_path):
-    killed("convert", source, tmp_path / "out", 2)
+    killed(convert, source, tmp_path / "out", 2)
     owner = next(path for path in tmp_path.iterdir() if path.name.endswith(".owner"))
     owner.write_text(owner.read_text() + "3")
     assert "2 of 5 steps" in went_on(convert(str(source), str(tmp_path / "out")).notes)

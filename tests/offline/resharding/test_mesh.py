@@ -89,13 +89,10 @@ def test_boxes_and_placements_equal_those_of_fsdp2(shape, style):
         assert torch.equal(whole[box], local)
 
 
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        (None, (1, 8, 1)), ("tp=2", (1, 4, 2)), ("replicate=2,shard=2,tp=2", (2, 2, 2)),
-        ("dp_replicate=2,dp_shard=4", (2, 4, 1)), ({"tp": 4}, (1, 2, 4)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "sizes"), [
+    (None, (1, 8, 1)), ("tp=2", (1, 4, 2)), ("replicate=2,shard=2,tp=2", (2, 2, 2)),
+    ("dp_replicate=2,dp_shard=4", (2, 4, 1)), ({"tp": 4}, (1, 2, 4)),
+])  # fmt: skip
 def test_ranks_not_named_in_a_mesh_become_shards(text: Any, sizes: tuple[int, int, int]) -> None:
     mesh = TargetMesh.parse(text, world_size=8)
     assert (mesh.replicate, mesh.shard, mesh.tp) == sizes
@@ -113,17 +110,11 @@ def test_a_named_dimension_of_size_one_exists() -> None:
     assert mesh.placement(Cut(0)) == (("replicate", "shard"), ("R", "S(0)"))
 
 
-@pytest.mark.parametrize(
-    ("names", "texts", "cut"),
-    [
-        (("replicate", "shard"), ("R", "S(0)"), Cut(0)),
-        (("shard", "tp"), ("SS(0,2)", "S(0)"), Cut(0, 0)),
-        (("shard", "tp"), ("S(0)", "R"), Cut(0, None, ("tp",))),
-        (("dim0", "dim1"), ("S(0)", "S(1)"), Cut(0, 1)),
-        (("dim0",), ("S(1)",), Cut(1)),
-        (("tp",), ("S(0)",), Cut(None, 0)),
-    ],
-)
+@pytest.mark.parametrize(("names", "texts", "cut"), [
+    (("replicate", "shard"), ("R", "S(0)"), Cut(0)), (("shard", "tp"), ("SS(0,2)", "S(0)"), Cut(0, 0)),
+    (("shard", "tp"), ("S(0)", "R"), Cut(0, None, ("tp",))), (("dim0", "dim1"), ("S(0)", "S(1)"), Cut(0, 1)),
+    (("dim0",), ("S(1)",), Cut(1)), (("tp",), ("S(0)",), Cut(None, 0)),
+])  # fmt: skip
 def test_placements_determine_the_sharded_dimensions(names: tuple[str, ...], texts: tuple[str, ...], cut: Cut) -> None:
     assert cut_of_placements(names, texts) == cut
 

@@ -10,16 +10,14 @@ import pytest
 import torch.distributed as dist
 import xxhash
 
-from ckptkit.checkpoint.load.mapping import open_checkpoint
-from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit import convert, open_checkpoint, reshard, verify
+from ckptkit.catalog.entry import Digest
 from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.formats.detect import open_source
 from ckptkit.offline import reading
-from ckptkit.offline.convert import convert
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
 from ckptkit.storage.open import open_store
 from tests.checkpoint import killed
+from tests.checkpoint.states import save
 
 
 def made(zoo: Path, tmp_path: Path, kind: str = "sharded", **options: Any) -> Path:
@@ -34,9 +32,8 @@ def test_every_slice_and_file_has_the_digest_of_its_bytes(zoo: Path, tmp_path: P
     slices = [part for entry in open_source(str(folder)).catalog.tensors.values() for part in entry.slices]
     assert slices
     for part in slices:
-        assert part.digest is not None
         data = files[part.path][part.start : part.start + part.nbytes]
-        assert (part.digest.algorithm, part.digest.value) == ("xxh3_64", xxhash.xxh3_64_intdigest(data))
+        assert part.digest == Digest("xxh3_64", xxhash.xxh3_64_intdigest(data), part.start, part.nbytes)
     record = json.loads(files["checkpoint.json"])
     digests = {name: xxhash.xxh3_64_hexdigest(data) for name, data in files.items() if name != "checkpoint.json"}
     assert {name: item["xxh3_64"] for name, item in record["files"].items()} == digests
@@ -49,8 +46,7 @@ def test_every_object_has_a_digest(zoo: Path, tmp_path: Path) -> None:
     assert records
     for entry in records:
         data = (folder / entry.path).read_bytes()[entry.start : entry.start + entry.nbytes]
-        assert entry.digest is not None
-        assert entry.digest.value == xxhash.xxh3_64_intdigest(data)
+        assert entry.digest is not None and entry.digest.value == xxhash.xxh3_64_intdigest(data)
 
 
 def converts_what_rank_0_chose(run: str, target: str) -> list[str]:
@@ -60,20 +56,17 @@ def converts_what_rank_0_chose(run: str, target: str) -> list[str]:
     def outdated(url: str, **options: Any) -> str:
         return f"{run}/step_00000001" if url == run and dist.get_rank() else real(url, **options)
 
-    reading.resolve_url = outdated
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reading, "resolve_url", outdated)
         hf = convert(run, f"{target}/hf", max_shard_size=60)
         dcp = reshard(run, f"{target}/step_00000002", world_size=2)
-    finally:
-        reading.resolve_url = real
     return [hf.opened, dcp.opened]
 
 
 def test_ranks_of_torchrun_read_the_checkpoint_that_rank_0_has_chosen(ranks: Any, tmp_path: Path) -> None:
     run = str(tmp_path / "run")
-    with CheckpointManager(run) as manager:
-        for step in (1, 2):
-            manager.save(step, killed.state(step))
+    for step in (1, 2):
+        save(run, killed.state(step), step)
     found = ranks.run(converts_what_rank_0_chose, 2, run, str(tmp_path))
     assert found == [[f"{run}/step_00000002"] * 2] * 2
     assert (open_checkpoint(f"{tmp_path}/hf")["weight"].numpy() == killed.content(2, 0)).all()
@@ -82,9 +75,7 @@ def test_ranks_of_torchrun_read_the_checkpoint_that_rank_0_has_chosen(ranks: Any
 
 
 def test_a_reshard_can_write_to_an_object_store(zoo: Path) -> None:
-    import uuid
-
-    target = f"memory://reshard-{uuid.uuid4().hex}/step_00000000"
+    target = "memory://reshard-seal/step_00000000"
     reshard(str(zoo / "dcp_fsdp2_uneven_w4"), target, world_size=3, verify=True)
     assert verify(target).ok
     assert open_source(target).catalog.info.world_size == 3
