@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckptkit
-from ckptkit.checkpoint.load.mapping import open_checkpoint
+from ckptkit import TrainState, open_checkpoint, verify
 from ckptkit.errors import CheckpointMismatchError, CkptkitError, UnsupportedFormatError, UsageError
-from ckptkit.offline.verify import verify
+from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from tests.checkpoint.states import load, save
 from tests.cli.commands import ran
-from tests.offline import vocabulary_jobs as jobs
 from tests.offline.exports import assert_same, converted, read_model, write_model
+from tests.offline.folders import refused
 
 ROWS, WIDTH = 301, 24
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -41,14 +50,16 @@ def model(path: Path, state: dict[str, torch.Tensor] | None = None, **config: An
 
 def mean(tensor: torch.Tensor) -> torch.Tensor:
     """Return the mean of the rows, summed in fp64 in order."""
-    total = torch.zeros(tensor.shape[1:], dtype=torch.float64)
-    for row in tensor:
-        total += row.double()
-    return (total / len(tensor)).to(tensor.dtype)
+    return (functools.reduce(torch.add, tensor.double()) / len(tensor)).to(tensor.dtype)
 
 
 def padded(tensor: torch.Tensor, rows: int, row: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor, row.expand(rows - len(tensor), *tensor.shape[1:])])
+
+
+def convert(source: str, out: Path, **options: Any) -> Any:
+    """Convert to 320 rows unless told otherwise."""
+    return ckptkit.convert(source, str(out), **{"vocab_size": 320, **options})
 
 
 def by_fqn(url: str) -> dict[str, torch.Tensor]:
@@ -72,24 +83,20 @@ def test_new_rows_are_the_same_for_any_workers_memory_and_sharding(tmp_path: Pat
     generator = torch.Generator().manual_seed(1)
     state = {EMBEDDING: torch.randn(9001, 257, generator=generator), "model.norm.weight": torch.ones(257)}
     source = model(tmp_path / "in", state, vocab_size=9001)
-    ckptkit.convert(source, str(tmp_path / "dcp"), to="dcp", world_size=3)
-    found = []
-    for i, (place, workers, memory) in enumerate([("in", 1, "512MB"), ("dcp", 4, "16MB")]):
-        out = tmp_path / f"out{i}"
-        ckptkit.convert(str(tmp_path / place), str(out), vocab_size=9099, workers=workers, max_memory=memory)
-        found.append((out / "model.safetensors").read_bytes())
-    assert found[0] == found[1]
-    assert torch.equal(read_model(tmp_path / "out0")[EMBEDDING][-1], mean(state[EMBEDDING]))
+    convert(source, tmp_path / "dcp", to="dcp", world_size=3, vocab_size=None)
+    one = converted(source, tmp_path / "one", vocab_size=9099, workers=1, max_memory="512MB")
+    two = converted(tmp_path / "dcp", tmp_path / "two", vocab_size=9099, workers=4, max_memory="16MB")
+    assert_same(one.tensors, two.tensors)
+    assert torch.equal(one.tensors[EMBEDDING][-1], mean(state[EMBEDDING]))
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch", "local"])
 def test_every_format_gets_new_rows_and_zeros_on_request(tmp_path: Path, to: Any) -> None:
-    state, out = weights(), str(tmp_path / "out")
-    ckptkit.convert(model(tmp_path / "in", state), out, to=to, vocab_size=320, new_rows="zeros", verify=True)
-    made = by_fqn(out)
+    state = weights()
+    convert(model(tmp_path / "in", state), tmp_path / "out", to=to, new_rows="zeros", verify=True)
+    made = by_fqn(str(tmp_path / "out"))
     for name in (EMBEDDING, HEAD, "lm_head.bias"):
-        zero = torch.zeros_like(state[name][0])
-        assert torch.equal(made[name], padded(state[name], 320, zero))
+        assert torch.equal(made[name], padded(state[name], 320, torch.zeros_like(state[name][0])))
     if to == "dcp":
         assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 320
 
@@ -98,7 +105,7 @@ def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
     state = weights(tied=True)
     source = model(tmp_path / "in", {**state, HEAD: state[EMBEDDING].clone()}, tie_word_embeddings=True)
     assert HEAD not in converted(source, tmp_path / "hf", vocab_size=310).tensors
-    ckptkit.convert(source, str(tmp_path / "dcp"), to="dcp", vocab_size=310)
+    convert(source, tmp_path / "dcp", to="dcp", vocab_size=310)
     both = by_fqn(str(tmp_path / "dcp"))
     assert both[EMBEDDING].shape == (310, WIDTH) and torch.equal(both[EMBEDDING], both[HEAD])
 
@@ -111,58 +118,65 @@ def test_new_rows_are_cast_and_quantized_layers_are_unchanged(tmp_path: Path) ->
 
 def test_a_dry_run_shows_the_rows_and_reads_no_tensor(tmp_path: Path) -> None:
     source = model(tmp_path / "in")
-    report = ckptkit.convert(source, str(tmp_path / "out"), vocab_size=320, dry_run=True)
+    report = convert(source, tmp_path / "out", dry_run=True)
     assert any(f"[320, {WIDTH}]" in line and "rows of its mean" in line for line in report.plan_lines())
     assert not (tmp_path / "out").exists()
-    data = (tmp_path / "in" / "model.safetensors").read_bytes()
-    (tmp_path / "in" / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(CkptkitError):
-        ckptkit.convert(source, str(tmp_path / "out"), vocab_size=320)
+    weights = tmp_path / "in" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    refused(CkptkitError, "", convert, source, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("more", "config", "said"),
-    [
-        ({"model.layers.0.odd.weight": (ROWS, 3)}, {}, "model.layers.0.odd.weight"),
-        ({"final_logits_bias": (1, ROWS)}, {}, "final_logits_bias"),
-        ({"mtp.embed_tokens.weight": (ROWS, WIDTH)}, {}, "mtp.embed_tokens.weight"),
-        ({"mtp.lm_head.weight": (ROWS, WIDTH)}, {}, "one output head"),
-        ({"mtp.lm_head.weight": (ROWS + 1, WIDTH)}, {}, "one output head"),
-        ({}, {"vocab_size": 7, "text_config": {"vocab_size": 8}}, "vocab_size 7, 8"),
-    ],
-)
-def test_an_uncertain_vocabulary_is_refused_by_name(tmp_path, more, config, said):
-    state = {**weights(), **{name: torch.zeros(shape).bfloat16() for name, shape in more.items()}}
-    with pytest.raises(CheckpointMismatchError, match=said):
-        ckptkit.convert(model(tmp_path / "in", state, **config), str(tmp_path / "out"), vocab_size=320)
-    assert not (tmp_path / "out").exists()
+def with_more(name: str, *shape: int) -> dict[str, torch.Tensor]:
+    return {**weights(), name: torch.zeros(shape).bfloat16()}
 
 
-def test_a_model_without_embedding_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointMismatchError, match="cannot tell which tensor is the token embedding"):
-        source = model(tmp_path / "in", {"a.weight": torch.zeros(4, 4)})
-        ckptkit.convert(source, str(tmp_path / "out"), vocab_size=320)
+REFUSED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any], Any, str]] = {
+    # The rule: the weights, the config, the options, and the error.
+    "another tensor of that many rows": (
+        with_more("model.layers.0.odd.weight", ROWS, 3), {}, {}, CheckpointMismatchError, "model.layers.0.odd.weight"),
+    "another tensor of that many columns": (
+        with_more("final_logits_bias", 1, ROWS), {}, {}, CheckpointMismatchError, "final_logits_bias"),
+    "a second embedding": (
+        with_more("mtp.embed_tokens.weight", ROWS, WIDTH), {}, {}, CheckpointMismatchError, "mtp.embed_tokens.weight"),
+    "a second head": (with_more("mtp.lm_head.weight", ROWS, WIDTH), {}, {}, CheckpointMismatchError, "one output head"),
+    "a second head of other rows": (
+        with_more("mtp.lm_head.weight", ROWS + 1, WIDTH), {}, {}, CheckpointMismatchError, "one output head"),
+    "two sizes in the config": (
+        weights(), {"vocab_size": 7, "text_config": {"vocab_size": 8}}, {}, CheckpointMismatchError, "vocab_size 7, 8"),
+    "no embedding": ({"a.weight": torch.zeros(4, 4)}, {}, {}, CheckpointMismatchError,
+                     "cannot tell which tensor is the token embedding"),
+    "an embedding in integers": (
+        {**weights(), EMBEDDING: torch.zeros(ROWS, WIDTH, dtype=torch.int8)}, {}, {}, UnsupportedFormatError,
+        r"embed_tokens\.weight' is int8"),
+    "new rows without a size": (
+        weights(), {}, {"vocab_size": None, "new_rows": "zeros"}, UsageError, "--vocab-size adds"),
+    "a size of 0": (weights(), {}, {"vocab_size": 0}, UsageError, "vocab_size"),
+    "unknown new rows": (weights(), {}, {"new_rows": "ones"}, UsageError, "new_rows"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("tokenizer.json", {"model": {"vocab": {"a": 0, "b": 250}}, "added_tokens": []}),
-        ("tokenizer.json", {"model": {"vocab": [["a", 0.0]] * 251}}),
-        ("tokenizer.json", {"model": {}, "added_tokens": [{"id": 400, "content": "y"}, {"id": 299, "content": "x"}]}),
-        ("added_tokens.json", {"x": 250}),
-        ("vocab.json", {"x": 250}),
-        ("generation_config.json", {"eos_token_id": [3, 250]}),
-        ("config.json", {"vocab_size": ROWS, "text_config": {"pad_token_id": 250}}),
-    ],
-)
+@pytest.mark.parametrize("rule", REFUSED)
+def test_an_uncertain_vocabulary_or_an_option_without_effect_is_refused(tmp_path: Path, rule: str) -> None:
+    state, config, options, error, said = REFUSED[rule]
+    refused(error, said, convert, model(tmp_path / "in", state, **config), tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("tokenizer.json", {"model": {"vocab": {"a": 0, "b": 250}}, "added_tokens": []}),
+    ("tokenizer.json", {"model": {"vocab": [["a", 0.0]] * 251}}),
+    ("tokenizer.json", {"model": {}, "added_tokens": [{"id": 400, "content": "y"}, {"id": 299, "content": "x"}]}),
+    ("added_tokens.json", {"x": 250}),
+    ("vocab.json", {"x": 250}),
+    ("generation_config.json", {"eos_token_id": [3, 250]}),
+    ("config.json", {"vocab_size": ROWS, "text_config": {"pad_token_id": 250}}),
+])  # fmt: skip
 def test_rows_of_tokens_in_use_are_not_cut_off(tmp_path: Path, name: str, content: dict[str, Any]) -> None:
     source = model(tmp_path / "in")
     (tmp_path / "in" / name).write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=rf"--vocab-size 250 would remove .* in {name}"):
-        ckptkit.convert(source, str(tmp_path / "out"), vocab_size=250)
+    said = rf"--vocab-size 250 would remove .* in {name}"
+    refused(UsageError, said, convert, source, tmp_path / "out", vocab_size=250)
     if "299" not in json.dumps(content):
-        ckptkit.convert(source, str(tmp_path / "out"), vocab_size=251)
+        convert(source, tmp_path / "out", vocab_size=251)
 
 
 def test_rows_beyond_the_vocab_size_of_the_config_are_trimmed(tmp_path: Path) -> None:
@@ -173,28 +187,6 @@ def test_rows_beyond_the_vocab_size_of_the_config_are_trimmed(tmp_path: Path) ->
     assert any("the last 11 rows were removed" in note for note in found.report.notes)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"new_rows": "zeros"}, "--vocab-size adds"),
-        ({"vocab_size": 0}, "vocab_size"),
-        ({"vocab_size": 320, "new_rows": "ones"}, "new_rows"),
-    ],
-)
-def test_vocab_size_options_without_effect_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        ckptkit.convert(model(tmp_path / "in"), str(tmp_path / "out"), **options)
-
-
-def test_an_embedding_in_integers_is_refused(tmp_path: Path) -> None:
-    state = {**weights(), EMBEDDING: torch.zeros(ROWS, WIDTH, dtype=torch.int8)}
-    with pytest.raises(UnsupportedFormatError, match=r"embed_tokens\.weight' is int8"):
-        ckptkit.convert(model(tmp_path / "in", state), str(tmp_path / "out"), vocab_size=320)
-
-
-# --- reshard
-
-
 @pytest.mark.parametrize("rows", [30, 48])
 @pytest.mark.parametrize(  # parallelize_module unties a head
     ("layout", "ranks_saved", "tied", "masters"),
@@ -202,23 +194,23 @@ def test_an_embedding_in_integers_is_refused(tmp_path: Path) -> None:
 )
 def test_a_reshard_changes_weights_masters_and_moments(ranks, tmp_path, layout, ranks_saved, tied, masters, rows):
     types = ("sharded", "local")
-    ranks.run(jobs.save, ranks_saved, str(tmp_path), layout, types, tied, masters)
+    ranks.run(save_small, ranks_saved, str(tmp_path), layout, types, tied, masters)
     mesh = None if layout == "1d" else "shard=1,tp=2"
     for kind in types:
         source, out = str(tmp_path / kind / "step_00000002"), str(tmp_path / f"{kind}-new" / "step_00000002")
         ckptkit.reshard(source, out, world_size=2, mesh=mesh, type=kind, vocab_size=rows, verify=True)
         assert verify(out).ok
         _check_state(open_checkpoint(source), open_checkpoint(out), rows)
-        assert all(ranks.run(jobs.load, 2, str(tmp_path / f"{kind}-new"), layout, rows, tied, masters))
+        assert all(ranks.run(load_small, 2, str(tmp_path / f"{kind}-new"), layout, rows, tied, masters))
 
 
 def _check_state(before: Any, after: Any, rows: int) -> None:
     assert set(before.catalog.tensors) == set(after.catalog.tensors)
     for name, entry in before.catalog.tensors.items():
         old, new = before[name].to_torch(), after[name].to_torch()
-        if jobs.ROWS not in entry.shape:
+        if FEW not in entry.shape:
             assert torch.equal(old, new)
-        elif rows < jobs.ROWS:
+        elif rows < FEW:
             assert torch.equal(old[:rows], new)
         elif entry.state and entry.state != "master":
             assert torch.equal(padded(old, rows, torch.zeros_like(old[0])), new)
@@ -243,8 +235,8 @@ def other_programs(path: Path, key: str, state: torch.Tensor) -> str:
 @pytest.mark.parametrize("key", [f"optimizer.state.{EMBEDDING}.row_var", "extra.counts"])
 def test_an_optimizer_state_of_unknown_rows_is_refused(tmp_path: Path, key: str) -> None:
     source = other_programs(tmp_path / "in", key, torch.ones(ROWS, 1))
-    with pytest.raises(CheckpointMismatchError, match=key.rpartition(".")[2]):
-        ckptkit.reshard(source, str(tmp_path / "out"), world_size=2, vocab_size=320)
+    options = {"world_size": 2, "vocab_size": 320}
+    refused(CheckpointMismatchError, key.rpartition(".")[2], ckptkit.reshard, source, tmp_path / "out", **options)
 
 
 def test_states_of_other_programs_follow_their_parameter(tmp_path: Path) -> None:
@@ -260,3 +252,58 @@ def test_the_command_line_accepts_vocab_size(tmp_path: Path) -> None:
     options = ("--vocab-size", "310", "--new-rows", "zeros", "--verify")
     assert "the 9 new rows are zeros" in ran("convert", model(tmp_path / "in"), tmp_path / "out", *options)
     assert not read_model(tmp_path / "out")[EMBEDDING][ROWS:].any()
+
+
+FEW, NARROW = 37, 6  # uneven for any number of ranks
+
+
+class Small(nn.Module):
+    def __init__(self, rows: int, *, tied: bool) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(rows, NARROW)
+        self.norm = nn.LayerNorm(NARROW)
+        self.lm_head = nn.Linear(NARROW, rows, bias=not tied)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.norm(self.embed_tokens(tokens)))
+
+
+def make_small(layout: str, rows: int, *, tied: bool, masters: bool) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model, size = Small(rows, tied=tied), dist.get_world_size()
+    if masters:
+        model = model.bfloat16()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+    if layout == "tp":
+        whole = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("shard", "tp"))
+        plan = {"embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": ColwiseParallel()}
+        parallelize_module(model, whole["tp"], plan)
+        mesh = whole["shard"]
+    fully_shard(model, mesh=mesh)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return model, MasterWeightOptimizer(optimizer) if masters else optimizer
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        tokens = torch.arange(step, step + 12) % FEW
+        model(tokens).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save_small(url: str, layout: str, types: tuple[str, ...], tied: bool, masters: bool) -> None:
+    model, optimizer = make_small(layout, FEW, tied=tied, masters=masters)
+    train(model, optimizer, 2)
+    for kind in types:
+        save(f"{url}/{kind}", TrainState(model=model, optimizer=optimizer, rng=False), 2, state_dict_type=kind)
+
+
+def load_small(url: str, layout: str, rows: int, tied: bool, masters: bool) -> bool:
+    """Load a checkpoint into a model of `rows` tokens and train a step."""
+    model, optimizer = make_small(layout, rows, tied=tied, masters=masters)
+    report = load(url, TrainState(model=model, optimizer=optimizer, rng=False))
+    train(model, optimizer, 1)
+    return not report.skipped and not report.missing

@@ -135,17 +135,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 MIXED = (
-    "rslora and patterns",
-    "dora",
-    "conv",
-    "conv dora",
-    "fan in dora",
-    "attention",
-    "experts",
-    "tokens",
-    "kasa",
-    "mica",
-)
+    "rslora and patterns", "dora", "conv", "conv dora", "fan in dora", "attention", "experts", "tokens", "kasa", "mica",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "dtype", "adapter_dtype"), [
@@ -215,9 +206,6 @@ def test_a_base_without_the_adapted_weights_is_refused(tmp_path: Path) -> None:
     ):
         change()
         refused(error, said, convert, adapter, tmp_path / "out", merge_adapter=True, base=str(base))
-
-
-# --- combined with key maps, casts, memory limits and the whole command
 
 
 @pytest.mark.parametrize("case", ["linear and embedding", "rslora and patterns", "fan in", "attention", "experts",
@@ -355,9 +343,6 @@ def test_the_error_for_dora_above_the_memory_limit_says_how_much_it_needs(tmp_pa
         gatherer.make_box(embed, Box.whole(embed.shape), np.empty(embed.numel * 2, np.uint8))
 
 
-# --- adapters that cannot be merged
-
-
 def changes_of(config: Mapping[str, Any], model_type: str | None = None, **shapes: tuple[int, ...]) -> None:
     split = split_adapter(stored(**shapes))
     assert split is not None
@@ -367,26 +352,10 @@ def changes_of(config: Mapping[str, Any], model_type: str | None = None, **shape
 LINEAR_Q = {"q__base_layer__weight": (6, 4), "q__lora_A__default__weight": (2, 4), "q__lora_B__default__weight": (6, 2)}
 
 
-@pytest.mark.parametrize("flag", ["alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config"])
-def test_adapters_that_peft_cannot_merge_are_refused_with_advice(flag: str) -> None:
-    with pytest.raises(UnsupportedFormatError, match=rf"{flag} cannot be merged, not even by PEFT.*Export the adapter"):
-        changes_of({flag: [1]}, **LINEAR_Q)
-
-
-@pytest.mark.parametrize("targets", [5, "experts.up", [5], {"a": 1}])
-def test_a_config_whose_target_parameters_are_not_a_list_is_refused(targets: object) -> None:
-    with pytest.raises(CorruptCheckpointError, match="target_parameters is"):
-        changes_of({"target_parameters": targets}, **LINEAR_Q)
-
-
-@pytest.mark.parametrize(
-    ("module", "settings", "said"),
-    [
-        ("grouped", {}, "grouped convolution"),
-        ("flat3", {}, "flat kernel"),
-        ("plain", {"lora_bias": True}, "a bias for 'plain', whose base layer has none"),
-    ],
-)
+@pytest.mark.parametrize(("module", "settings", "said"), [
+    ("grouped", {}, "grouped convolution"), ("flat3", {}, "flat kernel"),
+    ("plain", {"lora_bias": True}, "a bias for 'plain', whose base layer has none"),
+])  # fmt: skip
 def test_what_peft_cannot_merge_is_refused_too(tmp_path, module, settings, said):
     config = of(target_modules=[module], **settings)
     adapted = trained(config, tmp_path, dtype="float32")
@@ -397,21 +366,23 @@ def test_what_peft_cannot_merge_is_refused_too(tmp_path, module, settings, said)
 
 
 TOKENS = {"e__token_adapter__base_layer__weight": (9, 4), "e__token_adapter__trainable_tokens_delta__default": (2, 4)}
+MISMATCH = CheckpointMismatchError
 
 
-@pytest.mark.parametrize(
-    ("config", "more", "said"),
-    [
-        ({"use_dora": True}, {}, "'q' has no DoRA magnitude"),
-        ({}, {"q__lora_magnitude_vector__default__weight": (6,)}, r"'q' has a DoRA magnitude, .* use_dora=False"),
-        ({}, TOKENS, "do not list the rows of 'e'"),
-        ({"trainable_token_indices": [1, 2, 3]}, TOKENS,
-         r"select 3 rows of 'e' \[9, 4\], but the trained rows in the checkpoint are \[2, 4\]"),
-        ({}, {"q__base_layer__weight": (6, 5)}, r"not match the weight \(W \[6, 5\], A \[2, 4\], B \[6, 2\]\)"),
-    ],
-)  # fmt: skip
-def test_a_config_that_contradicts_the_tensors_is_refused(config: Any, more: Any, said: str) -> None:
-    with pytest.raises(CheckpointMismatchError, match=said):
+@pytest.mark.parametrize(("config", "more", "error", "said"), [
+    *(({flag: [1]}, {}, UnsupportedFormatError, rf"{flag} cannot be merged, not even by PEFT.*Export the adapter")
+      for flag in ("alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config")),
+    *(({"target_parameters": targets}, {}, CorruptCheckpointError, "target_parameters is")  # not a list of names
+      for targets in (5, "experts.up", [5], {"a": 1})),
+    ({"use_dora": True}, {}, MISMATCH, "'q' has no DoRA magnitude"),
+    ({}, {"q__lora_magnitude_vector__default__weight": (6,)}, MISMATCH, r"has a DoRA magnitude, .* use_dora=False"),
+    ({}, TOKENS, MISMATCH, "do not list the rows of 'e'"),
+    ({"trainable_token_indices": [1, 2, 3]}, TOKENS, MISMATCH,
+     r"select 3 rows of 'e' \[9, 4\], but the trained rows in the checkpoint are \[2, 4\]"),
+    ({}, {"q__base_layer__weight": (6, 5)}, MISMATCH, r"not match the weight \(W \[6, 5\], A \[2, 4\], B \[6, 2\]\)"),
+])  # fmt: skip
+def test_a_config_that_peft_cannot_merge_or_that_contradicts_the_tensors_is_refused(config, more, error, said):
+    with pytest.raises(error, match=said):
         changes_of(config, **{**LINEAR_Q, **more})
 
 

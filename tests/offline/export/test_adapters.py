@@ -40,9 +40,9 @@ def test_the_zoos_adapter_is_exported_as_peft_stores_it(zoo: Path) -> None:
     assert found.export.kind == "adapter"
     assert_same(found.tensors, read_model(zoo / CASE / "EXPECTED_adapter"))
     expected = json.loads((zoo / CASE / "EXPECTED_adapter" / CONFIG).read_text())
-    for key in ("peft_type", "r", "lora_alpha", "task_type", "inference_mode"):
-        assert found.json(CONFIG)[key] == expected[key]
-    assert sorted(found.json(CONFIG)["target_modules"]) == sorted(expected["target_modules"])
+    made = found.json(CONFIG)
+    assert all(made[key] == expected[key] for key in ("peft_type", "r", "lora_alpha", "task_type", "inference_mode"))
+    assert sorted(made["target_modules"]) == sorted(expected["target_modules"])
 
 
 @pytest.mark.parametrize("case", [
@@ -98,16 +98,12 @@ def test_the_adapter_settings_that_verl_records_are_enough(bare: Path) -> None:
     assert {key: config[key] for key in meta} == meta
 
 
-@pytest.mark.parametrize(
-    ("named", "repo", "made", "note"),
-    [
-        ("/home/me/llama", None, "/home/me/llama", "names /home/me/llama, a path on the machine that trained it, as"),
-        (None, None, None, "the adapter config names nothing as the base model; --base ORG/NAME"),
-        ("/home/me/llama", "org/llama", "org/llama", "names org/llama as the base model instead of /home/me/llama"),
-        ("org/llama", "org/other", "org/llama", ""),
-        (None, "org/llama", "org/llama", ""),
-    ],
-)
+@pytest.mark.parametrize(("named", "repo", "made", "note"), [
+    ("/home/me/llama", None, "/home/me/llama", "names /home/me/llama, a path on the machine that trained it, as"),
+    (None, None, None, "the adapter config names nothing as the base model; --base ORG/NAME"),
+    ("/home/me/llama", "org/llama", "org/llama", "names org/llama as the base model instead of /home/me/llama"),
+    ("org/llama", "org/other", "org/llama", ""), (None, "org/llama", "org/llama", ""),
+])  # fmt: skip
 def test_a_local_base_path_is_noted_and_can_be_replaced_by_a_repo(zoo, named, repo, made, note):
     given = {"r": 4, "lora_alpha": 16, "base_model_name_or_path": named}
     found = planned(zoo / CASE / "ckpt", BaseModel("the base", repo=repo), adapter_config=given)
@@ -116,20 +112,6 @@ def test_a_local_base_path_is_noted_and_can_be_replaced_by_a_repo(zoo, named, re
     assert on_card == (made is not None and made.startswith("org"))
     noted = [text for text in found.export.notes if "as the base model" in text]
     assert len(noted) == bool(note) and all(note in text for text in noted)
-
-
-def test_an_unknown_alpha_is_refused(bare: Path) -> None:
-    with pytest.raises(UsageError, match=r"rank 4, on down_proj, q_proj, v_proj\).*but not its alpha"):
-        planned(bare)
-    with pytest.raises(UsageError, match="has no lora_alpha"):
-        planned(bare, adapter_config={"r": 4})
-    with pytest.raises(UsageError, match="lora_alpha 0, which some tools write"):
-        adapter_config({"r": 2, "lora_alpha": 0}, lora(), base=None)
-
-
-def test_a_lora_rank_that_contradicts_the_tensors_is_refused() -> None:
-    with pytest.raises(CheckpointMismatchError, match=r"has rank 8 for 'q', but its tensors have rank 2"):
-        adapter_config({"r": 8, "lora_alpha": 1}, lora(), base=None)
 
 
 def test_dora_magnitudes_and_trained_tokens_keep_their_names_in_an_adapter() -> None:
@@ -151,23 +133,28 @@ def test_fully_trained_modules_are_exported_with_the_lora_factors() -> None:
 
 def test_an_attribute_before_the_prefix_of_peft_is_removed_from_names() -> None:
     split = split_adapter({f"actor.base_model.model.{name}": target for name, target in stored(**PLAIN).items()})
-    assert split is not None
-    assert list(split.base) == ["q.weight"]
+    assert split is not None and list(split.base) == ["q.weight"]
     names = [f"base_model.model.q.lora_{half}.weight" for half in "AB"]
     assert sorted(export_adapter(split, {})[0]) == names
 
 
-@pytest.mark.parametrize(
-    ("more", "error", "said"),
-    [
-        ({"k__lora_A__default__weight": (2, 4)}, CheckpointMismatchError, "lora_A or lora_B is missing for: k"),
-        ({"q__lora_A__other__weight": (2, 4), "q__lora_B__other__weight": (6, 2)}, UnsupportedFormatError,
-         "several adapters: default, other"),
-    ],
-)  # fmt: skip
-def test_other_sets_of_factors_are_refused_by_name(more: Any, error: type[Exception], said: str) -> None:
+def test_an_unknown_alpha_is_refused(bare: Path) -> None:
+    with pytest.raises(UsageError, match=r"rank 4, on down_proj, q_proj, v_proj\).*but not its alpha"):
+        planned(bare)
+    with pytest.raises(UsageError, match="has no lora_alpha"):
+        planned(bare, adapter_config={"r": 4})
+
+
+@pytest.mark.parametrize(("config", "more", "error", "said"), [
+    ({"r": 2, "lora_alpha": 0}, {}, UsageError, "lora_alpha 0, which some tools write"),
+    ({"r": 8, "lora_alpha": 1}, {}, CheckpointMismatchError, "has rank 8 for 'q', but its tensors have rank 2"),
+    ({}, {"k__lora_A__default__weight": (2, 4)}, CheckpointMismatchError, "lora_A or lora_B is missing for: k"),
+    ({}, {"q__lora_A__other__weight": (2, 4), "q__lora_B__other__weight": (6, 2)}, UnsupportedFormatError,
+     "several adapters: default, other"),
+])  # fmt: skip
+def test_factors_that_do_not_fit_each_other_or_the_config_are_refused(config, more, error, said):
     with pytest.raises(error, match=said):
-        lora(**more)
+        adapter_config(config, lora(**more), base=None)
 
 
 def test_splitting_names_without_adapters_returns_none() -> None:

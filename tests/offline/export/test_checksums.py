@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit import convert, verify
 from ckptkit.errors import CkptkitError, UsageError
-from ckptkit.offline.convert import convert
 from ckptkit.offline.export.checksums import SUMS_NAME
-from ckptkit.offline.verify import verify
-from tests.offline.folders import flip
+from tests.offline.folders import flip, largest, names, refused, tree
 
 SOURCE = "hf_ref_llama_untied"
 
@@ -33,18 +32,13 @@ def _found(export: Path, name: str) -> list[str]:
         return [str(error)]
 
 
-def test_every_file_of_an_export_has_its_sha256_on_request(export: Path) -> None:
-    lines = (export / SUMS_NAME).read_text().splitlines()
-    files = sorted(str(path.relative_to(export)) for path in export.rglob("*") if path.is_file())
-    assert lines == [
-        f"{hashlib.sha256((export / name).read_bytes()).hexdigest()}  {name}" for name in files if name != SUMS_NAME
-    ]
+def test_every_file_of_an_export_has_its_sha256_only_on_request(export: Path, tmp_path: Path) -> None:
+    files = tree(export, SUMS_NAME)
+    sums = [f"{hashlib.sha256(data).hexdigest()}  {name}" for name, data in sorted(files.items())]
+    assert (export / SUMS_NAME).read_text().splitlines() == sums
     assert len([name for name in files if name.endswith(".safetensors")]) > 1
-
-
-def test_checksums_are_written_only_on_request(zoo: Path, export: Path, tmp_path: Path) -> None:
     convert(str(export), str(tmp_path / "again"))
-    assert not (tmp_path / "again" / SUMS_NAME).exists()
+    assert SUMS_NAME not in names(tmp_path / "again")
 
 
 def test_each_flipped_bit_of_an_export_is_found_with_its_file_and_tensors(export: Path) -> None:
@@ -72,8 +66,7 @@ def test_an_export_in_a_hub_cache_is_proved_through_its_links(export: Path, tmp_
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
     report = verify(str(snapshot))
     assert report.ok and report.unproved_bytes == 0 and report.algorithms == ("sha256",)
-    last = max(blobs.iterdir(), key=lambda path: path.stat().st_size)
-    last.write_bytes(last.read_bytes()[:-1] + b"?")
+    flip(largest(blobs, "*"), -1)
     assert not verify(str(snapshot)).ok
 
 
@@ -87,28 +80,23 @@ def test_a_truncated_checksum_list_is_found(export: Path) -> None:
     kept = [line for line in lines if "model-00002" not in line]
     (export / SUMS_NAME).write_text("".join(kept))
     (problem,) = verify(str(export)).problems
-    assert problem.path.startswith("model-00002")
-    assert SUMS_NAME in problem.message
+    assert problem.path.startswith("model-00002") and SUMS_NAME in problem.message
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["no sum at all", f"{'0' * 64}  ../outside", f"{'0' * 64}  /etc/hostname", f"{'0' * 63}  config.json", "\x1b[2J"],
-)
-def test_an_invalid_checksum_list_is_a_problem(export: Path, line: str) -> None:
-    with (export / SUMS_NAME).open("a") as file:
-        file.write(line + "\n")
-    problems = verify(str(export)).problems
-    assert [problem.path for problem in problems] == [SUMS_NAME]
+BAD_LINES = (
+    "no sum at all", f"{'0' * 64}  ../outside", f"{'0' * 64}  /etc/hostname", f"{'0' * 63}  config.json", "\x1b[2J",
+)  # fmt: skip
 
 
-def test_a_fifo_instead_of_the_checksum_list_is_a_problem(export: Path) -> None:
-    os.unlink(export / SUMS_NAME)
-    os.mkfifo(export / SUMS_NAME)
+@pytest.mark.parametrize("line", [*BAD_LINES, None])
+def test_an_invalid_checksum_list_or_a_fifo_in_its_place_is_a_problem(export: Path, line: str | None) -> None:
+    if line is None:
+        os.unlink(export / SUMS_NAME)
+        os.mkfifo(export / SUMS_NAME)
+    else:
+        (export / SUMS_NAME).write_text((export / SUMS_NAME).read_text() + line + "\n")
     assert [problem.path for problem in verify(str(export)).problems] == [SUMS_NAME]
 
 
 def test_checksums_need_a_hugging_face_export(zoo: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--sha256"):
-        convert(str(zoo / SOURCE), str(tmp_path / "out"), to="dcp", sha256=True)
-    assert not (tmp_path / "out").exists()
+    refused(UsageError, "--sha256", convert, zoo / SOURCE, tmp_path / "out", to="dcp", sha256=True)

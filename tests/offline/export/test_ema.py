@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit import CheckpointManager, TrainState
+from ckptkit import TrainState
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
+from tests.checkpoint.states import save
 from tests.offline.exports import Result, assert_same, converted
 
 
@@ -35,8 +36,7 @@ def test_the_average_in_a_ckptkit_checkpoint_is_exported(tmp_path: Path, kind: s
     net = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.LayerNorm(1024))
     ema = average(net)
     state = TrainState(model=net, extra={"ema": ema}) if kind == "extra" else TrainState(model={"a": net, "ema": ema})
-    with CheckpointManager(str(tmp_path / "run")) as manager:
-        manager.save(1, state)
+    save(tmp_path / "run", state)
     expected = ema.module.state_dict()
     if kind == "models":
         expected = {f"a.{name}": tensor for name, tensor in expected.items()}
@@ -45,8 +45,7 @@ def test_the_average_in_a_ckptkit_checkpoint_is_exported(tmp_path: Path, kind: s
 
 def test_averages_stored_as_plain_values_are_refused_by_name(tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(1024, 2))
-    with CheckpointManager(str(tmp_path / "run")) as manager:
-        manager.save(1, TrainState(model=net, extra={"ema": average(net)}))
+    save(tmp_path / "run", TrainState(model=net, extra={"ema": average(net)}))
     with pytest.raises(UnsupportedFormatError, match=r"0\.bias.*so small"):
         exported(tmp_path / "run")
 
@@ -89,16 +88,13 @@ def test_the_average_of_lightning_is_its_state_dict(tmp_path: Path) -> None:
     assert_same(exported(tmp_path / "x.ckpt").tensors, callback._average_model.module.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("content", "error", "said"),
-    [
-        ({}, CheckpointNotFoundError, "no tensors of an EMA"),
-        ({"ema": {"a.w": torch.ones(2)}, "state_dict_ema": {"a.w": torch.ones(2)}}, UsageError, "several EMAs: ema"),
-        ({"ema": {"a.w": torch.ones(3)}}, CheckpointMismatchError, r"'.*a.w' has shape \[3\]"),
-        ({"ema": {"b.v": torch.ones(2)}}, CheckpointMismatchError, "none of the names under 'ema.'"),
-        ({"ema": {"0": torch.ones(2), "1": torch.ones(2)}}, UnsupportedFormatError, "have numbers instead of names"),
-    ],
-)
+@pytest.mark.parametrize(("content", "error", "said"), [
+    ({}, CheckpointNotFoundError, "no tensors of an EMA"),
+    ({"ema": {"a.w": torch.ones(2)}, "state_dict_ema": {"a.w": torch.ones(2)}}, UsageError, "several EMAs: ema"),
+    ({"ema": {"a.w": torch.ones(3)}}, CheckpointMismatchError, r"'.*a.w' has shape \[3\]"),
+    ({"ema": {"b.v": torch.ones(2)}}, CheckpointMismatchError, "none of the names under 'ema.'"),
+    ({"ema": {"0": torch.ones(2), "1": torch.ones(2)}}, UnsupportedFormatError, "have numbers instead of names"),
+])  # fmt: skip
 def test_an_average_of_another_model_is_refused(tmp_path, content, error, said):
     torch.save({"state_dict": {"a.w": torch.ones(2)}, **content}, tmp_path / "x.pt")
     with pytest.raises(error, match=said):

@@ -59,23 +59,19 @@ def test_live_names_become_those_that_transformers_saves(case, tmp_path):
     assert_same(exported(tmp_path), expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("ViTForImageClassification", SMALL),
-        ("DeiTModel", SMALL),
-        ("Dinov2Model", SMALL),
-        ("Dinov2Model", {**SMALL, "use_swiglu_ffn": True}),
-        ("AriaTextForCausalLM", {**SMALL, "num_key_value_heads": 2, "moe_num_experts": 4, "head_dim": 8}),
-        ("FuyuForCausalLM", {**SMALL, "text_config": {**SMALL, "model_type": "persimmon"}}),
-        ("MarianMTModel", SEQUENCES),
-        ("MarianMTModel", {**SEQUENCES, "share_encoder_decoder_embeddings": False, "decoder_vocab_size": 24}),
-        ("BigBirdPegasusForConditionalGeneration", SEQUENCES),
-        ("BigBirdPegasusForSequenceClassification", SEQUENCES),
-        ("Pop2PianoForConditionalGeneration",
-         {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}),
-    ],
-)  # fmt: skip
+FUYU = ("FuyuForCausalLM", {**SMALL, "text_config": {**SMALL, "model_type": "persimmon"}})
+
+
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("ViTForImageClassification", SMALL), ("DeiTModel", SMALL), ("Dinov2Model", SMALL),
+    ("Dinov2Model", {**SMALL, "use_swiglu_ffn": True}),
+    ("AriaTextForCausalLM", {**SMALL, "num_key_value_heads": 2, "moe_num_experts": 4, "head_dim": 8}), FUYU,
+    ("MarianMTModel", SEQUENCES),
+    ("MarianMTModel", {**SEQUENCES, "share_encoder_decoder_embeddings": False, "decoder_vocab_size": 24}),
+    ("BigBirdPegasusForConditionalGeneration", SEQUENCES), ("BigBirdPegasusForSequenceClassification", SEQUENCES),
+    ("Pop2PianoForConditionalGeneration",
+     {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}),
+])  # fmt: skip
 def test_some_model_families_are_mapped_without_transformers(kind, settings, tmp_path, monkeypatch):
     expected = trained(kind, settings, tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
@@ -83,7 +79,7 @@ def test_some_model_families_are_mapped_without_transformers(kind, settings, tmp
 
 
 def test_the_names_of_fuyu_are_found_from_the_config_next_to_the_run(tmp_path, monkeypatch):
-    expected = trained("FuyuForCausalLM", {**SMALL, "text_config": {**SMALL, "model_type": "persimmon"}}, tmp_path)
+    expected = trained(*FUYU, tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     shutil.copy(tmp_path / "base" / "config.json", tmp_path / "run")
     assert_same(converted(tmp_path / "run", tmp_path / "out").tensors, expected)
@@ -116,49 +112,37 @@ TEXT: dict[str, Any] = {
 VISION = {**SMALL, "num_hidden_layers": 1, "patch_size": 4, "out_hidden_size": 16, "depth": 1, "num_heads": 2}
 AUDIO = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 OF_SEVERAL_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "cosmos3_edge": (
-        "Cosmos3EdgeForConditionalGeneration",
-        {
-            "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
-            "vision_config": VISION,
-            "projector_hidden_size": 24,
+    "cosmos3_edge": ("Cosmos3EdgeForConditionalGeneration", {
+        "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+        "vision_config": VISION, "projector_hidden_size": 24,
+    }),
+    "glm5_next": ("Glm5NextForConditionalGeneration", {
+        "text_config": {
+            **TEXT, "num_hidden_layers": 4, "head_dim": 0, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 0, "v_head_dim": 4, "linear_head_dim": 4, "linear_num_heads": 2, "index_head_dim": 4,
+            "index_n_heads": 2, "index_topk": 16, "hc_mult": 2, "mlp_layer_types": ["dense", *["sparse"] * 3],
         },
-    ),
-    "glm5_next": (
-        "Glm5NextForConditionalGeneration",
-        {
-            "text_config": {
-                **TEXT, "num_hidden_layers": 4, "head_dim": 0, "n_routed_experts": 4, "num_experts_per_tok": 2,
-                "moe_intermediate_size": 8, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4,
-                "qk_rope_head_dim": 0, "v_head_dim": 4, "linear_head_dim": 4, "linear_num_heads": 2,
-                "index_head_dim": 4, "index_n_heads": 2, "index_topk": 16, "hc_mult": 2,
-                "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-            },
-            "vision_config": {**VISION, "projection_intermediate_size": 8},
+        "vision_config": {**VISION, "projection_intermediate_size": 8},
+    }),
+    "nemo_speechlm": ("Nemotron3_5TranscribeForConditionalGeneration", {
+        "audio_config": {
+            "asr_config": AUDIO,
+            "diarization_config": {"audio_config": AUDIO, "head_config": {"audio_hidden_size": 16}},
         },
-    ),
-    "nemo_speechlm": (
-        "Nemotron3_5TranscribeForConditionalGeneration",
-        {
-            "audio_config": {
-                "asr_config": AUDIO,
-                "diarization_config": {"audio_config": AUDIO, "head_config": {"audio_hidden_size": 16}},
-            },
-            "text_config": {
-                **TEXT, "model_type": "nemotron_h", "num_hidden_layers": 4, "hybrid_override_pattern": "M*-E",
-                "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 4, "n_routed_experts": 4,
-                "moe_intermediate_size": 8, "moe_shared_expert_intermediate_size": 8,
-            },
-            "word_timestamp_config": {**AUDIO, "vocab_size": 12, "blank_token_id": 11},
+        "text_config": {
+            **TEXT, "model_type": "nemotron_h", "num_hidden_layers": 4, "hybrid_override_pattern": "M*-E",
+            "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 4, "n_routed_experts": 4,
+            "moe_intermediate_size": 8, "moe_shared_expert_intermediate_size": 8,
         },
-    ),
+        "word_timestamp_config": {**AUDIO, "vocab_size": 12, "blank_token_id": 11},
+    }),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", OF_SEVERAL_PARTS)
 def test_models_of_several_parts_get_the_names_of_their_release(family, tmp_path):
-    kind, settings = OF_SEVERAL_PARTS[family]
-    expected = trained(kind, settings, tmp_path)
+    expected = trained(*OF_SEVERAL_PARTS[family], tmp_path)
     if family == "nemo_speechlm":  # transformers saves one tensor per expert, NVIDIA's releases stack them
         front = "llm.model.layers.3.mixer.experts."
         for ours, theirs in (("up_proj", "gate_and_up_projs"), ("down_proj", "down_projs")):
@@ -183,10 +167,12 @@ def test_without_transformers_there_is_no_table(tmp_path, monkeypatch):
     assert live_model(config, ["a"] * 100) is None
 
 
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+
+
 def test_a_config_with_more_layers_than_tensors_is_not_instantiated():
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 10**9}
-    assert live_model(config, ["a", "b"]) is None
-    assert live_model({**config, "num_hidden_layers": 1}, ["a", "b"]) is not None
+    assert live_model({**LLAMA, "num_hidden_layers": 10**9}, ["a", "b"]) is None
+    assert live_model(LLAMA, ["a", "b"]) is not None
 
 
 @pytest.mark.parametrize("name", ["Trainer", "load_tool", "pipeline", "nothing"])
@@ -201,6 +187,5 @@ def test_an_error_of_transformers_is_noted_and_names_are_kept(monkeypatch, caplo
         raise RuntimeError("an odd version")
 
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", fails)
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
-    assert live_model(config, ["a", "b"]) is None
+    assert live_model(LLAMA, ["a", "b"]) is None
     assert "LlamaForCausalLM" in caplog.text and "an odd version" in caplog.text
