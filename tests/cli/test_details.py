@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckptkit.cli import frame, ls, outcome
+from ckptkit import RetentionPolicy, convert
+from ckptkit.cli import frame, ls, outcome, prune
 from ckptkit.cli import main as commands
-from ckptkit.offline.convert import convert
+from ckptkit.cli.retention import take_policy
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.publish import open_staging
 from ckptkit.storage.staging import new_nonce
@@ -38,11 +40,23 @@ def test_help_has_a_heading_for_each_group_of_options() -> None:
     assert headings == ["What:", "Model:", "Names:", "Files:", "Safety:", "Resources:", "Output:"]
 
 
-def test_full_dtype_names_are_accepted(zoo: Path, tmp_path: Path) -> None:
-    ran("convert", zoo / DCP, tmp_path / "out", "--dtype", "bfloat16", "--dry-run")
+SAID: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command line, words of the output
+    "full names of dtypes are accepted": (0, "convert {dcp} {out} --dtype bfloat16 --dry-run", "nothing was written"),
+    "verify names the files that it could not prove":
+        (0, "verify {zoo}/hf_ref_llama_untied", "not proved: 101.0 kB in model.safetensors"),
+    "inspect shows how tensors are sharded": (0, "inspect {zoo}/verl_fsdp2_w2", "sharding: dim 0 in 2 (21)"),
+    "verify names the damaged tensor": (1, "verify {zoo}/broken_bitflip_shard/ckpt", "embed_tokens"),
+    "a quick verify reads no tensor": (0, "verify --quick {zoo}/broken_bitflip_shard/ckpt", "not read"),
+    "diff by recorded digests does not claim to have read the tensors":
+        (0, "diff {root}/300 {root}/300", "by recorded digest only; `verify` reads the bytes"),
+    "pin of a run pins its newest checkpoint": (0, "pin {root} --why x", "step_00000300"),
+}  # fmt: skip
 
 
-# --- names for checkpoints
+@pytest.mark.parametrize("rule", SAID)
+def test_a_command_prints_what_is_so(zoo: Path, root: Path, tmp_path: Path, rule: str) -> None:
+    code, line, words = SAID[rule]
+    assert words in ran(*line.format(zoo=zoo, dcp=zoo / DCP, root=root, out=tmp_path / "out").split(), code=code)
 
 
 @pytest.mark.parametrize("name", ["latest", "300", "step_00000300"])
@@ -66,24 +80,16 @@ def test_a_symlink_called_latest_of_another_system_is_followed(zoo: Path, tmp_pa
     assert "there is no 'latest'" in run("inspect", tmp_path / "latest").output
 
 
-# --- output of commands
-
-
 def test_an_export_with_a_config_prints_the_serve_command(zoo: Path, tmp_path: Path) -> None:
     last = ran("convert", zoo / "verl_fsdp2_w2", tmp_path / "out put", "--verify").strip().splitlines()
     assert last[-1] == f"serve it with: vllm serve '{tmp_path}/out put'"
     assert "equal to the source" in last[-2]
 
 
-def test_a_dry_run_that_would_fail_lists_why_and_exits_with_1(zoo: Path, tmp_path: Path) -> None:
-    said = ran("convert", zoo / DCP, tmp_path / "out", "--base", zoo / "hf_ref_llama_untied", "--dry-run", code=1)
-    assert "would fail: missing: lm_head.weight" in said
-    assert "nothing was written" in said
-
-
-def test_a_dry_run_shows_five_tensors_and_five_faults_of_a_kind_unless_verbose(zoo: Path, tmp_path: Path) -> None:
+def test_a_dry_run_that_would_fail_lists_five_faults_of_a_kind_unless_verbose(zoo: Path, tmp_path: Path) -> None:
     words = ("convert", zoo / DCP, tmp_path / "out", "--base", zoo / "hf_ref_llama_untied", "--dry-run")
     short, long = ran(*words, code=1), ran(*words, "--verbose", code=1)
+    assert "would fail: missing: lm_head.weight" in short and "nothing was written" in short
     for kind, many in (("  from __", 18), ("would fail: missing: ", 21), ("would fail: unexpected: ", 18)):
         assert (short.count(kind), long.count(kind)) == (5, many)
         assert f"\n... and {many - 5} more of {many}; --verbose lists them\n" in short
@@ -97,14 +103,6 @@ def test_an_adapter_config_from_a_file_is_written_into_the_export(zoo: Path, tmp
     (tmp_path / "adapter.json").write_text(json.dumps(config))
     ran("convert", tmp_path / "weights.safetensors", tmp_path / "out", "--adapter-config", tmp_path / "adapter.json")
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_alpha"] == 4
-
-
-def test_verify_names_the_files_it_could_not_prove(zoo: Path) -> None:
-    assert "not proved: 101.0 kB in model.safetensors" in ran("verify", zoo / "hf_ref_llama_untied")
-
-
-def test_inspect_shows_how_tensors_are_sharded(zoo: Path) -> None:
-    assert "sharding: dim 0 in 2 (21)" in ran("inspect", zoo / "verl_fsdp2_w2")
 
 
 def test_inspect_prints_equal_layers_on_one_line(tmp_path: Path) -> None:
@@ -129,12 +127,8 @@ def test_a_narrow_terminal_prints_reasons_on_separate_lines() -> None:
     table = [["name", "rotation"], ["step_00000100", "keep: the newest; a multiple of 400 (keep_every)"]]
     assert len(ls._aligned(table, 0)) == len(ls._aligned(table, 100)) == 2
     narrow = ls._aligned(table, 40)
-    assert narrow[0] == "name"
-    assert max(map(len, narrow)) <= 40
+    assert narrow[0] == "name" and max(map(len, narrow)) <= 40
     assert " ".join(line.strip() for line in narrow[2:]) == table[1][1]
-
-
-# --- progress and colours
 
 
 def with_bar(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, quiet: bool = False, at_once: bool = True) -> str:
@@ -179,17 +173,13 @@ def test_progress_names_the_current_file(zoo: Path, tmp_path: Path) -> None:
     assert seen[-1][0] == seen[-1][1]
 
 
-# --- Ctrl-C
-
-
 def test_the_message_of_an_interrupted_conversion_names_what_is_left(tmp_path: Path) -> None:
     dst = str(tmp_path / "out")
     assert "start over" in outcome.interrupted_words(dst, overwrite=False)
     staging = open_staging(LocalStore(tmp_path), "out", new_nonce())
     staging.write("part.safetensors", b"x" * 5000)
     words = outcome.interrupted_words(dst, overwrite=False)
-    assert f"is kept in {staging.url}" in words
-    assert "same command again" in words
+    assert f"is kept in {staging.url}" in words and "same command again" in words
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
     assert "is unchanged" in outcome.interrupted_words(dst, overwrite=True)
@@ -205,9 +195,6 @@ def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch: pytest.MonkeyP
     assert ran("ls", "x", code=130) == "Interrupted.\n"
 
 
-# --- the library's logger
-
-
 def test_the_library_prints_nothing_and_log_records_have_a_rank(monkeypatch, caplog):
     monkeypatch.setenv("RANK", "3")
     logging.getLogger("ckptkit").setLevel(logging.WARNING)  # a command of another test may have used --quiet
@@ -215,3 +202,17 @@ def test_the_library_prints_nothing_and_log_records_have_a_rank(monkeypatch, cap
     (record,) = caplog.records
     assert isinstance(record.rank, int)  # type: ignore[attr-defined]
     assert any(isinstance(h, logging.NullHandler) for h in logging.getLogger("ckptkit").handlers)
+
+
+@pytest.mark.parametrize("command", [ls.command, prune.command])
+def test_each_retention_rule_has_an_option(command: click.Command) -> None:
+    assert {field.name for field in dataclasses.fields(RetentionPolicy)} <= {param.name for param in command.params}
+
+
+def test_the_options_make_a_policy() -> None:
+    given = ["--max-num=3", "--max-mem=1GB", "--keep-every=10", "--keep-daily=7", "--keep-best=loss:min:2"]
+    made = prune.command.make_context("prune", ["RUN", *given]).params
+    assert take_policy(made) == RetentionPolicy(3, "1GB", 10, ("loss", "min", 2), 7)
+    none = prune.command.make_context("prune", ["RUN"]).params
+    assert take_policy(none) is None
+    assert not {field.name for field in dataclasses.fields(RetentionPolicy)} & {*made, *none}

@@ -15,8 +15,7 @@ import fsspec
 import pytest
 
 import ckptkit
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit import CheckpointManager, RetentionPolicy
 from ckptkit.cli.main import _COMMANDS, cli
 from ckptkit.errors import CkptkitError, command_line
 from ckptkit.storage.open import open_store
@@ -46,9 +45,6 @@ def check(hint: str) -> None:
             command.make_context(name, words)
         except click.UsageError as error:
             raise AssertionError(f"{line!r} can't be pasted: {error.format_message()}") from error
-
-
-# --- the templates
 
 
 def _literals(path: Path) -> Iterator[tuple[int, str]]:
@@ -96,9 +92,6 @@ def test_the_check_finds_a_hint_that_cannot_be_pasted(hint, tmp_path, monkeypatc
     (tmp_path / "R").mkdir()
     with pytest.raises(AssertionError):
         check_line(hint)
-
-
-# --- the messages of real runs
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,8 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
     "a size is a number": (2, "convert {dcp} out --max-shard-size lots", "lots"),
     "a shard has a size": (2, "convert {root} out --max-shard-size 0", "5GB"),
     "a mesh fits the ranks": (2, "reshard {dcp} out --world-size 4 --mesh replicate=3,shard=2", "has 6 ranks, but"),
+    "a key map exists": (2, "convert {dcp} out --key-map no-such-map", "no-such-map"),
+    "a file of a key map exists": (2, "convert {dcp} out --key-map missing.toml", "missing.toml"),
     "an adapter config exists": (2, "convert a b --adapter-config {here}/gone", "gone: No such file"),
     "an adapter config is JSON": (2, "convert a b --adapter-config {here}/broken.json", "json is not valid JSON"),
     "an adapter config is an object": (2, "convert a b --adapter-config {here}/list.json", "JSON object"),
@@ -80,8 +82,8 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
 def test_a_mistake_is_refused_with_advice_and_changes_nothing(zoo, root, tmp_path, monkeypatch, rule):
     code, line, words = REFUSED[rule]
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "other").mkdir()
+    for name in ("empty", "other"):
+        (tmp_path / name).mkdir()
     for name, text in (("other/notes.txt", "hello"), ("broken.json", "{"), ("list.json", "[1]")):
         (tmp_path / name).write_text(text)
     places = {"zoo": zoo, "root": root, "here": tmp_path, "hf": zoo / HF, "dcp": zoo / "dcp_fsdp2_uneven_w4" / "ckpt"}
@@ -92,19 +94,16 @@ def test_a_mistake_is_refused_with_advice_and_changes_nothing(zoo, root, tmp_pat
     assert sorted(tmp_path.rglob("*")) == before
 
 
-MISSING = [
-    *([verb] for verb in ("inspect", "verify", "pin", "unpin", "ls", "prune")),
-    *([verb, "OUT"] for verb in ("convert", "copy")),
-    ["reshard", "OUT", "--world-size", "2"],
-    ["diff", "nosuch"],
-    ["push", "me/model"],
-    ["merge", "OUT", "--last", "2"],
-]
+MISSING = (
+    "inspect", "verify", "pin", "unpin", "ls", "prune", "convert OUT", "copy OUT", "reshard OUT --world-size 2",
+    "diff nosuch", "push me/model", "merge OUT --last 2",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("words", MISSING, ids=lambda words: words[0])
-def test_every_command_answers_a_missing_checkpoint_with_exit_code_1(words: list[str], tmp_path: Path) -> None:
-    result = run(words[0], tmp_path / "nosuch", *words[1:])
+@pytest.mark.parametrize("line", MISSING)
+def test_every_command_answers_a_missing_checkpoint_with_exit_code_1(line: str, tmp_path: Path) -> None:
+    verb, *words = line.split()
+    result = run(verb, tmp_path / "nosuch", *words)
     assert result.exit_code == 1, result.output
     assert f"{tmp_path}/nosuch" in result.stderr and "does not exist" in result.stderr
 
@@ -127,9 +126,8 @@ def test_an_unknown_name_in_a_run_of_one_checkpoint_names_that_checkpoint(root: 
 def test_an_error_that_lists_many_names_shows_five_unless_verbose(zoo: Path, tmp_path: Path) -> None:
     words = ("convert", zoo / HF, tmp_path / "out", "--key-map", "torchtitan-llama3")
     short, long = run(*words).stderr, run(*words, "--verbose").stderr
-    assert short.count("  no rule matches ") == 5 and short.endswith(
-        "\n  ... and 11 more of 16; --verbose lists them\n"
-    )
+    assert short.count("  no rule matches ") == 5
+    assert short.endswith("\n  ... and 11 more of 16; --verbose lists them\n")
     assert long.count("  no rule matches ") == 16 and "more of" not in long
 
 
@@ -137,21 +135,17 @@ def test_an_error_that_lists_many_names_shows_five_unless_verbose(zoo: Path, tmp
 def test_a_url_without_a_bucket_is_wrong_usage(url: str) -> None:
     for command in (["ls"], ["verify"], ["inspect"], ["prune", "--max-num", "1"]):
         result = run(*command, url)
-        assert result.exit_code == 2
-        assert f"Error: {url} has no bucket. Write {url[:2]}://BUCKET/" in result.output
+        assert result.exit_code == 2 and f"Error: {url} has no bucket. Write {url[:2]}://BUCKET/" in result.output
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "inspect ''", "inspect file://", "inspect IN --html out --after ''", "verify ''", "ls ''",
-        "prune '' --max-num 1", "pin ''", "unpin ''", "diff '' IN", "diff IN ''", "convert '' out",
-        "convert IN ''", "convert IN out --base ''", "copy '' out", "copy IN ''",
-        "reshard '' out --world-size 1", "reshard IN '' --world-size 1", "push '' me/model",
-        "convert IN out --push ''", "convert IN out --key-map ''", "verify IN --layout ''",
-        "convert IN out --include ''",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("line", [
+    "inspect ''", "inspect file://", "inspect IN --html out --after ''", "verify ''", "ls ''",
+    "prune '' --max-num 1", "pin ''", "unpin ''", "diff '' IN", "diff IN ''", "convert '' out",
+    "convert IN ''", "convert IN out --base ''", "copy '' out", "copy IN ''",
+    "reshard '' out --world-size 1", "reshard IN '' --world-size 1", "push '' me/model",
+    "convert IN out --push ''", "convert IN out --key-map ''", "verify IN --layout ''",
+    "convert IN out --include ''",
+])  # fmt: skip
 def test_an_empty_path_or_option_is_refused(zoo, tmp_path, line, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(zoo / HF, tmp_path, dirs_exist_ok=True)  # an empty path would read the current directory

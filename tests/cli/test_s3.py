@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import Result
-from safetensors.numpy import save_file
 
-from ckptkit.offline.reshard import reshard
+from ckptkit import reshard
 from ckptkit.storage import open_store
 from tests.cli.commands import run, save_run
+from tests.offline.exports import write_model
 from tests.storage import proxy as proxies
 from tests.storage import servers
 
@@ -33,36 +33,23 @@ def _run(options: dict[str, Any], *args: str | Path) -> Result:
     return run(*args, *(word for key, value in options.items() for word in ("--storage-option", f"{key}={value}")))
 
 
-def _big(folder: Path) -> None:
-    tensors = {f"model.layers.{i}.w": np.full((1024, 1024), i, np.float32) for i in range(4)}
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    assert sum(tensor.nbytes for tensor in tensors.values()) == DATA
-
-
-def sources(folder: Path) -> dict[str, Callable[[], object]]:
-    """Return a function for each kind of source that creates it below `folder`, by name."""
-    base = folder / "safetensors"
-    import torch.distributed.checkpoint as torch_dcp
-
-    state = {f"layers.{i}.w": torch.full((1024, 1024), float(i)) for i in range(4)}
-    return {
-        "safetensors": lambda: _big(base),
-        "sharded": lambda: reshard(str(base), str(folder / "sharded" / "step_00000001"), world_size=3),
-        "torch": lambda: torch.save({"model": state}, folder / "torch.pt"),
-        "dcp": lambda: torch_dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True),
-    }
+SOURCES: dict[str, Callable[[dict[str, Any], Path], object]] = {
+    "safetensors": lambda state, place: write_model(place, state),
+    "sharded": lambda state, place: reshard(
+        write_model(place.with_name("base"), state), str(place / "step_00000001"), world_size=3
+    ),
+    "torch.pt": lambda state, place: torch.save({"model": state}, place),
+    "dcp": lambda state, place: dcp.save(state, checkpoint_id=place, no_dist=True),
+}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", ["safetensors", "sharded", "torch", "dcp"])
+@pytest.mark.parametrize("kind", SOURCES)
 def test_inspect_reads_only_metadata(server, tmp_path, monkeypatch, kind):
-    made = sources(tmp_path)
-    for name in dict.fromkeys(("safetensors", kind)):
-        made[name]()
-    place = next(path for path in (tmp_path / kind, tmp_path / f"{kind}.pt") if path.exists())
+    place = tmp_path / kind
+    SOURCES[kind]({f"model.layers.{i}.w": torch.full((1024, 1024), float(i)) for i in range(4)}, place)
     store = open_store("s3://looks", storage_options=server)
-    store.fs.put(str(place), f"looks/{place.name}", recursive=place.is_dir())
+    store.fs.put(str(place), f"looks/{kind}", recursive=place.is_dir())
     answered: list[int] = []
     forward = proxies._Handler.forward
 
@@ -74,10 +61,9 @@ def test_inspect_reads_only_metadata(server, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(proxies._Handler, "forward", counting)
     with proxies.proxy_of(server["endpoint_url"]) as proxy:
         options = {**server, "endpoint_url": proxy.url}
-        result = _run(options, "inspect", f"s3://looks/{place.name}", "--json", "--tensors", "*")
+        result = _run(options, "inspect", f"s3://looks/{kind}", "--json", "--tensors", "*")
     assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
-    assert sum(tensor["nbytes"] for tensor in document["tensors"]) == DATA
+    assert sum(tensor["nbytes"] for tensor in json.loads(result.stdout)["tensors"]) == DATA
     assert sum(answered) < DATA // 20
 
 

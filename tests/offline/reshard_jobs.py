@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit import CheckpointManager, TrainState
+from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from tests.checkpoint import jobs
+
+Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def save(url: str, layout: str, types: tuple[str, ...], precision: str = "fp32") -> dict[str, Any]:
@@ -28,15 +31,12 @@ def save(url: str, layout: str, types: tuple[str, ...], precision: str = "fp32")
     return jobs.everything(job)
 
 
-def load(urls: list[str], layout: str, precision: str = "fp32") -> list[dict[str, Any]]:
-    """Load each checkpoint into a fresh job; return every value of each."""
-    found = []
-    for url in urls:
-        job = jobs.make(layout, precision, start=99)
-        with CheckpointManager(str(Path(url).parent)) as manager:
-            manager.load(job.state(), url, per_rank_on_resize="keep")
-        found.append(jobs.everything(job))
-    return found
+def load(url: str, layout: str, precision: str = "fp32") -> dict[str, Any]:
+    """Load a checkpoint into a fresh job; return every value."""
+    job = jobs.make(layout, precision, start=99)
+    with CheckpointManager(str(Path(url).parent)) as manager:
+        manager.load(job.state(), url, per_rank_on_resize="keep")
+    return jobs.everything(job)
 
 
 def resume(url: str) -> tuple[int, dict[str, Any]]:
@@ -86,8 +86,6 @@ def _local_nbytes(tensors: Any) -> int:
 
 def count_reads(url: str, layout: str) -> dict[str, tuple[int, int]]:
     """Return (bytes read, bytes needed) of a load by our manager, and by plain torch DCP of the model only."""
-    import torch.distributed.checkpoint as dcp
-
     model, optimizer = _wide(layout)
     found = {}
     with CheckpointManager(str(Path(url).parent)) as manager:
@@ -110,9 +108,7 @@ def count_reads(url: str, layout: str) -> dict[str, tuple[int, int]]:
 class Bare(nn.Module):
     """Parameters of any names and shapes, without a forward."""
 
-    def __init__(
-        self, shapes: dict[str, tuple[str, tuple[int, ...]]], tied: dict[str, str], buffers: list[str]
-    ) -> None:
+    def __init__(self, shapes: Shapes, tied: dict[str, str], buffers: list[str]) -> None:
         super().__init__()
         made: dict[str, nn.Parameter] = {}
         for name, (dtype, shape) in shapes.items():
@@ -131,19 +127,12 @@ class Bare(nn.Module):
 
 
 def go_on(
-    url: str,
-    shapes: dict[str, tuple[str, tuple[int, ...]]],
-    tied: dict[str, str],
-    buffers: list[str],
-    groups: list[list[str]],
-    masters: bool = False,
+    url: str, shapes: Shapes, tied: dict[str, str], buffers: list[str], groups: list[list[str]], masters: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], list[Any], list[str]]:
     """Load a checkpoint strictly into a sharded model with AdamW, return its values, then train a step.
 
     Returns model tensors, optimizer tensors by "<fqn>.<state>", the settings of the groups, and the loaded names.
     """
-    from ckptkit.fsdp.master_weights import MasterWeightOptimizer
-
     model = Bare(shapes, tied, buffers)
     ignored = {p for p in model.parameters() if p.ndim == 0}
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))

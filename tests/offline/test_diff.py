@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit import CheckpointManager, TrainState
+from ckptkit import TrainState, convert
 from ckptkit.errors import IncompleteCheckpointError, UsageError
-from ckptkit.offline.convert import convert
 from ckptkit.offline.diff import DiffReport, diff
+from tests.checkpoint.states import save
 from tests.offline.folders import copied
 
 
@@ -24,6 +24,11 @@ def compare(tmp_path: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tenso
     save_file(a, tmp_path / "a.safetensors")
     save_file(b, tmp_path / "b.safetensors")
     return diff(str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), **options)
+
+
+def saved(path: Path, **values: Any) -> str:
+    torch.save({"model": {"w": torch.ones(2)}, **values}, path)
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -42,39 +47,28 @@ def test_difference_measures_follow_their_definitions(tmp_path: Path, dtype: tor
     assert found.cosine == pytest.approx(torch.cosine_similarity(x, y, dim=0).item())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "x", "y", "gap"),
-    [
-        (torch.int64, 2**53, 2**53 + 1, 1.0),
-        (torch.int64, -(2**63), 2**63 - 1, 2.0**64),
-        (torch.int64, -(2**62) - 1, -(2**62), 1.0),
-        (torch.uint64, 2**64 - 1, 2**64 - 2, 1.0),
-    ],
-)
-def test_wide_integers_are_compared_exactly(tmp_path: Path, dtype: torch.dtype, x: int, y: int, gap: float) -> None:
-    found = compare(tmp_path, {"w": torch.tensor([x, 7], dtype=dtype)}, {"w": torch.tensor([y, 7], dtype=dtype)})
-    assert (found.different[0].elements, found.different[0].max_abs) == (1, gap)
-
-
 FP8 = torch.float8_e4m3fn
 NAN, INF = math.nan, math.inf
+U64 = torch.uint64
+PAIRS: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = {  # that differ in one element
+    "integers next to 2**53": (torch.tensor([2**53, 7]), torch.tensor([2**53 + 1, 7]), {"max_abs": 1.0}),
+    "the ends of int64": (torch.tensor([-(2**63), 7]), torch.tensor([2**63 - 1, 7]), {"max_abs": 2.0**64}),
+    "large negative integers": (torch.tensor([-(2**62) - 1, 7]), torch.tensor([-(2**62), 7]), {"max_abs": 1.0}),
+    "uint64": (torch.tensor([2**64 - 1], dtype=U64), torch.tensor([2**64 - 2], dtype=U64), {"max_abs": 1.0}),
+    "booleans": (torch.tensor([True, False]), torch.tensor([True, True]),
+                 {"max_abs": 1.0, "cosine": pytest.approx(2**-0.5)}),
+    "8-bit floats": (torch.tensor([1.0, 2.0]).to(FP8), torch.tensor([1.0, 2.5]).to(FP8),
+                     {"max_abs": 0.5, "max_rel": 0.25}),
+    "complex numbers": (torch.tensor([1 + 2j, 3 - 4j]), torch.tensor([1 + 2j, 3 - 3j]), {"max_abs": 1.0}),
+    "NaN": (torch.tensor([NAN, 1.0]), torch.tensor([0.5, 1.0]), {"max_abs": INF}),
+    "minus zero": (torch.tensor([0.0]), torch.tensor([-0.0]), {"max_abs": 0.0}),  # differs in bits
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "measures"),
-    [
-        (torch.tensor([True, False]), torch.tensor([True, True]), {"max_abs": 1.0, "cosine": pytest.approx(2**-0.5)}),
-        (torch.tensor([1.0, 2.0]).to(FP8), torch.tensor([1.0, 2.5]).to(FP8), {"max_abs": 0.5, "max_rel": 0.25}),
-        (torch.tensor([1 + 2j, 3 - 4j]), torch.tensor([1 + 2j, 3 - 3j]), {"max_abs": 1.0}),
-        (torch.tensor([NAN, 1.0]), torch.tensor([0.5, 1.0]), {"max_abs": INF}),
-        (torch.tensor([0.0]), torch.tensor([-0.0]), {"max_abs": 0.0}),  # differs in bits
-    ],
-    ids=["booleans", "8-bit floats", "complex numbers", "NaN", "minus zero"],
-)
-def test_one_different_element_is_measured(tmp_path, a, b, measures):
-    for name, tensor in (("a", a), ("b", b)):
-        torch.save({"w": tensor}, tmp_path / f"{name}.pt")
-    (found,) = diff(str(tmp_path / "a.pt"), str(tmp_path / "b.pt")).different
+@pytest.mark.parametrize("pair", PAIRS)
+def test_one_different_element_is_measured(tmp_path: Path, pair: str) -> None:
+    a, b, measures = PAIRS[pair]
+    (found,) = diff(saved(tmp_path / "a.pt", w=a), saved(tmp_path / "b.pt", w=b)).different
     assert found.elements == 1
     assert {name: getattr(found, name) for name in measures} == measures
 
@@ -84,7 +78,7 @@ def test_nan_at_the_same_position_is_equal(tmp_path: Path) -> None:
 
 
 def test_a_difference_that_is_not_finite_is_text_in_json(tmp_path: Path) -> None:
-    report = compare(tmp_path, {"w": torch.tensor([1.0])}, {"w": torch.tensor([math.inf])})
+    report = compare(tmp_path, {"w": torch.tensor([1.0])}, {"w": torch.tensor([INF])})
     assert report.to_json()["different"][0]["max_abs"] == "inf"
 
 
@@ -93,8 +87,7 @@ def test_names_shapes_and_dtypes_are_listed(tmp_path: Path) -> None:
     b = {"y": torch.ones(2), "s": torch.ones(3, 2), "d": torch.ones(2, dtype=torch.bfloat16)}
     report = compare(tmp_path, a, b)
     assert (report.only_a, report.only_b) == (("x",), ("y",))
-    assert report.shapes == {"s": ((2, 3), (3, 2))}
-    assert report.dtypes == {"d": ("float32", "bfloat16")}
+    assert (report.shapes, report.dtypes) == ({"s": ((2, 3), (3, 2))}, {"d": ("float32", "bfloat16")})
     assert not report.equal
 
 
@@ -150,33 +143,23 @@ def test_an_export_is_compared_by_weights_and_missing_tensors_are_named(zoo: Pat
     source = str(zoo / "dcp_torchtitan_like_w2")
     convert(source, str(tmp_path / "out"), to="dcp")
     report = diff(source, str(tmp_path / "out"))
-    assert not report.differs
-    assert not report.equal
-    assert "not compared" in report.summary()
-    assert not report.summary().startswith("equal:")
+    assert not report.differs and not report.equal
+    assert "not compared" in report.summary() and not report.summary().startswith("equal:")
     assert report.to_json()["left_out"] == list(report.left_out)
     assert any("optimizer" in name for name in report.left_out)
 
 
-def saved(path: Path, **values: Any) -> str:
-    torch.save({"model": {"w": torch.ones(2)}, **values}, path)
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "places"),
-    [
-        ({"epoch": 3}, {"epoch": 4}, {"epoch": ("3", "4")}),
-        ({"epoch": 3}, {"epoch": 3.0}, {"epoch": ("3", "3.0")}),
-        ({"epoch": True}, {"epoch": 1}, {"epoch": ("True", "1")}),
-        ({"note": "x"}, {"note": "y"}, {"note": ("'x'", "'y'")}),
-        ({"x": -0.0}, {"x": 0.0}, {"x": ("-0.0", "0.0")}),
-        ({"x": math.nan}, {"x": math.nan}, {}),
-        ({"args": {"lr": [1, 2]}}, {"args": {"lr": [1, 3]}}, {"args.lr[1]": ("2", "3")}),
-        ({"args": {"lr": [1]}}, {"args": {"lr": [1, 3]}}, {"args.lr": ("1 items", "2 items")}),
-        ({"args": {"a": 1}}, {"args": {"a": 1, "b": 2}}, {"args.b": ("nothing", "2")}),
-    ],
-)
+@pytest.mark.parametrize(("a", "b", "places"), [
+    ({"epoch": 3}, {"epoch": 4}, {"epoch": ("3", "4")}),
+    ({"epoch": 3}, {"epoch": 3.0}, {"epoch": ("3", "3.0")}),
+    ({"epoch": True}, {"epoch": 1}, {"epoch": ("True", "1")}),
+    ({"note": "x"}, {"note": "y"}, {"note": ("'x'", "'y'")}),
+    ({"x": -0.0}, {"x": 0.0}, {"x": ("-0.0", "0.0")}),
+    ({"x": math.nan}, {"x": math.nan}, {}),
+    ({"args": {"lr": [1, 2]}}, {"args": {"lr": [1, 3]}}, {"args.lr[1]": ("2", "3")}),
+    ({"args": {"lr": [1]}}, {"args": {"lr": [1, 3]}}, {"args.lr": ("1 items", "2 items")}),
+    ({"args": {"a": 1}}, {"args": {"a": 1, "b": 2}}, {"args.b": ("nothing", "2")}),
+])  # fmt: skip
 def test_values_other_than_tensors_are_compared_and_named(tmp_path, a, b, places):
     report = diff(saved(tmp_path / "a.pt", **a), saved(tmp_path / "b.pt", **b))
     assert report.values == places
@@ -187,8 +170,7 @@ def test_values_other_than_tensors_are_compared_and_named(tmp_path, a, b, places
 def test_the_settings_of_an_optimizer_are_compared(tmp_path: Path) -> None:
     for name, lr in (("a", 0.1), ("b", 0.2)):
         model = torch.nn.Linear(2, 2)
-        with CheckpointManager(tmp_path / name) as manager:
-            manager.save(1, TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr)))
+        save(tmp_path / name, TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr)))
     report = diff(*(str(tmp_path / name / "step_00000001") for name in "ab"), include=["optimizer*"])
     assert report.values["optimizer.param_groups[0].lr"] == ("0.1", "0.2")
     assert all(".lr" in place for place in report.values)
@@ -207,8 +189,7 @@ def tied(value: float = 0.5, head: float | None = None) -> TrainState:
 def tied_runs(tmp_path: Path, **heads: float | None) -> list[str]:
     """Save a run per checkpoint type, each with its own head or with a tied one; return the URLs of their steps."""
     for kind, head in heads.items():
-        with CheckpointManager(tmp_path / kind, state_dict_type=kind) as manager:
-            manager.save(1, tied(head=head))
+        save(tmp_path / kind, tied(head=head), state_dict_type=kind)
     return [f"{tmp_path}/{kind}/step_00000001" for kind in heads]
 
 
@@ -224,10 +205,7 @@ def test_a_checkpoint_that_lacks_a_file_is_not_equal_by_its_digests(tmp_path: Pa
     (url,) = tied_runs(tmp_path, sharded=None)
     other = copied(Path(url), tmp_path / "other" / "step_00000001")
     data = other / "__0_0.distcp"
-    if truncated:
-        os.truncate(data, data.stat().st_size - 1)
-    else:
-        data.unlink()
+    os.truncate(data, data.stat().st_size - 1) if truncated else data.unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"__0_0\.distcp"):
         diff(url, str(other))
 
@@ -244,18 +222,11 @@ def test_the_report_names_a_value_that_only_one_side_has(tmp_path: Path) -> None
 
 
 def test_many_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = 0
-    real = os.preadv
-
-    def counting(*args: Any) -> int:
-        nonlocal reads
-        reads += 1
-        return real(*args)
-
-    monkeypatch.setattr(os, "preadv", counting)
+    reads, real = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: reads.append(1) or real(*args))
     tensors = {f"t{i:04}": torch.full((4,), float(i)) for i in range(2000)}
     changed = {**tensors, "t1000": torch.zeros(4)}
     report = compare(tmp_path, tensors, changed)
     assert [found.name for found in report.different] == ["t1000"]
     assert report.same == 1999
-    assert reads < 40
+    assert len(reads) < 40

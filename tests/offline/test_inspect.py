@@ -12,22 +12,20 @@ import torch
 from safetensors.numpy import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from ckptkit import inspect
 from ckptkit.formats.options import ReadOptions
-from ckptkit.offline.inspect import inspect
+from tests.offline.folders import ZOO
 
-ZOO = Path(__file__).parents[1] / "zoo"
 WHOLE = sorted(p.name for p in ZOO.iterdir() if p.is_dir() and not p.name.startswith(("broken", "hostile")))
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_format_can_be_inspected(name: str) -> None:
     place = ZOO / name
-    inner = place / "ckpt"
-    layout = place / "flat_param_layout_NOT_ON_DISK_NORMALLY.json"
+    inner, layout = place / "ckpt", place / "flat_param_layout_NOT_ON_DISK_NORMALLY.json"
     options = ReadOptions(layout=str(layout) if layout.exists() else None)
     report = inspect(str(inner if inner.is_dir() else place), tensors="*", depth=3, options=options)
-    assert report.format
-    assert report.sections
+    assert report.format and report.sections
     assert sum(s.tensors for s in report.sections) == len(report.tensors)
     for section in report.sections:
         assert sum(section.placements.values()) == section.tensors

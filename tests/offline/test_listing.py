@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit import CheckpointManager, RetentionPolicy, list_run, reshard
 from ckptkit.checkpoint.run.pins import pin_forever
-from ckptkit.errors import CheckpointNotFoundError, UsageError
-from ckptkit.offline.listing import list_run
+from ckptkit.errors import UsageError
 from ckptkit.offline.prune import prune
-from ckptkit.offline.reshard import reshard
 from tests.checkpoint.killed import state
+
+LEFT = ".tmp-step_00000010-0123456789abcdef"
 
 
 @pytest.fixture
@@ -25,22 +24,27 @@ def root(zoo: Path, tmp_path: Path) -> Path:
     run = tmp_path / "RUN"
     reshard(str(zoo / "verl_fsdp2_w2"), str(run / "step_00000004"), world_size=2)
     reshard(str(zoo / "lightning_real_mp_w2"), str(run / "step_00000002"), world_size=2)
-    (run / "step_00000009").mkdir()
-    (run / ".tmp-step_00000010-0123456789abcdef").mkdir()
-    (run / "notes").mkdir()
+    for name in ("step_00000009", LEFT, "notes"):
+        (run / name).mkdir()
     return run
 
 
-def states(root: Path, **options: object) -> dict[str, str]:
-    return {row.name: row.state for row in list_run(str(root), **options).checkpoints}  # type: ignore[arg-type]
+def committed(root: Path) -> set[str]:
+    return {row.name for row in list_run(str(root)).checkpoints if row.state == "committed"}
+
+
+def save(root: Path, *steps: int, **options: Any) -> Path:
+    with CheckpointManager(root, **options) as manager:
+        for step in steps:
+            manager.save(step, state(step))
+    return root
 
 
 def test_each_listed_state_has_a_reason(root: Path) -> None:
     listing = list_run(str(root))
     rows = {row.name: row for row in listing.checkpoints}
     assert rows["step_00000004"].state == "committed"
-    assert rows["step_00000009"].state == "skipped"
-    assert "checkpoint.json" in rows["step_00000009"].why
+    assert rows["step_00000009"].state == "skipped" and "checkpoint.json" in rows["step_00000009"].why
     assert rows["step_00000010"].state in ("abandoned", "in progress")
     assert all(row.why for row in listing.checkpoints)
     assert listing.foreign == ("notes",)
@@ -48,9 +52,7 @@ def test_each_listed_state_has_a_reason(root: Path) -> None:
 
 def test_ls_shows_that_a_resumed_checkpoint_is_released_when_its_job_ends(tmp_path: Path) -> None:
     keep = RetentionPolicy(max_num=1)
-    with CheckpointManager(tmp_path, retention=keep) as manager:
-        manager.save(1, state(1))
-    with CheckpointManager(tmp_path, retention=keep) as manager:
+    with CheckpointManager(save(tmp_path, 1, retention=keep), retention=keep) as manager:
         manager.load(state(0))
         manager.save(2, state(2))
         running = list_run(str(tmp_path)).checkpoints[0]
@@ -60,28 +62,23 @@ def test_ls_shows_that_a_resumed_checkpoint_is_released_when_its_job_ends(tmp_pa
 
 
 def test_prune_without_limits_deletes_only_leftovers_and_asks_for_limits(root: Path) -> None:
-    before = {name: row for name, row in states(root).items() if row == "committed"}
-    plan = prune(str(root), dry_run=True)
+    before, plan = committed(root), prune(str(root), dry_run=True)
     assert plan.cleaned
     assert set(plan.cleaned) <= set(prune(str(root)).cleaned)
-    assert set(before) <= set(states(root))
+    assert committed(root) == before
     with pytest.raises(UsageError, match="--max-num"):
         prune(str(root))
 
 
 def test_missing_saves_are_counted_at_their_position(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=2, keep_every=20)) as manager:
-        for step in (10, 20, 30, 40, 50):
-            manager.save(step, state(step))
+    save(tmp_path, 10, 20, 30, 40, 50, retention=RetentionPolicy(max_num=2, keep_every=20))
     listing = list_run(str(tmp_path))
     assert {row.step: row.absent_before for row in listing.checkpoints} == {20: 1, 40: 1, 50: 0}
     assert listing.absent == listing.to_json()["absent"] == 2
 
 
 def test_limits_are_not_applied_to_a_run_with_an_unknown_policy(tmp_path, monkeypatch):
-    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=9, keep_every=10)) as manager:
-        for step in (10, 11):
-            manager.save(step, state(step))
+    save(tmp_path, 10, 11, retention=RetentionPolicy(max_num=9, keep_every=10))
     monkeypatch.setattr(RetentionPolicy, "__slots__", ("max_num", "max_mem"))  # an older version, without keep_every
     with pytest.raises(UsageError, match=r"keep_every.*--forget-recorded"):
         prune(str(tmp_path), policy=RetentionPolicy(max_num=1))
@@ -91,25 +88,12 @@ def test_limits_are_not_applied_to_a_run_with_an_unknown_policy(tmp_path, monkey
     assert prune(str(tmp_path), policy=RetentionPolicy(max_num=1), recorded=False, dry_run=True).deleted == ()
 
 
-def test_listing_a_directory_without_checkpoints_describes_it(tmp_path: Path) -> None:
-    (tmp_path / "thing").mkdir()
-    with pytest.raises(CheckpointNotFoundError, match="thing"):
-        list_run(str(tmp_path))
-    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
-        list_run(str(tmp_path / "gone"))
-
-
 def test_a_run_that_begins_with_a_reshard_counts_no_absent_saves(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path / "run") as manager:
-        for step in (1, 2, 3):
-            manager.save(step, state(step))
+    save(tmp_path / "run", 1, 2, 3)
     reshard(str(tmp_path / "run" / "step_00000003"), str(tmp_path / "new" / "step_00000003"), world_size=2)
     assert list_run(str(tmp_path / "new")).absent == 0
 
 
-# --- ls, a dry run and prune agree
-
-LEFT = ".tmp-step_00000010-0123456789abcdef"
 TOLD = RetentionPolicy(keep_every=3, keep_best=("loss", "min"))
 
 
@@ -125,12 +109,10 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for step in (5, 6):
             manager.save(step, state(step), metrics={"loss": float(step)})
     pin_forever(f"{run}/step_00000001", "table 2")
+    for name in ("step_00000004/eval", "step_00000005/eval", "notes", "step_00000009", LEFT):
+        (run / name).mkdir()
     for step in (4, 5):
-        (run / f"step_0000000{step}" / "eval").mkdir()
         (run / f"step_0000000{step}" / "eval" / "results.json").write_text("{}")
-    (run / "notes").mkdir()
-    (run / "step_00000009").mkdir()
-    (run / LEFT).mkdir()
     os.utime(run / LEFT, (0, 0))
     return run
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -14,14 +16,12 @@ import numpy
 import pytest
 import torch
 
+from ckptkit import convert, reshard, verify
 from ckptkit.errors import CheckpointExistsError, UsageError
-from ckptkit.offline.convert import convert
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
 from tests.offline.folders import UNEVEN, ZOO, tree
 
 SOURCE = UNEVEN / "ckpt"
-LLAMA = ZOO / "hf_ref_llama_untied"
+LLAMA = "hf_ref_llama_untied"
 TARGETS: dict[str, dict[str, Any]] = {
     "hf": {"to": "hf"},
     "hf in shards with sums": {"to": "hf", "max_shard_size": "1kB", "sha256": True},
@@ -37,6 +37,11 @@ def write(dst: Path | str, options: dict[str, Any], source: Path = SOURCE) -> No
     (convert if "to" in options else reshard)(str(source), str(dst), **options)
 
 
+def model_of(case: str) -> Path:
+    """Return the folder of a model in the zoo."""
+    return next(path.parent for path in (ZOO / case).rglob("config.json"))
+
+
 def add(folder: Path, name: str) -> str:
     """Write a file of the user; return the name that a refusal gives it."""
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -44,25 +49,25 @@ def add(folder: Path, name: str) -> str:
     return name.partition("/")[0]
 
 
-def refused(dst: Path, *names: str) -> str:
-    """Assert that nothing replaces `dst`, and that the message names these files."""
+def replace(dst: Path | str, options: dict[str, Any], source: Path = SOURCE) -> None:
+    write(dst, {**options, "overwrite": True}, source)
+
+
+def refused(dst: Path, name: str) -> None:
+    """Assert that nothing replaces `dst`, and that the message names this file."""
     before = tree(dst)
-    message = ""
-    for options in ({"to": "hf"}, {"to": "torch"}, {"to": "dcp"}, {"world_size": 2}):
-        with pytest.raises(CheckpointExistsError, match="is not overwritten") as error:
-            write(dst, {**options, "overwrite": True})
-        message = str(error.value)
-        assert all(name in message for name in names), message
+    for target in ("hf", "torch", "dcp", "reshard"):
+        with pytest.raises(CheckpointExistsError, match=rf"(?s)(?=.*is not overwritten).*{re.escape(name)}"):
+            replace(dst, TARGETS[target])
     assert tree(dst) == before
     assert [name for name in os.listdir(dst.parent) if name.startswith(".")] == []
-    return message
 
 
 @pytest.mark.parametrize("new", TARGETS)
 @pytest.mark.parametrize("old", TARGETS)
 def test_every_command_may_replace_the_result_of_another(tmp_path: Path, old: str, new: str) -> None:
     write(tmp_path / "out", TARGETS[old])
-    write(tmp_path / "out", {**TARGETS[new], "overwrite": True})
+    replace(tmp_path / "out", TARGETS[new])
     write(tmp_path / "new" / "out", TARGETS[new])
     assert tree(tmp_path / "out").keys() == tree(tmp_path / "new" / "out").keys()
     assert not verify(str(tmp_path / "out")).problems and os.listdir(tmp_path).count("out") == 1
@@ -70,44 +75,40 @@ def test_every_command_may_replace_the_result_of_another(tmp_path: Path, old: st
 
 @pytest.mark.parametrize("case", ["hf_ref_llama_tied", "hf_ref_llama_untied", "hf_ref_qwen3moe"])
 def test_a_model_saved_by_transformers_is_replaced(tmp_path: Path, case: str) -> None:
-    source = next(path.parent for path in (ZOO / case).rglob("config.json"))
-    shutil.copytree(source, tmp_path / "out", ignore=shutil.ignore_patterns("README.md", "*.py"))
-    (tmp_path / "out" / "training_args.bin").write_bytes(b"PK\x03\x04")
+    source, out = model_of(case), tmp_path / "out"
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("README.md", "*.py"))
+    (out / "training_args.bin").write_bytes(b"PK\x03\x04")
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-        (tmp_path / "out" / name).write_text("{}")
-    write(tmp_path / "out", {"to": "hf", "overwrite": True}, source)
+        add(out, name)
+    replace(out, {"to": "hf"}, source)
     assert not (tmp_path / "out" / "training_args.bin").exists() and not verify(str(tmp_path / "out")).problems
 
 
 def test_a_model_saved_by_transformers_with_its_tokenizer_is_replaced(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
+    transformers, tokenizers = map(pytest.importorskip, ("transformers", "tokenizers"))
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "in")
     model.save_pretrained(tmp_path / "out", max_shard_size="1KB")
-    tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / "out")
-    write(tmp_path / "out", {"to": "hf", "overwrite": True}, tmp_path / "in")
+    replace(tmp_path / "out", {"to": "hf"}, tmp_path / "in")
     assert "tokenizer.json" not in tree(tmp_path / "out")
 
 
 def test_an_export_with_the_files_of_a_base_is_replaced(tmp_path: Path) -> None:
-    base = next(path.parent for path in LLAMA.rglob("config.json"))
-    shutil.copytree(base, tmp_path / "base")
+    source, base, options = model_of(LLAMA), tmp_path / "base", {"to": "hf", "base": str(tmp_path / "base")}
+    shutil.copytree(source, base)
     config = json.loads((base / "config.json").read_text())
-    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "modeling_x.X"}}))
-    for name in ("modeling_x.py", "tokenizer.json", "merges.txt", "LICENSE", "generation_config.json"):
-        (tmp_path / "base" / name).write_text("{}")
-    (tmp_path / "base" / "additional_chat_templates").mkdir()
-    (tmp_path / "base" / "additional_chat_templates" / "tools.jinja").write_text("x")
-    options = {"to": "hf", "base": str(tmp_path / "base")}
-    write(tmp_path / "out", options, base)
+    (base / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "modeling_x.X"}}))
+    for name in ("modeling_x.py", "tokenizer.json", "merges.txt", "LICENSE", "additional_chat_templates/tools.jinja"):
+        add(base, name)
+    (base / "generation_config.json").write_text("{}")
+    write(tmp_path / "out", options, source)
     before = tree(tmp_path / "out")
     assert "modeling_x.py" in before and "additional_chat_templates/tools.jinja" in before
-    write(tmp_path / "out", {**options, "overwrite": True}, base)
+    replace(tmp_path / "out", options, source)
     assert tree(tmp_path / "out") == before
 
 
@@ -117,14 +118,13 @@ def _other_files(out: Path) -> None:
 
 
 def _of_a_trainer(out: Path) -> None:
-    source = next(path.parent for path in LLAMA.rglob("config.json"))
-    shutil.copytree(source, out)
-    shutil.copytree(source, out / "checkpoint-500")
+    for folder in (out, out / "checkpoint-500"):
+        shutil.copytree(model_of(LLAMA), folder)
 
 
 def _with_an_edited_card(out: Path) -> None:
     write(out, {"to": "hf"})
-    write(out, {"to": "hf", "overwrite": True})  # the card itself is no obstacle
+    replace(out, {"to": "hf"})  # the card itself is no obstacle
     (out / "README.md").write_text((out / "README.md").read_text().replace("# ", "# My model: ", 1))
 
 
@@ -140,40 +140,31 @@ def _of_two_adapters(out: Path) -> None:
     add(out, "other/scores.json")
 
 
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        (_other_files, "notes.txt, photo.jpg, thesis.pdf, ..."),
-        *((lambda out, at=at: write(out.joinpath(*at, "step_00000007"), {"world_size": 1}), top)
-          for at, top in (("", "step_00000007/"), ("a", "a/"), ("ab", "a/"))),
-        (_of_a_trainer, "checkpoint-500/"),
-        (_with_an_edited_card, "README.md"),
-        (lambda out: add(out, "LICENSE"), ""),  # no checkpoint
-        (_with_a_link, "config.json"),
-        (_of_two_adapters, "other/scores.json"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("made", "said"), [
+    (_other_files, "notes.txt, photo.jpg, thesis.pdf, ..."),
+    *((lambda out, at=at: write(out.joinpath(*at, "step_00000007"), {"world_size": 1}), top)
+      for at, top in (("", "step_00000007/"), ("a", "a/"), ("ab", "a/"))),
+    (_of_a_trainer, "checkpoint-500/"),
+    (_with_an_edited_card, "README.md"),
+    (lambda out: add(out, "LICENSE"), ""),  # no checkpoint
+    (_with_a_link, "config.json"),
+    (_of_two_adapters, "other/scores.json"),
+])  # fmt: skip
 def test_a_directory_with_files_of_the_user_is_refused_by_name(tmp_path: Path, made: Any, said: str) -> None:
     made(tmp_path / "out")
     refused(tmp_path / "out", said)
 
 
-@pytest.mark.parametrize("target", ["hf", "dcp", "torch", "local", "reshard"])
-@pytest.mark.parametrize("name", ["results.json", "eval/results.json", ".git/HEAD", "notes.md"])
+RESEMBLING = ("train-00000-of-00010.bin", "model.backup.safetensors", "pytorch_model.old.bin", "b/adapter_model.bin")
+
+
+@pytest.mark.parametrize(("target", "name"), [
+    *itertools.product(("hf", "dcp", "torch", "local", "reshard"),
+                       ("results.json", "eval/results.json", ".git/HEAD", "notes.md")),
+    ("reshard", "model.safetensors"),  # the commit record does not name it
+    *(("hf", name) for name in RESEMBLING),  # weights
+])  # fmt: skip
 def test_a_foreign_file_in_an_export_is_refused_by_name(tmp_path: Path, target: str, name: str) -> None:
-    write(tmp_path / "out", TARGETS[target])
-    refused(tmp_path / "out", add(tmp_path / "out", name))
-
-
-@pytest.mark.parametrize(
-    ("target", "name"),
-    [
-        ("reshard", "model.safetensors"),  # the commit record does not name it
-        *(("hf", name) for name in ("train-00000-of-00010.bin", "model.backup.safetensors", "pytorch_model.old.bin")),
-        ("hf", "b/adapter_model.bin"),
-    ],
-)
-def test_files_that_only_resemble_weights_are_refused(tmp_path: Path, target: str, name: str) -> None:
     write(tmp_path / "out", TARGETS[target])
     refused(tmp_path / "out", add(tmp_path / "out", name))
 
@@ -188,22 +179,17 @@ def _npz(place: Path) -> None:
         numpy.savez(file, a=numpy.zeros(3))
 
 
-def _pickle(place: Path) -> None:
-    place.write_bytes(pickle.dumps({"mine": 1}))
-
-
-def _firmware(place: Path) -> None:
-    place.write_bytes(b"a firmware image, or whatever ends in .pt")
-
-
-@pytest.mark.parametrize("written", [_zip, _npz, _pickle, _firmware])
+@pytest.mark.parametrize("written", [
+    _zip, _npz, lambda place: place.write_bytes(pickle.dumps({"mine": 1})),
+    lambda place: place.write_bytes(b"a firmware image, or whatever ends in .pt"),
+], ids=["zip", "npz", "pickle", "firmware"])  # fmt: skip
 @pytest.mark.parametrize("to", ["torch", "hf"])
 def test_a_single_file_that_torch_did_not_write_is_refused(tmp_path: Path, written: Any, to: str) -> None:
     dst = tmp_path / "out.pt"
     written(dst)
     before = dst.read_bytes()
     with pytest.raises(CheckpointExistsError, match=r"not a file that torch\.save"):
-        write(dst, {"to": to, "overwrite": True})
+        replace(dst, {"to": to})
     assert dst.read_bytes() == before
 
 
@@ -211,7 +197,7 @@ def test_a_single_file_that_torch_did_not_write_is_refused(tmp_path: Path, writt
 @pytest.mark.parametrize("to", ["torch", "hf"])
 def test_a_single_torch_file_is_replaced(tmp_path: Path, zipped: bool, to: str) -> None:
     torch.save({"w": torch.zeros(3)}, tmp_path / "out.pt", _use_new_zipfile_serialization=zipped)
-    write(tmp_path / "out.pt", {"to": to, "overwrite": True})
+    replace(tmp_path / "out.pt", {"to": to})
     assert (tmp_path / "out.pt").is_dir() == (to == "hf") and os.listdir(tmp_path) == ["out.pt"]
 
 
@@ -222,5 +208,5 @@ def test_a_destination_that_is_or_holds_the_source_is_refused(tmp_path: Path, wa
     before = tree(tmp_path / "run")
     for options in ({"to": "hf"}, {"world_size": 2}):
         with pytest.raises(UsageError, match=r"(is the source|contains the source).*Give another DST"):
-            write(f"{tmp_path}/{way}", {**options, "overwrite": True}, tmp_path / "run" / "ckpt")
+            replace(f"{tmp_path}/{way}", options, tmp_path / "run" / "ckpt")
     assert tree(tmp_path / "run") == before

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,9 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ckptkit import RetentionPolicy, reshard
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Role, SliceArray, TensorEntry, TensorSlice
-from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.diff import DiffReport, diff
 from ckptkit.offline.listing import Listed
@@ -24,8 +27,32 @@ from ckptkit.offline.pictures.reshard_map import flows
 from ckptkit.offline.pictures.shard_map import rank_totals, shard_maps
 from ckptkit.offline.pictures.timeline import LEFT, WIDTH, timeline
 from ckptkit.offline.pictures.treemap import squarify
-from ckptkit.offline.reshard import reshard
-from tests.offline.browser import dom, printed
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def dom(page: Path, tmp_path: Path) -> tuple[str, str]:
+    """Return the page's DOM after rendering, and the browser's log (blocked requests, errors)."""
+    done = _run(tmp_path, "--enable-logging=stderr", "--v=0", "--dump-dom", page.resolve().as_uri())
+    return done.stdout, done.stderr
+
+
+def printed(page: Path, tmp_path: Path) -> bytes:
+    """Return the page as PDF."""
+    target = tmp_path / "page.pdf"
+    _run(tmp_path, f"--print-to-pdf={target}", "--no-pdf-header-footer", page.resolve().as_uri())
+    return target.read_bytes()
+
+
+def _run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    if CHROMIUM is None:
+        # Without a browser the pages are still parsed (test_pictures.py); CI installs one.
+        assert not os.environ.get("CKPTKIT_REQUIRE_BROWSER"), "CI must have chromium: apt-get install chromium"
+        pytest.skip("no chromium here: apt-get install chromium")
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,900"]
+    arguments = (*options, f"--user-data-dir={tmp_path}/p", *arguments)
+    return subprocess.run([CHROMIUM, *arguments], capture_output=True, text=True, check=True, timeout=90)
+
 
 HOSTILE = '</title><script>document.title="owned"</script><img src=http://x.invalid/a onerror=alert(1)>"\'&'
 
@@ -47,18 +74,15 @@ class _Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def parsed(page: str) -> _Tags:
-    parser = _Tags()
-    parser.feed(page)
-    return parser
-
-
 def kept(steps: int) -> list[Listed]:
     return [Listed(f"step_{i}", "committed", i, 100, keep=True, why="why") for i in range(steps)]
 
 
 def with_metric(*values: float) -> list[Listed]:
     return [replace(item, metrics={"loss": value}) for item, value in zip(kept(len(values)), values, strict=True)]
+
+
+PAGES = ["two", "w64", "one", "many", "diff"]
 
 
 @pytest.fixture(scope="module")
@@ -71,40 +95,45 @@ def pages(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     save_file({HOSTILE: np.zeros((4, 4), np.float32)}, work / "one.safetensors")
     many = {f"model.layers.{i // 10}.block{i}.weight": np.zeros((4, 4), np.float32) for i in range(2000)}
     save_file(many, work / "many.safetensors")
-    found = {name: work / f"{name}.html" for name in ("two", "w64", "one", "many", "diff")}
+    found = {name: work / f"{name}.html" for name in PAGES}
     write_inspect_page(str(two), str(found["two"]), other=str(work / "w3"))
-    write_inspect_page(str(work / "w64"), str(found["w64"]))
-    write_inspect_page(str(work / "one.safetensors"), str(found["one"]))
-    write_inspect_page(str(work / "many.safetensors"), str(found["many"]))
+    for source in ("w64", "one.safetensors", "many.safetensors"):
+        write_inspect_page(str(work / source), str(found[source.partition(".")[0]]))
     write_diff_page(diff(str(two), str(zoo / "hf_ref_llama_untied")), str(found["diff"]))
     return found
 
 
-PAGES = ["two", "w64", "one", "many", "diff"]
+@pytest.fixture
+def page(pages: dict[str, Path], name: str) -> str:
+    """The text of the page of this name."""
+    return pages[name].read_text(encoding="utf-8")
+
+
+def heights(page: str) -> list[float]:
+    return [float(height) for height in re.findall(r'<svg viewBox="0 0 [\d.]+ ([\d.]+)"', page)]
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_complete_html_without_scripts_links_or_requests(pages: dict[str, Path], name: str) -> None:
-    found = parsed(pages[name].read_text(encoding="utf-8"))
+def test_a_page_is_complete_html_without_scripts_links_or_requests(page: str, name: str) -> None:
+    found = _Tags()
+    found.feed(page)
     assert not found.open
     assert not {tag for tag, _ in found.tags} & {"script", "img", "link", "iframe", "object", "a", "use", "image"}
     assert not [attr for _, attrs in found.tags for attr in attrs if attr.startswith("on") or attr in ("src", "href")]
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_browser_shows_every_bar_and_sends_no_request(pages: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_a_browser_shows_every_bar_and_sends_no_request(pages, page, tmp_path, name):
     shown, log = dom(pages[name], tmp_path)
-    drawn = [len(re.findall("<rect|<path", text)) for text in (shown, pages[name].read_text(encoding="utf-8"))]
+    drawn = [len(re.findall("<rect|<path", text)) for text in (shown, page)]
     assert drawn[0] == drawn[1] > 0
-    assert "Refused to" not in log
-    assert "<title>owned</title>" not in shown
+    assert "Refused to" not in log and "<title>owned</title>" not in shown
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_no_rectangle_exceeds_its_picture(pages: dict[str, Path], name: str) -> None:
-    for box, body in re.findall(
-        r'<svg viewBox="0 0 ([\d. ]+)"(.*?)</svg>', pages[name].read_text(encoding="utf-8"), re.S
-    ):
+def test_no_rectangle_exceeds_its_picture_and_no_picture_a_page(page: str, name: str) -> None:
+    assert max(heights(page)) <= PAGE + 6
+    for box, body in re.findall(r'<svg viewBox="0 0 ([\d. ]+)"(.*?)</svg>', page, re.S):
         width, height = map(float, box.split())
         for x, y, w, h in re.findall(r'x="([-\d.]+)" y="([-\d.]+)" width="([\d.]+)" height="([\d.]+)"', body):
             assert float(x) >= -0.1 and float(x) + float(w) <= width + 0.1
@@ -117,20 +146,14 @@ def test_no_rectangle_exceeds_its_picture(pages: dict[str, Path], name: str) -> 
 
 def test_a_page_prints_on_paper(pages: dict[str, Path], tmp_path: Path) -> None:
     pdf = printed(pages["two"], tmp_path)
-    assert pdf.startswith(b"%PDF-")
-    assert len(pdf) > 20_000  # a blank page has 1 kB
+    assert pdf.startswith(b"%PDF-") and len(pdf) > 20_000  # a blank page has 1 kB
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("one", "&lt;script&gt;"),  # the hostile name
-        ("two", "scalar tensors are hidden"),
-        ("many", "The 300 largest of 2000 tensors are drawn."),
-    ],
-)
-def test_a_page_escapes_names_and_says_what_it_does_not_draw(pages: dict[str, Path], name: str, said: str) -> None:
-    page = pages[name].read_text(encoding="utf-8")
+@pytest.mark.parametrize(("name", "said"), [
+    ("one", "&lt;script&gt;"),  # the hostile name
+    ("two", "scalar tensors are hidden"), ("many", "The 300 largest of 2000 tensors are drawn."),
+])  # fmt: skip
+def test_a_page_escapes_names_and_says_what_it_does_not_draw(page: str, name: str, said: str) -> None:
     assert said in page and len(page) < 1_000_000
 
 
@@ -157,11 +180,8 @@ def test_layers_with_equal_sharding_share_a_bar_and_others_do_not() -> None:
     layers = {i: f"model.layers.{i}.w" for i in range(80)}
     odd = {50: entry(layers[50], 8, (1, 0)), 60: entry(layers[60], 6)}
     panel = shard_maps(odd.get(i) or entry(name, 8) for i, name in layers.items())[-1]
-    assert list(bars(panel.picture)) == [
-        "model.layers.{0-49,51-59,61-79}.w", "model.layers.50.w", "model.layers.60.w"
-    ]  # fmt: skip
-    assert "78 of 8x4 float32" in panel.picture
-    assert "share a bar" in panel.explanation
+    assert list(bars(panel.picture)) == [f"model.layers.{i}.w" for i in ("{0-49,51-59,61-79}", "50", "60")]
+    assert "78 of 8x4 float32" in panel.picture and "share a bar" in panel.explanation
 
 
 def test_the_length_of_a_bar_is_proportional_to_the_size_of_its_tensors() -> None:
@@ -183,31 +203,23 @@ def test_step_counters_are_not_drawn_and_other_moments_open_with_a_click() -> No
     states = {f"optimizer: {n} {state}": 0.5 for n in names for state in ("exp_avg", "step")}
     panels = heat_maps(dict.fromkeys(names, 0.0) | states | {"rng.0.torch": 1.0})
     headings = {panel.heading.removeprefix("Change by layer: "): panel.behind for panel in panels}
-    assert headings == {
-        "model": "", "optimizer: exp_avg": "2 of 2 tensors differ", "other state": "1 of 1 tensors differ"
-    }  # fmt: skip
+    differ = {"optimizer: exp_avg": "2 of 2 tensors differ", "other state": "1 of 1 tensors differ"}
+    assert headings == {"model": "", **differ}
     assert "2 step counters are hidden" in panels[0].explanation
-
-
-def test_the_timeline_describes_the_exemptions_of_the_policy() -> None:
-    policy = RetentionPolicy(max_num=3, keep_every=500)
-    assert f"Policy: max_num 3, {policy.exemptions[0]}." in timeline(kept(1), policy).explanation
 
 
 def test_the_totals_of_the_ranks_are_the_bytes_of_the_slices(zoo: Path) -> None:
     catalog = open_source(str(zoo / "verl_fsdp2_w2")).catalog
     totals = rank_totals(catalog.tensors.values())
-    assert sorted(totals) == [0, 1]
-    assert sum(totals.values()) == sum(entry.nbytes for entry in catalog.tensors.values())
+    assert sorted(totals) == [0, 1] and sum(totals.values()) == sum(entry.nbytes for entry in catalog.tensors.values())
 
 
 def test_the_ribbons_of_a_reshard_count_every_byte_once(zoo: Path, tmp_path: Path) -> None:
     reshard(str(zoo / "verl_fsdp2_w2"), str(tmp_path / "w3"), world_size=3)
-    before = open_source(str(zoo / "verl_fsdp2_w2")).catalog.tensors.values()
-    after = open_source(str(tmp_path / "w3")).catalog.tensors.values()
+    urls = str(zoo / "verl_fsdp2_w2"), str(tmp_path / "w3")
+    before, after = (open_source(url).catalog.tensors.values() for url in urls)
     matrix = flows(before, after)
-    assert matrix.shape == (2, 3)
-    assert matrix.sum() == sum(entry.nbytes for entry in after)
+    assert matrix.shape == (2, 3) and matrix.sum() == sum(entry.nbytes for entry in after)
 
 
 def test_areas_are_in_proportion_to_sizes() -> None:
@@ -227,8 +239,7 @@ def test_a_timeline_shows_where_checkpoints_are_absent() -> None:
     items = [kept(1)[0], replace(kept(1)[0], step=5, absent_before=3)]
     picture = timeline(items, RetentionPolicy(max_num=1)).picture
     assert "3 saved in between, now gone" in picture
-    assert picture.count('class="gone"') == 2  # the mark, and the legend
-    assert picture.count('class="limit"') == 1
+    assert (picture.count('class="gone"'), picture.count('class="limit"')) == (2, 1)  # two: the mark, and the legend
 
 
 def test_the_timeline_draws_metrics_above_the_bars_with_gaps_for_nan() -> None:
@@ -239,12 +250,24 @@ def test_the_timeline_draws_metrics_above_the_bars_with_gaps_for_nan() -> None:
     assert "loss nan" in picture
 
 
+def test_a_diff_page_says_if_nothing_is_in_common() -> None:
+    assert "no tensor in common" in heat_maps({})[0].explanation
+
+
+def test_a_timeline_shows_the_name_of_a_checkpoint_without_a_step() -> None:
+    assert "half-made" in timeline([Listed("half-made", "in progress", why="by host")]).picture
+
+
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0], [float("inf")], [-1e308, 1e308], [5e-324, 0.0]])
 def test_the_line_of_any_metric_fits_its_picture(values: list[float]) -> None:
     picture = timeline(with_metric(*values)).picture
     ys = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([^"]+)"', picture)]
-    assert len(ys) == len(values)
-    assert all(0 <= y <= 110 for y in ys)
+    assert len(ys) == len(values) and all(0 <= y <= 110 for y in ys)
+
+
+def test_the_timeline_describes_the_exemptions_of_the_policy() -> None:
+    policy = RetentionPolicy(max_num=3, keep_every=500)
+    assert f"Policy: max_num 3, {policy.exemptions[0]}." in timeline(kept(1), policy).explanation
 
 
 def test_the_labels_of_two_limits_do_not_overlap() -> None:
@@ -253,21 +276,9 @@ def test_the_labels_of_two_limits_do_not_overlap() -> None:
     assert re.search(r'text-anchor="start">max_num', picture)
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_no_picture_is_taller_than_a_page(pages: dict[str, Path], name: str) -> None:
-    heights = re.findall(r'<svg viewBox="0 0 [\d.]+ ([\d.]+)"', pages[name].read_text(encoding="utf-8"))
-    assert max(map(float, heights)) <= PAGE + 6
-
-
 def test_a_grid_of_many_layers_fits_on_a_page() -> None:
-    picture = heat_maps({f"model.layers.{i}.mlp.w": 0.5 for i in range(200)})[0].picture
-    height = re.match(r'<svg viewBox="0 0 [\d.]+ ([\d.]+)"', picture)
-    assert height is not None
-    assert float(height[1]) <= PAGE
-
-
-def test_a_timeline_shows_the_name_of_a_checkpoint_without_a_step() -> None:
-    assert "half-made" in timeline([Listed("half-made", "in progress", why="by host")]).picture
+    (height,) = heights(heat_maps({f"model.layers.{i}.mlp.w": 0.5 for i in range(200)})[0].picture)
+    assert height <= PAGE
 
 
 def test_equal_small_and_infinite_changes_have_distinct_colours() -> None:
@@ -308,10 +319,6 @@ def test_the_page_of_a_large_diff_is_small(tmp_path: Path) -> None:
     changes = {**dict.fromkeys(names, 0.25), **{f"optimizer: {name} exp_avg": 0.25 for name in names}}
     write_diff_page(DiffReport("A", "B", 0, 0, (), (), (), changes=changes), str(tmp_path / "page.html"))
     assert (tmp_path / "page.html").stat().st_size < 500_000
-
-
-def test_a_diff_page_says_if_nothing_is_in_common() -> None:
-    assert "no tensor in common" in heat_maps({})[0].explanation
 
 
 @pytest.mark.parametrize(("name", "layer"), [

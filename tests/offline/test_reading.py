@@ -11,17 +11,14 @@ from typing import Any
 
 import pytest
 
+from ckptkit import convert, diff, reshard, verify
 from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError
 from ckptkit.offline import conversion, reading
-from ckptkit.offline.convert import convert
-from ckptkit.offline.diff import diff
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.open import open_store
-from tests.offline.folders import copied
+from tests.offline.folders import copied, largest, names, refused
 
 COMMANDS: dict[str, Callable[[str, str], Any]] = {
     "convert": convert,
@@ -43,33 +40,21 @@ def commit_another(run: Path, name: str) -> None:
     reshard(str(run / "step_00000004"), str(run / name), world_size=2)
 
 
-def while_reading(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], times: int = 1) -> None:
-    """Run `act` once a source is open, before its data is read."""
-    left = [times]
-    real = reading._is_of
+def after(monkeypatch: pytest.MonkeyPatch, function: str, act: Callable[[], object], times: int = 1) -> None:
+    """Run `act` after a function of `reading` has returned, the first `times` times."""
+    real, left = getattr(reading, function), [times]
 
-    def acting(*args: Any) -> bool:
-        found = real(*args)
+    def acting(*args: Any, **options: Any) -> Any:
+        found = real(*args, **options)
         if left[0]:
             left[0] -= 1
             act()
         return found
 
-    monkeypatch.setattr(reading, "_is_of", acting)
+    monkeypatch.setattr(reading, function, acting)
 
 
-def after_opening(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], times: int) -> None:
-    """Run `act` after a source is opened, the first `times` times."""
-    real, left = reading.open_source, [times]
-
-    def opened(*args: Any, **options: Any) -> Any:
-        source = real(*args, **options)
-        left[0] -= 1
-        if left[0] >= 0:
-            act()
-        return source
-
-    monkeypatch.setattr(reading, "open_source", opened)
+OPENED, LOOKED_AT = "open_source", "_is_of"  # the second, before the data of the source is read
 
 
 def watch_writes(monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[str], object]) -> None:
@@ -94,32 +79,27 @@ def test_a_source_is_pinned_until_the_command_ends(run, tmp_path, monkeypatch, c
         seen.extend(pin.reason for pin in list_pins(root))
         refused.append(not delete_checkpoint(root, "step_00000004", reason="test"))
 
-    while_reading(monkeypatch, delete)
+    after(monkeypatch, LOOKED_AT, delete)
     COMMANDS[command](str(run / "latest"), str(tmp_path / "out"))
-    assert refused == [True]
-    assert command in seen[0]
+    assert refused == [True] and command in seen[0]
     assert list_pins(open_store(str(run))) == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_reading_a_foreign_source_writes_nothing(zoo, tmp_path, monkeypatch, command):
-    source = tmp_path / "in" / "step_4"
-    source.parent.mkdir()
-    shutil.copytree(zoo / "verl_fsdp2_w2", source)
-    before = sorted(str(path) for path in source.parent.rglob("*"))
+    source = copied(zoo / "verl_fsdp2_w2", tmp_path / "in" / "step_4")
+    before = sorted(source.parent.rglob("*"))
     written: list[str] = []
     watch_writes(monkeypatch, source.parent, written.append)
     COMMANDS[command](str(source), str(tmp_path / "out"))
     assert written == []
-    assert sorted(str(path) for path in source.parent.rglob("*")) == before
+    assert sorted(source.parent.rglob("*")) == before
 
 
 def test_a_pin_leaves_no_files_in_a_directory_without_a_run(run: Path) -> None:
-    alone = run.parent / "archive"
-    alone.mkdir()
-    shutil.copytree(run / "step_00000004", alone / "step_00000004")
-    verify(str(alone / "step_00000004"))
-    assert [path.name for path in alone.iterdir()] == ["step_00000004"]
+    alone = copied(run / "step_00000004", run.parent / "archive" / "step_00000004")
+    verify(str(alone))
+    assert names(alone.parent) == ["step_00000004"]
 
 
 def refuse_writing(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
@@ -138,15 +118,13 @@ def test_a_read_only_run_can_be_read(run: Path, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_newest_checkpoint_that_vanishes_while_unpinned_or_before_its_pin_is_chosen_again(
+def test_a_newest_checkpoint_that_vanishes_before_it_is_pinned_is_chosen_again(
     run, tmp_path, monkeypatch, command, pinned
 ):
     commit_another(run, "first")
-    if pinned:
-        after_opening(monkeypatch, lambda: move_on(run), times=1)
-    else:
+    if not pinned:
         refuse_writing(monkeypatch, run)
-        while_reading(monkeypatch, lambda: move_on(run))
+    after(monkeypatch, OPENED if pinned else LOOKED_AT, lambda: move_on(run))
     report = COMMANDS[command](str(run / "latest"), str(tmp_path / "out"))
     assert "second" in json.dumps(report.to_json())
 
@@ -160,21 +138,17 @@ def move_on(run: Path) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_named_source_that_vanishes_is_an_error(run, tmp_path, monkeypatch, command):
     refuse_writing(monkeypatch, run)
-    root = open_store(str(run))
-    while_reading(monkeypatch, lambda: bool(delete_checkpoint(root, "step_00000004", reason="test")) or None)
-    with pytest.raises(CheckpointNotFoundError, match=r"step_00000004 was deleted or replaced while it was read"):
-        COMMANDS[command](str(run / "step_00000004"), str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+    root, said = open_store(str(run)), "step_00000004 was deleted or replaced while it was read"
+    after(monkeypatch, LOOKED_AT, lambda: delete_checkpoint(root, "step_00000004", reason="test"))
+    refused(CheckpointNotFoundError, said, COMMANDS[command], run / "step_00000004", tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "manifest.safetensors", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_copy_without_a_file_is_reported_as_incomplete_and_not_as_replaced(run, tmp_path, command, name):
     (run / "step_00000004" / name).unlink()
-    words = ""
     try:
-        found = COMMANDS[command](str(run / "step_00000004"), str(tmp_path / "out"))
-        words = str(getattr(found, "problems", ""))
+        words = str(getattr(COMMANDS[command](str(run / "step_00000004"), str(tmp_path / "out")), "problems", ""))
     except CkptkitError as error:
         words = str(error)
     assert "replaced" not in words
@@ -191,10 +165,9 @@ def test_an_error_names_a_step_that_is_replaced_whenever_it_is_opened(run, tmp_p
         other.rename(step)
         (tmp_path / "parked").rename(other)
 
-    after_opening(monkeypatch, swap, times=1000)
-    with pytest.raises(CheckpointNotFoundError, match=r"step_00000004 was replaced while it was opened"):
-        COMMANDS[command](str(step), str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+    after(monkeypatch, OPENED, swap, times=1000)
+    said = "step_00000004 was replaced while it was opened"
+    refused(CheckpointNotFoundError, said, COMMANDS[command], step, tmp_path / "out")
 
 
 # --- a source of another system, which cannot be pinned
@@ -216,12 +189,8 @@ def foreign(zoo: Path, tmp_path: Path) -> Path:
     return copied(zoo / "verl_fsdp2_w2", tmp_path / "in")
 
 
-def largest_of(source: Path) -> Path:
-    return max(source.rglob("model_*.pt"), key=lambda path: path.stat().st_size)
-
-
 def replaced(source: Path) -> None:
-    path = largest_of(source).resolve()
+    path = largest(source, "**/model_*.pt").resolve()
     shutil.copyfile(path, source / "new")
     os.replace(source / "new", path)  # of the same size
 
@@ -230,13 +199,12 @@ def replaced(source: Path) -> None:
 @pytest.mark.parametrize("command", ["convert", "reshard"])
 def test_nothing_is_published_from_a_source_replaced_while_it_is_read(foreign, tmp_path, monkeypatch, command, linked):
     if linked:
-        path = largest_of(foreign)
+        path = largest(foreign, "**/model_*.pt")
         path.rename(path.with_name("target"))
         path.symlink_to("target")
     while_copying(monkeypatch, lambda: replaced(foreign))
-    with pytest.raises(CorruptCheckpointError, match=r"model_\S+ was changed or replaced while it was read"):
-        COMMANDS[command](str(foreign), str(tmp_path / "out"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+    said = r"model_\S+ was changed or replaced while it was read"
+    refused(CorruptCheckpointError, said, COMMANDS[command], foreign, tmp_path / "out")
 
 
 def test_new_files_next_to_the_source_do_not_matter(foreign, tmp_path, monkeypatch):

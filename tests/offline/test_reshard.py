@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
-from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit import CheckpointManager, reshard, verify
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import IncompleteCheckpointError, IntegrityError, UsageError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.own.record import read_record
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
 from ckptkit.storage.open import open_store
 from tests.checkpoint import jobs
 from tests.offline import reshard_jobs
-from tests.offline.folders import copied, flip
+from tests.offline.folders import copied, flip, refused
 
 TYPES = ("sharded", "local")
 TP_PLAN = {"up.*": 0, "down.weight": 1}
@@ -27,15 +27,11 @@ TP_PLAN = {"up.*": 0, "down.weight": 1}
 @pytest.fixture(scope="module")
 def runs(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Saved runs by (layout, world size), created once: (folder with "sharded" and "local", every value)."""
-    made: dict[tuple[str, int, str], tuple[Path, dict[str, Any]]] = {}
 
+    @functools.cache
     def run(layout: str, world_size: int, precision: str = "fp32") -> tuple[Path, dict[str, Any]]:
-        key = (layout, world_size, precision)
-        if key not in made:
-            folder = tmp_path_factory.mktemp("run")
-            numbers = ranks.run(reshard_jobs.save, world_size, str(folder), layout, TYPES, precision)
-            made[key] = folder, numbers[0]
-        return made[key]
+        folder = tmp_path_factory.mktemp("run")
+        return folder, ranks.run(reshard_jobs.save, world_size, str(folder), layout, TYPES, precision)[0]
 
     return run
 
@@ -47,12 +43,10 @@ def at(folder: Path, kind: str) -> str:
 @pytest.mark.parametrize(("saved", "loaded"), list(itertools.product((1, 2, 3, 4), repeat=2)))
 def test_every_world_size_loads_the_reshard_of_any_other(ranks, runs, tmp_path, saved, loaded):
     folder, numbers = runs("1d", saved)
-    made = []
     for source, kind in itertools.product(TYPES, TYPES):
-        made.append(str(tmp_path / f"{source}-{kind}" / "step_00000002"))
-        reshard(at(folder, source), made[-1], world_size=loaded, type=kind, verify=True)
-    for found in ranks.run(reshard_jobs.load, loaded, made, "1d"):
-        assert all(item == numbers for item in found)
+        made = str(tmp_path / f"{source}-{kind}" / "step_00000002")
+        reshard(at(folder, source), made, world_size=loaded, type=kind, verify=True)
+        assert ranks.run(reshard_jobs.load, loaded, made, "1d") == [numbers] * loaded
 
 
 MESHES = {"1d": None, "hsdp": "replicate=2,shard=2", "tp": "shard=2,tp=2"}
@@ -61,13 +55,11 @@ MESHES = {"1d": None, "hsdp": "replicate=2,shard=2", "tp": "shard=2,tp=2"}
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(MESHES, 2)))
 def test_a_mesh_change_keeps_every_value(ranks: Any, runs: Any, tmp_path: Path, before: str, after: str) -> None:
     folder, numbers = runs(before, 4)
-    made = []
     plan = TP_PLAN if after == "tp" else None
-    for source, kind in (("sharded", "sharded"), ("local", "local")):
-        made.append(str(tmp_path / f"{source}-{kind}" / "step_00000002"))
-        reshard(at(folder, source), made[-1], world_size=4, mesh=MESHES[after], type=kind, tp_plan=plan)
-    for found in ranks.run(reshard_jobs.load, 4, made, after):
-        assert all(item == numbers for item in found)
+    for kind in TYPES:
+        made = str(tmp_path / kind / "step_00000002")
+        reshard(at(folder, kind), made, world_size=4, mesh=MESHES[after], type=kind, tp_plan=plan)
+        assert ranks.run(reshard_jobs.load, 4, made, after) == [numbers] * 4
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -75,8 +67,7 @@ def test_a_reshard_keeps_the_masters(ranks: Any, runs: Any, tmp_path: Path, kind
     folder, numbers = runs("1d", 2, "master")
     made = str(tmp_path / "step_00000002")
     reshard(at(folder, "local"), made, world_size=3, type=kind)
-    for found in ranks.run(reshard_jobs.load, 3, [made], "1d", "master"):
-        assert found == [numbers]
+    assert ranks.run(reshard_jobs.load, 3, made, "1d", "master") == [numbers] * 3
 
 
 @pytest.mark.parametrize(("layout", "world_size"), [("1d", 3), ("hsdp", 4), ("tp", 4)])
@@ -86,17 +77,14 @@ def test_a_rank_reads_little_more_than_it_needs(ranks: Any, tmp_path: Path, layo
     plan = TP_PLAN if layout == "tp" else None
     reshard(str(tmp_path / "run"), made, world_size=world_size, mesh=MESHES[layout], tp_plan=plan)
     for counted in ranks.run(reshard_jobs.count_reads, world_size, made, layout):
-        for read, needed in counted.values():
-            assert needed > 500_000
-            assert needed <= read <= 1.05 * needed
+        assert all(500_000 < needed <= read <= 1.05 * needed for read, needed in counted.values())
 
 
 def test_an_error_names_a_missing_rank_file_and_its_rank(runs: Any, tmp_path: Path) -> None:
     copy = copied(Path(at(runs("1d", 3)[0], "local")), tmp_path / "step_00000002")
     (copy / "local_00001.safetensors").unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"local_00001.safetensors \(written by rank 1\) is missing"):
-        reshard(str(copy), str(tmp_path / "new"), world_size=2)
-    assert not (tmp_path / "new").exists()
+    said = r"local_00001.safetensors \(written by rank 1\) is missing"
+    refused(IncompleteCheckpointError, said, reshard, copy, tmp_path / "new", world_size=2)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -104,9 +92,7 @@ def test_an_error_names_the_tensor_of_a_flipped_bit_in_the_source(runs: Any, tmp
     copy = copied(Path(at(runs("1d", 3)[0], kind)), tmp_path / "step_00000002")
     part = next(s for s in open_source(str(copy)).catalog.tensors["model.up.weight"].slices if s.rank == 1)
     flip(copy / part.path, part.start + 5, bit=2)
-    with pytest.raises(IntegrityError, match=r"model\.up\.weight"):
-        reshard(str(copy), str(tmp_path / "new"), world_size=2)
-    assert not (tmp_path / "new").exists()
+    refused(IntegrityError, r"model\.up\.weight", reshard, copy, tmp_path / "new", world_size=2)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -123,7 +109,7 @@ def test_a_local_result_loads_only_on_its_mesh(ranks: Any, runs: Any, tmp_path: 
     made = str(tmp_path / "step_00000002")
     reshard(at(runs("1d", 2)[0], "local"), made, world_size=4, mesh="replicate=2,shard=2", type="local")
     with pytest.raises(AssertionError, match="CheckpointMismatchError"):
-        ranks.run(reshard_jobs.load, 4, [made], "1d")
+        ranks.run(reshard_jobs.load, 4, made, "1d")
 
 
 def test_a_manager_of_the_parent_directory_resumes_from_the_reshard(ranks: Any, runs: Any, tmp_path: Path) -> None:
@@ -140,28 +126,25 @@ def _save_steps(url: str) -> None:
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_a_reshard_has_its_sources_position_in_the_run_and_in_another_run_that_of_its_step(
-    ranks, runs, tmp_path, beside
-):
+def test_a_reshard_is_listed_at_the_position_of_its_source_or_of_its_step(ranks, runs, tmp_path, beside):
     run = tmp_path / "run"
     ranks.run(_save_steps, 1, str(run))
     source = str(run / "step_00000001") if beside else at(runs("1d", 2)[0], "sharded")
     reshard(source, str(run / "new"), world_size=2)
-    names = [item.name for item in list_checkpoints(open_store(str(run))).committed]
-    assert names == ["step_00000001", "new", "step_00000003"]
+    committed = list_checkpoints(open_store(str(run))).committed
+    assert [item.name for item in committed] == ["step_00000001", "new", "step_00000003"]
 
 
 @pytest.mark.parametrize("name", ["step_00000003", "3", "latest", "with space"])
 def test_a_destination_name_of_another_step_is_refused(runs: Any, tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=r"step 3|refused"):
-        reshard(at(runs("1d", 2)[0], "sharded"), str(tmp_path / name), world_size=2)
-    assert not (tmp_path / name).exists()
+    source = at(runs("1d", 2)[0], "sharded")
+    refused(UsageError, "step 3|refused", reshard, source, tmp_path / name, world_size=2)
 
 
 @pytest.mark.parametrize(("plan", "said"), [(None, "--tp-plan"), ({"upp.*": 0}, "'upp")])
 def test_a_tp_mesh_needs_a_plan_that_matches(runs: Any, tmp_path: Path, plan: Any, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        reshard(at(runs("1d", 2)[0], "sharded"), str(tmp_path / "new"), world_size=2, mesh="tp=2", tp_plan=plan)
+    options = {"world_size": 2, "mesh": "tp=2", "tp_plan": plan}
+    refused(UsageError, said, reshard, at(runs("1d", 2)[0], "sharded"), tmp_path / "new", **options)
 
 
 def test_per_rank_state_keeps_its_keys(runs: Any, tmp_path: Path) -> None:
@@ -173,13 +156,7 @@ def test_per_rank_state_keeps_its_keys(runs: Any, tmp_path: Path) -> None:
 
 
 def test_plain_torch_finds_the_optimizer_settings_of_a_resharded_local_checkpoint(runs: Any, tmp_path: Path) -> None:
-    from torch.distributed.checkpoint import FileSystemReader
-
     made = str(tmp_path / "step_00000002")
     reshard(at(runs("1d", 2)[0], "local"), made, world_size=2)
     known = FileSystemReader(made).read_metadata().state_dict_metadata
-    assert {
-        "optimizer.param_groups.0.lr",
-        "optimizer.param_groups.1.params",
-        "optimizer.param_groups.1.param_names",
-    } <= set(known)
+    assert {f"optimizer.param_groups.{key}" for key in ("0.lr", "1.params", "1.param_names")} <= set(known)

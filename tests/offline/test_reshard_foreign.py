@@ -1,23 +1,29 @@
-"""A run of another system resumes under FSDP2: weights, masters, moments, settings, schedulers, bit for bit."""
+"""A run of another system resumes under FSDP2, bit for bit; a reshard of a foreign DCP is a DCP with the same state."""
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from ckptkit import DCPReader, TrainState, convert, reshard, verify
 from ckptkit.catalog.entry import Role, TensorEntry
-from ckptkit.errors import IntegrityError, UnsupportedFormatError
+from ckptkit.checkpoint.state.values import decode
+from ckptkit.errors import CorruptCheckpointError, IntegrityError, UnsupportedFormatError
 from ckptkit.formats.detect import Source, open_source
-from ckptkit.offline.convert import convert
-from ckptkit.offline.reshard import reshard
+from tests.checkpoint.states import load
+from tests.formats.interop_cases import same
 from tests.formats.readback import contents, contents_of_state_dict
 from tests.offline import reshard_jobs
 from tests.offline.exports import assert_same
-from tests.offline.folders import copied, flip
+from tests.offline.folders import copied, flip, names, refused
 from tests.test_package import modules_after
 
 # Each with whether it stores the state of a torch scheduler.
@@ -32,8 +38,8 @@ TIED = {"lm_head.weight": "model.embed_tokens.weight", "head.weight": "embed.wei
 
 
 def _by_fqn(source: Source, role: Role) -> dict[str, TensorEntry]:
-    return {e.fqn + (f".{e.state}" if role is Role.OPTIMIZER else ""): e
-            for e in source.catalog.tensors.values() if e.role is role and e.fqn}  # fmt: skip
+    entries = [entry for entry in source.catalog.tensors.values() if entry.role is role and entry.fqn]
+    return {entry.fqn + (f".{entry.state}" if role is Role.OPTIMIZER else ""): entry for entry in entries}
 
 
 def _model(source: Source) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, str], list[str]]:
@@ -52,8 +58,10 @@ def _groups(source: str, place: Path) -> list[list[str]]:
     return [group["params"] for group in tree["param_groups"]]
 
 
-def _equal(source: Source, entry: TensorEntry, found: torch.Tensor) -> bool:
-    return contents(source.store, {"w": entry}) == contents_of_state_dict({"w": found})
+def _check(source: Source, role: Role, found: dict[str, torch.Tensor], *, suffix: str = "") -> None:
+    """Assert that each tensor of a role was loaded bit for bit."""
+    for name, entry in _by_fqn(source, role).items():
+        assert contents(source.store, {"w": entry}) == contents_of_state_dict({"w": found[name + suffix]}), name
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -63,10 +71,8 @@ def test_a_run_of_another_system_continues_with_its_state(ranks: Any, zoo: Path,
     reshard(str(zoo / name), made, world_size=2, verify=True)
     groups = _groups(str(zoo / name), tmp_path)
     for weights, states, settings, loaded in ranks.run(reshard_jobs.go_on, 2, made, *_model(source), groups):
-        model, moments = _by_fqn(source, Role.MODEL), _by_fqn(source, Role.OPTIMIZER)
-        assert {fqn for fqn in model if not _equal(source, model[fqn], weights[fqn])} == set()
-        assert moments.keys() <= states.keys()
-        assert {key for key in moments if not _equal(source, moments[key], states[key])} == set()
+        _check(source, Role.MODEL, weights)
+        _check(source, Role.OPTIMIZER, states)
         assert {key.rpartition(".")[2] for key in states} == {"step", "exp_avg", "exp_avg_sq"}
         assert all(group["lr"] != 123.0 for group in settings)
         assert "optimizer" in loaded
@@ -79,9 +85,8 @@ def test_masters_of_lightrft_are_proved_to_belong_to_their_weights(ranks: Any, z
     report = reshard(source.url, made, world_size=3)
     assert "14 weights equal to the cast fp32 master" in report.proof()
     for _, states, _, _ in ranks.run(reshard_jobs.go_on, 3, made, *_model(source), _groups(source.url, tmp_path), True):
-        masters, moments = _by_fqn(source, Role.MASTER), _by_fqn(source, Role.OPTIMIZER)
-        assert {fqn for fqn in masters if not _equal(source, masters[fqn], states[f"{fqn}.master"])} == set()
-        assert {key for key in moments if not _equal(source, moments[key], states[key])} == set()
+        _check(source, Role.MASTER, states, suffix=".master")
+        _check(source, Role.OPTIMIZER, states)
 
 
 @pytest.mark.parametrize("run", [partial(reshard, world_size=2), partial(convert, weights="master")])
@@ -90,14 +95,13 @@ def test_masters_that_do_not_match_the_weights_are_refused(run: Any, zoo: Path, 
     source = open_source(str(copy))
     part = next(iter(_by_fqn(source, Role.MASTER)["layers.0.norm.weight"].slices))
     flip(copy / part.path, part.start + 3, bit=6)
-    with pytest.raises(IntegrityError, match=r"weights do not equal the fp32 master .* layers\.0\.norm\.weight"):
-        run(str(copy), str(tmp_path / "new"))
-    assert not (tmp_path / "new").exists()
+    said = r"weights do not equal the fp32 master .* layers\.0\.norm\.weight"
+    refused(IntegrityError, said, run, copy, tmp_path / "new")
 
 
 def test_fsdp1_local_without_a_layout_is_refused_with_advice(zoo: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormatError, match="layout"):
-        reshard(str(zoo / "fsdp1_local_state_dict_nomesh_w2"), str(tmp_path / "new"), world_size=2)
+    source = zoo / "fsdp1_local_state_dict_nomesh_w2"
+    refused(UnsupportedFormatError, "layout", reshard, source, tmp_path / "new", world_size=2)
 
 
 @pytest.mark.parametrize("name", ["verl_fsdp2_w2", "accelerate_fsdp2_nodcp_llama_untied_w2", "deepspeed_zero2_bf16_w2"])
@@ -112,28 +116,31 @@ def test_side_files_that_lead_out_or_are_too_large_are_named_and_not_copied(zoo:
     source = copied(zoo / "hf_ref_llama_untied", tmp_path / "source")
     (tmp_path / "secret").write_text("{}")
     (source / "vocab.json").symlink_to(tmp_path / "secret")
-    with open(source / "tokenizer.model", "wb") as file:
-        file.truncate(1 << 40)
+    (source / "tokenizer.model").touch()
+    os.truncate(source / "tokenizer.model", 1 << 40)
     report = reshard(str(source), str(tmp_path / "new"), world_size=2)
     assert "vocab.json was not copied: it is a symlink" in report.notes
     assert any(note.startswith("tokenizer.model was not copied: more than") for note in report.notes)
-    assert not {"vocab.json", "tokenizer.model"} & {path.name for path in (tmp_path / "new").iterdir()}
+    assert not {"vocab.json", "tokenizer.model"} & {*names(tmp_path / "new")}
+
+
+def of_a_trainer(zoo: Path, tmp_path: Path) -> tuple[Any, Any]:
+    """Reshard what transformers' Trainer saved; return the report and the objects of the result."""
+    report = reshard(str(zoo / "hf_trainer_fsdp2_sharded_w2"), str(tmp_path / "new"), world_size=2)
+    return report, open_source(str(tmp_path / "new")).catalog.objects
 
 
 def test_skipped_objects_are_named_with_the_reason(zoo: Path, tmp_path: Path) -> None:
-    report = reshard(str(zoo / "hf_trainer_fsdp2_sharded_w2"), str(tmp_path / "new"), world_size=2)
+    report, objects = of_a_trainer(zoo, tmp_path)
     assert any("rng_state_0" in note and "reseeded" in note for note in report.notes)
-    assert open_source(str(tmp_path / "new")).catalog.objects["extra.trainer_state"].value["global_step"] == 2
+    assert objects["extra.trainer_state"].value["global_step"] == 2
 
 
 def test_a_scheduler_of_another_system_loads_into_a_torch_scheduler(zoo: Path, tmp_path: Path) -> None:
-    reshard(str(zoo / "hf_trainer_fsdp2_sharded_w2"), str(tmp_path / "new"), world_size=2)
-    from ckptkit.checkpoint.state.values import decode
-
-    tree = open_source(str(tmp_path / "new")).catalog.objects["scheduler"].value
+    _, objects = of_a_trainer(zoo, tmp_path)
     groups = [{"params": [torch.zeros(1)]} for _ in range(2)]
     scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(groups, lr=1.0), lambda step: 1.0)
-    scheduler.load_state_dict(decode(tree, str))
+    scheduler.load_state_dict(decode(objects["scheduler"].value, str))
     assert scheduler.last_epoch == 2
 
 
@@ -142,3 +149,123 @@ def test_a_reshard_does_not_import_torch(zoo: Path, tmp_path: Path, kind: str) -
     source, made = str(zoo / "deepspeed_zero2_bf16_w2"), str(tmp_path / "new")
     call = f"reshard({source!r}, {made!r}, world_size=3, type={kind!r}, verify=True)"
     assert "torch" not in modules_after(f"from ckptkit.offline.reshard import reshard; {call}")
+
+
+DCPS = (
+    "dcp_appstate_w2", "dcp_dtensor_2d", "dcp_fsdp2_uneven_w4", "dcp_hsdp_2x2", "dcp_threads2_w2",
+    "dcp_torchtitan_like_w2", "dcp_zstd_w2", "fsdp1_dcp_sharded_nomesh_w2", "lightning_real_mp_w2",
+    "lightning_trainer_fsdp_w2", "megatron_torch_dist_emulated", "torchtitan_llama3_names_w2",
+)  # fmt: skip
+
+
+def _plain(url: str) -> dict[str, Any]:
+    """Return everything that torch loads from a checkpoint, by key."""
+    reader = dcp.FileSystemReader(url)
+    state: dict[str, Any] = {}
+    for key, entry in reader.read_metadata().state_dict_metadata.items():
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        state[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def _contains(made: str, source: str) -> None:
+    """Assert that torch loads from the first checkpoint all that it loads from the second."""
+    found, wanted = _plain(made), _plain(source)
+    assert wanted and [key for key in wanted if key not in found or not same(wanted[key], found[key])] == []
+
+
+def _all_equal(source: str, made: str) -> None:
+    _contains(made, source)
+    paths = [dcp.FileSystemReader(url).read_metadata().planner_data for url in (source, made)]
+    assert paths[0].items() <= paths[1].items()
+
+
+@pytest.mark.parametrize("name", DCPS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_torch_loads_the_same_values_from_source_and_result(zoo: Path, tmp_path: Path, name: str, ranks: int) -> None:
+    source, made, again = open_source(str(zoo / name)).url, str(tmp_path / "made"), str(tmp_path / "again")
+    reshard(source, made, world_size=ranks, verify=True)
+    _all_equal(source, made)
+    assert verify(made).ok
+    reshard(made, again, world_size=2)
+    _all_equal(source, again)
+
+
+BESIDE = {  # systems whose model and optimizer are two DCPs
+    "accelerate_fsdp2_sharded_llama_tied_w2": ("pytorch_model_fsdp_0", "optimizer_0"),
+    "lightrft_naive_optim_w2": ("",),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_torch_loads_a_result_whose_source_had_two_directories(zoo: Path, tmp_path: Path, name: str) -> None:
+    source, made = open_source(str(zoo / name)).url, str(tmp_path / "made")
+    reshard(source, made, world_size=3)
+    for part in BESIDE[name]:
+        _contains(made, f"{source}/{part}".rstrip("/"))
+
+
+def _nested(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {
+        "net": {"up.weight": torch.randn(7, 5), "up.bias": torch.randn(7).bfloat16(), "count": torch.tensor(seed)},
+        "optim": {
+            "state": {"up.weight": {"exp_avg": torch.randn(7, 5), "step": 3 + seed}},
+            "param_groups": [{"lr": 0.1 + seed, "betas": (0.9, 0.99), "params": ["up.weight"], "note": None}],
+        },
+        "step": 40 + seed, "name": f"run {seed}", "raw": bytes([seed, 1, 2]), "ratio": float("nan") if seed else 0.5,
+        "list": [1, torch.randn(3), {"deep": "text"}], "scheduler": {"last_epoch": 4, "_last_lr": [0.1]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", [None, "replicate=2,shard=2"])
+def test_a_nested_state_keeps_its_values(tmp_path: Path, mesh: str | None) -> None:
+    source, made = str(tmp_path / "any"), str(tmp_path / "made")
+    dcp.save(_nested(1), checkpoint_id=source, no_dist=True)
+    reshard(source, made, world_size=4, mesh=mesh)
+    for reader in (dcp.FileSystemReader(made), DCPReader(made)):
+        state = _nested(0)
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        assert same(state, _nested(1))
+
+
+def test_the_step_comes_from_the_checkpoint_or_its_name_or_is_reported_unknown(tmp_path: Path) -> None:
+    cases = {
+        "any": ({"step": 12}, 12), "train": ({"train_state": {"step": torch.tensor(7)}}, 7), "step-31": ({}, 31),
+        "unknown": ({}, 0),
+    }  # fmt: skip
+    for name, (state, step) in cases.items():
+        dcp.save({"w": torch.ones(4), **state}, checkpoint_id=str(tmp_path / name), no_dist=True)
+        report = reshard(str(tmp_path / name), str(tmp_path / f"{name}_made"), world_size=1)
+        assert f"committed as step {step} of 1 rank" in report.proof()
+        assert any("does not record its step" in note for note in report.notes) is (name == "unknown")
+
+
+def test_a_job_continues_from_a_state_with_custom_names(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": moments, "step": 9}, checkpoint_id=str(tmp_path / "src"), no_dist=True)
+    reshard(str(tmp_path / "src"), str(tmp_path / "run" / "step_00000009"), world_size=2)
+    reshard(str(tmp_path / "src"), str(tmp_path / "local" / "step_00000009"), world_size=1, type="local")
+    local = open_source(str(tmp_path / "local")).catalog
+    assert {"model.weight", "optimizer.state.weight.exp_avg"} <= local.tensors.keys()
+    assert local.objects["optimizer"].value["param_groups"][0]["lr"] == 0.25
+    fresh = torch.nn.Linear(3, 2)
+    other = torch.optim.AdamW(fresh.parameters(), lr=9.0)
+    assert load(tmp_path / "run", TrainState(model=fresh, optimizer=other, rng=False)).step == 9
+    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
+    assert other.param_groups[0]["lr"] == 0.25
+    assert same(list(other.state.values()), list(optimizer.state.values()))
+
+
+def test_a_flipped_bit_in_a_value_is_found_before_the_commit(tmp_path: Path) -> None:
+    source = tmp_path / "any"
+    dcp.save({"w": torch.ones(4), "name": "a" * 400}, checkpoint_id=str(source), no_dist=True)
+    (file,) = source.glob("*.distcp")
+    flip(file, file.read_bytes().index(b"a" * 100) + 50)
+    said = r"'name': member .* does not match its CRC-32"
+    refused(CorruptCheckpointError, said, reshard, source, tmp_path / "made", world_size=1)

@@ -24,13 +24,10 @@ def shapes(layers: int = 80) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.embed_tokens.weight", (WORDS, HIDDEN)
     for i in range(layers):
         for name, shape in (
-            ("self_attn.q_proj", (HIDDEN, HIDDEN)),
-            ("self_attn.k_proj", (HEADS, HIDDEN)),
-            ("self_attn.o_proj", (HIDDEN, HIDDEN)),
-            ("mlp.up_proj", (INNER, HIDDEN)),
-            ("mlp.down_proj", (HIDDEN, INNER)),
-            ("input_layernorm", (HIDDEN,)),
-        ):
+            ("self_attn.q_proj", (HIDDEN, HIDDEN)), ("self_attn.k_proj", (HEADS, HIDDEN)),
+            ("self_attn.o_proj", (HIDDEN, HIDDEN)), ("mlp.up_proj", (INNER, HIDDEN)),
+            ("mlp.down_proj", (HIDDEN, INNER)), ("input_layernorm", (HIDDEN,)),
+        ):  # fmt: skip
             yield f"model.layers.{i}.{name}.weight", shape
     yield "lm_head.weight", (WORDS, HIDDEN)
 
@@ -90,7 +87,6 @@ def test_local_files_divide_the_replicas(nothing: Store) -> None:
     mesh = TargetMesh(4, 2, 1)
     plan, sealing = planned(nothing, whole(shapes(layers=4)), mesh, "local")
     nbytes = [file.nbytes for file in plan.files if file.path.startswith("local_")]
-    assert len(nbytes) == 8
-    assert min(nbytes) > 0
+    assert len(nbytes) == 8 and min(nbytes) > 0
     holders = {s.rank for e in planned_catalog(plan, sealing).tensors.values() for s in e.slices}
     assert holders == set(range(8))

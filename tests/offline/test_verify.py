@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,13 @@ import pytest
 import torch
 import xxhash
 
-from ckptkit import CheckpointManager, TrainState
+from ckptkit import TrainState, convert, reshard, verify
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.own.outline import LEAST, SPARES
 from ckptkit.formats.own.record import FileRecord, read_record
-from ckptkit.offline.convert import convert
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
 from ckptkit.storage.local import LocalStore
+from tests.checkpoint.states import save
 from tests.docs.test_format import save_large
 from tests.offline.folders import flip
 
@@ -33,8 +32,7 @@ def ours(zoo: Path, tmp_path: Path) -> Path:
 
 def test_zip_records_of_other_systems_are_checked_by_their_crc(zoo: Path) -> None:
     report = verify(str(zoo / "dcp_fsdp2_uneven_w4" / "ckpt"))
-    assert report.ok
-    assert report.algorithms == ("crc32",)
+    assert report.ok and report.algorithms == ("crc32",)
 
 
 @pytest.mark.parametrize("left", [None, 1000])
@@ -44,8 +42,7 @@ def test_a_truncated_or_missing_file_is_reported_with_its_tensors(ours: Path, le
     file.unlink() if left is None else os.truncate(file, left)
     problem = next(p for p in verify(str(ours)).problems if p.path == "__1_0.distcp" and not p.tensor)
     assert ("and with it " if left is None else "The missing bytes belong to ") in problem.message
-    assert any(name in problem.message for name in lost)
-    assert "tensors)" in problem.message
+    assert any(name in problem.message for name in lost) and "tensors)" in problem.message
 
 
 def test_verify_changes_nothing(ours: Path) -> None:
@@ -90,10 +87,8 @@ def test_one_flipped_bit_is_found_at_any_position(saved: Path) -> None:
 
 def test_digests_of_whole_files_are_compared(saved: Path) -> None:
     record = read_record(LocalStore(saved))
-    plain = {
-        path: FileRecord(item.nbytes, xxhash.xxh3_64_hexdigest((saved / path).read_bytes()))
-        for path, item in record.files.items()
-    }
+    files = {name: (saved / name).read_bytes() for name in record.files}
+    plain = {name: FileRecord(len(data), xxhash.xxh3_64_hexdigest(data)) for name, data in files.items()}
     (saved / "checkpoint.json").write_bytes(replace(record, files=plain).to_json())
     assert b"outline" not in (saved / "checkpoint.json").read_bytes()
     assert verify(str(saved)).ok
@@ -109,24 +104,23 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     for seed in (1, 2):
         torch.manual_seed(seed)
         model = torch.nn.Linear(4, 4)
-        with CheckpointManager(tmp_path / f"run{seed}") as manager:
-            manager.save(1, TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1 * seed)))
-        found.append(tmp_path / f"run{seed}" / "step_00000001")
+        state = TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1 * seed))
+        found.append(Path(save(tmp_path / f"run{seed}", state), "step_00000001"))
     return found[0], found[1]
 
 
 def failures(step: Path, out: Path, **options: Any) -> list[str]:
     """Return the complaints of verify, verify --quick, a conversion and its dry run about a step; "" for none."""
-    calls = [
-        lambda: " ".join(problem.message for problem in verify(str(step)).problems),
-        lambda: " ".join(problem.message for problem in verify(str(step), quick=True).problems),
-        lambda: convert(str(step), str(out), to="dcp", **options) and "",
-        lambda: " ".join(convert(str(step), str(out / "dry"), to="dcp", dry_run=True, **options).faults),
+    calls: list[Callable[[], Iterable[Any]]] = [
+        lambda: [problem.message for problem in verify(str(step)).problems],
+        lambda: [problem.message for problem in verify(str(step), quick=True).problems],
+        lambda: convert(str(step), str(out), to="dcp", **options).faults,
+        lambda: convert(str(step), str(out / "dry"), to="dcp", dry_run=True, **options).faults,
     ]
     said = []
     for call in calls:
         try:
-            said.append(str(call()))
+            said.append(" ".join(map(str, call())))
         except CkptkitError as error:
             said.append(str(error))
     return said
@@ -136,19 +130,16 @@ def failures(step: Path, out: Path, **options: Any) -> list[str]:
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.safetensors", "objects.json"])
 def test_each_file_of_another_save_is_found(pair: tuple[Path, Path], tmp_path: Path, name: str, change: str) -> None:
     ours, other = (step / name for step in pair)
-    data = {"swap": other.read_bytes(), "truncate": ours.read_bytes()[:-3], "append": ours.read_bytes() + b"xxx"}.get(
-        change
-    )
-    ours.unlink()
-    if data is not None:
-        ours.write_bytes(data)
+    data = ours.read_bytes()
+    if change == "remove":
+        ours.unlink()
+    else:
+        ours.write_bytes({"swap": other.read_bytes(), "truncate": data[:-3], "append": data + b"xxx"}[change])
     full, quick, converted, planned = failures(pair[0], tmp_path / "out")
-    assert name in full
-    assert name in converted
+    assert name in full and name in converted
     assert not (tmp_path / "out").exists()
     if (name, change) != ("__0_0.distcp", "swap"):  # only the bytes of tensors reveal it, and these are not read
-        assert name in quick
-        assert name in planned
+        assert name in quick and name in planned
 
 
 def test_with_no_check_unneeded_files_may_be_missing(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -166,5 +157,5 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(ours: Path, monkeypat
 
     monkeypatch.setattr(LocalStore, "open_file", refused)
     report = verify(str(ours))
-    assert not report.ok
-    assert report.summary().startswith("not verified: ") and "Permission denied" in report.problems[0].message
+    assert not report.ok and report.summary().startswith("not verified: ")
+    assert "Permission denied" in report.problems[0].message
