@@ -447,12 +447,19 @@ class LocalStore(Store):
                 os.close(fd)
 
     def _make_parents(self, full: str) -> None:
+        """Create the missing directories above `full`. If they include the store's root, make the root durable."""
         parent = os.path.dirname(full)
         if not self._must_exist:
+            created, place = [], self._top
+            while not os.path.isdir(place) and place != os.path.dirname(place):
+                created.append(place := os.path.dirname(place))
             try:
                 os.makedirs(parent, exist_ok=True)
             except FileExistsError as error:
                 raise FileExistsError(error.errno, f"{parent} is a file, not a directory") from error
+            for place in created:
+                with contextlib.suppress(PermissionError):  # a directory that may be written to, but not read
+                    LocalStore(place).sync_directory()
             return
         missing = []
         while parent != self.url and not os.path.isdir(parent):

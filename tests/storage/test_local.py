@@ -143,6 +143,17 @@ class TestLocalStore(StoreTests):
         return LocalStore(tmp_path / "root")
 
 
+def test_a_new_root_is_durable_in_the_directories_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
+    LocalStore(tmp_path / "team" / "run").write("x", b"1")
+    assert {str(tmp_path), str(tmp_path / "team"), str(tmp_path / "team" / "run")} <= set(synced)
+    synced.clear()
+    LocalStore(tmp_path / "team" / "run").write("y/z", b"1")
+    assert not {str(tmp_path), str(tmp_path / "team")} & set(synced)
+
+
 @pytest.mark.parametrize("sync", [True, False])
 def test_writeback_begins_before_the_final_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool) -> None:
     begun: list[int] = []
