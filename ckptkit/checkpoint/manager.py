@@ -650,7 +650,7 @@ def check_options(
 ) -> tuple[str, StateDictType, int]:
     """Check a CheckpointManager's arguments without creating one, for integrations that create it later.
 
-    Returns the parsed URL, type, and maximum size of a file.
+    Returns three parsed arguments: the URL, the state-dict type, and the maximum file size in bytes.
 
     Raises:
         UsageError: An argument is wrong.

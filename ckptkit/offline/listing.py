@@ -145,7 +145,10 @@ class Outlook:
 def look_ahead(
     root: Store, view: Store, inventory: Inventory, given: RetentionPolicy | None, *, recorded: bool
 ) -> Outlook:
-    """Return what a rotation with the given limits and the recorded exemptions, or with the recorded policy, would do.
+    """Return what a rotation would do now.
+
+    Without a given policy, applies the policy that the run has recorded. With `recorded`, adds the recorded exemptions
+    to a given policy.
 
     Args:
         view: The snapshot of `root` from which the inventory was made.

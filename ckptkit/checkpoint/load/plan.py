@@ -1,4 +1,4 @@
-"""Plans a load without changing the training state: matches saved to live tensors, and collects all mismatches.
+"""Plans a load without changing the training state: finds the saved tensor for each live one, and all mismatches.
 
 A *recipe* describes how a tensor subclass (such as torchao's) is split into plain tensors.
 """

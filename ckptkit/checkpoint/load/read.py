@@ -217,7 +217,7 @@ class Reading:
         held: Held | None,
         order: list[int] | None,
     ) -> bool:
-        """Return whether a live state has the form of a new one, so that it can be filled in place.
+        """Return whether a live state has the form that a new state would have. If so, the load fills it in place.
 
         Returns False for a state with one element, because such a state may have been saved from another device. A
         state that shares memory with other states may have any shape.

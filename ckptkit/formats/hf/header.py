@@ -59,7 +59,7 @@ class HeaderTensors(Mapping[str, HeaderTensor]):
 
     Attributes:
         dtypes, shapes: torch's dtype name and the shape of each tensor, in header order.
-        starts, nbytes: [n] byte ranges, counted from the start of the file.
+        starts, nbytes: [n] offset of each tensor's bytes in the file, and their number.
     """
 
     __slots__ = ("_rows", "dtypes", "nbytes", "shapes", "starts")

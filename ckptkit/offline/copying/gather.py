@@ -70,8 +70,10 @@ class Gatherer:
         return max(1, nbytes // widest)
 
     def make_box(self, tensor: OutputTensor, box: Box, out: Bytes) -> int:
-        """Fill `out` with a box of a target tensor, row-major, in the target's dtype. Return how many elements the cast
-        to that dtype made infinite."""
+        """Fill `out` with a box of a target tensor, row-major, in the target's dtype.
+
+        Return the number of elements that became infinite in the cast to that dtype.
+        """
         if isinstance(tensor, ComputedTensor):
             out[:], infinite = self._computed(tensor, box)
             return infinite
