@@ -124,8 +124,8 @@ def catalog_of(
 ) -> Catalog:
     """Return the catalog of a DeepSpeed checkpoint.
 
-    The catalog contains the weights (as MODEL entries), their fp32 master weights (as MASTER entries), the optimizer, and
-    the other values in the model file.
+    The catalog contains the weights (as MODEL entries), their fp32 master weights (as MASTER entries), the optimizer,
+    and the other values in the model file.
 
     Args:
         shared: Name of a tied weight -> the name under which the weight is stored.
