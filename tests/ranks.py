@@ -1,9 +1,10 @@
 """Real ranks for tests: processes over gloo, forked from a server that has torch loaded, and reused.
 
-`@on_ranks(n)` runs a whole test on each rank. `Pool.run(fn, world_size, *args)` runs a function, and returns what each
-rank returned. Both take tenths of a second. `run_ranks` forks fresh ranks, for tests that kill a rank, change the
-environment or leave global state behind. `fn` must be importable (a module-level function); its result is pickled, so
-return numpy arrays, bytes or CPU tensors. `run_script` runs a script in a separate process without a process group.
+`@on_ranks(n)` runs a whole test on each rank, and `logged` collects what the package logs there. `Pool.run(fn,
+world_size, *args)` runs a function, and returns what each rank returned. Both take tenths of a second. `run_ranks`
+forks fresh ranks, for tests that kill a rank, change the environment or leave global state behind. `fn` must be
+importable (a module-level function); its result is pickled, so return numpy arrays, bytes or CPU tensors. `run_script`
+runs a script in a separate process without a process group.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import datetime
 import faulthandler
 import functools
 import inspect
+import logging
 import multiprocessing
 import os
 import pickle
@@ -21,7 +23,7 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -295,13 +297,16 @@ class Pool:
             self._end(world_size)
 
 
-def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that runs a test on every rank of a group; its fixtures and parameters are sent there."""
+def on_ranks(world_size: int | str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that runs a test on every rank of a group; its fixtures and parameters are sent there.
+
+    A string names the parameter of the test that has the number of ranks.
+    """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def started(ranks: Pool, **given: Any) -> None:
-            ranks.run(_test_here, world_size, started, given)
+            ranks.run(_test_here, given[world_size] if isinstance(world_size, str) else world_size, started, given)
 
         own = inspect.signature(test)
         ranks = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
@@ -313,3 +318,16 @@ def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., N
 
 def _test_here(started: Any, given: dict[str, Any]) -> None:
     started.__wrapped__(**given)
+
+
+@contextlib.contextmanager
+def logged(level: int = logging.WARNING, *, name: str = "ckptkit") -> Iterator[list[str]]:
+    """Collect the messages of a logger on this rank, where pytest's `caplog` does not exist."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(name).removeHandler(handler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,38 @@ def refusal(call: Callable[[], Any]) -> str:
     except CkptkitError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def module_of(
+    values: Mapping[str, torch.Tensor], trained: Collection[str] | None = None, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """Return a module with copies of these tensors: parameters, or buffers if they are not among `trained`.
+
+    With `dtype`, tensors of floats have this dtype.
+    """
+    model = nn.Module()
+    for name, value in values.items():
+        path, _, leaf = name.rpartition(".")
+        owner = model
+        for part in path.split(".") if path else ():
+            if part not in dict(owner.named_children()):
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        tensor = value.to(dtype) if dtype is not None and value.is_floating_point() else value.clone()
+        if trained is None or name in trained:
+            owner.register_parameter(leaf, nn.Parameter(tensor))
+        else:
+            owner.register_buffer(leaf, tensor)
+    return model
+
+
+def failing(error: BaseException) -> Callable[..., Any]:
+    """Return a function that raises this error, whatever its arguments are."""
+
+    def fail(*args: Any, **more: Any) -> Any:
+        raise error
+
+    return fail
 
 
 def flip(folder: str | Path, tensor: torch.Tensor) -> None:

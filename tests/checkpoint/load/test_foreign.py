@@ -21,7 +21,7 @@ from ckptkit.checkpoint.state.rng import restore_rng
 from ckptkit.checkpoint.state.values import decode
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.formats.detect import open_source
-from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from ckptkit.fsdp import MasterWeightOptimizer
 from tests.checkpoint import states
 from tests.formats.readback import tensor_bytes
 
@@ -42,26 +42,6 @@ WITH_OPTIMIZER = {
 }
 
 
-class Net(nn.Module):
-    """A module with the given parameters and buffers, all zero."""
-
-    def __init__(self, expected: dict[str, torch.Tensor], trained: set[str], dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        for name, value in expected.items():
-            *path, leaf = name.split(".")
-            owner: nn.Module = self
-            for part in path:
-                if part not in dict(owner.named_children()):
-                    owner.add_module(part, nn.Module())
-                owner = owner.get_submodule(part)
-            floating = value.is_floating_point()
-            tensor = torch.zeros(value.shape, dtype=dtype if dtype is not None and floating else value.dtype)
-            if name in trained:
-                owner.register_parameter(leaf, nn.Parameter(tensor))
-            else:
-                owner.register_buffer(leaf, tensor)
-
-
 def opened(name: str) -> Any:
     return open_source(str(ZOO / name))
 
@@ -70,8 +50,14 @@ def trained(name: str) -> set[str]:
     return {e.fqn for e in opened(name).catalog.tensors.values() if e.role in (Role.OPTIMIZER, Role.MASTER) and e.fqn}
 
 
+def zeros(name: str, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return the model of a checkpoint with zeros in all tensors."""
+    values = load_file(ZOO / name / "EXPECTED.safetensors")
+    return states.module_of({fqn: torch.zeros_like(value) for fqn, value in values.items()}, trained(name), dtype)
+
+
 def run_of(name: str, *, scheduler: bool = False, rng: bool = False) -> TrainState:
-    model = Net(load_file(ZOO / name / "EXPECTED.safetensors"), trained(name))
+    model = zeros(name)
     named = dict(model.named_parameters())
     groups = [{"params": list(named.values())}]
     if scheduler and name.startswith("hf_trainer"):  # a scheduler depends on the Trainer's order of groups
@@ -135,7 +121,7 @@ def test_a_prefix_that_only_the_checkpoint_has_is_removed(tmp_path):
     name = "verl_fsdp2_w2"
     expected = load_file(ZOO / name / "EXPECTED.safetensors")
     inner = {fqn.removeprefix("model."): value for fqn, value in expected.items() if fqn.startswith("model.")}
-    model = Net(inner, set(inner))
+    model = states.module_of({fqn: torch.zeros_like(value) for fqn, value in inner.items()})
     load(TrainState(model=model, rng=False), name, tmp_path, strict=False)
     assert all(torch.equal(value, inner[fqn]) for fqn, value in model.state_dict().items())
 
@@ -179,7 +165,7 @@ def test_random_state_of_verl_is_restored(tmp_path):
 
 def test_lightrft_masters_load_into_an_optimizer_with_masters(tmp_path):
     name = "lightrft_mp_optim_w2"
-    model = Net(load_file(ZOO / name / "EXPECTED.safetensors"), trained(name))
+    model = zeros(name)
     optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=0.5))
     load(TrainState(model=model, optimizer=optimizer, rng=False), name, tmp_path)
     check_weights(model, name)
@@ -190,7 +176,7 @@ def test_lightrft_masters_load_into_an_optimizer_with_masters(tmp_path):
 
 @pytest.mark.parametrize("name", ["deepspeed_zero2_bf16_w2", "deepspeed_zero3_bf16_tied_w2"])
 def test_deepspeed_masters_load_into_the_weights_of_an_fp32_model(name, tmp_path):
-    model = Net(load_file(ZOO / name / "EXPECTED.safetensors"), trained(name), torch.float32)
+    model = zeros(name, torch.float32)
     if "tied" in name:
         model.lm_head.weight = model.get_parameter("model.embed_tokens.weight")
     decay = [p for n, p in model.named_parameters() if "norm" not in n]
@@ -219,7 +205,7 @@ def test_a_different_number_of_optimizers_is_refused(tmp_path):
 def test_weights_without_optimizer_state_load_only_with_optimizer_skip(tmp_path):
     name = "hf_ref_llama_untied"
     expected = load_file(ZOO / name / "model.safetensors")
-    model = Net(expected, set(expected))
+    model = states.module_of({fqn: torch.zeros_like(value) for fqn, value in expected.items()})
     state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), rng=False)
     with pytest.raises(CheckpointMismatchError, match='optimizer="skip"'):
         load(state, name, tmp_path)
@@ -227,19 +213,25 @@ def test_weights_without_optimizer_state_load_only_with_optimizer_skip(tmp_path)
     check_weights(model, name, "model.safetensors")
 
 
-def test_settings_of_numbered_parameters_are_matched_by_order(tmp_path):
+def stepped(steps: int, kind: Any = torch.optim.AdamW, **options: Any) -> tuple[nn.Module, Any]:
+    """Return a small model and its optimizer after some steps."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
+    optimizer = kind(model.parameters(), **options)
+    for _ in range(steps):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_settings_of_numbered_parameters_are_matched_by_order(tmp_path):
+    model, optimizer = stepped(1, lr=0.125)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "old.pt")
-    fresh = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    state = TrainState(model=fresh, optimizer=torch.optim.AdamW(fresh.parameters(), lr=0.5), rng=False)
-    report = load(state, str(tmp_path / "old.pt"), tmp_path)
-    assert state.optimizer.param_groups[0]["lr"] == 0.125
+    fresh, again = stepped(0, lr=0.5)
+    report = load(TrainState(model=fresh, optimizer=again, rng=False), str(tmp_path / "old.pt"), tmp_path)
+    assert again.param_groups[0]["lr"] == 0.125
     for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-        assert torch.equal(state.optimizer.state[mine]["exp_avg_sq"], optimizer.state[theirs]["exp_avg_sq"])
+        assert torch.equal(again.state[mine]["exp_avg_sq"], optimizer.state[theirs]["exp_avg_sq"])
     assert report.extra["epoch"] == 3
 
 
@@ -259,19 +251,14 @@ class Counting(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("kind", [Counting, torch.optim.AdamW])
 def test_optimizer_states_that_are_plain_numbers_are_restored(kind: Any, tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = kind(model.parameters())
-    model(torch.ones(3)).sum().backward()
-    for _ in range(5):
-        optimizer.step()
+    model, optimizer = stepped(5, kind)
     saved = optimizer.state_dict()
     for state in saved["state"].values():
         state["step"] = int(state["step"])  # as torch kept it before 1.12
     (tmp_path / "theirs").mkdir()
     torch.save(model.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
     torch.save(saved, tmp_path / "theirs" / "optimizer.bin")
-    new = nn.Linear(3, 2)
-    resumed = kind(new.parameters())
+    new, resumed = stepped(0, kind)
     load(TrainState(model=new, optimizer=resumed), str(tmp_path / "theirs"), tmp_path)
     for parameter in new.parameters():
         state = resumed.state[parameter]
@@ -279,29 +266,19 @@ def test_optimizer_states_that_are_plain_numbers_are_restored(kind: Any, tmp_pat
         assert kind is not Counting or state["RMS"] == 0.25
 
 
-@pytest.mark.parametrize("stepped", [False, True])
-def test_an_error_names_a_moment_that_one_parameter_lacks(stepped: bool, tmp_path: Path) -> None:
-    def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(steps):
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-        return model, optimizer
-
-    model, optimizer = trained(2)
-    states = get_optimizer_state_dict(model, optimizer)
-    del states["state"]["weight"]["exp_avg"]
-    saved = {"model": model.state_dict(), "optim": states}
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_error_names_a_moment_that_one_parameter_lacks(steps: int, tmp_path: Path) -> None:
+    model, optimizer = stepped(2)
+    saved = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    del saved["optim"]["state"]["0.weight"]["exp_avg"]
     dcp.save(saved, checkpoint_id=str(tmp_path / "theirs"), no_dist=True)
-    model, optimizer = trained(int(stepped))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = stepped(steps)
     state = TrainState(model=model, optimizer=optimizer)
-    with pytest.raises(CheckpointMismatchError, match=r"1 missing in the checkpoint: weight\.exp_avg\b"):
+    missing = pytest.raises(CheckpointMismatchError, match=r"1 missing in the checkpoint: 0\.weight\.exp_avg\b")
+    with states.unchanged(state), missing:
         load(state, str(tmp_path / "theirs"), tmp_path)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     report = load(state, str(tmp_path / "theirs"), tmp_path, strict=False)
-    assert any("weight.exp_avg" in key for key in report.missing)
+    assert any("0.weight.exp_avg" in key for key in report.missing)
 
 
 def test_the_adapter_of_a_trainer_is_restored_with_its_optimizer(tmp_path: Path) -> None:

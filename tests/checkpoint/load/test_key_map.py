@@ -14,27 +14,16 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit import TrainState
 from ckptkit.checkpoint.report import LoadReport
-from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointMismatchError, IntegrityError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.subclasses import with_lower_bits
-from ckptkit.fsdp.master_weights import MasterWeightOptimizer
-from ckptkit.keymaps import (
-    Cast,
-    Concat,
-    Drop,
-    NameMap,
-    NamePattern,
-    Pad,
-    Rename,
-    RopePermute,
-    Split,
-    Stack,
-    Transpose,
-)
+from ckptkit.fsdp import MasterWeightOptimizer
+from ckptkit.keymaps import Cast, Concat, Drop, NameMap, NamePattern, Pad, Rename, RopePermute, Split, Stack, Transpose
 from tests.checkpoint import states
+from tests.checkpoint.states import module_of
 from tests.fsdp.models import assert_equal, weights
+from tests.ranks import on_ranks
 
 P = NamePattern
 ROWS, PADDED = 10, 13
@@ -93,22 +82,9 @@ def expected(source: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -
     }
 
 
-class Old(nn.Module):
-    def __init__(self, values: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        for name, value in values.items():
-            *path, leaf = name.split(".")
-            module: nn.Module = self
-            for part in path:
-                if not hasattr(module, part):
-                    module.add_module(part, nn.Module())
-                module = getattr(module, part)
-            module.register_parameter(leaf, nn.Parameter(value.clone()))
-
-
 def write(kind: str, url: str, sharded: bool) -> None:
     """Write the old model: by a manager, as plain DCP, or as a Hugging Face directory."""
-    model = Old(old())
+    model = module_of(old())
     if sharded:
         fully_shard(model)
     if kind in ("sharded", "full"):
@@ -136,25 +112,21 @@ def warm_start(url: str, run: str, sharded: bool, key_map: Any = MAP, **options:
     return before, report, weights(model)
 
 
-def load_mapped(kind: str, url: str, run: str) -> LoadReport:
-    write(kind, url, sharded=True)
-    source = f"{url}/step_00000007" if kind in ("sharded", "full") else url
-    before, report, after = warm_start(source, run, sharded=True, atomic=kind == "full")
-    assert_equal(after, expected(old(), before))
-    return report
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", ["sharded", "full", "dcp", "hf"])
-def test_weights_of_another_model_are_bit_equal(ranks: Any, tmp_path: Path, kind: str, world_size: int) -> None:
-    for report in ranks.run(load_mapped, world_size, kind, str(tmp_path / "old"), str(tmp_path / "run")):
-        prefix = "" if kind == "hf" else "model."
-        assert report.sources["model.attention.qk"] == (f"{prefix}a.q", f"{prefix}a.k")
-        assert report.sources["model.kept"] == (f"{prefix}kept",)
-        assert report.padded == ["model.embed.weight"]
-        assert report.skipped[f"{prefix}rope.freqs"] == "computed"
-        assert {"rng", "extra.note", "optimizer"} <= set(report.skipped)
-        assert any("filled [10, 4] at [0, 0]; the rest is left unchanged" in note for note in report.notes)
+@on_ranks("world_size")
+def test_weights_of_another_model_are_bit_equal(tmp_path, kind, world_size):
+    write(kind, f"{tmp_path}/old", sharded=True)
+    source = f"{tmp_path}/old/step_00000007" if kind in ("sharded", "full") else f"{tmp_path}/old"
+    before, report, after = warm_start(source, f"{tmp_path}/run", sharded=True, atomic=kind == "full")
+    assert_equal(after, expected(old(), before))
+    prefix = "" if kind == "hf" else "model."
+    assert report.sources["model.attention.qk"] == (f"{prefix}a.q", f"{prefix}a.k")
+    assert report.sources["model.kept"] == (f"{prefix}kept",)
+    assert report.padded == ["model.embed.weight"]
+    assert report.skipped[f"{prefix}rope.freqs"] == "computed"
+    assert {"rng", "extra.note", "optimizer"} <= set(report.skipped)
+    assert any("filled [10, 4] at [0, 0]; the rest is left unchanged" in note for note in report.notes)
 
 
 def like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -169,7 +141,7 @@ NEVER_UPDATED = ("experts.1", "kept")  # so that their optimizer keeps nothing o
 def write_rounded(url: str, keeps: str) -> dict[str, torch.Tensor]:
     """Save the old model in bf16 with an optimizer that keeps more of its weights; return the exact weights."""
     exact = old()
-    model = Old({name: value.bfloat16() for name, value in exact.items()})
+    model = module_of(exact, dtype=torch.bfloat16)
     fully_shard(model)
     live = dict(model.named_parameters())
     if keeps == "masters":
@@ -189,43 +161,35 @@ def write_rounded(url: str, keeps: str) -> dict[str, torch.Tensor]:
     return exact
 
 
-def load_rounded(url: str, run: str, keeps: str) -> None:
-    exact = write_rounded(url, keeps)
+@pytest.mark.parametrize("keeps", ["masters", "lower bits"])
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks("world_size")
+def test_a_mapped_weight_that_is_cast_is_as_exact_as_the_optimizer_keeps_it(tmp_path, keeps, world_size):
+    exact = write_rounded(f"{tmp_path}/old", keeps)
     said = "from the fp32 masters" if keeps == "masters" else "with the lower bits"
-    for atomic in (False, True):
-        before, report, after = warm_start(f"{url}/step_00000007", run, sharded=True, convert_dtype=True, atomic=atomic)
+    for options in ({"convert_dtype": True}, {"convert_dtype": True, "atomic": True}):
+        before, report, after = warm_start(f"{tmp_path}/old/step_00000007", f"{tmp_path}/run", True, **options)
         assert_equal(after, expected(exact, before))
         assert any(said in note for note in report.notes)
 
 
-@pytest.mark.parametrize("keeps", ["masters", "lower bits"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_mapped_weight_that_is_cast_is_as_exact_as_the_optimizer_keeps_it(
-    ranks: Any, tmp_path: Path, keeps: str, world_size: int
-) -> None:
-    ranks.run(load_rounded, world_size, str(tmp_path / "old"), str(tmp_path / "run"), keeps)
-
-
-def test_a_mapped_weight_that_is_not_cast_is_as_saved(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(load_unchanged, 2, str(tmp_path / "old"), str(tmp_path / "run"))
-
-
-def load_unchanged(url: str, run: str) -> None:
-    exact = write_rounded(url, "lower bits")
+@on_ranks(2)
+def test_a_mapped_weight_that_is_not_cast_is_as_saved(tmp_path):
+    exact = write_rounded(f"{tmp_path}/old", "lower bits")
     model = New().bfloat16()
     fully_shard(model)
     before = weights(model)
-    states.load(run, TrainState(model=model), f"{url}/step_00000007", key_map=MAP)
+    states.load(f"{tmp_path}/run", TrainState(model=model), f"{tmp_path}/old/step_00000007", key_map=MAP)
     rounded = {name: value.bfloat16() for name, value in old().items()}
     assert exact.keys() == rounded.keys()
     assert_equal(weights(model), expected(rounded, before))
 
 
-def test_the_rest_of_a_padded_tensor_is_unchanged_if_a_load_casts(tmp_path: Path) -> None:
-    saved = Old({"tok": torch.randn(ROWS, 4, dtype=torch.bfloat16)})
+def test_the_rest_of_a_padded_tensor_is_unchanged_if_a_load_casts(tmp_path):
+    saved = module_of({"tok": torch.randn(ROWS, 4, dtype=torch.bfloat16)})
     states.save(tmp_path / "old", TrainState(model=saved))
     for atomic in (False, True):
-        model = Old({"tok": torch.randn(PADDED, 4)})
+        model = module_of({"tok": torch.randn(PADDED, 4)})
         rest = model.tok[ROWS:].clone()
         key_map = NameMap("longer", (Pad(P("tok"), PADDED),))
         url = str(tmp_path / "old" / "step_00000001")
@@ -257,14 +221,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("key_map", "error", "said"), REFUSED, ids=[said for *_, said in REFUSED])
-def test_a_map_that_does_not_fit_is_refused(
-    source: str, tmp_path: Path, key_map: Any, error: type[Exception], said: str
-) -> None:
+def test_a_map_that_does_not_fit_is_refused(source, tmp_path, key_map, error, said):
     with pytest.raises(error, match=said):
         warm_start(source, str(tmp_path / "run"), False, key_map)
 
 
-def test_without_strict_what_matches_is_loaded_and_the_rest_is_reported(source: str, tmp_path: Path) -> None:
+def test_without_strict_what_matches_is_loaded_and_the_rest_is_reported(source, tmp_path):
     key_map = NameMap("one", (Rename(P("out"), "elsewhere"),), "keep")
     _, report, after = warm_start(source, str(tmp_path / "run"), False, key_map, strict=False)
     assert torch.equal(after["kept"], old()["kept"])
@@ -273,57 +235,51 @@ def test_without_strict_what_matches_is_loaded_and_the_rest_is_reported(source: 
     assert "model.elsewhere" in report.unexpected
 
 
-def test_a_rule_that_matches_nothing_is_noted(source: str, tmp_path: Path) -> None:
+def test_a_rule_that_matches_nothing_is_noted(source, tmp_path):
     _, report, _ = warm_start(source, str(tmp_path / "run"), False, with_rules(Rename(P("bias.{x}"), "b.{x}")))
     assert any("bias.{x}) matched nothing" in note for note in report.notes)
 
 
-def test_an_optimizer_must_be_skipped_explicitly(source: str, tmp_path: Path) -> None:
+def test_an_optimizer_must_be_skipped_explicitly(source, tmp_path):
     model = New()
     state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
-    with CheckpointManager(str(tmp_path / "run")) as manager:
-        with pytest.raises(UsageError, match="pass optimizer='skip'"):
-            manager.load(state, source, key_map=MAP)
-        with pytest.raises(UsageError, match="key_map= loads weights only"):
-            manager.load(state, source, key_map=MAP, optimizer="deferred")
+    with pytest.raises(UsageError, match="pass optimizer='skip'"):
+        states.load(tmp_path / "run", state, source, key_map=MAP)
+    with pytest.raises(UsageError, match="key_map= loads weights only"):
+        states.load(tmp_path / "run", state, source, key_map=MAP, optimizer="deferred")
 
 
-def test_a_flipped_bit_is_found_in_a_slice_that_a_map_splits(source: str, tmp_path: Path) -> None:
-    file = Path(source) / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    fused = old()["mlp.fused"].numpy().tobytes()
-    data[data.index(fused) + 20 * 4 + 1] ^= 1
-    file.write_bytes(data)
+def test_a_flipped_bit_is_found_in_a_slice_that_a_map_splits(source, tmp_path):
+    states.flip(source, old()["mlp.fused"])
     with pytest.raises(IntegrityError, match=r"mlp.gate \(from model.mlp.fused\)|mlp.up"):
         warm_start(source, str(tmp_path / "run"), False, MAP)
 
 
-def test_a_second_name_of_a_tied_weight_is_mapped(tmp_path: Path) -> None:
-    tied = Old({"tok": torch.randn(4, 2), "head": torch.zeros(4, 2)})
+def test_a_second_name_of_a_tied_weight_is_mapped(tmp_path):
+    tied = module_of({"tok": torch.randn(4, 2), "head": torch.zeros(4, 2)})
     tied.head = tied.tok
     states.save(tmp_path / "old", TrainState(model=tied, rng=False), state_dict_type="full")
-    untied = Old({"new.tok": torch.zeros(4, 2), "new.head": torch.zeros(4, 2)})
-    with CheckpointManager(tmp_path / "run") as manager:
-        key_map = NameMap("under", (Rename(P("{x}"), "new.{x}"),))
-        manager.load(TrainState(model=untied), str(tmp_path / "old" / "step_00000001"), key_map=key_map)
+    untied = module_of({"new.tok": torch.zeros(4, 2), "new.head": torch.zeros(4, 2)})
+    key_map = NameMap("under", (Rename(P("{x}"), "new.{x}"),))
+    states.load(tmp_path / "run", TrainState(model=untied), f"{tmp_path}/old/step_00000001", key_map=key_map)
     assert torch.equal(untied.new.tok, tied.tok)
     assert torch.equal(untied.new.head, tied.tok)
 
 
-def test_a_map_file_is_read_and_its_sizes_come_from_the_models_config(source: str, tmp_path: Path) -> None:
+def test_a_map_file_is_read_and_its_sizes_come_from_the_models_config(source, tmp_path):
     file = tmp_path / "map.json"
     file.write_text(
         '{"rules": [{"op": "pad", "from": "tok.weight", "size": "vocab_size"},'
         ' {"op": "rename", "from": "tok.weight", "to": "embed"}], "rest": "drop"}'
     )
-    model = Old({"embed": torch.zeros(PADDED, 4)})
+    model = module_of({"embed": torch.zeros(PADDED, 4)})
     model.config = type("Config", (), {"to_dict": lambda self: {"vocab_size": PADDED}})()  # type: ignore[assignment]
     report = states.load(tmp_path / "run", TrainState(model=model), source, key_map=str(file))
     assert torch.equal(model.embed[:ROWS], old()["tok.weight"])
     assert report.padded == ["model.embed"]
 
 
-def test_a_hugging_face_directory_is_loaded_into_the_stacked_experts_of_its_live_model(tmp_path: Path) -> None:
+def test_a_hugging_face_directory_is_loaded_into_the_stacked_experts_of_its_live_model(tmp_path):
     transformers = pytest.importorskip("transformers", minversion="5")
     config = transformers.MixtralConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
@@ -333,9 +289,8 @@ def test_a_hugging_face_directory_is_loaded_into_the_stacked_experts_of_its_live
     source.save_pretrained(tmp_path / "hf")
     assert any("experts.1.w1" in name for name in load_file(tmp_path / "hf" / "model.safetensors"))
     optimizer = torch.optim.AdamW(live.parameters())
-    with CheckpointManager(tmp_path / "run") as manager:
-        with pytest.raises(CheckpointMismatchError, match="the whole optimizer"):
-            manager.load(TrainState(model=live, optimizer=optimizer), str(tmp_path / "hf"))
-        report = manager.load(TrainState(model=live, optimizer=optimizer), str(tmp_path / "hf"), optimizer="skip")
-    assert report is not None
+    state = TrainState(model=live, optimizer=optimizer)
+    with pytest.raises(CheckpointMismatchError, match="the whole optimizer"):
+        states.load(tmp_path / "run", state, f"{tmp_path}/hf")
+    states.load(tmp_path / "run", state, f"{tmp_path}/hf", optimizer="skip")
     assert all(torch.equal(a, b) for a, b in zip(source.state_dict().values(), live.state_dict().values(), strict=True))

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptkit.checkpoint.load.mapping import open_checkpoint
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit import CheckpointManager, TrainState, open_checkpoint
 from ckptkit.errors import CheckpointNotFoundError
 from ckptkit.formats.sources import Range, SourceReader
 from tests.checkpoint import states

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit import TrainState
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.fsdp.hf_load import load_hf
 from tests.checkpoint import states
@@ -58,9 +58,7 @@ def load(folder: Path, url: str, model: nn.Module, **options: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"strict": False}, {"atomic": True}], ids=["", "lenient", "atomic"])
-def test_different_weights_for_one_tied_tensor_are_refused_and_nothing_changes(
-    tmp_path: Path, kind: str, options: dict[str, Any]
-) -> None:
+def test_different_weights_for_one_tied_tensor_are_refused_and_nothing_changes(tmp_path, kind, options):
     source, model = net(tied=False), net()
     url = saved(tmp_path, source, kind)
     before = model.embed.weight.clone()
@@ -74,9 +72,7 @@ def test_different_weights_for_one_tied_tensor_are_refused_and_nothing_changes(
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_equal_weights_load_into_a_model_that_ties_them_and_into_one_that_does_not(
-    tmp_path: Path, kind: str, tied: bool
-) -> None:
+def test_equal_weights_load_into_a_model_that_ties_them_and_into_one_that_does_not(tmp_path, kind, tied):
     source, model = net(), net(tied)
     load(tmp_path, saved(tmp_path, source, kind), model)
     assert torch.equal(model.embed.weight, source.embed.weight)
@@ -92,7 +88,7 @@ def views(seed: int) -> nn.Module:
     return model
 
 
-def test_tensors_that_share_a_part_of_their_memory_load_if_they_agree_there(tmp_path: Path, kind: str) -> None:
+def test_tensors_that_share_a_part_of_their_memory_load_if_they_agree_there(tmp_path, kind):
     source, model = views(0), views(1)
     url = saved(tmp_path, source, kind)
     load(tmp_path, url, model)
@@ -105,16 +101,21 @@ def test_tensors_that_share_a_part_of_their_memory_load_if_they_agree_there(tmp_
     assert torch.equal(model.fused[2:4], model.query)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full", "local", "dcp"])
-@on_ranks(2)
-def test_every_rank_refuses_tied_weights_that_differ_on_one_rank(tmp_path: Path, kind: str) -> None:
-    """Only the last row differs, so only the last rank reads the difference."""
+def nearly_tied() -> tuple[Net, Net]:
+    """Return weights whose last row differs, so that only the last rank reads the difference, and a sharded model."""
     source, model = net(tied=False), net()
     with torch.no_grad():
         source.embed.weight.copy_(torch.arange(12.0).view(6, 2))
         source.head.weight.copy_(source.embed.weight)
         source.head.weight[5] = 0
     fully_shard(model)
+    return source, model
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local", "dcp"])
+@on_ranks(2)
+def test_every_rank_refuses_tied_weights_that_differ_on_one_rank(tmp_path, kind):
+    source, model = nearly_tied()
     fully_shard(source)
     if kind == "dcp":
         dcp.save({"model": source.state_dict()}, checkpoint_id=f"{tmp_path}/step_00000001")
@@ -128,13 +129,8 @@ def test_every_rank_refuses_tied_weights_that_differ_on_one_rank(tmp_path: Path,
 
 
 @on_ranks(2)
-def test_load_hf_refuses_different_weights_for_one_tied_tensor_on_every_rank(tmp_path: Path) -> None:
-    source, model = net(tied=False), net()
-    with torch.no_grad():
-        source.embed.weight.fill_(1)
-        source.head.weight.fill_(1)
-        source.head.weight[5] = 0
-    fully_shard(model)
+def test_load_hf_refuses_different_weights_for_one_tied_tensor_on_every_rank(tmp_path):
+    source, model = nearly_tied()
     if dist.get_rank() == 0:
         save_file(source.state_dict(), f"{tmp_path}/model.safetensors")
     dist.barrier()
@@ -159,7 +155,7 @@ class Seen(nn.Module):
         self.register_buffer("negative", self.z.conj().imag)
 
 
-def test_a_buffer_and_its_conjugate_view_load_and_a_different_value_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_buffer_and_its_conjugate_view_load_and_a_different_value_is_refused(tmp_path, kind):
     model, live = Seen(), Seen()
     load(tmp_path, saved(tmp_path, model, kind), live)
     for name, buffer in model.named_buffers():
@@ -167,41 +163,3 @@ def test_a_buffer_and_its_conjugate_view_load_and_a_different_value_is_refused(t
     model.conjugate = model.z.clone()
     with pytest.raises(CheckpointMismatchError, match=r"model\.z and model\.conjugate"):
         load(tmp_path, saved(tmp_path / "other", model, kind), live)
-
-
-class Counting(torch.optim.Optimizer):
-    """Counts steps in one tensor that the states of all parameters share, and adds the count to each parameter."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:
-        parameters = self.param_groups[0]["params"]
-        if not self.state:
-            count = torch.zeros(2)
-            for parameter in parameters:
-                self.state[parameter] = {"count": count, "own": torch.zeros(2)}
-        self.state[parameters[0]]["count"] += 1
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter += self.state[parameter]["count"][0]
-
-
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-@pytest.mark.parametrize("warm", [False, True])
-def test_states_that_are_one_tensor_are_one_after_a_load(tmp_path: Path, kind: str, warm: bool) -> None:
-    def made() -> TrainState:
-        model = torch.nn.Linear(3, 2)
-        return TrainState(model=model, optimizer=Counting(model.parameters()))
-
-    source, live = made(), made()
-    source.optimizer.step()
-    if warm:
-        live.optimizer.step()
-    states.save(tmp_path, source, state_dict_type=kind)
-    states.load_all(tmp_path, live)
-    first, second = live.optimizer.state.values()
-    assert first["count"] is second["count"] and first["own"] is not second["own"]
-    for state in (source, live):
-        state.optimizer.step()
-    assert all(map(torch.equal, source.model.parameters(), live.model.parameters()))

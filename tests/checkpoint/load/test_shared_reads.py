@@ -13,15 +13,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 
+from ckptkit import CheckpointManager, TrainState
 from ckptkit.checkpoint.load import checkpoint as load_module
 from ckptkit.checkpoint.load import shared_reads
 from ckptkit.checkpoint.load.shared_reads import groups_of
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CorruptCheckpointError, RankFailedError, UsageError
 from tests.checkpoint import jobs, states
+from tests.checkpoint.states import bits
 from tests.ranks import RankError, on_ranks, run_ranks
-from tests.storage.servers import moto
 
 KINDS = (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64, torch.uint8)
 
@@ -37,10 +36,6 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     found["large"] = torch.randn(700, 1000, generator=generator)
     found["larger"] = torch.randn(1400, 500, generator=generator).t()
     return found
-
-
-def raw(found: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    return {name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in found.items()}
 
 
 class Held(torch.nn.Module):
@@ -62,10 +57,6 @@ def load(url: Path | str, module: torch.nn.Module, options: dict[str, Any] | Non
         return manager.load(TrainState(model=module, rng=False), **more)
 
 
-def raw_state(module: torch.nn.Module) -> dict[str, bytes]:
-    return raw(dict(module.named_buffers()))
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run with a checkpoint of `Held(1)`."""
@@ -83,7 +74,7 @@ def numbers_read(url: Path, replicas: str | None) -> tuple[int, int]:
 def test_shared_reads_restore_every_kind_of_tensor(run: Path, more: dict[str, Any]) -> None:
     module = Held()
     load(run, module, replicas="broadcast", **more)
-    assert raw_state(module) == raw_state(Held(1))
+    assert bits(module) == bits(Held(1))
 
 
 def test_each_rank_reads_only_its_share(ranks: Any, run: Path) -> None:
@@ -121,32 +112,28 @@ def load_job(url: Path, layout: str) -> tuple[Any, int]:
 def test_ranks_with_the_same_shards_share_reads(ranks: Any, tmp_path: Path, layout: str, shares: bool) -> None:
     saved = ranks.run(save_job, 4, tmp_path, "1d")[0]
     for loaded, received in ranks.run(load_job, 4, tmp_path, layout):
-        assert [key for key in saved if saved[key] != loaded.get(key)] == []
+        assert states.different(loaded, saved) == []
         assert bool(received) == shares
 
 
-def load_remote(url: str, options: dict[str, Any]) -> int:
+@pytest.fixture
+def remote(s3: dict[str, Any]) -> dict[str, Any]:
+    """Options of an S3 server with a checkpoint of `Held(1)`."""
+    save_held("s3://bucket/replicas", storage_options=s3)
+    return s3
+
+
+@on_ranks(2)
+def test_from_an_object_store_replicas_are_read_once(remote: dict[str, Any]) -> None:
     module = Held()
-    report = load(url, module, {"storage_options": options})
-    assert raw_state(module) == raw_state(Held(1))
-    return int(report.received)
-
-
-def test_from_an_object_store_replicas_are_read_once(ranks: Any) -> None:
-    import s3fs
-
-    with moto() as options:
-        s3fs.S3FileSystem(**options, skip_instance_cache=True).makedirs("shared", exist_ok=True)
-        save_held("s3://shared/run", storage_options=dict(options))
-        assert all(received > 0 for received in ranks.run(load_remote, 2, "s3://shared/run", dict(options)))
+    report = load("s3://bucket/replicas", module, {"storage_options": remote})
+    assert bits(module) == bits(Held(1))
+    assert report.received > 0
 
 
 @pytest.fixture
 def damaged(run: Path) -> Path:
-    (data,) = run.rglob("*.distcp")
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
+    states.flip(run, tensors(1)["large"])
     return run
 
 
@@ -155,7 +142,7 @@ def test_damage_in_one_share_fails_all_ranks_and_changes_nothing(damaged: Path) 
     module = Held()
     with pytest.raises(CorruptCheckpointError, match="large"):
         load(damaged, module, replicas="broadcast", atomic=True)
-    assert raw_state(module) == raw_state(Held())
+    assert bits(module) == bits(Held())
 
 
 def die_while_sending(url: Path, said: Path) -> None:
@@ -193,7 +180,7 @@ def test_compressed_tensors_with_equal_beginnings_are_not_shared(packed: Path, t
     expected = {name: tensor.clone() for name, tensor in wanted.items() if name.startswith(own)}
     stage = torch.nn.ModuleDict({own: torch.nn.Linear(30, 40)})
     load(tmp_path / "run", stage, which=str(packed), strict=False, replicas="broadcast")
-    assert raw(dict(stage.state_dict())) == raw(expected)
+    assert bits(dict(stage.state_dict())) == bits(expected)
 
 
 class Seen(torch.nn.Module):
@@ -223,16 +210,13 @@ def test_ranks_with_other_memory_layouts_get_the_same_values(seen: Path) -> None
 
 
 def fail_while_others_send(url: Path) -> str:
-    def fail(*args: Any, **more: Any) -> Any:
-        raise MemoryError("no room")
-
     shared_reads.timedelta = lambda seconds: timedelta(seconds=0.5)  # does not wait long for missing messages
     if dist.get_rank() == 1:
-        shared_reads._messages = fail
+        shared_reads._messages = states.failing(MemoryError("no room"))
     module = Held()
     with pytest.raises(RankFailedError, match="replicated data") as caught:
         load(url, module, {"timeout_s": 40}, replicas="broadcast", atomic=True)
-    assert raw_state(module) == raw_state(Held())
+    assert bits(module) == bits(Held())
     return str(caught.value)
 
 

@@ -14,23 +14,17 @@ from ckptkit.checkpoint.run.commit import begin_save
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.run.pins import pin_forever, pin_while_reading
-from ckptkit.errors import (
-    CheckpointExistsError,
-    LeaseHeldError,
-    NoSpaceError,
-    RankFailedError,
-    SaveError,
-    UsageError,
-)
+from ckptkit.errors import CheckpointExistsError, LeaseHeldError, NoSpaceError, RankFailedError, SaveError, UsageError
 from ckptkit.formats.own.record import FileRecord, read_record
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.open import open_store
 from tests.checkpoint.saving import check, leftovers, save
+from tests.checkpoint.states import failing
 from tests.hostile.test_names import NAMES
 from tests.ranks import on_ranks
 
 
-def test_a_commit_publishes_only_the_files_and_the_record(tmp_path: Path) -> None:
+def test_a_commit_publishes_only_the_files_and_the_record(tmp_path):
     record = save(tmp_path / "run", 7, fields={"metrics": {"loss": 1.5}, "client_state": {"epoch": 2}})
     assert check(tmp_path / "run") == [7]
     again = read_record(open_store(str(tmp_path / "run" / "step_00000007")))
@@ -38,26 +32,26 @@ def test_a_commit_publishes_only_the_files_and_the_record(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path / "run")) == [".ckptkit", "latest", "step_00000007"]
 
 
-def test_a_tag_names_the_directory_and_the_record_the_step(tmp_path: Path) -> None:
+def test_a_tag_names_the_directory_and_the_record_the_step(tmp_path):
     save(tmp_path, 7, tag="best-so-far")
     (item,) = list_checkpoints(open_store(str(tmp_path))).committed
     assert (item.path, item.step) == ("best-so-far", 7)
 
 
-def test_saving_an_existing_step_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_saving_an_existing_step_is_refused_before_anything_is_written(tmp_path):
     first = save(tmp_path, 7)
     with pytest.raises(CheckpointExistsError, match="overwrite=True"):
         save(tmp_path, 7)
     assert read_record(open_store(str(tmp_path / "step_00000007"))) == first and leftovers(tmp_path) == []
 
 
-def test_overwrite_replaces_the_files_and_the_save_id(tmp_path: Path) -> None:
+def test_overwrite_replaces_the_files_and_the_save_id(tmp_path):
     first = save(tmp_path, 7)
     second = save(tmp_path, 7, overwrite=True, nbytes=50)
     assert second.save_id != first.save_id and check(tmp_path) == [7] and leftovers(tmp_path) == []
 
 
-def test_a_checkpoint_that_a_user_pinned_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_checkpoint_that_a_user_pinned_is_not_overwritten(tmp_path):
     save(tmp_path, 7)
     with pin_while_reading(open_store(str(tmp_path)), "step_00000007"):  # our own pin does not block the save
         save(tmp_path, 7, overwrite=True)
@@ -67,7 +61,7 @@ def test_a_checkpoint_that_a_user_pinned_is_not_overwritten(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "symlink"])
-def test_a_foreign_entry_of_the_same_name_is_left_unchanged(tmp_path: Path, kind: str) -> None:
+def test_a_foreign_entry_of_the_same_name_is_left_unchanged(tmp_path, kind):
     place = tmp_path / "step_00000007"
     if kind == "directory":
         place.mkdir()
@@ -81,37 +75,28 @@ def test_a_foreign_entry_of_the_same_name_is_left_unchanged(tmp_path: Path, kind
     assert place.is_symlink() or place.exists()
 
 
-def test_too_little_space_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+def test_too_little_space_is_an_error_before_anything_is_written(tmp_path):
     with pytest.raises(NoSpaceError, match="No space left") as caught:
         save(tmp_path, 7, planned_bytes=1 << 60)
     assert "free" in str(caught.value) and leftovers(tmp_path) == []
     save(tmp_path, 7, planned_bytes=4000)
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "said"),
-    [
-        (OSError(5, "Input/output error"), RankFailedError, r"saving step_00000002 failed on rank 0: OSError"),
-        (KeyboardInterrupt(), KeyboardInterrupt, None),
-    ],
-    ids=["error", "Ctrl-C"],
-)
-def test_a_failed_save_leaves_nothing_and_the_next_save_works(
-    tmp_path: Path, error: BaseException, kind: type[BaseException], said: str | None
-) -> None:
-    def fail(store: Any) -> None:
-        raise error
-
+@pytest.mark.parametrize(("error", "kind", "said"), [
+    (OSError(5, "Input/output error"), RankFailedError, r"saving step_00000002 failed on rank 0: OSError"),
+    (KeyboardInterrupt(), KeyboardInterrupt, None),
+], ids=["error", "Ctrl-C"])  # fmt: skip
+def test_a_failed_save_leaves_nothing_and_the_next_save_works(tmp_path, error, kind, said):
     save(tmp_path, 1)
     with pytest.raises(kind, match=said):
-        save(tmp_path, 2, before=fail)
+        save(tmp_path, 2, before=failing(error))
     assert leftovers(tmp_path) == [] and check(tmp_path) == [1]
     save(tmp_path, 2)
     assert check(tmp_path) == [1, 2]
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "stray"])
-def test_files_that_differ_from_what_ranks_reported_are_not_published(tmp_path: Path, damage: str) -> None:
+def test_files_that_differ_from_what_ranks_reported_are_not_published(tmp_path, damage):
     def spoil(store: LocalStore) -> None:
         path = Path(store.url) / "shards" / "__0_0.distcp"
         if damage == "truncated":
@@ -129,13 +114,13 @@ def test_files_that_differ_from_what_ranks_reported_are_not_published(tmp_path: 
 @pytest.mark.parametrize(
     "fields", [{"client_state": object()}, {"metrics": {"loss": "low"}}, {"mesh": {"shape": [2], "names": []}}]
 )
-def test_a_record_that_cannot_be_read_back_fails_the_save(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_a_record_that_cannot_be_read_back_fails_the_save(tmp_path, fields):
     with pytest.raises((UsageError, RankFailedError, ValueError)):
         save(tmp_path, 3, fields=fields)
     assert check(tmp_path) == [] and leftovers(tmp_path) == []
 
 
-def test_a_root_that_disappears_is_an_error_and_is_not_recreated(tmp_path: Path) -> None:
+def test_a_root_that_disappears_is_an_error_and_is_not_recreated(tmp_path):
     root = tmp_path / "mnt" / "run"
 
     def unmount(store: Any) -> None:
@@ -146,7 +131,7 @@ def test_a_root_that_disappears_is_an_error_and_is_not_recreated(tmp_path: Path)
     assert not (root / "step_00000003").exists()
 
 
-def test_a_job_that_lost_its_lease_does_not_publish(tmp_path: Path) -> None:
+def test_a_job_that_lost_its_lease_does_not_publish(tmp_path):
     root = open_store(str(tmp_path))
 
     def taken(store: Any) -> None:
@@ -159,14 +144,14 @@ def test_a_job_that_lost_its_lease_does_not_publish(tmp_path: Path) -> None:
     assert check(tmp_path) == []
 
 
-def test_one_of_two_concurrent_saves_to_one_root_is_refused(tmp_path: Path) -> None:
+def test_one_of_two_concurrent_saves_to_one_root_is_refused(tmp_path):
     with pytest.raises(LeaseHeldError, match="another manager"):
         save(tmp_path, 1, before=lambda store: save(tmp_path, 2) and None)
     save(tmp_path, 2)
     assert check(tmp_path) == [2]
 
 
-def test_a_failed_sync_of_the_root_undoes_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sync_of_the_root_undoes_the_commit(tmp_path, monkeypatch):
     real = LocalStore.sync_directory
 
     def fail(self: LocalStore, path: str = "") -> None:
@@ -181,13 +166,13 @@ def test_a_failed_sync_of_the_root_undoes_the_commit(tmp_path: Path, monkeypatch
     assert check(tmp_path) == [] and leftovers(tmp_path) == []
 
 
-def test_a_foreign_file_called_latest_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_foreign_file_called_latest_is_not_overwritten(tmp_path):
     (tmp_path / "latest").write_text("global_step100")
     save(tmp_path, 3)
     assert (tmp_path / "latest").read_text() == "global_step100"
 
 
-def test_latest_names_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_latest_names_the_newest_checkpoint(tmp_path):
     save(tmp_path, 3)
     save(tmp_path, 4, tag="final")
     assert (tmp_path / "latest").read_text() == "final\n"
@@ -196,7 +181,7 @@ def test_latest_names_the_newest_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tag", NAMES, ids=ascii)
-def test_a_hostile_tag_is_refused_and_nothing_is_written(tmp_path: Path, tag: str) -> None:
+def test_a_hostile_tag_is_refused_and_nothing_is_written(tmp_path, tag):
     root = tmp_path / "run"
     with pytest.raises((UsageError, RankFailedError)) as caught:
         save(root, 7, tag=tag)
@@ -205,13 +190,13 @@ def test_a_hostile_tag_is_refused_and_nothing_is_written(tmp_path: Path, tag: st
 
 
 @pytest.mark.parametrize("step", [-1, 10**18, True, 1.5, "7", None])
-def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
+def test_an_invalid_step_is_refused(tmp_path, step):
     with pytest.raises(UsageError, match="expected an int"):
         save(tmp_path / "run", step)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_next_save_removes_leftovers_of_dead_saves(tmp_path: Path) -> None:
+def test_the_next_save_removes_leftovers_of_dead_saves(tmp_path):
     (tmp_path / ".tmp-step_00000001-0123456789abcdef").mkdir()
     (tmp_path / ".trash-step_00000001-0123456789abcdef" / "sub").mkdir(parents=True)
     save(tmp_path, 3)
@@ -222,7 +207,7 @@ def test_the_next_save_removes_leftovers_of_dead_saves(tmp_path: Path) -> None:
 
 
 @on_ranks(3)
-def test_ranks_write_one_checkpoint_together(tmp_path: Path) -> None:
+def test_ranks_write_one_checkpoint_together(tmp_path):
     coordinator = Coordinator(timeout_s=20)
     for step in (1, 2):
         save(tmp_path, step, coordinator=coordinator, planned_bytes=3000)
@@ -233,7 +218,7 @@ def test_ranks_write_one_checkpoint_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("what", "text"), [("step", "disagree"), ("tag", "disagree"), ("root", "not shared by all")])
 @on_ranks(3)
-def test_ranks_that_disagree_on_what_to_save_all_fail(tmp_path: Path, what: str, text: str) -> None:
+def test_ranks_that_disagree_on_what_to_save_all_fail(tmp_path, what, text):
     coordinator = Coordinator(timeout_s=20)
     other = coordinator.rank == 1
     root = tmp_path / "other" if what == "root" and other else tmp_path / "run"
@@ -246,7 +231,7 @@ def test_ranks_that_disagree_on_what_to_save_all_fail(tmp_path: Path, what: str,
 
 
 @on_ranks(2)
-def test_a_file_that_two_ranks_claim_fails_the_save(tmp_path: Path) -> None:
+def test_a_file_that_two_ranks_claim_fails_the_save(tmp_path):
     coordinator = Coordinator(timeout_s=20)
     attempt = begin_save(open_store(str(tmp_path)), 1, coordinator=coordinator)
     if coordinator.is_main:

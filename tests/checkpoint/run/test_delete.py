@@ -14,24 +14,24 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit import CheckpointManager, TrainState
-from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit import RetentionPolicy, TrainState, list_run
 from ckptkit.checkpoint.run import commit, delete, unnamed
 from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.run.pins import pin_forever, pin_while_reading, unpin
+from ckptkit.checkpoint.run.pins import pin_forever, unpin
 from ckptkit.errors import CheckpointNotFoundError, RankFailedError
 from ckptkit.formats.own.record import find_record
 from ckptkit.formats.replaceable import may_be_saved
-from ckptkit.offline.listing import list_run
 from ckptkit.offline.prune import prune
 from ckptkit.storage import publish, staging
 from ckptkit.storage.local import LocalStore, OpenDirectory
 from ckptkit.storage.open import open_store
+from tests.checkpoint import states
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.full_disk import disk
 from tests.checkpoint.saving import check, fork, leftovers, save
+from tests.checkpoint.states import failing
 
 
 @pytest.fixture
@@ -46,9 +46,7 @@ def turn(root: Path, protected: dict[str, str] | None = None, **policy: Any) -> 
     return check(root)
 
 
-def test_rotation_follows_the_policy_and_logs_each_deletion_with_its_reason(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rotation_follows_the_policy_and_logs_each_deletion_with_its_reason(run, caplog):
     with caplog.at_level(logging.INFO, logger="ckptkit"):
         done = rotate(open_store(str(run)), RetentionPolicy(max_num=3))
     assert done.deleted == ("step_00000001",) and check(run) == [2, 3, 4] and leftovers(run) == []
@@ -57,7 +55,7 @@ def test_rotation_follows_the_policy_and_logs_each_deletion_with_its_reason(
     ]
 
 
-def test_foreign_files_survive_ten_saves(tmp_path: Path) -> None:
+def test_foreign_files_survive_ten_saves(tmp_path):
     save(tmp_path, 1)
     shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_5_best")
     (tmp_path / "tensorboard").mkdir()
@@ -100,20 +98,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "no swap":
         monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
     if request.param == "no links":
-        monkeypatch.setattr(os, "link", fail_with(errno.EPERM))
+        monkeypatch.setattr(os, "link", failing(OSError(errno.EPERM, "Operation not permitted")))
     return str(request.param)
 
 
-def fail_with(code: int) -> Any:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(code, os.strerror(code))
-
-    return fail
-
-
-def test_rotation_keeps_and_logs_files_that_the_record_does_not_name(
-    run: Path, way: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rotation_keeps_and_logs_files_that_the_record_does_not_name(run, way, caplog):
     files = theirs(run / "step_00000001")
     done = rotate(open_store(str(run)), RetentionPolicy(max_num=1))
     assert check(run) == [4] and held(run / "step_00000001") == files and leftovers(run) == []
@@ -122,7 +111,7 @@ def test_rotation_keeps_and_logs_files_that_the_record_does_not_name(
     assert "eval/results.json" in caplog.text and "does not name" in caplog.text
 
 
-def test_a_deletion_does_not_touch_foreign_files(run: Path, way: str) -> None:
+def test_a_deletion_does_not_touch_foreign_files(run, way):
     step = run / "step_00000001"
     foreign = {"empty", *(name.split("/")[0] for name in theirs(step, odd=True))}
     (step / "empty").mkdir()
@@ -138,7 +127,7 @@ def test_a_deletion_does_not_touch_foreign_files(run: Path, way: str) -> None:
     assert check(run) == [2, 3, 4] and leftovers(run) == []
 
 
-def test_a_checkpoint_with_foreign_files_can_be_deleted_on_a_full_disk(tmp_path: Path) -> None:
+def test_a_checkpoint_with_foreign_files_can_be_deleted_on_a_full_disk(tmp_path):
     with disk(tmp_path / "disk", "ext4", 4 << 10) as place:
         for step in (1, 2):
             save(place, step, nbytes=300_000)
@@ -151,9 +140,7 @@ def test_a_checkpoint_with_foreign_files_can_be_deleted_on_a_full_disk(tmp_path:
         assert os.statvfs(place).f_bavail * os.statvfs(place).f_frsize > 250_000
 
 
-def test_a_save_that_replaces_a_step_during_its_deletion_keeps_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_replaces_a_step_during_its_deletion_keeps_its_files(tmp_path, monkeypatch):
     save(tmp_path, 1)
     files = theirs(tmp_path / "step_00000001")
     unlink, saved = OpenDirectory.delete, []
@@ -171,7 +158,7 @@ def test_a_save_that_replaces_a_step_during_its_deletion_keeps_its_files(
     assert list_checkpoints(open_store(str(tmp_path))).committed and leftovers(tmp_path) == []
 
 
-def test_ls_and_prune_dry_run_name_the_files_that_stay(run: Path) -> None:
+def test_ls_and_prune_dry_run_name_the_files_that_stay(run):
     files = theirs(run / "step_00000001")
     planned = prune(str(run), policy=RetentionPolicy(max_num=2), dry_run=True)
     assert sorted(planned.kept_files) == sorted(f"step_00000001/{name}" for name in files)
@@ -185,9 +172,7 @@ def test_ls_and_prune_dry_run_name_the_files_that_stay(run: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["rotate", "prune", "delete", "overwrite"])
-def test_a_file_that_appears_during_the_deletion_of_its_directory_survives(
-    run: Path, way: str, by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_appears_during_the_deletion_of_its_directory_survives(run, way, by, monkeypatch):
     step, root, listed = run / "step_00000001", open_store(str(run)), unnamed.unnamed_files
 
     def late(store: Any, path: str, record: Any) -> list[str]:
@@ -212,9 +197,7 @@ def test_a_file_that_appears_during_the_deletion_of_its_directory_survives(
     assert (step / "notes.txt").exists() and leftovers(run) == []
 
 
-def test_a_foreign_file_replaced_during_an_overwrite_is_kept_next_to_the_checkpoint(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_foreign_file_replaced_during_an_overwrite_is_kept_next_to_the_checkpoint(run, monkeypatch):
     step, exchange = run / "step_00000001", publish.exchange
     (step / "notes.txt").write_bytes(b"mine")
 
@@ -229,7 +212,7 @@ def test_a_foreign_file_replaced_during_an_overwrite_is_kept_next_to_the_checkpo
     assert leftovers(run) == []
 
 
-def test_foreign_files_in_the_trash_of_a_killed_deletion_are_moved_back(run: Path) -> None:
+def test_foreign_files_in_the_trash_of_a_killed_deletion_are_moved_back(run):
     trash = run / ".trash-step_00000001-0123456789abcdef"
     (run / "step_00000001").rename(trash)
     (trash / "notes.txt").write_bytes(b"mine")
@@ -240,9 +223,7 @@ def test_foreign_files_in_the_trash_of_a_killed_deletion_are_moved_back(run: Pat
     assert (run / "step_00000001" / "notes.txt").exists()
 
 
-def test_foreign_files_in_a_dead_staging_directory_stay_and_are_logged_once(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_foreign_files_in_a_dead_staging_directory_stay_and_are_logged_once(run, caplog):
     def fail(store: LocalStore) -> None:
         store.write("notes.txt", b"mine")
         store.write("shards/.__5_0.distcp.0123456789ab.part", b"half written")
@@ -259,20 +240,18 @@ def test_foreign_files_in_a_dead_staging_directory_stay_and_are_logged_once(
     assert found.foreign == (name,) and found.abandoned == found.in_progress == ()
 
 
-def test_trash_that_cannot_be_removed_is_logged_once(
-    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trash_that_cannot_be_removed_is_logged_once(run, monkeypatch, caplog):
     (run / ".trash-step_00000009-0123456789abcdef").mkdir()
     (run / ".trash-step_00000009-0123456789abcdef" / "__0_0.distcp").write_bytes(b"1")
 
-    monkeypatch.setattr(commit, "give_up", fail_with(errno.EACCES))
+    monkeypatch.setattr(commit, "give_up", failing(OSError(errno.EACCES, "Permission denied")))
     for step in (5, 6, 7):
         save(run, step)
     said = [record.message for record in caplog.records if ".trash-step_00000009" in record.message]
     assert len(said) == 1 and "could not be removed" in said[0], said
 
 
-def test_a_symlink_in_a_checkpoint_stays_and_is_not_followed(run: Path) -> None:
+def test_a_symlink_in_a_checkpoint_stays_and_is_not_followed(run):
     (run / "target").mkdir()
     (run / "target" / "x").write_bytes(b"1")
     (run / "step_00000001" / "link").symlink_to(run / "target")
@@ -283,7 +262,7 @@ def test_a_symlink_in_a_checkpoint_stays_and_is_not_followed(run: Path) -> None:
 
 
 @pytest.mark.parametrize("tag", [None, "best-so-far"])
-def test_a_deleted_step_with_foreign_files_can_be_saved_again(tmp_path: Path, way: str, tag: str | None) -> None:
+def test_a_deleted_step_with_foreign_files_can_be_saved_again(tmp_path, way, tag):
     save(tmp_path, 1, tag=tag)
     place = tmp_path / (tag or "step_00000001")
     files = theirs(place, odd=True)
@@ -306,9 +285,7 @@ def _deleting(say: Any, root: str, nth: int, swap: bool) -> None:
 
 
 @pytest.mark.parametrize("swap", [True, False])
-def test_a_kill_at_any_operation_of_a_deletion_loses_no_foreign_file(
-    tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_operation_of_a_deletion_loses_no_foreign_file(tmp_path, swap, monkeypatch):
     monkeypatch.setattr(staging, "STARTING_S", -1.0)
     for nth in range(3 if swap else 6, 1000, 7):
         root = tmp_path / str(nth)
@@ -329,47 +306,39 @@ def test_a_kill_at_any_operation_of_a_deletion_loses_no_foreign_file(
     assert nth >= 20
 
 
-def test_incomplete_higher_steps_do_not_count_and_are_not_deleted(run: Path) -> None:
+def test_incomplete_higher_steps_do_not_count_and_are_not_deleted(run):
     for step in (200, 300):
         (run / f"step_{step:08d}").mkdir()
     assert turn(run, max_num=2) == [3, 4] and (run / "step_00000300").is_dir()
 
 
-def test_the_checkpoint_resumed_from_is_not_deleted(run: Path) -> None:
+def test_the_checkpoint_resumed_from_is_not_deleted(run):
     assert turn(run, {"step_00000001": "resumed from"}, max_num=1) == [1, 4]
 
 
-def test_a_failing_save_with_max_num_1_loses_nothing(tmp_path: Path) -> None:
+def test_a_failing_save_with_max_num_1_loses_nothing(tmp_path):
     save(tmp_path, 1)
     turn(tmp_path, max_num=1)
     with pytest.raises(RankFailedError):
-        save(tmp_path, 2, before=fail_with(errno.ENOSPC))
+        save(tmp_path, 2, before=failing(OSError(errno.ENOSPC, "No space left on device")))
     assert turn(tmp_path, max_num=1) == [1]
 
 
-def test_steps_from_before_a_rollback_are_deleted_first(tmp_path: Path) -> None:
+def test_steps_from_before_a_rollback_are_deleted_first(tmp_path):
     for step in (100, 200, 300, 150):
         save(tmp_path, step)
     assert turn(tmp_path, max_num=2) == [100, 150]
 
 
-def test_pinned_checkpoints_stay_until_they_are_unpinned(run: Path) -> None:
+def test_pinned_checkpoints_stay_until_they_are_unpinned(run):
     pin_forever(str(run / "step_00000001"), "the paper")
     assert turn(run, max_num=1) == [1, 4]
     assert unpin(str(run / "step_00000001")) and not unpin(str(run / "step_00000001"))
     assert turn(run, max_num=1) == [4]
 
 
-def test_a_checkpoint_that_is_being_read_is_deleted_by_the_next_rotation(run: Path) -> None:
-    with pin_while_reading(open_store(str(run)), "step_00000001", why="convert"):
-        assert turn(run, max_num=1) == [1, 4]
-    assert turn(run, max_num=1) == [4]
-
-
-def test_a_failure_to_delete_is_reported_and_not_raised(
-    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(LocalStore, "delete_tree", fail_with(errno.EIO))
+def test_a_failure_to_delete_is_reported_and_not_raised(run, monkeypatch, caplog):
+    monkeypatch.setattr(LocalStore, "delete_tree", failing(OSError(errno.EIO, "Input/output error")))
     done = rotate(open_store(str(run)), RetentionPolicy(max_num=3))
     assert list(done.failed or {}) == ["step_00000001"] and "Input/output error" in caplog.text
     monkeypatch.undo()
@@ -378,7 +347,7 @@ def test_a_failure_to_delete_is_reported_and_not_raised(
 
 
 @pytest.mark.parametrize("name", ["step_00000009", "tensorboard", "../x", "", ".ckptkit", "copy"])
-def test_only_a_committed_checkpoint_can_be_deleted(run: Path, name: str) -> None:
+def test_only_a_committed_checkpoint_can_be_deleted(run, name):
     (run / "tensorboard").mkdir()
     shutil.copytree(run / "step_00000001", run / "copy")
     with pytest.raises((CheckpointNotFoundError, ValueError)):
@@ -386,12 +355,12 @@ def test_only_a_committed_checkpoint_can_be_deleted(run: Path, name: str) -> Non
     assert (run / "tensorboard").is_dir() and (run / "copy").is_dir()
 
 
-def test_the_staging_directory_of_a_running_save_is_not_removed(run: Path) -> None:
+def test_the_staging_directory_of_a_running_save_is_not_removed(run):
     save(run, 9, before=lambda store: clean_leftovers(open_store(str(run))) == [] or 1 / 0)
     assert check(run)[-1] == 9
 
 
-def test_a_dry_run_of_the_cleanup_removes_nothing(run: Path) -> None:
+def test_a_dry_run_of_the_cleanup_removes_nothing(run):
     (run / ".trash-step_00000007-0123456789abcdef").mkdir()
     root = open_store(str(run))
     assert clean_leftovers(root, dry_run=True) == [".trash-step_00000007-0123456789abcdef"]
@@ -402,7 +371,7 @@ def test_a_dry_run_of_the_cleanup_removes_nothing(run: Path) -> None:
 
 
 @pytest.mark.parametrize("models", [1, 2])
-def test_every_file_that_a_save_writes_is_recognized(tmp_path: Path, kind: str, models: int) -> None:
+def test_every_file_that_a_save_writes_is_recognized(tmp_path, kind, models):
     side = tmp_path / "side"
     (side / "additional_chat_templates").mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "LICENSE", "additional_chat_templates/tool.jinja"):
@@ -413,15 +382,13 @@ def test_every_file_that_a_save_writes_is_recognized(tmp_path: Path, kind: str, 
         part(torch.ones(9)).sum().backward()
     optimizer.step()
     model: Any = parts if models > 1 else parts["actor"]
-    with CheckpointManager(tmp_path / "run", state_dict_type=kind, side_files=side, max_shard_size="100B") as manager:
-        manager.save(
-            1, TrainState(model=model, optimizer=optimizer if models == 1 else None, extra={"x": torch.ones(3)})
-        )
+    state = TrainState(model=model, optimizer=optimizer if models == 1 else None, extra={"x": torch.ones(3)})
+    states.save(tmp_path / "run", state, state_dict_type=kind, side_files=side, max_shard_size="100B")
     step = tmp_path / "run" / "step_00000001"
     files = [str(path.relative_to(step)) for path in step.rglob("*") if path.is_file()]
     assert len(files) > 5 and [path for path in files if not may_be_saved(path)] == []
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "eval/results.json", "state.safetensors", "plots/loss.png", "run.sh"])
-def test_files_that_no_save_writes_are_not_recognized(name: str) -> None:
+def test_files_that_no_save_writes_are_not_recognized(name):
     assert not may_be_saved(name)

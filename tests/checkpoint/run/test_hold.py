@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit import CheckpointManager, RetentionPolicy
 from ckptkit.checkpoint.run import inventory
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
@@ -28,7 +28,7 @@ from ckptkit.storage.lock import open_attempts
 from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import open_staging
 from ckptkit.storage.store import Store
-from tests.checkpoint.states import linear, value_of
+from tests.checkpoint.states import flip, linear, value_of
 from tests.ranks import run_script
 
 
@@ -68,7 +68,7 @@ def second_job(root: Path, end: str = "") -> str:
 # --- the lease
 
 
-def test_a_second_job_is_refused_with_the_owner_named_and_may_still_read(tmp_path: Path) -> None:
+def test_a_second_job_is_refused_with_the_owner_named_and_may_still_read(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, linear())
         said = second_job(tmp_path)
@@ -78,7 +78,7 @@ def test_a_second_job_is_refused_with_the_owner_named_and_may_still_read(tmp_pat
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
 
 
-def test_a_job_in_a_copy_of_a_running_run_may_save(tmp_path: Path) -> None:
+def test_a_job_in_a_copy_of_a_running_run_may_save(tmp_path):
     run, copy, same = tmp_path / "run", tmp_path / "copy", tmp_path / "same"
     with CheckpointManager(run) as manager:
         manager.save(1, linear())
@@ -92,7 +92,7 @@ def test_a_job_in_a_copy_of_a_running_run_may_save(tmp_path: Path) -> None:
         assert "refused" in second_job(tmp_path / "moved")
 
 
-def test_a_copy_of_a_running_run_ignores_pins_deletions_and_saves_of_the_original(tmp_path: Path) -> None:
+def test_a_copy_of_a_running_run_ignores_pins_deletions_and_saves_of_the_original(tmp_path):
     run, copy = tmp_path / "run", tmp_path / "copy"
     root = open_store(str(run))
     with CheckpointManager(run) as manager:
@@ -109,7 +109,7 @@ def test_a_copy_of_a_running_run_ignores_pins_deletions_and_saves_of_the_origina
     assert not list(copy.glob(".tmp-*"))
 
 
-def test_the_lease_of_a_job_that_was_killed_is_taken_over_at_once(tmp_path: Path) -> None:
+def test_the_lease_of_a_job_that_was_killed_is_taken_over_at_once(tmp_path):
     save(tmp_path, 1)
     assert second_job(tmp_path, "import os; os.kill(os.getpid(), 9)") == "loaded 1\nsaved\n"
     assert open_attempts(open_store(str(tmp_path))).owner is not None
@@ -118,19 +118,19 @@ def test_the_lease_of_a_job_that_was_killed_is_taken_over_at_once(tmp_path: Path
     assert time.monotonic() - start < 5
 
 
-def test_a_job_that_ends_without_close_releases_the_lease(tmp_path: Path) -> None:
+def test_a_job_that_ends_without_close_releases_the_lease(tmp_path):
     save(tmp_path, 1)
     subprocess.run([sys.executable, "-c", SECOND.format(end=""), str(tmp_path)], check=True)
     assert open_attempts(open_store(str(tmp_path))).owner is None
 
 
-def test_loading_takes_no_lease(tmp_path: Path) -> None:
+def test_loading_takes_no_lease(tmp_path):
     with CheckpointManager(save(tmp_path, 1)) as manager:
         manager.load(linear())
         assert open_attempts(open_store(str(tmp_path))).owner is None
 
 
-def test_managers_of_one_process_share_the_lease_and_take_turns(tmp_path: Path) -> None:
+def test_managers_of_one_process_share_the_lease_and_take_turns(tmp_path):
     first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
     handle = first.save_async(1, linear())
     second.save(2, linear())
@@ -143,14 +143,14 @@ def test_managers_of_one_process_share_the_lease_and_take_turns(tmp_path: Path) 
     assert sorted(names(tmp_path)) == [f"step_0000000{n}" for n in (1, 2, 3)]
 
 
-def test_a_manager_that_exits_with_an_error_releases_the_lease(tmp_path: Path) -> None:
+def test_a_manager_that_exits_with_an_error_releases_the_lease(tmp_path):
     with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path) as manager:
         manager.save(1, linear())
         raise ZeroDivisionError
     assert open_attempts(open_store(str(tmp_path))).owner is None
 
 
-def test_a_save_that_waits_for_its_turn_too_long_is_refused(tmp_path: Path) -> None:
+def test_a_save_that_waits_for_its_turn_too_long_is_refused(tmp_path):
     with CheckpointManager(tmp_path) as manager, CheckpointManager(tmp_path, timeout_s=0.2) as other:
         manager.save(1, linear())
         with manager._hold.lease().turn, pytest.raises(LeaseHeldError, match="another save of this process"):
@@ -163,9 +163,7 @@ def test_a_save_that_waits_for_its_turn_too_long_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("beat", [False, True])
-def test_a_missing_root_is_an_error_and_is_not_recreated(
-    tmp_path: Path, beat: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_root_is_an_error_and_is_not_recreated(tmp_path, beat, monkeypatch):
     monkeypatch.setattr(lease_module, "BEAT_S", 0.02)
     root = tmp_path / "run"
     with CheckpointManager(root) as manager:
@@ -178,9 +176,7 @@ def test_a_missing_root_is_an_error_and_is_not_recreated(
     assert not root.exists()
 
 
-def test_a_root_that_disappears_during_a_save_is_an_error_and_nothing_is_written_elsewhere(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_root_that_disappears_during_a_save_is_an_error_and_nothing_is_written_elsewhere(tmp_path, kind, monkeypatch):
     root = tmp_path / "mount" / "run"
     with CheckpointManager(root, state_dict_type=kind) as manager:
         manager.save(1, linear())
@@ -202,7 +198,7 @@ def test_a_root_that_disappears_during_a_save_is_an_error_and_nothing_is_written
 # --- what was resumed from
 
 
-def test_prune_keeps_the_checkpoint_that_a_running_job_was_resumed_from(tmp_path: Path) -> None:
+def test_prune_keeps_the_checkpoint_that_a_running_job_was_resumed_from(tmp_path):
     root = open_store(str(save(tmp_path, 1, 2, 3)))
     with CheckpointManager(tmp_path) as manager:
         manager.load(linear(), 2)
@@ -214,9 +210,7 @@ def test_prune_keeps_the_checkpoint_that_a_running_job_was_resumed_from(tmp_path
     assert list((tmp_path / ".ckptkit" / "pins").iterdir()) == []
 
 
-def test_a_checkpoint_of_another_run_is_pinned_while_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_another_run_is_pinned_while_it_is_read(tmp_path, monkeypatch):
     from ckptkit.checkpoint.load import choose as module
 
     save(tmp_path / "a", 1, 2)
@@ -237,22 +231,14 @@ def test_a_checkpoint_of_another_run_is_pinned_while_it_is_read(
 # --- falling back
 
 
-def damage(folder: Path) -> None:
-    (file,) = folder.glob("*.distcp")
-    data = bytearray(file.read_bytes())
-    data[data.index(b"\0\0\xc0\x40" * 4)] ^= 1  # 6.0
-    file.write_bytes(data)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    damage(save(tmp_path, 4, 5, 6) / "step_00000006")
+    """A run whose newest checkpoint is damaged."""
+    flip(save(tmp_path, 4, 5, 6) / "step_00000006", torch.full((2, 3), 6.0))
     return tmp_path
 
 
-def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one_only_on_request(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one_only_on_request(run, caplog):
     live = linear()
     with CheckpointManager(run) as manager, caplog.at_level(logging.WARNING, logger="ckptkit"):
         with pytest.raises(CorruptCheckpointError) as caught:
@@ -294,9 +280,7 @@ def _unreadable(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lose", [_cut_short, _of_another_step, _of_a_later_version, _unreadable])
-def test_an_unreadable_or_foreign_record_of_the_newest_checkpoint_is_an_error(
-    run: Path, lose: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_or_foreign_record_of_the_newest_checkpoint_is_an_error(run, lose, monkeypatch):
     lose(run / "step_00000006" / "checkpoint.json", monkeypatch)
     with CheckpointManager(run) as manager:
         with pytest.raises(CorruptCheckpointError, match="step_00000006"):
@@ -305,13 +289,13 @@ def test_an_unreadable_or_foreign_record_of_the_newest_checkpoint_is_an_error(
         assert manager.latest() == 5
 
 
-def test_without_an_older_checkpoint_a_fallback_raises_the_first_damage(tmp_path: Path) -> None:
-    damage(save(tmp_path, 6) / "step_00000006")
+def test_without_an_older_checkpoint_a_fallback_raises_the_first_damage(tmp_path):
+    flip(save(tmp_path, 6) / "step_00000006", torch.full((2, 3), 6.0))
     with CheckpointManager(tmp_path) as manager, pytest.raises(CorruptCheckpointError, match="no older checkpoint"):
         manager.load(linear(), fallback="previous")
 
 
-def test_a_manager_reuses_the_lease_of_an_unclosed_manager(tmp_path: Path) -> None:
+def test_a_manager_reuses_the_lease_of_an_unclosed_manager(tmp_path):
     manager = CheckpointManager(tmp_path)
     manager.save(1, linear())
     del manager

@@ -16,12 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckptkit.checkpoint.load.mapping import open_checkpoint
-from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit import CheckpointManager, TrainState, open_checkpoint
 from ckptkit.checkpoint.save import full, stream
-from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError
 from tests.checkpoint import jobs, states
+from tests.fsdp.models import llama
 from tests.ranks import run_ranks
 
 
@@ -50,13 +49,19 @@ def test_the_model_part_is_plain_safetensors_with_an_index(ranks: Any, tmp_path:
     assert list((root / "state").glob("*.safetensors"))
 
 
-def small_shards(url: Path) -> Any:
+def sharded(*shapes: tuple[int, int]) -> nn.Module:
+    """Return parameters sharded in the first and the second dimension in turn."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Module()
     torch.manual_seed(0)
-    for i in range(7):
-        values = torch.randn(5, 9)
-        model.register_parameter(f"w{i}", nn.Parameter(distribute_tensor(values, mesh, [Shard(i % 2)])))
+    for i, shape in enumerate(shapes):
+        placed = distribute_tensor(torch.randn(shape), mesh, [Shard(i % 2)])
+        model.register_parameter(f"w{i}", nn.Parameter(placed))
+    return model
+
+
+def small_shards(url: Path) -> Any:
+    model = sharded(*[(5, 9)] * 7)
     states.save(url, TrainState(model=model, rng=False), state_dict_type="full", max_shard_size=300)
     return whole(model.state_dict())
 
@@ -69,19 +74,10 @@ def test_files_are_distributed_over_the_ranks(tmp_path: Path) -> None:
     assert writers == {0, 1, 2}
 
 
-def tiny_llama(tie: bool) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=2, vocab_size=50, tie_word_embeddings=tie)  # fmt: skip
-    return LlamaForCausalLM(config).to(torch.bfloat16)
-
-
 @pytest.mark.parametrize("tie", [False, True])
 def test_from_pretrained_loads_a_full_checkpoint(tmp_path: Path, tie: bool) -> None:
     transformers = pytest.importorskip("transformers")
-    model = tiny_llama(tie)
+    model = llama(tie).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.arange(12).reshape(2, 6)
     model(tokens, labels=tokens).loss.backward()
@@ -95,9 +91,7 @@ def test_from_pretrained_loads_a_full_checkpoint(tmp_path: Path, tie: bool) -> N
 
 def test_each_of_several_models_has_its_own_folder(tmp_path: Path) -> None:
     models, again = ({"actor": nn.Linear(2, 3), "critic": nn.Linear(3, 1)} for _ in range(2))
-    with CheckpointManager(tmp_path, state_dict_type="full") as manager:
-        manager.save(1, TrainState(model=models))
-        manager.load(TrainState(model=again))
+    states.load(states.save(tmp_path, TrainState(model=models), state_dict_type="full"), TrainState(model=again))
     for name, model in models.items():
         (file,) = (tmp_path / "step_00000001" / name).glob("*.safetensors")
         assert torch.equal(load_file(file)["weight"], model.weight)
@@ -139,14 +133,7 @@ def test_no_rank_holds_more_than_twice_the_largest_tensor(tmp_path: Path) -> Non
 
 
 def fail_on_rank_1(url: Path, where: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = nn.Module()
-    for i in range(6):
-        model.register_parameter(f"w{i}", nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])))
-
-    def broken(*args: Any, **more: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
+    model, broken = sharded(*[(4, 4)] * 6), states.failing(OSError(28, "No space left on device"))
     with CheckpointManager(url, state_dict_type="full", timeout_s=80, max_shard_size=100) as manager:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:

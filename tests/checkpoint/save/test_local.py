@@ -15,9 +15,9 @@ from safetensors import safe_open
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit import CheckpointManager, TrainState, verify
 from ckptkit.checkpoint.save.local import LocalTensors
-from ckptkit.checkpoint.state.train_state import TrainState, capture
+from ckptkit.checkpoint.state.train_state import capture
 from ckptkit.cli.main import cli
 from ckptkit.errors import (
     CheckpointMismatchError,
@@ -27,7 +27,6 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.own import local as local_shards
 from ckptkit.formats.own.reader import open_catalog
-from ckptkit.offline.verify import verify
 from ckptkit.storage.local import LocalStore
 from tests.checkpoint import jobs, states
 from tests.ranks import on_ranks
@@ -48,7 +47,7 @@ class Collectives(TorchDispatchMode):
 
 @pytest.mark.parametrize("layout", ["1d", "hsdp"])
 @on_ranks(4)
-def test_writing_local_tensors_needs_no_communication(tmp_path: Path, layout: str) -> None:
+def test_writing_local_tensors_needs_no_communication(tmp_path, layout):
     job = jobs.make(layout)
     job.train(1)
     with Collectives() as counted:
@@ -70,7 +69,7 @@ def save(url: Path, layout: str = "1d") -> Any:
     return {k: v.to_local().detach().numpy() for k, v in job.model.state_dict().items() if hasattr(v, "to_local")}
 
 
-def test_a_rank_file_holds_the_ranks_shards_and_their_positions(ranks: Any, tmp_path: Path) -> None:
+def test_a_rank_file_holds_the_ranks_shards_and_their_positions(ranks, tmp_path):
     held = ranks.run(save, 2, tmp_path)
     for rank, tensors in enumerate(held):
         path = tmp_path / "step_00000001" / f"local_{rank:05d}.safetensors"
@@ -87,7 +86,7 @@ def opened(run: Path) -> Any:
     return local_shards.open_catalog(LocalStore(str(run / "step_00000001")))
 
 
-def test_replicas_are_written_once(ranks: Any, tmp_path: Path) -> None:
+def test_replicas_are_written_once(ranks, tmp_path):
     ranks.run(save, 4, tmp_path, "hsdp")
     catalog = opened(tmp_path)
     for entry in catalog.tensors.values():
@@ -99,7 +98,7 @@ def test_replicas_are_written_once(ranks: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["1d", "hsdp", "tp"])
-def test_the_rank_files_alone_give_the_catalog_of_the_manifest(ranks: Any, tmp_path: Path, layout: str) -> None:
+def test_the_rank_files_alone_give_the_catalog_of_the_manifest(ranks, tmp_path, layout):
     ranks.run(save, 4, tmp_path, layout)
     own, recorded = opened(tmp_path), open_catalog(LocalStore(str(tmp_path / "step_00000001")))
     assert set(own.tensors) == set(recorded.tensors)
@@ -111,14 +110,14 @@ def test_the_rank_files_alone_give_the_catalog_of_the_manifest(ranks: Any, tmp_p
         assert {s.box for s in entry.slices} == {s.box for s in other.slices}  # without the replicas
 
 
-def test_an_error_names_a_missing_rank_file(ranks: Any, tmp_path: Path) -> None:
+def test_an_error_names_a_missing_rank_file(ranks, tmp_path):
     ranks.run(save, 2, tmp_path)
     (tmp_path / "step_00000001" / "local_00001.safetensors").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"those of ranks 1\."):
         opened(tmp_path)
 
 
-def test_rank_files_that_were_swapped_are_refused(ranks: Any, tmp_path: Path) -> None:
+def test_rank_files_that_were_swapped_are_refused(ranks, tmp_path):
     ranks.run(save, 2, tmp_path)
     root = tmp_path / "step_00000001"
     (root / "local_00001.safetensors").rename(root / "x")
@@ -128,7 +127,7 @@ def test_rank_files_that_were_swapped_are_refused(ranks: Any, tmp_path: Path) ->
         opened(tmp_path)
 
 
-def test_a_dtype_that_safetensors_lacks_is_refused_with_advice(tmp_path: Path) -> None:
+def test_a_dtype_that_safetensors_lacks_is_refused_with_advice(tmp_path):
     model = torch.nn.Module()
     model.register_buffer("odd", torch.zeros(4, dtype=torch.complex128))
     manager = CheckpointManager(tmp_path, state_dict_type="local")
@@ -142,19 +141,14 @@ def _save_sharded(url: Path) -> None:
 
 
 def _load_whole(url: Path) -> str:
-    with CheckpointManager(url) as manager:
-        try:
-            report = manager.load(TrainState(model=torch.nn.Linear(4, 4)))
-        except CheckpointMismatchError as error:
-            return str(error)
-    assert report is not None
-    return " ".join(report.loaded)
+    try:
+        return " ".join(states.load(url, TrainState(model=torch.nn.Linear(4, 4))).loaded)
+    except CheckpointMismatchError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_command_that_a_refused_load_names_makes_a_checkpoint_that_loads(
-    ranks: Any, tmp_path: Path, size: int
-) -> None:
+def test_the_command_that_a_refused_load_names_makes_a_checkpoint_that_loads(ranks, tmp_path, size):
     ranks.run(_save_sharded, 2, tmp_path / "run")
     command = shlex.split(ranks.run(_load_whole, size, tmp_path / "run")[0].splitlines()[-1])
     assert command[:2] == ["ckptkit", "reshard"]
@@ -165,14 +159,12 @@ def test_the_command_that_a_refused_load_names_makes_a_checkpoint_that_loads(
 
 
 @on_ranks(2)
-def test_of_plain_tensors_that_all_ranks_write_the_manifest_lists_the_lowest_ranks(tmp_path: Path) -> None:
+def test_of_plain_tensors_that_all_ranks_write_the_manifest_lists_the_lowest_ranks(tmp_path):
     rank = dist.get_rank()
     model = torch.nn.Module()
     model.register_buffer("same", torch.arange(1 << 15))
     model.register_buffer("number", torch.tensor(2.0))
-    model.register_buffer(
-        f"own{rank}", torch.ones(3)
-    )  # the ranks' plain tensors differ, so each rank writes all of its
+    model.register_buffer(f"own{rank}", torch.ones(3))  # as plain tensors differ, each rank writes all of its own
     states.save(tmp_path, TrainState(model=model, rng=False), state_dict_type="local")
     if rank == 0:
         step = tmp_path / "step_00000001"

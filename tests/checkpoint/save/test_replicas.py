@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from ckptkit.errors import CkptkitError, CorruptCheckpointError, RankFailedError
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.storage.open import open_store
 from tests.checkpoint import states
-from tests.ranks import on_ranks
+from tests.ranks import logged, on_ranks
 
 LARGE = 600_000  # elements: replicas of over 1 MiB are written in pieces, by several ranks
 
@@ -73,17 +71,6 @@ def values(value: float) -> dict[str, list[float]]:
     return {"mean": [value], "loose": [value], "momentum": [-value]}
 
 
-@contextlib.contextmanager
-def warned() -> Iterator[list[str]]:
-    """Collect the warnings of the package."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ckptkit").addHandler(handler)
-    yield lines
-    logging.getLogger("ckptkit").removeHandler(handler)
-
-
 def state_of(model: Norms, optimizer: torch.optim.Optimizer) -> TrainState:
     return TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"})
 
@@ -91,7 +78,7 @@ def state_of(model: Norms, optimizer: torch.optim.Optimizer) -> TrainState:
 def save(url: Path, kind: str = "sharded", background: bool = False) -> list[str]:
     model, optimizer = made(1.0)
     state = state_of(model, optimizer)
-    with warned() as lines, CheckpointManager(url, state_dict_type=kind) as manager:
+    with logged() as lines, CheckpointManager(url, state_dict_type=kind) as manager:
         for step in (1, 2):
             if background:
                 manager.save_async(step, state)
@@ -104,12 +91,9 @@ def save(url: Path, kind: str = "sharded", background: bool = False) -> list[str
 
 
 @on_ranks(2)
-def test_a_logging_handler_that_raises_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
-    def emit(record: logging.LogRecord) -> None:
-        raise OSError("the log is full")
-
+def test_a_logging_handler_that_raises_fails_the_save_on_all_ranks(tmp_path):
     handler = logging.Handler(logging.WARNING)
-    handler.emit = emit  # type: ignore[method-assign]
+    handler.emit = states.failing(OSError("the log is full"))  # type: ignore[method-assign]
     state = state_of(*made(1.0))
     with CheckpointManager(tmp_path, timeout_s=20) as manager:
         logging.getLogger("ckptkit").addHandler(handler)
@@ -121,21 +105,20 @@ def test_a_logging_handler_that_raises_fails_the_save_on_all_ranks(tmp_path: Pat
 
 def load(url: Path, which: str) -> tuple[dict[str, list[float]], list[str], list[str]]:
     model, optimizer = made()
-    with warned() as lines, CheckpointManager(url) as manager:
-        report = manager.load(state_of(model, optimizer), which)
-    assert report is not None
+    with logged() as lines:
+        report = states.load(url, state_of(model, optimizer), which)
     assert torch.equal(model.same, torch.arange(4.0))
     return held(model, optimizer), report.notes, lines
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_each_rank_gets_its_own_copy_back(ranks: Any, tmp_path: Path, kind: str, background: bool) -> None:
+def test_each_rank_gets_its_own_copy_back(ranks, tmp_path, kind, background):
     ranks.run(save, 2, tmp_path, kind, background)
     assert [found[0] for found in ranks.run(load, 2, tmp_path, "1")] == [values(1.0), values(2.0)]
     assert [found[0] for found in ranks.run(load, 2, tmp_path, "2")] == [values(11.0), values(12.0)]
 
 
-def test_a_warning_names_each_differing_tensor_once(ranks: Any, tmp_path: Path) -> None:
+def test_a_warning_names_each_differing_tensor_once(ranks, tmp_path):
     first, second = ranks.run(save, 2, tmp_path)
     assert len(first) == 1
     names = "model.loose, model.norm.running_mean, optimizer.state.loose.momentum_buffer"
@@ -144,9 +127,7 @@ def test_a_warning_names_each_differing_tensor_once(ranks: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("kind", "size"), [("sharded", 3), ("full", 1)])
-def test_on_another_number_of_ranks_a_load_gives_one_copy_and_a_note(
-    ranks: Any, tmp_path: Path, kind: str, size: int
-) -> None:
+def test_on_another_number_of_ranks_a_load_gives_one_copy_and_a_note(ranks, tmp_path, kind, size):
     ranks.run(save, 2, tmp_path, kind)
     for rank, (found, notes, lines) in enumerate(ranks.run(load, size, tmp_path, "1")):
         assert found == values(1.0)
@@ -154,7 +135,7 @@ def test_on_another_number_of_ranks_a_load_gives_one_copy_and_a_note(
         assert len(lines) == (rank == 0)
 
 
-def test_an_export_says_that_it_has_one_copy(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_an_export_says_that_it_has_one_copy(ranks, tmp_path, kind):
     ranks.run(save, 2, str(tmp_path / "run"), kind)
     for notes in (
         convert(str(tmp_path / "run"), str(tmp_path / "export")).notes,
@@ -171,7 +152,7 @@ def save_equal(url: Path) -> None:
 
 
 @on_ranks(2)
-def test_tensors_equal_on_all_ranks_are_stored_once(tmp_path: Path) -> None:
+def test_tensors_equal_on_all_ranks_are_stored_once(tmp_path):
     save_equal(tmp_path)
     assert [name for name in open_checkpoint(str(tmp_path)) if name.startswith("per_rank")] == []
 
@@ -194,7 +175,7 @@ class Views(nn.Module):
 
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
-def test_differing_tensors_of_any_memory_layout_are_restored(tmp_path: Path, kind: str, background: bool) -> None:
+def test_differing_tensors_of_any_memory_layout_are_restored(tmp_path, kind, background):
     model = Views()
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         state = TrainState(model=model)
@@ -206,26 +187,23 @@ def test_differing_tensors_of_any_memory_layout_are_restored(tmp_path: Path, kin
     assert [name for name, buffer in model.named_buffers() if not torch.equal(buffer, again.get_buffer(name))] == []
 
 
-def save_later(url: str) -> dict[str, list[float]]:
+@on_ranks(2)
+def test_tensors_that_begin_to_differ_after_a_save_are_found_by_the_next(tmp_path):
     model, optimizer = made()
     fill(model, optimizer, 3.0)
     state = state_of(model, optimizer)
-    with CheckpointManager(url) as manager:
+    with CheckpointManager(tmp_path) as manager:
         manager.save(1, state)
         fill(model, optimizer, 4.0 + dist.get_rank())
         manager.save(2, state)
         fill(model, optimizer, 0.0)
         manager.load(state)
-    return held(model, optimizer)
-
-
-def test_tensors_that_begin_to_differ_after_a_save_are_found_by_the_next(ranks: Any, tmp_path: Path) -> None:
-    assert ranks.run(save_later, 2, str(tmp_path)) == [values(4.0), values(5.0)]
+    assert held(model, optimizer) == values(4.0 + dist.get_rank())
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @on_ranks(3)
-def test_ranks_with_different_stages_keep_their_own_values(tmp_path: Path, kind: str) -> None:
+def test_ranks_with_different_stages_keep_their_own_values(tmp_path, kind):
     """Rank 0 has its own stage, ranks 1 and 2 the next one, each rank with its own statistics."""
     rank = dist.get_rank()
     model = nn.BatchNorm1d(3)
@@ -240,7 +218,7 @@ def test_ranks_with_different_stages_keep_their_own_values(tmp_path: Path, kind:
 
 
 @on_ranks(2)
-def test_a_group_whose_parameters_are_all_on_another_stage_gets_its_settings(tmp_path: Path) -> None:
+def test_a_group_whose_parameters_are_all_on_another_stage_gets_its_settings(tmp_path):
     def made(rates: tuple[float, float]) -> TrainState:
         model = nn.ModuleDict({f"stage{dist.get_rank()}": nn.Linear(2, 2, bias=dist.get_rank() == 0)})
         groups = [[p for p in model.parameters() if (p.dim() == 1) is is_bias] for is_bias in (False, True)]
@@ -265,7 +243,7 @@ class Told(nn.Module):
 
 
 @on_ranks(2)
-def test_state_that_two_stages_have_under_one_name_is_never_lost_silently(tmp_path: Path, kind: str) -> None:
+def test_state_that_two_stages_have_under_one_name_is_never_lost_silently(tmp_path, kind):
     """Each rank gets its own optimizer state of no parameter back; of extra state, a warning names the part."""
 
     def made(value: int) -> TrainState:
@@ -277,45 +255,39 @@ def test_state_that_two_stages_have_under_one_name_is_never_lost_silently(tmp_pa
         return TrainState(model=model, optimizer=optimizer, rng=False)
 
     live = made(9)
-    with warned() as lines, CheckpointManager(tmp_path, state_dict_type=kind) as manager:
-        manager.save(1, made(dist.get_rank()))
-        manager.load(live)
+    with logged() as lines:
+        states.load(states.save(tmp_path, made(dist.get_rank()), state_dict_type=kind), live)
     assert live.optimizer.state["all"]["number"] == dist.get_rank()
     assert live.optimizer.state["all"]["tensor"].tolist() == [float(dist.get_rank())] * 3
     about = [line for line in lines if "differ" in line]
     if dist.get_rank() == 0:
-        assert [line.partition(" differ")[0] for line in about] == [
-            "optimizer.shared",
-            "model.extra_state: told._extra_state",
-        ]
+        parts = [line.partition(" differ")[0] for line in about]
+        assert parts == ["optimizer.shared", "model.extra_state: told._extra_state"]
 
 
 @pytest.mark.parametrize("differs", [True, False])
 @on_ranks(2)
-def test_values_of_a_parameter_of_two_stages_are_refused_if_they_differ(
-    tmp_path: Path, kind: str, differs: bool
-) -> None:
+def test_values_of_a_parameter_of_two_stages_are_refused_if_they_differ(tmp_path, kind, differs):
     model = nn.ModuleDict({f"stage{dist.get_rank()}": nn.Linear(2, 2), "tied": nn.Linear(2, 2, bias=False)})
     nn.init.ones_(model["tied"].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model["tied"].weight] = {"steps": 3 + dist.get_rank() * differs}
-    said = states.refusal(
-        lambda: states.save(tmp_path, TrainState(model=model, optimizer=optimizer), state_dict_type=kind)
-    )
+    state = TrainState(model=model, optimizer=optimizer)
+    said = states.refusal(lambda: states.save(tmp_path, state, state_dict_type=kind))
     assert ("the optimizer states of tied.weight differ between pipeline stages" in said) == differs
     dist.barrier()
     assert bool(list(tmp_path.glob("step*"))) != differs
 
 
 @pytest.mark.parametrize("value", [5, [5], {"a": 5}])
-def test_an_extra_value_may_be_named_extra_state(tmp_path: Path, value: Any) -> None:
+def test_an_extra_value_may_be_named_extra_state(tmp_path, value):
     live = TrainState(extra={"extra_state": None}, rng=False)
     states.check_round_trip(tmp_path, TrainState(extra={"extra_state": value}, rng=False), live, "sharded")
 
 
 @pytest.mark.parametrize("sharded", [True, False])
 @on_ranks(2)
-def test_parameters_that_differ_are_refused_by_name(tmp_path: Path, kind: str, sharded: bool) -> None:
+def test_parameters_that_differ_are_refused_by_name(tmp_path, kind, sharded):
     model, optimizer = made(1.0)
     if not sharded:
         model.linear = nn.Identity()
@@ -331,9 +303,8 @@ def dtensor(mesh: DeviceMesh, *placements: Placement, numel: int = 4) -> DTensor
 
 
 @pytest.mark.parametrize("where", ["model.weight", "optimizer.state.weight.momentum_buffer", "extra.average"])
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 @on_ranks(2)
-def test_replicas_of_a_dtensor_that_differ_are_refused_by_name(tmp_path: Path, kind: str, where: str) -> None:
+def test_replicas_of_a_dtensor_that_differ_are_refused_by_name(tmp_path, kind, where):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "fsdp"))
     model = nn.Linear(3, 2, bias=False)
     nn.init.ones_(model.weight)
@@ -364,7 +335,7 @@ def test_replicas_of_a_dtensor_that_differ_are_refused_by_name(tmp_path: Path, k
 
 
 @on_ranks(4)
-def test_a_tensor_is_compared_on_all_ranks_that_have_it(tmp_path: Path) -> None:
+def test_a_tensor_is_compared_on_all_ranks_that_have_it(tmp_path):
     """Every rank has the norm and the table; each pair has its own part of the weight, and its own stage."""
     mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
     norm, weight = dtensor(mesh, Replicate(), Replicate()), dtensor(mesh, Replicate(), Shard(0))
@@ -385,9 +356,8 @@ def test_a_tensor_is_compared_on_all_ranks_that_have_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["weight", "moment"])
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 @on_ranks(4)
-def test_dtensors_of_several_meshes_that_differ_are_refused(tmp_path: Path, kind: str, where: str) -> None:
+def test_dtensors_of_several_meshes_that_differ_are_refused(tmp_path, kind, where):
     """Two meshes of two ranks each have all tensors, without a dimension of the mesh for the two copies."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))["fsdp"]
     model = nn.Linear(4, 4)
@@ -412,7 +382,7 @@ def test_dtensors_of_several_meshes_that_differ_are_refused(tmp_path: Path, kind
 
 
 @on_ranks(4)
-def test_a_rank_that_fails_while_meshes_are_compared_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_while_meshes_are_compared_fails_all(tmp_path, monkeypatch):
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))["fsdp"]
     state = TrainState(extra={"average": dtensor(mesh, Replicate())}, rng=False)
     original, calls = Saver._fingerprints, []
@@ -430,32 +400,30 @@ def test_a_rank_that_fails_while_meshes_are_compared_fails_all(tmp_path: Path, m
         manager.save(1, state)
 
 
-@on_ranks(2)
-def test_sixteen_saves_compare_each_element_of_a_large_replica(tmp_path: Path) -> None:
+def nearly_equal() -> TrainState:
+    """Return a state with a large replica that differs in one element."""
     average = dtensor(init_device_mesh("cpu", (2,)), Replicate(), numel=LARGE)
     average.to_local()[LARGE // 2] += dist.get_rank()
-    refused = 0
+    return TrainState(extra={"average": average}, rng=False)
+
+
+@on_ranks(2)
+def test_sixteen_saves_compare_each_element_of_a_large_replica(tmp_path):
+    state = nearly_equal()
     with CheckpointManager(tmp_path) as manager:
-        for step in range(16):
-            try:
-                manager.save(step, TrainState(extra={"average": average}, rng=False))
-            except CkptkitError as error:
-                assert "extra.average differ" in str(error)
-                refused += 1
-    assert refused == 1
+        said = [states.refusal(lambda step=step: manager.save(step, state)) for step in range(16)]
+    assert ["extra.average differ" in text for text in said if text] == [True]
 
 
 @on_ranks(2)
-def test_a_new_manager_compares_other_blocks_of_a_large_replica(tmp_path: Path) -> None:
-    average = dtensor(init_device_mesh("cpu", (2,)), Replicate(), numel=LARGE)
-    average.to_local()[LARGE // 2] += dist.get_rank()
-    state = TrainState(extra={"average": average}, rng=False)
+def test_a_new_manager_compares_other_blocks_of_a_large_replica(tmp_path):
+    state = nearly_equal()
     said = [states.refusal(lambda step=step: states.save(tmp_path, state, step)) for step in range(0, 60_000, 1000)]
     assert any("extra.average differ" in text for text in said)
 
 
 @on_ranks(2)
-def test_equal_replicas_are_saved_after_a_save_with_unequal_steps(tmp_path: Path) -> None:
+def test_equal_replicas_are_saved_after_a_save_with_unequal_steps(tmp_path):
     average = dtensor(init_device_mesh("cpu", (2,)), Replicate(), numel=LARGE)
     average.to_local()[:] = torch.arange(LARGE)
     state = TrainState(extra={"average": average}, rng=False)
@@ -465,30 +433,26 @@ def test_equal_replicas_are_saved_after_a_save_with_unequal_steps(tmp_path: Path
         manager.save(12, state)
 
 
-def test_sixteen_samples_of_a_row_contain_every_byte_once() -> None:
+def test_sixteen_samples_of_a_row_contain_every_byte_once():
     row = torch.arange((1 << 16) * 16 * 3 + 7)
     samples = [torch.cat([torch.from_numpy(block) for block in _sampled(row, turn)]) for turn in range(16)]
     assert torch.equal(torch.cat(samples).sort().values, row)
     assert max(sample.numel() for sample in samples) < row.numel() // 10
 
 
-def save_extra(url: Path, kind: str) -> list[str]:
+@on_ranks(2)
+def test_differing_extra_tensors_are_saved_from_rank_0_with_a_warning(tmp_path, kind):
     rank = dist.get_rank()
     state = TrainState(extra={"average": {"w": torch.full((LARGE,), float(rank))}}, rng=False)
-    with warned() as lines, CheckpointManager(url, state_dict_type=kind) as manager:
-        manager.save(1, state)
-        manager.load(state)
+    with logged() as lines:
+        states.load(states.save(tmp_path, state, state_dict_type=kind), state)
     assert state.extra["average"]["w"].unique().tolist() == [0.0]
-    return lines
-
-
-def test_differing_extra_tensors_are_saved_from_rank_0_with_a_warning(ranks: Any, tmp_path: Path, kind: str) -> None:
-    first, _ = ranks.run(save_extra, 2, tmp_path, kind)
-    assert any("extra.average.w differ between ranks" in line and "PerRank" in line for line in first)
+    told = [line for line in lines if "extra.average.w differ between ranks" in line and "PerRank" in line]
+    assert told or rank > 0
 
 
 @on_ranks(2)
-def test_plain_torch_loads_the_copy_of_the_lowest_rank(tmp_path: Path) -> None:
+def test_plain_torch_loads_the_copy_of_the_lowest_rank(tmp_path):
     model, optimizer = made(1.0)
     states.save(tmp_path, state_of(model, optimizer))
     target = {"model": made()[0].state_dict()}
@@ -497,7 +461,7 @@ def test_plain_torch_loads_the_copy_of_the_lowest_rank(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_a_damaged_table_of_copies_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_table_of_copies_is_refused(tmp_path):
     save_equal(tmp_path)
     catalog = open_catalog(open_store(str(tmp_path / "step_00000001")))
     for tree in ([], {"model.loose": {"$ref": "nowhere"}}):
@@ -506,7 +470,7 @@ def test_a_damaged_table_of_copies_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 3000, 4999, 12_345, 19_999])
-def test_the_summary_of_a_device_tensor_changes_with_every_element(index: int) -> None:
+def test_the_summary_of_a_device_tensor_changes_with_every_element(index):
     row = torch.arange(20_003, dtype=torch.int32).to(torch.uint8)[3:]
     changed = row.clone()
     changed[index] += 1

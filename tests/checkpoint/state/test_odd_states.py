@@ -20,6 +20,7 @@ from ckptkit import TrainState
 from ckptkit.checkpoint.state.optimizer import united
 from ckptkit.errors import SaveError
 from tests.checkpoint.states import KINDS, bits, load_all, refusal, save
+from tests.ranks import on_ranks
 
 
 def square() -> torch.Tensor:
@@ -70,16 +71,14 @@ def holding(state: Any) -> TrainState:
     return TrainState(model=model, optimizer=optimizer, rng=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("live", [True, False], ids=["live", "fresh"])
 @pytest.mark.parametrize("name", KEPT)
 def test_a_state_comes_back_with_its_types(tmp_path: Path, name: str, live: bool, kind: str) -> None:
     source = holding(KEPT[name]())
     again = holding(KEPT[name]() if live else None)
     load_all(save(tmp_path, source, state_dict_type=kind), again)
-    assert described(again.optimizer.state[again.model.weight]) == described(
-        source.optimizer.state[source.model.weight]
-    )
+    found, expected = (described(state.optimizer.state[state.model.weight]) for state in (again, source))
+    assert found == expected
 
 
 def test_a_live_state_that_requires_gradients_is_replaced_by_one_that_does_not(tmp_path: Path) -> None:
@@ -118,14 +117,8 @@ def test_a_state_that_would_lose_its_type_is_refused_by_name(tmp_path: Path, sta
 def like(parameter: Any, local: Any = None) -> Any:
     """Return a DTensor that is placed like a parameter, with random values or with this local part."""
     local = torch.randn(parameter.to_local().shape) if local is None else local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    whole = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **whole)
 
 
 def one(parameter: Any) -> Any:
@@ -191,17 +184,6 @@ def sharded(name: str, seed: int) -> TrainState:
     return TrainState(model=model, optimizer=optimizer, rng=False)
 
 
-def through(name: str, url: str) -> None:
-    """Save, and load into optimizers with and without such states, in each type."""
-    for kind in KINDS:
-        source = sharded(name, 1)
-        save(f"{url}/{kind}", source, state_dict_type=kind)
-        for start in (name, ""):
-            live = sharded(start, 2)
-            load_all(f"{url}/{kind}", live)
-            assert in_order(live) == in_order(source), (kind, start)
-
-
 def in_order(state: TrainState) -> Any:
     names = {parameter: name for name, parameter in state.model.named_parameters()}
     groups = [sorted((key, described(value)) for key, value in g.items() if key != "params")
@@ -211,23 +193,24 @@ def in_order(state: TrainState) -> Any:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", SHARDED)
-def test_a_state_beside_sharded_parameters_comes_back_with_its_types(
-    ranks: Any, tmp_path: Path, name: str, size: int
-) -> None:
-    ranks.run(through, size, name, str(tmp_path))
+@on_ranks("size")
+def test_a_state_beside_sharded_parameters_comes_back_with_its_types(tmp_path: Path, name: str, size: int) -> None:
+    """It does in each type, with and without such states in the live optimizer."""
+    for kind in KINDS:
+        source = sharded(name, 1)
+        save(tmp_path / kind, source, state_dict_type=kind)
+        for start in (name, ""):
+            live = sharded(start, 2)
+            load_all(tmp_path / kind, live)
+            assert in_order(live) == in_order(source), (kind, start)
 
 
-def save_a_partial_sum(url: str, kind: str) -> str:
+@on_ranks(2)
+def test_a_partial_sum_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     state = sharded("", 1)
     weight = state.model.weight
     state.optimizer.state[weight]["sum"] = DTensor.from_local(torch.ones(4), weight.device_mesh, [Partial()])
-    return refusal(lambda: save(url, state, state_dict_type=kind))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_partial_sum_is_refused_by_name(ranks: Any, tmp_path: Path, kind: str) -> None:
-    for text in ranks.run(save_a_partial_sum, 2, str(tmp_path), kind):
-        assert "optimizer.state.weight.sum" in text
+    assert "optimizer.state.weight.sum" in refusal(lambda: save(tmp_path, state, state_dict_type=kind))
     assert not list(tmp_path.rglob("step_*"))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from ckptkit import TrainState
 from ckptkit.fsdp import MasterWeightOptimizer
 from ckptkit.integrations.torchtitan import _joined
-from tests.checkpoint.states import KINDS, bits, load_all, save
+from tests.checkpoint.states import bits, load_all, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # paged optimizers warn on the CPU
 
@@ -57,7 +57,6 @@ def of_paged(states: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [{}, {"atomic": True}], ids=["", "atomic"])
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_optimizer_allocates_its_states(tmp_path: Path, name: str, kind: str, options: dict[str, Any]) -> None:
     source, live = made(name), made(name, pages=True)

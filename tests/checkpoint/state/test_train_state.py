@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import StateDictType as TorchStateDictType
 
-from ckptkit import CheckpointManager, open_checkpoint
-from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, capture
+from ckptkit import CheckpointManager, StateDictType, TrainState, open_checkpoint
+from ckptkit.checkpoint.state.train_state import capture
 from ckptkit.errors import SaveError, UsageError
+from tests.checkpoint import states
 
 
 def net() -> nn.Module:
@@ -50,7 +51,6 @@ def test_every_spelling_of_a_state_dict_type_is_accepted(spelling: Any, wanted: 
 
 
 def test_sharded_is_the_default_everywhere() -> None:
-    from ckptkit.checkpoint.manager import CheckpointManager
     from ckptkit.fsdp import FSDPConfig
 
     default = inspect.signature(CheckpointManager).parameters["state_dict_type"].default
@@ -180,13 +180,10 @@ def test_modules_with_state_dict_hooks_are_restored_by_their_own_load_state_dict
     fresh = Computing()
     kept = fresh.frozen.weight.clone()
     restored = torch.optim.AdamW([fresh.a.weight, fresh.b.weight])
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, TrainState(model=module, optimizer=optimizer))
-        manager.load(TrainState(model=fresh, optimizer=restored))
-    assert {key for key in open_checkpoint(str(tmp_path)) if key.startswith("model.")} == {
-        "model.a.weight",
-        "model.old_b",
-    }
+    states.save(tmp_path, TrainState(model=module, optimizer=optimizer))
+    states.load(tmp_path, TrainState(model=fresh, optimizer=restored))
+    names = [key for key in open_checkpoint(str(tmp_path)) if key.startswith("model.")]
+    assert sorted(names) == ["model.a.weight", "model.old_b"]
     assert torch.equal(fresh.a.weight, module.a.weight)
     assert torch.equal(fresh.b.weight, module.b.weight)
     assert torch.equal(fresh.frozen.weight, kept)
@@ -222,9 +219,8 @@ def test_a_checkpoint_of_a_wrapped_model_loads_into_any_other_wrapper(tmp_path, 
         return [*module.state_dict().values(), *moments]
 
     saved, source = state(WRAPPERS[wrapper], True)
-    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
-        manager.save(1, saved)
-        for wrap in WRAPPERS.values():
-            live, target = state(wrap, False)
-            manager.load(live)
-            assert all(map(torch.equal, values(live, target), values(saved, source)))
+    states.save(tmp_path, saved, state_dict_type=kind)
+    for wrap in WRAPPERS.values():
+        live, target = state(wrap, False)
+        states.load(tmp_path, live)
+        assert all(map(torch.equal, values(live, target), values(saved, source)))
