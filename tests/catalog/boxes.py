@@ -24,17 +24,32 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """Draw boxes that cover the shape once: a grid, or the boxes of flat ranges (FSDP1, ZeRO)."""
+    """Draw boxes that cover the shape once: a grid, the boxes of flat ranges (FSDP1, ZeRO), or any others."""
     numel = math.prod(shape)
-    if shape and draw(st.booleans()):
+    kind = draw(st.sampled_from(["grid", "flat", "other"])) if shape else "grid"
+    if kind == "flat":
         cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=3))})
         return [box for a, b in itertools.pairwise(cuts) for box in flat_range_boxes(shape, a, b)]
+    if kind == "other":
+        boxes = [Box.whole(shape)]
+        for _ in range(draw(st.integers(0, 11))):
+            box, dim = boxes.pop(draw(st.integers(0, len(boxes) - 1))), draw(st.integers(0, len(shape) - 1))
+            boxes += halves(box, dim, draw(st.integers(1, box.sizes[dim])))
+        return boxes
     grid = [Box((), ())]
     for n in shape:
         edges = sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))})
         steps = list(itertools.pairwise(edges))
         grid = [Box((*b.offsets, a), (*b.sizes, z - a)) for b in grid for a, z in steps]
     return grid
+
+
+def halves(box: Box, dim: int, at: int) -> list[Box]:
+    """Cut a box before the position `at` of a dimension; return the parts that have elements."""
+    first, second = list(box.sizes), list(box.sizes)
+    first[dim], second[dim] = at, box.sizes[dim] - at
+    start = tuple(o + at * (d == dim) for d, o in enumerate(box.offsets))
+    return [part for part in (Box(box.offsets, tuple(first)), Box(start, tuple(second))) if part.numel]
 
 
 def index(box: Box) -> tuple[slice, ...]:

@@ -1,17 +1,16 @@
 """Slices as columns and as views, and the proof that they cover a tensor once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.columns import distinct_boxes
+from ckptkit.catalog.columns import distinct_boxes, tiles_exactly
 from ckptkit.catalog.entry import Catalog, Codec, Digest, Role, SliceArray, TensorEntry, TensorSlice, contiguous_strides
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
-from tests.catalog.boxes import columns, partitions, shapes, tensor_of
+from tests.catalog.boxes import columns, index, partitions, shapes, tensor_of
+from tests.checkpoint.states import refusal
 
 cut = shapes.flatmap(lambda shape: st.tuples(st.just(shape), partitions(shape)))
 
@@ -34,45 +33,61 @@ def test_a_slice_array_returns_the_slices_that_it_was_built_from():
 
 
 @given(cut)
-def test_a_partition_covers_its_tensor(case):
-    shape, boxes = case
-    entry_of(shape, boxes).check_coverage()
-
-
-@given(cut)
 def test_replicas_and_empty_slices_count_as_covered(case):
     shape, boxes = case
     empty = [Box((n, *(0,) * (len(shape) - 1)), (0, *shape[1:])) for n in shape[:1]]
     entry_of(shape, [*boxes, *reversed(boxes), *empty]).check_coverage()
 
 
-@given(cut, st.data())
-def test_a_missing_part_is_found(case, data):
-    shape, boxes = case
-    lost = data.draw(st.integers(0, len(boxes) - 1))
-    with pytest.raises(IncompleteCheckpointError, match="'t'"):
-        entry_of(shape, boxes[:lost] + boxes[lost + 1 :]).check_coverage()
+def counted(shape, boxes):
+    """Return how many boxes hold each element."""
+    times = np.zeros(shape, int)
+    for box in boxes:
+        times[index(box)] += 1
+    return times
 
 
-@given(cut, st.data())
-def test_overlapping_slices_are_found_even_if_the_element_count_is_right(case, data):
+@settings(max_examples=200)
+@given(cut, st.sampled_from(["drop", "repeat", "move"]), st.data())
+def test_coverage_agrees_with_counting_elements(case, change, data):
+    """Drop a box, repeat it, or move it by one element, which leaves the number of elements right."""
     shape, boxes = case
-    moved = [
-        (i, other)
-        for i, a in enumerate(boxes)
-        for other in boxes
-        if other is not a and other.sizes == a.sizes and a.numel > 1
-    ]
-    if not moved:
-        return
-    i, other = data.draw(st.sampled_from(moved))
-    dim = max(range(len(shape)), key=lambda d: other.sizes[d])
-    step = -1 if other.offsets[dim] else 1
-    shifted = Box(tuple(o + step * (d == dim) for d, o in enumerate(other.offsets)), other.sizes)
-    if shifted == boxes[i] or not shifted.within(shape):
-        return
-    with pytest.raises(CorruptCheckpointError):
-        entry_of(shape, [*boxes[:i], shifted, *boxes[i + 1 :]]).check_coverage()
+    entry_of(shape, boxes).check_coverage()
+    box = boxes[place := data.draw(st.sampled_from(range(len(boxes))))]
+    changed = [*boxes, box] if change == "repeat" else boxes[:place] + boxes[place + 1 :]
+    if change == "move" and shape:
+        dim = data.draw(st.sampled_from(range(len(shape))))
+        step = 1 if box.offsets[dim] + box.sizes[dim] < shape[dim] else -1
+        moved = Box(tuple(o + step * (d == dim) for d, o in enumerate(box.offsets)), box.sizes)
+        changed += [moved] if moved.within(shape) else []
+    tiled = tiles_exactly(*columns(changed, len(shape)), np.array(shape, np.int64))
+    assert tiled == (counted(shape, changed) == 1).all()
+    found = counted(shape, set(changed))  # equal boxes are replicas
+    error = "IncompleteCheckpointError" if found.sum() < found.size else "CorruptCheckpointError"
+    said = refusal(entry_of(shape, changed).check_coverage)
+    assert said == "" if (found == 1).all() else said.startswith(f"{error}: tensor 't'")
+
+
+def test_many_slices_without_a_grid_are_checked_without_comparing_pairs():
+    """Each box spans all rows: a sweep over rows would compare tens of millions of pairs."""
+    n = 8_000
+    even, odd = np.arange(0, n, 2), np.arange(1, n, 2)
+    columns = np.concatenate([even, odd, odd])
+    rows = np.repeat([0, 0, n - 1], n // 2)
+    heights = np.repeat([n, n - 1, 1], n // 2)
+    offsets, sizes = np.stack([rows, columns], 1), np.stack([heights, np.ones_like(heights)], 1)
+    tensor_of((n, n), offsets, sizes).check_coverage()
+    with pytest.raises(IncompleteCheckpointError):
+        tensor_of((n, n), offsets[:-1], sizes[:-1]).check_coverage()
+    offsets[1, 1] += 1
+    with pytest.raises(CorruptCheckpointError, match="overlap"):
+        tensor_of((n, n), offsets, sizes).check_coverage()
+
+
+def test_an_absurd_number_of_corners_is_refused():
+    boxes = [Box((i, *[0] * 30), (1,) * 31) for i in range(4096)]
+    with pytest.raises(CorruptCheckpointError, match="dimensions"):
+        entry_of((4096, *[1] * 30), boxes).check_coverage()
 
 
 @pytest.mark.parametrize("box", [Box((0, 3), (4, 2)), Box((-1, 0), (4, 4)), Box((0, 0), (-4, -4))])
