@@ -121,8 +121,6 @@ NIGHT: dict[str, int] = {
     "tests/fsdp/test_master_weights.py": 20,
     "tests/fsdp/test_meta.py": 12,
     "tests/fsdp/test_numerics.py": 30,
-    "tests/fsdp/test_numerics.py::test_tied_llama_with_wrapped_heads_equals_a_single_process": 0,
-    "tests/fsdp/test_numerics.py::test_llama_with_its_own_checkpointing_equals_a_single_process": 0,
     "tests/fsdp/test_precision.py": 3,
     "tests/fsdp/test_strategy.py": 20,
     "tests/fsdp/test_strategy.py::test_an_export_that_fails_fails_on_all_ranks_and_leaves_nothing": 0,

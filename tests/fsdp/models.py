@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckptkit.fsdp.config import FSDPConfig
-from ckptkit.fsdp.strategy import FSDPStrategy
+from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 
 VOCAB, WIDTH, SAMPLES, LENGTH = 19, 12, 8, 5
 # Sharding strategies, and what else their configs need on four ranks.
@@ -53,9 +52,16 @@ class TinyLM(nn.Module):
             x = layer(x)
         return self.lm_head(self.norm(x))
 
-    def score(self, tokens: torch.Tensor) -> torch.Tensor:
-        """A second method that computes, besides forward."""
-        return self(tokens).logsumexp(-1).mean()
+
+class Actor(nn.Module):
+    """A trainer's own module around the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.model(tokens)
 
 
 class LoRALinear(nn.Module):
@@ -97,16 +103,9 @@ def llama(tie: bool = False) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=tie,
-        use_cache=False,
-    )
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tie, use_cache=False,
+    )  # fmt: skip
     return LlamaForCausalLM(config)
 
 
@@ -164,11 +163,12 @@ def prepared(
     lr: float | None = None,
     weight_decay: float = 0.0,
     factory: Callable[..., torch.optim.Optimizer] | None = None,
+    tp_plan: Any = None,
     **options: Any,
 ) -> tuple[FSDPStrategy, Any, Any]:
     """Return a strategy with these options, the model sharded by it, and its optimizer."""
     strategy = FSDPStrategy(FSDPConfig.from_dict(dict(config or {})), **options)
-    model = strategy.prepare_model(made(build, seed))
+    model = strategy.prepare_model(made(build, seed), tp_plan=tp_plan)
     return strategy, model, strategy.create_optimizer(model, lr=lr, weight_decay=weight_decay, factory=factory)
 
 
@@ -214,17 +214,13 @@ def train_sharded(
     optimizer: torch.optim.Optimizer,
     steps: Iterable[int] = range(3),
     *,
-    data_rank: int | None = None,
-    data_ranks: int | None = None,
     device: str = "cpu",
 ) -> tuple[list[float], list[float]]:
     """Return losses over the whole batch and gradient norms of a sharded run, with a part per data-parallel rank."""
-    ranks = data_ranks or dist.get_world_size()
-    rank = dist.get_rank() if data_rank is None else data_rank
     micro = strategy.accumulated_gradient
     losses, norms = [], []
     for step in steps:
-        mine = part(batch(step), ranks, rank).to(device)
+        mine = part(batch(step), strategy.data_parallel_size, strategy.data_parallel_rank).to(device)
         total = torch.zeros(())
         for tokens in mine.chunk(micro):
             loss = loss_of(model, tokens)
@@ -252,5 +248,5 @@ def run(
     return {
         "plain": (plain_losses, plain_norms, weights(plain)),
         "sharded": (losses, norms, weights(model)),
-        "placements": {name: str(p.placements) for name, p in model.named_parameters()},
+        "meshes": {name: p.device_mesh.mesh_dim_names for name, p in model.named_parameters()},
     }

@@ -1,7 +1,5 @@
 """FSDPConfig: accepted and refused settings, and accelerate's environment variables in both directions."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect
@@ -15,8 +13,8 @@ from hypothesis import strategies as st
 
 import ckptkit.fsdp
 from ckptkit.errors import UsageError
-from ckptkit.fsdp import config
-from ckptkit.fsdp.config import BackwardPrefetch, FSDPConfig, ShardingStrategy, WrapPolicy
+from ckptkit.fsdp import FSDPConfig, config
+from ckptkit.fsdp.config import BackwardPrefetch, ShardingStrategy, WrapPolicy
 
 
 def test_the_config_is_frozen():
@@ -40,22 +38,12 @@ def test_every_module_imports_without_a_device_and_hides_no_public_name():
 
 
 def test_keys_and_strings_of_oumi_are_accepted():
-    config = FSDPConfig.from_dict(
-        {
-            "enable_fsdp": True,
-            "sharding_strategy": "HYBRID_SHARD",
-            "cpu_offload": True,
-            "mixed_precision": "bf16",
-            "backward_prefetch": "BACKWARD_PRE",
-            "forward_prefetch": True,
-            "state_dict_type": "FULL_STATE_DICT",
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "min_num_params": 5,
-            "transformer_layer_cls": "LlamaDecoderLayer, QwenBlock",
-            "sync_module_states": False,
-            "use_orig_params": True,
-        }
-    )
+    config = FSDPConfig.from_dict({
+        "enable_fsdp": True, "sharding_strategy": "HYBRID_SHARD", "cpu_offload": True, "mixed_precision": "bf16",
+        "backward_prefetch": "BACKWARD_PRE", "forward_prefetch": True, "state_dict_type": "FULL_STATE_DICT",
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls": "LlamaDecoderLayer, QwenBlock",
+        "min_num_params": 5, "sync_module_states": False, "use_orig_params": True,
+    })  # fmt: skip
     assert config.sharding_strategy is ShardingStrategy.HYBRID_SHARD
     assert config.offload == "params"
     assert config.state_dict_type == "FULL"

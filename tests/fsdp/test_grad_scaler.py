@@ -1,7 +1,5 @@
 """The dynamic loss scale: its updates and its state."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -66,20 +64,11 @@ def test_a_scaler_state_that_does_not_fit_is_refused_and_changes_nothing(state):
     assert scaler.scale == 2.0**16
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"growth_factor": 0.5},
-        {"backoff_factor": 1.5},
-        {"backoff_factor": 0},
-        {"growth_factor": 1.0, "dtype": torch.float16},
-        {"backoff_factor": 1.0, "dtype": torch.float16},
-        {"growth_interval": 0},
-        {"hysteresis": 0},
-        {"initial_scale": 0.5},
-        {"initial_scale": 2.0**30},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"growth_factor": 0.5}, {"backoff_factor": 1.5}, {"backoff_factor": 0}, {"growth_interval": 0}, {"hysteresis": 0},
+    {"growth_factor": 1.0, "dtype": torch.float16}, {"backoff_factor": 1.0, "dtype": torch.float16},
+    {"initial_scale": 0.5}, {"initial_scale": 2.0**30},
+])  # fmt: skip
 def test_impossible_scale_factors_are_refused(options):
     with pytest.raises(UsageError):
         DynamicGradScaler(**options)

@@ -1,7 +1,5 @@
 """One norm over gradients of all kinds."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -117,12 +115,6 @@ def test_clipping_works_without_a_process_group_and_without_gradients():
     assert parameter.grad.norm().item() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("p", [0.5, 0, -1, math.nan])
-def test_an_invalid_norm_is_refused(p):
-    with pytest.raises(UsageError, match="1 <= p <= inf"):
-        grad_norm([], p)
-
-
 SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))])
 
 
@@ -150,7 +142,9 @@ def test_clipping_raises_on_request_and_leaves_the_gradients():
 
 
 @pytest.mark.parametrize("norm_type", [0, -math.inf, 0.5, math.nan, "max"])
-def test_an_optimizer_refuses_an_invalid_norm_when_it_is_made(norm_type):
+def test_an_invalid_norm_is_refused(norm_type):
+    with pytest.raises(UsageError, match="1 <= p <= inf"):
+        grad_norm([], norm_type)
     with pytest.raises(UsageError, match="1 <= p <= inf"):
         MasterWeightOptimizer(SGD, norm_type=norm_type)
 

@@ -1,16 +1,12 @@
 """Parameter groups: weight decay, dtypes and meshes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 from ckptkit.errors import UsageError
-from ckptkit.fsdp import param_groups
-from ckptkit.fsdp.config import FSDPConfig
-from ckptkit.fsdp.groups import NO_DECAY, clean_fqn
-from ckptkit.fsdp.strategy import FSDPStrategy
+from ckptkit.fsdp import NO_DECAY, FSDPConfig, FSDPStrategy, param_groups
+from ckptkit.fsdp.groups import clean_fqn
 from tests.fsdp import models
 from tests.ranks import on_ranks
 
@@ -103,18 +99,10 @@ def test_no_decay_excludes_more_parameters():
     assert found == {n for n in DECAYED if n.split(".")[0] not in ("gate", "abnormal", "rnn")}
 
 
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        ("bias", False),
-        ("unbiased_proj", True),
-        ("proj.weight", True),
-        ("PROJ", True),
-        ("unbiased_proj.bias", False),
-        ("roj.weight", False),
-        ("weight", True),
-    ],
-)
+@pytest.mark.parametrize(("rule", "expected"), [
+    ("bias", False), ("unbiased_proj", True), ("proj.weight", True), ("PROJ", True), ("unbiased_proj.bias", False),
+    ("roj.weight", False), ("weight", True),
+])  # fmt: skip
 def test_no_decay_matches_whole_name_components(rule, expected):
     model = nn.ModuleDict({"unbiased_proj": nn.Linear(2, 2, bias=False)})
     assert (not decayed(param_groups(model, weight_decay=0.1, no_decay=[rule]))) is expected
@@ -128,9 +116,8 @@ def test_an_invalid_no_decay_is_refused(no_decay):
 
 def test_settings_that_an_optimizer_factory_would_ignore_are_refused():
     strategy = FSDPStrategy()
-    make = torch.optim.SGD
     with pytest.raises(UsageError, match="lr, eps would have no effect"):
-        strategy.create_optimizer(models.untied(), lr=0.1, eps=1e-3, factory=make)
+        strategy.create_optimizer(models.untied(), lr=0.1, eps=1e-3, factory=torch.optim.SGD)
     with pytest.raises(UsageError, match="optimizer must be an optimizer, found list"):
         strategy.create_optimizer(models.untied(), factory=lambda groups: groups)
 
@@ -143,10 +130,8 @@ def test_no_decay_replaces_the_default_names():
 def test_parameters_of_different_dtypes_are_in_different_groups():
     model = models.untied()
     model.lm_head.to(torch.bfloat16)
-    assert sorted(str({p.dtype for p in g["params"]}) for g in param_groups(model)) == [
-        "{torch.bfloat16}",
-        "{torch.float32}",
-    ]
+    dtypes = [{p.dtype for p in group["params"]} for group in param_groups(model)]
+    assert sorted(map(str, dtypes)) == ["{torch.bfloat16}", "{torch.float32}"]
 
 
 def test_group_names_have_no_wrapper_prefixes():

@@ -16,7 +16,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from ckptkit.errors import SaveError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 from ckptkit.fsdp.hf_save import save_hf
+from tests.fsdp import models
 from tests.lazy import LazyModule
+from tests.ranks import on_ranks
 
 peft, transformers = LazyModule("peft"), LazyModule("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -24,11 +26,12 @@ IDS = torch.arange(8)[None]
 
 
 def llama() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    return models.made(models.llama).eval()
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return getattr(model, "_orig_mod", model)(IDS).logits
 
 
 def trained(model: nn.Module) -> Any:
@@ -66,18 +69,7 @@ def checkpointed(model: nn.Module) -> nn.Module:
     return model
 
 
-class Actor(nn.Module):
-    """A trainer's own module around the model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor) -> Any:
-        return self.model(ids)
-
-
-class Critic(Actor):
+class Critic(models.Actor):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.v_head = nn.Linear(16, 1)
@@ -94,7 +86,7 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
     "IA3": lambda: trained(peft.get_peft_model(llama(), peft.IA3Config(task_type="CAUSAL_LM"))),
     "below activation checkpoints": lambda: checkpointed(lora(modules_to_save=["lm_head"])),
     "compiled": lambda: torch.compile(lora()),
-    "in a module of its own": lambda: Actor(lora()),
+    "in a module of its own": lambda: models.Actor(lora()),
 }
 
 
@@ -104,8 +96,7 @@ def test_peft_reads_an_exported_adapter(tmp_path: Path, kind: str) -> None:
     save_hf(model, str(tmp_path / "out"))
     assert not (tmp_path / "out" / "model.safetensors").exists()
     again = peft.PeftModel.from_pretrained(llama(), tmp_path / "out").eval()
-    with torch.no_grad():
-        assert torch.equal(again(IDS).logits, getattr(model, "_orig_mod", model)(IDS).logits)
+    assert torch.equal(logits(again), logits(model))
     assert (tmp_path / "out" / "other").exists() == (kind == "several")
     save_hf(model, str(tmp_path / "out"), overwrite=True)
 
@@ -114,7 +105,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "merged adapter": lambda: lora().merge_and_unload(),
     "compiled": lambda: torch.compile(llama()),
     "activation checkpoints": lambda: checkpointed(llama()),
-    "in a module of its own": lambda: Actor(llama()),
+    "in a module of its own": lambda: models.Actor(llama()),
 }
 
 
@@ -123,8 +114,7 @@ def test_a_model_is_exported_without_the_names_of_wrappers(tmp_path: Path, kind:
     model = MODELS[kind]()
     save_hf(model, str(tmp_path / "out"))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    with torch.no_grad():
-        assert torch.equal(again(IDS).logits, getattr(model, "_orig_mod", model)(IDS).logits)
+    assert torch.equal(logits(again), logits(model))
 
 
 def trained_beside_the_adapter() -> Any:
@@ -165,30 +155,20 @@ def test_an_export_that_from_pretrained_would_not_read_is_refused_by_name(tmp_pa
 def sharded_adapter(folder: str) -> torch.Tensor:
     strategy = FSDPStrategy(FSDPConfig(activation_checkpointing=True))
     model = strategy.prepare_model(lora(modules_to_save=["lm_head"]))
-    with torch.no_grad():
-        logits = model(IDS).logits
     strategy.save_model(model, None, folder)
-    return logits
+    return logits(model)
 
 
 def test_a_sharded_adapter_is_exported_whole(ranks: Any, tmp_path: Path) -> None:
-    logits = ranks.run(sharded_adapter, 2, str(tmp_path / "out"))[0]
+    expected = ranks.run(sharded_adapter, 2, str(tmp_path / "out"))[0]
     again = peft.PeftModel.from_pretrained(llama(), tmp_path / "out").eval()
-    with torch.no_grad():
-        assert torch.allclose(again(IDS).logits, logits, atol=1e-5)  # sums in another order
+    assert torch.allclose(logits(again), expected, atol=1e-5)  # sums in another order
 
 
-def sharded_refusal(folder: str) -> str:
-    model = FSDPStrategy().prepare_model(pruned())
-    with pytest.raises(SaveError) as caught:
-        save_hf(model, folder)
-    return str(caught.value)
-
-
-def test_a_refused_export_is_an_error_on_every_rank(ranks: Any, tmp_path: Path) -> None:
-    one, other = ranks.run(sharded_refusal, 2, str(tmp_path / "out"))
-    assert one == other
-    assert "missing" in one
+@on_ranks(2)
+def test_a_refused_export_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    with pytest.raises(SaveError, match=r"missing: 'model\.layers\.1"):
+        save_hf(FSDPStrategy().prepare_model(pruned()), str(tmp_path / "out"))
 
 
 def test_an_adapter_config_names_its_base_model(tmp_path: Path) -> None:

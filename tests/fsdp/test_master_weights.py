@@ -1,7 +1,5 @@
 """Low-precision parameters with fp32 masters, for any base optimizer."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings
@@ -17,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from ckptkit import TrainState
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeightOptimizer, param_groups
-from ckptkit.fsdp.strategy import is_mp_optimizer
 from tests.checkpoint import states
 from tests.fsdp import models
 from tests.ranks import on_ranks
@@ -108,8 +105,7 @@ def trained(base, config=None, build=models.untied):
 
 def whole_masters(base, config):
     _, optimizer = trained(base, config, models.tied)
-    assert is_mp_optimizer(optimizer)
-    assert not is_mp_optimizer(optimizer.base)
+    assert [FSDPStrategy().is_mp_optimizer(found) for found in (optimizer, optimizer.base)] == [True, False]
     for parameter, state in optimizer.state.items():
         assert state["master"].device_mesh == parameter.device_mesh
         for key, value in state.items():
@@ -358,64 +354,44 @@ def test_a_cleared_state_starts_again_from_the_parameters():
     assert masters_match(optimizer)
 
 
-def _load_module(model, source, folder):
-    model.load_state_dict(source.state_dict())
-
-
-def _load_data(model, source, folder):
+def _copy_data(model, source):
     for parameter, other in zip(model.parameters(), source.parameters(), strict=True):
         parameter.data.copy_(other.data)
 
 
-def _load_dcp(model, source, folder):
-    dcp.load({"model": model.state_dict()}, checkpoint_id=folder / "step_00000001")
-
-
-def _load_manager(model, source, folder, **options):
-    states.load(folder, TrainState(model=model), **options)
-
-
-def _load_atomic(model, source, folder):
-    _load_manager(model, source, folder, atomic=True)
-
-
-def _load_ckpt(model, source, folder):
-    FSDPStrategy(FSDPConfig.from_dict(MASTER)).load_ckpt(model, folder)
-
-
-def _load_hf(model, source, folder):
-    FSDPStrategy(FSDPConfig.from_dict(MASTER)).load_hf(model, folder / "export")
-
-
-LOADS = [_load_module, _load_data, _load_dcp, _load_manager, _load_atomic, _load_ckpt, _load_hf]
-
-
-def check_loads(folder):
-    """Check that no load leaves old masters behind, for a checkpoint or for a step at learning rate 0."""
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size")
+def test_weights_loaded_after_the_optimizer_was_created_are_kept(tmp_path, size):
+    """No load leaves old masters behind, for a checkpoint or for a step at learning rate 0."""
     strategy = FSDPStrategy(FSDPConfig.from_dict(MASTER), max_norm=1.0)
-    source, _ = trained("momentum")
-    strategy.save_ckpt(source, folder, step=1)
+    source, its_optimizer = trained("momentum")
+    strategy.save_ckpt(source, tmp_path, step=1, optimizer=its_optimizer)
+    loads = [
+        lambda model, _: model.load_state_dict(source.state_dict()),
+        lambda model, _: _copy_data(model, source),
+        lambda model, _: dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path / "step_00000001"),
+        lambda model, _: states.load(tmp_path, TrainState(model=model)),
+        lambda model, _: states.load(tmp_path, TrainState(model=model), atomic=True),
+        lambda model, _: strategy.load_ckpt(model, tmp_path),
+        lambda model, optimizer: strategy.load_ckpt(model, tmp_path, optimizer, load_optimizer_states=False),
+        lambda model, _: strategy.load_hf(model, tmp_path / "export"),
+    ]
     whole = {name: tensor.contiguous() for name, tensor in models.weights(source).items()}
     if dist.get_rank() == 0:
-        (folder / "export").mkdir()
-        save_file(whole, folder / "export" / "model.safetensors")
+        (tmp_path / "export").mkdir()
+        save_file(whole, tmp_path / "export" / "model.safetensors")
     dist.barrier()
-    for load in LOADS:
+    for number, load in enumerate(loads):
         model = strategy.prepare_model(models.made(models.untied, 7))
         optimizer = strategy.create_optimizer(model, lr=1e-2)
         models.train_sharded(model, strategy, optimizer, range(2))
-        load(model, source, folder)
+        load(model, optimizer)
         optimizer.state_dict()
-        assert masters_match(optimizer), load
+        assert masters_match(optimizer), number
         for group in optimizer.param_groups:
             group.update(lr=0.0, weight_decay=0.0)
         models.train_sharded(model, strategy, optimizer, range(1))
         models.assert_equal(models.weights(model), whole)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_weights_loaded_after_the_optimizer_was_created_are_kept(ranks, tmp_path, size):
-    ranks.run(check_loads, size, tmp_path)
 
 
 def test_a_save_contains_masters_that_follow_loaded_weights(tmp_path):

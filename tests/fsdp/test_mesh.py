@@ -1,7 +1,5 @@
 """Mesh sizes, and the meshes created from them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckptkit.errors import UsageError
-from ckptkit.fsdp.config import FSDPConfig
-from ckptkit.fsdp.mesh import ParallelPlan, auto_shard_size, configured, device_type_of, make_mesh, plan_for
+from ckptkit.fsdp import FSDPConfig, ParallelPlan, auto_shard_size, make_mesh
+from ckptkit.fsdp.mesh import configured, device_type_of, plan_for
 from tests.ranks import on_ranks
 
 
@@ -75,21 +73,12 @@ def test_auto_shard_size_follows_the_number_of_parameters(numel, training, size)
     assert auto_shard_size(int(numel), training) == size
 
 
-@pytest.mark.parametrize(
-    ("data_ranks", "shard"), [(4, "auto"), (8, "auto"), (12, "auto"), (16, 8)], ids=["4", "8", "12", "16"]
-)
+@pytest.mark.parametrize(("data_ranks", "shard"), [(4, "auto"), (8, "auto"), (12, "auto"), (16, 8)])
 def test_if_the_auto_shard_size_does_not_divide_the_ranks_all_ranks_share_one_copy(data_ranks, shard):
     model = nn.Module()
     model.weight = nn.Parameter(torch.empty(20 * 10**9, device="meta"))
-    config = configured(
-        FSDPConfig(),
-        model,
-        data_ranks=data_ranks,
-        is_training=False,
-        shard_size="auto",
-        reshard_after_forward=None,
-    )
-    assert config.shard == shard
+    options = {"data_ranks": data_ranks, "is_training": False, "shard_size": "auto", "reshard_after_forward": None}
+    assert configured(FSDPConfig(), model, **options).shard == shard
 
 
 @pytest.mark.parametrize(

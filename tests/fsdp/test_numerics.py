@@ -63,25 +63,13 @@ def test_accumulation_equals_one_large_batch(ranks, every):
     check(ranks.run(run, 2, sizes | {"sync_every_micro_batch": every}))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"activation_checkpointing": True},
-        {"forward_prefetch": True},
-        {"forward_prefetch": 2},
-        {"backward_prefetch": "BACKWARD_POST"},
-        {"backward_prefetch": "NO_PREFETCH"},
-        {"backward_prefetch": 2},
-        {"force_sum_reduction_for_comms": True},
-        {"keep_last_block": True},
-        {"reshard_after_forward": False},
-        {"reshard_after_forward": 2},
-        {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 300},
-        {"auto_wrap_policy": "NO_WRAP"},
-        {"offload": "params"},
-    ],
-    ids=lambda config: ",".join(f"{key}={value}" for key, value in config.items()),
-)
+@pytest.mark.parametrize("config", [
+    {"activation_checkpointing": True}, {"forward_prefetch": True}, {"forward_prefetch": 2},
+    {"backward_prefetch": "BACKWARD_POST"}, {"backward_prefetch": "NO_PREFETCH"}, {"backward_prefetch": 2},
+    {"force_sum_reduction_for_comms": True}, {"keep_last_block": True}, {"reshard_after_forward": False},
+    {"reshard_after_forward": 2}, {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 300},
+    {"auto_wrap_policy": "NO_WRAP"}, {"offload": "params"},
+], ids=lambda config: ",".join(f"{key}={value}" for key, value in config.items()))  # fmt: skip
 def test_options_for_speed_and_memory_change_no_values(ranks, config):
     check(ranks.run(models.run, 4, config, models.untied))
 
@@ -99,16 +87,12 @@ def test_master_precision_stays_near_fp32(ranks):
     assert all(tensor.dtype == torch.bfloat16 for tensor in results[0]["sharded"][2].values())
 
 
-def test_llama_equals_a_single_process(ranks):
-    check(ranks.run(models.run, 2, {}, models.llama))
-
-
-def test_tied_llama_with_wrapped_heads_equals_a_single_process(ranks):
-    check(ranks.run(models.run, 2, {"wrap_lm_head": True}, models.tied_llama))
-
-
-def test_llama_with_its_own_checkpointing_equals_a_single_process(ranks):
-    check(ranks.run(models.run, 2, {"activation_checkpointing": True}, models.llama))
+@pytest.mark.parametrize(
+    ("build", "option"),
+    [(models.llama, None), (models.tied_llama, "wrap_lm_head"), (models.llama, "activation_checkpointing")],
+)
+def test_llama_equals_a_single_process(ranks, build, option):
+    check(ranks.run(models.run, 2, {option: True} if option else {}, build))
 
 
 def _gradients(config):
@@ -123,9 +107,10 @@ def _gradients(config):
     [(1, {}), (2, {}), (2, {"sharding_strategy": "NO_SHARD"}), (4, {"sharding_strategy": "HYBRID_SHARD", "shard": 2})],
 )
 @pytest.mark.parametrize("force", [False, True])
-def test_gradients_are_divided_by_the_factor_instead_of_the_world_size(ranks, world_size, config, force):
+@on_ranks("world_size")
+def test_gradients_are_divided_by_the_factor_instead_of_the_world_size(world_size, config, force):
     mean, summed, half = (
-        ranks.run(_gradients, world_size, {**config, **factor, "force_sum_reduction_for_comms": force})[0]
+        _gradients({**config, **factor, "force_sum_reduction_for_comms": force})
         for factor in ({}, {"gradient_divide_factor": 1.0}, {"gradient_divide_factor": 2.0 * world_size})
     )
     for name, gradient in mean.items():  # exact, because the factors are powers of two

@@ -1,7 +1,5 @@
 """Dtypes of storage, compute and reduction."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,10 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from ckptkit.errors import UsageError
-from ckptkit.fsdp.config import FSDPConfig
+from ckptkit.fsdp import FSDPConfig, FSDPStrategy, shard
 from ckptkit.fsdp.precision import mixed_precision_policy, offload_policy, set_storage_dtype, storage_dtype
-from ckptkit.fsdp.strategy import FSDPStrategy
-from ckptkit.fsdp.wrap import shard
 from tests.fsdp import models
 from tests.ranks import on_ranks
 
@@ -61,9 +57,8 @@ def test_frozen_parameters_and_buffers_keep_their_dtype():
 def test_dtypes_that_cannot_share_a_unit_are_refused_with_the_reason():
     model = models.untied()
     model.layers[1].up.to(torch.bfloat16)
-    with pytest.raises(
-        UsageError, match=r"'layers\.1' has trainable parameters of float32.*bfloat16 \(such as 'layers\.1\.up"
-    ):
+    words = r"'layers\.1' has trainable parameters of float32.*bfloat16 \(such as 'layers\.1\.up"
+    with pytest.raises(UsageError, match=words):
         shard(model, FSDPConfig(auto_wrap_policy="BLOCKS"))
     model = models.lora()
     for layer in model.layers:
@@ -144,9 +139,8 @@ def test_each_unit_reduces_in_its_own_dtype():
     model = FSDPStrategy(FSDPConfig(auto_wrap_policy="BLOCKS")).prepare_model(Doubled())
     loss = model(torch.ones(2, 6, dtype=torch.float64)).sum()
     loss.backward()
-    assert [
-        module._get_fsdp_state()._mp_policy.reduce_dtype for module in (model.layers[0], model.layers[1], model)
-    ] == [torch.float64, torch.float64, torch.float32]
+    policies = [module._get_fsdp_state()._mp_policy for module in (*model.layers, model)]
+    assert [policy.reduce_dtype for policy in policies] == [torch.float64, torch.float64, torch.float32]
 
 
 class Told(nn.Module):

@@ -77,15 +77,10 @@ def test_batch_sizes_give_the_accumulation_count(train, micro, ranks, steps):
 
 @on_ranks(2)
 def test_uneven_batches_and_ranks_are_refused_at_setup():
-    for options, said in (
-        (
-            {"micro_train_batch_size": 4, "train_batch_size": 6},
-            r"train_batch_size 6 .* micro_train_batch_size 4 x 2 .* = 8",
-        ),
-        ({"config": FSDPConfig(tp=3)}, r"tp x cp = 3 .* world size 2"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            FSDPStrategy(**options).setup_distributed()
+    with pytest.raises(UsageError, match=r"train_batch_size 6 .* micro_train_batch_size 4 x 2 .* = 8"):
+        FSDPStrategy(micro_train_batch_size=4, train_batch_size=6).setup_distributed()
+    with pytest.raises(UsageError, match=r"tp x cp = 3 .* world size 2"):
+        FSDPStrategy(FSDPConfig(tp=3)).setup_distributed()
 
 
 @on_ranks(2)
@@ -199,6 +194,7 @@ def test_swapped_arguments_are_refused_by_name(tmp_path):
         ({"norm_type": "two"}, "norm type p is 'two'"),
         ({"error_if_nonfinite": "no"}, "error_if_nonfinite is 'no'"),
         ({"error_if_nonfinite": True, "config": FSDPConfig(mixed_precision="fp16")}, "conflicts with"),
+        *(({"seed": seed}, "seed is") for seed in (-1, 1.5, "7", None)),
     ],
 )
 def test_impossible_options_are_refused_at_once(options, message):
@@ -348,15 +344,17 @@ def _without_sync(config, held):
     [{}, {"sharding_strategy": "NO_SHARD"}, {"mixed_precision": "bf16", "precision": "master"}],
     ids=["sharded", "replicated", "master"],
 )
-def test_no_sync_accumulates_like_a_window(ranks, config):
-    held, window = (ranks.run(_without_sync, 2, config, held) for held in (True, False))
-    for (told, weights, norm), (expected, others, other_norm) in zip(held, window, strict=True):
-        assert told == expected == [(False, "accumulating"), (True, "stepped")] * 2
-        assert torch.equal(norm, other_norm)
-        models.assert_equal(weights, others)  # halving before or after a sum
+@on_ranks(2)
+def test_no_sync_accumulates_like_a_window(config):
+    (told, weights, norm), (expected, others, other_norm) = (_without_sync(config, held) for held in (True, False))
+    assert told == expected == [(False, "accumulating"), (True, "stepped")] * 2
+    assert torch.equal(norm, other_norm)
+    models.assert_equal(weights, others)  # halving before or after a sum
 
 
-def _split_sequences():
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks("world_size")
+def test_context_parallel_training_equals_training_on_whole_sequences(world_size):
     """Two ranks share samples and split them along the sequence: each gets half of the tokens, from both ends."""
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -374,14 +372,8 @@ def _split_sequences():
     batches = [models.batch(index) for index in range(strategy.data_parallel_size)]
     (sum(models.loss_of(plain, batch[:, :5]) for batch in batches) / len(batches)).backward()
     other.step()
-    return mesh.size(), strategy.data_parallel_rank, inputs.shape[1], models.difference(model, plain)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_context_parallel_training_equals_training_on_whole_sequences(ranks, world_size):
-    results = ranks.run(_split_sequences, world_size)
-    assert [result[:3] for result in results] == [(2, rank // 2, 2) for rank in range(world_size)]
-    assert max(result[3] for result in results) < 1e-6
+    assert (mesh.size(), strategy.data_parallel_rank, inputs.shape[1]) == (2, dist.get_rank() // 2, 2)
+    assert models.difference(model, plain) < 1e-6
 
 
 @on_ranks(2)
@@ -475,9 +467,8 @@ def train(parts, steps):
 def _save(folder, config, build):
     parts = strategy, model, optimizer, scheduler = session(config, build)
     train(parts, range(2))
-    report = strategy.save_ckpt(
-        model, folder, "global_step2", client_state={"epoch": 1}, optimizer=optimizer, scheduler=scheduler
-    )
+    saved = {"client_state": {"epoch": 1}, "optimizer": optimizer, "scheduler": scheduler}
+    report = strategy.save_ckpt(model, folder, "global_step2", **saved)
     assert report.step == 2
     return train(parts, range(2, 4)), models.weights(model)
 
@@ -544,16 +535,6 @@ def test_an_incomplete_copy_is_an_error_unless_start_fresh_allows_it(tmp_path):
     with pytest.raises(IncompleteCheckpointError, match=r"FSDPStrategy\.load_ckpt"):
         strategy.load_ckpt(model, tmp_path, optimizer=optimizer)
     assert strategy.load_ckpt(model, tmp_path, optimizer=optimizer, start_fresh="if_none_committed") == (None, {})
-
-
-@on_ranks(2)
-def test_masters_follow_weights_loaded_without_the_optimizer(tmp_path):
-    parts = strategy, model, optimizer, _ = session(CONFIGS["master"])
-    train(parts, range(2))
-    strategy.save_ckpt(model, tmp_path, optimizer=optimizer)
-    strategy, model, optimizer, _ = session(CONFIGS["master"])
-    strategy.load_ckpt(model, tmp_path, optimizer=optimizer, load_optimizer_states=False)
-    assert all(torch.equal(s["master"].to_local(), p.to_local().float()) for p, s in optimizer.state.items())
 
 
 @on_ranks(2)
@@ -690,15 +671,22 @@ LAYOUTS = {  # ranks of the data, the same for ranks that share samples
 }
 
 
-def _draws(config):
-    """Return the first numbers of each generator after setup, and the samples; `prepare_model` must draw none."""
-    strategy = FSDPStrategy(FSDPConfig.from_dict(config), seed=7)
+def seeded(config, seed):
+    """Return a strategy and a sharded model with dropout, without a draw from torch's generator after the setup."""
+    strategy = FSDPStrategy(FSDPConfig.from_dict(config), seed=seed)
     strategy.setup_distributed()
     state = torch.get_rng_state()
-    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"} if strategy.config.tp > 1 else None
-    model = models.untied()
+    model = models.made(models.untied)
     torch.set_rng_state(state)
-    strategy.prepare_model(model, tp_plan=plan)
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, given, out: torch.nn.functional.dropout(out, 0.3))
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"} if strategy.config.tp > 1 else None
+    return strategy, strategy.prepare_model(model, tp_plan=plan)
+
+
+def _draws(config):
+    """Return the first numbers of each generator after setup, and the samples; `prepare_model` must draw none."""
+    strategy, _ = seeded(config, 7)
     first = torch.nn.functional.dropout(torch.ones(64)), random.random(), np.random.rand()
     rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
     torch.manual_seed(7 + rank)
@@ -723,23 +711,9 @@ def test_dropout_and_samples_differ_only_between_data_parallel_ranks(ranks, layo
     assert sorted(sample for part in set(map(tuple, samples)) for sample in part) == list(range(12))
 
 
-@pytest.mark.parametrize("seed", [-1, 1.5, "7", None])
-def test_an_invalid_seed_is_refused(seed):
-    with pytest.raises(UsageError, match="seed is"):
-        FSDPStrategy(seed=seed)
-
-
 def _with_dropout(folder, config, steps, resumes):
     """Return losses, weights and the next random numbers; saved after two steps."""
-    strategy = FSDPStrategy(FSDPConfig.from_dict(config), seed=11 if not resumes else 12)
-    strategy.setup_distributed()
-    torch_state = torch.get_rng_state()
-    model = models.made(models.untied)
-    torch.set_rng_state(torch_state)
-    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"} if strategy.config.tp > 1 else None
-    for layer in model.layers:
-        layer.register_forward_hook(lambda module, given, out: torch.nn.functional.dropout(out, 0.3))
-    strategy.prepare_model(model, tp_plan=plan)
+    strategy, model = seeded(config, 12 if resumes else 11)
     optimizer = strategy.create_optimizer(model, lr=1e-2)
     if resumes:
         strategy.load_ckpt(model, folder, optimizer=optimizer)
@@ -800,12 +774,6 @@ def test_a_nan_gradient_is_an_error_on_request(precision):
     gradient[0, 0] = value  # the gradients were kept: the step can still be taken
     assert strategy.optimizer_step(optimizer, model)
     assert strategy.global_step == 1
-
-
-def test_only_an_optimizer_with_masters_is_an_mp_optimizer():
-    base = torch.optim.AdamW([nn.Parameter(torch.ones(2, dtype=torch.bfloat16))])
-    assert not FSDPStrategy().is_mp_optimizer(base)
-    assert FSDPStrategy().is_mp_optimizer(MasterWeightOptimizer(base))
 
 
 @on_ranks(2)

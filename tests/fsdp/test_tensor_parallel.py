@@ -1,34 +1,18 @@
 """Tensor parallelism under FSDP2."""
 
-from __future__ import annotations
-
 import pytest
-import torch.distributed as dist
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from ckptkit.errors import UsageError
-from ckptkit.fsdp.config import FSDPConfig
-from ckptkit.fsdp.strategy import FSDPStrategy
+from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 from ckptkit.fsdp.tensor_parallel import tensor_parallel_plan, translate_style
 from tests.fsdp import models
 from tests.fsdp.test_numerics import check
 from tests.ranks import on_ranks
 
 
-def _run(build, plan, max_norm):
-    plain = models.made(build)
-    plain_losses, plain_norms = models.train_plain(plain, max_norm=max_norm)
-    strategy = FSDPStrategy(FSDPConfig(tp=2), max_norm=max_norm)
-    model = strategy.prepare_model(models.made(build, seed=dist.get_rank()), tp_plan=plan)
-    optimizer = strategy.create_optimizer(model, lr=1e-2)
-    losses, norms = models.train_sharded(
-        model, strategy, optimizer, data_rank=dist.get_rank() // 2, data_ranks=dist.get_world_size() // 2
-    )
-    return {
-        "plain": (plain_losses, plain_norms, models.weights(plain)),
-        "sharded": (losses, norms, models.weights(model)),
-        "meshes": {name: p.device_mesh.mesh_dim_names for name, p in model.named_parameters()},
-    }
+def _run(build, plan=None, max_norm=0.0):
+    return models.run({"tp": 2}, build, tp_plan=plan, max_norm=max_norm)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -41,7 +25,7 @@ def test_a_transformers_plan_equals_a_single_process(ranks, world_size):
 
 
 def test_a_tied_head_is_not_sharded_by_tp_and_stays_tied(ranks):
-    results = ranks.run(_run, 2, models.tied_llama, None, 0.0)
+    results = ranks.run(_run, 2, models.tied_llama)
     check(results)
     assert results[0]["meshes"]["model.embed_tokens.weight"] == ("shard",)
 
@@ -50,7 +34,7 @@ PLAN = {"layers.*.up": ColwiseParallel(), "layers.*.down": "rowwise"}
 
 
 def test_a_custom_plan_equals_a_single_process(ranks):
-    check(ranks.run(_run, 4, models.untied, PLAN, 0.0))
+    check(ranks.run(_run, 4, models.untied, PLAN))
 
 
 @on_ranks(2)

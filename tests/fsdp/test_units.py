@@ -1,12 +1,10 @@
 """Which modules become units, decided from the structure of the model."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 
 from ckptkit.errors import UsageError
-from ckptkit.fsdp.config import FSDPConfig
+from ckptkit.fsdp import FSDPConfig
 from ckptkit.fsdp.units import ROOT, blocks, by_class, by_size, plan_units, policy_of, tied_parameters
 from tests.fsdp import models
 
@@ -19,12 +17,7 @@ def names(units):
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        blocks,
-        by_class("Block"),
-        by_class(models.Block),
-        by_class("tests.fsdp.models.Block"),
-    ],
+    [blocks, by_class("Block"), by_class(models.Block), by_class("tests.fsdp.models.Block")],
     ids=["blocks", "short", "type", "dotted"],
 )
 def test_wrap_policies_choose_the_blocks(policy):

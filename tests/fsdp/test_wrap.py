@@ -12,22 +12,16 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor import DTensor, Shard
 
 from ckptkit.errors import UsageError
-from ckptkit.fsdp import wrap
-from ckptkit.fsdp.config import FSDPConfig
-from ckptkit.fsdp.wrap import NotShardableError, fsdp_units, shard, unwrap_model
+from ckptkit.fsdp import FSDPConfig, shard, unwrap_model, wrap
+from ckptkit.fsdp.wrap import NotShardableError, fsdp_units
 from tests.fsdp import models
-from tests.ranks import on_ranks
+from tests.ranks import logged, on_ranks
 
 
 def warnings_of(model, config=None):
     """Shard a model; return what was logged."""
-    seen = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())
-    logger = logging.getLogger("ckptkit.fsdp.wrap")
-    logger.addHandler(handler)
-    assert shard(model, FSDPConfig.from_dict(config or {})) is model
-    logger.removeHandler(handler)
+    with logged(logging.NOTSET, name="ckptkit.fsdp.wrap") as seen:
+        assert shard(model, FSDPConfig.from_dict(config or {})) is model
     return seen
 
 
@@ -120,11 +114,11 @@ def from_own_seed(config):
     return warnings_of(models.made(models.untied, seed=dist.get_rank()), config)
 
 
-def test_replicas_that_start_with_different_values_are_warned_about(ranks):
-    config = {"sharding_strategy": "NO_SHARD", "sync_module_states": False}
-    (first,), second = ranks.run(from_own_seed, 2, config)
-    assert "Ranks 0 and 1 hold different values of 'embed.weight'" in first
-    assert second == []
+@on_ranks(2)
+def test_replicas_that_start_with_different_values_are_warned_about():
+    said = from_own_seed({"sharding_strategy": "NO_SHARD", "sync_module_states": False})
+    assert len(said) == 1 - dist.get_rank()
+    assert all("Ranks 0 and 1 hold different values of 'embed.weight'" in line for line in said)
 
 
 @on_ranks(2)
@@ -151,38 +145,31 @@ def test_tied_weights_stay_tied(heads):
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
 
 
-@on_ranks(2)
-def test_methods_other_than_forward_see_gathered_weights():
-    plain = models.made(models.untied)
-    model = shard(models.made(models.untied), FSDPConfig(forward_methods=("score", "not_there")))
-    tokens = models.batch(0)
-    assert model.score(tokens).item() == pytest.approx(plain.score(tokens).item(), abs=1e-6)
-
-
 class _Encoder(models.Block):
     def encode(self, x):
         return self.norm(self.forward(x))
 
 
 class _Encoded(torch.nn.Module):
-    """Calls its blocks by a method other than forward."""
+    """Computes in methods other than forward, as its blocks do."""
 
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList(_Encoder() for _ in range(2))
+        self.out = nn.Linear(models.WIDTH, 3)
 
-    def forward(self, x):
+    def score(self, x):
         for layer in self.layers:
             x = layer.encode(x)
-        return x
+        return self.out(x)
 
 
 @on_ranks(2)
-def test_methods_of_blocks_other_than_forward_see_gathered_weights():
+def test_methods_other_than_forward_see_gathered_weights():
     x = torch.ones(2, models.WIDTH)
-    expected = models.made(_Encoded)(x)
-    model = shard(models.made(_Encoded), FSDPConfig(forward_methods=("encode",)))
-    found = model(x)
+    expected = models.made(_Encoded).score(x)
+    model = shard(models.made(_Encoded), FSDPConfig(forward_methods=("score", "encode", "not_there")))
+    found = model.score(x)
     found.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert torch.allclose(found, expected, atol=1e-6)
@@ -190,11 +177,7 @@ def test_methods_of_blocks_other_than_forward_see_gathered_weights():
 
 @pytest.mark.parametrize(
     "config",
-    [
-        {"activation_checkpointing": True},
-        {"compile": "eager"},
-        {"activation_checkpointing": True, "compile": "eager"},
-    ],
+    [{"activation_checkpointing": True}, {"compile": "eager"}, {"activation_checkpointing": True, "compile": "eager"}],
     ids=["checkpointed", "compiled", "both"],
 )
 @on_ranks(2)
@@ -209,8 +192,7 @@ def test_sharding_adds_no_prefixes_and_every_parameter_gets_a_gradient(config):
 
 @on_ranks(2)
 def test_checkpointed_blocks_run_forward_again_in_backward():
-    model = models.untied()
-    calls = []
+    model, calls = models.untied(), []
     for index, layer in enumerate(model.layers):
         layer.up.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
     shard(model, FSDPConfig(activation_checkpointing=True))
@@ -264,10 +246,10 @@ def test_ranks_may_take_different_branches_through_a_vision_tower(by_hook):
 
 @on_ranks(2)
 def test_a_callable_policy_decides():
-    model = shard(
-        models.untied(),
-        policy=lambda model: [n for n, module in model.named_modules() if isinstance(module, nn.LayerNorm)],
-    )
+    def norms(model):
+        return [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
+
+    model = shard(models.untied(), policy=norms)
     assert fsdp_units(model) == ["", "layers.0.norm", "layers.1.norm", "layers.2.norm", "norm"]
 
 
@@ -344,12 +326,15 @@ def test_invalid_ignored_parameters_and_placements_are_refused_by_name():
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def test_ignored_parameters_that_differ_or_train_are_warned_about(ranks):
-    first, second = ranks.run(from_own_seed, 2, {"ignored_params": "embed.*,lm_head.*"})
-    assert len(first) == 2
-    assert "different values of 'embed.weight' and 1 more parameters, and ignored_params keeps them" in first[0]
-    assert "'embed.weight' and 1 more of ignored_params are trainable" in first[1]
-    assert second == []
+@on_ranks(2)
+def test_ignored_parameters_that_differ_or_train_are_warned_about():
+    said = from_own_seed({"ignored_params": "embed.*,lm_head.*"})
+    if dist.get_rank() > 0:
+        assert said == []
+    else:
+        differ, train = said
+        assert "different values of 'embed.weight' and 1 more parameters, and ignored_params keeps them" in differ
+        assert "'embed.weight' and 1 more of ignored_params are trainable" in train
 
 
 @pytest.mark.parametrize(
