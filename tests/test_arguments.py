@@ -210,9 +210,7 @@ TRAINING: Mistakes = [
 
 
 @pytest.mark.parametrize(("call", "words"), [*MANAGER, *CALLS, *TRAINING])
-def test_a_wrong_argument_raises_at_once_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any], words: str
-) -> None:
+def test_a_wrong_argument_raises_at_once_and_writes_nothing(tmp_path, monkeypatch, call, words):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
         call()
@@ -227,15 +225,13 @@ def test_a_wrong_argument_raises_at_once_and_writes_nothing(
     lambda: trainer(retension=RetentionPolicy()),
     lambda: titan({}, retension=None),
 ], ids=["manager", "state", "save", "trainer", "torchtitan"])  # fmt: skip
-def test_an_error_names_a_misspelt_keyword(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]
-) -> None:
+def test_an_error_names_a_misspelt_keyword(tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TypeError, match=r"unexpected keyword argument '(retension|modle|metric)'"):
         call()
 
 
-def test_path_objects_are_accepted_like_strings(tmp_path: Path) -> None:
+def test_path_objects_are_accepted_like_strings(tmp_path):
     with CheckpointManager(tmp_path) as made:
         made.save(1, state())
         assert made.load(state(), tmp_path / "step_00000001") is not None
@@ -244,5 +240,5 @@ def test_path_objects_are_accepted_like_strings(tmp_path: Path) -> None:
     assert location("url", tmp_path) == str(tmp_path)
 
 
-def test_a_string_is_one_glob_not_its_characters() -> None:
+def test_a_string_is_one_glob_not_its_characters():
     assert globs("include", "model.*") == ("model.*",) and globs("include", ["a", "b"]) == ("a", "b")

@@ -93,10 +93,8 @@ def questions(tree: ast.Module) -> Iterator[str]:
 def test_only_storage_checks_the_kind_of_a_store() -> None:
     found = {name: list(questions(tree)) for name, tree in sources().items() if ".storage." not in name}
     assert {name: where for name, where in found.items() if where} == {}
-    asked = questions(
-        ast.parse("isinstance(x, LocalStore)\nx.local_root\nfrom ckptkit.storage.objects import RemoteStore")
-    )
-    assert len(list(asked)) == 3
+    lines = "isinstance(x, LocalStore)\nx.local_root\nfrom ckptkit.storage.objects import RemoteStore"
+    assert len(list(questions(ast.parse(lines)))) == 3
 
 
 # Private names of torch outside of formats/dcp. Only remove names from this table: unused ones fail the test.

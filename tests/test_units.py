@@ -10,21 +10,10 @@ from ckptkit.errors import UsageError
 from ckptkit.units import counted, first_few, format_count, format_duration, format_size, parse_duration, parse_size
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("1GB", 10**9),
-        ("1GiB", 2**30),
-        ("512MB", 512 * 10**6),
-        ("1.5 T", 1_500_000_000_000),
-        ("5gb", 5 * 10**9),
-        ("0", 0),
-        (".5k", 500),
-        (1024, 1024),
-        ("17 B", 17),
-        ("2Ki", 2048),
-    ],
-)
+@pytest.mark.parametrize(("text", "nbytes"), [
+    ("1GB", 10**9), ("1GiB", 2**30), ("512MB", 512 * 10**6), ("1.5 T", 1_500_000_000_000), ("5gb", 5 * 10**9),
+    ("0", 0), (".5k", 500), (1024, 1024), ("17 B", 17), ("2Ki", 2048),
+])  # fmt: skip
 def test_a_size_counts_bytes(text: str | int, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
@@ -37,9 +26,8 @@ def test_an_invalid_size_is_wrong_usage(text: str | float) -> None:
 
 @given(st.integers(0, 10**18))
 def test_a_printed_size_reads_back_within_its_rounding(nbytes: int) -> None:
-    assert abs(parse_size(format_size(nbytes)) - nbytes) <= max(
-        0.051 * 1000 ** ((len(str(nbytes)) - 1) // 3), 0.05 * nbytes
-    )
+    unit = 1000 ** ((len(str(nbytes)) - 1) // 3)
+    assert abs(parse_size(format_size(nbytes)) - nbytes) <= max(0.051 * unit, 0.05 * nbytes)
 
 
 @pytest.mark.parametrize(
@@ -74,16 +62,10 @@ def test_counts_are_printed_with_a_letter() -> None:
     assert [format_count(n) for n in (999, 7_241_732_096, 1_500)] == ["999", "7.24B", "1.50K"]
 
 
-@pytest.mark.parametrize(
-    ("count", "verb", "text"),
-    [
-        (1, "", "1 tensor"),
-        (2, "", "2 tensors"),
-        (0, "are", "0 tensors are"),
-        (1, "are", "1 tensor is"),
-        (1, "have", "1 tensor has"),
-    ],
-)
+@pytest.mark.parametrize(("count", "verb", "text"), [
+    (1, "", "1 tensor"), (2, "", "2 tensors"), (0, "are", "0 tensors are"), (1, "are", "1 tensor is"),
+    (1, "have", "1 tensor has"),
+])  # fmt: skip
 def test_a_number_agrees_with_its_noun_and_verb(count: int, verb: str, text: str) -> None:
     assert counted(count, "tensor", verb) == text
 
