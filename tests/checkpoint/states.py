@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import CkptkitError
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError
 
 KINDS = ("sharded", "full", "local")
 
@@ -74,6 +75,11 @@ def unchanged(*states: TrainState) -> Iterator[None]:
         assert not any(state.half_loaded for state in states)
 
 
+def optimized(model: nn.Module, make: Any = torch.optim.SGD, **settings: Any) -> TrainState:
+    """Return the state of a model and a new optimizer of its parameters."""
+    return TrainState(model=model, optimizer=make(model.parameters(), **{"lr": 0.1, **settings}), rng=False)
+
+
 def save(root: str | Path, state: TrainState, step: int = 1, **options: Any) -> str:
     """Save with a manager of these options; return the root."""
     with CheckpointManager(root, **options) as manager:
@@ -101,6 +107,21 @@ def check_round_trip(root: str | Path, source: TrainState, live: TrainState, kin
     report = load_all(save(root, source, state_dict_type=kind), live, **options)
     assert bits(live) == bits(source)
     return report
+
+
+def check_refused(root: str | Path, state: TrainState, said: str, *, error: Any = SaveError, **options: Any) -> None:
+    """Fail unless a save is refused with a text that matches `said`, and publishes nothing."""
+    with pytest.raises(error, match=said):
+        save(root, state, **options)
+    assert not list(Path(root).glob("step_*"))
+
+
+def check_misfit(
+    root: str | Path, state: TrainState, said: str, *, error: Any = CheckpointMismatchError, **options: Any
+) -> None:
+    """Fail unless a load is refused with a text that matches `said`, and changes nothing."""
+    with pytest.raises(error, match=said), unchanged(state):
+        load(root, state, **options)
 
 
 def refusal(call: Callable[[], Any]) -> str:

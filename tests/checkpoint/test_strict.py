@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -20,13 +20,23 @@ from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.load.plan import of_another_class
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import CheckpointMismatchError, CkptkitError, IntegrityError, SaveError, UsageError
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, IntegrityError, UsageError
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
-from tests.checkpoint.states import bits, check_round_trip, load, load_all, save, unchanged
+from tests.checkpoint.states import (
+    bits,
+    check_misfit,
+    check_refused,
+    check_round_trip,
+    load,
+    load_all,
+    optimized,
+    save,
+    unchanged,
+)
 from tests.hostile.records import edit_json, reseal
 from tests.ranks import on_ranks
 
-schedulers = torch.optim.lr_scheduler
+schedulers = optim.lr_scheduler
 
 
 def net(width: int = 8) -> nn.Module:
@@ -35,7 +45,7 @@ def net(width: int = 8) -> nn.Module:
 
 def trained(model: nn.Module | None = None, optimizer: Any = None) -> TrainState:
     model = model or net()
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = optimizer or optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(2):
         x = torch.randn(3, 4, dtype=model["base"].weight.dtype)
         (model["base"](x) + model["lora"](x)).float().square().mean().backward()
@@ -47,7 +57,7 @@ def trained(model: nn.Module | None = None, optimizer: Any = None) -> TrainState
 def made_by(optimizer: Any, scheduler: Any = None, **options: Any) -> TrainState:
     model = net()
     state = trained(model, optimizer(model.parameters(), lr=0.1, **options))
-    state.scheduler = scheduler(state.optimizer) if scheduler else None
+    state.scheduler = scheduler and scheduler(state.optimizer)
     return state
 
 
@@ -55,14 +65,14 @@ def grouped(*names: str, scheduler: Any = None, **rates: float) -> TrainState:
     """Return a state whose optimizer has a group for each of these layers, with a learning rate of its own."""
     model = net()
     groups = [{"params": list(model[name].parameters()), "lr": rates.get(name, 0.1)} for name in names]
-    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    optimizer = optim.SGD(groups, momentum=0.9)
     return TrainState(model=model, optimizer=optimizer, scheduler=scheduler(optimizer) if scheduler else None)
 
 
 def low(lr: float = 0.1, *, steps: bool = True) -> TrainState:
     """Return a bf16 model with fp32 masters."""
     model = net().to(torch.bfloat16)
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=lr))
+    optimizer = MasterWeightOptimizer(optim.AdamW(model.parameters(), lr=lr))
     return trained(model, optimizer) if steps else TrainState(model=model, optimizer=optimizer)
 
 
@@ -98,7 +108,7 @@ def test_all_differences_are_listed_at_once_and_nothing_changes(run: str) -> Non
     model["new"] = nn.Linear(2, 2)
     model["lora"] = nn.Linear(4, 8, bias=False, dtype=torch.bfloat16)
     del model["base"].bias
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = optim.AdamW(model.parameters())
     state = TrainState(model=model, optimizer=optimizer, extra={"epoch": 0, "missing_thing": 1})
     with pytest.raises(CheckpointMismatchError) as caught, unchanged(state):
         load(run, state)
@@ -147,13 +157,8 @@ def shelved(section: str = "", fault: str = "") -> TrainState:
     model["a"].weight.data.fill_(1.0)
     extra: dict[str, Any] = {"shelf": Shelf(torch.ones(2)), "note": 1}
     if section == "extra":
-        changes = {
-            "missing": {"more": 5},
-            "unexpected": {},
-            "shape": {"shelf": Shelf(torch.zeros(7))},
-            "dtype": {"shelf": Shelf(torch.zeros(2, dtype=torch.int64))},
-        }
-        extra |= changes[fault]
+        shelf = {"shape": Shelf(torch.zeros(7)), "dtype": Shelf(torch.zeros(2, dtype=torch.int64))}.get(fault)
+        extra |= {"more": 5} if fault == "missing" else {"shelf": shelf or extra["shelf"]}
         if fault == "unexpected":
             del extra["note"]
     elif fault == "missing":
@@ -166,7 +171,7 @@ def shelved(section: str = "", fault: str = "") -> TrainState:
         model["a"].to(torch.float64 if section == "model" else torch.bfloat16)
     if section == "model":
         return TrainState(model=model, extra=extra)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -203,8 +208,7 @@ def test_every_difference_is_refused_or_reported_as_documented(
     state = shelved(section, fault)
     which = {"model": "skip"} if section == "optimizer" else {}
     if expected == "refused":
-        with pytest.raises(CheckpointMismatchError, match=section), unchanged(state):
-            load(saved, state, strict=strict, **which)
+        check_misfit(saved, state, section, strict=strict, **which)
         return
     report = load(saved, state, strict=strict, **which)
     if expected.endswith("is reported"):
@@ -228,11 +232,8 @@ def test_an_expanded_view_is_refused_before_anything_changes(tmp_path: Path, opt
     run = save(tmp_path / "run", TrainState(model=model(1.0)))
     state = TrainState(model=model(2.0))
     state.model.wide = torch.full((1, 4), 2.0).expand(3, 4)
-    with pytest.raises(SaveError, match=r"model\.wide is an expanded view.*clone"):
-        save(tmp_path / "refused", state)
-    assert not list(tmp_path.glob("refused/step_*"))
-    with pytest.raises(CheckpointMismatchError, match=r"model\.wide is an expanded view.*clone"), unchanged(state):
-        load(run, state, **options)
+    check_refused(tmp_path / "refused", state, r"model\.wide is an expanded view.*clone")
+    check_misfit(run, state, r"model\.wide is an expanded view.*clone", **options)
     load(run, state, exclude=["wide"], **options)
     assert float(state.model.first.sum()) == 12.0
 
@@ -246,8 +247,7 @@ def test_a_model_alone_loads_and_the_rest_is_reported_as_skipped(run: str) -> No
 def test_an_optimizer_that_the_checkpoint_lacks_is_an_error_unless_skipped(tmp_path: Path) -> None:
     state = trained()
     root = save(tmp_path, TrainState(model=net(), extra={"epoch": 3}))
-    with pytest.raises(CheckpointMismatchError, match=r"optimizer: 1 missing.*the whole optimizer"), unchanged(state):
-        load(root, state)
+    check_misfit(root, state, r"optimizer: 1 missing.*the whole optimizer")
     before = bits(state.optimizer)
     assert "optimizer" in load(root, state, optimizer="skip").skipped
     assert any("whole optimizer" in key for key in load(root, state, strict=False).missing)
@@ -266,8 +266,7 @@ def test_adapters_alone_are_loaded_by_glob_or_predicate(run: str, include: Any) 
 
 def test_dtypes_are_converted_only_when_asked(run: str) -> None:
     model = net().to(torch.bfloat16)
-    with pytest.raises(CheckpointMismatchError, match="convert_dtype=True casts"):
-        load(run, TrainState(model=model))
+    check_misfit(run, TrainState(model=model), "convert_dtype=True casts")
     report = load(run, TrainState(model=model), convert_dtype=True)
     assert torch.equal(model["base"].weight, weights(run)["base"].weight.to(torch.bfloat16))
     assert any("cast from float32 to bfloat16" in note for note in report.notes)
@@ -317,10 +316,7 @@ def test_a_scheduler_with_values_per_group_is_refused_if_groups_moved(tmp_path: 
     rates = {"base": 0.1, "lora": 0.2}
     made = functools.partial(grouped, scheduler=lambda of: schedulers.LambdaLR(of, lambda _: 0.5), **rates)
     root, state = save(tmp_path, made("base", "lora")), made(*names)
-    with pytest.raises(
-        CheckpointMismatchError, match=r"scheduler: .* stores base_lrs.* by the positions of the groups"
-    ):
-        load(root, state)
+    check_misfit(root, state, r"scheduler: .* stores base_lrs.* by the positions of the groups")
     load(root, state, strict=False)
     assert state.scheduler.base_lrs == [rates[name] for name in names]
     load(root, made("base", "lora"))
@@ -333,15 +329,12 @@ def test_reordered_groups_accept_a_scheduler_with_equal_values(tmp_path: Path) -
 
 def test_a_group_that_merges_different_learning_rates_is_refused(tmp_path: Path) -> None:
     root = save(tmp_path, grouped("base", "lora", base=1.0, lora=2.0))
-    with pytest.raises(CheckpointMismatchError, match="which differ in lr"):
-        load(root, made_by(torch.optim.SGD, momentum=0.9))
+    check_misfit(root, made_by(optim.SGD, momentum=0.9), "which differ in lr")
 
 
 def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor(tmp_path: Path) -> None:
-    source, state = made_by(torch.optim.AdamW), made_by(torch.optim.AdamW)
-    rate = state.optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
-    source.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
-    load(save(tmp_path, source), state)
+    state = with_rate(rate := torch.tensor(0.25))
+    load(save(tmp_path, with_rate(torch.tensor(0.5))), state)
     assert state.optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == 0.5
 
@@ -352,32 +345,31 @@ def test_groups_that_share_a_tensor_but_were_saved_with_different_values_are_ref
     for group in state.optimizer.param_groups:
         group["lr"] = state.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     said = r"groups 0 and 1 have one tensor as lr here, but 1.0 and 2.0 in the checkpoint"
-    with pytest.raises(CheckpointMismatchError, match=said), unchanged(state):
-        load(save(tmp_path / "unlike", grouped("base", "lora", base=1.0, lora=2.0)), state)
+    check_misfit(save(tmp_path / "unlike", grouped("base", "lora", base=1.0, lora=2.0)), state, said)
     load(save(tmp_path / "alike", grouped("base", "lora", base=2.0, lora=2.0)), state)
     assert rates_of(state) == [2.0, 2.0]
 
 
 def with_rate(rate: Any) -> TrainState:
-    state = made_by(torch.optim.AdamW)
+    state = made_by(optim.AdamW)
     state.optimizer.param_groups[0]["lr"] = rate
     return state
 
 
-def test_a_learning_rate_that_the_live_tensors_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
-    root = save(tmp_path, with_rate(torch.tensor(0.1, dtype=torch.float64)))
-    with pytest.raises(CheckpointMismatchError, match=r"lr is tensor\(0.1000.*float64\) in the checkpoint"):
-        load(root, with_rate(torch.tensor(0.25)))
-
-
 @pytest.mark.parametrize(
-    ("saved", "live"),
-    [(0.3, torch.tensor(1)), (torch.tensor([0.1]), torch.tensor([0.2, 0.3])), (1.5, torch.tensor(True))],
+    ("saved", "live", "shown"),
+    [
+        (0.3, torch.tensor(1), "0.3"),  # this one and the last run by day
+        (torch.tensor([0.1]), torch.tensor([0.2, 0.3]), r"tensor\(\[0.1"),
+        (1.5, torch.tensor(True), "1.5"),
+        (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.25), r"tensor\(0.1000.*float64\)"),
+    ],
+    ids=["truncated", "repeated", "a bool", "rounded"],
 )
-def test_a_setting_that_would_be_truncated_or_repeated_is_refused(tmp_path: Path, saved: Any, live: Any) -> None:
-    root = save(tmp_path, with_rate(saved))
-    with pytest.raises(CheckpointMismatchError, match=r"group 0: lr is .* in the checkpoint, but"):
-        load(root, with_rate(live))
+def test_a_setting_that_the_live_tensor_cannot_hold_is_refused(
+    tmp_path: Path, saved: Any, live: Any, shown: str
+) -> None:
+    check_misfit(save(tmp_path, with_rate(saved)), with_rate(live), rf"group 0: lr is {shown}.* in the checkpoint, but")
     load(save(tmp_path / "whole", with_rate(2.0)), with_rate(torch.tensor(1)))
 
 
@@ -392,7 +384,7 @@ def test_the_report_names_a_learning_rate_that_is_rounded(tmp_path: Path, saved:
 
 def test_large_tensors_in_groups_are_restored(tmp_path: Path, kind: str) -> None:
     def made(value: float) -> TrainState:
-        state = made_by(torch.optim.AdamW)
+        state = made_by(optim.AdamW)
         state.optimizer.param_groups[0].update(scales=torch.full((5000,), value), rows=[torch.full((5000,), -value)])
         return state
 
@@ -406,7 +398,7 @@ def test_large_tensors_in_groups_are_restored(tmp_path: Path, kind: str) -> None
 
 def test_empty_state_and_empty_groups_survive(tmp_path: Path) -> None:
     source, state = TrainState(model=net(), extra={"epoch": 3}), trained()
-    source.optimizer = torch.optim.AdamW(source.model.parameters(), lr=0.1)
+    source.optimizer = optim.AdamW(source.model.parameters(), lr=0.1)
     for each in (source, state):
         each.optimizer.param_groups.append({**each.optimizer.param_groups[0], "params": []})
     source.optimizer.param_groups[1]["lr"] = 9.0
@@ -416,7 +408,7 @@ def test_empty_state_and_empty_groups_survive(tmp_path: Path) -> None:
 
 
 def with_empty_groups(*rates: float) -> TrainState:
-    state = made_by(torch.optim.SGD, momentum=0.9)
+    state = made_by(optim.SGD, momentum=0.9)
     for rate in rates:
         state.optimizer.add_param_group({"params": [], "lr": rate})
     return state
@@ -438,13 +430,9 @@ def test_a_group_without_parameters_that_one_side_lacks_is_listed(
     tmp_path: Path, saved: Any, live: Any, said: str, after: list[float]
 ) -> None:
     root, state = save(tmp_path, with_empty_groups(*saved)), with_empty_groups(*live)
-    with pytest.raises(CheckpointMismatchError, match=f"optimizer: 1 {said}"), unchanged(state):
-        load(root, state)
+    check_misfit(root, state, f"optimizer: 1 {said}")
     report = load(root, state, strict=False)
-    assert [f"optimizer.{said.partition(': ')[2] or said.partition('checkpoint: ')[2]}"] == [
-        *report.missing,
-        *report.unexpected,
-    ]
+    assert report.missing + report.unexpected == [f"optimizer.{said.partition(': ')[2]}"]
     assert rates_of(state) == after
 
 
@@ -487,13 +475,13 @@ def test_weights_that_need_a_cast_come_from_the_masters(
     source = low(1e-3, steps=False)
     if kind != "sharded":  # SHARDED stores a tied weight under each name, without recording the tie
         source.model["lora"].weight = source.model["base"].weight
-        source.optimizer = MasterWeightOptimizer(torch.optim.AdamW(source.model.parameters(), lr=1e-3))
+        source.optimizer = MasterWeightOptimizer(optim.AdamW(source.model.parameters(), lr=1e-3))
     trained(source.model, source.optimizer)
     root = save(tmp_path, source, state_dict_type=kind)
     masters = {name: source.optimizer.state[p]["master"] for name, p in source.model.named_parameters()}
     for dtype in (torch.float32, torch.float16, torch.float64):
         model = net().to(dtype)
-        optimizer: Any = torch.optim.AdamW(model.parameters())
+        optimizer: Any = optim.AdamW(model.parameters())
         if dtype is torch.float16:
             optimizer = MasterWeightOptimizer(optimizer)
         state = TrainState(model=model, optimizer=optimizer if with_optimizer else None)
@@ -511,21 +499,18 @@ def test_weights_that_need_a_cast_come_from_the_masters(
 
 
 def test_masters_are_refused_by_a_bf16_optimizer_without_any(tmp_path: Path) -> None:
-    model = net().to(torch.bfloat16)
-    with pytest.raises(CheckpointMismatchError, match=r"unexpected: master\.base\.weight"):
-        load(save(tmp_path, low()), TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters())))
+    state = optimized(net().to(torch.bfloat16), optim.AdamW)
+    check_misfit(save(tmp_path, low()), state, r"unexpected: master\.base\.weight")
 
 
 def test_a_deferred_optimizer_of_an_fp32_model_leaves_out_the_masters(tmp_path: Path) -> None:
-    source = low()
-    model = net()
-    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    source, state = low(), optimized(net(), optim.AdamW)
     with CheckpointManager(save(tmp_path, source)) as manager:
         report = manager.load(state, optimizer="deferred")
-        assert torch.equal(model["base"].weight, master(source, "base"))
+        assert torch.equal(state.model["base"].weight, master(source, "base"))
         later = report.deferred.apply()
     assert any("3 fp32 masters were skipped" in note for note in later.notes)
-    assert "exp_avg" in state.optimizer.state[model["base"].weight]
+    assert "exp_avg" in state.optimizer.state[state.model["base"].weight]
 
 
 # --- what a model saves besides its tensors
@@ -565,12 +550,10 @@ def test_large_tensors_of_module_extra_state_are_restored_and_are_no_weights(tmp
 def test_extra_state_that_one_side_lacks_is_listed_before_anything_changes(tmp_path: Path) -> None:
     plain, live = TrainState(model=nn.Sequential(nn.Linear(2, 2))), counted(8)
     root = save(tmp_path / "counted", counted(7))
-    with pytest.raises(CheckpointMismatchError, match=r"model\.extra_state: 1 unexpected: 0\._extra_state"):
-        load(root, plain)
+    check_misfit(root, plain, r"model\.extra_state: 1 unexpected: 0\._extra_state")
     assert load(root, plain, strict=False).unexpected == ["model.extra_state.0._extra_state"]
     root = save(tmp_path / "plain", plain)
-    with pytest.raises(CheckpointMismatchError, match=r"model\.extra_state: 1 missing.*: 0\._extra_state"):
-        load(root, live)
+    check_misfit(root, live, r"model\.extra_state: 1 missing.*: 0\._extra_state")
     assert load(root, live, strict=False).missing == ["model.extra_state.0._extra_state"]
     assert live.model[0].kept == 8
 
@@ -609,9 +592,7 @@ def test_values_added_by_a_models_state_dict_are_restored_by_its_load_state_dict
 
 def test_a_parameter_whose_name_ends_with_extra_state_is_a_parameter(tmp_path: Path, kind: str) -> None:
     def state(lr: float) -> TrainState:
-        model = nn.Module()
-        model.my_extra_state = nn.Parameter(torch.randn(3))
-        return TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr))
+        return optimized(nn.ParameterDict({"my_extra_state": torch.randn(3)}), lr=lr)
 
     check_round_trip(tmp_path, state(0.1), state(0.2), kind)
 
@@ -631,9 +612,8 @@ def test_optimizer_state_of_a_parameter_in_no_saved_group_is_listed(tmp_path: Pa
     )
     reseal(step)
     state = trained()
-    state.optimizer = torch.optim.AdamW(state.model["base"].parameters(), lr=0.1)
-    with pytest.raises(CheckpointMismatchError, match=r"3 unexpected: lora\.weight\.(step|exp_avg)"):
-        load(tmp_path, state)
+    state.optimizer = optim.AdamW(state.model["base"].parameters(), lr=0.1)
+    check_misfit(tmp_path, state, r"3 unexpected: lora\.weight\.(step|exp_avg)")
 
 
 def test_damaged_objects_are_found_by_their_digest(run: str) -> None:
@@ -665,19 +645,12 @@ def test_weights_can_be_read_in_place(run: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [
-        {"include": ["nosuch*"]},
-        {"include": lambda fqn: False},
-        {"exclude": "nosuch*"},
-        {"include": ["weight", "wight"]},
-    ],
+    [{"include": ["nosuch*"]}, {"include": lambda _: False}, {"exclude": "nosuch*"}, {"include": ["weight", "wight"]}],
 )
 def test_a_filter_that_matches_nothing_is_refused_by_name_or_noted(tmp_path: Path, rule: dict[str, Any]) -> None:
     state = TrainState(model=nn.Linear(2, 2))
     run = save(tmp_path, state)
-    said = r"(include|exclude)='(nosuch\*|<lambda>|wight)' matches no tensor"
-    with pytest.raises(CheckpointMismatchError, match=said):
-        load(run, state, **rule)
+    check_misfit(run, state, r"(include|exclude)='(nosuch\*|<lambda>|wight)' matches no tensor", **rule)
     assert any("matches no tensor" in note for note in load(run, state, strict=False, **rule).notes)
 
 
@@ -691,80 +664,60 @@ def test_an_error_names_a_saved_model_without_a_live_one(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("was", "now"),
-    [
-        (torch.optim.AdamW, torch.optim.SGD),
-        (torch.optim.SGD, torch.optim.AdamW),
-        (torch.optim.Adam, torch.optim.AdamW),
-    ],
+    ("was", "now"), [(optim.AdamW, optim.SGD), (optim.SGD, optim.AdamW), (optim.Adam, optim.AdamW)]
 )
 @pytest.mark.parametrize("masters", [False, True])
 def test_an_optimizer_of_another_class_does_not_fit(tmp_path: Path, was: Any, now: Any, masters: bool) -> None:
     root, state = save(tmp_path, made_by(was)), made_by(now)
     if masters:
         state.optimizer = MasterWeightOptimizer(state.optimizer)
-    said = rf"whole optimizer \(saved from a {was.__name__}, here it is a {now.__name__}\)"
-    with pytest.raises(CheckpointMismatchError, match=said), unchanged(state):
-        load(root, state)
+    check_misfit(root, state, rf"whole optimizer \(saved from a {was.__name__}, here it is a {now.__name__}\)")
     before = bits(state.optimizer)
     assert any(was.__name__ in text for text in load(root, state, strict=False).missing)
     assert bits(state.optimizer) == before
     trained(state.model, state.optimizer)
 
 
-def test_an_optimizer_of_the_same_class_loads_with_and_without_masters(tmp_path: Path) -> None:
+def test_an_optimizer_of_the_same_class_loads_into_one_with_masters(tmp_path: Path) -> None:
     root, state = save(tmp_path, trained()), trained()
-    load_all(root, state)
-    state.optimizer = MasterWeightOptimizer(torch.optim.AdamW(state.model.parameters()))
+    state.optimizer = MasterWeightOptimizer(optim.AdamW(state.model.parameters()))
     assert not load(root, state).missing
 
 
 @pytest.mark.parametrize("was", [False, True])
 def test_a_changed_optimizer_option_does_not_fit(tmp_path: Path, was: bool) -> None:
-    root = save(tmp_path, made_by(torch.optim.AdamW, amsgrad=was))
-    state = made_by(torch.optim.AdamW, amsgrad=not was)
-    said = rf"amsgrad={was} of group 0 \(here it is {not was}\)"
-    with pytest.raises(CheckpointMismatchError, match=said), unchanged(state):
-        load(root, state)
+    root = save(tmp_path, made_by(optim.AdamW, amsgrad=was))
+    state = made_by(optim.AdamW, amsgrad=not was)
+    check_misfit(root, state, rf"amsgrad={was} of group 0 \(here it is {not was}\)")
     assert any("amsgrad" in text for text in load(root, state, strict=False).unexpected)
     assert state.optimizer.param_groups[0]["amsgrad"] is was
     trained(state.model, state.optimizer)
 
 
-def joined(second: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda of: schedulers.SequentialLR(of, [schedulers.ConstantLR(of), second(of)], [2])
-
-
-def step_lr(optimizer: Any) -> Any:
-    return schedulers.StepLR(optimizer, 3)
-
-
-def exponential(optimizer: Any) -> Any:
-    return schedulers.ExponentialLR(optimizer, 0.5)
-
-
 def test_a_scheduler_of_another_class_does_not_fit(tmp_path: Path) -> None:
+    def joined(second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda of: schedulers.SequentialLR(of, [schedulers.ConstantLR(of), second(of)], [2])
+
     made = {
-        "StepLR": step_lr,
-        "ExponentialLR": exponential,
+        "StepLR": (step_lr := functools.partial(schedulers.StepLR, step_size=3)),
+        "ExponentialLR": (exponential := functools.partial(schedulers.ExponentialLR, gamma=0.5)),
         r"SequentialLR\(ConstantLR, ExponentialLR\)": joined(exponential),
         r"SequentialLR\(ConstantLR, StepLR\)": joined(step_lr),
     }
     for was, make_saved in made.items():
-        root = save(tmp_path / was, made_by(torch.optim.SGD, make_saved))
+        root = save(tmp_path / was, made_by(optim.SGD, make_saved))
         for now, make_live in made.items():
-            state = made_by(torch.optim.SGD, make_live)
+            state = made_by(optim.SGD, make_live)
             before = bits(state.scheduler)
             if was == now:
                 load(root, state)
                 continue
-            with pytest.raises(CheckpointMismatchError, match=f"saved from a {was}, here it is a {now}"):
-                load(root, state)
+            check_misfit(root, state, f"saved from a {was}, here it is a {now}")
             assert load(root, state, strict=False).missing and bits(state.scheduler) == before
 
 
 def test_classes_that_a_checkpoint_does_not_record_are_not_compared() -> None:
-    optimizer = torch.optim.SGD(net().parameters())
+    optimizer = optim.SGD(net().parameters())
     for objects in ({}, {"classes": None}, {"classes": {}}, {"classes": {"optimizer": "SGD"}}):
         assert of_another_class("optimizer", optimizer, objects) == ""
 
@@ -775,16 +728,11 @@ def test_a_model_in_extra_is_compared_before_anything_changes(tmp_path: Path) ->
 
     saved = net()
     root = save(tmp_path, state(saved))
-    low, wide, other = net().bfloat16(), net(16), net()
+    low, other = net().bfloat16(), net()
     other["new"] = nn.Linear(2, 2)
-    for ema, said in (
-        (low, r"extra\.ema: 3 with another dtype"),
-        (wide, r"extra\.ema: 3 with another shape"),
-        (other, r"extra\.ema: 2 missing in the checkpoint: new"),
-    ):
-        live = state(ema)
-        with pytest.raises(CheckpointMismatchError, match=said), unchanged(live):
-            load(root, live)
+    check_misfit(root, state(low), r"extra\.ema: 3 with another dtype")
+    check_misfit(root, state(net(16)), r"extra\.ema: 3 with another shape")
+    check_misfit(root, state(other), r"extra\.ema: 2 missing in the checkpoint: new")
     load(root, state(low), convert_dtype=True)
     assert bits(low) == bits(copy.deepcopy(saved).bfloat16())
     assert "extra.ema.new.weight" in load(root, state(other), strict=False).missing
@@ -828,9 +776,7 @@ def test_the_state_of_a_disabled_scaler_does_not_fit_an_enabled_one(tmp_path: Pa
 
     source, live = state(False), state(True)
     root = save(tmp_path / "disabled", source)
-    said = "the saved scaler was disabled, this one is enabled"
-    with pytest.raises(CheckpointMismatchError, match=said), unchanged(live):
-        load(root, live)
+    check_misfit(root, live, "the saved scaler was disabled, this one is enabled")
     assert load(root, live, strict=False).missing
     assert bits(live.model) == bits(source.model)
     root = save(tmp_path / "enabled", state(True))
