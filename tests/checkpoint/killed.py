@@ -117,10 +117,7 @@ def job(say: Say, root: str, plan: Plan, rank: int) -> None:
 
 def _manager(root: str, plan: Plan) -> CheckpointManager:
     return CheckpointManager(
-        root,
-        retention=RetentionPolicy(max_num=plan.keep),
-        state_dict_type=plan.kind,
-        timeout_s=_RANK_TIMEOUT_S,
+        root, retention=RetentionPolicy(max_num=plan.keep), state_dict_type=plan.kind, timeout_s=_RANK_TIMEOUT_S
     )
 
 

@@ -198,18 +198,8 @@ class Owning(Written):
             dist.broadcast(p, owner)
 
 
-def of_torch(name: str, **settings: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
-    return lambda parameters: getattr(torch.optim, name)(parameters, lr=LR, **settings)
-
-
 def muon(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=LR)
-
-
-def adafactor_of_transformers(parameters: list[nn.Parameter]) -> Optimizer:
-    from transformers.optimization import Adafactor
-
-    return Adafactor(parameters, lr=LR, scale_parameter=False, relative_step=False, beta1=0.9)
 
 
 def of_library(module: str, name: str, **settings: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
@@ -229,16 +219,6 @@ def galore(parameters: list[nn.Parameter]) -> Optimizer:
     groups = [{"params": [p for p in parameters if p.dim() == 2], **low},
               {"params": [p for p in parameters if p.dim() != 2]}]  # fmt: skip
     made: Optimizer = GaLoreAdamW(groups, lr=LR)
-    return made
-
-
-def of_bitsandbytes(name: str) -> Callable[[list[nn.Parameter]], Optimizer]:
-    def made(parameters: list[nn.Parameter]) -> Optimizer:
-        import bitsandbytes.optim
-
-        kept: Optimizer = getattr(bitsandbytes.optim, name)(parameters, lr=LR, min_8bit_size=16)
-        return kept
-
     return made
 
 
@@ -345,18 +325,16 @@ LOW = [
 """Optimizers of bf16 parameters."""
 
 MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
-    "AdamW": of_torch("AdamW", amsgrad=True),
-    "SGD": of_torch("SGD", momentum=0.9),
-    "Adagrad": of_torch("Adagrad"),
-    "RMSprop": of_torch("RMSprop", momentum=0.9, centered=True),
-    "NAdam": of_torch("NAdam"),
-    "ASGD": of_torch("ASGD"),
+    **{name: of_library("torch.optim", name) for name in ("Adafactor", "Adagrad", "ASGD", "NAdam", "Rprop")},
+    "AdamW": of_library("torch.optim", "AdamW", amsgrad=True),
+    "SGD": of_library("torch.optim", "SGD", momentum=0.9),
+    "RMSprop": of_library("torch.optim", "RMSprop", momentum=0.9, centered=True),
     "Muon": muon,
-    "Adafactor": of_torch("Adafactor"),
-    "Rprop": of_torch("Rprop"),
-    "Adafactor of transformers": adafactor_of_transformers,
-    "AdamW8bit of bitsandbytes": of_bitsandbytes("AdamW8bit"),
-    "LAMB8bit of bitsandbytes": of_bitsandbytes("LAMB8bit"),
+    "Adafactor of transformers": of_library(
+        "transformers.optimization", "Adafactor", scale_parameter=False, relative_step=False, beta1=0.9
+    ),
+    "AdamW8bit of bitsandbytes": of_library("bitsandbytes.optim", "AdamW8bit", min_8bit_size=16),
+    "LAMB8bit of bitsandbytes": of_library("bitsandbytes.optim", "LAMB8bit", min_8bit_size=16),
     "masters of AdamW": masters,
     "LAMB": Lamb,
     "local moments": LocalMoments,
@@ -372,11 +350,13 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "schedule-free SGD": of_library("schedulefree", "SGDScheduleFree"),
     "Prodigy": of_library("prodigyopt", "Prodigy", lr=1.0),
     "GaLore": galore,
+    **{
+        name: of_library("pytorch_optimizer", name)
+        for name in ("AdEMAMix", "AggMo", "APOLLO", "CAME", "FlashAdamW", "Kron", "SPlus")
+    },
     "SOAP": of_library("pytorch_optimizer", "SOAP", precondition_frequency=2),
-    "SPlus": of_library("pytorch_optimizer", "SPlus"),
     "Shampoo of pytorch_optimizer": of_library("pytorch_optimizer", "Shampoo"),
     "scalable Shampoo": of_library("pytorch_optimizer", "ScalableShampoo"),
-    "FlashAdamW": of_library("pytorch_optimizer", "FlashAdamW"),
     "FlashAdamW of flashoptim": of_flashoptim("FlashAdamW", 24),
     "FlashAdamW of flashoptim, split runs": of_flashoptim("FlashAdamW", 32),
     "FlashAdam of flashoptim, plain": of_flashoptim("FlashAdam", None),
@@ -384,12 +364,7 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "FlashSGD of flashoptim": of_flashoptim("FlashSGD", 24, momentum=0.9),
     "FlashSGD of flashoptim, no momentum": of_flashoptim("FlashSGD", 32),
     "GaLore of pytorch_optimizer": of_library("pytorch_optimizer", "GaLore"),
-    "AdEMAMix": of_library("pytorch_optimizer", "AdEMAMix"),
-    "AggMo": of_library("pytorch_optimizer", "AggMo"),
-    "APOLLO": of_library("pytorch_optimizer", "APOLLO"),
     "Adafactor of pytorch_optimizer": of_library("pytorch_optimizer", "AdaFactor"),
-    "CAME": of_library("pytorch_optimizer", "CAME"),
-    "Kron": of_library("pytorch_optimizer", "Kron"),
     "TRAC": trac,
     "Ranger21": of_library("pytorch_optimizer", "Ranger21", num_iterations=100),
 }

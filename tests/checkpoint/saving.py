@@ -80,6 +80,12 @@ def check(root: Store | str | Path) -> list[int]:
     return [item.step for item in inventory.committed]
 
 
+def steps(root: Store | str | Path) -> list[int]:
+    """Return the listed steps in order."""
+    store = root if not isinstance(root, (str, Path)) else open_store(str(root))
+    return [item.step for item in list_checkpoints(store).committed]
+
+
 def leftovers(root: str | Path) -> list[str]:
     """Return names below the root that a dead attempt left."""
     return sorted(p.name for p in Path(root).iterdir() if p.name.startswith((".tmp-", ".trash-")) or "@" in p.name)

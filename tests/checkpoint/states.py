@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -73,6 +74,19 @@ def unchanged(*states: TrainState) -> Iterator[None]:
     finally:
         assert bits(states) == before
         assert not any(state.half_loaded for state in states)
+
+
+class Kept:
+    """An object with a state of one value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
 
 
 def optimized(model: nn.Module, make: Any = torch.optim.SGD, **settings: Any) -> TrainState:
@@ -163,6 +177,14 @@ def failing(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return fail
+
+
+def on_all(value: Any) -> Any:
+    """Return a value that must be equal on all ranks. All of them must call it."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    assert values == [value] * len(values)
+    return value
 
 
 def flip(folder: str | Path, tensor: torch.Tensor) -> None:

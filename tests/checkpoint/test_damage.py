@@ -7,6 +7,7 @@ import itertools
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def copied(run: Path, to: Path) -> Path:
+    return shutil.copytree(run, to / run.name, ignore=shutil.ignore_patterns(".ckptkit"))
+
+
 def damages(folder: Path, older: Path, seed: int) -> Iterator[tuple[str, str, Damage]]:
     """Yield (what, file, how) for a checkpoint; each damage is done to a copy."""
     chance = random.Random(seed)
@@ -70,7 +75,7 @@ def damages(folder: Path, older: Path, seed: int) -> Iterator[tuple[str, str, Da
         other = older / name
         if other.exists() and other.read_bytes() != data:
             yield "of another save", name, change(other.read_bytes())
-    shards = [name for name in files if name.endswith((".distcp",)) or name.startswith("local_")]
+    shards = [name for name in files if name.endswith(".distcp") or name.startswith("local_")]
     for one, two in itertools.pairwise(shards):
         yield "of another rank", one, lambda one=one, two=two: str(shutil.copy(folder / two, folder / one))
     yield "stray", "notes.txt", lambda: str((folder / "notes.txt").write_bytes(b"mine"))
@@ -127,11 +132,8 @@ def verified(url: str) -> tuple[bool, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_no_damage_is_missed_by_verify_or_loaded_as_good(
-    ranks: Any, saved: Path, tmp_path: Path, kind: str, part: int
-) -> None:
-    shutil.copytree(saved / kind, tmp_path / "run", ignore=shutil.ignore_patterns(".ckptkit"))
-    folder = tmp_path / "run" / "step_00000002"
+def test_no_damage_is_missed_or_loaded_as_good(ranks: Any, saved: Path, tmp_path: Path, kind: str, part: int) -> None:
+    folder = copied(saved / kind, tmp_path) / "step_00000002"
     *cases, (_, _, fine, _, loads_well, content) = ranks.run(loads, 2, str(folder), part, timeout=120)[0]
     assert fine and loads_well
     assert len(cases) >= 7
@@ -189,9 +191,6 @@ def flipped_unseen(folder: Path, flips: int, *, seed: int) -> list[tuple[str, in
     return missed
 
 
-# --- falling back
-
-
 def falls_back(url: str) -> tuple[list[str], list[tuple[str, tuple[int, str], tuple[int, str]]]]:
     """Damage the newest checkpoint in every way; return the intact values, and what was loaded after each damage.
 
@@ -210,11 +209,8 @@ def falls_back(url: str) -> tuple[list[str], list[tuple[str, tuple[int, str], tu
     return sound, found
 
 
-def test_a_damaged_newest_checkpoint_falls_back_only_on_request(
-    ranks: Any, saved: Path, tmp_path: Path, kind: str
-) -> None:
-    shutil.copytree(saved / kind, tmp_path / kind, ignore=shutil.ignore_patterns(".ckptkit"))
-    (one, two), found = ranks.run(falls_back, 2, str(tmp_path / kind), timeout=120)[0]
+def test_damage_falls_back_only_on_request(ranks: Any, saved: Path, tmp_path: Path, kind: str) -> None:
+    (one, two), found = ranks.run(falls_back, 2, str(copied(saved / kind, tmp_path)), timeout=120)[0]
     assert one != two
     kinds = set()
     for what, (loaded, said), asked in found:
@@ -228,21 +224,11 @@ def test_a_damaged_newest_checkpoint_falls_back_only_on_request(
     assert kinds >= {"bit", "truncated", "zeroed", "missing", "of"}
 
 
-# --- slices that are read in part
-
-
-def read_unverified(run: str) -> tuple[int, str, int]:
-    return resumed(run, verify=False)
-
-
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_damage_in_a_slice_read_in_parts_by_several_ranks_is_found(
-    ranks: Any, saved: Path, tmp_path: Path, kind: str
-) -> None:
-    shutil.copytree(saved / kind, tmp_path / "run", ignore=shutil.ignore_patterns(".ckptkit"))
-    folder = tmp_path / "run" / "step_00000002"
-    run = str(tmp_path / "run")
-    good, plain = ranks.run(resumed, 4, run), ranks.run(read_unverified, 4, run)
+def test_damage_in_a_slice_read_in_parts_by_ranks_is_found(ranks: Any, saved: Path, tmp_path: Path, kind: str) -> None:
+    run = str(copied(saved / kind, tmp_path))
+    folder = Path(run) / "step_00000002"
+    good, plain = ranks.run(resumed, 4, run), ranks.run(partial(resumed, verify=False), 4, run)
     assert all(step for step, *_ in good + plain)
     # Together the ranks read partial slices at most once more.
     assert sum(n for *_, n in plain) < sum(n for *_, n in good) <= 2 * sum(n for *_, n in plain)

@@ -14,41 +14,31 @@ from torch import nn
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointMismatchError, UsageError
-from tests.checkpoint.states import bits
+from tests.checkpoint.states import bits, optimized
 
 
 def trained() -> TrainState:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"base": nn.Linear(4, 4)})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    model["base"](torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    return TrainState(model=model, optimizer=optimizer, step=1)
+    state = optimized(nn.ModuleDict({"base": nn.Linear(4, 4)}), torch.optim.AdamW, lr=0.5)
+    state.model["base"](torch.ones(2, 4)).sum().backward()
+    state.optimizer.step()
+    return state
 
 
-def fresh(adapters: bool) -> TrainState:
-    model = nn.ModuleDict({"base": nn.Linear(4, 4)})
-    if adapters:
-        model["lora"] = nn.Linear(4, 4, bias=False)
-    return TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
+def fresh(*, adapters: bool = False) -> TrainState:
+    layers = {"base": nn.Linear(4, 4)} | ({"lora": nn.Linear(4, 4, bias=False)} if adapters else {})
+    return optimized(nn.ModuleDict(layers), torch.optim.AdamW)
 
 
 @pytest.fixture
-def source() -> TrainState:
-    return trained()
-
-
-@pytest.fixture
-def manager(tmp_path: Path, source: TrainState) -> Iterator[CheckpointManager]:
+def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
     with CheckpointManager(tmp_path) as made:
-        made.save(1, source)
+        made.save(1, trained())
         yield made
 
 
-def test_a_deferred_optimizer_is_applied_once_after_adapters_were_added(
-    manager: CheckpointManager, source: TrainState
-) -> None:
-    state = fresh(adapters=False)
+def test_a_deferred_optimizer_applies_once_to_a_changed_model(manager: CheckpointManager) -> None:
+    source, state = trained(), fresh()
     handle = manager.load(state, optimizer="deferred").deferred
     assert bits(state.model) == bits(source.model)
     assert len(state.optimizer.state) == 0
@@ -67,7 +57,7 @@ def test_a_deferred_optimizer_is_applied_once_after_adapters_were_added(
 
 
 def test_applying_a_deferred_optimizer_frees_its_memory(manager: CheckpointManager) -> None:
-    state = fresh(adapters=False)
+    state = fresh()
     handle = manager.load(state, optimizer="deferred").deferred
     handle.apply()
     model = weakref.ref(state.model["base"])
@@ -86,7 +76,7 @@ def test_a_deferred_optimizer_that_does_not_fit_can_be_applied_again(manager: Ch
 
 
 def test_applying_without_an_optimizer_is_an_error_that_says_what_to_pass(manager: CheckpointManager) -> None:
-    state = fresh(adapters=False)
+    state = fresh()
     state.optimizer = None
     handle = manager.load(state, optimizer="deferred").deferred
     with pytest.raises(UsageError, match="no optimizer"):
@@ -94,7 +84,7 @@ def test_applying_without_an_optimizer_is_an_error_that_says_what_to_pass(manage
 
 
 def test_the_optimizer_of_any_url_can_be_deferred(manager: CheckpointManager, tmp_path: Path) -> None:
-    state = fresh(adapters=False)
+    state = fresh()
     handle = manager.load(state, f"{tmp_path}/step_00000001", optimizer="deferred").deferred
     handle.apply()
     assert state.optimizer.param_groups[0]["lr"] == 0.5

@@ -27,9 +27,7 @@ def _loaded(url: str, case: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("case", "size"), CASES)
-def test_a_checkpoint_of_an_earlier_version_is_loaded_bit_for_bit(
-    case: str, size: int, ranks: Pool, tmp_path: Path
-) -> None:
+def test_checkpoints_of_an_earlier_version_load_bit_for_bit(case: str, size: int, ranks: Pool, tmp_path: Path) -> None:
     kept = KEPT / case
     run = tmp_path / "run"
     shutil.copytree(kept / "run", run)

@@ -20,10 +20,8 @@ from ckptkit.errors import CkptkitError, RankFailedError
 from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import fail_at
 from tests.checkpoint.saving import check, fork, leftovers, save
-from tests.checkpoint.states import refusal
-from tests.ranks import RankError, run_ranks
-
-# --- disk full
+from tests.checkpoint.states import on_all, refusal
+from tests.ranks import RankError, on_ranks, run_ranks
 
 
 def _limited(say: Any, root: str) -> None:
@@ -38,9 +36,6 @@ def test_exceeding_a_file_size_limit_fails_the_save_and_smaller_saves_work(tmp_p
     code, said = fork(_limited, str(tmp_path))
     assert code == 0 and b"File too large" in said
     assert check(tmp_path) == [1, 3] and leftovers(tmp_path) == []
-
-
-# --- every operation fails once
 
 
 def _with_error(say: Any, root: str, nth: int, code: int) -> None:
@@ -74,9 +69,6 @@ def test_an_error_of_any_operation_fails_the_save_or_has_no_effect(tmp_path: Pat
     assert outcomes == {b"failed", b"saved"}
 
 
-# --- ranks
-
-
 def _failed(root: str, coordinator: Coordinator, fail: Any) -> tuple[str, list[int]]:
     """Save step 2 while one rank calls `fail` after its files were written; return the error and the ranks it names."""
     try:
@@ -90,23 +82,18 @@ class CheckpointError(BaseException):
     """Like torch's CheckpointException: a BaseException that is no Exception."""
 
 
-def _one_fails(root: str, victim: int, error: BaseException) -> Any:
+@on_ranks(2)
+def test_a_base_exception_on_one_rank_fails_all_ranks(tmp_path: Path) -> None:
     c = Coordinator(timeout_s=20)
-    save(root, 1, coordinator=c)
+    save(tmp_path, 1, coordinator=c)
 
     def fail(store: Any) -> None:
-        if c.rank == victim:
-            raise error
+        if c.rank == 0:
+            raise CheckpointError("no plan")
 
-    found = _failed(root, c, fail)
-    save(root, 3, coordinator=c)
-    return found
-
-
-def test_a_base_exception_on_one_rank_fails_all_ranks(ranks: Any, tmp_path: Path) -> None:
-    (text, causes), other = ranks.run(_one_fails, 2, str(tmp_path), 0, CheckpointError("no plan"))
-    assert other == (text, causes) and causes == [0]
-    assert "saving step_00000002 failed on rank 0: CheckpointError: no plan" in text
+    text, causes = on_all(_failed(str(tmp_path), c, fail))
+    save(tmp_path, 3, coordinator=c)
+    assert causes == [0] and "saving step_00000002 failed on rank 0: CheckpointError: no plan" in text
     assert check(tmp_path) == [1, 3] and leftovers(tmp_path) == []
 
 

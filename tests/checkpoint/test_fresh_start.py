@@ -96,9 +96,7 @@ def test_all_ranks_raise_the_same_error_for_a_run_without_a_committed_step(tmp_p
     assert first == second and all(text.startswith("IncompleteCheckpointError") for text in first)
 
 
-def test_after_a_fresh_start_a_save_moves_a_half_copied_step_aside(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_after_a_fresh_start_moves_a_half_copy_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = run(tmp_path, 1)
     without_record(root)
     before = {path.name: path.read_bytes() for path in (root / "step_00000001").iterdir()}
@@ -110,9 +108,7 @@ def test_after_a_fresh_start_a_save_moves_a_half_copied_step_aside(
     assert open_checkpoint(str(root)).url == str(root / "step_00000001")  # commands do not treat the other as newer
 
 
-def test_loading_an_older_checkpoint_names_the_half_copied_newest(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_loading_an_older_checkpoint_names_a_half_copied_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = run(tmp_path, 1, 2)
     (root / "step_00000002" / "checkpoint.json").unlink()
     assert load(root) == 1
@@ -123,18 +119,25 @@ def test_loading_an_older_checkpoint_names_the_half_copied_newest(
     assert load(root) == 2
 
 
-def test_after_a_fallback_the_damaged_step_can_be_saved_again(tmp_path: Path) -> None:
-    root = run(tmp_path, 1, 2)
-    (root / "step_00000002" / "checkpoint.json").write_text("{")
+@pytest.fixture(params=["disk", "s3"])  # S3 only at night
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any]:
+    """A URL and its storage options."""
+    if request.param == "disk":
+        return str(tmp_path / "run"), None
+    return f"s3://bucket/{request.node.originalname}", request.getfixturevalue("s3")
+
+
+def test_after_a_fallback_the_damaged_step_can_be_saved_again(place: tuple[str, Any]) -> None:
+    url, options = place
+    run(url, 1, 2, options=options)
+    open_store(url, storage_options=options).write("step_00000002/checkpoint.json", b"{", overwrite=True)
     with pytest.raises(CorruptCheckpointError):
-        load(root)
-    assert load(root, "previous", save=2) == 1
-    assert load(root) == 2
+        load(url, storage_options=options)
+    assert load(url, "previous", save=2, storage_options=options) == 1
+    assert load(url, storage_options=options) == 2
 
 
-def test_an_unreadable_newest_checkpoint_is_not_called_damaged_or_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_newest_checkpoint_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = run(tmp_path, 1, 2)
     read = LocalStore.read
 
@@ -149,25 +152,21 @@ def test_an_unreadable_newest_checkpoint_is_not_called_damaged_or_skipped(
             load(root, fallback)
 
 
-def killed(say: Any, root: Store) -> None:
+def test_leftovers_of_a_killed_first_save_are_no_error(place: Any, caplog: pytest.LogCaptureFixture) -> None:
     def die(store: Store) -> None:
         store.settle()  # waits for pending writes
         os.kill(os.getpid(), 9)
 
-    save(root, 1, before=die)
-
-
-def test_leftovers_of_a_killed_first_save_are_logged_and_no_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
     caplog.set_level(logging.INFO)
-    root = open_store(str(tmp_path))
-    fork(killed, root)
-    assert list(tmp_path.glob(".tmp-*"))
-    assert load(tmp_path) is None
+    url, options = place
+    if options is None:
+        Path(url).mkdir()
+    fork(lambda say: save(open_store(url, storage_options=options), 1, before=die))
+    assert any("__0_0.distcp" in item.path for item in open_store(url, storage_options=options).list(recursive=True))
+    assert load(url, storage_options=options) is None
     assert "left by an uncommitted save" in caplog.text
-    run(tmp_path, 1)
-    assert load(tmp_path) == 1
+    run(url, 1, options=options)
+    assert load(url, storage_options=options) == 1
 
 
 def test_a_root_that_is_a_file_or_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
@@ -178,9 +177,7 @@ def test_a_root_that_is_a_file_or_a_link_to_nothing_is_refused(tmp_path: Path) -
             load(root)
 
 
-def test_a_new_run_next_to_runs_with_similar_names_logs_a_suggestion(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_run_beside_similar_names_logs_a_suggestion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path / "all" / "first_run", 1)
     run(tmp_path / "all" / "second_run", 1)
     assert load(tmp_path / "all" / "first_rum") is None
@@ -196,9 +193,6 @@ def test_start_fresh_never_raises_in_an_empty_run(tmp_path: Path) -> None:
     assert load(run(tmp_path / "run", 1), start_fresh="never") == 1
     with pytest.raises(UsageError, match="start_fresh"):
         CheckpointManager(tmp_path, start_fresh="yes")  # type: ignore[arg-type]
-
-
-# --- on an object store
 
 
 def copied(options: dict[str, Any], source: str, target: str, *, but: str) -> Store:
@@ -222,9 +216,7 @@ def test_a_copy_without_its_records_is_an_error_on_an_object_store(s3: dict[str,
     assert load(target, storage_options=s3, start_fresh="if_none_committed") is None
 
 
-def test_a_fresh_start_among_half_copies_on_an_object_store_deletes_none_of_them(
-    s3: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fresh_start_on_s3_deletes_no_half_copy(s3: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     url = "s3://bucket/halves"
     run("s3://bucket/whole", 1, 2, options=s3)
     store = copied(s3, "s3://bucket/whole", url, but="checkpoint.json")
@@ -238,22 +230,6 @@ def test_a_fresh_start_among_half_copies_on_an_object_store_deletes_none_of_them
     assert load(url, storage_options=s3) == 21
     said = [text for text in caplog.messages if "is left unchanged" in text]
     assert len(said) == 2 and "/step_00000001/" in said[0] + said[1] and "/step_00000002 " in said[0] + said[1]
-
-
-def test_leftovers_of_a_killed_first_save_on_an_object_store_are_no_error(s3: dict[str, Any]) -> None:
-    url = "s3://bucket/killed"
-    fork(lambda say: killed(say, open_store(url, storage_options=s3)))
-    assert open_store(url, storage_options=s3).list("step_00000001")
-    assert load(url, storage_options=s3, save=1) is None
-    assert load(url, storage_options=s3) == 1
-
-
-def test_a_damaged_record_of_an_object_store_can_be_saved_again_after_a_fallback(s3: dict[str, Any]) -> None:
-    url = "s3://bucket/damaged"
-    run(url, 1, 2, options=s3)
-    open_store(url, storage_options=s3).write("step_00000002/checkpoint.json", b"{", overwrite=True)
-    assert load(url, "previous", save=2, storage_options=s3) == 1
-    assert load(url, storage_options=s3) == 2
 
 
 def test_a_bucket_that_does_not_exist_is_an_error_and_an_empty_prefix_a_new_run(s3: dict[str, Any]) -> None:

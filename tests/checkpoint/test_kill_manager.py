@@ -22,7 +22,5 @@ def test_a_manager_killed_at_any_file_operation_loses_nothing(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("mode", "victim", "offset"), [("sync", "1", 25), ("async", "0", 180)])
-def test_one_rank_killed_at_a_file_operation_ends_the_others_and_loses_nothing(
-    tmp_path: Path, mode: str, victim: str, offset: int
-) -> None:
+def test_a_killed_rank_ends_the_others_and_loses_nothing(tmp_path: Path, mode: str, victim: str, offset: int) -> None:
     assert kill_everywhere(tmp_path, Plan(mode, victim, 0), stride=5000, offset=offset, most=1) == 1

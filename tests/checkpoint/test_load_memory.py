@@ -15,10 +15,11 @@ from torch import nn
 from ckptkit.checkpoint.load import apply, read
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import CkptkitError, CorruptCheckpointError, LoadError, RankFailedError, SaveError, UsageError
+from ckptkit.errors import CorruptCheckpointError, LoadError, RankFailedError, SaveError, UsageError
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from tests.checkpoint import jobs
-from tests.checkpoint.states import bits, check_round_trip, flip, load, save, unchanged
+from tests.checkpoint.states import bits, check_misfit, check_round_trip, flip, load, on_all, refusal, save
+from tests.ranks import on_ranks
 
 WIDTHS = (40, 8, 64, 16)
 
@@ -38,18 +39,20 @@ def state_of(seed: int, *, trained: bool = True, masters: bool = False) -> Train
     return TrainState(model=model, optimizer=optimizer, extra={"epoch": seed})
 
 
-@pytest.fixture
-def sharded(tmp_path: Path) -> Iterator[CheckpointManager]:
-    with CheckpointManager(tmp_path / "run") as manager:
+def saved(url: Path, kind: str) -> Iterator[CheckpointManager]:
+    with CheckpointManager(url, state_dict_type=kind) as manager:
         manager.save(1, state_of(1))
         yield manager
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Iterator[CheckpointManager]:
+    yield from saved(tmp_path / "run", "sharded")
 
 
 @pytest.fixture
 def run(kind: str, tmp_path: Path) -> Iterator[CheckpointManager]:
-    with CheckpointManager(tmp_path / "run", state_dict_type=kind) as manager:
-        manager.save(1, state_of(1))
-        yield manager
+    yield from saved(tmp_path / "run", kind)
 
 
 def damage(manager: CheckpointManager, step: int = 1) -> None:
@@ -79,9 +82,7 @@ def save_is_refused(manager: CheckpointManager, state: TrainState, step: int = 2
 
 @pytest.mark.parametrize("atomic", [True, False])
 @pytest.mark.parametrize("trained", [True, False])
-def test_loads_with_and_without_a_second_copy_give_the_same_state(
-    tmp_path: Path, kind: str, atomic: bool, trained: bool
-) -> None:
+def test_loads_with_and_without_a_second_copy_agree(tmp_path: Path, kind: str, atomic: bool, trained: bool) -> None:
     state = state_of(2, trained=trained)
     report = check_round_trip(tmp_path, state_of(1), state, kind, atomic=atomic)
     weights = sum(tensor.nbytes for tensor in state.model.state_dict().values())
@@ -117,26 +118,19 @@ def test_a_load_reads_into_the_memory_of_live_tensors(sharded: CheckpointManager
 def test_damage_is_found_before_anything_changes_with_atomic(run: CheckpointManager) -> None:
     damage(run)
     state = state_of(2)
-    with pytest.raises(CorruptCheckpointError), unchanged(state):
-        run.load(state, atomic=True)
+    check_misfit(run.url, state, r"2\.weight", error=CorruptCheckpointError, atomic=True)
     run.save(2, state)
 
 
 @pytest.mark.parametrize("verify", [True, "read", False])
 @pytest.mark.parametrize("harm", ["truncated", "missing"])
-def test_a_truncated_or_missing_file_is_found_before_anything_changes(
-    sharded: CheckpointManager, harm: str, verify: Any
-) -> None:
+def test_a_short_or_missing_file_is_found_before_any_change(sharded: CheckpointManager, harm: str, verify: Any) -> None:
     (file,) = Path(sharded.url).rglob("*.distcp")
     os.truncate(file, file.stat().st_size // 2) if harm == "truncated" else file.unlink()
-    state = state_of(2)
-    with pytest.raises(CorruptCheckpointError), unchanged(state):
-        sharded.load(state, verify=verify)
+    check_misfit(sharded.url, state_of(2), file.name, error=CorruptCheckpointError, verify=verify)
 
 
-def test_damage_found_while_reading_leaves_a_state_that_save_refuses(
-    sharded: CheckpointManager, tmp_path: Path
-) -> None:
+def test_damage_found_in_reading_leaves_a_state_that_save_refuses(sharded: CheckpointManager, tmp_path: Path) -> None:
     good = save(tmp_path / "good", state_of(1)) + "/step_00000001"
     state = half_loaded(sharded)
     save_is_refused(sharded, state)
@@ -210,14 +204,15 @@ def test_a_half_loaded_optimizer_is_refused_after_its_model_was_loaded(sharded: 
 
 @pytest.mark.parametrize("atomic", [True, False])
 def test_an_object_that_refuses_its_state_leaves_the_state_half_loaded(tmp_path: Path, atomic: bool) -> None:
-    state = state_of(1)
-    state.extra = {"first": 1, "second": Refuses()}
+    source, state = state_of(1), state_of(2)
+    source.extra, state.extra = ({"first": number, "second": Refuses()} for number in (1, 2))
     with CheckpointManager(tmp_path) as manager:
-        manager.save(1, state)
-        state.extra["first"] = 2
+        manager.save(1, source)
+        before = bits(state.model)
         with pytest.raises(RankFailedError, match=r"(?s)epochs.*half loaded"):
             manager.load(state, atomic=atomic)
         assert state.extra["first"] == 1
+        assert (bits(state.model) == before) is atomic
         save_is_refused(manager, state)
 
 
@@ -231,46 +226,30 @@ def test_a_damaged_optimizer_that_was_deferred_is_not_saved(sharded: CheckpointM
     save_is_refused(sharded, TrainState(model=state.model, optimizer=state.optimizer))
 
 
-def each_is_refused(*calls: Any) -> list[str]:
-    said = []
-    for call in calls:
-        with pytest.raises(CkptkitError, match="half loaded") as caught:
-            call()
-        said.append(str(caught.value))
-    return said
-
-
-def damage_of_rank_1(url: str, kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+@on_ranks(2)
+def test_damage_in_one_ranks_file_leaves_every_rank_half_loaded(tmp_path: Path, kind: str) -> None:
     job = jobs.make("1d")
-    with CheckpointManager(url, state_dict_type=kind) as manager:
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         manager.save(1, job.state())
         if dist.get_rank() == 1:
-            flip(url, next(p for n, p in job.model.named_parameters() if n.endswith("up.weight")).to_local())
+            flip(tmp_path, next(p for n, p in job.model.named_parameters() if n.endswith("up.weight")).to_local())
         dist.barrier()
         state = job.state()
-        return each_is_refused(
-            lambda: manager.load(state), lambda: manager.save(2, state), lambda: manager.save(2, job.state())
-        )
+        assert "half loaded" in on_all(refusal(lambda: manager.load(state)))
+        for refused in (state, job.state()):
+            assert "half loaded" in on_all(refusal(lambda refused=refused: manager.save(2, refused)))
 
 
-@pytest.mark.parametrize("kind", ["sharded", "local"])
-def test_damage_in_one_ranks_file_leaves_every_rank_half_loaded(tmp_path: Path, ranks: Any, kind: str) -> None:
-    first, second = ranks.run(damage_of_rank_1, 2, str(tmp_path / "run"), kind)
-    assert first == second
-
-
-def fails_late_on_rank_1(url: str) -> list[str]:
+@on_ranks(2)
+def test_a_rank_that_fails_while_tensors_are_set_leaves_every_rank_half_loaded(tmp_path: Path) -> None:
     job = jobs.make("1d")
-    with CheckpointManager(url) as manager, pytest.MonkeyPatch.context() as patch:
+    with CheckpointManager(tmp_path) as manager, pytest.MonkeyPatch.context() as patch:
         manager.save(1, job.state())
         if dist.get_rank() == 1:
             patch.setattr(apply, "apply_optimizer", Refuses().load_state_dict)
-        return each_is_refused(lambda: manager.load(job.state(), atomic=True), lambda: manager.save(2, job.state()))
-
-
-def test_a_rank_that_fails_while_tensors_are_set_leaves_every_rank_half_loaded(tmp_path: Path, ranks: Any) -> None:
-    first, second = ranks.run(fails_late_on_rank_1, 2, str(tmp_path / "run"))
-    assert first == second
+        assert "half loaded" in on_all(refusal(lambda: manager.load(job.state(), atomic=True)))
+        assert "half loaded" in on_all(refusal(lambda: manager.save(2, job.state())))
 
 
 # --- memory limits
@@ -283,10 +262,8 @@ def test_a_second_copy_above_the_memory_limit_is_refused_before_anything_is_read
     monkeypatch.setattr(read, "free_memory", lambda: free)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     damage(sharded)  # damage that is found while reading
-    state = state_of(2)
     said = r"atomic=True needs 50\.7 kB .* this rank's state, .*nothing was loaded"
-    with pytest.raises(LoadError, match=said), unchanged(state):
-        sharded.load(state, atomic=True, max_memory=limit)
+    check_misfit(sharded.url, state_of(2), said, error=LoadError, atomic=True, max_memory=limit)
 
 
 @pytest.mark.parametrize(("limit", "free"), [("51kB", 0), (None, 51_000), (None, None)])
@@ -320,9 +297,7 @@ def test_a_default_load_needs_no_second_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_memory_limit_of_a_container_is_respected(
-    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_limit_of_a_container_counts(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("memory.max", "memory.current", "inactive_file")
     if version == 1:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

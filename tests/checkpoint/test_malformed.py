@@ -16,7 +16,7 @@ import torch
 
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, LoadError
-from tests.checkpoint.states import bits, load, save, unchanged
+from tests.checkpoint.states import bits, check_misfit, load, save
 from tests.hostile.records import edit_json, reseal
 
 
@@ -70,7 +70,9 @@ def with_attribute(name: str) -> Any:
 
 
 GROUP = ("optimizer", "param_groups", 0)
+CONTAINERS = ("optimizer", "containers")
 ODD = {"$tensor": {"dtype": "float32", "shape": [2], "data": "AAAAAAAAAAA="}}
+NEGATIVE = {"$tensor": {"dtype": "float32", "shape": [-1, 0], "data": ""}}
 CHANGES = {
     "the optimizer is a list": (put("optimizer", value=[]), "optimizer"),
     "no groups": (drop("optimizer", "param_groups"), "param_groups"),
@@ -86,12 +88,9 @@ CHANGES = {
     "the kind of a state is a tuple": (put("optimizer", "kinds", value=state_of({"$tuple": []})), "kinds"),
     "an attribute is one of torch's": (put("optimizer", "kinds", value=state_of(with_attribute("data"))), "attributes"),
     "an attribute is private": (put("optimizer", "kinds", value=state_of(with_attribute("__class__"))), "attributes"),
-    "a factory is a function": (
-        put("optimizer", "containers", value={"0.weight": {"$defaultdict": ["eval", []]}}),
-        "eval",
-    ),
-    "a container is not empty": (put("optimizer", "containers", value={"0.weight": {"a": 1}}), "containers"),
-    "a container is a number": (put("optimizer", "containers", value={"0.weight": 3}), "containers"),
+    "a factory is a function": (put(*CONTAINERS, value={"0.weight": {"$defaultdict": ["eval", []]}}), "eval"),
+    "a container is not empty": (put(*CONTAINERS, value={"0.weight": {"a": 1}}), "containers"),
+    "a container is a number": (put(*CONTAINERS, value={"0.weight": 3}), "containers"),
     "a view is a name": (put("optimizer", "views", value=[["0.weight"]]), "views"),
     "a view has no state": (put("optimizer", "views", value=[[["0.weight"]]]), "views"),
     "a value has an unknown tag": (put("optimizer", "values", value={"0.weight": {"x": {"$what": 1}}}), "what"),
@@ -119,10 +118,7 @@ CHANGES = {
     "extra state is a number": (put("model.extra_state", value=5), "model.extra_state"),
     "extra state of no module": (put("model.extra_state", value={"gone._extra_state": 1}), "gone"),
     "a size of texts": (put("extra.note", value={"$size": ["x"]}), "extra.note"),
-    "an empty tensor of negative size": (
-        put("extra.note", value={"$tensor": {"dtype": "float32", "shape": [-1, 0], "data": ""}}),
-        "extra.note",
-    ),
+    "an empty tensor of negative size": (put("extra.note", value=NEGATIVE), "extra.note"),
     "bytes that torch never saved": (put("extra.note", value={"$torch_save": "gAKKCmz8nEb5IGqoUBku"}), "extra.note"),
 }
 
@@ -135,10 +131,7 @@ def test_a_malformed_object_is_a_named_error_and_changes_nothing(sound: str, tmp
     reseal(tmp_path / "step_00000001")
     state = made(5)
     before = rng()
-    expected = (CorruptCheckpointError, CheckpointMismatchError, LoadError)
-    with pytest.raises(expected) as caught, unchanged(state):
-        load(tmp_path, state)
-    assert named in str(caught.value)
+    check_misfit(tmp_path, state, named, error=(CorruptCheckpointError, CheckpointMismatchError, LoadError))
     assert (rng(), state.step) == (before, 5)
 
 

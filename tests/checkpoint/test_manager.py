@@ -23,16 +23,12 @@ from ckptkit.checkpoint import manager as manager_module
 from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
 from tests.checkpoint import jobs
-from tests.checkpoint.saving import leftovers
-from tests.checkpoint.states import linear, load, refusal, save, unchanged, value_of
-from tests.ranks import run_ranks
+from tests.checkpoint.saving import leftovers, steps
+from tests.checkpoint.states import linear, load, on_all, refusal, save, unchanged, value_of
+from tests.ranks import on_ranks, run_ranks
 
 BEST = RetentionPolicy(max_num=1, keep_best=("loss", "min"))
 NEWEST = RetentionPolicy(max_num=1)
-
-
-def steps(root: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step_")) for path in root.glob("step_*"))
 
 
 def test_an_empty_run_has_nothing_to_load(tmp_path: Path) -> None:
@@ -42,9 +38,7 @@ def test_an_empty_run_has_nothing_to_load(tmp_path: Path) -> None:
         assert manager.list() == []
 
 
-def test_ranks_that_torchrun_started_but_nobody_connected_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_torchrun_that_are_not_connected_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=r"torchrun started 2 ranks.*init_process_group"):
@@ -79,9 +73,7 @@ def test_saving_an_existing_step_or_tag_needs_overwrite(tmp_path: Path, tag: str
 # --- what is logged
 
 
-def test_a_save_logs_one_info_line_and_one_debug_line_with_phases(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_logs_an_info_line_and_a_debug_line_of_phases(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=2)) as manager:
         for step in (100, 200, 300):
             caplog.clear()
@@ -109,13 +101,7 @@ def refuse_to_delete(root: Any, name: str) -> str:
     ],
 )
 def test_the_log_line_counts_newest_exempt_and_undeletable_checkpoints(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    saved: tuple[int, ...],
-    policy: dict[str, int],
-    delete: Any,
-    said: str,
+    tmp_path: Path, caplog: Any, monkeypatch: Any, saved: Any, policy: dict[str, int], delete: Any, said: str
 ) -> None:
     if delete is not None:
         monkeypatch.setattr("ckptkit.checkpoint.run.delete.drop", delete)
@@ -127,9 +113,7 @@ def test_the_log_line_counts_newest_exempt_and_undeletable_checkpoints(
     assert steps(tmp_path) == list(saved)
 
 
-def test_a_save_and_a_load_log_one_line_each_which_names_what_was_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_and_a_load_log_a_line_with_what_was_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = linear()
     state.optimizer = torch.optim.AdamW(state.model.parameters())
     with CheckpointManager(tmp_path) as manager, caplog.at_level(logging.INFO, "ckptkit"):
@@ -232,9 +216,7 @@ def test_arguments_are_checked_when_the_manager_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "low", True, [1.0], torch.ones(2), 1j])
-def test_a_metric_that_is_not_a_number_is_refused_before_anything_is_written(
-    tmp_path: Path, value: Any, kind: str
-) -> None:
+def test_a_metric_that_is_not_a_number_is_refused_before_any_write(tmp_path: Path, value: Any, kind: str) -> None:
     with CheckpointManager(tmp_path / "run", state_dict_type=kind) as manager:
         for call in (manager.save, manager.save_async):
             with pytest.raises(UsageError, match=r"metric 'val_loss' is .*expected a number"):
@@ -302,39 +284,29 @@ def test_a_signal_on_one_rank_is_seen_by_all_at_the_same_step(tmp_path: Path, nu
     assert run_ranks(signalled, 2, str(tmp_path), number) == [[False, True, True]] * 2
 
 
-def lone_save_error(url: str, what: str) -> str:
+@pytest.mark.parametrize(("what", "rank"), [("extra.bad", "rank 1"), ("client_state", "")])
+@on_ranks(3)
+def test_a_state_that_one_rank_cannot_save_fails_on_all_before_any_write(tmp_path: Path, what: str, rank: str) -> None:
     alone = dist.get_rank() == 1
     extra = {"bad": object() if alone and what == "extra.bad" else 1}
     client_state = threading.Lock() if not alone and what == "client_state" else None
-    with CheckpointManager(url) as manager:
-        return refusal(lambda: manager.save(1, TrainState(extra=extra), client_state=client_state))
-
-
-@pytest.mark.parametrize(("what", "rank"), [("extra.bad", "rank 1"), ("client_state", "")])
-def test_a_state_that_one_rank_cannot_save_fails_on_all_before_anything_is_written(
-    ranks: Any, tmp_path: Path, what: str, rank: str
-) -> None:
-    (text,) = set(ranks.run(lone_save_error, 3, str(tmp_path / "run"), what))
+    with CheckpointManager(tmp_path / "run") as manager:
+        text = on_all(refusal(lambda: manager.save(1, TrainState(extra=extra), client_state=client_state)))
     assert what in text and rank in text
     assert not (tmp_path / "run").exists()
 
 
-def lone_load_error(url: str, half_loaded: bool) -> str:
-    job, other = jobs.make("1d"), jobs.make("1d", start=5)
+@pytest.mark.parametrize("half_loaded", [False, True])
+@on_ranks(2)
+def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(tmp_path: Path, half_loaded: bool) -> None:
     if half_loaded:  # left by another object of this process
         TrainState(model=(_kept := torch.nn.Linear(1, 1))).half_loaded = "file:///elsewhere"
-    save(url, job.state())
-    state = other.state()
+    save(tmp_path, jobs.make("1d").state())
+    state = jobs.make("1d", start=5).state()
     if dist.get_rank() == 1:
-        state = TrainState(model=other.model, extra={"only here": 1})
+        state = TrainState(model=state.model, extra={"only here": 1})
     with unchanged(state):
-        return refusal(lambda: load(url, state))
-
-
-@pytest.mark.parametrize("half_loaded", [False, True])
-def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(ranks: Any, tmp_path: Path, half_loaded: bool) -> None:
-    (text,) = set(ranks.run(lone_load_error, 2, str(tmp_path), half_loaded))
-    assert "rank [1]" in text
+        assert "rank [1]" in on_all(refusal(lambda: load(tmp_path, state)))
 
 
 def die(url: str) -> None:
@@ -356,21 +328,18 @@ def test_a_rank_that_dies_fails_all_others_in_bounded_time(tmp_path: Path) -> No
         run_ranks(die, 3, str(tmp_path), timeout=60)
     (text,) = {path.read_text() for path in tmp_path.glob("seen-*")}
     assert "rank 1" in text
-    assert steps(tmp_path) == []
+    assert not list(tmp_path.glob("step_*"))
 
 
-def after_close(url: str) -> list[str]:
+@on_ranks(2)
+def test_a_closed_manager_does_not_use_the_training_group(tmp_path: Path) -> None:
     job = jobs.make("1d")
-    with CheckpointManager(url) as manager:
+    with CheckpointManager(tmp_path) as manager:
         manager.save(1, job.state())
         report = manager.load(job.state(), optimizer="deferred")
     assert report is not None and report.deferred is not None
-    return [refusal(call) for call in (manager.latest, manager.list, manager.wait, report.deferred.apply)]
-
-
-def test_a_closed_manager_does_not_use_the_training_group(tmp_path: Path, ranks: Any) -> None:
-    first, second = ranks.run(after_close, 2, str(tmp_path / "run"))
-    assert first == second and all("is closed" in text for text in first)
+    for call in (manager.latest, manager.list, manager.wait, report.deferred.apply):
+        assert "is closed" in refusal(call)
 
 
 def over_a_file_of_others(root: str, kind: str) -> str:
@@ -382,9 +351,7 @@ def over_a_file_of_others(root: str, kind: str) -> str:
     ("kind", "name"),
     [("sharded", "__1_3.distcp"), ("full", "model-00001-of-00001.safetensors"), ("local", "local_00001.safetensors")],
 )
-def test_a_save_that_would_replace_a_foreign_file_is_refused_on_every_rank(
-    tmp_path: Path, ranks: Any, kind: str, name: str
-) -> None:
+def test_a_save_that_would_replace_a_foreign_file_is_refused(tmp_path: Path, ranks: Any, kind: str, name: str) -> None:
     step = tmp_path / "step_00000001"
     save(tmp_path, linear(), state_dict_type="local" if kind == "sharded" else "sharded")
     (step / name).write_bytes(b"mine")

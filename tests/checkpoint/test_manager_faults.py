@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from tests.checkpoint.crash import Fault, failing
 from tests.checkpoint.full_disk import FILESYSTEMS, NEED, agreed, disk, fail_worker, fill, sizes
 from tests.checkpoint.killed import DEADLINE_S, MODES, same_as_saved, state
 from tests.checkpoint.saving import leftovers
-from tests.checkpoint.states import unchanged
+from tests.checkpoint.states import on_all, unchanged
+from tests.ranks import on_ranks
 
 FAULTS = [  # rank, fault
     (1, Fault("write", r"\.distcp")),
@@ -46,35 +48,23 @@ def failure(manager: CheckpointManager, mode: str, step: int, saved: Any) -> tup
     return "", []
 
 
-def faulty_disk(root: str, mode: str) -> list[tuple[str, list[int], list[int]]]:
-    """Save repeatedly while one rank's disk fails in another way each time, and once more after each failure."""
-    armed: list[Fault] = []
-    seen = []
-    with failing(armed), CheckpointManager(root, timeout_s=20, async_policy="wait") as manager:
-        for number, (rank, fault) in enumerate(FAULTS):
-            armed[:] = [replace(fault)] if dist.get_rank() == rank else []
-            text, causes = failure(manager, mode, 2 * number + 1, state(2 * number + 1))
-            armed.clear()
-            manager.save(2 * number + 2, state(2 * number + 2))
-            seen.append((text, causes, [record.step for record in manager.list()]))
-    return seen
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_a_disk_fault_on_one_rank_is_the_same_error_on_all_ranks_and_the_next_save_works(
-    ranks: Any, tmp_path: Path, mode: str
-) -> None:
-    first, second = ranks.run(faulty_disk, 2, str(tmp_path), mode)
-    assert first == second
-    for number, ((rank, fault), (text, causes, steps)) in enumerate(zip(FAULTS, first, strict=True)):
-        assert causes == [rank], (fault, text)
-        assert f"saving step_{2 * number + 1:08d} failed on rank {rank}" in text
-        assert os.strerror(fault.error) in text
-        assert steps[-1] == 2 * number + 2 and 2 * number + 1 not in steps
+@on_ranks(2)
+def test_a_disk_fault_of_one_rank_is_the_same_error_on_all_ranks(tmp_path: Path, mode: str) -> None:
+    """The disk fails in another way each time, and the next save works."""
+    armed: list[Fault] = []
+    with failing(armed), CheckpointManager(tmp_path, timeout_s=20, async_policy="wait") as manager:
+        for number, (rank, fault) in enumerate(FAULTS):
+            failed, saved = 2 * number + 1, 2 * number + 2
+            armed[:] = [replace(fault)] if dist.get_rank() == rank else []
+            text, causes = on_all(failure(manager, mode, failed, state(failed)))
+            armed.clear()
+            manager.save(saved, state(saved))
+            assert causes == [rank], (fault, text)
+            assert f"saving step_{failed:08d} failed on rank {rank}" in text and os.strerror(fault.error) in text
+            steps = [record.step for record in manager.list()]
+            assert steps[-1] == saved and failed not in steps
     assert leftovers(tmp_path) == []
-
-
-# --- ranks that raise, write little at a time, are slow, or hang
 
 
 class Unready:
@@ -88,20 +78,28 @@ class Unready:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def odd_ranks(root: str) -> list[tuple[str, list[int]]]:
-    """Save with a rank that raises, with one whose writes are short, and with one that writes late."""
-    real, said = os.write, []
+def waiting_for(sign: Path) -> Callable[[int, Any], int]:
+    """Return an `os.write` that writes data of checkpoints only once a file exists."""
+    real = os.write
+
+    def write(fd: int, data: Any) -> int:
+        while ".distcp" in os.readlink(f"/proc/self/fd/{fd}") and not sign.exists():
+            time.sleep(0.01)
+        return real(fd, data)
+
+    return write
+
+
+@on_ranks(2)
+def test_a_raising_rank_fails_all_ranks_and_a_slow_rank_does_not(tmp_path: Path) -> None:
+    """Rank 1 raises, then its writes are short, then it writes late."""
+    real, run = os.write, tmp_path / "run"
 
     def short(fd: int, data: Any) -> int:
         return real(fd, memoryview(data)[: 1 + len(data) // 2])
 
-    def late(fd: int, data: Any) -> int:
-        if ".distcp" in os.readlink(f"/proc/self/fd/{fd}"):
-            while not (Path(root) / "others are done").exists():
-                time.sleep(0.01)
-        return real(fd, data)
-
-    with CheckpointManager(f"{root}/run", timeout_s=60) as manager:
+    late = waiting_for(tmp_path / "others are done")
+    with CheckpointManager(run, timeout_s=60) as manager:
         for step, write in ((1, real), (2, short), (3, late)):
             saved = state(step)
             if step == 1:
@@ -110,61 +108,37 @@ def odd_ranks(root: str) -> list[tuple[str, list[int]]]:
                 if dist.get_rank() == 1:
                     patch.setattr(os, "write", write)
                 if step == 3 and dist.get_rank() == 0:
-                    (Path(root) / "others are done").touch()
-                said.append(failure(manager, "async", step, saved))
+                    (tmp_path / "others are done").touch()
+                text, causes = on_all(failure(manager, "async", step, saved))
+            assert causes == ([1] if step == 1 else [])
+            assert "ZeroDivisionError: no state here" in text if step == 1 else text == ""
         loaded = state(0)
         for step in (2, 3):
             manager.load(loaded, step)
             same_as_saved(loaded, step)
-    return said
+            assert verify(str(run / f"step_{step:08d}")).ok
+    assert leftovers(run) == []
 
 
-def test_a_raising_rank_fails_all_ranks_and_a_slow_rank_does_not(ranks: Any, tmp_path: Path) -> None:
-    first, second = ranks.run(odd_ranks, 2, str(tmp_path))
-    assert first == second
-    (text, causes), *fine = first
-    assert causes == [1] and "ZeroDivisionError: no state here" in text
-    assert fine == [("", []), ("", [])]
-    assert verify(str(tmp_path / "run" / "step_00000002")).ok and verify(str(tmp_path / "run" / "step_00000003")).ok
-    assert leftovers(tmp_path / "run") == []
-
-
-def hanging_disk(root: str, early_s: float) -> tuple[str, list[int], list[int]]:
-    """Save while rank 1's disk does not respond until rank 0 has given up, `early_s` before its deadline."""
-    real, wait = os.write, Coordinator._wait
-
-    def hangs(fd: int, data: Any) -> int:
-        if ".distcp" in os.readlink(f"/proc/self/fd/{fd}"):
-            while not (Path(root) / "given up").exists():
-                time.sleep(0.01)
-        return real(fd, data)
-
-    with CheckpointManager(f"{root}/run", timeout_s=30) as manager:
+@pytest.mark.parametrize("early_s", [0.0, 0.1])
+@on_ranks(2)
+def test_a_hanging_disk_fails_all_ranks_in_bounded_time(tmp_path: Path, early_s: float) -> None:
+    """Rank 1's disk does not respond until rank 0 has given up, `early_s` before its deadline."""
+    wait, run = Coordinator._wait, tmp_path / "run"
+    with CheckpointManager(run, timeout_s=30) as manager:
         manager.save(1, state(1))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(manager._coordinator, "timeout_s", 2.0)
             patch.setattr(Coordinator, "_wait", lambda self, work, seconds: wait(self, work, seconds - early_s))
             if dist.get_rank() == 1:
-                patch.setattr(os, "write", hangs)
+                patch.setattr(os, "write", waiting_for(tmp_path / "given up"))
             text, causes = failure(manager, "sync", 2, state(2))
             if dist.get_rank() == 0:
-                (Path(root) / "given up").touch()
+                (tmp_path / "given up").touch()
+        assert on_all(causes) == [1] and "rank 1" in on_all(text) and "no answer within 2 s" in text
         manager.save(3, state(3))
-        return text, causes, [record.step for record in manager.list()]
-
-
-@pytest.mark.parametrize("early_s", [0.0, 0.1])
-def test_a_hanging_disk_fails_all_ranks_in_bounded_time_and_the_next_save_works(
-    ranks: Any, tmp_path: Path, early_s: float
-) -> None:
-    first, second = ranks.run(hanging_disk, 2, str(tmp_path), early_s)
-    assert first == second
-    text, causes, steps = first
-    assert (causes, steps) == ([1], [1, 3]) and "rank 1" in text and "no answer within 2 s" in text
-    assert leftovers(tmp_path / "run") == []
-
-
-# --- disks that are full, or read-only
+        assert [record.step for record in manager.list()] == [1, 3]
+    assert leftovers(run) == []
 
 
 def fill_up(url: str, kind: str, mode: str) -> tuple[str, list[int]]:
@@ -189,9 +163,7 @@ def fill_up(url: str, kind: str, mode: str) -> tuple[str, list[int]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_disk_that_fills_up_is_an_error_and_the_managers_next_save_works(
-    ranks: Any, tmp_path: Path, kind: str, mode: str
-) -> None:
+def test_a_disk_that_fills_up_fails_one_save_and_not_the_next(ranks: Any, tmp_path: Path, kind: str, mode: str) -> None:
     with disk(tmp_path / "disk", kib=4096) as place:
         first, second = ranks.run(fill_up, 2, str(place / "run"), kind, mode)
         assert first == second and "No space left on device" in first[0] and first[1] == [1, 3]
@@ -199,9 +171,7 @@ def test_a_disk_that_fills_up_is_an_error_and_the_managers_next_save_works(
 
 
 @pytest.mark.parametrize(("filesystem", "workers"), list(zip(FILESYSTEMS, (2, 4), strict=True)))
-def test_a_disk_that_is_full_at_any_point_fails_all_ranks_and_the_next_save_works(
-    ranks: Any, tmp_path: Path, filesystem: str, workers: int
-) -> None:
+def test_a_disk_full_at_any_point_fails_all_ranks(ranks: Any, tmp_path: Path, filesystem: str, workers: int) -> None:
     with disk(tmp_path / "disk", filesystem) as place:
         results = ranks.run(full_disk.fill_up, 2, str(place), workers, sizes(4, NEED))
     assert agreed(results) == []

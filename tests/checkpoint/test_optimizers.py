@@ -22,7 +22,8 @@ from ckptkit.errors import CheckpointMismatchError
 from ckptkit.formats.dcp.subclasses import with_lower_bits as of_a_load
 from ckptkit.offline.export.dequantize_formulas import Stored, with_lower_bits
 from tests.checkpoint.optimizers import Net, made, needs_flashoptim, of_flashoptim, train
-from tests.checkpoint.states import KINDS, bits, different, load, load_all, refusal, save
+from tests.checkpoint.states import KINDS, bits, check_misfit, different, load, load_all, refusal, save
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries use deprecated functions of torch
 
@@ -32,48 +33,12 @@ ELSEWHERE = {1: 2, 2: 3, 3: 1}
 # By the number of ranks that saved: the text of the refusal on another number of ranks; all others load.
 Refused = dict[int, str]
 
-SHARDED: dict[str, Refused] = {
-    "factored moments": {},  # the first ones run by day
-    "AdamW": {},
-    "SGD": {},
-    "Adagrad": {},
-    "RMSprop": {},
-    "NAdam": {},
-    "ASGD": {},
-    "Muon": {},
-    "masters of AdamW": {},
-    "LAMB": {},
-    "local moments": {},
-    "Shampoo": {1: "up.weight.left"},
-    "Shampoo of each rank": {1: "up.weight.factors", 2: "up.weight.factors", 3: "up.weight.factors"},
-    "Shampoo of each rank, by name": {1: "up.weight.left", 2: "down.weight.left", 3: "down.weight.left"},
-    "SOAP of each rank": {1: "up.weight.GG", 2: "down.weight.exp_avg", 3: "down.weight.exp_avg"},
-}
-"""Parameters sharded by fully_shard."""
-
-REPLICATED: dict[str, Refused] = {
-    "Adafactor": {},
-    "AdamW": {},
-    "Muon": {},
-    "Rprop": {},
-    "Adafactor of transformers": {},
-    "AdamW8bit of bitsandbytes": {},
-    "LAMB8bit of bitsandbytes": {},
-    "masters of AdamW": {},
-    "Shampoo of each rank": {},
-    "Shampoo of each rank, by name": {},
-    "SOAP of each rank": {},
-    "ZeRO": {2: "up.weight, ", 3: "up.weight, "},
-}
-"""Parameters whole on each rank, as under DDP; some of these optimizers support no others."""
-
-
-LIBRARIES_SHARDED: dict[str, Refused] = {
+LIBRARIES: dict[str, Refused] = {
     "Lion": {},
     "schedule-free": {},
     "schedule-free SGD": {},
     "Prodigy": {2: "param_groups.0.d, ", 3: "param_groups.0.d, "},
-    "GaLore": {1: "up.weight.projector", 2: "up.weight.projector", 3: "up.weight.projector"},
+    "GaLore": dict.fromkeys(SIZES, "up.weight.projector"),
     "FlashAdamW": {},
     "FlashAdamW of flashoptim": {},
     "FlashAdamW of flashoptim, split runs": dict.fromkeys(SIZES, "up.weight.exp_avg is _MaybeQuantizedTensor"),
@@ -81,22 +46,33 @@ LIBRARIES_SHARDED: dict[str, Refused] = {
     "FlashLion of flashoptim": dict.fromkeys(SIZES, "up.weight.exp_avg is _MaybeQuantizedTensor"),
     "FlashSGD of flashoptim, no momentum": {},
     "FlashSGD of flashoptim": dict.fromkeys(SIZES, "up.weight.momentum_buffer is _MaybeQuantizedTensor"),
-    "GaLore of pytorch_optimizer": {},
-    "AdEMAMix": {},
-    "AggMo": {},
-    "APOLLO": {},
+    **{name: {} for name in ("GaLore of pytorch_optimizer", "AdEMAMix", "AggMo", "APOLLO")},
 }
-"""Those that can step DTensors."""
+"""Optimizers of libraries that can step DTensors; they run at night."""
 
-LIBRARIES_REPLICATED: dict[str, Refused] = {
-    **{name: {} for name in LIBRARIES_SHARDED},
-    "SOAP": {},
-    "SPlus": {},
-    "Shampoo of pytorch_optimizer": {},
-    "Adafactor of pytorch_optimizer": {},
-    "CAME": {},
-    "Kron": {},
+SHARDED: dict[str, Refused] = {
+    "factored moments": {},  # the first one runs by day
+    **{name: {} for name in ("AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "ASGD", "Muon", "masters of AdamW")},
+    "LAMB": {},
+    "local moments": {},
+    "Shampoo": {1: "up.weight.left"},
+    "Shampoo of each rank": dict.fromkeys(SIZES, "up.weight.factors"),
+    "Shampoo of each rank, by name": {1: "up.weight.left", 2: "down.weight.left", 3: "down.weight.left"},
+    "SOAP of each rank": {1: "up.weight.GG", 2: "down.weight.exp_avg", 3: "down.weight.exp_avg"},
+    **LIBRARIES,
 }
+"""Parameters sharded by fully_shard."""
+
+REPLICATED: dict[str, Refused] = {
+    **{name: {} for name in ("Adafactor", "AdamW", "Muon", "Rprop", "Adafactor of transformers")},  # the first by day
+    **{name: {} for name in ("AdamW8bit of bitsandbytes", "LAMB8bit of bitsandbytes", "masters of AdamW")},
+    **{name: {} for name in ("Shampoo of each rank", "Shampoo of each rank, by name", "SOAP of each rank")},
+    "ZeRO": {2: "up.weight, ", 3: "up.weight, "},
+    **{name: {} for name in LIBRARIES},
+    **{name: {} for name in ("SOAP", "SPlus", "Shampoo of pytorch_optimizer")},
+    **{name: {} for name in ("Adafactor of pytorch_optimizer", "CAME", "Kron")},
+}
+"""Parameters whole on each rank, as under DDP; some of these optimizers support no others."""
 
 NOT_SAVED = {
     "queue": "optimizer.values.up.weight.queue: a value of type collections.deque cannot be saved",  # runs by day
@@ -222,24 +198,8 @@ def test_an_optimizer_on_replicas_resumes_bit_exactly(ranks: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", LIBRARIES_SHARDED)
-def test_a_librarys_optimizer_under_fully_shard_resumes_bit_exactly(
-    ranks: Any, tmp_path: Path, name: str, size: int
-) -> None:
-    check(ranks, tmp_path, name, size, True, LIBRARIES_SHARDED[name].get(size, ""))
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", LIBRARIES_REPLICATED)
-def test_a_librarys_optimizer_on_replicas_resumes_bit_exactly(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
-    check(ranks, tmp_path, name, size, False, LIBRARIES_REPLICATED[name].get(size, ""))
-
-
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NOT_SAVED)
-def test_optimizer_state_that_no_load_could_restore_is_refused_on_every_rank(
-    ranks: Any, tmp_path: Path, name: str, size: int
-) -> None:
+def test_state_that_no_load_could_restore_is_refused_by_all(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
     for _, text in ranks.run(run, size, name, str(tmp_path), name == "queue"):
         assert NOT_SAVED[name] in text
 
@@ -304,9 +264,7 @@ def load_as(
 @needs_flashoptim
 @pytest.mark.parametrize("name", ["FlashAdamW of flashoptim", "FlashAdamW of flashoptim, split runs"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_load_into_another_dtype_has_the_exact_weights_of_flashoptim(
-    ranks: Any, tmp_path: Path, name: str, dtype: torch.dtype
-) -> None:
+def test_a_load_into_another_dtype_has_exact_weights(ranks: Any, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     exact = ranks.run(exact_weights, 2, name, str(tmp_path / "run"))[0]
     for size, optimizer in ((2, "restore"), (3, "skip")):
         found, notes = ranks.run(load_as, size, name, str(tmp_path / "run"), dtype, optimizer)[0]
@@ -316,7 +274,11 @@ def test_a_load_into_another_dtype_has_the_exact_weights_of_flashoptim(
         assert [note.partition(":")[0] for note in notes if "cast from" in note] == ["model.unused"]
 
 
-def compare_every_weight(dtype: torch.dtype, held: torch.dtype) -> None:
+@needs_flashoptim
+@pytest.mark.parametrize("held", [torch.int8, torch.int16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@on_ranks(1)
+def test_every_weight_gets_the_lower_bits_of_flashoptim(dtype: torch.dtype, held: torch.dtype) -> None:
     made("FlashAdamW of flashoptim", 0, False)  # lets the library's kernels run here
     from flashoptim import reconstruct_fp32_param
 
@@ -338,70 +300,53 @@ def compare_every_weight(dtype: torch.dtype, held: torch.dtype) -> None:
 
 
 @needs_flashoptim
-@pytest.mark.parametrize("held", [torch.int8, torch.int16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_weight_gets_the_lower_bits_that_flashoptim_gives_it(
-    ranks: Any, dtype: torch.dtype, held: torch.dtype
-) -> None:
-    ranks.run(compare_every_weight, 1, dtype, held)
-
-
-def load_what_flashoptim_saved(url: str) -> str:
+@on_ranks(2)
+def test_states_in_the_form_of_flashoptims_state_dict_are_refused_by_name(tmp_path: Path) -> None:
+    """A new optimizer would take them for other states, and start without moments."""
     first, again = (made("FlashAdamW of flashoptim", seed, True) for seed in (0, 1))
     train(*first, range(2))
-    dcp.save({"model": first[0].state_dict(), "optimizer": get_optimizer_state_dict(*first)}, checkpoint_id=url)
-    return refusal(lambda: load(f"{url}-run", TrainState(model=again[0], optimizer=again[1], rng=False), url))
+    url, state = (
+        str(tmp_path / "theirs"),
+        {"model": first[0].state_dict(), "optimizer": get_optimizer_state_dict(*first)},
+    )
+    dcp.save(state, checkpoint_id=url)
+    live = TrainState(model=again[0], optimizer=again[1], rng=False)
+    said = r"up\.weight\.exp_avg::.*FlashAdamW keeps these states in another form"
+    check_misfit(tmp_path / "run", live, f"(?s){said}", which=url)
 
 
 @needs_flashoptim
-def test_states_in_the_form_of_flashoptims_state_dict_are_refused_by_name(ranks: Any, tmp_path: Path) -> None:
-    """A new optimizer would take them for other states, and start without moments."""
-    for text in ranks.run(load_what_flashoptim_saved, 2, str(tmp_path / "theirs")):
-        assert "up.weight.exp_avg::" in text and "FlashAdamW keeps these states in another form" in text
-
-
-def load_weights_alone(url: str) -> list[str]:
+@on_ranks(2)
+def test_masters_of_flashoptim_take_the_values_of_weights_that_are_loaded_alone(tmp_path: Path) -> None:
     first, again = (made("FlashAdamW of flashoptim", seed, True) for seed in (0, 1))
     train(*first, range(2))
     train(*again, range(2))
     before = everything(*again)
-    save(url, TrainState(model=first[0], optimizer=first[1]))
-    load(url, TrainState(model=again[0], optimizer=again[1]), optimizer="skip")
-    return different(everything(*again), before)
+    save(tmp_path, TrainState(model=first[0], optimizer=first[1]))
+    load(tmp_path, TrainState(model=again[0], optimizer=again[1]), optimizer="skip")
+    changed = different(everything(*again), before)
+    assert {name.rpartition(".")[2] for name in changed} == {"weight", "error_bits"}
 
 
-@needs_flashoptim
-def test_masters_of_flashoptim_take_the_values_of_weights_that_are_loaded_alone(ranks: Any, tmp_path: Path) -> None:
-    for changed in ranks.run(load_weights_alone, 2, str(tmp_path)):
-        assert {name.rpartition(".")[2] for name in changed} == {"weight", "error_bits"}
-
-
-def plain_loads(name: str, url: str) -> list[Any]:
-    """Save with a manager and with torch; load both into new optimizers with torch. Return both results."""
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon", "Lion"])
+@on_ranks(2)
+def test_torch_loads_a_managers_states_like_those_that_it_saved(tmp_path: Path, name: str) -> None:
+    """For a parameter without a gradient, torch's `get_state_dict` creates states that no checkpoint has."""
     first = made(name, 0, True)
     train(*first, range(2))
-    save(f"{url}/ours", TrainState(model=first[0], optimizer=first[1]))
+    save(tmp_path / "ours", TrainState(model=first[0], optimizer=first[1]))
     model, states = get_state_dict(*first)
-    dcp.save({"model": model, "optimizer": states}, checkpoint_id=f"{url}/theirs")
+    dcp.save({"model": model, "optimizer": states}, checkpoint_id=tmp_path / "theirs")
     found: list[Any] = []
-    for checkpoint in ("ours/step_00000001", "theirs"):
+    for url in (tmp_path / "ours/step_00000001", tmp_path / "theirs"):
         again = made(name, 1, True)
         model, states = get_state_dict(*again)
         state, planner = {"model": model, "optimizer": states}, DefaultLoadPlanner(allow_partial_load=True)
         try:
-            dcp.load(state, checkpoint_id=f"{url}/{checkpoint}")
+            dcp.load(state, checkpoint_id=url)
         except CheckpointException as error:
             assert "Missing key in checkpoint state_dict: optimizer.state.unused." in str(error)
-            dcp.load(state, checkpoint_id=f"{url}/{checkpoint}", planner=planner)
+            dcp.load(state, checkpoint_id=url, planner=planner)
         set_state_dict(*again, model_state_dict=model, optim_state_dict=states)
         found.append(everything(*again))
-    return found
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon", "Lion"])
-def test_torch_loads_the_states_of_a_managers_checkpoint_like_those_that_it_saved(
-    ranks: Any, tmp_path: Path, name: str
-) -> None:
-    """For a parameter without a gradient, torch's `get_state_dict` creates states that no checkpoint has."""
-    for ours, theirs in ranks.run(plain_loads, 2, name, str(tmp_path)):
-        assert different(ours, theirs) == []
+    assert different(*found) == []

@@ -177,9 +177,7 @@ def test_files_are_durable_before_the_commit_and_the_commit_before_the_return(tm
     [(_of_a_manager, kind) for kind in ("sharded", "full", "local")]
     + [(_of_a_command, kind) for kind in ("hf", "dcp", "reshard")],
 )
-def test_published_files_are_durable_before_the_rename_and_the_directory_after(
-    tmp_path: Path, job: Job, kind: str
-) -> None:
+def test_files_are_durable_before_the_rename_and_the_directory_after(tmp_path: Path, job: Job, kind: str) -> None:
     if job is _of_a_command:
         states.save(tmp_path / "source", state(1))
     events = trace(tmp_path / "run", job, kind)

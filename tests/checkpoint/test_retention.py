@@ -17,17 +17,10 @@ from ckptkit.errors import UsageError
 from ckptkit.formats.own.record import CommitRecord, FileRecord
 
 
-def record(step: int, nbytes: int = 10, tag: str | None = None, created: float = 0.0, **metrics: float) -> CommitRecord:
-    files = {"f": FileRecord(nbytes, "0" * 16)}
-    return CommitRecord(
-        step=step,
-        tag=tag,
-        save_id=f"{step:016x}",
-        state_dict_type="sharded",
-        files=files,
-        metrics=metrics,
-        created=created,
-    )
+def record(step: int, nbytes: int = 10, created: float = 0.0, **metrics: float) -> CommitRecord:
+    files, save_id = {"f": FileRecord(nbytes, "0" * 16)}, f"{step:016x}"
+    kept = {"files": files, "metrics": metrics, "created": created}
+    return CommitRecord(step=step, save_id=save_id, state_dict_type="sharded", **kept)
 
 
 RUN = [record(step) for step in (10, 20, 30, 40, 50)]
@@ -68,9 +61,7 @@ DAYS = [record(step, created=NOON + hours * 3600) for step, hours in enumerate((
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_limits_delete_the_oldest_that_no_exemption_keeps(
-    run: list[CommitRecord], policy: dict[str, Any], steps: list[int]
-) -> None:
+def test_limits_delete_the_oldest_not_exempt(run: list[CommitRecord], policy: dict[str, Any], steps: list[int]) -> None:
     assert [d.step for d in decide(run, RetentionPolicy(**policy)) if d.keep] == steps
 
 
@@ -163,9 +154,7 @@ def test_the_newest_and_the_protected_are_always_kept_and_the_rest_obeys_the_lim
 
 
 @given(runs, policies)
-def test_deciding_again_about_kept_checkpoints_deletes_nothing(
-    run: list[tuple[int, int, float]], policy: dict[str, Any]
-) -> None:
+def test_deciding_again_deletes_nothing(run: list[tuple[int, int, float]], policy: dict[str, Any]) -> None:
     records = [record(step, nbytes, created=9e8 + step * 3e4, loss=loss) for step, nbytes, loss in run]
     stay = {d.name for d in decide(records, RetentionPolicy(**policy)) if d.keep}
     again = decide([item for item in records if item.name in stay], RetentionPolicy(**policy))

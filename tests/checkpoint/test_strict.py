@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.load.plan import of_another_class
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import CheckpointMismatchError, CkptkitError, IntegrityError, UsageError
+from ckptkit.errors import IntegrityError, UsageError
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from tests.checkpoint.states import (
+    Kept,
     bits,
     check_misfit,
     check_refused,
@@ -31,7 +33,6 @@ from tests.checkpoint.states import (
     load_all,
     optimized,
     save,
-    unchanged,
 )
 from tests.hostile.records import edit_json, reseal
 from tests.ranks import on_ranks
@@ -108,10 +109,8 @@ def test_all_differences_are_listed_at_once_and_nothing_changes(run: str) -> Non
     model["new"] = nn.Linear(2, 2)
     model["lora"] = nn.Linear(4, 8, bias=False, dtype=torch.bfloat16)
     del model["base"].bias
-    optimizer = optim.AdamW(model.parameters())
-    state = TrainState(model=model, optimizer=optimizer, extra={"epoch": 0, "missing_thing": 1})
-    with pytest.raises(CheckpointMismatchError) as caught, unchanged(state):
-        load(run, state)
+    state = optimized(model, optim.AdamW)
+    state.extra = {"epoch": 0, "missing_thing": 1}
     for words in (
         "model: 2 missing in the checkpoint: new.weight, new.bias",
         "model: 1 unexpected: base.bias",
@@ -122,10 +121,8 @@ def test_all_differences_are_listed_at_once_and_nothing_changes(run: str) -> Non
         "extra: 1 missing in the checkpoint: extra.missing_thing",
         "Try: strict=False loads what matches, include=[...]",
     ):
-        assert words in str(caught.value)
-    with pytest.raises(CheckpointMismatchError, match=r"another shape(?s:.*)Try: include=\[") as caught:
-        load(run, state, strict=False)
-    assert "strict=False" not in str(caught.value)
+        check_misfit(run, state, re.escape(words))
+    check_misfit(run, state, r"(?s)\A(?!.*strict=False).*another shape.*Try: include=\[", strict=False)
 
 
 def test_without_strict_matching_tensors_load_and_the_rest_is_reported(run: str) -> None:
@@ -138,26 +135,13 @@ def test_without_strict_matching_tensors_load_and_the_rest_is_reported(run: str)
     assert "model.lora.weight" in report.loaded
 
 
-class Shelf:
-    """Extra state with one tensor."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.value = state["value"]
-
-
 def shelved(section: str = "", fault: str = "") -> TrainState:
     """Return the state that was saved, or one whose `section` differs from it in one way."""
     model = nn.ModuleDict({"a": nn.Linear(2, 3, bias=False), "b": nn.Linear(2, 2, bias=False)})
     model["a"].weight.data.fill_(1.0)
-    extra: dict[str, Any] = {"shelf": Shelf(torch.ones(2)), "note": 1}
+    extra: dict[str, Any] = {"shelf": Kept(torch.ones(2)), "note": 1}
     if section == "extra":
-        shelf = {"shape": Shelf(torch.zeros(7)), "dtype": Shelf(torch.zeros(2, dtype=torch.int64))}.get(fault)
+        shelf = {"shape": Kept(torch.zeros(7)), "dtype": Kept(torch.zeros(2, dtype=torch.int64))}.get(fault)
         extra |= {"more": 5} if fault == "missing" else {"shelf": shelf or extra["shelf"]}
         if fault == "unexpected":
             del extra["note"]
@@ -169,13 +153,13 @@ def shelved(section: str = "", fault: str = "") -> TrainState:
         model["a"] = nn.Linear(2, 5, bias=False)
     elif fault == "dtype":
         model["a"].to(torch.float64 if section == "model" else torch.bfloat16)
-    if section == "model":
-        return TrainState(model=model, extra=extra)
-    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    state = optimized(model, optim.AdamW) if section != "model" else TrainState(model=model, rng=False)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return TrainState(model=model, optimizer=optimizer, extra=extra)
+    if state.optimizer is not None:
+        state.optimizer.step()
+    state.extra = extra
+    return state
 
 
 TABLE = [  # section, difference, result with strict, result without
@@ -277,19 +261,6 @@ def test_an_unknown_option_is_a_usage_error(run: str) -> None:
         load(run, trained(), stict=False)
 
 
-def test_a_user_object_that_refuses_its_state_leaves_the_tensors_untouched(tmp_path: Path) -> None:
-    class Picky(Shelf):
-        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-            raise ValueError("not this one")
-
-    source, state = trained(), trained()
-    source.extra, state.extra = {"picky": Shelf(torch.ones(1))}, {"picky": Picky(torch.ones(1))}
-    before = bits(state)
-    with pytest.raises((CkptkitError, ValueError), match="not this one"):
-        load(save(tmp_path, source), state, atomic=True)
-    assert bits(state) == before
-
-
 def test_settings_follow_the_checkpoint_and_new_ones_keep_their_default(tmp_path: Path) -> None:
     source, state = trained(), trained()
     source.optimizer.param_groups[0].update(lr=0.5, dropped_by_a_newer_torch=1)
@@ -306,7 +277,7 @@ def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path: Path) -> 
     trained(source.model, source.optimizer)
     state = grouped("lora", "base")
     load(save(tmp_path, source), state)
-    assert [group["lr"] for group in state.optimizer.param_groups] == [2.0, 1.0]
+    assert rates_of(state) == [2.0, 1.0]
     moments = [s.optimizer.state[s.model["base"].weight]["momentum_buffer"] for s in (source, state)]
     assert torch.equal(*moments)
 
@@ -366,9 +337,7 @@ def with_rate(rate: Any) -> TrainState:
     ],
     ids=["truncated", "repeated", "a bool", "rounded"],
 )
-def test_a_setting_that_the_live_tensor_cannot_hold_is_refused(
-    tmp_path: Path, saved: Any, live: Any, shown: str
-) -> None:
+def test_a_setting_that_a_live_tensor_cannot_hold_is_refused(tmp_path: Path, saved: Any, live: Any, shown: str) -> None:
     check_misfit(save(tmp_path, with_rate(saved)), with_rate(live), rf"group 0: lr is {shown}.* in the checkpoint, but")
     load(save(tmp_path / "whole", with_rate(2.0)), with_rate(torch.tensor(1)))
 
@@ -437,9 +406,9 @@ def test_a_group_without_parameters_that_one_side_lacks_is_listed(
 
 
 def test_a_group_without_parameters_is_found_at_another_position(tmp_path: Path) -> None:
-    source, state = with_empty_groups(2.0), with_empty_groups(5.0)
+    state = with_empty_groups(5.0)
     state.optimizer.param_groups.reverse()
-    load(save(tmp_path, source), state)
+    load(save(tmp_path, with_empty_groups(2.0)), state)
     assert rates_of(state) == [2.0, 0.1]
 
 
