@@ -1,9 +1,13 @@
-"""Faults under a `CheckpointManager`: disk errors of one rank, quotas, disks that are full or become read-only."""
+"""Faults under a `CheckpointManager`: disk errors of one rank, quotas, disks that are full or become read-only, kills.
+
+`benchmarks.faults.manager` kills at every operation of one rank and of all ranks.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import random
 import subprocess
 import time
 from collections.abc import Callable
@@ -22,7 +26,7 @@ from ckptkit.offline.verify import verify
 from tests.checkpoint import full_disk, jobs
 from tests.checkpoint.crash import Fault, failing
 from tests.checkpoint.full_disk import FILESYSTEMS, NEED, agreed, disk, fail_worker, fill, sizes
-from tests.checkpoint.killed import DEADLINE_S, MODES, same_as_saved, state
+from tests.checkpoint.killed import DEADLINE_S, MODES, Plan, kill_everywhere, same_as_saved, state
 from tests.checkpoint.saving import leftovers
 from tests.checkpoint.states import on_all, unchanged
 from tests.ranks import on_ranks
@@ -214,3 +218,16 @@ def test_the_error_of_a_full_disk_is_an_enospc_oserror() -> None:
     error = NoSpaceError(28, "/x: No space left on device")
     assert error.errno == 28 and str(error) == "[Errno 28] /x: No space left on device"
     assert str(NoSpaceError("just text")) == "just text"
+
+
+@pytest.mark.usefixtures("no_grace")
+@pytest.mark.parametrize(("mode", "keep"), list(zip(MODES, (1, 3), strict=True)))
+def test_a_manager_killed_at_any_file_operation_loses_nothing(tmp_path: Path, mode: str, keep: int) -> None:
+    plan = Plan(mode, "all", 0, ranks=1, keep=keep)
+    assert kill_everywhere(tmp_path, plan, stride=97, offset=1 + random.Random(mode).randrange(97)) >= 3
+
+
+@pytest.mark.usefixtures("no_grace")
+@pytest.mark.parametrize(("mode", "victim", "offset"), [("sync", "1", 25), ("async", "0", 180)])
+def test_a_killed_rank_ends_the_others_and_loses_nothing(tmp_path: Path, mode: str, victim: str, offset: int) -> None:
+    assert kill_everywhere(tmp_path, Plan(mode, victim, 0), stride=5000, offset=offset, most=1) == 1

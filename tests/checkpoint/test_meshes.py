@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,169 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DTensorShard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit import Shard, TrainState, open_checkpoint
 from ckptkit.errors import UsageError
+from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
-from tests.checkpoint import meshes, states
+from tests.checkpoint import states
 from tests.checkpoint.hidden import Scaled
-from tests.checkpoint.optimizers import masters
 from tests.checkpoint.states import check_misfit, check_refused, on_all, optimized, refusal
 from tests.ranks import on_ranks, run_ranks
+
+warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+LAYERS, EXPERTS = 4, 4
+
+MESHES: dict[str, tuple[int, ...]] = {  # name -> sizes of (pp, dp, ep, tp)
+    "one": (1, 1, 1, 1),
+    "ep2": (1, 1, 2, 1),
+    "ep4": (1, 1, 4, 1),
+    "fsdp2": (1, 2, 1, 1),
+    "fsdp2 ep2": (1, 2, 2, 1),
+    "fsdp2 tp2": (1, 2, 1, 2),
+    "pp2": (2, 1, 1, 1),
+    "pp2 ep2": (2, 1, 2, 1),
+    "pp2 fsdp2": (2, 2, 1, 1),
+    "fsdp2 ep2 tp2": (1, 2, 2, 2),
+    "pp2 fsdp2 ep2": (2, 2, 2, 1),
+    "pp2 ep2 tp2": (2, 1, 2, 2),
+    "pp2 fsdp2=ep2 tp2": (2, 2, 1, 2),  # the ranks that share a layer's shards have different experts
+}
+
+
+def size_of(name: str) -> int:
+    pp, dp, ep, tp = MESHES[name]
+    return pp * dp * ep * tp
+
+
+class ExpertPair(nn.Module):
+    """The experts of one rank, as plain tensors."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.zeros(count, 6, 5))
+        self.w2 = nn.Parameter(torch.zeros(count, 5, 6))
+
+
+class Block(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.experts = ExpertPair(experts)
+
+
+class Stage(nn.Module):
+    """The layers of one pipeline stage, under their names in the model."""
+
+    def __init__(self, layers: range, experts: int) -> None:
+        super().__init__()
+        if 0 in layers:
+            self.embed = nn.Linear(3, 6)
+        self.layers = nn.ModuleDict({str(i): Block(experts) for i in layers})
+        if LAYERS - 1 in layers:
+            self.head = nn.Linear(6, 3)
+
+
+def whole_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Return the whole tensor of a name, equal on every mesh."""
+    generator = torch.Generator().manual_seed(seed * 1000 + sum(ord(c) * (i + 1) for i, c in enumerate(name)))
+    return torch.randn(shape, generator=generator)
+
+
+def part(whole: torch.Tensor, like: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """Return the values of a live tensor; an expert-parallel rank has its chunk of the whole."""
+    mine = whole.chunk(size)[rank] if size > 1 else whole
+    if not isinstance(like, DTensor):
+        return mine
+    from ckptkit.checkpoint.state.local_part import part_view
+
+    local = torch.empty_like(like.to_local())
+    for piece in part_view("", like).parts:
+        at = tuple(slice(o, o + s) for o, s in zip(piece.local_offsets, piece.box.sizes, strict=True))
+        of = tuple(slice(o, o + s) for o, s in zip(piece.box.offsets, piece.box.sizes, strict=True))
+        local[at] = mine[of]
+    return local
+
+
+def model_on(name: str, interleaved: bool = False) -> tuple[TrainState, Any]:
+    """Return a model without values on a mesh, as a TrainState, and its expert-parallel mesh. Collective."""
+    pp, dp, ep, tp = MESHES[name]
+    mesh = init_device_mesh("cpu", (pp, dp, ep, tp), mesh_dim_names=("pp", "dp", "ep", "tp"))
+    rank, experts = mesh.get_local_rank("pp"), mesh["dp" if "=" in name else "ep"]
+    if interleaved:  # stages 0 and 2 on the first rank, 1 and 3 on the second
+        ranges = [range(i, i + 1) for i in range(rank, LAYERS, pp)]
+    else:
+        ranges = [range(rank * LAYERS // pp, (rank + 1) * LAYERS // pp)]
+    stages = [Stage(layers, EXPERTS // experts.size()) for layers in ranges]
+    for stage in stages:
+        apart = {p for name, p in stage.named_parameters() if experts.size() > ep and ".experts." in name}
+        for block in stage.layers.values():
+            if tp > 1:
+                parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            if dp > 1:
+                fully_shard(block, mesh=mesh["dp"], ignored_params=apart)
+        if dp > 1:
+            fully_shard(stage, mesh=mesh["dp"], ignored_params=apart)
+    optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=0.1)
+    layout = {"*.experts.*": Shard(0, mesh=experts)} if experts.size() > 1 else {}
+    model = stages if len(stages) > 1 else stages[0]
+    return TrainState(model=model, optimizer=optimizer, layout=layout, rng=False), experts
+
+
+def tensors(state: TrainState) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Return name -> parameter and its moments on this rank."""
+    module = state.parts("model")[""]
+    return {name: (p, state.optimizer.state[p]) for name, p in module.named_parameters()}
+
+
+def wanted(state: TrainState, ep: Any, seed: int) -> dict[str, list[torch.Tensor]]:
+    """Return this rank's part of every tensor, cut from the whole model of a seed."""
+    size, rank = ep.size(), ep.get_local_rank()
+    found = {}
+    for name, (parameter, _) in tensors(state).items():
+        count = size if ".experts." in name else 1
+        shape = (parameter.shape[0] * count, *parameter.shape[1:])
+        names = (name, f"{name}.exp_avg", f"{name}.exp_avg_sq")
+        found[name] = [part(whole_value(key, shape, seed), parameter, rank, count) for key in names]
+    return found
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def fill(state: TrainState, ep: Any, seed: int) -> None:
+    values = wanted(state, ep, seed)
+    for name, (parameter, moments) in tensors(state).items():
+        moments["step"] = torch.tensor(5.0)
+        for key in ("exp_avg", "exp_avg_sq"):
+            moments[key] = torch.zeros_like(parameter)
+        targets = (parameter, moments["exp_avg"], moments["exp_avg_sq"])
+        for target, chosen in zip(targets, values[name], strict=True):
+            local_part(target.detach()).copy_(chosen)
+
+
+def wrong(state: TrainState, ep: Any, seed: int) -> list[str]:
+    """Return the names whose weight, moments or step count differ from those of the seed."""
+    values = wanted(state, ep, seed)
+    found = []
+    for name, (parameter, moments) in tensors(state).items():
+        held = [parameter.detach(), moments["exp_avg"], moments["exp_avg_sq"]]
+        alike = all(torch.equal(local_part(have), want) for have, want in zip(held, values[name], strict=True))
+        types = {type(item) for item in held[1:]}
+        kind = DTensor if isinstance(parameter, DTensor) else torch.Tensor
+        if not alike or moments["step"].item() != 5.0 or types != {kind}:
+            found.append(name)
+    return found
+
 
 PAIRS = [  # the first pair runs by day
     ("pp2 ep2", "fsdp2 ep2"), ("fsdp2 ep2", "pp2"),
@@ -37,22 +189,22 @@ PAIRS = [  # the first pair runs by day
 
 
 def save(url: str, name: str, kind: str = "sharded", interleaved: bool = False) -> None:
-    state, ep = meshes.made(name, interleaved)
-    meshes.fill(state, ep, 1)
+    state, ep = model_on(name, interleaved)
+    fill(state, ep, 1)
     states.save(url, state, state_dict_type=kind)
 
 
 def load(url: str, name: str, interleaved: bool = False, atomic: bool = False) -> list[str]:
-    state, ep = meshes.made(name, interleaved)
-    meshes.fill(state, ep, 2)
+    state, ep = model_on(name, interleaved)
+    fill(state, ep, 2)
     report = states.load(url, state, atomic=atomic)
     assert not (report.missing or report.unexpected)
-    return meshes.wrong(state, ep, 1)
+    return wrong(state, ep, 1)
 
 
 def on(ranks: Any, mesh: str, fn: Any, *args: Any) -> list[Any]:
     """Run a function on the ranks of a mesh; more than four are not kept."""
-    size = meshes.world_size(mesh)
+    size = size_of(mesh)
     return (ranks.run if size <= 4 else run_ranks)(fn, size, *args)
 
 
@@ -86,7 +238,7 @@ def test_interleaved_stages_load_what_one_rank_saved(ranks: Any, tmp_path: Path,
 def test_local_checkpoints_load_only_on_their_mesh(tmp_path: Path) -> None:
     save(str(tmp_path), "ep2", "local")
     assert load(str(tmp_path), "ep2") == []
-    assert "was placed" in refusal(lambda: states.load(tmp_path, meshes.made("fsdp2")[0]))
+    assert "was placed" in refusal(lambda: states.load(tmp_path, model_on("fsdp2")[0]))
 
 
 @pytest.mark.parametrize("mesh", ["ep2", "pp2 fsdp2 ep2", "fsdp2 ep2 tp2"])  # the first runs by day
@@ -95,7 +247,7 @@ def test_plain_torch_and_exports_see_whole_tensors(ranks: Any, tmp_path: Path, m
     url = str(tmp_path / "run" / "step_00000001")
     convert(url, str(tmp_path / "hf"))
     for name, shape in {"layers.3.experts.w2": (4, 5, 6), "layers.1.up.weight": (8, 6)}.items():
-        weight, moment = meshes.value(name, shape, 1), meshes.value(f"{name}.exp_avg", shape, 1)
+        weight, moment = whole_value(name, shape, 1), whole_value(f"{name}.exp_avg", shape, 1)
         target = {"model": {name: torch.zeros(shape)}, "optimizer": {"state": {name: {"exp_avg": torch.zeros(shape)}}}}
         dcp.load(target, checkpoint_id=url)
         assert torch.equal(target["model"][name], weight)
@@ -370,7 +522,7 @@ def test_states_of_a_ranks_own_shard_do_not_load_if_stages_are_on_other_ranks(tm
 
     def stage(swapped: bool, saved: bool) -> TrainState:
         name = f"stage{mesh.get_local_rank('pp') ^ swapped}"
-        whole = meshes.value(name, (8, 4), 1) * saved
+        whole = whole_value(name, (8, 4), 1) * saved
         return with_local_states(name, distribute_tensor(whole, mesh["dp"], [DTensorShard(0)]), saved)
 
     states.check_round_trip(tmp_path, stage(False, True), stage(False, False), kind)
@@ -393,7 +545,8 @@ class Tied(nn.Module):
 def tied(rank: int | None) -> tuple[TrainState, nn.Parameter]:
     """Return a state with masters and its weight. A rank has a stage; None: the whole model."""
     model = Tied(rank in (None, 0), rank in (None, 1)).to(torch.bfloat16)
-    return TrainState(model=model, optimizer=masters(list(model.parameters())), rng=False), next(model.parameters())
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    return TrainState(model=model, optimizer=optimizer, rng=False), next(model.parameters())
 
 
 def tied_values(state: TrainState, weight: nn.Parameter) -> Any:
@@ -424,7 +577,7 @@ def test_the_names_of_a_tied_weight_load_into_stages_on_different_ranks(ranks: A
 @on_ranks(2)
 def test_an_error_names_tensors_that_no_rank_has(tmp_path: Path) -> None:
     save(str(tmp_path), "pp2")
-    state, _ = meshes.made("pp2")
+    state, _ = model_on("pp2")
     if dist.get_rank() == 1:
         del state.model.layers["3"]
     state.optimizer = None
