@@ -247,7 +247,7 @@ class _Team:
         return [f"rank {rank}: {p.exitcode}" for rank, p in enumerate(self.processes) if not p.is_alive()]
 
     def run(self, fn: Callable[..., Any], args: Any, timeout: float) -> list[Any]:
-        self.tasks, self.last = self.tasks + 1, fn.__qualname__
+        self.tasks, self.last = self.tasks + 1, getattr(fn, "__qualname__", str(fn))
         task = pickle.dumps((fn, self.tasks, args, timeout))
         for conn in self.conns:
             conn.send_bytes(task)

@@ -6,11 +6,11 @@ The remaining checkpoints are compared with what was saved, resumed from, and sa
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from ckptkit.formats.own.record import data_store
 from ckptkit.offline.prune import prune
 from ckptkit.storage.open import open_store
 from tests.checkpoint import crash
-from tests.checkpoint.saving import leftovers
+from tests.checkpoint.saving import leftovers, start
 
 MODES = ("sync", "async")
 ROWS, COLUMNS = 6, 3
@@ -106,7 +106,11 @@ def job(say: Say, root: str, plan: Plan, rank: int) -> None:
             manager.load(loaded)
             same_as_saved(loaded, start)
         for step, variant in ((start + 1, 0), (start + 2, 0), (start + 2, 1)):
-            _save(manager, plan, state(step, variant, mesh), step, overwrite=variant > 0)
+            saved, again = state(step, variant, mesh), variant > 0
+            if plan.mode == "sync":
+                manager.save(step, saved, overwrite=again)
+            else:
+                manager.save_async(step, saved, overwrite=again).result()
             say(f"saved {step} {variant}")
         steps = [record.step for record in manager.list()]
         if len(steps) > 2:
@@ -119,13 +123,6 @@ def _manager(root: str, plan: Plan) -> CheckpointManager:
     return CheckpointManager(
         root, retention=RetentionPolicy(max_num=plan.keep), state_dict_type=plan.kind, timeout_s=_RANK_TIMEOUT_S
     )
-
-
-def _save(manager: CheckpointManager, plan: Plan, saved: TrainState, step: int, **options: Any) -> None:
-    if plan.mode == "sync":
-        manager.save(step, saved, **options)
-    else:
-        manager.save_async(step, saved, **options).result()
 
 
 def same_as_saved(loaded: TrainState, step: int) -> None:
@@ -141,7 +138,12 @@ def same_as_saved(loaded: TrainState, step: int) -> None:
 # --- its processes
 
 
-def _rank(say: Say, root: str, plan: Plan, rank: int, rendezvous: str) -> None:
+def _say(write: Callable[[int, bytes], int], writer: int, rank: int, text: str) -> None:
+    write(writer, f"{rank} {text}\n".encode())
+
+
+def _rank(say: Say, root: str, plan: Plan, rank: int, rendezvous: str, leader: int) -> None:
+    os.setpgid(0, leader)
     torch.set_num_threads(1)
     if plan.ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=plan.ranks)
@@ -158,32 +160,15 @@ def _rank(say: Say, root: str, plan: Plan, rank: int, rendezvous: str) -> None:
         os._exit(4)
 
 
-def _fork(root: str, plan: Plan, rank: int, rendezvous: str, writer: int, leader: int) -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # for the parent's threads, which the child does not use
-        pid = os.fork()
-    if pid:
-        return pid
-    code, write = 97, os.write
-    try:
-        os.setpgid(0, leader)
-        _rank(lambda text: write(writer, f"{rank} {text}\n".encode()), root, plan, rank, rendezvous)
-        code = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
 def run(root: Path, plan: Plan, rendezvous: Path) -> tuple[list[int], list[str]]:
     """Run a job; return the exit code of each rank (None: it hung and was killed) and the output of the ranks."""
     reader, writer = os.pipe()
     rendezvous.unlink(missing_ok=True)
     pids: list[int] = []
     for rank in range(plan.ranks):
-        pids.append(_fork(str(root), plan, rank, str(rendezvous), writer, pids[0] if pids else 0))
+        say = functools.partial(_say, os.write, writer, rank)
+        leader = pids[0] if pids else 0
+        pids.append(start(functools.partial(_rank, say, str(root), plan, rank, str(rendezvous), leader)))
         with contextlib.suppress(OSError):
             os.setpgid(pids[-1], pids[0])
     os.close(writer)
@@ -228,7 +213,8 @@ def check_run(root: Path, said: list[str]) -> list[int]:
 
 def go_on(root: Path, plan: Plan, *, by_prune: bool) -> int:
     """Resume from what is left, clean up by a save or by `prune`, and save; return the step that was resumed from."""
-    if by_prune and _anything(root):
+    found = list_checkpoints(open_store(str(root)))
+    if by_prune and (found.committed or found.abandoned):
         prune(str(root), policy=RetentionPolicy(max_num=100))
         assert leftovers(root) == [], os.listdir(root)
     with CheckpointManager(root, state_dict_type=plan.kind) as manager:
@@ -244,11 +230,6 @@ def go_on(root: Path, plan: Plan, *, by_prune: bool) -> int:
     assert sorted(os.listdir(root)) == sorted([*listed, ".ckptkit", "latest"]), os.listdir(root)
     assert not [name for name in os.listdir(root / ".ckptkit") if not name.startswith(("lease-", "pins", "deleting"))]
     return step
-
-
-def _anything(root: Path) -> bool:
-    found = list_checkpoints(open_store(str(root)))
-    return bool(found.committed or found.abandoned)
 
 
 def kill(folder: Path, plan: Plan, *, by_prune: bool) -> bool:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import time
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -91,30 +96,29 @@ def leftovers(root: str | Path) -> list[str]:
     return sorted(p.name for p in Path(root).iterdir() if p.name.startswith((".tmp-", ".trash-")) or "@" in p.name)
 
 
-def fork(fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> tuple[int, bytes]:
-    """Run `fn(say, *args)` in a forked process; return its exit code and the bytes it gave to `say`."""
-    import os
-    import select
-    import signal
-    import time
-
-    reader, writer = os.pipe()
-    real_write, leave = os.write, os._exit
+def start(fn: Callable[[], Any]) -> int:
+    """Run a function in a forked process; return its process id. The exit code is 97 if the function raises."""
+    leave = os._exit
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # for the threads of the pool, which the child does not use
+        warnings.simplefilter("ignore", DeprecationWarning)  # for the parent's threads, which the child does not use
         pid = os.fork()
     if pid == 0:
         code = 97
         try:
-            os.close(reader)
-            fn(lambda data: real_write(writer, data), *args)
+            fn()
             code = 0
         except BaseException:
-            import traceback
-
             traceback.print_exc()
         finally:
             leave(code)
+    return pid
+
+
+def fork(fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> tuple[int, bytes]:
+    """Run `fn(say, *args)` in a forked process; return its exit code and the bytes it gave to `say`."""
+    reader, writer = os.pipe()
+    write = os.write
+    pid = start(lambda: (os.close(reader), fn(lambda data: write(writer, data), *args)))
     os.close(writer)
     said, deadline = b"", time.monotonic() + timeout
     while select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:

@@ -283,9 +283,7 @@ def test_shards_that_do_not_match_their_layout_are_refused_by_name(tmp_path: Pat
         return TrainState(model=Experts(count, rank + 1.0), layout={"*": layout}, rng=False)
 
     check_refused(tmp_path, part(3 - rank, Shard(0, mesh=mesh)), "experts")
-    said = (
-        r"model\.experts: this rank holds a tensor of shape \[2, 2\], but its layout expects a part of shape \[3, 2\]"
-    )
+    said = r"model\.experts: .* a tensor of shape \[2, 2\], but its layout expects a part of shape \[3, 2\]"
     check_refused(tmp_path, part(2 + rank, Shard(0, mesh=mesh, size=5)), said)
     check_refused(tmp_path, part(2, Shard(2, mesh=mesh)), "has no dimension 2")
     states.save(tmp_path, part(3 - rank, Shard(0, mesh=mesh, size=5)))

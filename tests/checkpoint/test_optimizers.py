@@ -656,11 +656,8 @@ def test_states_in_the_form_of_flashoptims_state_dict_are_refused_by_name(tmp_pa
     """A new optimizer would take them for other states, and start without moments."""
     first, again = (made("FlashAdamW of flashoptim", seed, True) for seed in (0, 1))
     train(*first, range(2))
-    url, state = (
-        str(tmp_path / "theirs"),
-        {"model": first[0].state_dict(), "optimizer": get_optimizer_state_dict(*first)},
-    )
-    dcp.save(state, checkpoint_id=url)
+    url = str(tmp_path / "theirs")
+    dcp.save({"model": first[0].state_dict(), "optimizer": get_optimizer_state_dict(*first)}, checkpoint_id=url)
     live = TrainState(model=again[0], optimizer=again[1], rng=False)
     said = r"up\.weight\.exp_avg::.*FlashAdamW keeps these states in another form"
     check_misfit(tmp_path / "run", live, f"(?s){said}", which=url)

@@ -9,6 +9,7 @@ import importlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckptkit import (
-    DCPLoadPlanner,
-    DCPReader,
-    DCPSavePlanner,
-    DCPWriter,
-    TrainState,
-    convert,
-    diff,
-    merge,
-    reshard,
-    verify,
-)
+from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState
 from ckptkit import Shard as DeclaredShard
 from ckptkit.cli.main import main
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.offline.convert import convert
+from ckptkit.offline.diff import diff
+from ckptkit.offline.merge import merge
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
 from tests.checkpoint.states import bits, check_misfit, check_refused, check_round_trip, load, load_all, refusal, save
 from tests.ranks import on_ranks
 
@@ -567,8 +562,8 @@ def test_a_mesh_dimension_of_one_rank_splits_no_block(ranks: Any, tmp_path: Path
         ranks.run(round_trips, max(mesh), str(tmp_path / f"{number}"), name, kind, mesh, placements)
 
 
-def refused_save(url: str, make: Callable[..., TrainState], *args: Any) -> str:
-    return refusal(lambda: save(url, make(*args)))
+def refused_save(url: str, make: Callable[..., TrainState], *args: Any, kind: str = "sharded") -> str:
+    return refusal(lambda: save(url, make(*args), state_dict_type=kind))
 
 
 def refused_load(url: str, make: Callable[..., TrainState], *args: Any) -> str:
@@ -811,9 +806,6 @@ def of_rank(name: str, steps: int, dim: int = 0) -> TrainState:
     return TrainState(model=model, optimizer=optimizer, layout={"w": DeclaredShard(dim, mesh=mesh["ep"])}, rng=False)
 
 
-def save_experts(url: str, name: str, kind: str, dim: int = 0) -> str:
-    return refusal(lambda: save(url, of_rank(name, 2, dim), state_dict_type=kind))
-
 
 def load_experts(url: str, name: str) -> list[bool]:
     """Load into an optimizer with state, and into one without. Return whether each is then equal to the saved one."""
@@ -830,13 +822,13 @@ def load_experts(url: str, name: str) -> list[bool]:
 def test_quantized_states_of_experts_load_on_other_ranks(ranks: Any, tmp_path: Path, name: str, kind: str) -> None:
     for source, target in ((2, 2), (2, 4), (2, 1), (4, 2)) if kind != "local" else ((2, 2),):
         url = str(tmp_path / f"{source}-{target}")
-        assert set(ranks.run(save_experts, source, url, name, kind)) == {""}
+        assert set(ranks.run(partial(refused_save, kind=kind), source, url, of_rank, name, 2)) == {""}
         assert ranks.run(load_experts, target, url, name) == [[True, True]] * target
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_states_declared_over_one_rank_are_whole(ranks: Any, tmp_path: Path, name: str, kind: str) -> None:
-    assert ranks.run(save_experts, 1, str(tmp_path), name, kind, 2) == [""]
+    assert ranks.run(partial(refused_save, kind=kind), 1, str(tmp_path), of_rank, name, 2, 2) == [""]
     for target in (1, 2) if kind != "local" else (1,):
         assert ranks.run(load_experts, target, str(tmp_path), name) == [[True, True]] * target
 
