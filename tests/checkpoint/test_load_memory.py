@@ -30,7 +30,7 @@ from ckptkit.formats.own.reader import open_catalog
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from ckptkit.storage import open_store
 from tests.checkpoint import jobs
-from tests.checkpoint.states import bits, check_misfit, check_round_trip, flip, load, on_all, refusal, save
+from tests.checkpoint.states import Kept, bits, check_misfit, check_round_trip, flip, load, on_all, refusal, save
 from tests.ranks import on_ranks
 
 WIDTHS = (40, 8, 64, 16)
@@ -183,11 +183,8 @@ def test_a_fallback_that_lacks_tensors_leaves_the_state_half_loaded(tmp_path: Pa
 # --- a half-loaded model is refused in every TrainState
 
 
-class Refuses:
+class Refuses(Kept):
     """Refuses every state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise KeyError("epochs")
@@ -221,7 +218,7 @@ def test_a_half_loaded_optimizer_is_refused_after_its_model_was_loaded(sharded: 
 @pytest.mark.parametrize("atomic", [True, False])
 def test_an_object_that_refuses_its_state_leaves_the_state_half_loaded(tmp_path: Path, atomic: bool) -> None:
     source, state = state_of(1), state_of(2)
-    source.extra, state.extra = ({"first": number, "second": Refuses()} for number in (1, 2))
+    source.extra, state.extra = ({"first": number, "second": Refuses(1)} for number in (1, 2))
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, source)
         before = bits(state.model)
@@ -263,7 +260,7 @@ def test_a_rank_that_fails_while_tensors_are_set_leaves_every_rank_half_loaded(t
     with CheckpointManager(tmp_path) as manager, pytest.MonkeyPatch.context() as patch:
         manager.save(1, job.state())
         if dist.get_rank() == 1:
-            patch.setattr(apply, "apply_optimizer", Refuses().load_state_dict)
+            patch.setattr(apply, "apply_optimizer", Refuses(1).load_state_dict)
         assert "half loaded" in on_all(refusal(lambda: manager.load(job.state(), atomic=True)))
         assert "half loaded" in on_all(refusal(lambda: manager.save(2, job.state())))
 

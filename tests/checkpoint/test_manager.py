@@ -51,8 +51,7 @@ def test_a_checkpoint_can_be_named_by_step_tag_latest_and_best(tmp_path: Path, w
     with CheckpointManager(tmp_path, retention=RetentionPolicy(keep_best=("loss", "min", 1))) as manager:
         for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9)):
             manager.save(step, linear(step), metrics={"loss": loss}, tag="final" if step == 3 else None)
-    loaded = linear()
-    report = load(tmp_path, loaded, which)
+    report = load(tmp_path, loaded := linear(), which)
     assert value_of(loaded) == loaded.step == report.step == value
 
 
@@ -64,8 +63,7 @@ def test_saving_an_existing_step_or_tag_needs_overwrite(tmp_path: Path, tag: str
             manager.save(step, linear(2), tag=tag)
         manager.save(step, linear(3), tag=tag, overwrite=True)
         assert [record.step for record in manager.list()] == [step]
-    loaded = linear()
-    load(tmp_path, loaded, tag or 1)
+    load(tmp_path, loaded := linear(), tag or 1)
     assert value_of(loaded) == 3
     assert leftovers(tmp_path) == []
 

@@ -28,7 +28,7 @@ from tests.checkpoint.crash import Fault, failing
 from tests.checkpoint.full_disk import FILESYSTEMS, NEED, agreed, disk, fail_worker, fill, sizes
 from tests.checkpoint.killed import DEADLINE_S, MODES, Plan, kill_everywhere, same_as_saved, state
 from tests.checkpoint.saving import leftovers
-from tests.checkpoint.states import on_all, unchanged
+from tests.checkpoint.states import Kept, on_all, unchanged
 from tests.ranks import on_ranks
 
 FAULTS = [  # rank, fault
@@ -71,15 +71,13 @@ def test_a_disk_fault_of_one_rank_is_the_same_error_on_all_ranks(tmp_path: Path,
     assert leftovers(tmp_path) == []
 
 
-class Unready:
+class Unready(Kept):
     """A dataloader whose state_dict raises on one rank."""
 
     def state_dict(self) -> dict[str, Any]:
         if dist.get_rank() == 1:
             raise ZeroDivisionError("no state here")
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+        return super().state_dict()
 
 
 def waiting_for(sign: Path) -> Callable[[int, Any], int]:
@@ -107,7 +105,7 @@ def test_a_raising_rank_fails_all_ranks_and_a_slow_rank_does_not(tmp_path: Path)
         for step, write in ((1, real), (2, short), (3, late)):
             saved = state(step)
             if step == 1:
-                saved.dataloader = Unready()
+                saved.dataloader = Unready(0)
             with pytest.MonkeyPatch.context() as patch:
                 if dist.get_rank() == 1:
                     patch.setattr(os, "write", write)

@@ -354,8 +354,7 @@ def test_a_nan_metric_is_never_the_best(tmp_path: Path) -> None:
         for step, loss in enumerate((math.nan, 0.5, math.nan, math.inf, math.nan), 1):
             manager.save(step, linear(step), metrics={"loss": loss})
         assert steps(tmp_path) == [2, 5]
-        loaded = linear()
-        manager.load(loaded, "best")
+        manager.load(loaded := linear(), "best")
     assert value_of(loaded) == 2.0
 
 

@@ -471,8 +471,7 @@ def test_a_kill_at_any_request_loses_nothing_and_leaves_nothing(root: Store, s3:
     found = list_checkpoints(root).committed
     assert found and found[-1].step >= max((step for step, _ in returned), default=1)
     with CheckpointManager(url, storage_options=s3) as manager:
-        loaded = linear()
-        report = manager.load(loaded)
+        report = manager.load(loaded := linear())
         assert report is not None and report.step == found[-1].step
         value = value_of(loaded)
         assert value in ({1: (1,), 2: (2,), 3: (3, 30)}[report.step])
