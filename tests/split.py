@@ -20,8 +20,7 @@ PARTS = 5  # The seeds of a fuzzer are divided over this many tests; the first o
 
 NIGHT: dict[str, int] = {
     # Kills: every kind of kill by day, every kill point at night.
-    "tests/checkpoint/test_kill.py": 5,
-    "tests/checkpoint/test_kill.py::test_a_kill_at_any_file_operation_loses_nothing": 0,
+    "tests/checkpoint/test_faults.py::test_a_kill_at_any_file_operation_loses_nothing": 0,
     "tests/checkpoint/test_manager_faults.py::test_a_manager_killed_at_any_file_operation_loses_nothing": 0,
     "tests/checkpoint/test_manager_faults.py::test_a_killed_rank_ends_the_others_and_loses_nothing": 0,
     "tests/checkpoint/test_object_store.py::test_a_kill_at_any_request_loses_nothing_and_leaves_nothing": 0,
@@ -220,7 +219,7 @@ LONG = (
     "tests/integrations/test_lightning_shapes.py",
     "tests/integrations/test_lightning_scripts.py",
     "tests/remote/test_end_to_end.py",
-    "tests/checkpoint/test_kill.py",
+    "tests/checkpoint/test_faults.py",
     "tests/checkpoint/test_resume.py",
     "tests/integrations/test_hf_ranks.py",
     "tests/fsdp/test_strategy.py",

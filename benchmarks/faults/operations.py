@@ -15,7 +15,7 @@ from pathlib import Path
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.storage import staging
 from tests.checkpoint.killed import state
-from tests.checkpoint.test_kill import kill_everywhere
+from tests.checkpoint.test_faults import kill_everywhere
 from tests.offline.test_kill_commands import COMMANDS, kill_command, kill_prune
 
 SAVES = ("keep 1", "keep 2", "overwrite", "overwrite without swap", "delete")

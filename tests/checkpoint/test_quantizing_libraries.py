@@ -806,7 +806,6 @@ def of_rank(name: str, steps: int, dim: int = 0) -> TrainState:
     return TrainState(model=model, optimizer=optimizer, layout={"w": DeclaredShard(dim, mesh=mesh["ep"])}, rng=False)
 
 
-
 def load_experts(url: str, name: str) -> list[bool]:
     """Load into an optimizer with state, and into one without. Return whether each is then equal to the saved one."""
     expected, equal = of_rank(name, 2), []
