@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.coordinator import Coordinator
@@ -99,6 +100,7 @@ def test_a_base_exception_on_one_rank_fails_all_ranks(tmp_path: Path) -> None:
 
     text, causes = on_all(_failed(str(tmp_path), c, fail))
     save(tmp_path, 3, coordinator=c)
+    dist.barrier()
     assert causes == [0] and "saving step_00000002 failed on rank 0: CheckpointError: no plan" in text
     assert check(tmp_path) == [1, 3] and leftovers(tmp_path) == []
 

@@ -68,6 +68,7 @@ def test_a_disk_fault_of_one_rank_is_the_same_error_on_all_ranks(tmp_path: Path,
             assert f"saving step_{failed:08d} failed on rank {rank}" in text and os.strerror(fault.error) in text
             steps = [record.step for record in manager.list()]
             assert steps[-1] == saved and failed not in steps
+    dist.barrier()
     assert leftovers(tmp_path) == []
 
 
@@ -119,6 +120,7 @@ def test_a_raising_rank_fails_all_ranks_and_a_slow_rank_does_not(tmp_path: Path)
             manager.load(loaded, step)
             same_as_saved(loaded, step)
             assert verify(str(run / f"step_{step:08d}")).ok
+    dist.barrier()
     assert leftovers(run) == []
 
 
@@ -140,6 +142,7 @@ def test_a_hanging_disk_fails_all_ranks_in_bounded_time(tmp_path: Path, early_s:
         assert on_all(causes) == [1] and "rank 1" in on_all(text) and "no answer within 2 s" in text
         manager.save(3, state(3))
         assert [record.step for record in manager.list()] == [1, 3]
+    dist.barrier()
     assert leftovers(run) == []
 
 

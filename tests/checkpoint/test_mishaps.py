@@ -44,7 +44,12 @@ def before(monkeypatch: pytest.MonkeyPatch) -> Before:
 
     def arrange(owner: Any, name: str, act: Callable[[], Any]) -> None:
         real = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **kwargs: (act(), real(*args, **kwargs))[1])
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            act()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, called)
 
     return arrange
 
