@@ -253,6 +253,13 @@ def wrapped_state(wrap: Any, make: Any, **settings: Any) -> tuple[TrainState, An
     return TrainState(model=model, optimizer=wrap(inner), rng=False), inner
 
 
+def values_in(state: TrainState) -> Any:
+    """Return the values of an optimizer's states and groups, by name."""
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
+    states = {names.get(key, key): bits(value) for key, value in state.optimizer.state.items()}
+    return states, [{k: bits(v) for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
+
+
 class Offloaded(torch.optim.SGD):
     """Keeps additional state besides that of every optimizer."""
 
@@ -360,7 +367,8 @@ def test_an_overridden_load_state_dict_is_called_and_changes_no_restored_value(t
     source.optimizer.state["all"] = {"count": torch.tensor(7)}
     rate, called = inner.param_groups[0]["lr"], list[Any]()
     inner.register_load_state_dict_post_hook(called.append)
-    check_round_trip(tmp_path, source, live, "sharded")
+    load_all(save(tmp_path, source), live)
+    assert values_in(live) == values_in(source)
     assert inner.doubled == 0.5
     assert live.optimizer.state[live.model.weight]["exp_avg"].dtype is torch.float32  # torch's method casts it
     assert live.optimizer.param_groups[0]["lr"] is rate
