@@ -10,96 +10,105 @@ from typing import Any
 import pytest
 
 from ckptkit import copy
-from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.run.pins import list_pins, pin_forever
 from ckptkit.errors import CheckpointExistsError, IntegrityError
-from ckptkit.offline.verify import verify
-from ckptkit.storage import open_store
 from ckptkit.storage.objects import RemoteStore
 from tests.checkpoint.killed import same_as_saved, state
 from tests.checkpoint.saving import fork
-from tests.remote.runs import Options, names, objects, steps
+from tests.remote.runs import Place
 
 ZOO = Path(__file__).parents[1] / "zoo"
 
 
-def checkpoints(url: str, s3: Options | None = None) -> dict[str, bytes]:
+def checkpoints(place: Place) -> dict[str, bytes]:
     """Return the files of a run's checkpoints."""
-    return {path: data for path, data in objects(url, s3).items() if path.startswith("step_")}
+    return {path: data for path, data in place.objects().items() if path.startswith("step_")}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> str:
-    root = str(tmp_path_factory.mktemp("copy") / "RUN")
-    with CheckpointManager(root) as manager:
+def save(place: Place) -> None:
+    with place.manager() as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step))
-    pin_forever(f"{root}/step_00000002", "table 2")
-    return root
 
 
-def loads(url: str, s3: Options | None = None) -> None:
+def loads(place: Place) -> None:
     loaded = state(0)
-    with CheckpointManager(url, storage_options=s3) as manager:
+    with place.manager() as manager:
         manager.load(loaded)
         same_as_saved(loaded, 3)
         manager.save(4, state(4))
 
 
-def test_a_run_is_copied_to_a_bucket_and_back(run: str, url: str, s3: Options, tmp_path: Path) -> None:
-    copy(run, url, dst_storage_options=s3, verify=True)
-    assert checkpoints(url, s3) == checkpoints(run)
-    assert [pin.name for pin in list_pins(open_store(url, storage_options=s3))] == ["step_00000002"]
-    assert objects(url, s3)["latest"] == b"step_00000003\n"
-    copy(url, str(tmp_path / "back"), src_storage_options=s3)
-    assert checkpoints(str(tmp_path / "back")) == checkpoints(run)
-    copy(url, f"{url}-too", storage_options=s3)
-    loads(url, s3)
-    loads(str(tmp_path / "back"))
-    assert checkpoints(f"{url}-too", s3) == checkpoints(run)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    made = Place(str(tmp_path_factory.mktemp("copy") / "RUN"))
+    save(made)
+    pin_forever(f"{made.url}/step_00000002", "table 2")
+    return made
 
 
-def test_a_run_that_was_saved_to_a_bucket_is_copied_to_a_disk(url: str, s3: Options, tmp_path: Path) -> None:
-    with CheckpointManager(url, storage_options=s3) as manager:
-        for step in (1, 2, 3):
-            manager.save(step, state(step))
-    copy(url, str(tmp_path / "disk"), src_storage_options=s3)
-    assert checkpoints(str(tmp_path / "disk")) == checkpoints(url, s3)
-    assert all(verify(f"{tmp_path}/disk/{step}").ok for step in (1, 2, 3))
-    loads(str(tmp_path / "disk"))
+@pytest.fixture
+def disk(tmp_path: Path) -> Place:
+    return Place(str(tmp_path / "disk"))
+
+
+def copied(source: Place, target: Place, **options: Any) -> None:
+    copy(source.url, target.url, src_storage_options=source.options, dst_storage_options=target.options, **options)
+
+
+def test_a_run_is_copied_to_a_bucket_and_back(run, near, disk):
+    copied(run, near, verify=True)
+    assert checkpoints(near) == checkpoints(run)
+    assert [pin.name for pin in list_pins(near.store)] == ["step_00000002"]
+    assert near.objects()["latest"] == b"step_00000003\n"
+    copied(near, disk)
+    assert checkpoints(disk) == checkpoints(run)
+    copy(near.url, near.beside("too").url, storage_options=near.options)
+    loads(near)
+    loads(disk)
+    assert checkpoints(near.beside("too")) == checkpoints(run)
+
+
+def test_a_run_that_was_saved_to_a_bucket_is_copied_to_a_disk(near, disk):
+    save(near)
+    copied(near, disk)
+    assert checkpoints(disk) == checkpoints(near)
+    assert all((disk / str(step)).verify().ok for step in (1, 2, 3))
+    loads(disk)
 
 
 @pytest.mark.parametrize("name", ["dcp_fsdp2_uneven_w4/ckpt", "hf_ref_llama_tied", "verl_fsdp2_w2"])
-def test_a_foreign_checkpoint_is_copied_to_a_bucket_and_back(name: str, url: str, s3: Options, tmp_path: Path) -> None:
-    copy(str(ZOO / name), url, dst_storage_options=s3)
-    assert objects(url, s3) == objects(str(ZOO / name))
-    copy(url, str(tmp_path / "back"), src_storage_options=s3)
-    assert objects(str(tmp_path / "back")) == objects(str(ZOO / name))
+def test_a_foreign_checkpoint_is_copied_to_a_bucket_and_back(name, near, disk):
+    source = Place(str(ZOO / name))
+    copied(source, near)
+    copied(near, disk)
+    assert near.objects() == disk.objects() == source.objects()
     with pytest.raises(CheckpointExistsError):
-        copy(str(ZOO / name), url, dst_storage_options=s3)
+        copied(source, near)
     if name.startswith("verl"):  # a directory of steps is never replaced
         with pytest.raises(CheckpointExistsError, match="is not overwritten"):
-            copy(str(ZOO / name), url, dst_storage_options=s3, overwrite=True)
+            copied(source, near, overwrite=True)
     else:
-        copy(str(ZOO / name), url, dst_storage_options=s3, overwrite=True)
-    assert objects(url, s3) == objects(str(ZOO / name))
+        copied(source, near, overwrite=True)
+    assert near.objects() == source.objects()
 
 
-def test_damage_in_a_bucket_is_named_and_nothing_is_published(run: str, url: str, s3: Options, tmp_path: Path) -> None:
-    copy(f"{run}/3", f"{url}/step_00000003", dst_storage_options=s3)
-    store = open_store(f"{url}/step_00000003", storage_options=s3)
+def test_damage_in_a_bucket_is_named_and_nothing_is_published(run, near, disk):
+    damaged = near / "step_00000003"
+    copied(run / "3", damaged)
+    store = damaged.store
     name = max((item for item in store.list() if item.path.endswith(".distcp")), key=lambda item: item.size).path
     data = bytearray(store.read(name))
     data[len(data) // 2] ^= 1
     store.write(name, bytes(data), overwrite=True)
-    with pytest.raises(IntegrityError, match=name):
-        copy(f"{url}/step_00000003", str(tmp_path / "out"), src_storage_options=s3)
-    with pytest.raises(IntegrityError, match=name):
-        copy(f"{url}/step_00000003", f"{url}-out", storage_options=s3)
-    assert os.listdir(tmp_path) == [] and not names(f"{url}-out", s3)
+    for target in (disk, near.beside("out")):
+        with pytest.raises(IntegrityError, match=name):
+            copied(damaged, target)
+        assert not target.names()
+    assert os.listdir(Path(disk.url).parent) == []
 
 
-def _killed(say: Any, run: str, url: str, s3: Options, nth: int) -> None:
+def _killed(say: Any, run: Place, place: Place, nth: int) -> None:
     count = 0
     write = RemoteStore.writer
 
@@ -111,14 +120,13 @@ def _killed(say: Any, run: str, url: str, s3: Options, nth: int) -> None:
         return write(self, *args, **kwargs)
 
     RemoteStore.writer = writer
-    copy(run, url, dst_storage_options=s3)
+    copied(run, place)
 
 
 @pytest.mark.parametrize("nth", [1, 4, 8])
-def test_a_killed_copy_to_a_bucket_is_a_shorter_run_and_continues(run: str, url: str, s3: Options, nth: int) -> None:
-    code, _ = fork(_killed, run, url, s3, nth)
-    assert code == -signal.SIGKILL
-    done = steps(url, s3)
+def test_a_killed_copy_to_a_bucket_is_a_shorter_run_and_continues(run, near, nth):
+    assert fork(_killed, run, near, nth)[0] == -signal.SIGKILL
+    done = near.steps()
     assert done == [1, 2, 3][: len(done)] != [1, 2, 3]
-    copy(run, url, dst_storage_options=s3)
-    assert checkpoints(url, s3) == checkpoints(run)
+    copied(run, near)
+    assert checkpoints(near) == checkpoints(run)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,70 +13,51 @@ import aiohttp
 import pytest
 import torch.distributed.tensor  # noqa: F401  once, not in each forked process
 
-from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.offline.convert import convert
-from ckptkit.offline.prune import prune
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
-from ckptkit.storage import ledger, open_store
 from ckptkit.storage.objects import RemoteStore
 from tests.checkpoint.saving import fork
-from tests.offline.copying.test_resume import went_on
-from tests.remote.runs import MANY, UNEVEN, Options, command, is_whole, loads, save, top_names
-from tests.remote.slow import Late
-from tests.remote.test_resume import killed
+from tests.remote.runs import MANY, TWO, on
 from tests.storage.google import Sessions
-from tests.storage.proxy import PASS, Answer, Proxy, Reply, first_of_each, proxy_of
+from tests.storage.proxy import Answer, Late, Reply, only
 
-_counter = itertools.count()
-
-
-@pytest.fixture
-def url() -> str:
-    return f"gs://google/run{next(_counter)}"
+pytestmark = on("gcs")
 
 
 @pytest.fixture
-def proxy(gcs: Options) -> Iterator[Proxy]:
-    with proxy_of(gcs["endpoint_url"]) as made:
-        yield made
-
-
-@pytest.fixture
-def options(gcs: Options, proxy: Proxy) -> Options:
-    return {**gcs, "endpoint_url": proxy.url}
+def parts_of_a_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 1 << 20)
 
 
 # --- conditions
 
 
-def _ends(say: Any, call: Callable[..., object], *args: Any) -> None:
+def _ends(say: Any, call: Callable[[], object]) -> None:
     try:
-        call(*args)
+        call()
         say(b"done")
     except Exception as error:
         say(type(error).__name__.encode())
 
 
-def two_processes(call: Callable[..., object], *args: Any) -> list[bytes]:
+def two_processes(call: Callable[[], object]) -> list[bytes]:
     """Call a function in two processes at once; return how each ended."""
     with ThreadPoolExecutor(2) as pool:
-        return sorted(said for _, said in pool.map(lambda _: fork(_ends, call, *args, timeout=120), range(2)))
+        return sorted(said for _, said in pool.map(lambda _: fork(_ends, call, timeout=120), range(2)))
 
 
-def test_one_of_two_jobs_on_one_prefix_saves_and_the_other_gets_an_error(gcs: Options, url: str) -> None:
-    first, second = two_processes(save, url, gcs, 1)
+def test_one_of_two_jobs_on_one_prefix_saves_and_the_other_gets_an_error(near):
+    first, second = two_processes(lambda: near.save(1))
     assert first in (b"LeaseHeldError", b"CheckpointExistsError") and second == b"done"
-    loads(url, gcs, 1)
+    near.loads(1)
 
 
-def test_create_only_puts_send_a_condition(
-    proxy: Proxy, options: Options, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 1 << 20)
-    save(url, options, 1)
-    store = open_store(url, storage_options=options)
-    with store.writer("large") as out:
+def test_one_of_two_conversions_to_one_url_finishes_and_the_other_gets_an_error(near):
+    assert two_processes(lambda: near.make(**MANY)) == [b"CheckpointExistsError", b"done"]
+    assert near.verify().ok
+
+
+def test_create_only_puts_send_a_condition(proxy, far, parts_of_a_mib):
+    far.save(1)
+    with far.store.writer("large") as out:
         out.write(bytes(3 << 20))
     posts = [path for method, path in proxy.seen if method == "POST" and "/upload/storage/" in path]
     begun = [path for path in posts if "upload_id" not in path]
@@ -99,56 +81,31 @@ class _Conditions(Sessions):
 
 
 def _has(handler: Any) -> bool:
-    import urllib.error
-    import urllib.request
-
-    name = re.findall(r"[?&]name=([^&]+)", handler.path)[0]
+    name = re.findall(r"[?&]name=([^&]+)", handler.path)[0].replace("/", "%2F")
     host, port = handler.target
     try:
-        urllib.request.urlopen(f"http://{host}:{port}/storage/v1/b/google/o/{name.replace('/', '%2F')}").close()
+        urllib.request.urlopen(f"http://{host}:{port}/storage/v1/b/bucket/o/{name}").close()
     except urllib.error.HTTPError:
         return False
     return True
 
 
-def test_a_large_object_written_by_another_process_is_not_replaced(
-    gcs: Options, proxy: Proxy, options: Options, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 1 << 20)
+def test_a_large_object_written_by_another_process_is_not_replaced(near, proxy, far, parts_of_a_mib):
     proxy.between = _Conditions()
-    store, other = open_store(url, storage_options=options), open_store(url, storage_options=gcs)
+    store = far.store
     with store.writer("free") as out:
         out.write(bytes(5 << 20))
     assert len(store.read("free")) == 5 << 20
     with pytest.raises(FileExistsError), store.writer("large") as out:
         out.write(bytes(5 << 20))
-        other.write("large", b"another's")
+        near.store.write("large", b"another's")
     assert store.read("large") == b"another's"
-
-
-# --- conversions
-
-
-@pytest.mark.parametrize("how", [MANY, {"world_size": 3}], ids=["convert", "reshard"])
-def test_a_killed_run_continues_with_finished_objects(
-    gcs: Options, url: str, monkeypatch: pytest.MonkeyPatch, how: Options
-) -> None:
-    monkeypatch.setattr(ledger, "WORTH", 500)
-    killed(UNEVEN, url, gcs, 2, **how)
-    assert "2 of" in went_on(command(UNEVEN, url, gcs, how).notes)
-    is_whole(UNEVEN, url, gcs, how)
-    assert verify(url, storage_options=gcs).ok
-
-
-def test_one_of_two_conversions_to_one_url_finishes_and_the_other_gets_an_error(gcs: Options, url: str) -> None:
-    assert two_processes(command, UNEVEN, url, gcs, MANY) == [b"CheckpointExistsError", b"done"]
-    assert verify(url, storage_options=gcs).ok
 
 
 # --- pages and answers
 
 
-def test_a_run_with_paged_listings_is_seen_completely(gcs: Options, proxy: Proxy, options: Options, url: str) -> None:
+def test_a_run_with_paged_listings_is_seen_completely(near, proxy, far):
     pages: set[str] = set()
 
     def between(handler: Any, body: bytes) -> Reply:
@@ -157,33 +114,16 @@ def test_a_run_with_paged_listings_is_seen_completely(gcs: Options, proxy: Proxy
         return handler.forward(body)
 
     proxy.between = between
-    for step in (1, 2, 3):
-        save(url, options, step, retention=RetentionPolicy(max_num=2))
-    loads(url, options, 3)
+    far.save(1, 2, 3, retention=TWO)
+    far.loads(3)
     assert pages
-    prune(url, policy=RetentionPolicy(max_num=1), storage_options=options)
-    assert top_names(url, gcs) == {".ckptkit", "latest", "step_00000003"}
+    far.prune()
+    assert near.top() == {".ckptkit", "latest", "step_00000003"}
 
 
-class _Json(Answer):
-    @property
-    def body(self) -> bytes:
-        return b'{"error": {"code": %d, "message": "on purpose"}}' % self.status
-
-
-def test_each_request_may_be_throttled_once(proxy: Proxy, options: Options, url: str, at_once: None) -> None:
-    proxy.rule = first_of_each(*(_Json(status, "") for status in (408, 429, 500, 503)))
-    save(url, options, 1)
-    save(url, options, 2, retention=RetentionPolicy(max_num=1))
-    loads(url, options, 2)
-    convert(f"{url}/latest", f"{url}-dcp", to="dcp", storage_options=options)
-    reshard(f"{url}/latest", f"{url}-3", world_size=3, storage_options=options)
-    proxy.rule = PASS
-    assert verify(f"{url}-dcp", storage_options=options).ok and verify(f"{url}-3", storage_options=options).ok
-
-
-def test_a_late_answer_to_any_request_is_harmless(proxy: Proxy, options: Options, url: str) -> None:
-    store = RemoteStore(url, storage_options={**options, "requests_timeout": aiohttp.ClientTimeout(sock_read=0.5)})
+def test_a_late_answer_to_any_request_is_harmless(proxy, far):
+    timeout = aiohttp.ClientTimeout(sock_read=0.5)
+    store = RemoteStore(far.url, storage_options={**far.options, "requests_timeout": timeout})
     proxy.between = late = Late()
     store.write("record", b"mine")
     with pytest.raises(FileExistsError):
@@ -195,11 +135,8 @@ def test_a_late_answer_to_any_request_is_harmless(proxy: Proxy, options: Options
 
 
 @pytest.mark.parametrize(("status", "kind"), [(412, FileExistsError), (404, FileNotFoundError), (403, PermissionError)])
-def test_permanent_errors_are_not_retried(
-    proxy: Proxy, options: Options, url: str, status: int, kind: type[OSError]
-) -> None:
-    store = RemoteStore(url, storage_options=options)
-    proxy.rule = lambda number, method, path: _Json(status, "") if method == "POST" else "pass"
+def test_permanent_errors_are_not_retried(proxy, far, status, kind):
+    proxy.rule = only(Answer(status, text=b'{"error": {"code": %d}}' % status), lambda method, path: method == "POST")
     with pytest.raises(kind):
-        store.write("x", b"1")
+        far.store.write("x", b"1")
     assert sum(method == "POST" for method, _ in proxy.seen) == 1

@@ -10,20 +10,15 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.pins import _announced
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, IntegrityError
-from ckptkit.offline.convert import convert
 from ckptkit.offline.listing import list_run
-from ckptkit.offline.verify import verify
-from ckptkit.storage import open_store
 from ckptkit.storage.objects import RemoteStore
 from tests.checkpoint.saving import fork, save
-from tests.remote.runs import MANY, UNEVEN, Options, command, is_whole, names, objects
-from tests.storage.proxy import PASS, Answer, Proxy
+from tests.remote.runs import MANY, ONE, UNEVEN, Place
+from tests.storage.proxy import PASS, Answer, only
 
 OVER = {**MANY, "overwrite": True}
 
@@ -39,12 +34,12 @@ OVER = {**MANY, "overwrite": True}
         ({"to": "torch"}, {"to": "local"}),
     ],
 )
-def test_overwrite_replaces_the_export_of_another_command(url: str, s3: Options, old: Options, new: Options) -> None:
-    command(UNEVEN, url, s3, old)
-    command(UNEVEN, url, s3, {**new, "overwrite": True})
-    command(UNEVEN, f"{url}-new", s3, new)
-    assert names(url, s3) == names(f"{url}-new", s3)
-    assert not verify(url, storage_options=s3).problems
+def test_overwrite_replaces_the_export_of_another_command(near, old, new):
+    near.make(**old)
+    near.make(**new, overwrite=True)
+    near.beside("new").make(**new)
+    assert near.names() == near.beside("new").names()
+    assert not near.verify().problems
 
 
 @pytest.fixture
@@ -56,40 +51,40 @@ def damaged(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", [MANY, {"world_size": 2}, {"to": "torch"}], ids=str)
-def test_a_damaged_source_leaves_the_old_export(damaged: Path, url: str, s3: Options, how: Options) -> None:
-    command(UNEVEN, url, s3, how)
-    before = objects(url, s3)
+def test_a_damaged_source_leaves_the_old_export(damaged, near, how):
+    near.make(**how)
+    before = near.objects()
     with pytest.raises((CorruptCheckpointError, IntegrityError)):
-        command(damaged, url, s3, {**how, "overwrite": True})
-    assert objects(url, s3) == before
+        near.make(damaged, **how, overwrite=True)
+    assert near.objects() == before
 
 
 @pytest.mark.parametrize("name", ["results.json", "eval/results.json", "checkpoint-500/model.safetensors"])
-def test_overwrite_refuses_foreign_objects_by_name(url: str, s3: Options, name: str) -> None:
-    command(UNEVEN, url, s3, {})
-    open_store(url, storage_options=s3).write(name, b"mine")
-    before = objects(url, s3)
+def test_overwrite_refuses_foreign_objects_by_name(near, name):
+    near.make()
+    near.store.write(name, b"mine")
+    before = near.objects()
     with pytest.raises(CheckpointExistsError, match=f"is not overwritten: .*{name.partition('/')[0]}"):
-        command(UNEVEN, url, s3, OVER)
-    assert objects(url, s3) == before
+        near.make(**OVER)
+    assert near.objects() == before
 
 
-def test_a_single_object_stays_until_it_is_replaced(damaged: Path, url: str, s3: Options) -> None:
-    file, over = f"{url}/model.pt", {"to": "torch", "overwrite": True}
-    command(UNEVEN, file, s3, {"to": "torch"})
-    before = objects(url, s3)
+def test_a_single_object_stays_until_it_is_replaced(damaged, near):
+    file, over = near / "model.pt", {"to": "torch", "overwrite": True}
+    file.make(to="torch")
+    before = near.objects()
     with pytest.raises((CorruptCheckpointError, IntegrityError)):
-        command(damaged, file, s3, over)
-    assert objects(url, s3) == before
-    command(UNEVEN, file, s3, {**over, "dtype": "bf16"})
-    after = objects(url, s3)
+        file.make(damaged, **over)
+    assert near.objects() == before
+    file.make(**over, dtype="bf16")
+    after = near.objects()
     assert after.keys() == before.keys() and after != before
-    open_store(url, storage_options=s3).write("notes.pt", b"mine")
+    near.store.write("notes.pt", b"mine")
     with pytest.raises(CheckpointExistsError, match=r"not a file that torch\.save"):
-        command(UNEVEN, f"{url}/notes.pt", s3, over)
+        (near / "notes.pt").make(**over)
 
 
-def _killed_after_copies(say: Any, url: str, s3: Options, copies: int) -> None:
+def _killed_after_copies(say: Any, place: Place, copies: int) -> None:
     left, copy = [copies], RemoteStore.copy_to
 
     def counted(self: RemoteStore, *args: Any) -> None:
@@ -99,32 +94,28 @@ def _killed_after_copies(say: Any, url: str, s3: Options, copies: int) -> None:
         copy(self, *args)
 
     RemoteStore.copy_to = counted
-    command(UNEVEN, url, s3, OVER)
+    place.make(**OVER)
 
 
 @pytest.mark.parametrize("copies", [0, 1, 5])
-def test_a_kill_during_the_replacement_keeps_the_new_export_and_the_command_continues(
-    url: str, s3: Options, copies: int
-) -> None:
-    command(UNEVEN, url, s3, {"max_shard_size": "2kB"})
-    before = objects(url, s3)
-    assert fork(_killed_after_copies, url, s3, copies)[0] == -signal.SIGKILL
+def test_a_kill_during_the_replacement_keeps_the_new_export_and_the_command_continues(near, copies):
+    near.make(max_shard_size="2kB")
+    before = near.objects()
+    assert fork(_killed_after_copies, near, copies)[0] == -signal.SIGKILL
     if not copies:  # nothing of the old was touched yet
-        assert {name: data for name, data in objects(url, s3).items() if not name.startswith(".")} == before
-    convert(f"{url}/.ckptkit-new", f"{url}-copy", src_storage_options=s3, dst_storage_options=s3)
+        assert {name: data for name, data in near.objects().items() if not name.startswith(".")} == before
+    (near / ".ckptkit-new").convert(near.beside("copy"))
     with pytest.raises(CheckpointExistsError):
-        command(UNEVEN, url, s3, MANY)
-    command(UNEVEN, url, s3, OVER)
-    is_whole(UNEVEN, url, s3)
+        near.make(**MANY)
+    near.make(**OVER)
+    near.is_made()
 
 
 # --- files of others in a checkpoint's keys
 
 
-def test_rotation_and_overwrite_keep_and_name_foreign_objects(
-    url: str, s3: Options, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = open_store(url, storage_options=s3)
+def test_rotation_and_overwrite_keep_and_name_foreign_objects(near, caplog):
+    root = near.store
     first, second = save(root, 1), save(root, 2)
     theirs = {
         "step_00000001/eval/results.json": b"1",
@@ -136,36 +127,34 @@ def test_rotation_and_overwrite_keep_and_name_foreign_objects(
         root.write(name, data)
     save(root, 2, overwrite=True)
     save(root, 3)
-    done = rotate(root, RetentionPolicy(max_num=1), clean=True)
+    done = rotate(root, ONE, clean=True)
     assert "does not name" in caplog.text and not done.failed
-    rotate(root, RetentionPolicy(max_num=1), clean=True)
+    rotate(root, ONE, clean=True)
     for step in (4, 5):  # its cleaning has the lease
         save(root, step)
-    found = objects(url, s3)
-    assert {name: found.get(name) for name in theirs} == theirs
+    found = near.objects()
+    assert theirs.items() <= found.items()
     steps = ("step_00000001", "step_00000002")
     ours = [name for name in found if name.startswith(steps) and ".ckptkit-deleted-" not in name]
     assert sorted(ours) == sorted(theirs)
-    rows = {row["name"]: row for row in list_run(url, storage_options=s3).to_json()["checkpoints"]}
+    rows = {row["name"]: row for row in list_run(near.url, storage_options=near.options).to_json()["checkpoints"]}
     assert "eval/results.json" in rows["step_00000001"]["kept_files"]
     save(root, 1)
-    assert {name: objects(url, s3).get(name) for name in theirs} == theirs
+    assert theirs.items() <= near.objects().items()
 
 
-@pytest.mark.parametrize("refused", ["deletions", "listings"])
-def test_a_denied_rotation_logs_one_line_and_saves_continue(
-    proxy: Proxy, options: Options, url: str, refused: str, caplog: pytest.LogCaptureFixture
-) -> None:
-
-    def rule(number: int, method: str, path: str) -> str | Answer:
-        listing, deletion = "list-type" in path, method == "DELETE" or path.endswith("?delete")
-        denied = listing if refused == "listings" else deletion
-        return Answer(403, "AccessDenied") if denied else "pass"
-
-    state, policy = TrainState(extra={"value": 1}, rng=False), RetentionPolicy(max_num=1)
-    with CheckpointManager(url, retention=policy, storage_options=options) as manager:
+@pytest.mark.parametrize(
+    "refused",
+    [
+        pytest.param(lambda method, path: method == "DELETE" or path.endswith("?delete"), id="deletions"),
+        pytest.param(lambda method, path: "list-type" in path, id="listings"),
+    ],
+)
+def test_a_denied_rotation_logs_one_line_and_saves_continue(proxy, far, refused, caplog):
+    state = TrainState(extra={"value": 1}, rng=False)
+    with far.manager(retention=ONE) as manager:
         manager.save(1, state)
-        proxy.rule = rule
+        proxy.rule = only(Answer(403, "AccessDenied"), refused)
         caplog.clear()
         manager.save(2, state)
         lines = [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -22,17 +20,13 @@ from ckptkit.errors import CheckpointExistsError, CkptkitError
 from ckptkit.formats.own.record import CommitRecord, find_record, record_path
 from ckptkit.storage import staging
 from ckptkit.storage.lock import acquire_lease
-from ckptkit.storage.open import open_store
 from tests.checkpoint.saving import check, fork, save
-from tests.remote.runs import UNEVEN, Options, command, comparable, top_names
-from tests.storage.proxy import Proxy
+from tests.remote.runs import Options, Place, on
 
 
-@pytest.mark.parametrize("kind", ["s3", "gcs"])
-def test_in_fifty_races_exactly_one_of_two_writers_commits(kind: str, request: pytest.FixtureRequest) -> None:
-    url = f"{'s3://remote' if kind == 's3' else 'gs://google'}/races"
-    roots = [open_store(url, storage_options=request.getfixturevalue(kind)) for _ in range(2)]
-    rng = random.Random(0)
+@on("s3", "gcs")
+def test_in_fifty_races_exactly_one_of_two_writers_commits(near):
+    roots, rng = [near.store, near.store], random.Random(0)
 
     def publish(place: RemotePlace, step: int, delay: float) -> str | None:
         time.sleep(delay)
@@ -53,34 +47,37 @@ def test_in_fifty_races_exactly_one_of_two_writers_commits(kind: str, request: p
             assert record is not None and saved == {None, record.save_id}
 
 
-def _saving(say: Any, url: str, options: Options) -> None:
-    root = open_store(url, storage_options=options)
+def _saving(say: Any, place: Place) -> None:
+    root = place.store
     threading.Timer(float(os.environ["KILL_AFTER"]), lambda: os.kill(os.getpid(), 9)).start()
     for step in range(2, 1000):
         save(root, step, nbytes=200_000)
 
 
-def test_a_save_killed_at_any_moment_publishes_nothing_incomplete(
-    url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_killed_at_any_moment_publishes_nothing_incomplete(near, monkeypatch):
     for round_ in range(6):
         monkeypatch.setenv("KILL_AFTER", str(0.12 + 0.11 * round_))
-        here = f"{url}-{round_}"
-        base = open_store(here, storage_options=s3)
+        here = near.beside(str(round_))
+        base = here.store
         save(base, 1)
-        fork(_saving, here, s3)
+        fork(_saving, here)
         steps = check(base)  # every committed checkpoint is complete, byte by byte
         assert steps == list(range(1, len(steps) + 1))
         save(base, 5000)
         monkeypatch.setattr(staging, "STARTING_S", 0.0)
         clean_leftovers(base)  # and a probe of the store: only its age shows that it is unused
         monkeypatch.undo()
-        assert top_names(here, s3) <= {".ckptkit", "latest", *(f"step_{step:08d}" for step in [*steps, 5000])}
+        assert here.top() <= {".ckptkit", "latest", *(f"step_{step:08d}" for step in [*steps, 5000])}
 
 
-def test_an_old_probe_of_a_killed_process_is_removed(url: str, s3: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = open_store(url, storage_options=s3)
-    save(root, 1)
+@pytest.fixture
+def root(near: Place) -> Any:
+    """The store of a run with one checkpoint."""
+    save(near.store, 1)
+    return near.store
+
+
+def test_an_old_probe_of_a_killed_process_is_removed(root, monkeypatch):
     root.write(".probe-0123456789abcdef.part", b"?")
     root.write(".probe-notes.part", b"mine")
     assert clean_leftovers(root) == []
@@ -89,11 +86,7 @@ def test_an_old_probe_of_a_killed_process_is_removed(url: str, s3: Options, monk
     assert root.read(".probe-notes.part") == b"mine"
 
 
-def test_prune_aborts_old_uploads_and_touches_no_foreign_object(
-    url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = open_store(url, storage_options=s3)
-    save(root, 1)
+def test_prune_aborts_old_uploads_and_touches_no_foreign_object(root, monkeypatch):
     root.write("notes/readme.txt", b"mine")
     for name in ("step_00000009/0123456789abcdef/x", "datasets/tokens.bin"):
         root._api.upload(root._full(name))
@@ -107,11 +100,7 @@ def test_prune_aborts_old_uploads_and_touches_no_foreign_object(
     assert root.read("notes/readme.txt") == b"mine" and check(root) == [1]
 
 
-def test_the_age_of_an_upload_is_measured_by_the_clock_of_the_store(
-    url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = open_store(url, storage_options=s3)
-    save(root, 1)
+def test_the_age_of_an_upload_is_measured_by_the_clock_of_the_store(root, monkeypatch):
     root._api.upload(root._full("step_00000009/0123456789abcdef/x"))
     ahead = SimpleNamespace(time=lambda: time.time() + 1e10, monotonic=time.monotonic)
     monkeypatch.setattr("ckptkit.storage.objects.time", ahead)
@@ -120,7 +109,7 @@ def test_the_age_of_an_upload_is_measured_by_the_clock_of_the_store(
     assert len(root.unfinished_uploads()) == 1
 
 
-def test_a_stale_listing_does_not_reorder_a_run(s3: Options, proxy: Proxy, options: Options, url: str) -> None:
+def test_a_stale_listing_does_not_reorder_a_run(proxy, near, far):
     held: dict[str, Any] = {}
 
     def old(handler: Any, body: bytes) -> Any:
@@ -128,8 +117,8 @@ def test_a_stale_listing_does_not_reorder_a_run(s3: Options, proxy: Proxy, optio
             return held.setdefault(handler.path, handler.forward(body))
         return handler.forward(body)
 
-    save(open_store(url, storage_options=s3), 1)
-    root = open_store(url, storage_options=options)
+    save(near.store, 1)
+    root = far.store
     list_checkpoints(root)
     proxy.between = old
     lease = acquire_lease(root)
@@ -138,7 +127,7 @@ def test_a_stale_listing_does_not_reorder_a_run(s3: Options, proxy: Proxy, optio
         if step == 3:
             lease.inventory = None  # as after a failure: it looks again
     lease.release()
-    steps = check(open_store(url, storage_options=s3))
+    steps = check(near.store)
     assert steps == sorted(steps) and steps[-1] == 5
 
 
@@ -153,56 +142,43 @@ COMMANDS: dict[str, Options] = {
 }
 
 
-def at_once(url: str, s3: Options, commands: list[Options], apart_s: float, **more: Any) -> list[str]:
+def _making(say: Any, place: Place, start: float, options: Options) -> None:
+    time.sleep(max(0.0, start - time.time()))
+    try:
+        place.make(**options)
+        say(b"done")
+    except CkptkitError as error:
+        say(f"{type(error).__name__}: {error}".encode())
+
+
+def at_once(place: Place, commands: list[Options], apart_s: float) -> list[str]:
     """Run two commands in two processes, the second a little later; return how each ended."""
-    readers, start = [], time.time() + 0.3
-    for nth, options in enumerate(commands):
-        reader, writer = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # the server has threads; the child touches none
-            pid = os.fork()
-        if pid == 0:
-            said = "it broke"
-            try:
-                time.sleep(max(0.0, start + nth * apart_s - time.time()))
-                command(UNEVEN, url, s3, {**options, **more})
-                said = "done"
-            except CheckpointExistsError as error:
-                said = f"refused: {error}"
-            except CkptkitError as error:
-                said = f"told: {error}"
-            finally:
-                os.write(writer, json.dumps(said).encode())
-                os._exit(0)
-        os.close(writer)
-        readers.append((reader, pid))
-    ends = []
-    for reader, pid in readers:
-        with open(reader, "rb") as found:
-            ends.append(json.loads(found.read()))
-        os.waitpid(pid, 0)
-    return ends
+    start = time.time() + 0.3
+    with ThreadPoolExecutor(2) as pool:
+        ends = [
+            pool.submit(fork, _making, place, start + nth * apart_s, options, timeout=120)
+            for nth, options in enumerate(commands)
+        ]
+        assert [end.result()[0] for end in ends] == [0, 0]
+        return [end.result()[1].decode() for end in ends]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
     "commands", [("one file", "ten files"), ("ten files", "two ranks"), ("torch", "torch, bf16")], ids=str
 )
-def test_one_of_two_concurrent_commands_wins_and_nothing_is_mixed(
-    url: str, s3: Options, commands: tuple[str, str], overwrite: bool
-) -> None:
+def test_one_of_two_concurrent_commands_wins_and_nothing_is_mixed(near, commands, overwrite):
     both = [COMMANDS[name] for name in commands]
     alone = []
     for nth, options in enumerate(both):
-        command(UNEVEN, f"{url}/alone-{nth}", s3, options)
-        alone.append(comparable(f"{url}/alone-{nth}", s3))
+        (near / f"alone-{nth}").make(**options)
+        alone.append((near / f"alone-{nth}").comparable())
     for nth, apart_s in enumerate((0.0, 0.1)):
-        here = f"{url}/{nth}"
+        here = near / str(nth)
         if overwrite:
-            command(UNEVEN, here, s3, both[0])
-        ends = at_once(here, s3, both, apart_s, **({"overwrite": True} if overwrite else {}))
+            here.make(**both[0])
+        ends = at_once(here, [{**options, "overwrite": overwrite} for options in both], apart_s)
         won = [result for result, end in zip(alone, ends, strict=True) if end == "done"]
-        assert "it broke" not in ends and won, ends
-        assert overwrite or len(won) == 1, ends
-        found = comparable(here, s3)
+        assert won and (overwrite or len(won) == 1), ends
+        found = here.comparable()
         assert found in won, (ends, sorted(found))

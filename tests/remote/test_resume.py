@@ -17,8 +17,7 @@ from safetensors.numpy import save_file
 from ckptkit.errors import CheckpointExistsError, IntegrityError, StorageError
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.convert import convert
-from ckptkit.offline.verify import verify
-from ckptkit.storage import ledger, open_store, owner, publish_remote, upload
+from ckptkit.storage import ledger, owner, publish_remote, upload
 from ckptkit.storage.ledger import FOLDER, Ledger
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.publish_remote import OWNER_NAME, _Place, stage_remote
@@ -26,8 +25,10 @@ from ckptkit.storage.requests import FsspecApi
 from tests.checkpoint.saving import fork
 from tests.offline.copying.test_resume import went_on
 from tests.ranks import RankError, run_ranks
-from tests.remote.runs import MANY, UNEVEN, Options, command, comparable, is_whole, names, objects
+from tests.remote.runs import MANY, UNEVEN, Options, Place, on
 from tests.storage.proxy import Proxy
+
+OVER = {**MANY, "overwrite": True}
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +42,9 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def _dying(say: Any, source: str, url: str, s3: Options, options: Options, objects: int) -> None:
+def _dying(say: Any, place: Place, source: Path, options: Options, objects: int) -> None:
     _die_after(objects)
-    command(source, url, s3, options)
+    place.make(source, **options)
 
 
 def _die_after(objects: int) -> None:
@@ -58,19 +59,21 @@ def _die_after(objects: int) -> None:
     Ledger.finished = counted
 
 
-def killed(source: Path, url: str, s3: Options, objects: int, **options: Any) -> None:
-    assert fork(_dying, str(source), url, s3, options, objects)[0] == -signal.SIGKILL
+def killed(place: Place, objects: int, source: Path = UNEVEN, **options: Any) -> None:
+    assert fork(_dying, place, source, options, objects)[0] == -signal.SIGKILL
 
 
-def uploads(url: str, s3: Options) -> list[str]:
-    store = open_store(url, storage_options=s3)
-    assert isinstance(store, RemoteStore)
-    return [found.name.rpartition("/")[2] for found in store.unfinished_uploads()]
+def goes_on(place: Place, source: Path, **options: Any) -> str:
+    """Run the command; return what it says about the work that was done before."""
+    return went_on(place.make(source, **options).notes)
 
 
-def begin_upload(url: str, s3: Options, name: str) -> None:
-    store = open_store(url, storage_options=s3)
-    assert isinstance(store, RemoteStore)
+def uploads(place: Place) -> list[str]:
+    return [found.name.rpartition("/")[2] for found in place.store.unfinished_uploads()]
+
+
+def begin_upload(place: Place, name: str) -> None:
+    store = place.store
     store._api.upload(store._full(name))
 
 
@@ -80,62 +83,61 @@ def moved(proxy: Proxy) -> int:
 
 
 @pytest.mark.parametrize("finished", [1, 4])
-def test_a_killed_conversion_continues_with_finished_objects(
-    source: Path, url: str, s3: Options, proxy: Proxy, options: Options, finished: int
-) -> None:
-    killed(source, url, s3, finished, **MANY)
-    assert "model.safetensors.index.json" not in names(url, s3)
-    report = command(source, url, options, MANY)
+def test_a_killed_conversion_continues_with_finished_objects(source, near, proxy, far, finished):
+    killed(near, finished, source, **MANY)
+    assert "model.safetensors.index.json" not in near.names()
+    report = far.make(source, **MANY)
     assert f"{finished} of" in went_on(report.notes)
     again = moved(proxy)
     proxy.clear()
-    whole = command(source, f"{url}-whole", options, MANY)
+    whole = far.beside("whole").make(source, **MANY)
     assert again == moved(proxy) - finished
     assert report.nbytes_read < whole.nbytes_read and report.checked == whole.checked
-    assert comparable(url, s3) == comparable(f"{url}-whole", s3)
+    assert near.comparable() == near.beside("whole").comparable()
 
 
-def test_a_killed_reshard_continues_with_finished_objects(source: Path, url: str, s3: Options) -> None:
-    options = {"world_size": 3}
-    killed(source, url, s3, 2, **options)
-    assert "2 of" in went_on(command(source, url, s3, options).notes)
-    assert verify(url, storage_options=s3).ok
-    is_whole(source, url, s3, options)
+@on("s3", "gcs")
+@pytest.mark.parametrize("how", [{"world_size": 3}, MANY], ids=str)
+def test_a_killed_reshard_continues_with_finished_objects(source, near, how):
+    killed(near, 2, source, **how)
+    assert "2 of" in goes_on(near, source, **how)
+    assert near.verify().ok
+    near.is_made(source, how)
 
 
-def test_uploads_of_a_killed_run_are_aborted_and_foreign_objects_stay(source: Path, url: str, s3: Options) -> None:
-    killed(source, url, s3, 2, **MANY)
-    open_store(url, storage_options=s3).write("notes.txt", b"of a person")
-    begin_upload(url, s3, "model-00009-of-00010.safetensors")
-    begin_upload(url, s3, "somebody-elses.bin")
-    command(source, url, s3, MANY)
-    assert uploads(url, s3) == ["somebody-elses.bin"]
-    is_whole(source, url, s3, **{"notes.txt": b"of a person"})
+def test_uploads_of_a_killed_run_are_aborted_and_foreign_objects_stay(source, near):
+    killed(near, 2, source, **MANY)
+    near.store.write("notes.txt", b"of a person")
+    begin_upload(near, "model-00009-of-00010.safetensors")
+    begin_upload(near, "somebody-elses.bin")
+    near.make(source, **MANY)
+    assert uploads(near) == ["somebody-elses.bin"]
+    near.is_made(source, **{"notes.txt": b"of a person"})
 
 
-def test_a_replaced_object_is_written_again(source: Path, url: str, s3: Options) -> None:
-    killed(source, url, s3, 3, **MANY)
-    store = open_store(url, storage_options=s3)
-    name = next(name for name in sorted(names(url, s3)) if name.startswith("model-"))
+def test_a_replaced_object_is_written_again(source, near):
+    killed(near, 3, source, **MANY)
+    store = near.store
+    name = min(name for name in near.names() if name.startswith("model-"))
     store.write(name, bytes(len(store.read(name))), overwrite=True)  # of the same size
-    assert "2 of" in went_on(command(source, url, s3, MANY).notes)
-    is_whole(source, url, s3)
+    assert "2 of" in goes_on(near, source, **MANY)
+    near.is_made(source)
 
 
 @pytest.mark.parametrize("change", ["source", "plan", "check"])
-def test_objects_of_another_source_or_plan_are_written_again(source: Path, url: str, s3: Options, change: str) -> None:
-    killed(source, url, s3, 3, **MANY)
+def test_objects_of_another_source_or_plan_are_written_again(source, near, change):
+    killed(near, 3, source, **MANY)
     options = {**MANY, **{"plan": {"max_shard_size": "1.1kB"}, "check": {"check": False}}.get(change, {})}
     if change == "source":
-        os.utime(source / "__0_0.distcp", ns=(0, 0))
-        os.utime(source / "__1_0.distcp", ns=(0, 0))
-    report = command(source, url, s3, options)
-    is_whole(source, url, s3, options)
-    assert went_on(report.notes) == "" or change == "source"  # files of which nothing was changed are the same work
+        for rank in (0, 1):
+            os.utime(source / f"__{rank}_0.distcp", ns=(0, 0))
+    said = goes_on(near, source, **options)
+    near.is_made(source, options)
+    assert said == "" or change == "source"  # files of which nothing was changed are the same work
 
 
-def test_damage_that_appears_after_the_kill_is_found(source: Path, url: str, s3: Options) -> None:
-    killed(source, url, s3, 2, **MANY)
+def test_damage_that_appears_after_the_kill_is_found(source, near):
+    killed(near, 2, source, **MANY)
     for entry in open_source(str(source)).catalog.tensors.values():
         for piece in entry.slices:
             path = source / piece.path
@@ -144,8 +146,8 @@ def test_damage_that_appears_after_the_kill_is_found(source: Path, url: str, s3:
             path.write_bytes(data)
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     with pytest.raises(IntegrityError):
-        command(source, url, s3, MANY)
-    assert objects(url, s3) == {}
+        near.make(source, **MANY)
+    assert near.names() == set()
 
 
 def once_finished(monkeypatch: pytest.MonkeyPatch, objects: int, call: Callable[[str], object]) -> None:
@@ -161,58 +163,50 @@ def once_finished(monkeypatch: pytest.MonkeyPatch, objects: int, call: Callable[
     monkeypatch.setattr(Ledger, "finished", noticed)
 
 
-def test_a_late_put_of_a_zombie_is_never_published(
-    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_put_of_a_zombie_is_never_published(near, monkeypatch):
     def replace(path: str) -> None:
-        store = open_store(url, storage_options=s3)
+        store = near.store
         data = store.read(path)
         store.write(path, data[:-1] + bytes([data[-1] ^ 1]), overwrite=True)
 
     once_finished(monkeypatch, 1, replace)
     with pytest.raises(StorageError, match=r"model-\S+ is not what was written"):
-        command(source, url, s3, MANY)
-    assert not names(url, s3)
+        near.make(**MANY)
+    assert not near.names()
 
 
-def test_a_writer_that_lost_the_directory_publishes_and_deletes_nothing(
-    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_lost_the_directory_publishes_and_deletes_nothing(near, monkeypatch):
     def take_over(path: str) -> None:  # as another machine that takes the writer for dead and overwrites
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner.Owner, "alive", lambda self: None)
-            assert "3 of" in went_on(command(source, url, s3, {**MANY, "overwrite": True}).notes)
+            assert "3 of" in goes_on(near, UNEVEN, **OVER)
 
     once_finished(monkeypatch, 3, take_over)
     with pytest.raises((StorageError, FileExistsError)):
-        command(source, url, s3, MANY)
-    is_whole(source, url, s3)
+        near.make(**MANY)
+    near.is_made()
 
 
-def test_a_conversion_continues_on_another_machine_only_with_overwrite(
-    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed(source, url, s3, 3, **MANY)
+def test_a_conversion_continues_on_another_machine_only_with_overwrite(near, monkeypatch):
+    killed(near, 3, **MANY)
     monkeypatch.setattr(owner, "_machine", lambda: "another/machine/altogether")
     with pytest.raises(CheckpointExistsError, match="overwrite"):
-        command(source, url, s3, MANY)
-    assert "3 of" in went_on(command(source, url, s3, {**MANY, "overwrite": True}).notes)
-    assert not [name for name in names(url, s3) if name.startswith(".")]
+        near.make(**MANY)
+    assert "3 of" in goes_on(near, UNEVEN, **OVER)
+    assert not [name for name in near.names() if name.startswith(".")]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no")], ids=["Ctrl-C", "error"])
-def test_ctrl_c_keeps_finished_objects_and_an_error_does_not(
-    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+def test_ctrl_c_keeps_finished_objects_and_an_error_does_not(near, monkeypatch, error):
     def stop(path: str) -> None:
         raise error
 
     once_finished(monkeypatch, 1, stop)
     with pytest.raises(type(error)):
-        command(source, url, s3, MANY)
+        near.make(**MANY)
     kept = isinstance(error, KeyboardInterrupt)
-    assert any(name.startswith(FOLDER) for name in names(url, s3)) == bool(names(url, s3)) == kept
-    assert ("1 of" in went_on(command(source, url, s3, MANY).notes)) == kept
+    assert any(name.startswith(FOLDER) for name in near.names()) == bool(near.names()) == kept
+    assert ("1 of" in goes_on(near, UNEVEN, **MANY)) == kept
 
 
 def between(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> None:
@@ -228,50 +222,44 @@ def between(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> Non
 
 
 @pytest.mark.parametrize("before", ["nothing", "what a dead one left"])
-def test_an_export_published_after_the_listing_is_kept(
-    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch, before: str
-) -> None:
+def test_an_export_published_after_the_listing_is_kept(near, monkeypatch, before):
     if before != "nothing":
-        killed(source, url, s3, 3, **MANY)
-    between(monkeypatch, lambda: command(source, url, s3, MANY))
+        killed(near, 3, **MANY)
+    between(monkeypatch, lambda: near.make(**MANY))
     with pytest.raises(CheckpointExistsError, match="exists already"):
-        command(source, url, s3, MANY)
-    is_whole(source, url, s3)
+        near.make(**MANY)
+    near.is_made()
 
 
-def test_the_later_of_two_overwrites_replaces_the_earlier(
-    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command(source, url, s3, {"max_shard_size": "2kB"})
-    between(monkeypatch, lambda: command(source, url, s3, {**MANY, "overwrite": True}))
-    command(source, url, s3, {"max_shard_size": "1.3kB", "overwrite": True})
-    is_whole(source, url, s3, {"max_shard_size": "1.3kB"})
+def test_the_later_of_two_overwrites_replaces_the_earlier(near, monkeypatch):
+    near.make(max_shard_size="2kB")
+    between(monkeypatch, lambda: near.make(**OVER))
+    near.make(max_shard_size="1.3kB", overwrite=True)
+    near.is_made(options={"max_shard_size": "1.3kB"})
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), PermissionError("no")], ids=["Ctrl-C", "denied"])
-def test_an_interrupted_takeover_can_be_repeated(
-    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    killed(source, url, s3, 3, **MANY)
+def test_an_interrupted_takeover_can_be_repeated(near, monkeypatch, error):
+    killed(near, 3, **MANY)
 
     def stopped(*args: Any) -> None:
         raise error
 
     with monkeypatch.context() as patch, pytest.raises(type(error)):
         patch.setattr(publish_remote, "_end_uploads", stopped)
-        command(source, url, s3, MANY)
-    assert "3 of" in went_on(command(source, url, s3, MANY).notes)
+        near.make(**MANY)
+    assert "3 of" in goes_on(near, UNEVEN, **MANY)
 
 
-def _dying_in_an_upload(say: Any, source: str, url: str, s3: Options) -> None:
+def _dying_in_an_upload(say: Any, source: str, file: Place) -> None:
     from ckptkit.storage.s3 import S3Upload
 
     upload.UPLOAD_BYTES = 5 << 20
     S3Upload.part = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
-    convert(source, url, to="torch", dst_storage_options=s3)
+    convert(source, file.url, to="torch", dst_storage_options=file.options)
 
 
-def test_the_owner_file_of_a_failed_writer_stays_as_long_as_its_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_owner_file_of_a_failed_writer_stays_as_long_as_its_objects(monkeypatch):
     target, delete_one = RemoteStore(f"memory://exports/{uuid.uuid4().hex}"), FsspecApi.delete_one
 
     def refuse(self: FsspecApi, name: str) -> None:
@@ -291,26 +279,26 @@ def test_the_owner_file_of_a_failed_writer_stays_as_long_as_its_objects(monkeypa
     assert {item.path for item in target.list()} >= {"data.bin", OWNER_NAME}  # it is known to be unfinished
 
 
-def test_an_unfinished_upload_of_a_single_file_is_aborted(tmp_path: Path, url: str, s3: Options) -> None:
-    save_file({"w": np.zeros((12 << 20,), np.uint8)}, tmp_path / "m.safetensors")
-    source, file = str(tmp_path / "m.safetensors"), f"{url}/model.pt"
-    assert fork(_dying_in_an_upload, source, file, s3)[0] == -signal.SIGKILL
-    begin_upload(url, s3, "other.pt")
-    assert sorted(uploads(url, s3)) == ["model.pt", "other.pt"]
-    convert(source, file, to="torch", dst_storage_options=s3)
-    assert uploads(url, s3) == ["other.pt"]
-    assert names(url, s3) == {"model.pt"}
+def test_an_unfinished_upload_of_a_single_file_is_aborted(tmp_path, near):
+    source, file = str(tmp_path / "m.safetensors"), near / "model.pt"
+    save_file({"w": np.zeros((12 << 20,), np.uint8)}, source)
+    assert fork(_dying_in_an_upload, source, file)[0] == -signal.SIGKILL
+    begin_upload(near, "other.pt")
+    assert sorted(uploads(near)) == ["model.pt", "other.pt"]
+    file.make(source, to="torch")
+    assert uploads(near) == ["other.pt"]
+    assert near.names() == {"model.pt"}
 
 
-def _team(source: str, url: str, s3: Options, kill: int) -> str:
+def _team(place: Place, kill: int) -> str:
     ledger.WORTH = 500
     if kill:
         _die_after(kill)
-    return went_on(command(source, url, s3, MANY).notes)
+    return goes_on(place, UNEVEN, **MANY)
 
 
-def test_a_team_continues_the_work_of_another_team(source: Path, url: str, s3: Options) -> None:
+def test_a_team_continues_the_work_of_another_team(near):
     with pytest.raises(RankError):
-        run_ranks(_team, 3, str(source), url, s3, 1)
-    assert "of" in run_ranks(_team, 2, str(source), url, s3, 0)[0]
-    is_whole(source, url, s3)
+        run_ranks(_team, 3, near, 1)
+    assert "of" in run_ranks(_team, 2, near, 0)[0]
+    near.is_made()

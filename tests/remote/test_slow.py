@@ -6,17 +6,13 @@ import asyncio
 import http.client
 import json
 import os
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptkit.errors import CkptkitError, LeaseHeldError, StorageError
-from ckptkit.offline.verify import verify
-from ckptkit.storage import open_store
 from ckptkit.storage.connection import READS
 from ckptkit.storage.lock import STATE_DIRECTORY, TTL_S, _held_leases
 from ckptkit.storage.objects import RemoteStore
@@ -25,10 +21,8 @@ from ckptkit.storage.publish import stage
 from ckptkit.storage.retry import Patience, SilenceError, call_with_retries, patiently, silences
 from ckptkit.storage.s3 import S3Api
 from ckptkit.storage.store import ReadInto
-from tests.remote.runs import Options, loads, names, objects, save, steps, top_names
-from tests.remote.slow import Late
-from tests.storage import servers
-from tests.storage.proxy import PASS, Answer, Proxy, Reply, Rule, proxy_of
+from tests.remote.runs import Place, on
+from tests.storage.proxy import PASS, Answer, Late, Reply, Rule, first, is_end, is_part, only
 
 PART = 2 << 20  # lent memory is sent in parts of 4.5 times this; S3 accepts no less than 5 MiB
 BIG = 20 << 20
@@ -66,7 +60,7 @@ class _Body:
         return self._at
 
 
-def test_a_request_does_not_time_out_while_its_body_is_sent() -> None:
+def test_a_request_does_not_time_out_while_its_body_is_sent():
     async def ask() -> str:
         answered = asyncio.Event()
 
@@ -79,7 +73,7 @@ def test_a_request_does_not_time_out_while_its_body_is_sent() -> None:
     assert asyncio.run(ask()) == "done"
 
 
-def test_a_request_without_progress_times_out() -> None:
+def test_a_request_without_progress_times_out():
     ended: list[str] = []
 
     async def request() -> None:
@@ -93,9 +87,7 @@ def test_a_request_without_progress_times_out() -> None:
     assert ended == ["cancelled"]
 
 
-def test_a_slow_server_is_retried_with_longer_timeouts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slow_server_is_retried_with_longer_timeouts(monkeypatch):
     monkeypatch.setattr("ckptkit.storage.retry.TIMEOUT_S", 0.0)  # it is always over
     found: list[int] = []
 
@@ -112,32 +104,6 @@ def test_a_slow_server_is_retried_with_longer_timeouts(
         patience.hurry()
         call_with_retries(slow)
     assert found == [0]
-
-
-def test_a_server_that_stops_reading_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "100ms")
-    taken: list[socket.socket] = []
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-
-        def accept() -> None:
-            while True:
-                try:
-                    taken.append(silent.accept()[0])  # and reads nothing
-                except OSError:
-                    return
-
-        threading.Thread(target=accept, daemon=True).start()
-        options = {
-            "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}",
-            "key": "k",
-            "secret": "s",
-            "config_kwargs": {"read_timeout": 0.5},
-        }
-        store = RemoteStore("s3://slow/x", storage_options=options)
-        with pytest.raises(StorageError, match="made no progress"):
-            store._put("y", store._full("y"), bytes(32 << 20))
-    for connection in taken:
-        connection.close()
 
 
 class _Crowd:
@@ -163,8 +129,8 @@ class _Crowd:
                 self._now -= 1
 
 
-def test_ranges_wait_for_a_turn_before_their_timeout_starts(proxy: Proxy, options: Options) -> None:
-    store = RemoteStore("s3://remote/crowd", storage_options=options)
+def test_ranges_wait_for_a_turn_before_their_timeout_starts(proxy, far):
+    store = far.store
     for number in range(16):
         store.write(f"{number}", b"x" * 100)
     proxy.between = crowd = _Crowd(READS)
@@ -185,11 +151,9 @@ def test_ranges_wait_for_a_turn_before_their_timeout_starts(proxy: Proxy, option
 # --- answers that arrive too late
 
 
-def test_a_late_answer_to_any_request_is_harmless(
-    proxy: Proxy, options: Options, small_parts: None, data: bytes
-) -> None:
-    store = RemoteStore("s3://remote/late", storage_options={**options, "config_kwargs": {"read_timeout": 0.5}})
-    store._connection.conditional["remote"] = True
+def test_a_late_answer_to_any_request_is_harmless(proxy, far, small_parts, data):
+    store = far.by(config_kwargs={"read_timeout": 0.5}).store
+    store._connection.conditional["bucket"] = True
     proxy.between = late = Late()
     store.write("record", b"mine")
     with pytest.raises(FileExistsError):
@@ -212,32 +176,25 @@ def test_a_late_answer_to_any_request_is_harmless(
 # --- uploads that are lost
 
 
-@pytest.mark.parametrize("what", ["part", "complete"])
-def test_a_lost_upload_begins_again(proxy: Proxy, options: Options, small_parts: None, data: bytes, what: str) -> None:
-    said: list[str] = []
-
-    def rule(number: int, method: str, path: str) -> str | Answer:
-        hit = "partNumber=2" in path if what == "part" else method == "POST" and "uploadId" in path
-        if not hit or said:
-            return "pass"
-        said.append(path)
-        return Answer(404, "NoSuchUpload") if what == "part" else Answer(400, "InvalidPart")
-
-    store = RemoteStore(f"s3://remote/lost-{what}", storage_options=options)
-    proxy.rule = rule
+@pytest.mark.parametrize(
+    ("is_it", "answer"),
+    [
+        pytest.param(is_part, Answer(404, "NoSuchUpload"), id="part"),
+        pytest.param(is_end, Answer(400, "InvalidPart"), id="complete"),
+    ],
+)
+def test_a_lost_upload_begins_again(proxy, far, small_parts, data, is_it, answer):
+    store = far.store
+    proxy.rule = first(answer, is_it)
     _lend(store, "big", data)
-    assert said
+    assert proxy.kinds()["POST uploads"] == 2
     assert store.read("big") == data
     assert store.unfinished_uploads() == []
 
 
-def test_an_upload_lost_every_time_is_an_error_and_leaves_nothing(
-    proxy: Proxy, options: Options, small_parts: None, data: bytes
-) -> None:
-    store = RemoteStore("s3://remote/lost-for-good", storage_options=options)
-    proxy.rule = lambda number, method, path: (
-        Answer(400, "InvalidPart") if method == "POST" and "uploadId" in path else "pass"
-    )
+def test_an_upload_lost_every_time_is_an_error_and_leaves_nothing(proxy, far, small_parts, data):
+    store = far.store
+    proxy.rule = only(Answer(400, "InvalidPart"), is_end)
     with pytest.raises(StorageError, match="InvalidPart"):
         _lend(store, "big", data)
     assert sum("uploads" in path for _, path in proxy.seen) == 3
@@ -265,16 +222,15 @@ class _Broken:
         return None
 
 
-@pytest.mark.parametrize(("what", "nbytes"), [("partNumber=1&", BIG), ("/run/x", PART)])
+@on("rclone")
+@pytest.mark.parametrize(("what", "nbytes"), [("partNumber=1&", BIG), ("/x", PART)])
 def test_an_interrupted_body_is_sent_again_even_if_the_server_rejects_the_upload(
-    tmp_path: Path, small_parts: None, data: bytes, what: str, nbytes: int
-) -> None:
-    with servers.rclone(tmp_path) as rclone, proxy_of(rclone["endpoint_url"]) as proxy:
-        store = RemoteStore("s3://bucket/run", storage_options={**rclone, "endpoint_url": proxy.url})
-        proxy.between = broken = _Broken(what)
-        _lend(store, "x", data[:nbytes])
-        assert broken.broken == 1
-        assert open_store("s3://bucket/run", storage_options=rclone).read("x") == data[:nbytes]
+    proxy, far, near, small_parts, data, what, nbytes
+):
+    proxy.between = broken = _Broken(what)
+    _lend(far.store, "x", data[:nbytes])
+    assert broken.broken == 1
+    assert near.store.read("x") == data[:nbytes]
 
 
 # --- the commit record
@@ -317,29 +273,29 @@ class _Held:
         return rule
 
 
+def arrives(held: _Held, place: Place) -> None:
+    """Check that a commit record that arrives now is that of a complete checkpoint."""
+    assert held.carry_out() == 200
+    place.loads(1)
+    assert (place / "step_00000001").verify().ok
+
+
 @pytest.mark.parametrize("comes", [True, False])
-def test_a_late_commit_record_names_existing_files(
-    proxy: Proxy, options: Options, s3: Options, url: str, monkeypatch: pytest.MonkeyPatch, comes: bool
-) -> None:
-    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
+def test_a_late_commit_record_names_existing_files(proxy, far, near, impatient, comes):
     proxy.between = held = _Held()
     with pytest.raises(CkptkitError):
-        save(url, options, 1)
+        far.save(1)
     if comes:
-        assert held.carry_out() == 200
-        loads(url, s3, 1)
-        assert verify(f"{url}/step_00000001", storage_options=s3).ok
+        arrives(held, near)
     else:
-        assert steps(url, s3) == []
-        save(url, s3, 2)
-        loads(url, s3, 2)
-        assert "step_00000001" not in top_names(url, s3)
+        assert near.steps() == []
+        near.save(2)
+        near.loads(2)
+        assert "step_00000001" not in near.top()
 
 
 @pytest.mark.parametrize("then", ["503", "denied", "interrupted"])
-def test_a_late_commit_record_after_another_failure_names_existing_files(
-    proxy: Proxy, options: Options, s3: Options, url: str, monkeypatch: pytest.MonkeyPatch, at_once: None, then: str
-) -> None:
+def test_a_late_commit_record_after_another_failure_names_existing_files(proxy, far, near, monkeypatch, at_once, then):
     held, real = _Held(), S3Api.put
 
     def put(api: S3Api, name: str, *args: Any, **kwargs: Any) -> str:
@@ -353,17 +309,12 @@ def test_a_late_commit_record_after_another_failure_names_existing_files(
     monkeypatch.setattr(S3Api, "put", put)
     proxy.between, proxy.rule = held, held.rule(then, allowed=then == "denied")
     with pytest.raises(KeyboardInterrupt if then == "interrupted" else CkptkitError):
-        save(url, options, 1)
-    assert held.carry_out() == 200
-    loads(url, s3, 1)
-    assert verify(f"{url}/step_00000001", storage_options=s3).ok
+        far.save(1)
+    arrives(held, near)
 
 
-def test_a_commit_record_is_not_retried_after_the_lease_is_lost(
-    proxy: Proxy, options: Options, s3: Options, url: str, at_once: None
-) -> None:
-    root = open_store(url, storage_options=s3)
-    tries = 0
+def test_a_commit_record_is_not_retried_after_the_lease_is_lost(proxy, far, near, at_once):
+    root, tries = near.store, 0
 
     def rule(number: int, method: str, path: str) -> str:
         nonlocal tries
@@ -371,7 +322,7 @@ def test_a_commit_record_is_not_retried_after_the_lease_is_lost(
             return "pass"
         tries += 1
         if tries == 1:  # the store was out of reach for so long that another job took over, and cleaned up
-            (ours,) = (lease for lease in list(_held_leases.values()) if lease.root.url == url)
+            (ours,) = (lease for lease in list(_held_leases.values()) if lease.root.url == far.url)
             ours._renewed -= TTL_S
             theirs = {"nonce": "0" * 16, "beat": 0, "released": True, **owner_json(root)}
             root.write(f"{STATE_DIRECTORY}/lease-00000002.json", json.dumps(theirs).encode())
@@ -380,25 +331,24 @@ def test_a_commit_record_is_not_retried_after_the_lease_is_lost(
 
     proxy.rule = rule
     with pytest.raises(LeaseHeldError):
-        save(url, options, 1)
-    assert steps(url, s3) == []
+        far.save(1)
+    assert near.steps() == []
 
 
 @pytest.mark.parametrize("then", ["503", "denied"])
-def test_an_index_that_arrives_after_a_failed_export_names_existing_files(
-    proxy: Proxy, options: Options, s3: Options, url: str, at_once: None, then: str
-) -> None:
-    def export(options: Options) -> None:
-        with stage(url, last=["index.json"], names={"data": 4, "index.json": -1}, storage_options=options) as store:
+def test_an_index_that_arrives_after_a_failed_export_names_existing_files(proxy, far, near, at_once, then):
+    def export(place: Place) -> None:
+        names = {"data": 4, "index.json": -1}
+        with stage(place.url, last=["index.json"], names=names, storage_options=place.options) as store:
             store.write("data", b"data")
             store.write("index.json", b"{}")
 
     held = _Held("index.json")
     proxy.between, proxy.rule = held, held.rule(then, allowed=1)
     with pytest.raises((CkptkitError, PermissionError)):
-        export(options)
+        export(far)
     assert held.carry_out() == 200
-    assert objects(url, s3).items() >= {"data": b"data", "index.json": b"{}"}.items()
-    open_store(url, storage_options=s3).delete(["index.json"])  # or it never arrives: then the next starts as usual
-    export(s3)
-    assert names(url, s3) == {"data", "index.json"}
+    assert near.objects().items() >= {"data": b"data", "index.json": b"{}"}.items()
+    near.store.delete(["index.json"])  # or it never arrives: then the next starts as usual
+    export(near)
+    assert near.names() == {"data", "index.json"}

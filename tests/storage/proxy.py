@@ -17,15 +17,17 @@ from tests.storage.servers import Handler, serving
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of the proxy itself; the server is not asked."""
+    """An answer of the proxy itself, by default an error of S3; the server is not asked."""
 
     status: int
-    code: str
+    code: str = ""
     headers: tuple[tuple[str, str], ...] = ()
+    text: bytes | None = None
 
     @property
     def body(self) -> bytes:
-        return f"<?xml version='1.0'?><Error><Code>{self.code}</Code><Message>on purpose</Message></Error>".encode()
+        xml = f"<?xml version='1.0'?><Error><Code>{self.code}</Code><Message>on purpose</Message></Error>"
+        return xml.encode() if self.text is None else self.text
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Changed:
 
 
 Reply = tuple[int, list[tuple[str, str]], bytes]
-Rule = Callable[[int, str, str], "str | Answer | Changed"]
+Fate = str | Answer | Changed
+Rule = Callable[[int, str, str], Fate]
 """(number of the request, method, path) -> "pass", "503", "reset", "lost", "cut", "slow", or an answer."""
 PASS: Rule = lambda number, method, path: "pass"  # noqa: E731
 
@@ -175,6 +178,56 @@ def first_of_each(*fates: str | Answer) -> Rule:
     return rule
 
 
-def every_third(fate: str) -> Rule:
-    """Return the rule that applies `fate` to every third request."""
+def only(fate: Fate, is_it: Callable[[str, str], bool]) -> Rule:
+    """Return the rule that applies `fate` to the requests that `is_it(method, path)` selects."""
+    return lambda number, method, path: fate if is_it(method, path) else "pass"
+
+
+def first(fate: Fate, is_it: Callable[[str, str], bool], *, times: int = 1) -> Rule:
+    """Return the rule that applies `fate` to the first `times` requests that `is_it(method, path)` selects."""
+    left = iter(range(times))
+    return lambda number, method, path: fate if is_it(method, path) and next(left, None) is not None else "pass"
+
+
+def nth(fate: Fate, *numbers: int) -> Rule:
+    """Return the rule that applies `fate` to the requests with these numbers."""
+    return lambda number, method, path: fate if number in numbers else "pass"
+
+
+def always(fate: Fate) -> Rule:
+    return lambda number, method, path: fate
+
+
+def every_third(fate: Fate) -> Rule:
     return lambda number, method, path: fate if number % 3 == 0 else "pass"
+
+
+def is_part(method: str, path: str) -> bool:
+    """Return whether a request sends the second part of an upload."""
+    return "partNumber=2" in path
+
+
+def is_end(method: str, path: str) -> bool:
+    """Return whether a request completes an upload."""
+    return method == "POST" and "uploadId" in path
+
+
+class Late:
+    """Goes between a proxy and its server: answers the first request of each kind after the client has given up."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, handler: _Handler, body: bytes) -> Reply | None:
+        kind = _kind(handler.command, handler.path)
+        with self._lock:
+            late = kind not in self.kinds
+            if late:
+                self.kinds.append(kind)
+        reply = handler.forward(body)
+        if not late:
+            return reply
+        handler.connection.settimeout(30)
+        assert handler.connection.recv(1) == b"", "the client went on without an answer"
+        return None

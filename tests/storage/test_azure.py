@@ -45,7 +45,7 @@ def store(options: Mapping[str, Any], url: str) -> RemoteStore:
 
 
 class TestAzure(StoreTests):
-    def test_an_upload_in_parts_does_not_replace(self, store: RemoteStore) -> None:
+    def test_an_upload_in_parts_does_not_replace(self, store):
         data = uuid.uuid4().bytes * (7 << 20)  # 112 MiB
         with store.writer("big") as out:
             out.write(data)
@@ -54,13 +54,13 @@ class TestAzure(StoreTests):
             out.write(bytes(len(data)))
         assert store.read("big", 0, 1000) == data[:1000]
 
-    def test_a_put_whose_answer_was_lost_is_recognized_as_ours(self, store: RemoteStore) -> None:
+    def test_a_put_whose_answer_was_lost_is_recognized_as_ours(self, store):
         store.write("x", b"mine")
         full = store._full("x")
         assert store._api.is_mine(full, b"mine", mark="", tries=1)
         assert not store._api.is_mine(full, b"theirs", mark="", tries=1)
 
-    def test_completing_an_upload_twice_succeeds(self, store: RemoteStore) -> None:
+    def test_completing_an_upload_twice_succeeds(self, store):
         upload = store._api.upload(store._full("x"))
         for number, piece in ((2, b"two"), (1, b"one")):
             upload.part(number, Content.of(piece), last=False)
@@ -68,7 +68,7 @@ class TestAzure(StoreTests):
         upload.complete()
         assert store.read("x") == b"onetwo"
 
-    def test_an_upload_that_the_client_completed_twice_by_itself_succeeds(self, store: RemoteStore) -> None:
+    def test_an_upload_that_the_client_completed_twice_by_itself_succeeds(self, store):
         upload = store._api.upload(store._full("x"))
         upload.part(1, Content.of(b"one"), last=True)
         call = store._api.call
@@ -81,7 +81,7 @@ class TestAzure(StoreTests):
         upload.complete()
         assert store.read("x") == b"one"
 
-    def test_an_upload_that_lost_its_blocks_is_an_error(self, store: RemoteStore) -> None:
+    def test_an_upload_that_lost_its_blocks_is_an_error(self, store):
         first, second = store._api.upload(store._full("x")), store._api.upload(store._full("x"))
         first.part(1, Content.of(b"one"), last=True)
         second.part(1, Content.of(b"two"), last=True)
@@ -91,7 +91,7 @@ class TestAzure(StoreTests):
             first.complete()
 
 
-def test_a_run_is_saved_loaded_listed_verified_and_pruned(options: Mapping[str, Any], url: str) -> None:
+def test_a_run_is_saved_loaded_listed_verified_and_pruned(options, url):
     model = torch.nn.Linear(30, 20)
     with CheckpointManager(url, storage_options=options, retention=RetentionPolicy(max_num=9)) as manager:
         for step in (1, 2):
@@ -107,7 +107,7 @@ def test_a_run_is_saved_loaded_listed_verified_and_pruned(options: Mapping[str, 
     assert [row.step for row in list_run(url, storage_options=options).checkpoints] == [2]
 
 
-def test_a_missing_account_name_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_account_name_is_a_usage_error(monkeypatch):
     for name in ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_NAME"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UsageError, match="storage options"):

@@ -21,7 +21,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 300)).map(lambd
 
 
 @given(RANGES, st.integers(0, 100), st.integers(1, 2000))
-def test_every_range_is_in_exactly_one_span(ranges: list[tuple[int, int]], gap: int, span: int) -> None:
+def test_every_range_is_in_exactly_one_span(ranges, gap, span):
     spans = coalesce.coalesce(ranges, max_gap=gap, max_span=span)
     seen = sorted(i for s in spans for i in s.members)
     assert seen == list(range(len(ranges)))
@@ -29,19 +29,19 @@ def test_every_range_is_in_exactly_one_span(ranges: list[tuple[int, int]], gap: 
 
 
 @given(RANGES, st.integers(0, 100), st.integers(1, 2000))
-def test_a_span_exceeds_max_span_only_for_a_single_range(ranges: list[tuple[int, int]], gap: int, span: int) -> None:
+def test_a_span_exceeds_max_span_only_for_a_single_range(ranges, gap, span):
     for s in coalesce.coalesce(ranges, max_gap=gap, max_span=span):
         assert s.stop - s.start <= max(span, max(ranges[i][1] - ranges[i][0] for i in s.members))
 
 
-def test_a_gap_above_max_gap_splits() -> None:
+def test_a_gap_above_max_gap_splits():
     assert [s.members for s in coalesce.coalesce([(0, 10), (15, 20), (40, 50)], max_gap=5, max_span=100)] == [
         (0, 1),
         (2,),
     ]
 
 
-def test_arriving_bytes_are_copied_to_every_overlapping_view() -> None:
+def test_arriving_bytes_are_copied_to_every_overlapping_view():
     data = bytes(range(200))
     wanted = [(0, 200), (40, 3), (38, 30), (150, 50), (199, 1), (60, 0)]
     views = [bytearray(length) for _, length in wanted]
@@ -87,7 +87,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
     return Counting(tmp_path)
 
 
-def test_concurrent_ranges_return_the_bytes_of_the_file(store: Counting) -> None:
+def test_concurrent_ranges_return_the_bytes_of_the_file(store):
     reader, rng = BlockReader(store, 3), random.Random(0)
     wanted = []
     for _ in range(300):
@@ -108,7 +108,7 @@ def store_bytes(store: Counting, path: str) -> bytes:
     return Path(store.path_of(path)).read_bytes()
 
 
-def test_small_sequential_ranges_make_one_request_per_block(store: Counting) -> None:
+def test_small_sequential_ranges_make_one_request_per_block(store):
     reader, data = BlockReader(store), bytearray(50)
     for start in range(0, 50_000, 50):
         reader.read_into("a", start, memoryview(data))
@@ -116,13 +116,13 @@ def test_small_sequential_ranges_make_one_request_per_block(store: Counting) -> 
     assert len(store.requests) == 49 and sum(store.requests) == 50_000
 
 
-def test_a_long_range_is_read_directly(store: Counting) -> None:
+def test_a_long_range_is_read_directly(store):
     data = bytearray(5000)
     BlockReader(store).read_into("a", 100, memoryview(data))
     assert store.requests == [5000] and data == store_bytes(store, "a")[100:5100]
 
 
-def test_random_access_does_not_read_much_more_than_needed(store: Counting) -> None:
+def test_random_access_does_not_read_much_more_than_needed(store):
     reader, rng = BlockReader(store), random.Random(1)
     for _ in range(2000):
         start = rng.randrange(49_990)
@@ -131,7 +131,7 @@ def test_random_access_does_not_read_much_more_than_needed(store: Counting) -> N
     assert sum(store.requests) <= 8192 + 9 * 4 * 2000 + 2 * 1024
 
 
-def test_small_reads_far_apart_in_order_use_blocks(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_reads_far_apart_in_order_use_blocks(store, monkeypatch):
     """A read of a few bytes costs a call, so reading the bytes between such reads is no waste."""
     monkeypatch.setattr(coalesce, "_CALL", 64)
     reader, data = BlockReader(store), bytearray(4)
@@ -142,14 +142,14 @@ def test_small_reads_far_apart_in_order_use_blocks(store: Counting, monkeypatch:
     assert len(store.requests) <= 3 * 3 * (50_000 // 1024 + 1)
 
 
-def test_a_range_past_the_end_reports_a_short_file(store: Counting) -> None:
+def test_a_range_past_the_end_reports_a_short_file(store):
     reader = BlockReader(store)
     for start in (49_990, 60_000):
         with pytest.raises(IncompleteCheckpointError, match="a: the file has"):
             reader.read_into("a", start, memoryview(bytearray(20)))
 
 
-def test_a_failed_block_is_read_again(store: Counting) -> None:
+def test_a_failed_block_is_read_again(store):
     reader, data = BlockReader(store), bytearray(10)
     store.fails = True
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_a_failed_block_is_read_again(store: Counting) -> None:
     assert data == store_bytes(store, "a")[:10]
 
 
-def test_an_interrupted_reader_releases_waiting_threads(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_reader_releases_waiting_threads(store, monkeypatch):
     reader, fetching, failed = BlockReader(store), threading.Event(), threading.Event()
     data = memoryview(bytearray(10))
     original = reader._fetch

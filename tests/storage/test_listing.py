@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from ckptkit.storage import objects
@@ -12,14 +10,8 @@ from ckptkit.storage.listing import Snapshot, snapshot
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.private_keys import AttemptStore
-from tests.storage.proxy import Proxy
 
 NAMES = ["a", "a-b", "a.owner", "a/b", "a/b/c", "a/b0", "a/bb/c", "b", "b/x", "latest", "z/1", "z/2"]
-
-
-@pytest.fixture
-def store(through: dict[str, Any], path: str) -> RemoteStore:
-    return RemoteStore(f"s3://{path}", storage_options=through)
 
 
 def elsewhere(store: RemoteStore) -> RemoteStore:
@@ -28,7 +20,7 @@ def elsewhere(store: RemoteStore) -> RemoteStore:
 
 
 @pytest.mark.parametrize("below", ["", "a"])
-def test_a_snapshot_lists_and_finds_the_same_files_as_the_store(store: RemoteStore, below: str) -> None:
+def test_a_snapshot_lists_and_finds_the_same_files_as_the_store(store, below):
     for name in NAMES:
         store.write(name, name.encode(), overwrite=True)
     view = snapshot(store, below)
@@ -44,7 +36,7 @@ def test_a_snapshot_lists_and_finds_the_same_files_as_the_store(store: RemoteSto
     assert all(view.read(name) == name.encode() for name in NAMES)
 
 
-def test_a_file_is_downloaded_once_and_never_by_its_writer(proxy: Proxy, store: RemoteStore) -> None:
+def test_a_file_is_downloaded_once_and_never_by_its_writer(proxy, store):
     store.write("a", b"1")
     other = elsewhere(store)
     proxy.clear()
@@ -54,18 +46,17 @@ def test_a_file_is_downloaded_once_and_never_by_its_writer(proxy: Proxy, store: 
     assert proxy.kinds() == {"LIST": 3, "GET": 1}
 
 
-def test_a_file_deleted_since_the_listing_is_not_found(store: RemoteStore) -> None:
+def test_a_file_deleted_since_the_listing_is_not_found(store):
     store.write("a", bytes(100))
     view = snapshot(elsewhere(store))
     store.delete(["a"])
-    with pytest.raises(FileNotFoundError):
-        view.read("a")
-    with pytest.raises(FileNotFoundError):
-        view.read("b")
+    for path in ("a", "b"):
+        with pytest.raises(FileNotFoundError):
+            view.read(path)
 
 
 @pytest.mark.parametrize("fetched", [False, True])
-def test_a_file_that_grew_since_the_listing_is_read_completely(store: RemoteStore, fetched: bool) -> None:
+def test_a_file_that_grew_since_the_listing_is_read_completely(store, fetched):
     store.write("a", b"short")
     view = snapshot(elsewhere(store))
     store.write("a", b"much longer than it was", overwrite=True)
@@ -73,20 +64,18 @@ def test_a_file_that_grew_since_the_listing_is_read_completely(store: RemoteStor
     assert view.read("a") == b"much longer than it was"
 
 
-def test_a_listing_of_many_pages_is_replaced_by_folder_lookups(
-    store: RemoteStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_listing_of_many_pages_is_replaced_by_folder_lookups(store, monkeypatch):
     store.write("a", b"1")
     monkeypatch.setattr(objects, "_PAGES", 0)
     assert snapshot(store) is store
 
 
-def test_the_snapshot_of_a_directory_is_the_store_itself(tmp_path: Any) -> None:
+def test_the_snapshot_of_a_directory_is_the_store_itself(tmp_path):
     store = LocalStore(str(tmp_path))
     assert snapshot(store) is store
 
 
-def test_the_cache_of_contents_is_bounded() -> None:
+def test_the_cache_of_contents_is_bounded():
     known = Known(most_bytes=1000)
     for i in range(100):
         known.put(str(i), "tag", bytes(100))
@@ -99,9 +88,7 @@ def test_the_cache_of_contents_is_bounded() -> None:
 # --- attempts
 
 
-def test_small_files_of_an_attempt_are_sent_in_parallel_and_settle_raises_failures(
-    store: RemoteStore,
-) -> None:
+def test_small_files_of_an_attempt_are_sent_in_parallel_and_settle_raises_failures(store):
     attempt = AttemptStore(store.child("step/id"))
     for i in range(20):
         attempt.write(f"f{i}", bytes([i]))

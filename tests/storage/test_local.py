@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from ckptkit.storage.store import ReadInto
 from tests.conformance.store_tests import StoreTests
 
 
-def test_a_symlink_out_of_the_root_and_a_fifo_are_refused_without_waiting(tmp_path: Path) -> None:
+def test_a_symlink_out_of_the_root_and_a_fifo_are_refused_without_waiting(tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link").symlink_to(tmp_path / "secret")
@@ -31,9 +30,7 @@ def test_a_symlink_out_of_the_root_and_a_fifo_are_refused_without_waiting(tmp_pa
 
 
 @pytest.mark.parametrize(("root", "target"), [("", "blobs/f00"), ("snapshots/main", "../../blobs/f00")])
-def test_a_symlink_inside_the_root_or_to_the_blobs_of_a_hub_cache_is_read(
-    tmp_path: Path, root: str, target: str
-) -> None:
+def test_a_symlink_inside_the_root_or_to_the_blobs_of_a_hub_cache_is_read(tmp_path, root, target):
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "f00").write_bytes(b"abc")
     (tmp_path / root).mkdir(parents=True, exist_ok=True)
@@ -45,19 +42,19 @@ def test_a_symlink_inside_the_root_or_to_the_blobs_of_a_hub_cache_is_read(
     "name",
     ["../x", "/x", "a//b", "a/./b", "a/..", "a\\b", "a\x00b", "a\x1b", "a\ud800b", "\udfff", "x" * 5000, "x/" * 4000],
 )
-def test_an_unsafe_or_invalid_path_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_unsafe_or_invalid_path_is_refused(tmp_path, name):
     with pytest.raises(UnsafePathError, match="refused"):
         LocalStore(str(tmp_path)).info(name)
 
 
-def test_a_name_that_is_not_utf8_is_read(tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf8_is_read(tmp_path):
     (tmp_path / os.fsdecode(b"a\xff")).write_bytes(b"1")
     store = LocalStore(str(tmp_path))
     assert store.read(store.list()[0].path) == b"1"
 
 
 @pytest.mark.parametrize("tree", ["tree", "tree/link"])
-def test_deleting_a_tree_leaves_the_target_of_a_symlink(tmp_path: Path, tree: str) -> None:
+def test_deleting_a_tree_leaves_the_target_of_a_symlink(tmp_path, tree):
     (tmp_path / "keep").mkdir()
     (tmp_path / "keep" / "x").write_bytes(b"x")
     (tmp_path / "tree").mkdir()
@@ -67,16 +64,14 @@ def test_deleting_a_tree_leaves_the_target_of_a_symlink(tmp_path: Path, tree: st
     assert not os.path.lexists(tmp_path / tree)
 
 
-def test_rename_never_replaces(tmp_path: Path) -> None:
+def test_rename_never_replaces(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with pytest.raises(FileExistsError):
         LocalStore(tmp_path).rename("a", "b")
 
 
-def test_a_mount_without_renameat2_and_hard_links_is_written_and_nothing_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mount_without_renameat2_and_hard_links_is_written_and_nothing_is_replaced(tmp_path, monkeypatch):
     def no_links(*args: object, **options: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -93,7 +88,7 @@ def test_a_mount_without_renameat2_and_hard_links_is_written_and_nothing_is_repl
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"x": b"1", "y": b"2"}
 
 
-def test_a_reservation_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+def test_a_reservation_that_does_not_fit_leaves_nothing(tmp_path):
     with pytest.raises(NoSpaceError):
         LocalStore(tmp_path).create("huge", 1 << 60)
     assert list(tmp_path.iterdir()) == []
@@ -102,9 +97,7 @@ def test_a_reservation_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "read", [lambda store: store.read("x"), lambda store: store.read_into("x", 0, memoryview(bytearray(1)))]
 )
-def test_an_error_of_the_disk_names_the_whole_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[LocalStore], object]
-) -> None:
+def test_an_error_of_the_disk_names_the_whole_path(tmp_path, monkeypatch, read):
     def fails(*args: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -115,7 +108,7 @@ def test_an_error_of_the_disk_names_the_whole_path(
         read(LocalStore(tmp_path))
 
 
-def test_an_error_of_what_is_written_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+def test_an_error_of_what_is_written_is_not_blamed_on_the_file(tmp_path):
     unreadable = OSError(errno.EIO, os.strerror(errno.EIO), "/swap/offloaded.bin")
     with pytest.raises(OSError) as error, LocalStore(tmp_path).writer("x"):
         raise unreadable
@@ -123,9 +116,7 @@ def test_an_error_of_what_is_written_is_not_blamed_on_the_file(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_of_the_disk_is_not_hidden_if_the_cleanup_fails_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_disk_is_not_hidden_if_the_cleanup_fails_too(tmp_path, monkeypatch):
     """After an I/O error, the kernel may make the file system read-only."""
 
     def fails(code: int) -> None:
@@ -155,7 +146,7 @@ def test_a_new_root_is_durable_in_the_directories_above_it(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_writeback_begins_before_the_final_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool) -> None:
+def test_writeback_begins_before_the_final_sync(tmp_path, monkeypatch, sync):
     begun: list[int] = []
     monkeypatch.setattr("ckptkit.storage.local._DIRTY", 100)
     monkeypatch.setattr("ckptkit.storage.local.start_writing", lambda fd: begun.append(os.fstat(fd).st_size))
@@ -167,7 +158,7 @@ def test_writeback_begins_before_the_final_sync(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_only_slow_reads_use_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+def test_only_slow_reads_use_threads(tmp_path, monkeypatch, waits):
     data = os.urandom(64 << 20)
     (tmp_path / "file").write_bytes(data)
     clock = iter(range(1000))
@@ -189,7 +180,7 @@ def test_only_slow_reads_use_threads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (here, len(done)) == (9 if waits else 64, 64)
 
 
-def test_an_error_names_the_file_that_stands_where_a_directory_should_be(tmp_path: Path) -> None:
+def test_an_error_names_the_file_that_stands_where_a_directory_should_be(tmp_path):
     (tmp_path / "file").write_text("")
     for path in ("file/new", "file/folder/new"):
         with pytest.raises(OSError, match=f"{re.escape(str(tmp_path))}/file is a file, not a directory"):

@@ -41,7 +41,7 @@ def put(root: Store, owner: Owner, *, generation: int = 1, beat: int = 0, age_s:
     return path
 
 
-def test_a_held_lease_is_refused_and_names_its_owner(root: Store) -> None:
+def test_a_held_lease_is_refused_and_names_its_owner(root):
     held = acquire_lease(root)
     with pytest.raises(LeaseHeldError, match=f"process {os.getpid()} on "):
         acquire_lease(root)
@@ -64,25 +64,21 @@ def acquired_at_once(root: Store) -> None:
         pytest.param(ELSEWHERE, module.TTL_S + 5, id="expired, of another machine"),
     ],
 )
-def test_the_lease_of_an_owner_that_is_surely_gone_is_taken_over_at_once(
-    root: Store, monkeypatch: pytest.MonkeyPatch, owner: Owner, age_s: float
-) -> None:
+def test_the_lease_of_an_owner_that_is_surely_gone_is_taken_over_at_once(root, monkeypatch, owner, age_s):
     if "before" in owner.machine:
         monkeypatch.setattr("ckptkit.storage.owner._machine", lambda: BOOT)
     put(root, owner, age_s=age_s)
     acquired_at_once(root)
 
 
-def test_without_a_machine_id_a_reboot_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_machine_id_a_reboot_is_unknown(monkeypatch):
     monkeypatch.setattr("ckptkit.storage.owner._machine", lambda: "boot/pid:[4026531836]/")
     assert replace(this_process(), machine="another/pid:[4026531836]/").alive() is None
     assert this_process().alive()
 
 
 @pytest.mark.parametrize("skew", [0, -3e7, 3e7])
-def test_a_heartbeat_of_another_machine_keeps_its_lease_whatever_our_clock_says(
-    root: Store, skew: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heartbeat_of_another_machine_keeps_its_lease_whatever_our_clock_says(root, skew, monkeypatch):
     put(root, ELSEWHERE)
     real = time.time
     monkeypatch.setattr(module.time, "time", lambda: real() + skew)
@@ -91,13 +87,13 @@ def test_a_heartbeat_of_another_machine_keeps_its_lease_whatever_our_clock_says(
         acquire_lease(root, patience_s=5)
 
 
-def test_another_machine_without_a_heartbeat_loses_its_lease(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_without_a_heartbeat_loses_its_lease(root, monkeypatch):
     put(root, ELSEWHERE)
     monkeypatch.setattr(module, "_POLL_S", 0.05)
     acquire_lease(root, patience_s=0.3).release()
 
 
-def test_the_store_clock_survives_a_concurrent_cleanup(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_clock_survives_a_concurrent_cleanup(root, monkeypatch):
     real, lost = root.info, []
 
     def info(path: str) -> Any:
@@ -126,20 +122,20 @@ def _contend(say: Any, root: str) -> None:
         lease.check()
 
 
-def test_one_of_many_contenders_takes_over(root: Store) -> None:
+def test_one_of_many_contenders_takes_over(root):
     put(root, replace(PARENT, started="1"), generation=41)
     with ThreadPoolExecutor(8) as pool:  # each forks a process of its own
         results = list(pool.map(lambda _: fork(_contend, root.url), range(8)))
     assert sorted(said for _, said in results) == [b"l"] * 7 + [b"w"] and {code for code, _ in results} == {0}
 
 
-def test_a_garbage_collected_lease_is_free(root: Store) -> None:
+def test_a_garbage_collected_lease_is_free(root):
     acquire_lease(root)
     gc.collect()
     acquire_lease(root).release()
 
 
-def test_a_held_lease_writes_heartbeats(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_lease_writes_heartbeats(root, monkeypatch):
     monkeypatch.setattr(module, "BEAT_S", 0.05)
     held = acquire_lease(root)
     deadline = time.monotonic() + 10
@@ -151,7 +147,7 @@ def test_a_held_lease_writes_heartbeats(root: Store, monkeypatch: pytest.MonkeyP
     assert found["beat"] >= 2 and found["released"]
 
 
-def test_a_damaged_lease_file_does_not_count(root: Store) -> None:
+def test_a_damaged_lease_file_does_not_count(root):
     put(root, ELSEWHERE).write_bytes(b"\0\0")
     held = acquire_lease(root)
     held.check()

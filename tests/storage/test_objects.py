@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +15,35 @@ from ckptkit.storage.requests import FsspecApi, NotConditionalError
 from ckptkit.storage.retry import is_transient
 from tests.conformance.store_tests import StoreTests
 from tests.storage import servers
-from tests.storage.proxy import Proxy
+from tests.storage.conftest import Options
 
 
 @pytest.fixture(scope="session")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Any]]:
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Options]:
     with servers.rclone(tmp_path_factory.mktemp("rclone")) as options:
         yield options
 
 
 class TestMoto(StoreTests):
     @pytest.fixture
-    def store(self, moto: Mapping[str, Any], path: str) -> RemoteStore:
-        return RemoteStore(f"s3://{path}", storage_options=moto)
+    def store(self, s3: Options, url: str) -> RemoteStore:
+        return RemoteStore(url, storage_options=s3)
 
 
 class TestRclone(StoreTests):
     @pytest.fixture
-    def store(self, rclone: Mapping[str, Any], path: str) -> RemoteStore:
-        return RemoteStore(f"s3://{path}", storage_options=rclone)
+    def store(self, rclone: Options, url: str) -> RemoteStore:
+        return RemoteStore(url, storage_options=rclone)
 
 
 class TestGcs(StoreTests):
     @pytest.fixture
-    def store(self, gcs: Mapping[str, Any], path: str) -> RemoteStore:
-        return RemoteStore(f"gs://{path}", storage_options=gcs)
+    def store(self, gcs: Options, url: str) -> RemoteStore:
+        return RemoteStore(url.replace("s3:", "gs:"), storage_options=gcs)
 
 
-def test_a_requester_who_pays_says_so_in_every_request(through: dict[str, Any], proxy: Proxy, path: str) -> None:
-    store = RemoteStore(f"s3://{path}", storage_options={**through, "requester_pays": True})
+def test_a_requester_who_pays_says_so_in_every_request(options, proxy, url):
+    store = RemoteStore(url, storage_options={**options, "requester_pays": True})
     proxy.clear()
     store.write("x", b"1")
     assert store.read("x") == b"1" and store.exists("x") and store.info("nothing") is None
@@ -53,7 +53,7 @@ def test_a_requester_who_pays_says_so_in_every_request(through: dict[str, Any], 
 
 
 @pytest.mark.parametrize("url", ["dbfs://host/run", "nosuch://host/run"])
-def test_an_error_names_an_unsupported_protocol_and_the_supported_ones(url: str) -> None:
+def test_an_error_names_an_unsupported_protocol_and_the_supported_ones(url):
     with pytest.raises(UsageError, match=f"{url[:4]}.*Use a path, s3://, gs://"):
         open_store(url).list()
 
@@ -72,7 +72,7 @@ PERMANENT = [FileNotFoundError(), PermissionError(), FileExistsError(), OSError(
 
 
 @pytest.mark.parametrize("error", TRANSIENT + PERMANENT, ids=repr)
-def test_only_transient_errors_are_retried(error: Exception) -> None:
+def test_only_transient_errors_are_retried(error):
     assert is_transient(error) == (error in TRANSIENT)
 
 
@@ -87,9 +87,7 @@ class Files(servers.Handler):
     do_HEAD = do_GET
 
 
-def test_an_http_server_without_ranges_is_read_or_refused_by_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_http_server_without_ranges_is_read_or_refused_by_size(tmp_path, monkeypatch):
     data = bytes(range(256)) * 100
     (tmp_path / "x").write_bytes(data)
     with servers.serving(Files, folder=tmp_path) as url:
@@ -104,9 +102,7 @@ def test_an_http_server_without_ranges_is_read_or_refused_by_size(
             store.read("x", 10, 20)
 
 
-def test_one_warning_says_that_a_store_has_no_conditional_writes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_warning_says_that_a_store_has_no_conditional_writes(monkeypatch, caplog):
     put = FsspecApi.put
 
     def refuse(self: FsspecApi, name: str, data: Any, *, if_absent: bool, mark: str = "") -> str:

@@ -11,7 +11,7 @@ import pytest
 from ckptkit.storage.pool import WorkerPool, result_of
 
 
-def test_ctrl_c_ends_a_wait_also_if_another_thread_receives_the_signal() -> None:
+def test_ctrl_c_ends_a_wait_also_if_another_thread_receives_the_signal():
     ended = threading.Event()
 
     def interrupt() -> None:
@@ -28,7 +28,7 @@ def test_ctrl_c_ends_a_wait_also_if_another_thread_receives_the_signal() -> None
     assert time.monotonic() - started < 50
 
 
-def test_the_error_of_a_function_is_raised() -> None:
+def test_the_error_of_a_function_is_raised():
     def fail() -> None:
         raise TimeoutError("of its own")
 

@@ -68,7 +68,7 @@ def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     return request.param
 
 
-def test_nothing_is_visible_inside_the_block_and_an_exception_leaves_nothing(tmp_path: Path) -> None:
+def test_nothing_is_visible_inside_the_block_and_an_exception_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt), stage(str(tmp_path / "out")) as store:
         store.write("x", b"1")
         assert not (tmp_path / "out").exists()
@@ -77,9 +77,7 @@ def test_nothing_is_visible_inside_the_block_and_an_exception_leaves_nothing(tmp
 
 
 @pytest.mark.parametrize("call", ["mkdir", "fsync", "write", "close"])
-def test_a_failing_disk_leaves_nothing_and_the_error_names_the_path(
-    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_disk_leaves_nothing_and_the_error_names_the_path(tmp_path, call, monkeypatch):
     works = getattr(os, call)
 
     def fails(place: Any, *args: Any) -> None:
@@ -95,28 +93,40 @@ def test_a_failing_disk_leaves_nothing_and_the_error_names_the_path(
     assert names(tmp_path) == []
 
 
-def test_an_existing_target_is_refused_before_writing(tmp_path: Path, old: Path) -> None:
-    with pytest.raises(CheckpointExistsError, match="overwrite"):
-        put(old)
-    assert tree(tmp_path)["out/a/model.bin"] == b"old" and names(tmp_path) == ["out"]
+@pytest.mark.parametrize(
+    ("target", "overwrite", "said"),
+    [
+        ("directory", False, "overwrite"),
+        ("file", False, "overwrite"),
+        ("link", True, "symbolic link"),
+        ("current directory", True, "contains the current directory"),
+    ],
+)
+def test_a_target_that_must_stay_is_refused_before_writing(tmp_path, old, monkeypatch, target, overwrite, said):
+    out = {"file": old / "index.json", "link": tmp_path / "link"}.get(target, old)
+    (tmp_path / "link").symlink_to(old)
+    if target == "current directory":
+        monkeypatch.chdir(old / "a")
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointExistsError, match=said), stage(str(out), replaceable=anything, overwrite=overwrite):
+        raise AssertionError("the block must not run")
+    assert tree(tmp_path) == before and names(tmp_path) == ["link", "out"] and (tmp_path / "link").is_symlink()
 
 
-def test_an_empty_directory_is_replaced(tmp_path: Path) -> None:
+def test_an_empty_directory_is_replaced(tmp_path):
     (tmp_path / "out").mkdir()
     put(tmp_path / "out")
     assert tree(tmp_path)["out/a/model.bin"] == b"new"
 
 
-def test_overwrite_replaces_the_whole_directory(
-    tmp_path: Path, old: Path, swap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overwrite_replaces_the_whole_directory(tmp_path, old, swap):
     (old / "stray").write_bytes(b"x")
     put(old, overwrite=True)
     assert tree(tmp_path) == {"out/a/model.bin": b"new", "out/index.json": b"{}new"}
     assert names(tmp_path) == ["out"]
 
 
-def test_a_failed_overwrite_keeps_the_old(tmp_path: Path, old: Path) -> None:
+def test_a_failed_overwrite_keeps_the_old(tmp_path, old):
     before = tree(tmp_path)
     with pytest.raises(ValueError), stage(str(old), replaceable=anything, overwrite=True) as store:
         store.write("index.json", b"half")
@@ -124,31 +134,13 @@ def test_a_failed_overwrite_keeps_the_old(tmp_path: Path, old: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_a_directory_replaces_a_file_only_with_overwrite(tmp_path: Path) -> None:
+def test_a_directory_replaces_a_file_with_overwrite(tmp_path):
     (tmp_path / "out").write_bytes(b"file")
-    with pytest.raises(CheckpointExistsError):
-        put(tmp_path / "out")
     put(tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "index.json").is_file() and names(tmp_path) == ["out"]
 
 
-def test_a_symlink_is_never_replaced(tmp_path: Path) -> None:
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "x").write_bytes(b"1")
-    (tmp_path / "out").symlink_to(tmp_path / "target")
-    with pytest.raises(CheckpointExistsError, match="symbolic link"):
-        put(tmp_path / "out", overwrite=True)
-    assert (tmp_path / "target" / "x").read_bytes() == b"1"
-
-
-def test_overwrite_refuses_the_current_directory(tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(old / "a")
-    with pytest.raises(CheckpointExistsError, match="contains the current directory"):
-        put(old, overwrite=True)
-    assert tree(tmp_path)["out/a/model.bin"] == b"old"
-
-
-def test_replaceable_is_asked_before_writing_and_again_before_the_swap(tmp_path: Path, old: Path) -> None:
+def test_replaceable_is_asked_before_writing_and_again_before_the_swap(tmp_path, old):
     options: dict[str, Any] = {"replaceable": no_notes, "overwrite": True}
     with pytest.raises(CheckpointExistsError), stage(str(old), **options) as store:
         store.write("x", b"1")
@@ -158,9 +150,7 @@ def test_replaceable_is_asked_before_writing_and_again_before_the_swap(tmp_path:
         raise AssertionError("the block must not run")
 
 
-def test_a_file_created_between_the_last_check_and_the_swap_is_kept_and_named(
-    tmp_path: Path, old: Path, swap: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_created_between_the_last_check_and_the_swap_is_kept_and_named(tmp_path, old, swap, monkeypatch, caplog):
     put_in_place = publish._put_in_place
 
     def late(*args: Any, **options: Any) -> None:
@@ -179,8 +169,8 @@ def test_a_file_created_between_the_last_check_and_the_swap_is_kept_and_named(
 
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_file_that_came_before_the_swap_of_a_killed_writer_is_kept_by_the_next(
-    tmp_path: Path, old: Path, swap: bool, overwrite: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, old, swap, overwrite, monkeypatch
+):
     nonce = "0123456789abcdef"
     root = LocalStore(tmp_path)
     publish.open_staging(root, "out", nonce).write("index.json", b"new")
@@ -193,7 +183,7 @@ def test_a_file_that_came_before_the_swap_of_a_killed_writer_is_kept_by_the_next
     assert tree(tmp_path / f"out.replaced-{nonce}")["notes.txt"] == b"mine"
 
 
-def test_a_foreign_file_at_the_place_of_a_single_file_result_is_kept(tmp_path: Path) -> None:
+def test_a_foreign_file_at_the_place_of_a_single_file_result_is_kept(tmp_path):
     def rule(store: Store, path: str, known: Collection[str]) -> None:
         if store.read(path) == b"mine":
             raise CheckpointExistsError("x")
@@ -209,7 +199,7 @@ def test_a_foreign_file_at_the_place_of_a_single_file_result_is_kept(tmp_path: P
     assert tree(tmp_path) == {"x.bin": b"new", kept: b"mine"}
 
 
-def test_a_target_that_appears_during_the_write_is_not_replaced(tmp_path: Path) -> None:
+def test_a_target_that_appears_during_the_write_is_not_replaced(tmp_path):
     with pytest.raises(CheckpointExistsError, match="by another process"), stage(str(tmp_path / "out")) as store:
         store.write("x", b"1")
         (tmp_path / "out").mkdir()
@@ -217,7 +207,7 @@ def test_a_target_that_appears_during_the_write_is_not_replaced(tmp_path: Path) 
     assert tree(tmp_path) == {"out/theirs": b"2"} and names(tmp_path) == ["out"]
 
 
-def test_the_staging_directory_of_a_living_writer_is_kept(tmp_path: Path) -> None:
+def test_the_staging_directory_of_a_living_writer_is_kept(tmp_path):
     with stage(str(tmp_path / "out")) as first:
         first.write("x", b"1")
         put(tmp_path / "out")
@@ -232,15 +222,13 @@ def _dies(say: Any, out: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_leftovers_of_a_dead_writer_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_writer_are_removed(tmp_path):
     assert fork(_dies, str(tmp_path / "out"))[0] == -signal.SIGKILL and len(names(tmp_path)) == 2
     put(tmp_path / "out")
     assert names(tmp_path) == ["out"]
 
 
-def test_leftovers_without_delete_permission_do_not_block_writers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_leftovers_without_delete_permission_do_not_block_writers(tmp_path, monkeypatch, caplog):
     left = tmp_path / ".trash-out-0123456789abcdef"
     left.mkdir()
     (left / "model.bin").write_bytes(b"of another user")
@@ -257,7 +245,7 @@ def test_leftovers_without_delete_permission_do_not_block_writers(
     assert f"{left}, left by a dead process, could not be removed" in caplog.text
 
 
-def test_leftovers_of_a_writer_on_another_machine_are_kept(tmp_path: Path) -> None:
+def test_leftovers_of_a_writer_on_another_machine_are_kept(tmp_path):
     path = staging_name("out", "0123456789abcdef")
     (tmp_path / path).mkdir()
     owner = {"nonce": "0123456789abcdef", "host": "far", "pid": 1, "started": "1", "machine": "m/n/o"}
@@ -266,9 +254,7 @@ def test_leftovers_of_a_writer_on_another_machine_are_kept(tmp_path: Path) -> No
     assert names(tmp_path) == sorted([path, owner_path(path), "out"])
 
 
-def test_short_writes_complete_the_owner_file_and_leave_no_torn_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_writes_complete_the_owner_file_and_leave_no_torn_step(tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data)[:1]))
     publish.write_owner(LocalStore(tmp_path), "x.owner", "0" * 16)
@@ -291,9 +277,7 @@ def _killed_overwrite(root: str, nth: int) -> None:
     put(Path(root) / "out", overwrite=True)
 
 
-def test_a_kill_at_any_operation_leaves_the_old_or_the_new(
-    tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path, swap, monkeypatch):
     monkeypatch.setattr(staging, "STARTING_S", -1.0)
     context: Any = multiprocessing.get_context("fork")
     old = {"a/model.bin": b"old", "index.json": b"{}old"}
@@ -321,9 +305,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(
 
 
 @pytest.mark.parametrize("fails", ["rename", "sync"])
-def test_a_failed_two_step_replacement_restores_the_old_directory(
-    tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
+def test_a_failed_two_step_replacement_restores_the_old_directory(tmp_path, old, monkeypatch, fails):
     before = tree(tmp_path)
     monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
     rename, sync = LocalStore.rename, LocalStore.sync_directory
@@ -351,9 +333,7 @@ def test_a_failed_two_step_replacement_restores_the_old_directory(
     assert tree(tmp_path) == before
 
 
-def test_rename_without_renameat2_does_not_replace_a_directory_that_just_appeared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rename_without_renameat2_does_not_replace_a_directory_that_just_appeared(tmp_path, monkeypatch):
     """NFS has no renameat2; rename(2) itself fails on a non-empty directory."""
     monkeypatch.setattr(local, "_libc", lambda *_: None)
     (tmp_path / "new").mkdir()
@@ -373,9 +353,7 @@ def test_rename_without_renameat2_does_not_replace_a_directory_that_just_appeare
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])
-def test_a_repeated_rename_whose_answer_was_lost_succeeds(
-    tmp_path: Path, error: type[OSError], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_rename_whose_answer_was_lost_succeeds(tmp_path, error, monkeypatch):
     rename = LocalStore.rename
 
     def repeated(store: LocalStore, source: str, target: str) -> None:
@@ -392,7 +370,7 @@ def test_a_repeated_rename_whose_answer_was_lost_succeeds(
     assert check(tmp_path / "run") == [1] and (tmp_path / "out" / "x").read_bytes() == b"1"
 
 
-def test_published_directories_and_files_have_the_umask(tmp_path: Path) -> None:
+def test_published_directories_and_files_have_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         put(tmp_path / "out")

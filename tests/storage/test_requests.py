@@ -22,7 +22,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     made.close()
 
 
-def test_answers_and_errors_are_in_order(loop: asyncio.AbstractEventLoop) -> None:
+def test_answers_and_errors_are_in_order(loop):
     async def fail() -> int:
         raise ValueError("no")
 
@@ -35,9 +35,7 @@ def test_answers_and_errors_are_in_order(loop: asyncio.AbstractEventLoop) -> Non
 
 
 @pytest.mark.parametrize("when", ["before they begin", "while they run"])
-def test_after_an_interrupt_no_request_is_running(
-    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_after_an_interrupt_no_request_is_running(loop, monkeypatch, when):
     began, free, running, wait = threading.Event(), threading.Event(), [0], threading.Event.wait
 
     async def endless() -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -15,14 +14,9 @@ from ckptkit.storage import retry
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import Patience, call_with_retries, patient, words_of
-from tests.storage.proxy import PASS, Proxy
+from tests.storage.proxy import PASS, Proxy, always, nth
 
 LONG_S = 1000.0  # longer than a test may take
-
-
-@pytest.fixture
-def store(through: dict[str, Any]) -> RemoteStore:
-    return RemoteStore("s3://bucket/retry", storage_options=through)
 
 
 def tries(proxy: Proxy, store: RemoteStore) -> int:
@@ -33,12 +27,10 @@ def tries(proxy: Proxy, store: RemoteStore) -> int:
     return proxy.count
 
 
-def test_after_a_failure_an_operation_tries_twice_and_the_next_one_is_patient_again(
-    store: RemoteStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_failure_an_operation_tries_twice_and_the_next_one_is_patient_again(store, proxy, monkeypatch):
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "2s")
     store.write("x", b"1")
-    proxy.rule = lambda number, method, path: "503"
+    proxy.rule = always("503")
     with patient():
         assert tries(proxy, store) > 2
         assert tries(proxy, store) == 2  # cleanup after a failure
@@ -48,23 +40,21 @@ def test_after_a_failure_an_operation_tries_twice_and_the_next_one_is_patient_ag
         assert tries(proxy, store) > 2
         proxy.rule = PASS
         assert store.read("x") == b"1"
-        proxy.rule = lambda number, method, path: "503" if number < 4 else "pass"
+        proxy.rule = nth("503", 1, 2, 3)
         proxy.clear()
         assert store.read("x") == b"1" and proxy.count == 4  # the store had answered in between
 
 
-def test_the_log_of_a_retry_names_the_server_and_the_deadline(
-    store: RemoteStore, proxy: Proxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_of_a_retry_names_the_server_and_the_deadline(store, proxy, caplog, monkeypatch):
     monkeypatch.setattr(retry, "_QUIET_S", 0.0)
-    proxy.rule = lambda number, method, path: "503" if number < 3 else "pass"
+    proxy.rule = nth("503", 1, 2)
     store.list()
     (said,) = [record.getMessage() for record in caplog.records if record.name == retry.__name__]
-    assert said.startswith(f"s3://bucket/retry (at {proxy.url}) does not answer (")
+    assert said.startswith(f"{store.url} (at {proxy.url}) does not answer (")
     assert "retrying, next try in 0.1 s, giving up in 1" in said and "SlowDown" in said
 
 
-def test_hurry_ends_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hurry_ends_a_wait(monkeypatch):
     monkeypatch.setattr(retry, "WAIT_S", LONG_S)
     monkeypatch.setattr(retry, "WAIT_MAX_S", LONG_S)
     patience, failed = Patience(2 * LONG_S), threading.Event()
@@ -84,7 +74,7 @@ def test_hurry_ends_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.join()
 
 
-def test_hurry_just_before_a_wait_shortens_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hurry_just_before_a_wait_shortens_the_wait(monkeypatch):
     patience, slept = Patience(LONG_S), []
     wait = patience.wait_before(1, 0.0, ConnectionRefusedError("nobody there"))
     patience.hurry()
@@ -94,9 +84,7 @@ def test_hurry_just_before_a_wait_shortens_the_wait(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("what", ["upload", "reads"])
-def test_ctrl_c_does_not_wait_for_threads_that_retry(
-    store: RemoteStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_ctrl_c_does_not_wait_for_threads_that_retry(store, proxy, monkeypatch, what):
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", f"{LONG_S:g}s")
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 5 << 20)
     monkeypatch.setattr(retry, "WAIT_MAX_S", LONG_S)
@@ -126,12 +114,12 @@ def test_ctrl_c_does_not_wait_for_threads_that_retry(
     thread.join()
 
 
-def test_the_environment_sets_all_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_all_timeouts(monkeypatch):
     assert retry.timeout_s() == 120 and retry.timeout_s(retry.BACKGROUND_S) == 600
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "7s")
     assert retry.timeout_s() == retry.timeout_s(retry.BACKGROUND_S) == 7
 
 
 @pytest.mark.parametrize("error", [OSError(None), OSError(5, None), OSError(), OSError(5, "")])
-def test_an_error_without_a_message_gets_a_description(error: OSError) -> None:
+def test_an_error_without_a_message_gets_a_description(error):
     assert words_of(error) == "OSError without a message"

@@ -69,9 +69,7 @@ def _bodies(proxy: Proxy) -> list[dict[str, str]]:
     return [headers for (method, _), headers in zip(proxy.seen, proxy.headers, strict=True) if method == "PUT"]
 
 
-def test_bodies_over_tls_have_only_a_crc32(
-    https: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_over_tls_have_only_a_crc32(https, request):
     proxy, options = https
     store = RemoteStore("s3://tls/whole", storage_options=options)
     store.write("warm", b"up")
@@ -85,7 +83,7 @@ def test_bodies_over_tls_have_only_a_crc32(
     assert sent["x-amz-content-sha256"] == UNSIGNED  # TLS vouches for the rest: no SHA-256 of it is taken
     assert sent["content-length"] == str(len(data)) and "x-amz-trailer" not in sent
     assert sent["if-none-match"] == "*" and "expect" not in sent
-    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
+    request.getfixturevalue("small_parts")
     proxy.clear()
     with store.writer("parts") as out:
         out.write(data)
@@ -95,12 +93,9 @@ def test_bodies_over_tls_have_only_a_crc32(
     assert store.read("x") == store.read("parts") == data
 
 
-def test_an_untrusted_server_is_an_error(https: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
-    _, options = https
-    strict = {**options, "client_kwargs": {}}
+def test_an_untrusted_server_is_an_error(https, impatient):
     with pytest.raises(StorageError, match=r"(?i)certificate|ssl"):
-        RemoteStore("s3://tls/x", storage_options=strict).read("y")
+        RemoteStore("s3://tls/x", storage_options={**https[1], "client_kwargs": {}}).read("y")
 
 
 _GCS = """
@@ -118,7 +113,7 @@ except FileExistsError:
 """
 
 
-def test_a_file_round_trips_on_gcs_over_tls(tmp_path: Path) -> None:
+def test_a_file_round_trips_on_gcs_over_tls(tmp_path):
     context, trusted = certificate(tmp_path)
     with servers.fake_gcs("tls") as near, proxy_of(near["endpoint_url"], tls=context) as proxy:
         # aiohttp reads what to trust once, when it is imported.
@@ -138,22 +133,18 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_a_given_session_is_used(credentials: None) -> None:
+def test_a_given_session_is_used(credentials):
     session = AioSession()
     assert RemoteStore("s3://b/x", storage_options={"session": session}).fs.session is session
 
 
-def test_an_error_names_a_missing_profile(credentials: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
+def test_an_error_names_a_missing_profile(credentials, impatient):
     with pytest.raises(StorageError, match="no-such-profile"):
         RemoteStore("s3://b/x", storage_options={"profile": "no-such-profile"}).read("y")
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_redirect_from_http_to_tls_is_verified(
-    known: bool, credentials: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
+def test_a_redirect_from_http_to_tls_is_verified(known, credentials, tmp_path, impatient):
     tls, trusted = certificate(tmp_path)
     bucket = f"sent-on-{known}".lower()
     with (
@@ -190,15 +181,13 @@ def _put(near: tuple[Proxy, dict[str, Any]], data: bytes, **settings: Any) -> li
     return _bodies(proxy)
 
 
-def test_a_body_to_this_machine_is_signed_on_request_or_without_a_checksum(
-    near: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_to_this_machine_is_signed_on_request_or_without_a_checksum(near, request):
     (sent,) = _put(near, b"abc")
     assert sent["x-amz-content-sha256"] == UNSIGNED and "x-amz-checksum-crc32" in sent
     (sent,) = _put(near, b"abc", request_checksum_calculation="when_required")
     assert sent["x-amz-content-sha256"] == hashlib.sha256(b"abc").hexdigest()
     assert "x-amz-checksum-crc32" not in sent
-    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
+    request.getfixturevalue("small_parts")
     data = os.urandom(2 * PART + 9)
     parts = [data[:PART], data[PART : 2 * PART], data[2 * PART :]]
     sent = _put(near, data, s3={"payload_signing_enabled": True})
@@ -217,7 +206,7 @@ def test_a_body_to_this_machine_is_signed_on_request_or_without_a_checksum(
         ("https://s3.eu-west-1.amazonaws.com", False),  # as botocore does it
     ],
 )
-def test_bodies_to_other_machines_are_signed(url: str, unsigned: bool) -> None:
+def test_bodies_to_other_machines_are_signed(url, unsigned):
     options = {"key": "k", "secret": "s", "endpoint_url": url}
     found = RemoteStore("s3://b/x", storage_options=options).fs.config_kwargs.get("s3", {})
     assert ("payload_signing_enabled" in found) is unsigned
