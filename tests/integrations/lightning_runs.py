@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -18,8 +19,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+    from lightning.pytorch.strategies import DDPStrategy
 
-    from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint
+    from ckptkit.integrations.lightning import CkptkitCheckpointIO, FSDP2Strategy, ManagedCheckpoint
+from ckptkit import open_checkpoint
+from tests.checkpoint.states import bits
 from tests.fsdp.models import whole
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -63,7 +67,7 @@ class Lit(pl.LightningModule):
     def validation_step(self, batch: torch.Tensor, _: int) -> None:
         self._logged("val_loss", batch)
 
-    def test_step(self, batch: torch.Tensor, _: int) -> None:
+    def test_step(self, batch, _):
         self._logged("test_loss", batch)
 
     def predict_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
@@ -73,6 +77,35 @@ class Lit(pl.LightningModule):
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=5)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Sharded(Lit):
+    """Shards itself, as Lightning's ModelParallelStrategy wants it."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self.model.head, "unshard"):
+            for part in (*self.model.blocks, self.model.head, self.model):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+class Two(Lit):
+    """Two optimizers and a scheduler that the module steps itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, _: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.model(batch).pow(2).mean())
+            optimizer.step()
+
+    def on_train_epoch_end(self) -> None:
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.model.blocks, self.model.head)
+        optimizers = [torch.optim.AdamW(part.parameters(), lr=0.05) for part in parts]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5)]
 
 
 class First(Callback):
@@ -87,24 +120,21 @@ class First(Callback):
 
 
 def snapshot(module: Any, trainer: Any) -> dict[str, Any]:
-    names = {id(p): n for n, p in module.named_parameters()}
+    """Return whole weights and moments by their names without prefixes, with learning rates and the step."""
+    names = {id(p): n.replace("_orig_mod.", "") for n, p in module.named_parameters()}
     moments = {
         f"{i}.{names[id(p)]}.{key}": whole(value)
         for i, optimizer in enumerate(trainer.optimizers)
         for p, values in optimizer.state.items()
         for key, value in values.items()
     }
-    weights = {name: whole(p) for name, p in module.state_dict().items()}
+    weights = {name.replace("_orig_mod.", ""): whole(p) for name, p in module.state_dict().items()}
     lrs = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
     return {"weights": weights, "moments": moments, "lrs": lrs, "step": trainer.global_step}
 
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    same = a["lrs"] == b["lrs"] and a["step"] == b["step"] and bool(a["moments"])
-    return same and all(
-        a[part].keys() == b[part].keys() and all(torch.equal(a[part][k], b[part][k]) for k in a[part])
-        for part in ("weights", "moments")
-    )
+    return bool(a["moments"]) and bits(a) == bits(b)
 
 
 def loader() -> StatefulDataLoader:
@@ -161,6 +191,36 @@ def resumes(
     again = fit(folder, strategy(), steps=steps, module=module(), path=path, **fresh())
     assert equal(straight, snapshot(*again))
     return again
+
+
+def restores(
+    work: Path, strategy: Any, *callbacks: Any, build: Any = Lit, steps: int = 2, path: str = "saved.ckpt",
+    by: Any = None, into: Any = None, first: Any = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Check that a run that resumes from `path` begins with exactly what was saved; return the run that saved it.
+
+    Without a callback that saves, the trainer does. The resumed run has the strategy `by` and the module `into`, by
+    default the same ones; `first` takes its snapshot.
+    """
+    module, trainer = fit(work, strategy(), *callbacks, steps=steps, module=build())
+    if not callbacks:
+        trainer.save_checkpoint(work / path)
+    first = first or First()
+    before = snapshot(module, trainer)
+    fit(work, (by or strategy)(), first, steps=steps + 1, module=(into or build)(), path=work / path)
+    assert equal(before, first.state)
+    return module, trainer
+
+
+def ddp(**options: Any) -> DDPStrategy:
+    """Return Lightning's strategy for replicas, with our CheckpointIO."""
+    made = DDPStrategy()
+    made.checkpoint_io = CkptkitCheckpointIO(**options)
+    return made
+
+
+def model_keys(path: Path) -> list[str]:
+    return sorted(key for key in open_checkpoint(str(path)) if key.startswith("model."))
 
 
 def checkpoints(folder: Path) -> list[str]:

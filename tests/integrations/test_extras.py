@@ -55,9 +55,7 @@ def told() -> dict[str, list[str]]:
         ("abfs://box/run", "abfs", "azure"),
     ],
 )
-def test_an_error_names_a_missing_package_and_the_extra_that_installs_it(
-    told: dict[str, list[str]], place: str, package: str, extra: str
-) -> None:
+def test_an_error_names_a_missing_package_and_the_extra_that_installs_it(told, place, package, extra):
     kind, message = told[place]
     assert kind == "MissingExtraError"
     assert package in message
@@ -65,5 +63,5 @@ def test_an_error_names_a_missing_package_and_the_extra_that_installs_it(
 
 
 @pytest.mark.parametrize("name", ["torchtitan", "hub"])
-def test_modules_without_a_framework_import_without_one(told: dict[str, list[str]], name: str) -> None:
+def test_modules_without_a_framework_import_without_one(told, name):
     assert told[name] == []

@@ -121,7 +121,7 @@ def push(hub: Hub, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
 
 
-def test_a_push_uploads_every_visible_file_unchanged(hub: Hub, export: Path) -> None:
+def test_a_push_uploads_every_visible_file_unchanged(hub, export):
     done = push(hub, str(export), "me/model")
     assert done.returncode == 0, done.stderr
     names = ["config.json", "model.safetensors"]
@@ -129,7 +129,7 @@ def test_a_push_uploads_every_visible_file_unchanged(hub: Hub, export: Path) -> 
     assert ".hidden" not in hub.files
 
 
-def test_a_converted_export_is_pushed_with_its_model_card(hub: Hub, zoo: Path, tmp_path: Path) -> None:
+def test_a_converted_export_is_pushed_with_its_model_card(hub, zoo, tmp_path):
     convert(str(zoo / "hf_ref_llama_untied"), str(tmp_path / "out"), to="hf")
     done = push(hub, str(tmp_path / "out"), "me/model")
     assert done.returncode == 0, done.stderr
@@ -139,9 +139,7 @@ def test_a_converted_export_is_pushed_with_its_model_card(hub: Hub, zoo: Path, t
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 @pytest.mark.parametrize("request_of", ["/repos/create", "/preupload/", "/objects/batch", "/commit/"])
-def test_a_push_retries_after_a_temporary_failure_of_the_hub(
-    hub: Hub, export: Path, request_of: str, status: int
-) -> None:
+def test_a_push_retries_after_a_temporary_failure_of_the_hub(hub, export, request_of, status):
     hub.busy[request_of] = status
     done = push(hub, str(export), "me/model")
     assert done.returncode == 0, done.stderr
@@ -149,7 +147,7 @@ def test_a_push_retries_after_a_temporary_failure_of_the_hub(
     assert not hub.busy
 
 
-def test_a_denied_push_exits_with_1(hub: Hub, export: Path) -> None:
+def test_a_denied_push_exits_with_1(hub, export):
     hub.denied = True
     done = push(hub, str(export), "me/model")
     assert done.returncode == 1
@@ -159,7 +157,7 @@ def test_a_denied_push_exits_with_1(hub: Hub, export: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_a_damaged_export_is_not_pushed(hub: Hub, zoo: Path, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_export_is_not_pushed(hub, zoo, tmp_path, damage):
     convert(str(zoo / "hf_ref_llama_untied"), str(tmp_path / "out"), to="hf", max_shard_size="20kB")
     first = min((tmp_path / "out").glob("*.safetensors"))
     data = first.read_bytes()
@@ -169,7 +167,7 @@ def test_a_damaged_export_is_not_pushed(hub: Hub, zoo: Path, tmp_path: Path, dam
     assert first.name in done.stderr
 
 
-def test_what_cannot_be_pushed_is_an_error(hub: Hub, export: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_pushed_is_an_error(hub, export, tmp_path):
     (tmp_path / "empty").mkdir()
     assert push(hub, str(tmp_path / "empty"), "me/model").returncode == 1
     missing = push(hub, str(tmp_path / "exprot"), "me/model")
@@ -180,9 +178,7 @@ def test_what_cannot_be_pushed_is_an_error(hub: Hub, export: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_push_on_a_terminal_shows_progress_unless_quiet(
-    hub: Hub, export: Path, monkeypatch: pytest.MonkeyPatch, quiet: bool
-) -> None:
+def test_a_push_on_a_terminal_shows_progress_unless_quiet(hub, export, monkeypatch, quiet):
     save_file({"w": np.zeros(2_000_000, np.float32)}, export / "model.safetensors", metadata={"format": "pt"})
     for name, value in settings(hub).items():
         monkeypatch.setenv(name, value)

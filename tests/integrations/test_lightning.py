@@ -18,19 +18,22 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from safetensors.torch import load_file
-from torch.distributed.fsdp import fully_shard
 
-from ckptkit import RetentionPolicy, open_checkpoint
+from ckptkit import RetentionPolicy
 from ckptkit.integrations.lightning import CkptkitCheckpointIO, FSDP2Strategy, ManagedCheckpoint
 from tests.integrations.lightning_runs import (
     First,
     Lit,
+    Sharded,
     checkpoints,
+    ddp,
     equal,
     evaluated,
     fit,
     loader,
+    model_keys,
     raised,
+    restores,
     saving,
     snapshot,
     trainer_of,
@@ -57,7 +60,7 @@ class Watch(Callback):
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 @on_ranks(2)
-def test_a_resumed_run_is_bit_equal_and_its_optimizer_state_is_applied_at_the_first_step(work: Path, kind: str) -> None:
+def test_a_resumed_run_is_bit_equal_and_its_optimizer_state_is_applied_at_the_first_step(work, kind):
     straight = snapshot(*fit(work, "fsdp2", steps=6))
     fit(work, FSDP2Strategy(state_dict_type=kind), saving(work, every=3, filename="{epoch}-{step}"), steps=3)
     watch = Watch()
@@ -67,7 +70,7 @@ def test_a_resumed_run_is_bit_equal_and_its_optimizer_state_is_applied_at_the_fi
 
 
 @on_ranks(2)
-def test_a_checkpoint_can_be_used_for_validation_test_and_prediction(work: Path) -> None:
+def test_a_checkpoint_can_be_used_for_validation_test_and_prediction(work):
     fit(work, FSDP2Strategy(state_dict_type="full"), saving(work, every=3), steps=3)
     path = str(work / "step=3.ckpt")
     validated = trainer_of(work, FSDP2Strategy()).validate(Lit(), loader(), ckpt_path=path, verbose=False)
@@ -77,7 +80,7 @@ def test_a_checkpoint_can_be_used_for_validation_test_and_prediction(work: Path)
 
 
 @on_ranks(2)
-def test_the_best_and_the_last_are_kept_and_the_last_is_a_link(work: Path) -> None:
+def test_the_best_and_the_last_are_kept_and_the_last_is_a_link(work):
     save = ManagedCheckpoint(
         dirpath=work, monitor="val_loss", save_top_k=2, save_last=True, filename="{step}", save_on_train_epoch_end=False
     )
@@ -89,7 +92,7 @@ def test_the_best_and_the_last_are_kept_and_the_last_is_a_link(work: Path) -> No
 
 
 @on_ranks(2)
-def test_a_removed_checkpoint_is_deleted_and_links_are_not_followed(work: Path) -> None:
+def test_a_removed_checkpoint_is_deleted_and_links_are_not_followed(work):
     save = ModelCheckpoint(dirpath=work, every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link")
     _, trainer = fit(work, FSDP2Strategy(), save, steps=2)
     last, target = work / "last.ckpt", work / "step=2.ckpt"
@@ -112,7 +115,7 @@ class Frozen(Lit):
 
 
 @on_ranks(2)
-def test_a_state_dict_filter_selects_what_is_saved(work: Path) -> None:
+def test_a_state_dict_filter_selects_what_is_saved(work):
     def strategy() -> FSDP2Strategy:
         return FSDP2Strategy(lightning_module_filter=lambda name: ".head." in name, optimizer_restore="immediate")
 
@@ -121,19 +124,13 @@ def test_a_state_dict_filter_selects_what_is_saved(work: Path) -> None:
             assert self.state is not None or trainer.optimizers[0].state
             super().on_train_batch_start(trainer, *args)
 
-    path = work / "adapter.ckpt"
-    module, trainer = fit(work, strategy(), steps=2, module=Frozen())
-    trainer.save_checkpoint(path)
-    before, first = snapshot(module, trainer), Restored()
-    keys = sorted(key for key in open_checkpoint(str(path)) if key.startswith("model."))
-    assert keys == ["model.model.head.bias", "model.model.head.weight"]
-    fit(work, strategy(), first, steps=3, path=path, module=Frozen())
-    assert equal(before, first.state)
+    _, trainer = restores(work, strategy, build=Frozen, first=Restored())
+    assert model_keys(work / "saved.ckpt") == ["model.model.head.bias", "model.model.head.weight"]
     assert len(trainer.strategy.lightning_module_state_dict("full")) == (2 if dist.get_rank() == 0 else 0)
 
 
 @on_ranks(2)
-def test_a_second_parallelize_only_warns(work: Path) -> None:
+def test_a_second_parallelize_only_warns(work):
     _, trainer = fit(work, FSDP2Strategy(), steps=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -148,7 +145,7 @@ class Tied(Lit):
 
 
 @on_ranks(2)
-def test_a_checkpoint_io_finds_every_name_of_a_tied_weight_in_a_sharded_checkpoint(work: Path) -> None:
+def test_a_checkpoint_io_finds_every_name_of_a_tied_weight_in_a_sharded_checkpoint(work):
     module, trainer = fit(work, FSDP2Strategy(), steps=1, module=Tied())
     trainer.save_checkpoint(work / "tied.ckpt")
     found = CkptkitCheckpointIO().load_checkpoint(work / "tied.ckpt")["state_dict"]
@@ -163,21 +160,12 @@ class Failing(DummyLogger):
 
 
 @on_ranks(2)
-def test_a_logger_that_fails_on_rank_0_fails_all_ranks(work: Path) -> None:
+def test_a_logger_that_fails_on_rank_0_fails_all_ranks(work):
     trainer = trainer_of(work, FSDP2Strategy(), saving(work), steps=2, logger=Failing())
     both = ["", ""]
     dist.all_gather_object(both, raised(lambda: trainer.fit(Lit(), loader())))
     assert both[0] == both[1]
     assert "telling the loggers" in both[0] and "the tracking server is down" in both[0]
-
-
-class Sharded(Lit):
-    """Shards itself, as Lightning's ModelParallelStrategy wants it."""
-
-    def configure_model(self) -> None:
-        if not hasattr(self.model.head, "unshard"):
-            for part in (*self.model.blocks, self.model.head, self.model):
-                fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
 
 THEIRS = {
@@ -189,17 +177,13 @@ THEIRS = {
 
 @pytest.mark.parametrize("source", THEIRS)
 @on_ranks(2)
-def test_checkpoints_written_by_lightning_are_resumed_from(work: Path, source: str) -> None:
+def test_checkpoints_written_by_lightning_are_resumed_from(work, source):
     strategy, build = THEIRS[source]
-    module, trainer = fit(work, strategy(), steps=3, module=build())
-    trainer.save_checkpoint(work / "theirs.ckpt")
-    before, first = snapshot(module, trainer), First()
-    fit(work, FSDP2Strategy(), first, steps=4, path=work / "theirs.ckpt")
-    assert equal(before, first.state)
+    restores(work, strategy, build=build, by=FSDP2Strategy, into=Lit)
 
 
 @on_ranks(2)
-def test_a_lightning_file_is_replaced_after_the_new_checkpoint_is_committed(work: Path) -> None:
+def test_a_lightning_file_is_replaced_after_the_new_checkpoint_is_committed(work):
     fit(work, DDPStrategy(), steps=1)[1].save_checkpoint(work / "last.ckpt")
     assert (work / "last.ckpt").is_file()
     fit(work, FSDP2Strategy(), steps=2)[1].save_checkpoint(work / "last.ckpt")
@@ -208,16 +192,14 @@ def test_a_lightning_file_is_replaced_after_the_new_checkpoint_is_committed(work
 
 
 @on_ranks(2)
-def test_the_callback_saves_under_a_strategy_that_bypasses_checkpoint_io(work: Path) -> None:
+def test_the_callback_saves_under_a_strategy_that_bypasses_checkpoint_io(work):
     strategy, build = THEIRS["mp_sharded"]
-    before = snapshot(*fit(work, strategy(), saving(work, every=3), steps=3, module=build()))
-    first = First()
-    fit(work, FSDP2Strategy(), first, steps=4, path=work / "step=3.ckpt")
-    assert equal(before, first.state)
+    save = saving(work, every=3)
+    restores(work, strategy, save, build=build, steps=3, path="step=3.ckpt", by=FSDP2Strategy, into=Lit)
 
 
 @on_ranks(2, 1)
-def test_the_callback_resumes_bit_for_bit_under_ddp(work: Path) -> None:
+def test_the_callback_resumes_bit_for_bit_under_ddp(work):
     """Inside an epoch, with dropout: the random state and the loader's position are restored too."""
     work /= str(dist.get_world_size())
     straight = snapshot(*fit(work, DDPStrategy(), steps=6))
@@ -236,38 +218,26 @@ class Seen(TorchCheckpointIO):
 
 
 @on_ranks(2)
-def test_a_custom_checkpoint_io_receives_whole_tensors_and_resumes(work: Path) -> None:
-    io, path = Seen(), work / "io.ckpt"
-    module, trainer = fit(work, FSDP2Strategy(checkpoint_io=io), steps=3)
-    trainer.save_checkpoint(path)
-    before, first = snapshot(module, trainer), First()
+def test_a_custom_checkpoint_io_receives_whole_tensors_and_resumes(work):
+    io = Seen()
+    weights = snapshot(*restores(work, lambda: FSDP2Strategy(checkpoint_io=io)))["weights"]
     if dist.get_rank() == 0:
-        assert io.paths == ["io.ckpt"]
-        held = torch.load(path, weights_only=False)["state_dict"]
-        assert all(torch.equal(value, before["weights"][name]) for name, value in held.items())
-    fit(work, FSDP2Strategy(checkpoint_io=Seen()), first, steps=4, path=path)
-    assert equal(before, first.state)
+        assert io.paths == ["saved.ckpt"]
+        held = torch.load(work / "saved.ckpt", weights_only=False)["state_dict"]
+        assert all(torch.equal(value, weights[name]) for name, value in held.items())
 
 
 @on_ranks(2)
-def test_ckptkit_checkpoint_io_rotates_and_resumes_under_ddp(work: Path) -> None:
-    def strategy(**options: Any) -> DDPStrategy:
-        made = DDPStrategy()
-        made.checkpoint_io = CkptkitCheckpointIO(**options)
-        return made
-
+def test_ckptkit_checkpoint_io_rotates_and_resumes_under_ddp(work):
     save = ModelCheckpoint(dirpath=work, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    before = snapshot(*fit(work, strategy(retention=RetentionPolicy(max_num=1)), save, steps=3))
+    restores(work, lambda: ddp(retention=RetentionPolicy(max_num=1)), save, steps=3, path="step=3.ckpt", by=ddp)
     kept = checkpoints(work)
     assert "step=3.ckpt" in kept and "step=2.ckpt" not in kept
-    first = First()
-    fit(work, strategy(), first, steps=4, path=work / "step=3.ckpt")
-    assert equal(before, first.state)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @on_ranks(2, 1)
-def test_a_run_resumes_on_another_number_of_ranks(work: Path, kind: str) -> None:
+def test_a_run_resumes_on_another_number_of_ranks(work, kind):
     if dist.get_world_size() == 2:
         fit(work, FSDP2Strategy(state_dict_type=kind), saving(work, every=3), steps=3)
         return

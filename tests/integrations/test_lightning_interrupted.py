@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ from tests.integrations.lightning_runs import (
     FSDP2Strategy,
     Lit,
     ManagedCheckpoint,
+    Two,
     equal,
     pl,
     raised,
@@ -34,7 +33,7 @@ from tests.integrations.lightning_runs import (
     snapshot,
     trainer_of,
 )
-from tests.integrations.on_ranks import on_ranks
+from tests.integrations.on_ranks import logged, on_ranks, rank_0_warns
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -166,21 +165,14 @@ def continues(work: Path, strategy: Any, save: Any, at: At, more: Callable[[], A
     straight = run(work, made(), more(), **options)
     raised(lambda: run(work, made(), more(), save, at, **options))
     again = run(work, made(), more(), stopping(work / "again"), path=newest(Path(save.dirpath)), **options)
-    assert again[2] == straight[2][len(straight[2]) - len(again[2]) :]
-    assert equal(state(*straight[:2]), state(*again[:2]))
+    ends_like(straight, again)
     assert counters(straight[1]) == counters(again[1])
 
 
-@contextlib.contextmanager
-def logged(name: str) -> Iterator[list[str]]:
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger(name).removeHandler(handler)
+def ends_like(straight: Any, again: Any) -> None:
+    """Check that a resumed run did what an uninterrupted one did at its end, and has the same state."""
+    assert again[2] == straight[2][len(straight[2]) - len(again[2]) :]
+    assert equal(state(*straight[:2]), state(*again[:2]))
 
 
 # Where the signal arrives: hook, epoch, batch. There are two epochs of four batches, each with a validation at its end.
@@ -203,7 +195,7 @@ STRATEGIES: dict[str, Any] = {"ddp": "ddp", "fsdp2": FSDP2Strategy}
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", STRATEGIES)
 @on_ranks(2)
-def test_a_run_stopped_by_a_signal_on_one_rank_resumes_bit_equal(work: Path, name: str, place: str, limit: str) -> None:
+def test_a_run_stopped_by_a_signal_on_one_rank_resumes_bit_equal(work, name, place, limit):
     at = At(*PLACES[place], ranks=[1])
     continues(work, STRATEGIES[name], stopping(work / "c"), at, module=Scheduled, **LIMITS[limit])
 
@@ -223,7 +215,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", OTHER)
 @on_ranks(2, 1)
-def test_a_run_stopped_by_a_signal_on_all_ranks_resumes_bit_equal(work: Path, case: str) -> None:
+def test_a_run_stopped_by_a_signal_on_all_ranks_resumes_bit_equal(work, case):
     at, options = OTHER[case]
     folder = work / str(dist.get_world_size())
     continues(
@@ -235,36 +227,9 @@ def test_a_run_stopped_by_a_signal_on_all_ranks_resumes_bit_equal(work: Path, ca
     )
 
 
-class Two(pl.LightningModule):
-    """Two optimizers and a scheduler that the module steps itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        torch.manual_seed(0)
-        self.model = Lit().model
-
-    def training_step(self, batch: torch.Tensor, _: int) -> None:
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-            self.manual_backward(self.model(batch).pow(2).mean())
-            optimizer.step()
-
-    def on_train_epoch_end(self) -> None:
-        self.lr_schedulers().step()
-
-    def validation_step(self, batch: torch.Tensor, _: int) -> None:
-        self.log("val_loss", self.model(batch).pow(2).mean(), sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        parts = (self.model.blocks, self.model.head)
-        optimizers = [torch.optim.AdamW(part.parameters(), lr=0.05) for part in parts]
-        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5)]
-
-
 @pytest.mark.parametrize("place", ["in the last batch", "in a validation", "at the end of an epoch"])
 @on_ranks(2)
-def test_a_module_that_steps_its_optimizers_itself_resumes_bit_equal(work: Path, place: str) -> None:
+def test_a_module_that_steps_its_optimizers_itself_resumes_bit_equal(work, place):
     options = {"module": Two, "max_epochs": 2}
     continues(work, FSDP2Strategy, stopping(work / "c"), At(*PLACES[place]), **options)
 
@@ -278,12 +243,12 @@ class Average(EMAWeightAveraging):
 
 @pytest.mark.parametrize("place", ["in the last batch", "in a validation", "at the end of an epoch"])
 @on_ranks(2)
-def test_averaged_weights_are_never_saved_as_the_trained_ones(work: Path, place: str) -> None:
+def test_averaged_weights_are_never_saved_as_the_trained_ones(work, place):
     continues(work, "ddp", stopping(work / "c"), At(*PLACES[place]), more=Average, max_epochs=2)
 
 
 @on_ranks(2)
-def test_a_stopped_trainer_can_fit_and_test_again(work: Path) -> None:
+def test_a_stopped_trainer_can_fit_and_test_again(work):
     save = stopping(work / "c")
     module, trainer, did = run(work, "ddp", save, At("on_train_batch_start", 0, 1, ranks=[1]), max_epochs=1)
     assert did[-1] == "stopped" and trainer.received_sigterm
@@ -294,7 +259,7 @@ def test_a_stopped_trainer_can_fit_and_test_again(work: Path) -> None:
 
 
 @on_ranks(2)
-def test_a_signal_after_the_last_batch_is_reported_and_the_next_one_ends_the_process(work: Path) -> None:
+def test_a_signal_after_the_last_batch_is_reported_and_the_next_one_ends_the_process(work):
     before = signal.getsignal(signal.SIGTERM)
     with logged("ckptkit.integrations.lightning_signals") as texts:
         late = At("on_train_end", 1, ranks=[1])
@@ -304,7 +269,7 @@ def test_a_signal_after_the_last_batch_is_reported_and_the_next_one_ends_the_pro
 
 
 @on_ranks(2)
-def test_a_slurm_job_is_saved_and_requeued_between_two_batches(work: Path) -> None:
+def test_a_slurm_job_is_saved_and_requeued_between_two_batches(work):
     def requeue(trainer: Any, _: Any) -> None:  # as Lightning's handler for SIGUSR1 does, if it detects Slurm
         trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
 
@@ -313,21 +278,18 @@ def test_a_slurm_job_is_saved_and_requeued_between_two_batches(work: Path) -> No
         patch.setenv("SLURM_JOB_ID", "7")  # there is no scontrol here, which Lightning only logs
         at = At("on_train_batch_start", 0, 3, ranks=[1], act=requeue)
         run(work, FSDP2Strategy(), stopping(work / "c"), at, max_epochs=2)
-    again = run(work, FSDP2Strategy(), path=newest(work), max_epochs=2)
-    assert again[2] == straight[2][len(straight[2]) - len(again[2]) :]
-    assert equal(state(*straight[:2]), state(*again[:2]))
+    ends_like(straight, run(work, FSDP2Strategy(), path=newest(work), max_epochs=2))
 
 
 @on_ranks(2)
-def test_an_order_of_data_that_cannot_be_restored_is_warned_about(work: Path) -> None:
+def test_an_order_of_data_that_cannot_be_restored_is_warned_about(work):
     def train(*callbacks: Any, path: Any = None) -> None:
         loader = StatefulDataLoader(Epochs(BATCHES), batch_size=2, shuffle=True)  # Lightning wraps torchdata's sampler
         trainer_of(work, "ddp", *callbacks, steps=6).fit(Lit(), loader, ckpt_path=path and str(path))
 
     train(saving(work / "c", every=5))
-    with logged("ckptkit.integrations.lightning_state") as texts:
+    with rank_0_warns("ckptkit.integrations.lightning_state", "order of the data"):
         train(saving(work / "again", every=100), path=newest(work / "c"))
-    assert ["order of the data" in text for text in texts] == [True] * (dist.get_rank() == 0)
 
 
 class Uneven(IterableDataset):
@@ -343,7 +305,7 @@ class Alone(Lit):
 
 
 @on_ranks(2)
-def test_ranks_with_different_numbers_of_validation_batches_stop_after_the_validation(work: Path) -> None:
+def test_ranks_with_different_numbers_of_validation_batches_stop_after_the_validation(work):
     validation = torch.utils.data.DataLoader(Uneven(), batch_size=2)
     stop = At("on_validation_batch_start", 0, 1, ranks=[1])
     did = run(work, "ddp", stopping(work / "c"), stop, module=Alone, max_epochs=2, validation=validation)[2]
@@ -360,24 +322,24 @@ REGULAR: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("when", REGULAR)
 @on_ranks(2)
-def test_a_run_resumes_bit_equal_from_its_regular_checkpoints(work: Path, when: str, limit: str) -> None:
+def test_a_run_resumes_bit_equal_from_its_regular_checkpoints(work, when, limit):
     save = ManagedCheckpoint(dirpath=work / "c", filename="{step}", **REGULAR[when])
     end = At("on_train_batch_start", 1, 2, act=crash)
     continues(work, "ddp", save, end, module=Scheduled, **LIMITS[limit])
 
 
 @on_ranks(2)
-def test_a_run_with_more_steps_continues_the_epoch_that_max_steps_ended(work: Path) -> None:
+def test_a_run_with_more_steps_continues_the_epoch_that_max_steps_ended(work):
     straight = run(work, "ddp", max_steps=8)
     save = ManagedCheckpoint(dirpath=work / "c", every_n_epochs=1, save_on_train_epoch_end=True)
     run(work, "ddp", save, max_steps=6)
     again = run(work, "ddp", stopping(work / "again"), path=newest(work / "c"), max_steps=8)
-    assert again[2] == straight[2][len(straight[2]) - len(again[2]) :]
+    ends_like(straight, again)
     assert counters(straight[1]) == counters(again[1])
 
 
 @on_ranks(2)
-def test_a_resumed_run_does_not_save_between_the_batches_of_one_step(work: Path) -> None:
+def test_a_resumed_run_does_not_save_between_the_batches_of_one_step(work):
     options = {"accumulate_grad_batches": 2, "validates": False}
     run(work, "ddp", saving(work / "c", every=2), max_steps=2, **options)
     end = At("on_train_batch_end", 1, 0, act=crash)
@@ -397,13 +359,10 @@ def test_a_resumed_run_does_not_save_between_the_batches_of_one_step(work: Path)
     ],
 )
 @on_ranks(2)
-def test_a_save_that_no_run_can_continue_exactly_is_warned_about(
-    work: Path, hook: str, options: dict[str, Any], text: str
-) -> None:
+def test_a_save_that_no_run_can_continue_exactly_is_warned_about(work, hook, options, text):
     save = At(hook, 0, 1, act=lambda trainer, _: trainer.save_checkpoint(work / "early.ckpt"))
-    with logged("ckptkit.integrations.lightning_position") as texts:
+    with rank_0_warns("ckptkit.integrations.lightning_position", text):
         run(work, FSDP2Strategy(), save, module=Lit if options else Scheduled, max_epochs=1, **options)
-    assert [text in line for line in texts] == [True] * (dist.get_rank() == 0)
 
 
 class Stream(IterableDataset):
@@ -421,18 +380,16 @@ class Stream(IterableDataset):
     ],
 )
 @on_ranks(2)
-def test_a_save_inside_an_epoch_of_unknown_length_is_warned_about(work: Path, loader: Any, text: str) -> None:
-    with logged("ckptkit.integrations.lightning_position") as texts:
+def test_a_save_inside_an_epoch_of_unknown_length_is_warned_about(work, loader, text):
+    with rank_0_warns("ckptkit.integrations.lightning_position", text):
         trainer_of(work, "ddp", saving(work, every=3), steps=4).fit(Lit(), loader(Stream(), batch_size=2))
-    assert [text in line for line in texts] == [True] * (dist.get_rank() == 0)
 
 
 @on_ranks(2)
-def test_an_exception_on_one_rank_saves_nothing_and_ends_the_rank_soon(work: Path) -> None:
+def test_an_exception_on_one_rank_saves_nothing_and_ends_the_rank_soon(work):
     lightning_signals._GATHER_S = 0.2  # instead of a minute
     save = stopping(work / "c")
     end = At("on_train_batch_end", 0, 1, ranks=[0], act=lambda *two: save.on_exception(*two, RuntimeError("only here")))
-    with logged("ckptkit.integrations.lightning_callback") as texts:
+    with rank_0_warns("ckptkit.integrations.lightning_callback", "nothing was saved"):
         run(work, "ddp", end, save, max_epochs=1)
-    assert ["nothing was saved" in text for text in texts] == [True] * (dist.get_rank() == 0)
     assert not list((work / "c").glob("*.ckpt"))

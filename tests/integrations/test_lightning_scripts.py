@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 pytest.importorskip("lightning")
 pytest.importorskip("torchdata")
@@ -20,19 +20,23 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from ckptkit import TrainState, open_checkpoint
-from ckptkit.integrations.lightning import CkptkitCheckpointIO, FSDP2Strategy, ManagedCheckpoint
+from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint
 from tests.checkpoint import states
 from tests.fsdp.models import whole
 from tests.integrations.lightning_runs import (
     First,
     Lit,
     Net,
+    Sharded,
     checkpoints,
+    ddp,
     equal,
     evaluated,
     fit,
     loader,
+    model_keys,
     raised,
+    restores,
     resumes,
     saving,
     snapshot,
@@ -43,16 +47,12 @@ from tests.integrations.on_ranks import on_ranks
 pytestmark = pytest.mark.timeout(600)
 
 
-def model_keys(path: Path) -> list[str]:
-    return sorted(key for key in open_checkpoint(str(path)) if key.startswith("model."))
-
-
 def weights(module: Any) -> dict[str, torch.Tensor]:
     return {name: whole(parameter) for name, parameter in module.named_parameters()}
 
 
 @on_ranks(2)
-def test_a_trainer_shards_a_second_module_too(work: Path) -> None:
+def test_a_trainer_shards_a_second_module_too(work):
     pl.seed_everything(7 + int(os.environ["RANK"]), verbose=False)
     trainer, second = trainer_of(work, FSDP2Strategy(), steps=2), Lit()
     trainer.fit(Lit(), loader())
@@ -66,7 +66,7 @@ def test_a_trainer_shards_a_second_module_too(work: Path) -> None:
 
 
 @on_ranks(2)
-def test_a_fitted_module_can_be_fitted_and_tested_again(work: Path) -> None:
+def test_a_fitted_module_can_be_fitted_and_tested_again(work):
     module, _ = fit(work, FSDP2Strategy(), steps=2)
     again = trainer_of(work, FSDP2Strategy(), steps=2)
     again.fit(module, loader())
@@ -77,12 +77,12 @@ def test_a_fitted_module_can_be_fitted_and_tested_again(work: Path) -> None:
 
 @pytest.mark.parametrize("at", [4, 6])
 @on_ranks(2)
-def test_a_resume_at_the_end_of_an_epoch_and_within_a_later_one_is_bit_equal(work: Path, at: int) -> None:
+def test_a_resume_at_the_end_of_an_epoch_and_within_a_later_one_is_bit_equal(work, at):
     resumes(work, steps=7, at=at)
 
 
 @on_ranks(2)
-def test_the_checkpoint_resumed_from_is_not_rotated_away(work: Path) -> None:
+def test_the_checkpoint_resumed_from_is_not_rotated_away(work):
     fit(work, FSDP2Strategy(), saving(work), steps=3)
     assert checkpoints(work) == ["step=3.ckpt"]
     fit(work, FSDP2Strategy(), saving(work), steps=6, path=work / "step=3.ckpt")
@@ -90,7 +90,7 @@ def test_the_checkpoint_resumed_from_is_not_rotated_away(work: Path) -> None:
 
 
 @on_ranks(2)
-def test_two_callbacks_keep_each_others_checkpoints(work: Path) -> None:
+def test_two_callbacks_keep_each_others_checkpoints(work):
     best = saving(work, monitor="loss_of_step", mode="max", filename="best-{step}")
     recent = saving(work, filename="recent-{step}", save_last=True)
     fit(work, FSDP2Strategy(), best, recent, steps=5)
@@ -99,7 +99,7 @@ def test_two_callbacks_keep_each_others_checkpoints(work: Path) -> None:
 
 
 @on_ranks(2)
-def test_ckpt_path_accepts_last_and_best_and_the_link_to_the_last_does_not_replace_it(work: Path) -> None:
+def test_ckpt_path_accepts_last_and_best_and_the_link_to_the_last_does_not_replace_it(work):
     def callback() -> ManagedCheckpoint:
         return saving(work, monitor="loss_of_step", save_last=True)
 
@@ -129,14 +129,10 @@ class Partly(Lit):
 
 
 @on_ranks(2)
-def test_weights_omitted_by_a_modules_state_dict_are_not_saved_or_expected(work: Path) -> None:
-    path = work / "partly.ckpt"
-    module, trainer = fit(work, FSDP2Strategy(), steps=2, module=Partly())
-    trainer.save_checkpoint(path)
-    before, first = snapshot(module, trainer), First()
-    assert len(model_keys(path)) == 6 and not any("encoder" in key for key in model_keys(path))
-    fit(work, FSDP2Strategy(), first, steps=3, module=Partly(), path=path)
-    assert equal(before, first.state)
+def test_weights_omitted_by_a_modules_state_dict_are_not_saved_or_expected(work):
+    restores(work, FSDP2Strategy, build=Partly)
+    keys = model_keys(work / "saved.ckpt")
+    assert len(keys) == 6 and not any("encoder" in key for key in keys)
 
 
 class Changed(Lit):
@@ -159,18 +155,9 @@ class Changed(Lit):
 
 
 @on_ranks(2)
-def test_state_changed_by_state_dict_hooks_is_restored_by_the_modules_hooks(work: Path) -> None:
-    class Look(Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.found = weights(module)
-
-    path, look = work / "changed.ckpt", Look()
-    module, trainer = fit(work, FSDP2Strategy(), steps=2, module=Changed())
-    saved = weights(module)
-    trainer.save_checkpoint(path)
-    assert "model.old_head" in model_keys(path)
-    fit(work, FSDP2Strategy(), look, steps=3, module=Changed(), path=path)
-    assert [name for name in saved if not torch.equal(saved[name], look.found[name])] == []
+def test_state_changed_by_state_dict_hooks_is_restored_by_the_modules_hooks(work):
+    restores(work, FSDP2Strategy, build=Changed)  # compares what the hooks return
+    assert "model.old_head" in model_keys(work / "saved.ckpt")
 
 
 class Gan(pl.LightningModule):
@@ -199,14 +186,14 @@ class Gan(pl.LightningModule):
 
 
 @on_ranks(2)
-def test_several_optimizers_are_resumed_bit_equal(work: Path) -> None:
+def test_several_optimizers_are_resumed_bit_equal(work):
     resumes(work, steps=8, at=4, module=Gan)  # each optimizer step counts
     error = raised(lambda: fit(work, FSDP2Strategy(), steps=8, path=work / "step=4.ckpt"))
     assert "critic.head.weight" in error
 
 
 @on_ranks(2)
-def test_a_save_during_accumulation_does_not_change_training(work: Path) -> None:
+def test_a_save_during_accumulation_does_not_change_training(work):
     class Mid(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
             if index == 2:
@@ -232,7 +219,7 @@ def scaler() -> torch.amp.GradScaler:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @on_ranks(2)
-def test_each_precision_is_resumed_bit_equal(work: Path, precision: str) -> None:
+def test_each_precision_is_resumed_bit_equal(work, precision):
     dtype, options = PRECISIONS[precision]
     module, trainer = resumes(work, steps=5, at=3, fresh=options)
     assert next(module.parameters()).dtype == dtype
@@ -240,7 +227,7 @@ def test_each_precision_is_resumed_bit_equal(work: Path, precision: str) -> None
 
 
 @on_ranks(2)
-def test_callbacks_that_average_an_unsharded_copy_are_refused(work: Path) -> None:
+def test_callbacks_that_average_an_unsharded_copy_are_refused(work):
     error = raised(lambda: fit(work, FSDP2Strategy(), EMAWeightAveraging(decay=0.5), steps=2))
     assert error.startswith("UsageError: EMAWeightAveraging averages an unsharded copy")
 
@@ -258,12 +245,7 @@ class Average(EMAWeightAveraging):
 
 @pytest.mark.parametrize("callback", [ManagedCheckpoint, ModelCheckpoint])
 @on_ranks(2)
-def test_averaged_and_trained_weights_are_both_restored_under_ddp(work: Path, callback: Any) -> None:
-    def ddp() -> Any:
-        strategy = DDPStrategy()
-        strategy.checkpoint_io = CkptkitCheckpointIO()
-        return strategy
-
+def test_averaged_and_trained_weights_are_both_restored_under_ddp(work, callback):
     save, first = callback(dirpath=work, every_n_train_steps=3, filename="{step}"), First()
     saved, loaded = Average(decay=0.5), Average(decay=0.5)
     before = snapshot(*fit(work, ddp(), saved, save, steps=3))
@@ -272,15 +254,9 @@ def test_averaged_and_trained_weights_are_both_restored_under_ddp(work: Path, ca
     assert all(torch.equal(loaded.first[name], value) for name, value in saved.last.items())
 
 
-class Sharded(Lit):
-    def configure_model(self) -> None:
-        if not isinstance(self.model, FSDPModule):
-            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
-
-
 @pytest.mark.parametrize("name", ["ddp", "mp"])
 @on_ranks(2)
-def test_checkpoints_saved_under_a_lightning_strategy_are_resumed_by_it(work: Path, name: str) -> None:
+def test_checkpoints_saved_under_a_lightning_strategy_are_resumed_by_it(work, name):
     def strategy() -> Any:
         return DDPStrategy() if name == "ddp" else ModelParallelStrategy(dist.get_world_size(), 1)
 
@@ -293,7 +269,7 @@ def test_checkpoints_saved_under_a_lightning_strategy_are_resumed_by_it(work: Pa
 
 
 @on_ranks(2)
-def test_type_full_gathers_nothing_before_the_save_and_gives_rank_0_whole_tensors_on_request(work: Path) -> None:  # NB4
+def test_type_full_gathers_nothing_before_the_save_and_gives_rank_0_whole_tensors_on_request(work):  # NB4
     class Looking(Lit):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             self.saw = {type(v).__name__ for v in checkpoint["state_dict"].values()}
@@ -307,7 +283,7 @@ def test_type_full_gathers_nothing_before_the_save_and_gives_rank_0_whole_tensor
 
 
 @on_ranks(2)
-def test_a_checkpoint_not_written_by_lightning_is_resumed_from(work: Path) -> None:
+def test_a_checkpoint_not_written_by_lightning_is_resumed_from(work):
     module, trainer = fit(work, FSDP2Strategy(), steps=2)
     states.save(work / "run", TrainState(model=module, optimizer=trainer.optimizers[0], step=2), 2)
     before, first = snapshot(module, trainer), First()
@@ -325,7 +301,7 @@ class Hooked(Lit):
 
 
 @on_ranks(2)
-def test_module_hooks_get_their_saved_values_and_the_loaded_weights(work: Path) -> None:
+def test_module_hooks_get_their_saved_values_and_the_loaded_weights(work):
     _, trainer = fit(work, FSDP2Strategy(), steps=2, module=Hooked())
     trainer.save_checkpoint(work / "hooked.ckpt")
     again, _ = fit(work, FSDP2Strategy(), steps=3, module=Hooked(), path=work / "hooked.ckpt")
@@ -342,7 +318,7 @@ class Configured(Lit):
 
 
 @on_ranks(2)
-def test_hyperparameters_that_are_not_plain_values_are_saved_as_text(work: Path) -> None:
+def test_hyperparameters_that_are_not_plain_values_are_saved_as_text(work):
     def module() -> Configured:
         return Configured(Path("/data"), torch.bfloat16, nn.GELU)
 
@@ -354,7 +330,7 @@ def test_hyperparameters_that_are_not_plain_values_are_saved_as_text(work: Path)
 
 
 @on_ranks(2)
-def test_two_callbacks_and_the_end_of_training_may_save_the_same_step(work: Path) -> None:
+def test_two_callbacks_and_the_end_of_training_may_save_the_same_step(work):
     class AtEnd(Callback):
         def on_train_end(self, trainer: Any, module: Any) -> None:
             trainer.save_checkpoint(work / "step=4.ckpt")
@@ -366,7 +342,7 @@ def test_two_callbacks_and_the_end_of_training_may_save_the_same_step(work: Path
 
 
 @on_ranks(2)
-def test_save_weights_only_checkpoints_validate_and_do_not_resume(work: Path) -> None:
+def test_save_weights_only_checkpoints_validate_and_do_not_resume(work):
     path = work / "step=2.ckpt"
     fit(work, FSDP2Strategy(), saving(work, every=2, save_weights_only=True), steps=2)
     assert not any(key.startswith("optimizer") for key in open_checkpoint(str(path)))
@@ -376,7 +352,7 @@ def test_save_weights_only_checkpoints_validate_and_do_not_resume(work: Path) ->
 
 
 @on_ranks(2)
-def test_paths_that_are_not_checkpoints_are_refused_by_name_and_not_overwritten(work: Path) -> None:  # P6
+def test_paths_that_are_not_checkpoints_are_refused_by_name_and_not_overwritten(work):  # P6
     def error_of(name: str) -> str:
         return raised(lambda: fit(work, FSDP2Strategy(), steps=1, path=work / name))
 
@@ -394,7 +370,7 @@ def test_paths_that_are_not_checkpoints_are_refused_by_name_and_not_overwritten(
 
 
 @on_ranks(2)
-def test_a_model_of_another_shape_is_refused_with_every_shape(work: Path) -> None:
+def test_a_model_of_another_shape_is_refused_with_every_shape(work):
     wide = Lit()
     wide.model.head = nn.Linear(8, 5)
     fit(work, FSDP2Strategy(), steps=1)[1].save_checkpoint(work / "narrow.ckpt")
@@ -404,21 +380,7 @@ def test_a_model_of_another_shape_is_refused_with_every_shape(work: Path) -> Non
 
 
 @on_ranks(2)
-def test_a_crashed_run_resumes_bit_equal(work: Path) -> None:
-    class Break(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 4:
-                raise RuntimeError("the node is gone")
-
-    save = saving(work, every=3, save_last=True)
-    assert "the node is gone" in raised(lambda: fit(work, FSDP2Strategy(), save, Break(), steps=6))
-    straight = snapshot(*fit(work, FSDP2Strategy(), steps=6))
-    again = fit(work, FSDP2Strategy(), saving(work, every=3, save_last=True), steps=6, path="last")
-    assert equal(straight, snapshot(*again))
-
-
-@on_ranks(2)
-def test_names_with_directories_are_rotated_too(work: Path) -> None:
+def test_names_with_directories_are_rotated_too(work):
     fit(work, FSDP2Strategy(), saving(work, filename="{step}/x"), steps=3)
     dist.barrier()
     assert [str(path.relative_to(work)) for path in work.glob("*/*.ckpt")] == ["step=3/x.ckpt"]

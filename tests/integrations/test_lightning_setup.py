@@ -9,7 +9,11 @@ from torch import nn
 from ckptkit.errors import UsageError
 from ckptkit.integrations.lightning_setup import fsdp_config, group_sizes, loose_parameters, roots, wrap_policy
 
-MADE = {"mesh": None, "dp": 2, "tp": 1, "cp": 1, "offload": False, "state_dict_type": "full", "device": "cpu"}
+
+def config(**changes):
+    made = {"mesh": None, "dp": 2, "tp": 1, "cp": 1, "offload": False, "state_dict_type": "full", "device": "cpu"}
+    made |= {"sharding_strategy": "FULL_SHARD", "precision": "32-true", "mp_policy": None}
+    return fsdp_config(**{**made, **changes})
 
 
 @pytest.mark.parametrize(
@@ -36,28 +40,24 @@ def test_sizes_that_do_not_multiply_to_the_world_size_are_refused(arguments):
     [("32-true", None), ("bf16-true", None), ("16-true", None), ("bf16-mixed", "bf16"), ("16-mixed", "fp16")],
 )
 def test_trainer_precisions_become_mixed_precision_policies(precision, expected):
-    config = fsdp_config(sharding_strategy="full_shard", precision=precision, mp_policy=None, **MADE)
-    assert config.mixed_precision == expected
+    assert config(sharding_strategy="full_shard", precision=precision).mixed_precision == expected
 
 
 def test_a_mixed_precision_policy_overrides_the_trainers_precision():
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    config = fsdp_config(sharding_strategy="FULL_SHARD", precision="16-mixed", mp_policy=policy, **MADE)
-    assert (config.mixed_precision, config.reduce_dtype) == ("bf16", "fp32")
+    made = config(precision="16-mixed", mp_policy=policy)
+    assert (made.mixed_precision, made.reduce_dtype) == ("bf16", "fp32")
 
 
 def test_a_2d_mesh_replicates_over_its_first_dimension():
-    made = {**MADE, "mesh": (2, 2), "dp": 4}
-    config = fsdp_config(sharding_strategy="FULL_SHARD", precision="32-true", mp_policy=None, **made)
-    assert (config.sharding_strategy.name, config.replicate, config.shard) == ("HYBRID_SHARD", 2, 2)
+    made = config(mesh=(2, 2), dp=4)
+    assert (made.sharding_strategy.name, made.replicate, made.shard) == ("HYBRID_SHARD", 2, 2)
 
 
 def test_an_unknown_state_dict_type_and_sharding_strategy_are_refused():
     for changes in ({"state_dict_type": "half"}, {"sharding_strategy": "SOME_SHARD"}):
         with pytest.raises(UsageError, match="must be one of"):
-            fsdp_config(
-                **{"sharding_strategy": "FULL_SHARD", "precision": "32-true", "mp_policy": None, **MADE, **changes}
-            )
+            config(**changes)
 
 
 def test_wrap_policies_are_classes_or_the_callable_of_fsdp1():

@@ -27,11 +27,13 @@ from tests.integrations.lightning_runs import (
     First,
     Lit,
     Net,
+    Two,
     equal,
     evaluated,
     fit,
     loader,
     raised,
+    restores,
     resumes,
     saving,
     snapshot,
@@ -54,7 +56,7 @@ def group_seed() -> int:
 
 
 @on_ranks(4, 2)
-def test_a_run_with_tensor_parallel_ranks_is_resumed_bit_equal_also_on_two_ranks(work: Path) -> None:
+def test_a_run_with_tensor_parallel_ranks_is_resumed_bit_equal_also_on_two_ranks(work):
     if dist.get_world_size() == 2:
         saved, first = torch.load(work / "rank-0.pt", weights_only=False), First()
         _, trainer = fit(work, FSDP2Strategy(), first, steps=6, path=work / "tp.ckpt")
@@ -74,14 +76,14 @@ def test_a_run_with_tensor_parallel_ranks_is_resumed_bit_equal_also_on_two_ranks
 
 
 @on_ranks(4)
-def test_tensor_parallel_ranks_without_a_plan_are_refused(work: Path) -> None:
+def test_tensor_parallel_ranks_without_a_plan_are_refused(work):
     assert raised(lambda: fit(work, FSDP2Strategy(2, 2), steps=1)).startswith("UsageError")
     error = raised(lambda: fit(work, FSDP2Strategy(2, 2, use_hf_tp_plan=False), steps=1))
     assert "custom_tp_plan" in error
 
 
 @on_ranks(4)
-def test_the_mesh_has_three_dimensions_with_tensor_parallel_innermost(work: Path) -> None:
+def test_the_mesh_has_three_dimensions_with_tensor_parallel_innermost(work):
     strategy = planned(1, 2, 2)
     assert fit(work, strategy, steps=1, seed=group_seed())[1].global_step == 1
     mesh = strategy.device_mesh
@@ -91,7 +93,7 @@ def test_the_mesh_has_three_dimensions_with_tensor_parallel_innermost(work: Path
 
 
 @on_ranks(4, 2)
-def test_a_run_with_replicas_is_resumed_bit_equal_and_each_shard_is_written_once(work: Path) -> None:
+def test_a_run_with_replicas_is_resumed_bit_equal_and_each_shard_is_written_once(work):
     if dist.get_world_size() == 2:
         first = First()
         _, trainer = fit(work, FSDP2Strategy(), first, steps=6, path=work / "hsdp.ckpt")
@@ -115,7 +117,7 @@ class Clipped(Lit):
 
 
 @on_ranks(2)
-def test_arguments_of_nemo_are_accepted_and_its_function_keeps_the_last_block_gathered(work: Path) -> None:
+def test_arguments_of_nemo_are_accepted_and_its_function_keeps_the_last_block_gathered(work):
     calls: list[list[str]] = []
 
     def own(model: Any, device_mesh: Any, mp_policy: Any = None) -> None:
@@ -135,13 +137,13 @@ def test_arguments_of_nemo_are_accepted_and_its_function_keeps_the_last_block_ga
 
 
 @on_ranks(2)
-def test_the_trainer_clips_by_the_norm_over_all_ranks(work: Path) -> None:
+def test_the_trainer_clips_by_the_norm_over_all_ranks(work):
     module, _ = fit(work, FSDP2Strategy(), steps=2, module=Clipped(), gradient_clip_val=1e-3)
     assert module.norms == pytest.approx([1e-3, 1e-3], rel=1e-3)
 
 
 @on_ranks(2)
-def test_the_strategy_matches_optimizer_state_by_name_reduces_and_broadcasts_values(work: Path) -> None:
+def test_the_strategy_matches_optimizer_state_by_name_reduces_and_broadcasts_values(work):
     _, trainer = fit(work, FSDP2Strategy(), steps=2)
     strategy, rank = trainer.strategy, dist.get_rank()
     keys = strategy.optimizer_state(trainer.optimizers[0])["state"]
@@ -154,7 +156,7 @@ def test_the_strategy_matches_optimizer_state_by_name_reduces_and_broadcasts_val
 
 @pytest.mark.parametrize("name", ["SHARD_GRAD_OP", "no_shard"])
 @on_ranks(2)
-def test_other_sharding_strategies_give_the_same_weights(work: Path, name: str) -> None:
+def test_other_sharding_strategies_give_the_same_weights(work, name):
     expected = snapshot(*fit(work, FSDP2Strategy(), steps=2))["weights"]
     found = snapshot(*fit(work, FSDP2Strategy(sharding_strategy=name), steps=2))["weights"]
     assert all(torch.allclose(found[key], value, atol=1e-6) for key, value in expected.items())
@@ -177,22 +179,8 @@ class Fsdp1(Lit):
             self.model = FullyShardedDataParallel(self.model, device_id=torch.device("cpu"))
 
 
-class Two(Lit):
-    """Two optimizers, stepped by hand."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: torch.Tensor, index: int) -> None:
-        self.manual_backward(super().training_step(batch, index))
-        for optimizer in self.optimizers():
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.model.blocks, self.model.head)]
-
-
 @on_ranks(2)
-def test_impossible_settings_are_refused_with_a_hint(work: Path) -> None:
+def test_impossible_settings_are_refused_with_a_hint(work):
     assert "sharded" in raised(lambda: fit(work, FSDP2Strategy(), steps=1, module=Early()))
     assert "FSDP1" in raised(lambda: fit(work, FSDP2Strategy(), steps=1, module=Fsdp1()))
     fit(work, FSDP2Strategy(), steps=1, module=Two())[1].save_checkpoint(work / "two.ckpt")
@@ -200,7 +188,7 @@ def test_impossible_settings_are_refused_with_a_hint(work: Path) -> None:
 
 
 @on_ranks(2)
-def test_offloaded_weights_are_resumed_bit_equal_and_saved_whole(work: Path) -> None:  # NB3
+def test_offloaded_weights_are_resumed_bit_equal_and_saved_whole(work):  # NB3
     module, _ = resumes(work, lambda: "fsdp2_cpu_offload")
     assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
     _, trainer = fit(work, FSDP2Strategy(cpu_offload=True, state_dict_type="full"), steps=1)
@@ -209,22 +197,26 @@ def test_offloaded_weights_are_resumed_bit_equal_and_saved_whole(work: Path) -> 
 
 
 @on_ranks(2)
-def test_activation_checkpointing_does_not_change_names(work: Path) -> None:
+def test_activation_checkpointing_does_not_change_names(work):
     def made(policy: Any) -> FSDP2Strategy:
         return FSDP2Strategy(activation_checkpointing_policy=policy, auto_wrap_policy={nn.Sequential})
 
-    calls, keys = {}, []
-    for name, policy in (("with", {nn.Sequential}), ("without", None)):
-        module, calls[name] = Lit(), []
-        module.model.blocks[0][1].register_forward_pre_hook(lambda *_, name=name: calls[name].append(1))
-        module, trainer = fit(work, made(policy), steps=2, module=module)
-        trainer.save_checkpoint(work / f"{name}.ckpt")
-        keys.append(sorted(open_checkpoint(str(work / f"{name}.ckpt"))))
-    assert len(calls["with"]) == 2 * len(calls["without"])
+    calls, keys = [], []
+    for policy in ({nn.Sequential}, None):
+        calls.append(0)
+
+        def counted(*_: Any) -> None:
+            calls[-1] += 1
+
+        def module() -> Lit:
+            made = Lit()
+            made.model.blocks[0][1].register_forward_pre_hook(counted)
+            return made
+
+        restores(work / str(policy), lambda policy=policy: made(policy), build=module, by=lambda: made(None), into=Lit)
+        keys.append(sorted(open_checkpoint(str(work / str(policy) / "saved.ckpt"))))
+    assert calls[0] == 2 * calls[1]
     assert keys[0] == keys[1]
-    before, first = snapshot(module, trainer), First()
-    fit(work, made(None), first, steps=3, path=work / "with.ckpt")
-    assert equal(before, first.state)
 
 
 class Compiled(Lit):
@@ -234,14 +226,9 @@ class Compiled(Lit):
 
 
 @on_ranks(2)
-def test_a_plain_model_loads_the_checkpoint_of_a_compiled_one(work: Path) -> None:
-    module, trainer = fit(work, FSDP2Strategy(), steps=2, module=Compiled())
-    trainer.save_checkpoint(work / "compiled.ckpt")
-    before, first = snapshot(module, trainer), First()
-    fit(work, FSDP2Strategy(), first, steps=3, path=work / "compiled.ckpt")
-    for part in ("weights", "moments"):
-        before[part] = {name.replace("_orig_mod.", ""): value for name, value in before[part].items()}
-    assert equal(before, first.state)
+def test_a_plain_model_loads_the_checkpoint_of_a_compiled_one(work):
+    module, _ = restores(work, FSDP2Strategy, build=Compiled, into=Lit)
+    assert any("_orig_mod." in name for name, _ in module.named_parameters())
 
 
 class Meta(Lit):
@@ -277,14 +264,14 @@ class Scaled(Meta):
 
 
 @on_ranks(2)
-def test_a_model_made_on_the_meta_device_is_resumed_bit_equal(work: Path) -> None:
+def test_a_model_made_on_the_meta_device_is_resumed_bit_equal(work):
     straight = snapshot(*fit(work, FSDP2Strategy(), saving(work, every=2, keep=-1), steps=4))
     resumed = fit(work, FSDP2Strategy(), steps=4, module=Meta(), path=work / "step=2.ckpt")
     assert equal(straight, snapshot(*resumed))
 
 
 @on_ranks(2)
-def test_a_model_created_under_init_module_gets_its_values(work: Path) -> None:
+def test_a_model_created_under_init_module_gets_its_values(work):
     trainer = trainer_of(work, FSDP2Strategy())
     with trainer.init_module(empty_init=True):
         module = Lit()
@@ -294,7 +281,7 @@ def test_a_model_created_under_init_module_gets_its_values(work: Path) -> None:
 
 
 @on_ranks(2)
-def test_modules_without_reset_parameters_are_listed_in_a_warning(work: Path) -> None:
+def test_modules_without_reset_parameters_are_listed_in_a_warning(work):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer_of(work, FSDP2Strategy()).fit(Scaled(), loader())
@@ -311,7 +298,7 @@ def s3() -> Iterator[dict[str, str]]:
 
 
 @on_ranks(2)
-def test_a_run_on_s3_is_saved_rotated_resumed_tested_and_removed(work: Path, s3: dict[str, str]) -> None:
+def test_a_run_on_s3_is_saved_rotated_resumed_tested_and_removed(work, s3):
     def callback() -> ManagedCheckpoint:
         return saving(url, monitor="loss_of_step", save_last=True)
 

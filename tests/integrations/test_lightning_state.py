@@ -17,9 +17,7 @@ from ckptkit.integrations.lightning_full import scatter_model
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_file_that_appears_during_a_removal_is_kept(
-    tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_appears_during_a_removal_is_kept(tmp_path, late, monkeypatch, caplog):
     place, set_aside = tmp_path / "last.ckpt", lightning_state._set_aside
 
     def theirs(path: Path) -> Path:
@@ -40,12 +38,12 @@ def test_a_file_that_appears_during_a_removal_is_kept(
     assert kept[0].parent.name.startswith("last.ckpt.replaced-") and (kept[0].parent / ".metadata").exists()
 
 
-def test_a_failed_removal_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_removal_is_logged_and_not_raised(caplog):
     lightning_state.remove_checkpoint("nosuch://bucket/run/step=1.ckpt")
     assert "nosuch://bucket/run/step=1.ckpt was not removed" in caplog.text
 
 
-def test_managed_checkpoint_needs_a_monitor_or_a_policy_to_keep_several() -> None:
+def test_managed_checkpoint_needs_a_monitor_or_a_policy_to_keep_several():
     pytest.importorskip("lightning")  # here, because it takes seconds
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -68,7 +66,7 @@ def tied() -> nn.Module:
     return model
 
 
-def test_a_cast_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cast_is_logged(caplog):
     model = nn.Linear(2, 2)
     whole = {name: value.to(torch.bfloat16) for name, value in nn.Linear(2, 2).state_dict().items()}
     with caplog.at_level(logging.WARNING):
@@ -92,5 +90,5 @@ def different_twins() -> list[Any]:
     return [untouched, bool(model["embed"].weight.isnan().all())]
 
 
-def test_different_weights_for_one_tied_tensor_are_refused_on_every_rank(ranks: Any) -> None:
+def test_different_weights_for_one_tied_tensor_are_refused_on_every_rank(ranks):
     assert ranks.run(different_twins, 2) == [[True, True]] * 2

@@ -78,14 +78,18 @@ class Config:
     async_mode: str = "disabled"
 
 
+def parts_of(state):
+    """Return the arguments that torchtitan 0.3 passes for the parts of a job, with one model and one optimizer."""
+    return {
+        "model_parts": [state.model], "optimizers": [state.optimizer], "lr_schedulers": Schedulers(state.optimizer),
+        "dataloader": None, "states": {"train_state": TrainState()},
+    }  # fmt: skip
+
+
 def newest(base, state=None, options=None, **config):
     """Create a checkpointer as torchtitan 0.3 does."""
-    state = state or small()
-    parts = dict(model_parts=[state.model], optimizers=[state.optimizer], lr_schedulers=Schedulers(state.optimizer))
-    return TorchtitanCheckpointer(
-        Config(**config), dataloader=None, states={"train_state": TrainState()}, sd_adapter=None,
-        base_folder=str(base), **parts, **(options or {}),
-    )  # fmt: skip
+    parts = {**parts_of(state or small()), **(options or {})}
+    return TorchtitanCheckpointer(Config(**config), sd_adapter=None, base_folder=str(base), **parts)
 
 
 def steps_in(folder):
@@ -149,10 +153,8 @@ def test_an_unsupported_option_is_refused_by_name(tmp_path, field):
 
 def test_every_field_of_the_config_has_a_test():
     tried = {*SAVES, *REFUSED, "keep_latest_k", "load_step", "create_seed_checkpoint", "folder"}
-    assert {field.name for field in dataclasses.fields(Config)} == tried | {
-        "initial_load_path",
-        "initial_load_model_only",
-    }
+    tried |= {"initial_load_path", "initial_load_model_only"}
+    assert {field.name for field in dataclasses.fields(Config)} == tried
 
 
 def test_an_unknown_option_is_an_error(tmp_path):
@@ -224,41 +226,15 @@ class Stage(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleDict({str(layer): torch.nn.Linear(2, 2) for layer in layers})
 
-
-def _stages(folder, split, trains):
-    """Train and save, or load, this rank's stages with an optimizer for each; return weights and moments."""
-    parts = [Stage(*layers) for layers in split[dist.get_rank()]]
-    optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1 if trains else 0.2) for part in parts]
-    checkpointer = TorchtitanCheckpointer(
-        Config(interval=1), dataloader=None, model_parts=parts, optimizers=SimpleNamespace(optimizers=optimizers),
-        lr_schedulers=TrainState(), states={"train_state": TrainState()}, base_folder=folder,
-    )  # fmt: skip
-    if trains:
-        for part, optimizer in zip(parts, optimizers, strict=True):
-            for name, parameter in part.named_parameters():
-                parameter.grad = torch.full_like(parameter, float(name.split(".")[1]) - 1.5)
-            optimizer.step()
-        assert checkpointer.save(1)
-    else:
-        assert checkpointer.load()
-    checkpointer.close()
-    found = {}
-    for part, optimizer in zip(parts, optimizers, strict=True):
-        assert {group["lr"] for group in optimizer.param_groups} == {0.1}
-        for name, parameter in part.named_parameters():
-            state = optimizer.state[parameter]
-            found[name] = [parameter.detach(), state["exp_avg"], state["exp_avg_sq"], state["step"]]
-    return found
+    def train(self):
+        """Give each layer its own gradient."""
+        for name, parameter in self.named_parameters():
+            parameter.grad = torch.full_like(parameter, float(name.split(".")[1]) - 1.5)
 
 
-def test_pipeline_stages_load_on_any_division_into_stages(ranks, tmp_path):
-    saved = ranks.run(_stages, 2, str(tmp_path), [[(0,), (2,)], [(1,), (3,)]], True)
-    whole = {**saved[0], **saved[1]}
-    for split in ([[(0, 1)], [(2, 3)]], [[(0,), (1,), (2, 3)]], [[(0, 1, 2, 3)]], [[(0,)], [(1,), (2,), (3,)]]):
-        loaded = ranks.run(_stages, len(split), str(tmp_path), split, False)
-        assert sum(map(len, loaded)) == len(whole) == 8
-        for name, values in {name: values for rank in loaded for name, values in rank.items()}.items():
-            assert all(torch.equal(value, other) for value, other in zip(values, whole[name], strict=True)), name
+def _of_one_class(parts, trains):
+    """Return an optimizer for each stage."""
+    return [torch.optim.AdamW(part.parameters(), lr=0.1 if trains else 0.2) for part in parts]
 
 
 def _of_two_classes(parts, trains):
@@ -271,71 +247,86 @@ def _of_two_classes(parts, trains):
     return optimizers
 
 
-def _mixed(folder, split, trains, is_old=False):
-    """Like `_stages`, with two optimizers of different classes for each stage, as torchtitan's container makes them."""
-    parts = [Stage(*layers) for layers in split[dist.get_rank()]]
-    optimizers = _of_two_classes(parts, trains)
-    checkpointer = TorchtitanCheckpointer(
-        Config(interval=1), dataloader=None, model_parts=parts, optimizers=SimpleNamespace(optimizers=optimizers),
-        lr_schedulers=TrainState(), states={"train_state": TrainState()}, base_folder=folder,
-    )  # fmt: skip
-    if is_old:
-        checkpointer._optimizer = _joined(optimizers)
-    if trains:
-        for part in parts:
-            for name, parameter in part.named_parameters():
-                parameter.grad = torch.full_like(parameter, float(name.split(".")[1]) - 1.5)
-        for optimizer in optimizers:
-            optimizer.step()
-        assert checkpointer.save(1)
-    else:
-        assert checkpointer.load()
-    checkpointer.close()
-    states = {id(p): (o.state[p], o.param_groups[0]["lr"]) for o in optimizers for p in o.param_groups[0]["params"]}
-    return {
-        name: [parameter.detach(), *states[id(parameter)]]
-        for part in parts
-        for name, parameter in part.named_parameters()
+def _of_stages(folder, parts, optimizers):
+    """Create the checkpointer of a rank with these stages."""
+    container = SimpleNamespace(optimizers=optimizers)
+    parts = {"model_parts": parts, "optimizers": container, "lr_schedulers": TrainState()}
+    return closing(newest(folder, None, parts, interval=1))
+
+
+def _values(parts, optimizers):
+    """Return the value, the optimizer state and the learning rate of each parameter."""
+    states = {
+        id(p): (optimizer.state[p], group["lr"])
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
     }
+    return bits({name: [p, *states[id(p)]] for part in parts for name, p in part.named_parameters()})
+
+
+def _stages(folder, split, trains, made=_of_one_class, is_old=False):
+    """Train and save, or load, this rank's stages; return their values."""
+    parts = [Stage(*layers) for layers in split[dist.get_rank()]]
+    optimizers = made(parts, trains)
+    with _of_stages(folder, parts, optimizers) as checkpointer:
+        if is_old:
+            checkpointer._optimizer = _joined(optimizers)
+        if trains:
+            for trained in (*parts, *optimizers):
+                trained.train() if isinstance(trained, Stage) else trained.step()
+            assert checkpointer.save(1)
+        else:
+            assert checkpointer.load()
+    return _values(parts, optimizers)
+
+
+def _on_ranks(ranks, folder, split, *args):
+    """Return the values of the stages of all ranks."""
+    found = ranks.run(_stages, len(split), str(folder), split, *args)
+    assert sum(map(len, found)) == 8
+    return {name: value for rank in found for name, value in rank.items()}
+
+
+SPLITS = [
+    [[(0,), (2,)], [(1,), (3,)]],
+    [[(0, 1)], [(2, 3)]],
+    [[(0, 1, 2, 3)]],
+    [[(0,)], [(1,), (2,), (3,)]],
+    [[(0,), (1,), (2, 3)]],
+]
+
+
+def test_pipeline_stages_load_on_any_division_into_stages(ranks, tmp_path):
+    saved = _on_ranks(ranks, tmp_path, SPLITS[0], True)
+    for split in SPLITS[1:]:
+        assert _on_ranks(ranks, tmp_path, split, False) == saved
 
 
 def test_optimizers_of_two_classes_load_on_any_division_into_stages(ranks, tmp_path):
-    splits = [[[(0,), (2,)], [(1,), (3,)]], [[(0, 1)], [(2, 3)]], [[(0, 1, 2, 3)]], [[(0,)], [(1,), (2,), (3,)]]]
-    for number, saved_with in enumerate(splits):
-        folder = str(tmp_path / str(number))
-        whole = {k: v for rank in ranks.run(_mixed, len(saved_with), folder, saved_with, True) for k, v in rank.items()}
-        for split in splits:
-            loaded = ranks.run(_mixed, len(split), folder, split, False)
-            assert bits({name: values for rank in loaded for name, values in rank.items()}) == bits(whole)
+    for number, saved_with in enumerate(SPLITS[:4]):
+        saved = _on_ranks(ranks, tmp_path / str(number), saved_with, True, _of_two_classes)
+        for split in SPLITS[:4]:
+            assert _on_ranks(ranks, tmp_path / str(number), split, False, _of_two_classes) == saved
 
 
 def test_optimizers_of_two_classes_load_from_a_checkpoint_of_torchtitan(tmp_path):
-    def state_of(part, optimizers):
-        return bits([part.state_dict(), [o.state[p] for o in optimizers for p in o.param_groups[0]["params"]]])
-
     part, again = Stage(0, 1), Stage(0, 1)
     optimizers, others = _of_two_classes([part], True), _of_two_classes([again], False)
-    for parameter in part.parameters():
-        parameter.grad = torch.ones_like(parameter)
+    part.train()
     for optimizer in optimizers:
         optimizer.step()
     content = {"optimizer": get_optimizer_state_dict(part, optimizers, options=FLAT), **part.state_dict()}
     content |= {"train_state": TrainState(), "lr_scheduler": TrainState()}
     dcp.save(content, checkpoint_id=tmp_path / "checkpoint/step-1", no_dist=True)
-    checkpointer = TorchtitanCheckpointer(
-        Config(), dataloader=None, model_parts=[again], optimizers=SimpleNamespace(optimizers=others),
-        lr_schedulers=TrainState(), states={"train_state": TrainState()}, base_folder=str(tmp_path),
-    )  # fmt: skip
-    with closing(checkpointer):
+    with _of_stages(tmp_path, [again], others) as checkpointer:
         assert checkpointer.load()
-    assert state_of(again, others) == state_of(part, optimizers)
-    assert [o.param_groups[0]["lr"] for o in others] == [0.2, 0.1]
+    assert _values([again], others) == _values([part], optimizers)
 
 
 def test_optimizers_of_two_classes_load_from_a_checkpoint_that_has_them_as_one(ranks, tmp_path):
-    split = [[(0,), (2,)], [(1,), (3,)]]
-    saved = ranks.run(_mixed, 2, str(tmp_path), split, True, True)
-    assert bits(ranks.run(_mixed, 2, str(tmp_path), split, False)) == bits(saved)
+    saved = _on_ranks(ranks, tmp_path, SPLITS[0], True, _of_two_classes, True)
+    assert _on_ranks(ranks, tmp_path, SPLITS[0], False, _of_two_classes) == saved
 
 
 class DataRanks:
@@ -357,18 +348,14 @@ def _data(folder, data_ranks, trains, own=False):
     """Save, or load, on ranks of which each reads the data of `data_ranks[rank]`; return the position in them."""
     rank, size = data_ranks[dist.get_rank()], len(set(data_ranks))
     loader, state = DataRanks(rank, size, 100 + rank if trains else 0), small()
-    parts = dict(model_parts=[state.model], optimizers=[state.optimizer], lr_schedulers=Schedulers(state.optimizer))
     state.optimizer.step()
     if own:  # as torchtitan's checkpointer stores them
         content = {"optimizer": get_optimizer_state_dict(state.model, state.optimizer, options=FLAT)}
         content |= {**state.model.state_dict(), "dataloader": loader, "train_state": TrainState(), "lr_scheduler": {}}
         dcp.save(content, checkpoint_id=f"{folder}/checkpoint/step-1")
         return loader.position
-    checkpointer = TorchtitanCheckpointer(
-        Config(interval=1), dataloader=loader, states={"train_state": TrainState()}, base_folder=folder, **parts
-    )
-    assert checkpointer.save(1) if trains else checkpointer.load()
-    checkpointer.close()
+    with closing(newest(folder, state, {"dataloader": loader}, interval=1)) as checkpointer:
+        assert checkpointer.save(1) if trains else checkpointer.load()
     return loader.position
 
 
@@ -388,17 +375,11 @@ def test_the_checkpointer_is_built_from_a_torchtitan_config(tmp_path):
     assert isinstance(config, base.Config)
     theirs = {field.name for field in dataclasses.fields(base.Config)}
     assert {field.name for field in dataclasses.fields(Config)} == theirs | {"async_mode"}
-    state = small()
-    parts = dict(model_parts=[state.model], optimizers=[state.optimizer], lr_schedulers=Schedulers(state.optimizer))
-    checkpointer = config.build(
-        dataloader=None, states={"train_state": TrainState()}, sd_adapter=None, base_folder="elsewhere", **parts
-    )
-    assert isinstance(checkpointer, base)
-    assert [checkpointer.save(step) for step in (1, 2)] == [False, True]
-    checkpointer.maybe_wait_for_saving()
-    assert checkpointer.load()
-    checkpointer.close()
+    with closing(config.build(sd_adapter=None, base_folder="elsewhere", **parts_of(small()))) as checkpointer:
+        assert isinstance(checkpointer, base)
+        assert [checkpointer.save(step) for step in (1, 2)] == [False, True]
+        checkpointer.maybe_wait_for_saving()
+        assert checkpointer.load()
     assert json.loads((tmp_path / "run/step_00000002/checkpoint.json").read_text())["state_dict_type"] == "full"
-    off = TorchtitanCheckpointer.Config().build(dataloader=None, states={}, sd_adapter=None, base_folder="", **parts)
-    assert off.load() is off.save(1) is False
-    off.close()
+    with closing(TorchtitanCheckpointer.Config().build(sd_adapter=None, base_folder="", **parts_of(small()))) as off:
+        assert off.load() is off.save(1) is False

@@ -83,7 +83,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_killed_run_of_the_trainer_resumes_bit_equal(tmp_path: Path, mesh: str) -> None:
+def test_a_killed_run_of_the_trainer_resumes_bit_equal(tmp_path, mesh):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     for folder in (whole, resumed):
         write_data(folder)

@@ -33,23 +33,35 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def trainer_of(work: Path, callback: Any, model: Any = None, **options: Any) -> transformers.Trainer:
+def llama(**options: Any) -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, attention_dropout=0.3, max_position_embeddings=16,
-    )  # fmt: skip
-    arguments = transformers.TrainingArguments(
+        num_key_value_heads=2, max_position_embeddings=16, **{"attention_dropout": 0.3, **options},
+    ))  # fmt: skip
+
+
+def arguments(work: Path, **options: Any) -> transformers.TrainingArguments:
+    return transformers.TrainingArguments(
         output_dir=str(work / "out"), per_device_train_batch_size=2, report_to=[], use_cpu=True, seed=3,
         logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
         **{"max_steps": 8, "save_strategy": "no", **options},
     )  # fmt: skip
+
+
+def trainer_of(work: Path, callback: Any, model: Any = None, **options: Any) -> transformers.Trainer:
     trainer = transformers.Trainer(
-        model or transformers.LlamaForCausalLM(config), arguments, train_dataset=Texts(), eval_dataset=Texts(),
+        model or llama(), arguments(work, **options), train_dataset=Texts(), eval_dataset=Texts(),
         callbacks=[callback] if callback else None,
     )  # fmt: skip
     if callback is not None:
         callback.attach(trainer)
+    return trainer
+
+
+def trained(work: Path, callback: Any, *model: Any, **options: Any) -> transformers.Trainer:
+    trainer = trainer_of(work, callback, *model, **options)
+    trainer.train()
     return trainer
 
 
@@ -75,12 +87,10 @@ def steps_in(folder: Path) -> list[int]:
 @pytest.mark.parametrize("at", [3, 5])  # in the middle of an epoch of 5 steps, and at its end
 def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(place, at, tmp_path):
     url, options = place
-    straight = trainer_of(tmp_path, integration.CheckpointCallback(tmp_path / "straight", resume=False))
-    straight.train()
-    trainer_of(tmp_path, stopping(url, at, save_steps=at, **options)).train()
+    straight = trained(tmp_path, integration.CheckpointCallback(tmp_path / "straight", resume=False))
+    trained(tmp_path, stopping(url, at, save_steps=at, **options))
     callback = integration.CheckpointCallback(url, export=tmp_path / "export", **options)
-    resumed = trainer_of(tmp_path, callback)
-    resumed.train()
+    resumed = trained(tmp_path, callback)
     assert callback.loaded.step == at
     assert resumed.state.global_step == 8
     assert same_weights(resumed.model, straight.model)
@@ -98,14 +108,14 @@ def test_rotation_follows_the_policy_of_the_callback(tmp_path):
     callback = integration.CheckpointCallback(
         tmp_path / "run", save_steps=2, retention=RetentionPolicy(max_num=2), background=True
     )
-    trainer_of(tmp_path, callback).train()
+    trained(tmp_path, callback)
     assert steps_in(tmp_path / "run") == [6, 8]
     assert open_checkpoint(str(tmp_path / "run")).step == 8
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
 def evaluated(work: Path, callback: Any, **options: Any) -> transformers.Trainer:
-    return trainer_of(work, callback, eval_strategy="steps", eval_steps=2, learning_rate=0.3, **options)
+    return trained(work, callback, eval_strategy="steps", eval_steps=2, learning_rate=0.3, **options)
 
 
 def test_attach_supports_every_option(tmp_path):
@@ -124,7 +134,6 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
     options |= {"greater_is_better": True}  # the highest loss comes before the end
     trainer = evaluated(tmp_path, callback, **options)
-    trainer.train()
     losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
     best = max(losses, key=losses.get)
     assert best != max(losses), "the best must not be the newest here"
@@ -133,7 +142,7 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
 
 
 def test_a_step_is_saved_with_metrics_only_if_it_was_evaluated(tmp_path):
-    evaluated(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=1)).train()
+    evaluated(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=1))
     with CheckpointManager(tmp_path / "run") as manager:
         assert [record.step for record in manager.list() if record.metrics] == [2, 4, 6, 8]
 
@@ -145,7 +154,7 @@ def test_a_retention_that_would_delete_the_best_model_is_refused(tmp_path):
 
 
 def test_save_total_limit_limits_the_checkpoints_kept(tmp_path):
-    trainer_of(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=1), save_total_limit=3).train()
+    trained(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=1), save_total_limit=3)
     assert steps_in(tmp_path / "run") == [6, 7, 8]
 
 
@@ -153,7 +162,7 @@ def test_resume_from_checkpoint_is_respected(tmp_path):
     callback = integration.CheckpointCallback(tmp_path / "run", save_steps=4)
     with pytest.raises(ValueError, match="No valid checkpoint found"):
         trainer_of(tmp_path, callback).train(resume_from_checkpoint=True)
-    trainer_of(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=4)).train()
+    trained(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=4))
     again = integration.CheckpointCallback(tmp_path / "run", resume=False)
     trainer_of(tmp_path, again).train(True)
     assert again.loaded.step == 8
@@ -187,8 +196,7 @@ def test_checkpoints_written_by_a_trainer_are_resumed_from(tmp_path):
     straight.train()
     shutil.rmtree(tmp_path / "old" / "out" / "checkpoint-8")
     callback = integration.CheckpointCallback(tmp_path / "old" / "out", save_steps=100)
-    resumed = trainer_of(tmp_path, callback, weight_decay=0.1)
-    resumed.train()
+    resumed = trained(tmp_path, callback, weight_decay=0.1)
     assert callback.loaded.step == 4
     assert resumed.state.global_step == 8
     assert same_weights(straight.model, resumed.model)
@@ -215,7 +223,7 @@ def test_a_manager_resumes_from_the_directory_of_a_trainer(tmp_path):
 def test_a_trainer_does_not_start_fresh_over_another_systems_checkpoint(zoo, tmp_path):
     shutil.copytree(zoo / "verl_fsdp2_w2", tmp_path / "run")
     with pytest.raises(UsageError, match=r"no trainer_state\.json"):
-        trainer_of(tmp_path, integration.CheckpointCallback(tmp_path / "run")).train()
+        trained(tmp_path, integration.CheckpointCallback(tmp_path / "run"))
 
 
 def test_an_adapter_is_exported_and_converted_as_one(tmp_path):
@@ -224,8 +232,7 @@ def test_an_adapter_is_exported_and_converted_as_one(tmp_path):
     model = trainer_of(tmp_path, None).model
     base = copy.deepcopy(model)
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], lora_alpha=32)
-    trainer = trainer_of(tmp_path, callback, peft.get_peft_model(model, config), max_steps=4)
-    trainer.train()
+    trainer = trained(tmp_path, callback, peft.get_peft_model(model, config), max_steps=4)
     convert(str(tmp_path / "run"), str(tmp_path / "converted"), to="hf")
     ids = torch.arange(6)[None]
     with torch.no_grad():
