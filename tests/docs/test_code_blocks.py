@@ -59,7 +59,7 @@ def shape(line: str) -> str:
 
 
 @pytest.mark.parametrize("block", cases("console"))
-def test_commands_run_and_print_what_the_page_shows(block: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run_and_print_what_the_page_shows(block, place, monkeypatch):
     monkeypatch.chdir(place)
     for line, shown in commands(block):
         words = shlex.split(line, comments=True)
@@ -99,7 +99,7 @@ def _check_elsewhere(line: str) -> None:
 
 
 @pytest.mark.parametrize("block", cases("python"))
-def test_python_blocks_run(block: str, place: Path) -> None:
+def test_python_blocks_run(block, place):
     run_ranks(run_python, 2 if "cp=2" in block else 1, block, str(place))
 
 
@@ -124,25 +124,25 @@ for name, p in model.named_parameters():
 """
 
 
-def test_plain_torch_loads_fp32_masters(place: Path) -> None:
+def test_plain_torch_loads_fp32_masters(place):
     """As "Without ckptkit" of docs/how-to-resume.md says."""
     run_ranks(run_python, 1, MASTERS, str(place))
 
 
 @pytest.mark.parametrize("block", cases("toml"))
-def test_key_maps_parse(block: str) -> None:
+def test_key_maps_parse(block):
     if sys.version_info >= (3, 11):
         assert parse_key_map(block, file="docs.toml").rules
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_block_says_what_it_is(page: Path) -> None:
+def test_every_block_says_what_it_is(page):
     fences = re.findall(r"^```(\w*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(fences) % 2 == 0
     assert set(fences[::2]) <= KINDS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert "://" in target or (page.parent / target).exists(), target

@@ -59,7 +59,7 @@ def test_a_reader_written_from_the_page_alone_returns_every_tensor_bit_for_bit(r
         assert found[name].tobytes() == value.tobytes(), name
 
 
-def test_the_reader_written_from_the_page_also_returns_values_other_than_tensors(ranks: Any, tmp_path: Path) -> None:
+def test_the_reader_written_from_the_page_also_returns_values_other_than_tensors(ranks, tmp_path):
     ranks.run(save, 3, str(tmp_path), "sharded")
     objects = read_objects(tmp_path / "step_00000003")
     assert objects["step"] == 3
@@ -88,7 +88,7 @@ def save_large(root: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_every_file_digest_covers_the_bytes_that_the_page_states(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_every_file_digest_covers_the_bytes_that_the_page_states(ranks, tmp_path, kind):
     ranks.run(save_large, 4, str(tmp_path), kind)
     found = outlines(tmp_path / "step_00000003")
     for path, (data, digest) in found.items():
@@ -97,7 +97,7 @@ def test_every_file_digest_covers_the_bytes_that_the_page_states(ranks: Any, tmp
         assert (len(data) < nbytes) == (nbytes > 65536), path
 
 
-def test_the_reader_written_from_the_page_imports_only_the_standard_library_and_numpy() -> None:
+def test_the_reader_written_from_the_page_imports_only_the_standard_library_and_numpy():
     tree = ast.parse((Path(__file__).parent / "reader.py").read_text(encoding="utf-8"))
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -66,7 +66,7 @@ def shown_code() -> list[tuple[str, str]]:
     return [*examples, *blocks("python")]
 
 
-def test_examples_and_pages_import_only_names_of_the_reference() -> None:
+def test_examples_and_pages_import_only_names_of_the_reference():
     public = documented()
     used = {(place, name) for place, code in shown_code() for name in imports(code)}
     assert len(used) > 20
@@ -74,19 +74,19 @@ def test_examples_and_pages_import_only_names_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
-def test_the_reference_contains_every_export_of_a_package(package: ModuleType) -> None:
+def test_the_reference_contains_every_export_of_a_package(package):
     names = {f"{package.__name__}.{name}" for name in package.__all__ if not name.startswith("__")}
     assert names - documented().keys() == set()
 
 
-def test_a_package_exports_only_names_of_the_reference() -> None:
+def test_a_package_exports_only_names_of_the_reference():
     """Checks all names that completion offers, except modules."""
     for package in PACKAGES:
         offered = [name for name in dir(package) if not name.startswith("_") and name not in package.__all__]
         assert [name for name in offered if not isinstance(getattr(package, name), ModuleType)] == []
 
 
-def test_everything_public_has_a_docstring() -> None:
+def test_everything_public_has_a_docstring():
     missing = []
     for name, item in documented().items():
         if not inspect.isclass(item) and not callable(item):

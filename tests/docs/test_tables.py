@@ -75,27 +75,27 @@ def check_tests(cells: list[list[str]], column: int) -> None:
         (PARITY, -1, PARITY_ROWS),
     ],
 )
-def test_each_row_names_tests_that_exist(page: str, column: int, expected: set[str]) -> None:
+def test_each_row_names_tests_that_exist(page, column, expected):
     table = [row for row in rows(page) if row[0] and row[0] not in HEADINGS]
     assert expected <= {row[0] for row in table}
     check_tests(table, column)
 
 
-def test_each_name_in_the_frameworks_table_is_public() -> None:
+def test_each_name_in_the_frameworks_table_is_public():
     for row in rows(FRAMEWORKS):
         for words in re.findall(r"`(ckptkit\.[\w.]+)`", row[1]) if row[0] in ROWS else ():
             module, _, name = words.rpartition(".")
             assert name in importlib.import_module(module).__all__, words
 
 
-def test_where_to_change_what_names_files_that_exist() -> None:
+def test_where_to_change_what_names_files_that_exist():
     text = text_of("docs/internals/where-to-change-what.md")
     named = re.findall(r"`((?:ckptkit|tests|docs|examples)/[\w./-]+|examples|pyproject\.toml)`", text)
     assert len(named) > 40
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_table_of_errors_matches_the_package() -> None:
+def test_the_table_of_errors_matches_the_package():
     """An indented class derives from the class above it; parentheses name the built-in base."""
     page = text_of("docs/errors.md")
     public = {name: getattr(errors, name) for name in errors.__all__ if name != "CkptkitError"}
@@ -111,7 +111,7 @@ def test_the_table_of_errors_matches_the_package() -> None:
     assert "exit code of a command is 2 for `UsageError`, and 1 for every other error" in " ".join(page.split())
 
 
-def test_no_error_is_defined_elsewhere() -> None:
+def test_no_error_is_defined_elsewhere():
     """Import every module: an exception class outside of errors.py must be a subclass of a documented class."""
     for info in pkgutil.walk_packages(ckptkit.__path__, "ckptkit."):
         if not info.name.startswith(("ckptkit.integrations", "ckptkit.__main__")):
@@ -135,7 +135,7 @@ def _texts(tree: ast.AST) -> list[str]:
     return found
 
 
-def test_the_messages_of_the_troubleshooting_page_exist_in_the_package() -> None:
+def test_the_messages_of_the_troubleshooting_page_exist_in_the_package():
     said = [text for tree in sources().values() for text in _texts(tree)]
     messages = re.findall(r"^- `([^`]+)`:", text_of("docs/troubleshooting.md"), re.MULTILINE)
     wanted = {part.strip(" :") for message in messages for part in re.split(r"\[?\.\.\.\)?| N\b", message)}
@@ -144,7 +144,7 @@ def test_the_messages_of_the_troubleshooting_page_exist_in_the_package() -> None
     assert not {part for part in wanted if not any(part in text for text in said)}
 
 
-def test_each_measured_figure_of_the_readme_is_in_a_benchmarks_page() -> None:
+def test_each_measured_figure_of_the_readme_is_in_a_benchmarks_page():
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*/README.md"))
     text = text_of("README.md")
     table = text[text.index("## Measured") : text.index("## What it promises")]
@@ -154,6 +154,6 @@ def test_each_measured_figure_of_the_readme_is_in_a_benchmarks_page() -> None:
     assert not {number for number in figures if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", pages)}
 
 
-def test_the_table_of_examples_names_only_existing_scripts() -> None:
+def test_the_table_of_examples_names_only_existing_scripts():
     named = re.findall(r"\]\((\w+\.py)\)", text_of("examples/README.md"))
     assert sorted(named) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
