@@ -67,7 +67,7 @@ class Lit(pl.LightningModule):
     def validation_step(self, batch: torch.Tensor, _: int) -> None:
         self._logged("val_loss", batch)
 
-    def test_step(self, batch, _):
+    def test_step(self, batch: torch.Tensor, _: int) -> None:
         self._logged("test_loss", batch)
 
     def predict_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:

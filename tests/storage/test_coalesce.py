@@ -35,10 +35,8 @@ def test_a_span_exceeds_max_span_only_for_a_single_range(ranges, gap, span):
 
 
 def test_a_gap_above_max_gap_splits():
-    assert [s.members for s in coalesce.coalesce([(0, 10), (15, 20), (40, 50)], max_gap=5, max_span=100)] == [
-        (0, 1),
-        (2,),
-    ]
+    spans = coalesce.coalesce([(0, 10), (15, 20), (40, 50)], max_gap=5, max_span=100)
+    assert [span.members for span in spans] == [(0, 1), (2,)]
 
 
 def test_arriving_bytes_are_copied_to_every_overlapping_view():
@@ -76,15 +74,23 @@ class Counting(LocalStore):
         super().read_many(reads, workers=workers)
 
 
+FILES = {name: random.Random(name).randbytes(50_000) for name in "abc"}
+
+
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
-    monkeypatch.setattr(coalesce, "_LEAST_BLOCK", 256)
-    monkeypatch.setattr(coalesce, "_MOST", 1024)
-    monkeypatch.setattr(coalesce, "_HELD", 8192)
-    monkeypatch.setattr(coalesce, "_CALL", 0)
-    for name in ("a", "b", "c"):
-        (tmp_path / name).write_bytes(random.Random(name).randbytes(50_000))
+    for name, value in {"_LEAST_BLOCK": 256, "_MOST": 1024, "_HELD": 8192, "_CALL": 0}.items():
+        monkeypatch.setattr(coalesce, name, value)
+    for name, data in FILES.items():
+        (tmp_path / name).write_bytes(data)
     return Counting(tmp_path)
+
+
+def read(reader: BlockReader, path: str, start: int, size: int) -> None:
+    """Read a range, and compare it with the file."""
+    data = bytearray(size)
+    reader.read_into(path, start, memoryview(data))
+    assert data == FILES[path][start : start + size]
 
 
 def test_concurrent_ranges_return_the_bytes_of_the_file(store):
@@ -95,50 +101,42 @@ def test_concurrent_ranges_return_the_bytes_of_the_file(store):
         start = rng.randrange(50_000 - size + 1)
         wanted.append((rng.choice("abc"), start, bytearray(size)))
 
-    def read(part: int) -> None:
+    def read_part(part: int) -> None:
         for i in range(3 * part, 300, 12):
             reader.read_many([ReadInto(path, start, memoryview(data)) for path, start, data in wanted[i : i + 3]])
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(read, range(4)))
-    assert all(data == store_bytes(store, path)[start : start + len(data)] for path, start, data in wanted)
-
-
-def store_bytes(store: Counting, path: str) -> bytes:
-    return Path(store.path_of(path)).read_bytes()
+        list(pool.map(read_part, range(4)))
+    assert all(data == FILES[path][start : start + len(data)] for path, start, data in wanted)
 
 
 def test_small_sequential_ranges_make_one_request_per_block(store):
-    reader, data = BlockReader(store), bytearray(50)
+    reader = BlockReader(store)
     for start in range(0, 50_000, 50):
-        reader.read_into("a", start, memoryview(data))
-        assert data == store_bytes(store, "a")[start : start + 50]
+        read(reader, "a", start, 50)
     assert len(store.requests) == 49 and sum(store.requests) == 50_000
 
 
 def test_a_long_range_is_read_directly(store):
-    data = bytearray(5000)
-    BlockReader(store).read_into("a", 100, memoryview(data))
-    assert store.requests == [5000] and data == store_bytes(store, "a")[100:5100]
+    read(BlockReader(store), "a", 100, 5000)
+    assert store.requests == [5000]
 
 
 def test_random_access_does_not_read_much_more_than_needed(store):
     reader, rng = BlockReader(store), random.Random(1)
     for _ in range(2000):
-        start = rng.randrange(49_990)
-        data = bytearray(4)
-        reader.read_into("abc"[rng.randrange(3)], start, memoryview(data))
+        read(reader, rng.choice("abc"), rng.randrange(49_990), 4)
     assert sum(store.requests) <= 8192 + 9 * 4 * 2000 + 2 * 1024
 
 
 def test_small_reads_far_apart_in_order_use_blocks(store, monkeypatch):
     """A read of a few bytes costs a call, so reading the bytes between such reads is no waste."""
     monkeypatch.setattr(coalesce, "_CALL", 64)
-    reader, data = BlockReader(store), bytearray(4)
+    reader = BlockReader(store)
     for _ in range(3):
-        for path in "abc":
+        for path in FILES:
             for start in range(0, 50_000, 400):
-                reader.read_into(path, start, memoryview(data))
+                read(reader, path, start, 4)
     assert len(store.requests) <= 3 * 3 * (50_000 // 1024 + 1)
 
 
@@ -150,19 +148,16 @@ def test_a_range_past_the_end_reports_a_short_file(store):
 
 
 def test_a_failed_block_is_read_again(store):
-    reader, data = BlockReader(store), bytearray(10)
-    store.fails = True
+    reader, store.fails = BlockReader(store), True
     for _ in range(2):
         with pytest.raises(StorageError, match="down"):
-            reader.read_into("a", 0, memoryview(data))
+            read(reader, "a", 0, 10)
     store.fails = False
-    reader.read_into("a", 0, memoryview(data))
-    assert data == store_bytes(store, "a")[:10]
+    read(reader, "a", 0, 10)
 
 
 def test_an_interrupted_reader_releases_waiting_threads(store, monkeypatch):
     reader, fetching, failed = BlockReader(store), threading.Event(), threading.Event()
-    data = memoryview(bytearray(10))
     original = reader._fetch
 
     def interrupted(*_: object) -> None:
@@ -177,16 +172,15 @@ def test_an_interrupted_reader_releases_waiting_threads(store, monkeypatch):
         assert fetching.wait(60)
         waiting.set()
         try:
-            reader.read_into("a", 0, data)
+            read(reader, "a", 0, 10)
         except KeyboardInterrupt:
             failed.set()
 
     thread = threading.Thread(target=second, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        reader.read_into("a", 0, data)
+        read(reader, "a", 0, 10)
     thread.join(60)
     assert not thread.is_alive() and failed.is_set()
     monkeypatch.setattr(reader, "_fetch", original)
-    reader.read_into("a", 0, data)
-    assert bytes(data) == store_bytes(store, "a")[:10]
+    read(reader, "a", 0, 10)
