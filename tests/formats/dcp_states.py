@@ -1,14 +1,18 @@
-"""Training states for the tests of DCP: equal on every rank, and compared byte for byte."""
+"""Training states for the tests of DCP, equal on every rank: saved, loaded, and compared byte for byte."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.formats.interop_cases import same
+from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
+from tests.formats.interop_cases import blank, same
 
 LAYOUTS = {
     "plain@1": (1, (1,), ()),
@@ -38,38 +42,53 @@ def values(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
     return raw.view(kind).reshape(shape)
 
 
-def state(layout: str, *, zeros: bool = False) -> dict[str, Any]:
+def state(layout: str) -> dict[str, Any]:
     """Return a nested state: DTensors of every placement of the layout, plain tensors of every dtype, objects."""
     _, mesh_shape, placements = LAYOUTS[layout]
-    made: dict[str, Any] = {"model": {}, "extra": {"objects": dict.fromkeys(OBJECTS) if zeros else dict(OBJECTS)}}
+    made: dict[str, Any] = {"model": {}, "extra": {"objects": dict(OBJECTS)}}
     for i, dtype in enumerate(DTYPES):
         made["model"][f"plain.{dtype}"] = values((5, 3), dtype, i)
     made["model"]["scalar"] = torch.tensor(2.5)
     made["model"]["large"] = values((700, 1100), "float32", 99)
     made["extra"]["list"] = [values((3,), "int64", 5), {"deep": values((4, 4), "float32", 6)}]
-    if placements:
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b")[: len(mesh_shape)])
-        for i, placement in enumerate(placements):
-            for j, shape in enumerate(SHAPES):
-                full = values(shape, "bfloat16" if j % 2 else "float32", 10 * i + j)
-                made["model"][f"d{i}.s{j}"] = distribute_tensor(full, mesh, placement, src_data_rank=None)
-    else:
+    for i, placement in enumerate(placements or [()]):
         for j, shape in enumerate(SHAPES):
-            made["model"][f"d0.s{j}"] = values(shape, "bfloat16" if j % 2 else "float32", j)
-    return _zeroed(made) if zeros else made
+            full = values(shape, "bfloat16" if j % 2 else "float32", 10 * i + j)
+            if placement:
+                mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b")[: len(mesh_shape)])
+                full = distribute_tensor(full, mesh, placement, src_data_rank=None)
+            made["model"][f"d{i}.s{j}"] = full
+    return made
 
 
-def _zeroed(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _zeroed(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_zeroed(value) for value in tree]
-    if isinstance(tree, DTensor):
-        local = torch.zeros_like(tree.to_local())
-        return DTensor.from_local(local, tree.device_mesh, tree.placements, shape=tree.shape, stride=tree.stride())
-    if isinstance(tree, torch.Tensor):
-        return torch.zeros(tree.shape, dtype=torch.uint8).to(tree.dtype) if tree.dtype.itemsize > 1 else tree.clone()
-    return tree
+def save(place: Any, made: dict[str, Any], planner: Any = None, **options: Any) -> Any:
+    """Save with `dcp.save` and our writer, or the given one."""
+    writer = place if isinstance(place, dcp.StorageWriter) else DCPWriter(place, sync=False)
+    options.setdefault("no_dist", not dist.is_initialized())
+    return dcp.save(made, storage_writer=writer, planner=planner, **options)
+
+
+def load(place: Any, target: dict[str, Any], planner: Any = None, **options: Any) -> dict[str, Any]:
+    """Fill a state in place with `dcp.load` and our reader, or the given one."""
+    reader = place if isinstance(place, dcp.StorageReader) else DCPReader(place)
+    options.setdefault("no_dist", not dist.is_initialized())
+    dcp.load(target, storage_reader=reader, planner=planner, **options)
+    return target
+
+
+def assert_loads(place: Any, made: dict[str, Any], planner: Any = None, **options: Any) -> None:
+    """Load a checkpoint into a blank copy of a state, which must become equal to it on this rank."""
+    assert differences(load(place, blank(made), planner, **options), made) == []
+
+
+def failure(call: Callable[..., Any], *args: Any, **options: Any) -> BaseException | None:
+    """Return the error of a step of torch on the lowest rank that failed."""
+    try:
+        call(*args, **options)
+    except dcp.api.CheckpointException as error:
+        found: BaseException = error.failures[min(error.failures)][0]
+        return found
+    return None
 
 
 def differences(found: Any, expected: Any, path: str = "") -> list[str]:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 Case = tuple[str, Callable[[], Any]]
 BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
@@ -289,9 +290,14 @@ CODE: list[Case] = [
 
 
 def blank(value: Any) -> Any:
-    """Return what a job holds before it loads: the same tensor without its values, None for an object."""
+    """Return what a job holds before it loads: the same tensors without their values, None for objects."""
     if isinstance(value, dict) and type(value) in (dict, collections.OrderedDict):
         return {key: blank(item) for key, item in value.items()}
+    if isinstance(value, list) and any(isinstance(item, (torch.Tensor, dict)) for item in value):
+        return [blank(item) for item in value]
+    if isinstance(value, DTensor):
+        local = blank(value.to_local())
+        return DTensor.from_local(local, value.device_mesh, value.placements, shape=value.shape, stride=value.stride())
     if not isinstance(value, torch.Tensor):
         return None
     if value.is_quantized:

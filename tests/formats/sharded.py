@@ -16,6 +16,8 @@ from ckptkit.formats.own.reader import open_manifest
 from ckptkit.formats.own.record import FileRecord
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import Store
+from tests.formats.dcp_states import differences
+from tests.formats.interop_cases import blank
 
 Place = Store | str | os.PathLike[str]
 Gather = Callable[[Any], "list[Any] | None"]
@@ -50,6 +52,13 @@ def catalog_of(place: Place) -> Catalog:
 def read_alone(place: Place, state_dict: dict[str, Any], **options: Any) -> ReadPlan:
     """Fill a state in place with this rank's part of the checkpoint."""
     return read_sharded(catalog_of(place), _store(place), state_dict, **options)
+
+
+def assert_reads(place: Place, made: dict[str, Any]) -> None:
+    """Read a checkpoint into a blank copy of a state, which must become equal to it on this rank."""
+    target = blank(made)
+    read_alone(place, target)
+    assert differences(target, made) == []
 
 
 def _store(place: Place) -> Store:

@@ -11,30 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckptkit import CheckpointManager, DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState
 from ckptkit.errors import CheckpointNotFoundError, LeaseHeldError, NoSpaceError, SaveError
 from ckptkit.storage.lock import HeldDirectory
-from tests.formats.dcp_states import differences, state
+from tests.formats.dcp_states import assert_loads, failure, load, save, state
 from tests.ranks import context, on_ranks, run_ranks
 
-PLANNERS = [DefaultSavePlanner, DCPSavePlanner]
+PLANNERS = pytest.mark.parametrize("kind", [DefaultSavePlanner, DCPSavePlanner])
 
 
-def failure(call: Any) -> BaseException | None:
-    """Return the error of a step of torch on the lowest rank that failed."""
-    try:
-        call()
-    except CheckpointException as error:
-        found: BaseException = error.failures[min(error.failures)][0]
-        return found
-    return None
-
-
-@pytest.mark.parametrize("kind", PLANNERS)
+@PLANNERS
 @on_ranks(2)
 def test_the_second_of_two_concurrent_writers_is_refused_and_the_first_loads(tmp_path, kind):
     """Rank 1 saves while rank 0, which belongs to another job, has planned and not yet written."""
@@ -47,13 +36,11 @@ def test_the_second_of_two_concurrent_writers_is_refused_and_the_first_loads(tmp
 
     mine = {"w": torch.full((50, 50), float(dist.get_rank()))}
     if dist.get_rank() == 0:
-        dcp.save(mine, storage_writer=DCPWriter(tmp_path), planner=Waiting(), no_dist=True)
-        found = {"w": torch.ones(50, 50)}
-        dcp.load(found, storage_reader=FileSystemReader(tmp_path), no_dist=True)
-        assert not found["w"].any()
+        save(tmp_path, mine, Waiting(), no_dist=True)
+        assert not load(FileSystemReader(tmp_path), {"w": torch.ones(50, 50)}, no_dist=True)["w"].any()
     else:
         dist.barrier()
-        error = failure(lambda: dcp.save(mine, storage_writer=DCPWriter(tmp_path), planner=kind(), no_dist=True))
+        error = failure(save, tmp_path, mine, kind(), no_dist=True)
         dist.barrier()
         assert isinstance(error, LeaseHeldError)
 
@@ -82,21 +69,18 @@ def dying(rank: int, rendezvous: str, url: str, kind: type[DefaultSavePlanner], 
     dist.barrier()
     if rank == 1:
         setattr(DCPWriter, step, lambda *_: os._exit(7))
-    code = 1
     try:
-        dcp.save(state("shard0@2"), storage_writer=DCPWriter(url), planner=kind())
+        save(url, state("shard0@2"), kind())
     except (CheckpointException, RuntimeError):
-        code = 0
-    os._exit(code)
+        os._exit(0)
+    os._exit(1)
 
 
-@pytest.mark.parametrize("kind", PLANNERS)
+@PLANNERS
 @pytest.mark.parametrize("step", ["prepare_local_plan", "write_data"])
 def test_a_dead_rank_fails_the_others_and_leaves_no_checkpoint(tmp_path, kind, step):
-    rendezvous = str(tmp_path / uuid.uuid4().hex)
-    made = [
-        context().Process(target=dying, args=(rank, rendezvous, str(tmp_path / "c"), kind, step)) for rank in (0, 1)
-    ]
+    arguments = (str(tmp_path / uuid.uuid4().hex), str(tmp_path / "c"), kind, step)
+    made = [context().Process(target=dying, args=(rank, *arguments)) for rank in (0, 1)]
     for process in made:
         process.start()
     for process in made:
@@ -104,24 +88,19 @@ def test_a_dead_rank_fails_the_others_and_leaves_no_checkpoint(tmp_path, kind, s
         process.kill()
     assert [process.exitcode for process in made] == [0, 7]
     assert not list(tmp_path.glob("c/*metadata*")) + list(tmp_path.glob("c/manifest*"))
-    assert isinstance(
-        failure(lambda: dcp.load({"w": torch.ones(1)}, storage_reader=DCPReader(tmp_path / "c"))), Exception
-    )
+    assert isinstance(failure(load, tmp_path / "c", {"w": torch.ones(1)}), Exception)
 
 
 def full(url: str, kind: type[DefaultSavePlanner]) -> list[Any]:
     """Save without enough space, then save a smaller state to the same URL in the same process."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    large, small = {"w": torch.randn(400, 400)}, {"w": torch.arange(3.0)}
-    first = failure(lambda: dcp.save(large, storage_writer=DCPWriter(url), planner=kind()))
+    first = failure(save, url, {"w": torch.randn(400, 400)}, kind())
     left = [name for name in os.listdir(url) if "metadata" in name or "manifest" in name]
-    second = failure(lambda: dcp.save(small, storage_writer=DCPWriter(url), planner=kind()))
-    found = {"w": torch.zeros(3)}
-    dcp.load(found, storage_reader=DCPReader(url))
-    return [type(first), left, second, found["w"].tolist()]
+    second = failure(save, url, {"w": torch.arange(3.0)}, kind())
+    return [type(first), left, second, load(url, {"w": torch.zeros(3)})["w"].tolist()]
 
 
-@pytest.mark.parametrize("kind", PLANNERS)
+@PLANNERS
 def test_a_full_disk_leaves_no_checkpoint_and_frees_the_space(tmp_path, kind):
     assert run_ranks(full, 2, str(tmp_path / "c"), kind) == [[NoSpaceError, [], None, [0.0, 1.0, 2.0]]] * 2
 
@@ -129,21 +108,17 @@ def test_a_full_disk_leaves_no_checkpoint_and_frees_the_space(tmp_path, kind):
 @pytest.mark.parametrize("ours", [0, 1])
 @on_ranks(2)
 def test_ranks_may_load_with_different_planners_but_not_save(tmp_path, ours):
-    made, target = state("shard0@2"), state("shard0@2", zeros=True)
-    planner = DCPSavePlanner() if dist.get_rank() == ours else None
-    error = failure(lambda: dcp.save(made, storage_writer=DCPWriter(tmp_path / "mixed"), planner=planner))
+    made, mine = state("shard0@2"), dist.get_rank() == ours
+    error = failure(save, tmp_path / "mixed", made, DCPSavePlanner() if mine else None)
     assert isinstance(error, SaveError) and str(error).startswith("Some ranks plan with DCPSavePlanner")
     assert "all ranks must use the same planner" in str(error) and not (tmp_path / "mixed" / ".metadata").exists()
-    dcp.save(made, storage_writer=DCPWriter(tmp_path / "c"), planner=DCPSavePlanner())
-    loader = DCPLoadPlanner() if dist.get_rank() == ours else None
-    dcp.load(target, storage_reader=DCPReader(tmp_path / "c"), planner=loader)
-    assert differences(target, made) == []
+    save(tmp_path / "c", made, DCPSavePlanner())
+    assert_loads(tmp_path / "c", made, DCPLoadPlanner() if mine else None)
 
 
-@pytest.mark.parametrize("kind", PLANNERS)
+@PLANNERS
 def test_a_tensor_without_values_is_refused_by_name(tmp_path, kind):
-    made = {"w": torch.ones(2), "m": torch.empty(3, device="meta")}
-    error = failure(lambda: dcp.save(made, storage_writer=DCPWriter(tmp_path), planner=kind(), no_dist=True))
+    error = failure(save, tmp_path, {"w": torch.ones(2), "m": torch.empty(3, device="meta")}, kind())
     assert isinstance(error, SaveError) and str(error).startswith("m: ")
     assert not (tmp_path / ".metadata").exists()
 

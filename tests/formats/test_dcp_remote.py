@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from ckptkit.errors import CheckpointExistsError, StorageError
 from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
 from ckptkit.storage import Store, open_store
-from tests.formats.dcp_states import differences, state
-from tests.formats.sharded import read_alone, write_alone
+from tests.formats.dcp_states import assert_loads, failure, save, state
+from tests.formats.sharded import assert_reads, write_alone
 from tests.storage import servers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -26,14 +26,6 @@ def options():
         yield found
 
 
-def save_here(made: dict[str, Any], store: Store) -> None:
-    write_alone(made, store, sync=True, workers=2)
-
-
-def load_here(target: dict[str, Any], store: Store) -> None:
-    read_alone(store, target)
-
-
 def large() -> dict[str, Any]:
     made = state("plain@1")
     made["model"]["larger"] = torch.randn(5 << 20)
@@ -41,25 +33,17 @@ def large() -> dict[str, Any]:
 
 
 def test_a_state_round_trips_through_an_object_store(options):
-    store = open_store("s3://dcp-files/sharded", storage_options=options)
-    made = large()
-    save_here(made, store)
-    target = state("plain@1", zeros=True)
-    target["model"]["larger"] = torch.zeros(5 << 20)
-    load_here(target, store)
-    assert differences(target, made) == []
+    store, made = open_store("s3://dcp-files/sharded", storage_options=options), large()
+    write_alone(made, store, sync=True, workers=2)
+    assert_reads(store, made)
 
 
 def test_dcp_save_and_load_round_trip_through_an_object_store(options):
     url, made = "s3://dcp-files/dcp", large()
-    dcp.save(made, storage_writer=DCPWriter(url, storage_options=options), no_dist=True)
-    target = state("plain@1", zeros=True)
-    target["model"]["larger"] = torch.zeros(5 << 20)
-    dcp.load(target, storage_reader=DCPReader(url, storage_options=options), no_dist=True)
-    assert differences(target, made) == []
-    with pytest.raises(dcp.api.CheckpointException) as error:
-        dcp.save(made, storage_writer=DCPWriter(url, storage_options=options), no_dist=True)
-    assert isinstance(next(iter(error.value.failures.values()))[0], CheckpointExistsError)
+    save(DCPWriter(url, storage_options=options), made)
+    assert_loads(DCPReader(url, storage_options=options), made)
+    error = failure(save, DCPWriter(url, storage_options=options), made)
+    assert isinstance(error, CheckpointExistsError)
 
 
 class Failing:
@@ -71,21 +55,16 @@ class Failing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def writer(self, path: str, *, sync: bool = True) -> Any:
-        import contextlib
-
-        @contextlib.contextmanager
-        def opened() -> Iterator[Any]:
-            with self._store.writer(path, sync=sync) as writer:
-                writer.write(b"some")
-                raise StorageError(5, "the connection broke")
-                yield writer
-
-        return opened()
+    @contextlib.contextmanager
+    def writer(self, path: str, *, sync: bool = True) -> Iterator[Any]:
+        with self._store.writer(path, sync=sync) as writer:
+            writer.write(b"some")
+            raise StorageError(5, "the connection broke")
+            yield writer
 
 
 def test_a_broken_upload_leaves_no_object(options):
     store = open_store("s3://dcp-files/broken", storage_options=options)
     with pytest.raises(StorageError, match="broke"):
-        save_here(large(), Failing(store))  # type: ignore[arg-type]
+        write_alone(large(), Failing(store), sync=True, workers=2)  # type: ignore[arg-type]
     assert store.list() == []

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 
 import ckptkit
 from ckptkit import verify
 from ckptkit.errors import CheckpointMismatchError, UnsafePickleError, UnsupportedFormatError
 from tests.formats import interop_cases as cases
+from tests.formats.dcp_states import assert_loads, failure, load, save
 from tests.formats.interop_cases import blank, same
 from tests.offline.folders import flip
 
@@ -22,7 +22,7 @@ KEYS = ["a.b", "a/b", "ünïcödé 漢字", " ", "x" * 3000, "0", "a..b", ".", "
 
 
 def saved_by_torch(url: str | Path, state: dict[str, Any]) -> None:
-    dcp.save(state, storage_writer=FileSystemWriter(url), no_dist=True)
+    save(FileSystemWriter(url), state)
 
 
 def everything(url: Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def everything(url: Path) -> dict[str, Any]:
         try:
             value = make()
             saved_by_torch(url, {"x": value})
-            dcp.load({"x": blank(value)}, storage_reader=FileSystemReader(url), no_dist=True)
+            load(FileSystemReader(url), {"x": blank(value)})
         except (CheckpointException, RuntimeError, TypeError, NotImplementedError):
             continue
         state["tensors"][name] = value
@@ -58,12 +58,6 @@ def of_torch(tmp_path_factory):
     return folder / "saved", state, lazy
 
 
-def loaded(state: dict[str, Any], reader: Any, planner: Any = None) -> dict[str, Any]:
-    found: dict[str, Any] = blank(state)
-    dcp.load(found, storage_reader=reader, planner=planner, no_dist=True)
-    return found
-
-
 def differing(found: dict[str, Any], state: dict[str, Any]) -> list[str]:
     return [
         f"{part}.{name}"
@@ -77,26 +71,26 @@ def differing(found: dict[str, Any], state: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("verify", ["read", "off"])
 def test_dcp_reader_loads_what_torch_saved(of_torch, planner, verify):
     url, state, _ = of_torch
-    assert differing(loaded(state, ckptkit.DCPReader(url, verify=verify), planner and planner()), state) == []
+    found = load(ckptkit.DCPReader(url, verify=verify), blank(state), planner and planner())
+    assert differing(found, state) == []
 
 
 @pytest.mark.parametrize("planner", [None, ckptkit.DCPSavePlanner], ids=["torch's planner", "ours"])
 def test_torch_loads_what_dcp_writer_wrote(of_torch, planner, tmp_path):
     _, plain, lazy = of_torch
     state = {**plain, "tensors": {**plain["tensors"], **lazy}}
-    dcp.save(state, storage_writer=ckptkit.DCPWriter(tmp_path), planner=planner and planner(), no_dist=True)
-    found = differing(loaded(state, FileSystemReader(tmp_path)), state)
+    save(tmp_path, state, planner and planner())
+    found = differing(load(FileSystemReader(tmp_path), blank(state)), state)
     # torch copies a quantized tensor into one with its own scale, and numpy swaps the bytes of an array.
     own = ("tensors.quantized", "objects.numpy big-endian")
     assert [name for name in found if not name.startswith(own)] == []
-    assert differing(loaded(state, ckptkit.DCPReader(tmp_path)), state) == []
+    assert differing(load(tmp_path, blank(state)), state) == []
 
 
 def test_a_load_fills_tensors_in_place(of_torch):
     url, state, _ = of_torch
     before = blank(state["tensors"])
-    found = dict(before)
-    dcp.load({"tensors": found}, storage_reader=ckptkit.DCPReader(url), no_dist=True)
+    found = load(url, {"tensors": dict(before)})["tensors"]
     assert all(found[name] is before[name] for name in before)
 
 
@@ -105,30 +99,27 @@ def test_objects_that_need_code_are_all_named_before_anything_changes(tmp_path, 
     saved_by_torch(tmp_path, {"w": torch.ones(3), "a": cases.Colour.RED, "b": 1, "c": (cases.Settings(),)})
     state = {"w": torch.zeros(3), "a": None, "b": None, "c": None}
     with pytest.raises(CheckpointException, match=r"(?s)'a'.*Colour.*'c'.*Settings.*add_safe_globals") as caught:
-        dcp.load(state, storage_reader=ckptkit.DCPReader(tmp_path), planner=planner and planner(), no_dist=True)
+        load(tmp_path, state, planner and planner())
     assert isinstance(caught.value.failures[0][0], UnsafePickleError)
     assert state["w"].sum() == 0 and state["b"] is None
     with torch.serialization.safe_globals([cases.Colour, cases.Settings]):
-        dcp.load(state, storage_reader=ckptkit.DCPReader(tmp_path), planner=planner and planner(), no_dist=True)
+        load(tmp_path, state, planner and planner())
     assert (state["a"], state["c"]) == (cases.Colour.RED, (cases.Settings(),))
 
 
 def test_a_quantized_tensor_of_another_shape_is_a_mismatch(tmp_path):
     saved_by_torch(tmp_path, {"q": torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8)})
     state = {"q": torch.quantize_per_tensor(torch.randn(5), 0.1, 0, torch.qint8)}
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(state, storage_reader=ckptkit.DCPReader(tmp_path), no_dist=True)
-    assert isinstance(caught.value.failures[0][0], CheckpointMismatchError)
+    assert isinstance(failure(load, tmp_path, state), CheckpointMismatchError)
 
 
 def test_a_lazy_conj_view_that_torch_saved_is_refused_by_name(tmp_path):
     value = torch.complex(torch.randn(700, 30), torch.randn(700, 30))
     saved_by_torch(tmp_path, {"model": {"z": value.conj(), "w": torch.ones(3)}})
     with pytest.raises(CheckpointException, match=r"'model\.z' is a lazy conj view.*resolve_conj") as caught:
-        dcp.load({"model": {"z": value.clone()}}, storage_reader=ckptkit.DCPReader(tmp_path), no_dist=True)
+        load(tmp_path, {"model": {"z": value.clone()}})
     assert isinstance(caught.value.failures[0][0], UnsupportedFormatError)
-    found = {"model": {"w": torch.zeros(3)}}
-    dcp.load(found, storage_reader=ckptkit.DCPReader(tmp_path), no_dist=True)
-    assert found["model"]["w"].eq(1).all() and verify(str(tmp_path)).ok
+    assert_loads(tmp_path, {"model": {"w": torch.ones(3)}})
+    assert verify(str(tmp_path)).ok
     flip(tmp_path / "__0_0.distcp")
     assert not verify(str(tmp_path)).ok

@@ -11,13 +11,9 @@ from ckptkit.errors import CheckpointMismatchError, IntegrityError
 from ckptkit.formats.dcp.read import Verify
 from ckptkit.formats.own.manifest import Manifest
 from ckptkit.storage.local import LocalStore
-from tests.formats.sharded import catalog_of, read_sharded, write_alone
+from tests.formats.interop_cases import blank
+from tests.formats.sharded import catalog_of, read_alone, read_sharded, write_alone
 from tests.offline.folders import flip
-
-
-def write(path, values) -> tuple[Catalog, LocalStore]:
-    write_alone(values, path)
-    return catalog_of(path), LocalStore(path)
 
 
 def small() -> dict[str, torch.Tensor]:
@@ -32,38 +28,36 @@ def small() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("verify", [Verify.READ, Verify.FULL])
 def test_a_flipped_byte_among_tensors_read_together_names_its_tensor(tmp_path, verify):
-    catalog, store = write(tmp_path, small())
-    found = catalog.tensors["w7"].slices[0]
+    write_alone(small(), tmp_path)
+    found = catalog_of(tmp_path).tensors["w7"].slices[0]
     flip(tmp_path / found.path, found.start)
-    target = {name: torch.zeros_like(value) for name, value in small().items()}
     with pytest.raises(IntegrityError, match=f"{found.path}.*'w7'"):
-        read_sharded(catalog, store, target, verify=verify)
+        read_alone(tmp_path, blank(small()), verify=verify)
 
 
 def test_damage_is_loaded_without_verification(tmp_path):
-    catalog, store = write(tmp_path, small())
-    part = catalog.tensors["step"].slices[0]
+    write_alone(small(), tmp_path)
+    part = catalog_of(tmp_path).tensors["step"].slices[0]
     flip(tmp_path / part.path, part.start)
     target = {"step": torch.tensor(0)}
-    read_sharded(catalog, store, target, verify=Verify.OFF)
+    read_alone(tmp_path, target, verify=Verify.OFF)
     assert int(target["step"]) == 6
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(5, 4), torch.zeros(5, 3, dtype=torch.float64)], ids=["shape", "dtype"])
 def test_a_mismatch_of_one_tensor_leaves_all_others_unchanged(tmp_path, wrong):
-    catalog, store = write(tmp_path, small())
-    target = {name: torch.zeros_like(value) for name, value in small().items()} | {"w39": wrong}
+    write_alone(small(), tmp_path)
+    target = blank(small()) | {"w39": wrong}
     with pytest.raises(CheckpointMismatchError, match="w39"):
-        read_sharded(catalog, store, target)
+        read_alone(tmp_path, target)
     assert not any(value.any() for value in target.values())
 
 
 def test_targets_that_are_not_row_major_are_filled(tmp_path):
-    catalog, store = write(tmp_path, small())
+    write_alone(small(), tmp_path)
     target = {"half": torch.zeros(4, 3, 2, dtype=torch.bfloat16).permute(2, 1, 0), "w1": torch.zeros(5, 6)[:, ::2]}
-    read_sharded(catalog, store, target)
-    assert torch.equal(target["half"], small()["half"])
-    assert torch.equal(target["w1"], small()["w1"])
+    read_alone(tmp_path, target)
+    assert all(torch.equal(target[name], small()[name]) for name in target)
 
 
 def opened(tensors: dict[str, tuple[TensorSlice, str]]) -> Catalog:

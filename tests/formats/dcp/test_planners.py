@@ -11,14 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, _version
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter
 from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError
-from tests.formats.dcp.test_torch_api import failure, one
-from tests.formats.dcp_states import differences, state
+from tests.formats.dcp.test_torch_api import one
+from tests.formats.dcp_states import assert_loads, differences, failure, load, save, state
+from tests.formats.interop_cases import blank
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -26,10 +28,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @on_ranks(4)
 def test_with_torchs_writer_and_reader_the_planners_behave_as_torchs(tmp_path):
-    made, target = state("hsdp@4"), state("hsdp@4", zeros=True)
-    dcp.save(made, storage_writer=dcp.FileSystemWriter(tmp_path, sync_files=False), planner=DCPSavePlanner())
-    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path), planner=DCPLoadPlanner())
-    assert differences(target, made) == []
+    made = state("hsdp@4")
+    save(dcp.FileSystemWriter(tmp_path, sync_files=False), made, DCPSavePlanner())
+    assert_loads(dcp.FileSystemReader(tmp_path), made, DCPLoadPlanner())
 
 
 @on_ranks(3)
@@ -37,10 +38,8 @@ def test_a_subgroup_saves_complete_replicas(tmp_path):
     group = dist.new_group([1, 2])
     if dist.get_rank():
         made = {"w": torch.arange(600_000.0), "small": torch.arange(3), "o": {"lr": 0.5}}
-        dcp.save(made, storage_writer=DCPWriter(tmp_path, sync=False), planner=DCPSavePlanner(), process_group=group)
-        target = {"w": torch.zeros(600_000), "small": torch.zeros(3, dtype=torch.int64), "o": {"lr": 0.0}}
-        dcp.load(target, storage_reader=DCPReader(tmp_path), planner=DCPLoadPlanner(), process_group=group)
-        assert differences(target, made) == []
+        save(tmp_path, made, DCPSavePlanner(), process_group=group)
+        assert_loads(tmp_path, made, DCPLoadPlanner(), process_group=group)
         dist.destroy_process_group(group)
 
 
@@ -58,10 +57,8 @@ def test_changes_between_saves_are_saved(tmp_path):
             made["all"] = made["all"].bfloat16()
         if rank == 1 and i >= 5:
             made["own.1"] = torch.full((3,), float(i))
-        dcp.save(made, storage_writer=DCPWriter(f"{tmp_path}/{i}", sync=False), planner=planner)
-        target = {name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for name, v in made.items()}
-        dcp.load(target, storage_reader=DCPReader(f"{tmp_path}/{i}"), planner=DCPLoadPlanner())
-        assert differences(target, made) == [], i
+        save(f"{tmp_path}/{i}", made, planner)
+        assert_loads(f"{tmp_path}/{i}", made, DCPLoadPlanner())
 
 
 @on_ranks(2)
@@ -73,19 +70,17 @@ def test_a_save_after_a_failed_save_is_complete(tmp_path):
         DCPWriter(tmp_path, sync=False)._store().write(".metadata", b"a checkpoint")
     dist.barrier()
     with pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.save(made, storage_writer=DCPWriter(tmp_path, sync=False), planner=planner)
+        save(tmp_path, made, planner)
     assert all(isinstance(cause[0], CheckpointExistsError) for cause in caught.value.failures.values())
-    dcp.save(made, storage_writer=DCPWriter(tmp_path / "again", sync=False), planner=planner)
-    target = {name: torch.zeros_like(value) for name, value in made.items()}
-    dcp.load(target, storage_reader=DCPReader(tmp_path / "again"), planner=DCPLoadPlanner())
-    assert differences(target, made) == []
+    save(tmp_path / "again", made, planner)
+    assert_loads(tmp_path / "again", made, DCPLoadPlanner())
 
 
 @on_ranks(2)
 def test_every_rank_gets_the_metadata_of_what_was_saved(tmp_path):
     made = state("shard0@2")
-    ours = dcp.save(made, storage_writer=DCPWriter(tmp_path / "a", sync=False), planner=DCPSavePlanner())
-    torchs = dcp.save(made, storage_writer=dcp.FileSystemWriter(tmp_path / "b", sync_files=False))
+    ours = save(tmp_path / "a", made, DCPSavePlanner())
+    torchs = save(dcp.FileSystemWriter(tmp_path / "b", sync_files=False), made)
     assert dict(ours.planner_data) == dict(torchs.planner_data)
     assert len(ours.state_dict_metadata) == len(torchs.state_dict_metadata)
     for name, found in torchs.state_dict_metadata.items():
@@ -98,33 +93,28 @@ def test_every_rank_gets_the_metadata_of_what_was_saved(tmp_path):
 def test_all_mismatches_are_listed_and_nothing_is_changed(tmp_path):
     one(tmp_path, planned=True)
     target = {"w": torch.zeros(50_000), "small": torch.zeros(6), "more": torch.zeros(1), "o": {"lr": 0.0}}
-    cause = failure(tmp_path, target, planned=True)
-    assert isinstance(cause, CheckpointMismatchError)
-    assert "small: " in str(cause)
-    assert "more: not in the checkpoint" in str(cause)
-    assert not target["w"].any()
+    cause = failure(load, tmp_path, target, DCPLoadPlanner())
+    assert isinstance(cause, CheckpointMismatchError) and not target["w"].any()
+    assert "small: " in str(cause) and "more: not in the checkpoint" in str(cause)
 
 
 def test_a_partial_load_leaves_missing_keys_unchanged(tmp_path):
     made = one(tmp_path, planned=True)
     target = {"w": torch.zeros(50_000), "more": torch.ones(1), "o": {"lr": 0.0, "new": 7}}
-    planner = DCPLoadPlanner(allow_partial_load=True)
-    dcp.load(target, storage_reader=DCPReader(tmp_path), planner=planner, no_dist=True)
-    assert torch.equal(target["w"], made["w"])
-    assert target["more"].item() == 1
+    load(tmp_path, target, DCPLoadPlanner(allow_partial_load=True))
+    assert torch.equal(target["w"], made["w"]) and target["more"].item() == 1
     assert target["o"] == {"lr": 0.5, "new": 7}
 
 
 @on_ranks(2)
 def test_meta_tensors_are_materialized(tmp_path):
     made, mesh = state("shard0@2"), init_device_mesh("cpu", (2,))
-    dcp.save(made, storage_writer=DCPWriter(tmp_path, sync=False), planner=DCPSavePlanner())
-    target = state("shard0@2", zeros=True)
+    save(tmp_path, made, DCPSavePlanner())
+    target = blank(made)
     target["model"]["large"] = torch.empty(700, 1100, device="meta")
     empty = torch.empty(64, 48, dtype=torch.bfloat16, device="meta")
     target["model"]["d0.s1"] = distribute_tensor(empty, mesh, (Shard(0),), src_data_rank=None)
-    dcp.load(target, storage_reader=DCPReader(tmp_path), planner=DCPLoadPlanner())
-    assert differences(target, made) == []
+    assert differences(load(tmp_path, target, DCPLoadPlanner()), made) == []
 
 
 class Halved(DCPSavePlanner):
@@ -139,13 +129,10 @@ class Doubled(DCPLoadPlanner):
 
 
 def test_overrides_of_a_subclass_are_called(tmp_path):
-    made = {"w": torch.arange(8.0)}
-    dcp.save(made, storage_writer=DCPWriter(tmp_path), planner=Halved(), no_dist=True)
-    target = {"w": torch.zeros(8)}
-    dcp.load(target, storage_reader=DCPReader(tmp_path), planner=DCPLoadPlanner(), no_dist=True)
-    assert torch.equal(target["w"], made["w"] / 2)
-    dcp.load(target, storage_reader=DCPReader(tmp_path), planner=Doubled(), no_dist=True)
-    assert torch.equal(target["w"], made["w"])
+    made = torch.arange(8.0)
+    save(tmp_path, {"w": made}, Halved())
+    assert_loads(tmp_path, {"w": made / 2}, DCPLoadPlanner())
+    assert_loads(tmp_path, {"w": made}, Doubled())
 
 
 class Counting(DCPWriter):
@@ -165,43 +152,35 @@ class CountingReader(DCPReader):
 
 
 def test_subclasses_of_writer_and_reader_get_the_items(tmp_path):
-    made, target = {"w": torch.arange(8.0), "v": torch.ones(2)}, {"w": torch.zeros(8), "v": torch.zeros(2)}
-    dcp.save(made, storage_writer=Counting(tmp_path), planner=DCPSavePlanner(), no_dist=True)
-    dcp.load(target, storage_reader=CountingReader(tmp_path), planner=DCPLoadPlanner(), no_dist=True)
-    assert torch.equal(target["w"], made["w"])
+    made = {"w": torch.arange(8.0), "v": torch.ones(2)}
+    save(Counting(tmp_path), made, DCPSavePlanner())
+    assert_loads(CountingReader(tmp_path), made, DCPLoadPlanner())
     assert (Counting.items, CountingReader.items) == (2, 2)
 
 
 def test_a_planner_that_has_saved_can_be_sent_to_another_process(tmp_path):
-    planner = DCPSavePlanner()
-    made = {"w": torch.arange(8.0)}
-    dcp.save(made, storage_writer=DCPWriter(tmp_path / "a"), planner=planner, no_dist=True)
+    planner, made = DCPSavePlanner(), {"w": torch.arange(8.0)}
+    save(tmp_path / "a", made, planner)
     sent = pickle.dumps(planner)
     assert len(sent) < 1000
-    dcp.save(made, storage_writer=DCPWriter(tmp_path / "b"), planner=pickle.loads(sent), no_dist=True)
+    save(tmp_path / "b", made, pickle.loads(sent))
     assert (tmp_path / "b" / ".metadata").exists()
 
 
 def test_keys_written_by_torch_before_2_4_need_torchs_planner(tmp_path, monkeypatch):
     """Until 2.4, torch saved a dict without tensors as one object."""
-    from torch.distributed.checkpoint import DefaultLoadPlanner, _version
-
     monkeypatch.setattr(_version, "_derived_version", "2_3")
     made = {"w": torch.arange(8.0), "o": {"lr": 0.5, "betas": {"a": 1}}}
-    dcp.save(made, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    save(dcp.FileSystemWriter(tmp_path), made)
     monkeypatch.setattr(_version, "_derived_version", None)
-    target = {"w": torch.zeros(8), "o": {"lr": 0.0, "betas": {"a": 0}}}
-    cause = failure(tmp_path, target, planned=True)
+    cause = failure(load, tmp_path, blank(made), DCPLoadPlanner())
     assert "o.betas.a: not in the checkpoint, which has 'o' as one object" in str(cause)
-    dcp.load(target, storage_reader=DCPReader(tmp_path), planner=DefaultLoadPlanner(), no_dist=True)
-    assert torch.equal(target["w"], made["w"])
-    assert target["o"] == made["o"]
+    assert_loads(tmp_path, made, DefaultLoadPlanner())
 
 
 def test_an_idle_planner_keeps_no_tensor_alive(tmp_path):
-    planner = DCPSavePlanner()
-    made = {"w": torch.arange(8.0)}
-    dcp.save(made, storage_writer=DCPWriter(tmp_path), planner=planner, no_dist=True)
+    planner, made = DCPSavePlanner(), {"w": torch.arange(8.0)}
+    save(tmp_path, made, planner)
     weight = weakref.ref(made.pop("w"))
     gc.collect()
     assert weight() is None
