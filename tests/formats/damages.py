@@ -5,13 +5,35 @@ from __future__ import annotations
 import io
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.numpy import save_file
 
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.detect import open_source
+
+
+def lay(folder: Path, files: Mapping[str, Any]) -> Path:
+    """Write text, bytes, a copy of a path, arrays, or else a value for torch.save to each file; "x/" is a folder."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            (shutil.copytree if content.is_dir() else shutil.copy)(content, path)
+        elif name.endswith("/"):
+            path.mkdir(exist_ok=True)
+        elif isinstance(content, (str, bytes)):
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        elif name.endswith(".safetensors"):
+            save_file(content, path)
+        else:
+            torch.save(content, path)
+    return folder
+
 
 Damage = Callable[[Path], object]
 Refusal = tuple[str, str, Damage, type[CkptkitError], str]  # the fault, a checkpoint, what is done to a copy, the error

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,15 +21,13 @@ from ckptkit.formats.detect import identify, open_source
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage import open_store
+from tests.conftest import ZOO
+from tests.formats.damages import lay
 
-
-def _dcp(zoo: Path, target: Path) -> None:
-    shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", target)
-
-
-def _hf(target: Path, value: float = 1.0) -> None:
-    target.mkdir(parents=True)
-    save_file({"w": np.full(3, value, np.float32)}, target / "model.safetensors")
+DCP, VERL = ZOO / "dcp_threads2_w2" / "ckpt", ZOO / "verl_fsdp2_w2" / "global_step_4" / "actor"
+HF = {"w": np.ones(3, np.float32)}
+WEIGHTS = {"model": {"w": torch.ones(2)}}
+OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
 
 
 @pytest.mark.parametrize(
@@ -68,72 +65,87 @@ def test_steps_are_ordered_by_number_and_then_by_epoch():
     assert ordered(["epoch_2", "epoch_10"])[0].name == "epoch_10"
 
 
-def test_the_newest_step_by_number_is_opened_and_noted(tmp_path, zoo):
-    for step in (2, 9, 10):
-        _hf(tmp_path / f"step-{step}", step)
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "latest").write_text("step-9")
+# What is there, and which of it is opened with which notes.
+OPENED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "the newest step by number": (
+        {f"step-{n}/model.safetensors": HF for n in (2, 9, 10)} | {"notes/": None, "latest": "step-9"},
+        "/step-10", ["newest of 3", "latest says step-9"]),
+    "the newest step file": ({f"step_{n}.pt": WEIGHTS for n in (9, 10, 2)}, "/step_10.pt", ["newest of 3 files"]),
+    "no unfinished step": (
+        {"step-1": DCP, **{f"step-2/{name}": DCP / "__0_0.distcp" for name in ("__0_0.distcp", ".metadata.tmp")}},
+        "/step-1", ["step-2"]),
+    "what a pointer file names": (
+        {"best/model.safetensors": HF, "last/model.safetensors": HF, "latest": "last\n"}, "/last", []),
+    "the actor and not the critic": (
+        {"global_step_4/actor": VERL, "global_step_4/critic": VERL, "global_step_4/data.pt": b"PK"},
+        "global_step_4/actor", ["critic/"]),
+    "weights and not the optimizer of NeMo-RL": (
+        {"step_10/policy/weights/model": DCP, "step_10/policy/optimizer/optim": DCP}, "/step_10/policy/weights", []),
+    "a recognized format before rank files": (
+        {"step10/model_and_optim": DCP, **{f"step10/train/rank{rank}.pt": WEIGHTS for rank in range(2)}},
+        "step10/model_and_optim", ["model_and_optim/ was chosen; not read: train/."]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", OPENED)
+def test_among_several_checkpoints_the_right_one_is_opened_and_noted(tmp_path, which):
+    files, url, notes = OPENED[which]
+    lay(tmp_path, files)
     source = open_source(str(tmp_path))
-    assert source.url.endswith("step-10")
-    assert source.catalog.info.step == 10
-    assert "newest of 3" in source.note
-    assert "latest says step-9" in source.note
+    assert source.url.endswith(url) and source.catalog.by_role(Role.MODEL)
+    assert source.catalog.info.step == (10 if url == "/step-10" else source.catalog.info.step)
+    assert all(note in source.note for note in notes)
 
 
-def test_an_unfinished_newest_step_is_skipped_and_a_damaged_one_is_an_error_that_names_it(tmp_path, zoo):
-    _dcp(zoo, tmp_path / "step-1")
-    _dcp(zoo, tmp_path / "step-2")
-    (tmp_path / "step-2" / "__1_0.distcp").unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"__1_0\.distcp.*step-2"):
-        open_source(str(tmp_path))
-    (tmp_path / "step-2" / ".metadata").rename(tmp_path / "step-2" / ".metadata.tmp")
-    source = open_source(str(tmp_path))
-    assert source.url.endswith("step-1")
-    assert "step-2" in source.note
+# What is there, and the error for it.
+NOT_OPENED: dict[str, tuple[dict[str, Any] | None, type[CkptkitError], str]] = {
+    "nothing": (None, CheckpointNotFoundError, "does not exist"),
+    "an empty directory": ({}, CheckpointNotFoundError, "(?s)empty.*Expected"),
+    "foreign files": ({"notes.txt": b"PK", "logs/x": b"PK"}, CheckpointNotFoundError, r"(?s)notes\.txt.*Expected"),
+    "an unfinished checkpoint": ({"__0_0.distcp": b"PK"}, CkptkitError, r"\.metadata"),
+    "a damaged newest step": (
+        {"step-1": DCP, "step-2/.metadata": DCP / ".metadata", "step-2/__0_0.distcp": DCP / "__0_0.distcp"},
+        IncompleteCheckpointError, r"__0_1\.distcp.*step-2"),
+    "a damaged record, and a step without one": (
+        {"step_00000005": DCP, "step_00000005/checkpoint.json": "{}", "step_00000009": DCP},
+        CorruptCheckpointError, "step_00000005"),
+    "names without numbers": (
+        {"best/model.safetensors": HF, "last/model.safetensors": HF}, CheckpointNotFoundError, "best, last"),
+    "two files of one step": (
+        {"model_step_10.pt": WEIGHTS, "optim_step_10.pt": WEIGHTS}, CheckpointNotFoundError, r"model_step_10\.pt"),
+    "a pointer that leads outside": (
+        {"sub/": None, "latest": "../outside", "../outside/model.safetensors": HF}, CheckpointNotFoundError,
+        "Expected"),
+    "an archive of NeMo": (
+        {"m.nemo": b"\x1f\x8b\x08" + bytes(600)}, UnsupportedFormatError, r"m\.nemo is a tar archive of NeMo.*tar -xf"),
+    "an optimizer without weights": (
+        {"optimizer.pt": OPTIMIZER}, IncompleteCheckpointError, r"optimizer\.pt, which has no weights"),
+    "safetensors of ranks": (
+        {f"model_rank{rank}.safetensors": HF for rank in range(2)}, UnsupportedFormatError,
+        r"model_rank0\.safetensors and 1 more are per-rank files"),
+}  # fmt: skip
 
 
-def test_only_committed_steps_of_ckptkit_count(tmp_path, zoo):
-    _dcp(zoo, tmp_path / "step_00000005")
-    (tmp_path / "step_00000005" / "checkpoint.json").write_text("{}")
-    _dcp(zoo, tmp_path / "step_00000009")  # no record: an interrupted save
-    with pytest.raises(CorruptCheckpointError, match="step_00000005"):  # it is opened, and its record is damaged
-        open_source(str(tmp_path))
-    assert identify(open_store(str(tmp_path / "step_00000005"))) == "ckptkit"
+@pytest.mark.parametrize("what", NOT_OPENED)
+def test_the_error_for_what_cannot_be_opened_says_what_was_found(tmp_path, what):
+    files, error, text = NOT_OPENED[what]
+    if files is not None:
+        (tmp_path / "x").mkdir()
+        lay(tmp_path / "x", files)
+    with pytest.raises(error, match=text) as caught:
+        open_source(str(tmp_path / "x"))
+    assert files is not None or "Expected" not in str(caught.value)
 
 
-def test_among_names_without_numbers_a_pointer_file_decides_and_nothing_is_guessed(tmp_path):
-    _hf(tmp_path / "best", 1)
-    _hf(tmp_path / "last", 2)
-    with pytest.raises(CheckpointNotFoundError, match="best, last"):
-        open_source(str(tmp_path))
-    (tmp_path / "latest").write_text("last\n")
-    assert open_source(str(tmp_path)).url.endswith("/last")
+def test_a_file_with_advice_or_without_weights_is_opened_by_its_own_name(tmp_path):
+    lay(tmp_path, {"m.nemo": b"\x1f\x8b\x08" + bytes(600), "optimizer.pt": OPTIMIZER})
+    with pytest.raises(UnsupportedFormatError, match=r"m\.nemo is a tar archive of NeMo.*tar -xf"):
+        open_source(str(tmp_path / "m.nemo"))
+    assert open_source(str(tmp_path / "optimizer.pt")).catalog.tensors
 
 
-def test_a_pointer_cannot_lead_outside(tmp_path):
-    _hf(tmp_path / "outside")
-    (tmp_path / "run" / "sub").mkdir(parents=True)
-    (tmp_path / "run" / "latest").write_text("../outside")
-    with pytest.raises(CheckpointNotFoundError):
-        open_source(str(tmp_path / "run"))
-
-
-def test_the_actor_is_chosen_before_the_critic(tmp_path, zoo):
-    step = tmp_path / "run" / "global_step_4"
-    shutil.copytree(zoo / "verl_fsdp2_w2" / "global_step_4" / "actor", step / "actor")
-    shutil.copytree(zoo / "verl_fsdp2_w2" / "global_step_4" / "actor", step / "critic")
-    (step / "data.pt").write_bytes(b"PK")
-    source = open_source(str(tmp_path / "run"))
-    assert source.url.endswith("global_step_4/actor")
-    assert "critic/" in source.note
-
-
-def test_an_optimizer_file_next_to_the_weights_is_not_a_second_checkpoint(tmp_path, zoo):
-    """The step of NeMo-RL: policy/weights/model and policy/optimizer/optim."""
-    policy = tmp_path / "step_10" / "policy"
-    shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", policy / "weights" / "model")
-    shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", policy / "optimizer" / "optim")
-    assert "/step_10/policy/weights" in open_source(str(tmp_path / "step_10")).url
+def test_a_directory_with_a_record_is_a_checkpoint_of_ckptkit(tmp_path):
+    assert identify(open_store(str(lay(tmp_path, {"checkpoint.json": "{}"})))) == "ckptkit"
 
 
 def test_opening_one_file_opens_the_whole_checkpoint(zoo):
@@ -143,31 +155,10 @@ def test_opening_one_file_opens_the_whole_checkpoint(zoo):
 
 
 def test_a_link_that_the_user_names_is_followed_and_a_slash_at_the_end_changes_nothing(tmp_path):
-    _hf(tmp_path / "step-3")
+    lay(tmp_path, {"step-3/model.safetensors": HF})
     (tmp_path / "link").symlink_to(tmp_path / "step-3")
     assert open_source(str(tmp_path / "link")).catalog.tensors
     assert open_source(f"{tmp_path}/step-3/").catalog.info.step == 3
-
-
-@pytest.mark.parametrize(
-    ("files", "error", "text"),
-    [
-        (None, CheckpointNotFoundError, "does not exist"),
-        ([], CheckpointNotFoundError, r"(?s)empty.*Expected"),
-        (["notes.txt", "logs/x"], CheckpointNotFoundError, r"(?s)notes\.txt.*Expected"),
-        (["__0_0.distcp"], CkptkitError, r"\.metadata"),
-    ],
-    ids=["missing", "empty", "foreign", "unfinished"],
-)
-def test_the_error_for_something_other_than_a_checkpoint_says_what_was_found(tmp_path, files, error, text):
-    for name in files or []:
-        (tmp_path / "x" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "x" / name).write_bytes(b"PK")
-    if files == []:
-        (tmp_path / "x").mkdir()
-    with pytest.raises(error, match=text) as caught:
-        open_source(str(tmp_path / "x"))
-    assert files is not None or "Expected" not in str(caught.value)
 
 
 def test_rank_files_of_ckptkit_are_read_without_a_record(tmp_path):
@@ -181,89 +172,43 @@ def test_rank_files_of_ckptkit_are_read_without_a_record(tmp_path):
     assert open_source(str(tmp_path)).catalog.by_role(Role.MODEL)["w"].shape == (4, 2)
 
 
-def _torch_file(path: Path, value: float) -> None:
-    torch.save({"model": {"w": torch.full((2,), value)}}, path)
-
-
-def test_opening_a_directory_of_step_files_opens_the_newest(tmp_path):
-    for step in (9, 10, 2):
-        _torch_file(tmp_path / f"step_{step}.pt", step)
-    source = open_source(str(tmp_path))
-    assert source.url.endswith("/step_10.pt") and "newest of 3 files" in source.note
-    assert list(source.catalog.by_role(Role.MODEL)) == ["w"]
-
-
-def test_ckptkit_does_not_guess_between_two_files_of_one_step(tmp_path):
-    _torch_file(tmp_path / "model_step_10.pt", 1)
-    _torch_file(tmp_path / "optim_step_10.pt", 2)
-    with pytest.raises(CheckpointNotFoundError, match=r"model_step_10\.pt"):
-        open_source(str(tmp_path))
-
-
 @pytest.mark.parametrize("name", ["model_best.pth.tar", "weights.th", "step_100.pt"])
 def test_the_only_torch_file_of_a_directory_is_read_whatever_its_name(tmp_path, name):
-    _torch_file(tmp_path / name, 1)
+    lay(tmp_path, {name: WEIGHTS})
     assert list(open_source(str(tmp_path)).catalog.by_role(Role.MODEL)) == ["w"]
 
 
 @pytest.mark.parametrize("name", ["weights_rank{}.pt", "model_{}.pt", "checkpoint_{}.pt"])
-def test_rank_files_of_an_unknown_system_are_joined(tmp_path, zoo, name):
-    actor = zoo / "verl_fsdp2_w2" / "global_step_4" / "actor"
-    for rank in range(2):
-        shutil.copy(actor / f"model_world_size_2_rank_{rank}.pt", tmp_path / name.format(rank))
-        if name.startswith("model_"):
-            shutil.copy(actor / f"optim_world_size_2_rank_{rank}.pt", tmp_path / f"optimizer_{rank}.pt")
-            (tmp_path / "metadata.pkl").write_bytes(b"\x80\x04}.")
-    source = open_source(str(tmp_path))
-    assert source.catalog.info.format == "rank-files"
-    assert source.catalog.by_role(Role.MODEL).keys() == open_source(str(actor)).catalog.by_role(Role.MODEL).keys()
+def test_rank_files_of_an_unknown_system_are_joined(tmp_path, name):
+    lay(tmp_path, {name.format(rank): VERL / f"model_world_size_2_rank_{rank}.pt" for rank in range(2)})
+    if name.startswith("model_"):
+        optimizers = {f"optimizer_{rank}.pt": VERL / f"optim_world_size_2_rank_{rank}.pt" for rank in range(2)}
+        lay(tmp_path, {**optimizers, "metadata.pkl": b"\x80\x04}."})
+    catalog = open_source(str(tmp_path)).catalog
+    assert catalog.info.format == "rank-files"
+    assert catalog.by_role(Role.MODEL).keys() == open_source(str(VERL)).catalog.by_role(Role.MODEL).keys()
     (tmp_path / name.format(1)).unlink()
     with pytest.raises(CkptkitError, match=r"only the part of rank 0|_(rank)?1\.pt|parts are in model_\*\.pt"):
         open_source(str(tmp_path))
 
 
-def test_a_nemo_archive_is_refused_with_the_advice_to_unpack_it(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "m.nemo").write_bytes(b"\x1f\x8b\x08" + bytes(600))
-    for url in (tmp_path / "run", tmp_path / "run" / "m.nemo"):
-        with pytest.raises(UnsupportedFormatError, match=r"m\.nemo is a tar archive of NeMo.*tar -xf"):
-            open_source(str(url))
-
-
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
 def test_a_dry_run_names_trainer_state_next_to_the_weights(tmp_path, weights):
-    source, beside = tmp_path / "in", ["custom_checkpoint_0.pkl", "random_states_0.pkl", "scheduler.bin"]
-    source.mkdir()
-    for name in beside:
-        torch.save({"x": 1}, source / name)
-    torch.save({"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}, source / "optimizer.bin")
-    if weights == "model.safetensors":
-        save_file({"w": np.ones(2, np.float32)}, source / weights)
-    else:
-        torch.save({"w": torch.ones(2)}, source / weights)
+    beside = ["custom_checkpoint_0.pkl", "random_states_0.pkl", "scheduler.bin"]
+    source = lay(tmp_path / "in", {**{name: {"x": 1} for name in beside}, "optimizer.bin": OPTIMIZER,
+                                   weights: HF if weights.endswith("safetensors") else WEIGHTS})  # fmt: skip
     notes = ("optimizer.bin is not read: it has no parameter names.", f"not read: {', '.join(beside)}.")
     assert open_source(str(source)).catalog.info.notes == notes
     report = reshard(str(source), str(tmp_path / "out"), world_size=2, dry_run=True)
     assert {*notes} < {*report.to_json()["notes"]} and {f"note: {note}" for note in notes} < {*report.plan_lines()}
 
 
-def test_an_optimizer_without_weights_is_opened_only_by_its_own_name(tmp_path):
-    state = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
-    torch.save(state, tmp_path / "optimizer.pt")
-    with pytest.raises(IncompleteCheckpointError, match=r"optimizer\.pt, which has no weights"):
-        open_source(str(tmp_path))
-    assert open_source(str(tmp_path / "optimizer.pt")).catalog.tensors
-
-
 def test_file_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):
-    sharded, ranks = tmp_path / "sharded", tmp_path / "ranks"
     now = zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint"
-    shutil.copytree(now / "pytorch_model_fsdp_0", sharded / "pytorch_model_0")
-    shutil.copytree(now / "optimizer_0", sharded / "optimizer_0")
-    ranks.mkdir()
-    for path in (zoo / "accelerate_fsdp2_nodcp_llama_untied_w2" / "checkpoint").glob("*_0_rank*.bin"):
-        shutil.copy(path, ranks / path.name.replace("_fsdp_0_", "_").replace("optimizer_0_", "optimizer_"))
-    for folder in (sharded, ranks):
+    sharded = lay(tmp_path / "a", {"pytorch_model_0": now / "pytorch_model_fsdp_0", "optimizer_0": now / "optimizer_0"})
+    paths = (zoo / "accelerate_fsdp2_nodcp_llama_untied_w2" / "checkpoint").glob("*_0_rank*.bin")
+    older = {path.name.replace("_fsdp_0_", "_").replace("optimizer_0_", "optimizer_"): path for path in paths}
+    for folder in (sharded, lay(tmp_path / "b", older)):
         catalog = open_source(str(folder)).catalog
         assert catalog.info.format == "accelerate"
         weights = catalog.by_role(Role.MODEL)
@@ -272,25 +217,5 @@ def test_file_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):
 
 
 def test_a_model_file_is_chosen_among_torch_files_and_the_others_are_named(tmp_path):
-    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
-    torch.save({"w": torch.zeros(2)}, tmp_path / "optim.pt")
-    source = open_source(str(tmp_path))
-    assert list(source.catalog.info.files) == ["model.pt"]
-    assert source.catalog.info.notes == ("not read: optim.pt.",)
-
-
-def test_a_recognized_format_is_chosen_before_rank_files(tmp_path, zoo):
-    _dcp(zoo, tmp_path / "step10" / "model_and_optim")
-    (tmp_path / "step10" / "train").mkdir()
-    for rank in range(2):
-        torch.save({"w": torch.ones(2)}, tmp_path / "step10" / "train" / f"rank{rank}.pt")
-    source = open_source(str(tmp_path))
-    assert source.url.endswith("step10/model_and_optim")
-    assert "model_and_optim/ was chosen; not read: train/." in source.note
-
-
-def test_safetensors_of_ranks_are_refused_with_advice(tmp_path):
-    for rank in range(2):
-        save_file({"w": np.ones(2, np.float32)}, tmp_path / f"model_rank{rank}.safetensors")
-    with pytest.raises(UnsupportedFormatError, match=r"model_rank0\.safetensors and 1 more are per-rank files"):
-        open_source(str(tmp_path))
+    info = open_source(str(lay(tmp_path, {"model.pt": WEIGHTS, "optim.pt": WEIGHTS}))).catalog.info
+    assert list(info.files) == ["model.pt"] and info.notes == ("not read: optim.pt.",)
