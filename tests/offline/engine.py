@@ -17,8 +17,8 @@ from ckptkit.catalog.casts import cast_into
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, Codec, Digest, SliceArray, TensorEntry, TensorSlice
 from ckptkit.catalog.targets import Target
-from ckptkit.offline.copying.plan import Literal, OutputFile, OutputTensor, Placement, Plan
-from tests.catalog.boxes import index
+from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, OutputTensor, Placement, Plan
+from tests.catalog.boxes import columns, index
 from tests.catalog.materialize import materialize
 
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -109,6 +109,28 @@ def plan_whole(catalog: Catalog, tensors: Sequence[OutputTensor], *, path: str =
         placements.append(Placement.whole(tensor, 0, at + len(GAP)))
         at += len(GAP) + math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
     return Plan(catalog, (OutputFile(path, at, tuple(literals)),), tuple(placements))
+
+
+def plan_boxes(
+    catalog: Catalog, placed: Sequence[tuple[Target, list[Box], list[int]]], *, files: int, crcs: bool = False
+) -> Plan:
+    """Place boxes of tensors back to back in files of these numbers; with `crcs`, a CRC follows each box."""
+    ends, fields, placements = [0] * files, [[] for _ in range(files)], []
+    for target, boxes, numbers in placed:
+        starts = []
+        for box, file in zip(boxes, numbers, strict=True):
+            starts.append(ends[file])
+            ends[file] += box.numel * dtype_of(target.dtype).itemsize
+            if crcs:
+                fields[file].append(CrcField((ends[file],), starts[-1], ends[file] - starts[-1]))
+                ends[file] += 4
+        offsets, sizes = columns(boxes, len(target.shape))
+        placements.append(Placement(target, np.array(numbers, np.int32), np.array(starts, np.int64), offsets, sizes))
+    made = [
+        OutputFile(f"out-{i}", end, tuple(Literal(crc.at[0], bytes(4)) for crc in of), tuple(of))
+        for i, (end, of) in enumerate(zip(ends, fields, strict=True))
+    ]
+    return Plan(catalog, tuple(made), tuple(placements))
 
 
 def read_placed(folder: Path, plan: Plan) -> dict[str, np.ndarray]:

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Digest, SliceArray
 from ckptkit.catalog.targets import Target, concatenated
 from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError, UsageError
@@ -26,7 +25,7 @@ from ckptkit.offline.copying.plan import ComputedTensor, CrcField, Literal, Outp
 from ckptkit.offline.prove import prove_equal
 from ckptkit.storage.local import LocalStore, start_writing
 from tests.catalog.boxes import columns, partitions, shapes
-from tests.offline.engine import Made, check_copied, make_source, plan_whole, read_placed
+from tests.offline.engine import Made, check_copied, make_source, plan_boxes, plan_whole, read_placed
 from tests.offline.folders import flip
 
 ROWS = [Box((i * 2, 0), (2, 6)) for i in range(4)]
@@ -101,18 +100,9 @@ def derived(made: Made, shape: tuple[int, ...], into: str, change: str, draw) ->
 
 def placed(draw, made: Made, targets: list[Target]) -> Plan:
     """Cut the targets into boxes and place them in two files, back to back."""
-    ends, placements = [0, 0], []
-    for target in targets:
-        boxes = draw(partitions(target.shape))
-        files = [draw(st.integers(0, 1)) for _ in boxes]
-        starts = []
-        for box, file in zip(boxes, files, strict=True):
-            starts.append(ends[file])
-            ends[file] += box.numel * dtype_of(target.dtype).itemsize
-        offsets, sizes = columns(boxes, len(target.shape))
-        placements.append(Placement(target, np.array(files, np.int32), np.array(starts, np.int64), offsets, sizes))
-    files = tuple(OutputFile(f"out-{i}", end) for i, end in enumerate(ends))
-    return Plan(made.catalog, files, tuple(placements))
+    boxes = [draw(partitions(target.shape)) for target in targets]
+    files = [[draw(st.integers(0, 1)) for _ in cut] for cut in boxes]
+    return plan_boxes(made.catalog, list(zip(targets, boxes, files, strict=True)), files=2)
 
 
 @given(job=jobs(), data=st.data())

@@ -28,12 +28,12 @@ from ckptkit.formats import sources
 from ckptkit.formats.sources import Range, SourceReader
 from ckptkit.offline.copying import copier, runs
 from ckptkit.offline.copying.execute import CopyReport, execute
-from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, Placement, Plan
+from ckptkit.offline.copying.plan import Plan
 from ckptkit.offline.copying.pool import Worker
 from ckptkit.storage.local import LocalStore
-from tests.catalog.boxes import columns, partitions, shapes
+from tests.catalog.boxes import partitions, shapes
 from tests.offline.copying.test_resume import STEP, killed, went_on
-from tests.offline.engine import Made, check_copied, make_source, plan_whole, read_placed
+from tests.offline.engine import Made, check_copied, make_source, plan_boxes, plan_whole, read_placed
 from tests.offline.folders import flip, tree
 
 NAMES = ("a", "b", "c")
@@ -91,22 +91,8 @@ def boxes_of(plan: Plan) -> dict[tuple[int, int], int]:
 
 def placed(made: Made, boxes: list[Box], files: list[int], count: int) -> Plan:
     """Return a plan that cuts each source tensor into boxes, back to back in files, with a CRC after each box."""
-    ends, crcs, placements = [0] * count, [[] for _ in range(count)], []
-    for name, entry in made.catalog.tensors.items():
-        starts = []
-        for box, file in zip(boxes, files, strict=True):
-            nbytes = box.numel * 4
-            starts.append(ends[file])
-            crcs[file].append(CrcField((ends[file] + nbytes,), ends[file], nbytes))
-            ends[file] += nbytes + 4
-        offsets, sizes = columns(boxes, len(entry.shape))
-        target = Target.of(entry, name)
-        placements.append(Placement(target, np.array(files, np.int32), np.array(starts, np.int64), offsets, sizes))
-    made_of = [
-        OutputFile(f"out-{i}", end, tuple(Literal(c.at[0], bytes(4)) for c in crc), tuple(crc))
-        for i, (end, crc) in enumerate(zip(ends, crcs, strict=True))
-    ]
-    return Plan(made.catalog, tuple(made_of), tuple(placements))
+    targets = [(Target.of(entry, name), boxes, files) for name, entry in made.catalog.tensors.items()]
+    return plan_boxes(made.catalog, targets, files=count, crcs=True)
 
 
 @given(data=st.data())
