@@ -111,8 +111,8 @@ CASES: dict[str, dict[str, Any]] = {
     "conv": {"target_modules": ["conv1", "conv2", "flat", "conv3"]},
     "conv dora": {"target_modules": ["conv1", "conv2", "flat", "conv3"], "use_dora": True},
     "conv bias": {"target_modules": ["conv1", "conv2", "flat", "conv3"], "lora_bias": True},
-    "linear bias": {"target_modules": ["q", "k", "square"], "lora_bias": True},
     "fan in": {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+    "linear bias": {"target_modules": ["q", "k", "square"], "lora_bias": True},
     "fan in dora": {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
     "fan in unsaid": {"target_modules": ["c_attn", "c_proj"]},
     "attention": {"target_modules": ["attention"], "rank_pattern": {"attention": 3}},
@@ -141,7 +141,7 @@ MIXED = (
 
 @pytest.mark.parametrize(("case", "dtype", "adapter_dtype"), [
     ("linear and embedding", "float64", None),
-    *((case, dtype, None) for case in CASES for dtype in ("float32", "bfloat16", "float16")),
+    *((case, dtype, None) for dtype in ("float32", "bfloat16", "float16") for case in CASES),
     *((case, "bfloat16", "float32") for case in MIXED),
 ])  # fmt: skip
 def test_a_merged_adapter_has_the_bits_of_pefts_merge(tmp_path, case, dtype, adapter_dtype):

@@ -52,9 +52,6 @@ def export(
     return planned(place / "src", place / "base" if (place / "base").exists() else None, **options)
 
 
-# --- names and bits
-
-
 def test_a_hub_model_is_converted_to_torchtitan_bit_for_bit(zoo: Path) -> None:
     case = zoo / "torchtitan_llama3_names_w2"
     found = planned(case / "EXPECTED_hf", key_map=builtin_map("inverse:torchtitan-llama3"))
@@ -145,9 +142,6 @@ def test_a_dtype_that_overrides_a_cast_of_the_key_map_is_noted(tmp_path: Path, d
     assert len(noted) == (dtype == "bf16")
 
 
-# --- compared with the base
-
-
 def test_all_differences_from_the_base_are_listed_at_once(tmp_path: Path) -> None:
     source = {**ones("a", "extra"), "b": np.ones((2, 3), np.float32)}
     with pytest.raises(CheckpointMismatchError) as caught:
@@ -206,9 +200,6 @@ def test_the_index_of_a_base_without_weights_gives_its_names(tmp_path: Path) -> 
         export(tmp_path, ("a",))
 
 
-# --- dtypes and weights
-
-
 def test_complex_tensors_are_refused_by_name(zoo: Path) -> None:
     with pytest.raises(UnsupportedFormatError, match=r"c64 \(complex64\)\. Skip them with --exclude"):
         planned(zoo / "dcp_dtypes_w2" / "ckpt")
@@ -265,9 +256,6 @@ def test_missing_masters_are_an_error_that_repeats_why_they_could_not_be_read(tm
     catalog = Catalog(safetensors.open_catalog(store).tensors, info=info)
     with pytest.raises(CheckpointNotFoundError, match=said):
         plan_export(store, catalog, options=ExportOptions(weights="master"))
-
-
-# --- side files and config
 
 
 def test_weights_and_unrelated_files_of_the_base_are_not_copied(tmp_path: Path) -> None:
@@ -366,9 +354,6 @@ def test_an_error_names_a_broken_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CorruptCheckpointError, match=r"config\.json is not JSON"):
         open_base(base)
-
-
-# --- the card
 
 
 def card(**facts: Any) -> str:
