@@ -101,17 +101,12 @@ MISSING = (
 
 
 @pytest.mark.parametrize("line", MISSING)
-def test_every_command_answers_a_missing_checkpoint_with_exit_code_1(line: str, tmp_path: Path) -> None:
+def test_a_missing_path_is_one_message_and_exit_code_1(line: str, tmp_path: Path) -> None:
     verb, *words = line.split()
     result = run(verb, tmp_path / "nosuch", *words)
     assert result.exit_code == 1, result.output
-    assert f"{tmp_path}/nosuch" in result.stderr and "does not exist" in result.stderr
-
-
-def test_a_missing_path_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
-    result = run("convert", tmp_path / "nothing", tmp_path / "out")
-    assert result.exit_code == 1
-    assert result.stderr.startswith(f"Error: {tmp_path}/nothing") and result.stderr.count("\n") == 1
+    assert f"{tmp_path}/nosuch does not exist" in result.stderr
+    assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["77", "step_00000077", "latest~1"])

@@ -39,15 +39,6 @@ def load(url: str, layout: str, precision: str = "fp32") -> dict[str, Any]:
     return jobs.everything(job)
 
 
-def resume(url: str) -> tuple[int, dict[str, Any]]:
-    """Load the latest checkpoint of a run; return its step and every value."""
-    job = jobs.make("1d", start=99)
-    with CheckpointManager(url) as manager:
-        report = manager.load(job.state(), per_rank_on_resize="keep")
-    assert report is not None and report.step is not None
-    return report.step, jobs.everything(job)
-
-
 class Wide(nn.Module):
     """Large enough that data dominate headers; 301 rows are uneven for any world size."""
 

@@ -35,6 +35,7 @@ from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.killed import same_as_saved, state
 from tests.checkpoint.saving import fork, leftovers
+from tests.checkpoint.states import save
 from tests.cli.commands import document, ran
 from tests.offline.folders import copied, flip, largest, refused, tree
 
@@ -72,17 +73,19 @@ def steps(root: Path) -> list[int]:
     return [item.step for item in list_checkpoints(open_store(str(root))).committed]
 
 
-# --- one checkpoint
+def check_copy(source: Path | str, out: Path, original: Path | None = None, **options: Any) -> Any:
+    """Copy one checkpoint; assert that the copy has the same files as the original. Return what is reported of it."""
+    (item,) = copy(str(source), str(out), **options).checkpoints
+    assert tree(out) == tree(original or Path(source))
+    return item
 
 
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("check", [True, False])
 def test_a_checkpoint_of_any_format_is_copied_byte_for_byte(zoo: Path, tmp_path: Path, name: str, check: bool) -> None:
     source = zoo / name  # for verl, DeepSpeed and Megatron: the directory around the one step
-    done = copy(str(source), str(tmp_path / "out"), check=check, verify=True)
-    assert tree(tmp_path / "out") == tree(source)
-    (item,) = done.checkpoints
-    assert (item.files, item.nbytes) == (len(tree(source)), sum(map(len, tree(source).values())))
+    item, files = check_copy(source, tmp_path / "out", check=check, verify=True), tree(source)
+    assert (item.files, item.nbytes) == (len(files), sum(map(len, files.values())))
     assert item.verified and (item.digests > 0 or not check or "hf" in name)
     assert item.unproved <= item.nbytes and (check or item.unproved == item.nbytes)
 
@@ -99,11 +102,8 @@ def test_a_checkpoint_of_a_run_is_copied_with_its_record_and_every_byte_is_prove
 
 
 def test_large_slices_and_the_bytes_between_them_are_checked(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path / "RUN") as manager:
-        manager.save(1, TrainState(model=torch.nn.Linear(300, 300)))
-    source = tmp_path / "RUN" / "step_00000001"
-    (item,) = copy(str(source), str(tmp_path / "out")).checkpoints
-    assert item.unproved == 0 and tree(tmp_path / "out") == tree(source)
+    source = Path(save(tmp_path / "RUN", TrainState(model=torch.nn.Linear(300, 300))), "step_00000001")
+    assert check_copy(source, tmp_path / "out").unproved == 0
     data = largest(source)
     for at in (None, 3):  # in a slice; between slices
         flip(data, at)
@@ -113,16 +113,14 @@ def test_large_slices_and_the_bytes_between_them_are_checked(tmp_path: Path) -> 
 
 def test_a_dcp_writer_checkpoint_without_a_commit_record_is_copied(tmp_path: Path) -> None:
     dcp.save({"a": torch.arange(9.0)}, storage_writer=DCPWriter(str(tmp_path / "in")))
-    (item,) = copy(str(tmp_path / "in"), str(tmp_path / "out")).checkpoints
-    assert tree(tmp_path / "out") == tree(tmp_path / "in") and item.digests
+    assert check_copy(tmp_path / "in", tmp_path / "out").digests
 
 
 def test_damage_names_file_and_tensor_and_nothing_is_published(run: Path, tmp_path: Path) -> None:
     data = largest(run / "step_00000002")
     flip(data)
     refused(IntegrityError, rf"(?s){data.name}.*(weight|the whole file)", copy, f"{run}/2", tmp_path / "out")
-    copy(f"{run}/2", str(tmp_path / "out"), check=False)
-    assert tree(tmp_path / "out") == tree(run / "step_00000002")
+    check_copy(f"{run}/2", tmp_path / "out", run / "step_00000002", check=False)
 
 
 def test_an_incomplete_checkpoint_is_never_copied(run: Path, tmp_path: Path) -> None:
@@ -138,8 +136,7 @@ def test_files_missing_from_the_record_are_reported_and_not_copied(run: Path, tm
     assert list(done.checkpoints[0].left_out) == ["eval/results.json"]
     assert any("eval/results.json" in line and "--all-files" in line for line in done.lines())
     assert not (tmp_path / "out" / "eval").exists()
-    copy(f"{run}/2", str(tmp_path / "all"), all_files=True)
-    assert tree(tmp_path / "all") == tree(run / "step_00000002")
+    check_copy(f"{run}/2", tmp_path / "all", run / "step_00000002", all_files=True)
 
 
 def test_a_directory_of_another_step_is_refused(run: Path, tmp_path: Path) -> None:
@@ -156,8 +153,7 @@ def test_a_single_file_is_copied_to_a_file_or_into_a_directory(zoo: Path, tmp_pa
     copy(str(source), str(tmp_path / target))
     copied = tmp_path / target if target.endswith(".bin") else tmp_path / target / source.name
     assert copied.read_bytes() == source.read_bytes()
-    with pytest.raises(CheckpointExistsError):
-        copy(str(source), str(tmp_path / target))
+    refused(CheckpointExistsError, "", copy, source, tmp_path / target)
 
 
 def test_links_of_a_hub_cache_are_copied_as_files(zoo: Path, tmp_path: Path) -> None:
@@ -166,8 +162,8 @@ def test_links_of_a_hub_cache_are_copied_as_files(zoo: Path, tmp_path: Path) -> 
     shutil.copytree(zoo / "hf_ref_llama_tied", blobs)
     for path in blobs.iterdir():
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    copy(str(snapshot), str(tmp_path / "out"))
-    assert tree(tmp_path / "out") == tree(blobs) and not any(p.is_symlink() for p in (tmp_path / "out").iterdir())
+    check_copy(snapshot, tmp_path / "out", blobs)
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
 def test_copying_a_run_of_another_system_proposes_to_copy_one_checkpoint(zoo: Path, tmp_path: Path) -> None:
@@ -181,8 +177,7 @@ def test_copy_overwrites_under_the_same_rules_as_convert(run: Path, tmp_path: Pa
     out = tmp_path / "out"
     copy(f"{run}/1", str(out))
     refused(CheckpointExistsError, "--overwrite", copy, f"{run}/2", out)
-    copy(f"{run}/2", str(out), overwrite=True)
-    assert tree(out) == tree(run / "step_00000002")
+    check_copy(f"{run}/2", out, run / "step_00000002", overwrite=True)
     (out / "notes.txt").write_text("mine")
     refused(CheckpointExistsError, r"notes\.txt", copy, f"{run}/1", out, overwrite=True)
     refused(UsageError, "is the source: the result", copy, f"{run}/1", run / "step_00000001", overwrite=True)
@@ -200,9 +195,6 @@ def test_an_error_names_a_file_that_the_file_system_refuses(run: Path, tmp_path:
     code, said = fork(_limited, f"{run}/step_00000003", str(tmp_path / "out"))
     assert code == 0 and re.search(rf"{tmp_path}/\S+/\S+: File too large", said.decode()), said
     assert not (tmp_path / "out").exists() and leftovers(tmp_path) == []
-
-
-# --- a run
 
 
 def test_a_run_is_copied_with_its_pins_and_latest_and_loads(run: Path, tmp_path: Path) -> None:
@@ -394,9 +386,6 @@ def test_a_copy_killed_at_any_file_operation_leaves_a_valid_run_and_continues(ru
 def _killed(say: Any, src: str, dst: str, nth: int) -> None:
     kill_at(nth)
     copy(src, dst)
-
-
-# --- the command
 
 
 def test_a_dry_run_writes_nothing_and_refuses_like_the_real_run(run: Path, tmp_path: Path) -> None:

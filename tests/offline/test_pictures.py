@@ -31,27 +31,15 @@ from ckptkit.offline.pictures.treemap import squarify
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-def dom(page: Path, tmp_path: Path) -> tuple[str, str]:
-    """Return the page's DOM after rendering, and the browser's log (blocked requests, errors)."""
-    done = _run(tmp_path, "--enable-logging=stderr", "--v=0", "--dump-dom", page.resolve().as_uri())
-    return done.stdout, done.stderr
-
-
-def printed(page: Path, tmp_path: Path) -> bytes:
-    """Return the page as PDF."""
-    target = tmp_path / "page.pdf"
-    _run(tmp_path, f"--print-to-pdf={target}", "--no-pdf-header-footer", page.resolve().as_uri())
-    return target.read_bytes()
-
-
-def _run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def browse(page: Path, tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Open a page in a real browser."""
     if CHROMIUM is None:
-        # Without a browser the pages are still parsed (test_pictures.py); CI installs one.
+        # Without a browser the pages are still parsed; CI installs one.
         assert not os.environ.get("CKPTKIT_REQUIRE_BROWSER"), "CI must have chromium: apt-get install chromium"
         pytest.skip("no chromium here: apt-get install chromium")
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,900"]
-    arguments = (*options, f"--user-data-dir={tmp_path}/p", *arguments)
-    return subprocess.run([CHROMIUM, *arguments], capture_output=True, text=True, check=True, timeout=90)
+    always = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,900"]
+    command = [CHROMIUM, *always, f"--user-data-dir={tmp_path}/p", *options, page.resolve().as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=90)
 
 
 HOSTILE = '</title><script>document.title="owned"</script><img src=http://x.invalid/a onerror=alert(1)>"\'&'
@@ -124,10 +112,10 @@ def test_a_page_is_complete_html_without_scripts_links_or_requests(page: str, na
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_browser_shows_every_bar_and_sends_no_request(pages, page, tmp_path, name):
-    shown, log = dom(pages[name], tmp_path)
-    drawn = [len(re.findall("<rect|<path", text)) for text in (shown, page)]
+    done = browse(pages[name], tmp_path, "--enable-logging=stderr", "--v=0", "--dump-dom")
+    drawn = [len(re.findall("<rect|<path", text)) for text in (done.stdout, page)]
     assert drawn[0] == drawn[1] > 0
-    assert "Refused to" not in log and "<title>owned</title>" not in shown
+    assert "Refused to" not in done.stderr and "<title>owned</title>" not in done.stdout
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -145,7 +133,8 @@ def test_no_rectangle_exceeds_its_picture_and_no_picture_a_page(page: str, name:
 
 
 def test_a_page_prints_on_paper(pages: dict[str, Path], tmp_path: Path) -> None:
-    pdf = printed(pages["two"], tmp_path)
+    browse(pages["two"], tmp_path, f"--print-to-pdf={tmp_path}/page.pdf", "--no-pdf-header-footer")
+    pdf = (tmp_path / "page.pdf").read_bytes()
     assert pdf.startswith(b"%PDF-") and len(pdf) > 20_000  # a blank page has 1 kB
 
 

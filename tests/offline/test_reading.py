@@ -170,9 +170,6 @@ def test_an_error_names_a_step_that_is_replaced_whenever_it_is_opened(run, tmp_p
     refused(CheckpointNotFoundError, said, COMMANDS[command], step, tmp_path / "out")
 
 
-# --- a source of another system, which cannot be pinned
-
-
 def while_copying(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Run `act` once the source is open, before its tensors are read."""
     execute = conversion.execute

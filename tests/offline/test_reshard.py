@@ -112,12 +112,6 @@ def test_a_local_result_loads_only_on_its_mesh(ranks: Any, runs: Any, tmp_path: 
         ranks.run(reshard_jobs.load, 4, made, "1d")
 
 
-def test_a_manager_of_the_parent_directory_resumes_from_the_reshard(ranks: Any, runs: Any, tmp_path: Path) -> None:
-    folder, numbers = runs("1d", 2)
-    reshard(at(folder, "sharded"), str(tmp_path / "run" / "for-one"), world_size=1)
-    assert ranks.run(reshard_jobs.resume, 1, str(tmp_path / "run")) == [(2, numbers)]
-
-
 def _save_steps(url: str) -> None:
     job = jobs.make("plain")
     with CheckpointManager(url) as manager:
