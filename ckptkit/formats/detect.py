@@ -124,9 +124,7 @@ FORMATS: tuple[Format, ...] = (
     Format("deepspeed", lambda p: p.any_file(_DEEPSPEED), "deepspeed.zero"),
     Format(
         "deepspeed",
-        lambda p: (
-            reader("deepspeed.trainer").is_trainer_directory(p.files, p.directories) and not p.any_file(_SAFETENSORS)
-        ),
+        lambda p: reader("deepspeed.trainer").is_trainer_directory(p.files, p.directories),
         "deepspeed.trainer",
     ),
     Format("verl", lambda p: p.any_file(r"model_world_size_\d+_rank_\d+\.pt"), "trainers.verl"),

@@ -58,7 +58,8 @@ class _Leaf:
 
 def _leaves(value: Any, path: Path, file: str, known: dict[int, bool]) -> Iterator[_Leaf]:
     """Yield the leaves of a plain value, whose nesting and size `plain` has already limited."""
-    if is_tensor(value) or not isinstance(value, (dict, list, tuple)) or not _has_tensor(value, known):
+    is_optimizer = isinstance(value, dict) and {"state", "param_groups"} <= value.keys()  # it may have no tensors
+    if is_tensor(value) or not isinstance(value, (dict, list, tuple)) or not (is_optimizer or has_tensor(value, known)):
         yield _Leaf(path, file, value)
         return
     items: Sequence[tuple[Any, Any]] = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
@@ -66,7 +67,8 @@ def _leaves(value: Any, path: Path, file: str, known: dict[int, bool]) -> Iterat
         yield from _leaves(item, (*path, key if type(key) in (str, int) else str(key)), file, known)
 
 
-def _has_tensor(value: Any, known: dict[int, bool]) -> bool:
+def has_tensor(value: Any, known: dict[int, bool]) -> bool:
+    """Return whether there is a tensor in a nested value. `known` caches the answers for containers, by id."""
     if is_tensor(value):
         return True
     if not isinstance(value, (dict, list, tuple)):
@@ -74,7 +76,7 @@ def _has_tensor(value: Any, known: dict[int, bool]) -> bool:
     if id(value) not in known:
         known[id(value)] = False
         items = value.values() if isinstance(value, dict) else value
-        known[id(value)] = any(_has_tensor(item, known) for item in items)
+        known[id(value)] = any(has_tensor(item, known) for item in items)
     return known[id(value)]
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
-from ckptkit.catalog.entry import ObjectEntry, Role
+from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.deepspeed.experts import group_order
+from ckptkit.formats.nested import entries_of, has_tensor
+from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.inert import Record
+from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.tensors import StoredTensor
-from ckptkit.formats.trainers.optimizer_files import plain_value
+from ckptkit.formats.torch_save import read_torch_file
 from ckptkit.formats.trainers.rank_files import (
     Joined,
     check_copies,
@@ -75,13 +79,29 @@ class ModelStates:
         """The names of the parameters in the flat groups."""
         return frozenset(name for group in self.param_shapes for name in group)
 
-    def objects(self) -> dict[str, ObjectEntry]:
-        """Return the scheduler and the user's client state, if they are plain values."""
-        return {
-            key: ObjectEntry(key, encoding="value", value=value, role=Role.OTHER, key=(key,))
-            for key, value in self.values[0].items()
-            if isinstance(key, str) and key not in _OURS and value is not None and plain_value(value)
+    def client_state(self, taken: Collection[str]) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
+        """Return the tensors and the other values of the scheduler, the counters and the user's client state.
+
+        Args:
+            taken: Names of other tensors. A tensor with such a name gets the prefix "client_state.".
+        """
+        rest = {key: value for key, value in self.values[0].items() if key not in _OURS and value is not None}
+        known: dict[int, bool] = {}
+        deep: dict[Any, Any] = {}
+        objects: dict[str, ObjectEntry] = {}
+        for key, value in plain(rest, file=self.file).items():
+            if has_tensor(value, known):
+                deep[key] = value
+            else:
+                objects[str(key)] = ObjectEntry(str(key), encoding="value", value=value, key=(str(key),))
+        tensors, parts = entries_of({self.file: deep}) if deep else ({}, {})
+        objects.update((name, replace(entry, role=Role.OTHER)) for name, entry in parts.items())
+        names = {name: f"client_state.{name}" if name in taken else name for name in tensors}
+        others = {
+            names[name]: replace(entry, name=names[name], role=Role.OTHER, fqn="", state="")
+            for name, entry in tensors.items()
         }
+        return others, objects
 
     def whole(self, *, elsewhere: frozenset[str]) -> dict[str, Joined]:
         """Return the tensors in `module` that are stored in full: buffers, frozen parameters, and other whole tensors.
@@ -143,7 +163,9 @@ class OptimStates:
     partitions: Sequence[int]
 
 
-def read_model_states(store: Store, files: Sequence[str], *, without_module: bool = False) -> ModelStates:
+def read_model_states(
+    store: Store, files: Sequence[str], options: ReadOptions | None, *, without_module: bool = False
+) -> ModelStates:
     """Read the model files at the root. Pass `without_module` if the weights are in other files."""
     matches = [match for name in files if (match := MODEL_FILE.fullmatch(name))]
     stage3 = all(match[1] is not None for match in matches)
@@ -153,7 +175,8 @@ def read_model_states(store: Store, files: Sequence[str], *, without_module: boo
     ranks = [int(match[1] or 0) for match in matches]
     if stage3:
         missing_ranks(ranks, max(ranks) + 1, template)
-    values = read_archives(store, names)
+    allow_pickle = options is not None and options.allow_pickle
+    values = read_archives(store, names, partial(read_torch_file, allow_pickle=allow_pickle))
     for name, value in zip(names, values, strict=True):
         if without_module and isinstance(value, dict) and value.get("module", {}) is None:
             value["module"] = {}

@@ -37,7 +37,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """
     files = file_names(store.list())
     layers = _layers(store, files)
-    stages = [_stage(store, files, number, layers) for number in _numbers(files, store)]
+    stages = [_stage(store, files, number, layers, options) for number in _numbers(files, store)]
     _check_layers(stages, layers)
     ties = _ties(store, stages, layers)
     masters: dict[str, Joined] = {}
@@ -84,8 +84,10 @@ def _numbers(files: Sequence[str], store: Store) -> list[int]:
     return numbers
 
 
-def _stage(store: Store, files: Sequence[str], number: int, layers: Mapping[str, Joined]) -> Stage:
-    models = read_model_states(store, [_FILE.format(rank=number)], without_module=True)
+def _stage(
+    store: Store, files: Sequence[str], number: int, layers: Mapping[str, Joined], options: ReadOptions | None
+) -> Stage:
+    models = read_model_states(store, [_FILE.format(rank=number)], options, without_module=True)
     size = models.values[0].get("mp_world_size")
     if type(size) is int and 0 < size < 1 << 16:
         missing_ranks(_numbers(files, store), size, _FILE)

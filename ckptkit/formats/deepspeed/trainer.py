@@ -1,33 +1,69 @@
-"""Reads the Hugging Face Trainer's DeepSpeed checkpoints: the config is at the root, the rest in `global_step<N>/`."""
+"""Reads the DeepSpeed checkpoints of the Hugging Face Trainer and of accelerate.
+
+DeepSpeed's files are in a directory, `global_step<N>/` or `pytorch_model/`. Beside it are the scheduler, the random
+states, and config.json. If one rank has all weights, or those of an adapter, the Trainer also writes them as
+safetensors.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo
-from ckptkit.errors import CheckpointNotFoundError
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers.steps import ordered
 from ckptkit.storage import Store
 
-_OBJECTS = {"trainer_state": "trainer_state.json", "scheduler": "scheduler.pt", "rng_state": "rng_state.pth"}
+_ACCELERATE = "pytorch_model"
+_RANDOM = re.compile(r"random_states_\d+\.pkl")
 
 
 def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bool:
-    """Return whether the names belong to a single Trainer checkpoint, not to a run with several tags."""
-    return "trainer_state.json" in files and any(name.startswith("global_step") for name in directories)
+    """Return whether the names belong to a single checkpoint, not to a run with several tags."""
+    if "trainer_state.json" in files:
+        return any(name.startswith("global_step") for name in directories)
+    return "latest" in files and _ACCELERATE in directories and any(map(_RANDOM.fullmatch, files))
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the newest `global_step<N>/`, with the side files at the root."""
-    from ckptkit.formats.deepspeed import zero  # lazy, because `is_trainer_directory` is called for every directory
-    from ckptkit.formats.hf.side_files import find_side_files
-    from ckptkit.formats.trainers.merge import assembled, open_part, step_in
+    """Read DeepSpeed's files and those beside them. Weights in safetensors are preferred to DeepSpeed's fp32 weights,
+    which then are only the masters.
 
-    steps = ordered(i.path for i in store.list() if i.kind == "directory" and i.path.startswith("global_step"))
+    If there are such weights, but DeepSpeed's files can't be read, a note says why.
+    """
+    from ckptkit.formats.deepspeed import zero  # lazy, because `is_trainer_directory` is called for every directory
+    from ckptkit.formats.hf import safetensors
+    from ckptkit.formats.hf.side_files import file_names, find_side_files
+    from ckptkit.formats.trainers.merge import assembled, open_part, state_files, step_in
+
+    listing = store.list()
+    directories = [item.path for item in listing if item.kind == "directory"]
+    steps = [step.name for step in ordered(name for name in directories if name.startswith("global_step"))]
+    steps += [_ACCELERATE] * (not steps and _ACCELERATE in directories)
     if not steps:
-        raise CheckpointNotFoundError(f"{store.url} has no global_step<N>/.")
-    part = open_part(zero.open_catalog, store, steps[0].name, options)
-    producer = f"transformers Trainer, {part.info.producer}"
-    info = CatalogInfo("deepspeed", producer=producer, step=step_in(store, _OBJECTS["trainer_state"]))
-    return assembled(store, [part], find_side_files(store).described_in(info), _OBJECTS)
+        raise CheckpointNotFoundError(f"{store.url} has no global_step<N>/ and no {_ACCELERATE}/.")
+    files = file_names(listing)
+    writer = "transformers Trainer" if "trainer_state.json" in files else "accelerate"
+    info = CatalogInfo("deepspeed", producer=writer, step=step_in(store, "trainer_state.json"))
+    parts = []
+    if any(name.endswith(".safetensors") for name in files):
+        weights = safetensors.open_weights(store)
+        # With ZeRO-3, the Trainer may write an adapter's file without tensors, or with empty ones.
+        if weights.tensors and all(0 not in entry.shape for entry in weights.tensors.values()):
+            parts.append(weights)
+    try:
+        state = open_part(zero.open_catalog, store, steps[0], options)
+    except CkptkitError as error:
+        if not parts:
+            raise
+        info = replace(info, format=parts[0].info.format, notes=(f"the optimizer was not read: {error}",))
+    else:
+        info = replace(info, producer=f"{writer}, {state.info.producer}")
+        if parts:
+            masters = {name: entry for name, entry in state.tensors.items() if entry.role is not Role.MODEL}
+            state = Catalog(masters, state.objects, state.info)
+        parts.append(state)
+    return assembled(store, parts, find_side_files(store).described_in(info), state_files(files))

@@ -36,7 +36,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         IncompleteCheckpointError: A parameter has no weights.
         UnsupportedFormatError: A parameter was padded or split in a way that only a live model can undo.
     """
-    models = read_model_states(store, file_names(store.list()))
+    models = read_model_states(store, file_names(store.list()), options)
     shapes = {name: shape for group in models.param_shapes for name, shape in group.items()}
     optimizer = OptimizerState()
     masters: dict[str, Joined] = {}

@@ -88,7 +88,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """
     files = file_names(store.list())
     _refuse_foreign(store, files)
-    models = read_model_states(store, files)
+    models = read_model_states(store, files, options)
     experts = _experts(store, files, models)
     stage = read_stage(store, files, models, lambda: {**models.whole(elsewhere=frozenset()), **experts}, experts)
     optims, masters = stage.optims, stage.masters
@@ -125,7 +125,7 @@ def catalog_of(
     """Return the catalog of a DeepSpeed checkpoint.
 
     The catalog contains the weights (as MODEL entries), their fp32 master weights (as MASTER entries), the optimizer,
-    and the other values in the model file.
+    and the other tensors and values in the model file.
 
     Args:
         shared: Name of a tied weight -> the name under which the weight is stored.
@@ -150,8 +150,10 @@ def catalog_of(
         notes=tuple(optimizer.notes),
         extra=dict(extra or {}),
     )
-    objects = {**models.objects(), **optimizer.objects}
-    return Catalog({**tensors, **optimizer.tensors}, objects, find_side_files(store).described_in(info))
+    tensors.update(optimizer.tensors)
+    others, objects = models.client_state(tensors)
+    objects.update(optimizer.objects)
+    return Catalog({**tensors, **others}, objects, find_side_files(store).described_in(info))
 
 
 def _missing(models: ModelStates, has_optimizer: bool) -> list[str]:

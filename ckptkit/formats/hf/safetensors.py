@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from dataclasses import replace
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, SliceArray, TensorEntry, WholeTensors
@@ -38,13 +39,22 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         CorruptCheckpointError: A header or the index is invalid, or the headers contradict the index.
         UnsafePathError: The index refers to a file outside the directory.
     """
+    catalog = open_weights(store)
+    if catalog.info.format != "safetensors":
+        return catalog
+    return replace(
+        catalog, info=replace(catalog.info, notes=(*catalog.info.notes, *unread_state(file_names(store.list()))))
+    )
+
+
+def open_weights(store: Store) -> Catalog:
+    """Return the same as `open_catalog`, without notes about the training state beside the weights."""
     listed = file_names(store.list())
     names = [name for name in listed if name.endswith((".safetensors", _INDEX))]
     shards = [name for name in names if SHARD_NAME.fullmatch(name)]
     if shards:
         return open_shards(store, shards)
     headers, notes = _choose(store, names)
-    notes = (*notes, *unread_state(listed))
     if "modules.json" in listed:
         notes = (*notes, *_modules(store))
     return _catalog(store, headers, find_side_files(store), notes)

@@ -18,7 +18,7 @@ from ckptkit.formats.dcp import catalog
 from ckptkit.formats.hf.side_files import find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers import fsdp1_local
-from ckptkit.formats.trainers.merge import assembled, open_part, renamed, step_in
+from ckptkit.formats.trainers.merge import assembled, numbered, open_part, renamed, state_files, step_in
 from ckptkit.formats.trainers.optimizer_files import read_optimizer
 from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, read_archives, read_ranks, recorded_ranks
 from ckptkit.storage import Store
@@ -30,10 +30,6 @@ _MODEL = re.compile(
 )
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?(?:_rank(\d+))?(\.bin)?")
 _STATE = "trainer_state.json"
-_OBJECTS = re.compile(
-    r"scheduler(?:_\d+)?\.(?:bin|pt)|random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth|trainer_state\.json|"
-    r"sampler(?:_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt|dl_state_dict(?:_\d+)?\.bin"
-)
 
 
 def is_accelerate(names: Sequence[str]) -> bool:
@@ -57,11 +53,10 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     parts = []
     for index, names in models.items():
         found = _open_one(store, names, optimizers.get(index, []), sizes, options)
-        parts += found if index == min(models) else [renamed(part, f"model_{index}") for part in found]
-    kept = {name.rpartition(".")[0]: name for name in sizes if _OBJECTS.fullmatch(name)}
+        parts += found if index == min(models) else [numbered(part, index) for part in found]
     producer = "transformers Trainer" if isinstance(read_json(store, _STATE), dict) else "accelerate"
     info = CatalogInfo("accelerate", producer=producer, step=step_in(store, _STATE))
-    return assembled(store, parts, find_side_files(store).described_in(info), kept)
+    return assembled(store, parts, find_side_files(store).described_in(info), state_files(sizes))
 
 
 def _by_index(listing: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,10 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.storage import Store
 
 Open = Callable[..., Catalog]
+_STATE = re.compile(
+    r"scheduler(?:_\d+)?\.(?:bin|pt)|random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth|trainer_state\.json|"
+    r"sampler(?:_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt|dl_state_dict(?:_\d+)?\.bin"
+)
 
 
 def open_part(open_catalog: Open, store: Store, directory: str, options: ReadOptions | None) -> Catalog:
@@ -71,6 +76,11 @@ def assembled(store: Store, parts: Sequence[Catalog], info: CatalogInfo, objects
     return merged([*parts, Catalog({}, found, info)], info)
 
 
+def state_files(names: Iterable[str]) -> dict[str, str]:
+    """Return the files that the Trainer or accelerate writes beside the weights and the optimizer, by object name."""
+    return {name.rpartition(".")[0]: name for name in names if _STATE.fullmatch(name)}
+
+
 def step_in(store: Store, file: str, key: str = "global_step") -> int | None:
     """Return the step in a JSON file, or None if the file or the step is missing."""
     content = read_json(store, file)
@@ -118,6 +128,30 @@ def renamed(catalog: Catalog, prefix: str) -> Catalog:
     tensors = {name_of(name): replace(entry, name=name_of(name)) for name, entry in catalog.tensors.items()}
     objects = {name_of(name): replace(item, name=name_of(name)) for name, item in catalog.objects.items()}
     return Catalog(tensors, objects, catalog.info)
+
+
+def numbered(catalog: Catalog, index: int) -> Catalog:
+    """Return the catalog of one of several models or of its optimizer, as `model_<index>` or `optimizer_<index>`.
+
+    FQNs start with `model_<index>.`, except those in the optimizer's settings (see `model_of`).
+    """
+
+    def name_of(name: str) -> str:
+        top, _, rest = name.partition(".")
+        return f"optimizer_{index}.{rest}" if top == "optimizer" else f"model_{index}.{name}"
+
+    tensors = {
+        name_of(name): replace(entry, name=name_of(name), fqn=entry.fqn and f"model_{index}.{entry.fqn}")
+        for name, entry in catalog.tensors.items()
+    }
+    objects = {name_of(name): replace(item, name=name_of(name)) for name, item in catalog.objects.items()}
+    return Catalog(tensors, objects, catalog.info)
+
+
+def model_of(optimizer: str) -> str:
+    """Return what FQNs of this optimizer's parameters start with, if `numbered` named it; otherwise ""."""
+    match = re.fullmatch(r"optimizer_(\d+)", optimizer)
+    return f"model_{match[1]}." if match else ""
 
 
 def _first(values: Iterable[Any]) -> Any:

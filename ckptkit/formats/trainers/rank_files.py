@@ -7,7 +7,7 @@ pieces of a flat vector that concatenates parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -58,13 +58,13 @@ class Joined:
         return entry
 
 
-def read_archives(store: Store, paths: Iterable[str]) -> list[Any]:
+def read_archives(store: Store, paths: Iterable[str], read: Callable[[Store, str], Any] = read_archive) -> list[Any]:
     """Return the values in these torch.save files, in order. Reads no tensor bytes."""
     paths = list(paths)
     if len(paths) < 3 or not store.asking_costs:  # parsing holds the GIL, so threads help only while requests wait
-        return [read_archive(store, path) for path in paths]
+        return [read(store, path) for path in paths]
     with WorkerPool(min(_THREADS, len(paths)), thread_name_prefix="ckptkit-rank") as pool:
-        return list(pool.map(lambda path: read_archive(store, path), paths))
+        return list(pool.map(lambda path: read(store, path), paths))
 
 
 def read_ranks(store: Store, ranks: Mapping[int, str], pattern: str, world_size: int | None = None) -> list[Any]:

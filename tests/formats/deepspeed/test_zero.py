@@ -9,15 +9,22 @@ from pathlib import Path
 import pytest
 
 from ckptkit.catalog.entry import Role
-from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsafePickleError,
+    UnsupportedFormatError,
+)
 from ckptkit.formats.deepspeed.experts import parts_of
 from ckptkit.formats.detect import open_source
+from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers.master_check import check_masters
 from ckptkit.formats.trainers.rank_files import check_counters
 from tests.formats.damages import Refusal, assert_refused, each, edited, replaced, rezipped, without, written
 from tests.formats.readback import contents, contents_of_file, tensor_bytes
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
+EXPECTED = FIXTURES / "zero1_frozen_w2" / "EXPECTED.safetensors"
 # round_robin: DeepSpeed's accessor returns the values of other parameters; the bf16 copies of the module are right.
 EXACT = [path.name for path in sorted(FIXTURES.iterdir()) if "round_robin" not in path.name]
 
@@ -205,6 +212,102 @@ def test_a_trainers_checkpoint_has_the_config_next_to_the_tag(tmp_path):
     assert contents(source.store, source.catalog.by_role(Role.MODEL)) == contents_of_file(
         FIXTURES / "zero1_frozen_w2" / "EXPECTED.safetensors"
     )
+
+
+class Settings:
+    """A user's class, as in a client state."""
+
+
+def _with_client_state(folder: Path, **state: object) -> Path:
+    """Add values to the model file, as `engine.save_checkpoint(client_state=...)` does."""
+    import torch
+
+    for path in folder.glob("*_model_states.pt"):
+        torch.save({**torch.load(path, weights_only=False), **state}, path)
+    return folder
+
+
+def test_tensors_in_the_client_state_are_kept(tmp_path):
+    import torch
+
+    ema = torch.arange(6.0)
+    state = {"ema": {"emb.weight": ema, "decay": 0.9}, "loops": {"epoch": 3}, "emb.weight": ema + 1}
+    source = open_source(str(_with_client_state(_copy(tmp_path, "zero2_elastic_w2"), **state)))
+    tensors, objects = source.catalog.tensors, source.catalog.objects
+    assert tensor_bytes(source.store, tensors["ema.emb.weight"]) == ema.numpy().tobytes()
+    assert tensors["emb.weight"].role is Role.MODEL
+    assert tensor_bytes(source.store, tensors["client_state.emb.weight"]) == (ema + 1).numpy().tobytes()
+    assert {tensors[name].role for name in ("ema.emb.weight", "client_state.emb.weight")} == {Role.OTHER}
+    assert objects["ema.decay"].value == 0.9
+    assert objects["loops"].value == {"epoch": 3}
+    assert objects["global_steps"].value == 2
+
+
+def test_a_users_class_in_the_client_state_needs_allow_pickle(tmp_path):
+    folder = str(_with_client_state(_copy(tmp_path, "zero2_elastic_w2"), settings=Settings(), note="kept"))
+    with pytest.raises(UnsafePickleError, match=r"Settings.*--allow-pickle"):
+        open_source(folder)
+    source = open_source(folder, options=ReadOptions(allow_pickle=True))
+    assert source.catalog.objects["note"].value == "kept"
+    assert source.catalog.by_role(Role.MODEL).keys() == _catalog("zero2_elastic_w2").by_role(Role.MODEL).keys()
+
+
+def _beside(folder: Path, *names: str) -> Path:
+    """Copy a checkpoint, and add such files as the Trainer or accelerate writes beside DeepSpeed's directory."""
+    import torch
+
+    shutil.copytree(FIXTURES / "zero1_frozen_w2" / "ckpt", folder)
+    for name in names:
+        if name.endswith(".json"):
+            (folder / name).write_text('{"global_step": 2}')
+        else:
+            torch.save({"last_epoch": 2}, folder / name)
+    return folder
+
+
+def test_weights_beside_deepspeeds_files_have_their_optimizer_and_masters(tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    names = ("trainer_state.json", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth")
+    folder = _beside(tmp_path / "checkpoint-2", *names)
+    weights = {name: weight.bfloat16() for name, weight in load_file(EXPECTED).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    source = open_source(str(folder))
+    catalog, whole = source.catalog, _catalog("zero1_frozen_w2")
+    assert contents(source.store, catalog.by_role(Role.MODEL)) == contents_of_file(folder / "model.safetensors")
+    for role in (Role.MASTER, Role.OPTIMIZER):
+        assert catalog.by_role(role).keys() == whole.by_role(role).keys()
+    assert {"scheduler", "rng_state_0", "rng_state_1", "trainer_state"} <= catalog.objects.keys()
+    assert catalog.info.notes == ()
+    assert torch.bfloat16 in {weight.dtype for weight in weights.values()}
+
+    (folder / "global_step2" / "mp_rank_00_model_states.pt").unlink()
+    rest = open_source(str(folder)).catalog
+    assert rest.by_role(Role.MODEL).keys() == weights.keys()
+    assert any("the optimizer was not read: global_step2" in note for note in rest.info.notes)
+
+
+@pytest.mark.parametrize("shapes", [{}, {"emb.weight": 0}])
+def test_a_file_without_weights_does_not_hide_those_of_deepspeed(tmp_path, shapes):
+    import torch
+    from safetensors.torch import save_file
+
+    folder = _beside(tmp_path / "checkpoint-2", "trainer_state.json")
+    tensors = {name: torch.empty(size) for name, size in shapes.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    source = open_source(str(folder))
+    assert contents(source.store, source.catalog.by_role(Role.MODEL)) == contents_of_file(EXPECTED)
+
+
+def test_accelerates_state_lies_beside_deepspeeds_directory(tmp_path):
+    folder = _beside(tmp_path / "state", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl")
+    (folder / "global_step2").rename(folder / "pytorch_model")
+    (folder / "latest").write_text("pytorch_model")
+    catalog = open_source(str(folder)).catalog
+    assert {"scheduler", "random_states_0", "custom_checkpoint_0"} <= catalog.objects.keys()
+    assert catalog.info.producer == "accelerate, deepspeed 0.19.8"
+    assert catalog.by_role(Role.OPTIMIZER).keys() == _catalog("zero1_frozen_w2").by_role(Role.OPTIMIZER).keys()
 
 
 def test_moments_of_experts_have_the_positions_of_their_masters():
