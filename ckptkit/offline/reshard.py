@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.arguments import Location, location
@@ -11,6 +12,7 @@ from ckptkit.checkpoint.load.mapping import Checkpoint, TensorView
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, check_tag, find_record, step_name, step_of_name
+from ckptkit.formats.trainers.lightning import with_trained_weights
 from ckptkit.offline.conversion import ConvertReport, How, check_source_files, conclude
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import Plan
@@ -104,6 +106,7 @@ def reshard(  # noqa: PLR0913 - one argument per option
     )
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run, inner="all")
+    source = replace(source, catalog=with_trained_weights(source.catalog))
     refuse_partial(source.store, source.catalog)
     check_source_files(source.store, source.catalog.tensors.values())
     place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=here)

@@ -20,20 +20,26 @@ from ckptkit.checkpoint.state.values import JSON, encode
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
 from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
+from ckptkit.formats.hf import safetensors
 from ckptkit.formats.pickles.objects import read_object
 from ckptkit.formats.torch_save import open_file
-from ckptkit.formats.trainers.merge import merged, renamed
+from ckptkit.formats.trainers.lightning import with_trained_weights
+from ckptkit.formats.trainers.merge import assembled, model_of, numbered, renamed, state_files
 from ckptkit.formats.trainers.param_order import Param, assign
 from ckptkit.storage.store import Store
+from ckptkit.units import counted, first_few
 
 if TYPE_CHECKING:
     import torch
 
 # transformers and accelerate store the optimizer, the scheduler and the random state next to an unsharded model.
-_OPTIMIZER = ("optimizer.bin", "optimizer.pt")
-_OBJECT = re.compile(r"(scheduler|random_states_\d+|rng_state(?:_\d+)?|trainer_state)\.(?:bin|pt|pth|pkl|json)")
-_RNG_FILE = re.compile(r"(?:random_states|rng_state|extra_state)[._](\d+)")
+_OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:bin|pt)")
+_MODEL = re.compile(r"(?:pytorch_)?model_(\d+)\.(?:safetensors|bin)")  # accelerate's further models
+_OF_MODEL = re.compile(r"model_(\d+)\.(.+)")  # their parameters' names
+_RNG_FILE = re.compile(r"(?:random_states|rng_state|extra_state)(?:[._](\d+))?")
 _SCHEDULER_FILE = re.compile(r"scheduler(?:[._](\d+))?")
+_SCHEDULER = ("last_epoch", "_last_lr")  # keys in every torch scheduler's state
+_SCALER = ("scale", "growth_factor", "backoff_factor")  # keys in the state of a GradScaler that is enabled
 _NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _OWNER = re.compile(r"(.*?)\.?(?<![^.])(?:state|master|param_groups)(?:\.|$)")  # group 1: the optimizer's prefix
 _BITSANDBYTES = "__bnb_optimizer_quant_state__"  # bitsandbytes' state_dict adds this level to its states
@@ -58,18 +64,18 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
         return catalog
     files = {item.path: item.size for item in store.list() if item.kind == "file"}
     parts = [catalog]
-    path = next((name for name in _OPTIMIZER if name in files), None)
-    if path is not None:
-        parts.append(renamed(open_file(store, path), "optimizer"))
-    objects: dict[str, ObjectEntry] = {}
-    for name, size in files.items():
-        match = _OBJECT.fullmatch(name)
-        if match is not None:
-            kind = "rng_state_0" if match[1] == "rng_state" else match[1]
-            encoding = "json" if name.endswith(".json") else "torch_save"
-            objects[kind] = ObjectEntry(kind, name, 0, size, encoding=encoding)
-    parts.append(Catalog({}, {k: v for k, v in objects.items() if k not in catalog.objects}, catalog.info))
-    return merged(parts, catalog.info) if path is not None or objects else catalog
+    models = {int(match[1]): name for name in files if (match := _MODEL.fullmatch(name))}
+    optimizers = {int(match[1] or 0): name for name in sorted(files) if (match := _OPTIMIZER.fullmatch(name))}
+    for index, name in sorted(models.items()):
+        open_model = safetensors.open_file if name.endswith(".safetensors") else open_file
+        parts.append(numbered(open_model(store, name), index))
+    for index, name in sorted(optimizers.items()):
+        part = renamed(open_file(store, name), "optimizer")
+        parts.append(numbered(part, index) if index else part)
+    objects = {kind: name for kind, name in state_files(files).items() if kind not in catalog.objects}
+    if len(parts) == 1 and not objects:
+        return catalog
+    return assembled(store, parts, catalog.info, objects)
 
 
 # --- schedulers, random state and other objects
@@ -91,7 +97,26 @@ def _schedulers(values: Mapping[str, Any]) -> list[Any]:
         if isinstance(value, Mapping):
             return [dict(value)]
     flat = {key.partition(".")[2]: value for key, value in values.items() if key.startswith("lr_scheduler.")}
-    return [flat] if flat else []  # torchtitan
+    return [flat] if flat else _with_keys(values, _SCHEDULER)  # torchtitan
+
+
+def _by_order(values: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
+    """Return the states of schedulers and gradient scalers by key, if as many were saved as are live."""
+    found: dict[str, Any] = {}
+    for kind, saved in (("scheduler", _schedulers(values)), ("grad_scaler", _with_keys(values, _SCALER))):
+        live = [section(kind, name) for name in state.parts(kind)]
+        found |= dict(zip(live, saved, strict=True)) if len(live) == len(saved) else {}
+    return found
+
+
+def _with_keys(values: Mapping[str, Any], keys: Collection[str]) -> list[Any]:
+    """Return the saved dicts with these keys, in order. Users choose the names under which Fabric and scripts save."""
+    for holder in (values, values.get("meta")):
+        items = holder.values() if isinstance(holder, Mapping) else ()
+        found = [dict(item) for item in items if isinstance(item, Mapping) and all(key in item for key in keys)]
+        if found:
+            return found
+    return []
 
 
 def _random_states(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +149,7 @@ def _random_states(values: Mapping[str, Any]) -> dict[str, Any]:
                 "has_gauss": int(has_gauss),
                 "gauss": float(cached),
             }
-        found[f"rng.{match[1]}"] = made
+        found[f"rng.{match[1] or 0}"] = made
     return found
 
 
@@ -147,8 +172,11 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     Optimizers are matched by order. Settings, schedulers and random states are read from the files in which Lightning,
     transformers, accelerate, verl, LightRFT, DeepSpeed and torchtitan store them. Other objects become `extra`.
     """
-    catalog = in_parts(store, with_files_beside(catalog, store), optimizer=optimizer)
+    trained = with_trained_weights(catalog)
+    said = trained.info.notes[len(catalog.info.notes) :]
+    catalog = in_parts(store, with_files_beside(trained, store), optimizer=optimizer)
     rename, notes = _aligned(catalog, state)
+    notes += said
     tied = _tied(state)
     sections = _sections(catalog, list(state.parts("optimizer")), store.url) if optimizer else {}
     objects: dict[str, JSON] = {}
@@ -173,7 +201,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     for owner, key in sections.items():
         if numbers[owner]:
             notes.append(f"{key}: the checkpoint numbers its parameters; they were matched by order.")
-        named = replace(names, numbers=numbers[owner])
+        named = replace(names, numbers=numbers[owner], front=model_of(owner))
         states = _states(catalog, owner, named, read, _live(state, key))
         if not groups[owner]:
             continue
@@ -190,9 +218,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         if entry.role is not Role.OPTIMIZER and ".param_groups" not in f".{name}" and name != SUBCLASSES
     }
     values = {name: read(entry) for name, entry in loose.items()}
-    schedulers, saved = [section("scheduler", name) for name in state.parts("scheduler")], _schedulers(values)
-    found = dict(zip(schedulers, saved, strict=True)) if len(schedulers) == len(saved) else {}
-    for key, value in (found | _random_states(values)).items():
+    for key, value in (_by_order(values, state) | _random_states(values)).items():
         objects[key] = encode(value, key, refs)
     flattened = {name: f"extra.{name}" for name, item in state.extra.items() if is_stateful(item)}
     for name, item in state.parts("dataloader").items():
@@ -202,6 +228,12 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         objects[flattened[name]] = encode(part, flattened[name], refs)
         values = {key: value for key, value in values.items() if not key.startswith(f"{name}.")}
     _put_extras(values, objects, refs, notes)
+    others = [name.removeprefix("other.") for name in tensors if name.startswith("other.")]
+    if others:
+        notes.append(
+            f"{counted(len(others), 'tensor', 'are')} neither weights nor optimizer state, and not loaded: "
+            f"{first_few(others, 3)}."
+        )
     notes += [f"{name} was not read: {why}" for name, why in unread.items()]
     if doubt := catalog.info.extra.get("unproved"):
         notes.append(f"not proved: {doubt}")
@@ -245,6 +277,9 @@ def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str],
         fit = sum(1 for fqn in saved if fqn.startswith(drop) and add + fqn[len(drop) :] in live)
         if fit > hits:
             best, hits = (drop, add), fit
+    in_order = _in_order([*state.parts("model")])
+    if sum(1 for fqn in saved if in_order(fqn) in live) > hits:
+        return in_order, ["models: the checkpoint numbers them; they were matched by order."]
     drop, add = best
     adapted = _adapter_names(live)
 
@@ -256,6 +291,17 @@ def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str],
         return rename, []
     how = f"{drop!r} was removed from" if drop else f"{add!r} was added to"
     return rename, [f"names: the prefix {how} the checkpoint's names, to match the model's."]
+
+
+def _in_order(models: Sequence[str]) -> Callable[[str], str]:
+    """Return a function that gives a numbered model's parameters the name of the live model at the same position."""
+
+    def rename(fqn: str) -> str:
+        match = _OF_MODEL.fullmatch(fqn)
+        index, rest = (int(match[1]), match[2]) if match else (0, fqn)
+        return f"{models[index]}.{rest}" if index < len(models) else fqn
+
+    return rename
 
 
 def _adapter_names(live: Collection[str]) -> dict[str, str]:
@@ -280,6 +326,7 @@ class _LiveNames:
     prefix: str
     tied: Mapping[str, str]
     numbers: Mapping[Any, str] = field(default_factory=dict)
+    front: str = ""  # what the optimizer's parameters may start with in the checkpoint
 
     def __call__(self, name: Any) -> str:
         fqn = self.numbers.get(name)
@@ -288,7 +335,12 @@ class _LiveNames:
             for wrapper in _WRAPPERS:
                 clean = clean.replace(wrapper, "")
             usual = self.rename(clean.removeprefix(self.prefix))
-            options = (self.rename(clean), usual, self.rename(clean.removeprefix("module.")))
+            options = (
+                self.rename(self.front + clean),
+                self.rename(clean),
+                usual,
+                self.rename(clean.removeprefix("module.")),
+            )
             fqn = next((option for option in options if option in self.known), usual)
         return self.tied.get(fqn, fqn)
 
@@ -315,6 +367,9 @@ def _owner(name: str) -> str | None:
 def _sections(catalog: Catalog, live: Sequence[str], url: str) -> dict[str, str]:
     """Map the prefixes of the saved optimizers to the keys of the live optimizers, by order."""
     names = [entry.name for entry in catalog.tensors.values() if entry.role in (Role.OPTIMIZER, Role.MASTER)]
+    names += [
+        entry.name for entry in catalog.objects.values() if entry.role is Role.OPTIMIZER
+    ]  # plain SGD has no tensors
     found = {owner for name in names if (owner := _owner(name)) is not None}
     owners = sorted(found, key=lambda owner: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", owner)])
     if not owners or not live:

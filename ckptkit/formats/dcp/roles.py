@@ -55,7 +55,12 @@ class RoleTable:
         # If the key "state" holds a model and optimizers, it is not one optimizer's state.
         inner = {str(path[1]) for path in paths.values() if len(path) > 2 and path[0] == "state"}
         self._bare_optimizer = alone and not any(p in _MODEL_KEYS or _OPTIMIZER_KEY.fullmatch(p) for p in inner)
-        wrappers = {key: _model_wrapper(paths.get(key) or (key,)) for key in tensors}
+        self._optimizers = _optimizers(paths.values())
+        wrappers = {
+            key: None if self._optimizer_at(path) else _model_wrapper(path)
+            for key in tensors
+            if (path := paths.get(key) or (key,))
+        }
         self._inner = _inner_wrappers(paths, wrappers)
         wrappers = {key: self._inner.get(wrapper, wrapper) for key, wrapper in wrappers.items()}
         named = {wrapper for wrapper in wrappers.values() if wrapper}
@@ -99,12 +104,31 @@ class RoleTable:
                 return None
             if isinstance(part, str) and _OPTIMIZER_KEY.fullmatch(part):
                 return optimizer_role(path[i + 1 :])
+        if at := self._optimizer_at(path):
+            return optimizer_role(path[at:])
         only = path[0]
         if len(path) == 1 and isinstance(only, str):
             head, _, rest = only.partition(".")
             if rest.startswith(("state.", "param_groups.", "master.")) and _OPTIMIZER_KEY.fullmatch(head):
                 return optimizer_role((rest,))
         return None
+
+    def _optimizer_at(self, path: Path) -> int:
+        """Return the length of the path to the optimizer that contains the entry, or 0 if there is none."""
+        if not self._optimizers:
+            return 0
+        return next((i for i in range(1, len(path)) if path[:i] in self._optimizers), 0)
+
+
+def _optimizers(paths: Iterable[Path]) -> set[Path]:
+    """Return the paths of dicts with both "state" and "param_groups". They are optimizers, whatever their key is."""
+    found: dict[str, set[Path]] = {"state": set(), _PARAM_GROUPS: set()}
+    for path in paths:
+        for i, part in enumerate(path[1:], start=1):
+            if part in found:
+                found[part].add(path[:i])
+                break
+    return found["state"] & found[_PARAM_GROUPS]
 
 
 def optimizer_role(path: Path) -> EntryRole:

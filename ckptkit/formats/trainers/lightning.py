@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.dcp import catalog as dcp
-from ckptkit.formats.dcp.roles import optimizer_role
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.formats.trainers.merge import merged, open_part
@@ -22,6 +21,7 @@ from ckptkit.storage import Store
 
 META = "meta.pt"
 _PEFT = "base_model"
+_TRAINED = "current_model_state"  # where the callback WeightAveraging stores the weights that are trained
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
@@ -30,9 +30,14 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     Strips the LightningModule's attribute from FQNs, unless the options specify a prefix, which the caller then strips
     instead.
     """
-    catalog = _with_optimizers(open_part(dcp.open_catalog, store, "", options))
+    catalog = open_part(dcp.open_catalog, store, "", options)
     size = info.size if (info := store.info(META)) is not None else 0
     meta, notes = _meta(store)
+    if _TRAINED in meta:
+        notes = (
+            *notes,
+            f"the weights are a moving average; the trained weights are in {META}, which has one rank's part.",
+        )
     step = meta.get("global_step", meta.get("step"))
     version = meta.get("pytorch-lightning_version")
     whole = merged(
@@ -48,27 +53,6 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     if options is not None and options.strip_prefix is not None:
         return whole
     return without_prefix(whole, module_prefix(entry.fqn for entry in whole.by_role(Role.MODEL).values()))
-
-
-def _with_optimizers(catalog: Catalog) -> Catalog:
-    """Assign a `Role` to entries under Fabric's keys, which the user chooses.
-
-    A key that has both "state" and "param_groups" is an optimizer.
-    """
-    tops = {"state": set[Any](), "param_groups": set[Any]()}
-    for key in (entry.key for table in (catalog.tensors, catalog.objects) for entry in table.values()):
-        if len(key) > 2 and key[1] in tops:
-            tops[str(key[1])].add(key[0])
-    optimizers = tops["state"] & tops["param_groups"]
-    tensors, objects = dict(catalog.tensors), dict(catalog.objects)
-    for name, entry in catalog.tensors.items():
-        if entry.role is Role.OTHER and entry.key and entry.key[0] in optimizers:
-            found = optimizer_role(entry.key[1:])
-            tensors[name] = replace(entry, role=found.role, fqn=found.fqn, state=found.state)
-    for name, item in catalog.objects.items():
-        if item.key and item.key[0] in optimizers:
-            objects[name] = replace(item, role=Role.OPTIMIZER)
-    return Catalog(tensors, objects, catalog.info)
 
 
 def module_prefix(names: Iterable[str]) -> str:
@@ -100,6 +84,39 @@ def without_prefix(catalog: Catalog, prefix: str) -> Catalog:
         catalog.info, notes=(*catalog.info.notes, note), extra={**catalog.info.extra, "module_prefix": prefix}
     )
     return Catalog(tensors, catalog.objects, info)
+
+
+def is_averaged(catalog: Catalog) -> bool:
+    """Return whether the weights in a Lightning checkpoint are a moving average, apart from the trained weights."""
+    return catalog.info.producer.startswith("lightning") and any(
+        name.startswith(f"{_TRAINED}.") for name in catalog.tensors
+    )
+
+
+def with_trained_weights(catalog: Catalog) -> Catalog:
+    """Return the catalog from which training continues: the trained weights are the model, and their moving average has
+    the prefix "ema.". A note says so.
+
+    Lightning's WeightAveraging exchanges the two when it saves and when it loads.
+    """
+    if not is_averaged(catalog):
+        return catalog
+    prefix = str(catalog.info.extra.get("module_prefix", ""))
+    trained = {
+        name.removeprefix(f"{_TRAINED}.").removeprefix(prefix): entry
+        for name, entry in catalog.tensors.items()
+        if name.startswith(f"{_TRAINED}.")
+    }
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in catalog.tensors.items():
+        if entry.role is Role.MODEL and entry.fqn in trained:
+            tensors[name] = replace(trained[entry.fqn], name=name, role=Role.MODEL, fqn=entry.fqn)
+            average = f"ema.{entry.fqn}"
+            tensors[average] = replace(entry, name=average, role=Role.OTHER, fqn="", key=("ema", entry.fqn))
+        elif not name.startswith(f"{_TRAINED}."):
+            tensors[name] = entry
+    note = f"the weights are those of {_TRAINED}; their moving average, which Lightning stores as state_dict, is 'ema'."
+    return Catalog(tensors, catalog.objects, replace(catalog.info, notes=(*catalog.info.notes, note)))
 
 
 def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:

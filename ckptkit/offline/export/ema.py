@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
+from ckptkit.formats.trainers.lightning import is_averaged
 from ckptkit.units import counted, first_few
 
 # Prefixes of averaged tensors: ckptkit's `extra`, timm's state_dict_ema, LitEma's buffers, and others.
 _FRONT = re.compile(r"(?:.*?[._])??(?:ema|model_ema|ema_model|ema_weights|(?:model_)?ema_state_dict|state_dict_ema)\.")
-_LIGHTNING = "current_model_state."  # where Lightning's WeightAveraging stores the trained weights
 _WRAPPERS = 3  # maximum number of name components between the prefix and the model's names: "module.", "shadow."
 
 
@@ -29,7 +29,7 @@ def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]
         UnsupportedFormatError: The EMA's tensors have no names, or are so small that they are not stored as tensors.
     """
     model = catalog.by_role(Role.MODEL)
-    if any(name.startswith(_LIGHTNING) for name in catalog.tensors):
+    if is_averaged(catalog):
         return model, ("the EMA is what Lightning's WeightAveraging stored as state_dict",)
     groups: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in catalog.tensors.items():

@@ -29,6 +29,7 @@ from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
 from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
 from ckptkit.formats.pickles.zip import Archive, memory_store
+from ckptkit.formats.trainers.merge import model_of
 from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 from ckptkit.units import counted
@@ -73,7 +74,8 @@ def _add_trees(found: OwnState, store: Store, catalog: Catalog, sections: Mappin
         if entry.role is not Role.OPTIMIZER:
             continue
         del values[name]
-        if not _take_group(groups, name, value) and not _take_state(found, name, entry, value, sections):
+        taken = _take_group(groups, name, value) or _take_state(found, name, entry, value, sections)
+        if not taken and value != {}:  # an optimizer without momentum has an empty state
             found.leftovers.append((name, "torch optimizers have no such entry"))
     _add_groups(found, groups, sections, catalog)
     _add_rest(found, _nested(values))
@@ -138,16 +140,16 @@ def _add_groups(found: OwnState, groups: _Groups, sections: Mapping[str, str], c
     stated = catalog.info.extra.get("module_prefix")
     module = stated if isinstance(stated, str) else ""
 
-    def fqn_of(name: str) -> str | None:
+    def fqn_of(name: str, front: str) -> str | None:
         """Return a parameter name's FQN in the catalog; None if there is no such parameter."""
         plain = strip_infixes([name])[name]
-        candidates = (name, plain, name.removeprefix(module), plain.removeprefix(module))
+        candidates = (front + plain, name, plain, name.removeprefix(module), plain.removeprefix(module))
         return next((candidate for candidate in candidates if candidate in known), None)
 
     for prefix, by_owner in groups.items():
         section = sections.get(prefix) or ("optimizer" if len(groups) == 1 else prefix.replace(".", "_"))
-        listed = _joined(by_owner)
-        unknown = [p for group in listed for p in group["params"] if not isinstance(p, str) or fqn_of(p) is None]
+        listed, front = _joined(by_owner), model_of(prefix)
+        unknown = [p for group in listed for p in group["params"] if not isinstance(p, str) or fqn_of(p, front) is None]
         if unknown:
             reason = f"the model has no parameter {unknown[0]!r}"
             found.leftovers.append((f"{prefix}.{_GROUPS}", reason))
@@ -157,18 +159,23 @@ def _add_groups(found: OwnState, groups: _Groups, sections: Mapping[str, str], c
             made: dict[str, Any] = {}
             for setting, value in group.items():
                 try:
-                    made[setting] = [fqn_of(p) for p in value] if setting == "params" else _tree(value)
+                    made[setting] = [fqn_of(p, front) for p in value] if setting == "params" else _tree(value)
                 except _NoTree as error:
                     found.leftovers.append((f"{prefix}.{_GROUPS}.{index}.{setting}", str(error)))
             tree[_GROUPS].append(made)
     # Parameters may have state but no settings. If no parameter has settings, drop the tree.
-    having = {e.fqn for e in catalog.tensors.values() if e.role is Role.OPTIMIZER and e.fqn}
+    having: dict[str, set[str]] = {}
+    for entry in catalog.tensors.values():
+        if entry.role is Role.OPTIMIZER and entry.fqn:
+            having.setdefault(sections[_prefix(entry.name)], set()).add(entry.fqn)
     for section in set(sections.values()):
         if not found.trees.get(section, {}).get(_GROUPS):
             found.trees.pop(section, None)
             found.notes.append(f"{section}: the source has no settings (lr, betas); the new job's settings stay")
             continue
-        loose = sorted(having - {fqn for group in found.trees[section][_GROUPS] for fqn in group["params"]})
+        loose = sorted(
+            having.get(section, set()) - {fqn for group in found.trees[section][_GROUPS] for fqn in group["params"]}
+        )
         if loose:
             found.notes.append(
                 f"{section}: {len(loose)} parameters with state are in no group of the source: {loose[0]}, ..."

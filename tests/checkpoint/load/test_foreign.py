@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from ckptkit import TrainState
+from ckptkit import TrainState, convert, reshard
 from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.load.foreign import adopt
 from ckptkit.checkpoint.state.rng import restore_rng
@@ -307,3 +307,146 @@ def test_the_adapter_of_a_trainer_is_restored_with_its_optimizer(tmp_path: Path)
     for fqn, (mine, theirs) in trained.items():
         assert torch.equal(mine, theirs), fqn
         assert torch.equal(optimizer.state[mine]["exp_avg"], its_optimizer.state[theirs]["exp_avg"]), fqn
+
+
+class Averaged(nn.Module):
+    """A network and, as Lightning's WeightAveraging keeps it, its moving average."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 2)
+        nn.init.constant_(self.net.weight, value)
+
+
+def averaged_run(path: Path, saved: Averaged, average: Averaged) -> None:
+    """Write the file of a Lightning run with WeightAveraging. Its `state_dict` is the average."""
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+    callback = callbacks.WeightAveraging()
+    callback._average_model = torch.optim.swa_utils.AveragedModel(average)
+    optimizer = torch.optim.SGD(saved.parameters(), lr=0.1, momentum=0.9)
+    saved.net(torch.ones(3)).sum().backward()
+    optimizer.step()
+    content = {
+        "state_dict": saved.state_dict(),
+        "pytorch-lightning_version": "2.6.0",
+        "global_step": 1,
+        "optimizer_states": [optimizer.state_dict()],
+    }
+    callback.on_save_checkpoint(None, None, content)
+    torch.save(content, path)
+
+
+def test_training_continues_with_the_weights_that_were_averaged_and_not_with_the_average(tmp_path: Path) -> None:
+    trained, average = Averaged(1.0), Averaged(7.0)
+    averaged_run(tmp_path / "last.ckpt", trained, average)
+    reshard(str(tmp_path / "last.ckpt"), str(tmp_path / "step_00000001"), world_size=1)
+    for source in ("last.ckpt", "step_00000001"):
+        live = Averaged(0.0).net
+        state = TrainState(model=live, optimizer=torch.optim.SGD(live.parameters(), lr=0.1, momentum=0.9))
+        report = states.load(tmp_path / "run", state, str(tmp_path / source), optimizer="skip")
+        assert torch.equal(live.weight, trained.net.weight)
+        assert source != "last.ckpt" or any("current_model_state" in note for note in report.notes)
+
+
+def test_a_note_names_the_tensors_that_are_neither_weights_nor_optimizer_state(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    callbacks = {"best": {"score": torch.tensor(0.5), "path": "x"}}
+    torch.save({"state_dict": model.state_dict(), "global_step": 3, "callbacks": callbacks}, tmp_path / "a.ckpt")
+    report = states.load(tmp_path / "run", TrainState(model=nn.Linear(2, 2)), str(tmp_path / "a.ckpt"))
+    assert any(note.startswith("1 tensor is neither") and "callbacks.best.score" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("key", ["opt", "adam"])
+def test_an_optimizer_is_recognized_under_any_key(key: str, tmp_path: Path) -> None:
+    saved, live = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(saved.parameters(), lr=0.25)
+    saved(torch.ones(3)).sum().backward()
+    optimizer.step()
+    torch.save({"gen": saved.state_dict(), key: optimizer.state_dict(), "step": 3}, tmp_path / "a.pt")
+    state = TrainState(model=live, optimizer=torch.optim.AdamW(live.parameters()))
+    assert states.load(tmp_path / "run", state, str(tmp_path / "a.pt")).step == 3
+    assert torch.equal(live.weight, saved.weight)
+    assert torch.equal(state.optimizer.state[live.weight]["exp_avg"], optimizer.state[saved.weight]["exp_avg"])
+    assert state.optimizer.param_groups[0]["lr"] == 0.25
+
+
+NAMES = {
+    "FSDP": (["pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin"], ["optimizer.bin", "optimizer_1.bin"]),
+    "DDP": (["model.safetensors", "model_1.safetensors"], ["optimizer.bin", "optimizer_1.bin"]),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_several_models_of_accelerate_are_matched_by_order(kind: str, tmp_path: Path) -> None:
+    """Accelerate numbers models, optimizers and schedulers in the order in which `prepare` got them."""
+
+    def job(lr: float) -> TrainState:
+        models = {name: nn.Linear(3, 2) for name in ("student", "teacher")}
+        optimizers = {
+            name: torch.optim.AdamW(m.parameters(), lr * (i + 1)) for i, (name, m) in enumerate(models.items())
+        }
+        schedulers = {name: torch.optim.lr_scheduler.StepLR(o, 5) for name, o in optimizers.items()}
+        return TrainState(model=models, optimizer=optimizers, scheduler=schedulers)
+
+    saved, live, folder = job(0.25), job(0.5), tmp_path / "state"
+    folder.mkdir()
+    for name, model in saved.model.items():
+        for _ in range(1 + (name == "teacher")):
+            model(torch.ones(3)).sum().backward()
+            saved.optimizer[name].step()
+            saved.scheduler[name].step()
+    for at, name in enumerate(saved.model):
+        weights = saved.model[name].state_dict()
+        write = save_file if kind == "DDP" else torch.save
+        write(weights, folder / NAMES[kind][0][at])
+        torch.save(saved.optimizer[name].state_dict(), folder / NAMES[kind][1][at])
+        torch.save(saved.scheduler[name].state_dict(), folder / f"scheduler{'_1' * at}.bin")
+    report = states.load(tmp_path / "run", live, str(folder))
+    assert any("matched by order" in note for note in report.notes)
+    for name, model in saved.model.items():
+        assert torch.equal(live.model[name].weight, model.weight)
+        ours, theirs = live.optimizer[name], saved.optimizer[name]
+        assert torch.equal(ours.state[live.model[name].weight]["exp_avg"], theirs.state[model.weight]["exp_avg"])
+        assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+        assert live.scheduler[name].last_epoch == saved.scheduler[name].last_epoch
+
+
+def test_models_of_the_same_class_are_converted_and_resharded_under_their_own_names(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    for at, model in enumerate(models):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.25 * (at + 1))
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        torch.save(model.state_dict(), folder / NAMES["FSDP"][0][at])
+        torch.save(optimizer.state_dict(), folder / NAMES["FSDP"][1][at])
+    convert(str(folder), str(tmp_path / "out"))
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(exported["weight"], models[0].weight)
+    assert torch.equal(exported["model_1.weight"], models[1].weight)
+    report = reshard(str(folder), str(tmp_path / "step_00000001"), world_size=1)
+    assert not any("in no group" in note for note in report.notes)
+    trees = {name: entry.value for name, entry in open_source(report.dst).catalog.objects.items()}
+    assert trees["optimizer_1"]["param_groups"][0]["params"] == ["model_1.weight", "model_1.bias"]
+    assert [trees[f"optimizer_{i}"]["param_groups"][0]["lr"] for i in range(2)] == [0.25, 0.5]
+
+
+@pytest.mark.parametrize("keys", [("sched", "scale"), ("lr_scheduler", "MixedPrecision")])
+def test_a_scheduler_and_a_grad_scaler_are_recognized_under_any_key(keys: tuple[str, str], tmp_path: Path) -> None:
+    def job(lr: float, scale: float) -> TrainState:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        return TrainState(model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=scaler)
+
+    saved, live = job(0.25, 8.0), job(0.5, 2.0)
+    saved.optimizer.step()
+    saved.scheduler.step()
+    parts = {"model": saved.model, "optimizer": saved.optimizer, keys[0]: saved.scheduler, keys[1]: saved.grad_scaler}
+    torch.save({**{key: part.state_dict() for key, part in parts.items()}, "step": 1}, tmp_path / "a.pt")
+    report = states.load(tmp_path / "run", live, str(tmp_path / "a.pt"))
+    assert not report.skipped
+    assert live.scheduler.last_epoch == 1
+    assert live.grad_scaler.get_scale() == 8.0
