@@ -8,7 +8,7 @@ safetensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
@@ -17,7 +17,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers.steps import ordered
 from ckptkit.storage import Store
 
-_ACCELERATE = "pytorch_model"
+_ACCELERATE = re.compile(r"pytorch_model(?:_(\d+))?")
 _RANDOM = re.compile(r"random_states_\d+\.pkl")
 
 
@@ -25,7 +25,16 @@ def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bo
     """Return whether the names belong to a single checkpoint, not to a run with several tags."""
     if "trainer_state.json" in files:
         return any(name.startswith("global_step") for name in directories)
-    return "latest" in files and _ACCELERATE in directories and any(map(_RANDOM.fullmatch, files))
+    return "latest" in files and "pytorch_model" in directories and any(map(_RANDOM.fullmatch, files))
+
+
+def _of_models(directories: Iterable[str]) -> dict[int, str]:
+    """Return DeepSpeed's directory for each model. The Trainer has one model, but may leave older steps."""
+    names = list(directories)
+    steps = ordered(name for name in names if name.startswith("global_step"))
+    if steps:
+        return {0: steps[0].name}
+    return dict(sorted((int(match[1] or 0), name) for name in names if (match := _ACCELERATE.fullmatch(name))))
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
@@ -37,14 +46,12 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     from ckptkit.formats.deepspeed import zero  # lazy, because `is_trainer_directory` is called for every directory
     from ckptkit.formats.hf import safetensors
     from ckptkit.formats.hf.side_files import file_names, find_side_files
-    from ckptkit.formats.trainers.merge import assembled, open_part, state_files, step_in
+    from ckptkit.formats.trainers.merge import assembled, numbered, open_part, state_files, step_in
 
     listing = store.list()
-    directories = [item.path for item in listing if item.kind == "directory"]
-    steps = [step.name for step in ordered(name for name in directories if name.startswith("global_step"))]
-    steps += [_ACCELERATE] * (not steps and _ACCELERATE in directories)
-    if not steps:
-        raise CheckpointNotFoundError(f"{store.url} has no global_step<N>/ and no {_ACCELERATE}/.")
+    directories = _of_models(item.path for item in listing if item.kind == "directory")
+    if not directories:
+        raise CheckpointNotFoundError(f"{store.url} has no global_step<N>/ and no pytorch_model/.")
     files = file_names(listing)
     writer = "transformers Trainer" if "trainer_state.json" in files else "accelerate"
     info = CatalogInfo("deepspeed", producer=writer, step=step_in(store, "trainer_state.json"))
@@ -54,16 +61,18 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         # With ZeRO-3, the Trainer may write an adapter's file without tensors, or with empty ones.
         if weights.tensors and all(0 not in entry.shape for entry in weights.tensors.values()):
             parts.append(weights)
-    try:
-        state = open_part(zero.open_catalog, store, steps[0], options)
-    except CkptkitError as error:
-        if not parts:
-            raise
-        info = replace(info, format=parts[0].info.format, notes=(f"the optimizer was not read: {error}",))
-    else:
+    has_weights = bool(parts)
+    for index, directory in directories.items():
+        try:
+            state = open_part(zero.open_catalog, store, directory, options)
+        except CkptkitError as error:
+            if not has_weights:
+                raise
+            info = replace(info, format=parts[0].info.format, notes=(f"the optimizer was not read: {error}",))
+            continue
         info = replace(info, producer=f"{writer}, {state.info.producer}")
-        if parts:
+        if has_weights:
             masters = {name: entry for name, entry in state.tensors.items() if entry.role is not Role.MODEL}
             state = Catalog(masters, state.objects, state.info)
-        parts.append(state)
+        parts.append(numbered(state, index) if index else state)
     return assembled(store, parts, find_side_files(store).described_in(info), state_files(files))

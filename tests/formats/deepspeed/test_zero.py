@@ -304,10 +304,18 @@ def test_accelerates_state_lies_beside_deepspeeds_directory(tmp_path):
     folder = _beside(tmp_path / "state", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl")
     (folder / "global_step2").rename(folder / "pytorch_model")
     (folder / "latest").write_text("pytorch_model")
-    catalog = open_source(str(folder)).catalog
-    assert {"scheduler", "random_states_0", "custom_checkpoint_0"} <= catalog.objects.keys()
-    assert catalog.info.producer == "accelerate, deepspeed 0.19.8"
-    assert catalog.by_role(Role.OPTIMIZER).keys() == _catalog("zero1_frozen_w2").by_role(Role.OPTIMIZER).keys()
+    one = open_source(str(folder)).catalog
+    assert {"scheduler", "random_states_0", "custom_checkpoint_0"} <= one.objects.keys()
+    assert one.info.producer == "accelerate, deepspeed 0.19.8"
+    assert one.by_role(Role.OPTIMIZER).keys() == _catalog("zero1_frozen_w2").by_role(Role.OPTIMIZER).keys()
+
+    shutil.copytree(folder / "pytorch_model", folder / "pytorch_model_1")  # of the second model
+    (folder / "latest").write_text("pytorch_model_1")
+    two = open_source(str(folder)).catalog
+    weights = one.by_role(Role.MODEL).keys()
+    assert two.by_role(Role.MODEL).keys() == {*weights, *(f"model_1.{name}" for name in weights)}
+    assert len(two.by_role(Role.OPTIMIZER)) == 2 * len(one.by_role(Role.OPTIMIZER))
+    assert two.objects.keys() >= {"optimizer.param_groups.0.lr", "optimizer_1.param_groups.0.lr"}
 
 
 def test_moments_of_experts_have_the_positions_of_their_masters():
