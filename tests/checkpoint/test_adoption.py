@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 from ckptkit import CheckpointManager, DCPSavePlanner, DCPWriter, TrainState
 from ckptkit.errors import (
@@ -199,12 +200,24 @@ def test_a_checkpoint_that_cannot_be_resumed_from_is_refused(zoo: Path, tmp_path
     check_misfit(old_run(zoo, name, tmp_path), optimized(net(), torch.optim.AdamW), words, error=kind)
 
 
-@pytest.mark.parametrize("layout", ["two directories", "files that belong together"])
+@pytest.mark.parametrize(
+    "layout", ["two directories", "files that belong together", "two models in a step", "two runs of Lightning"]
+)
 def test_several_checkpoints_in_unknown_order_are_refused(zoo: Path, tmp_path: Path, layout: str) -> None:
     model, optimizer = trained()
     if layout == "two directories":
         for name in ("good", "better"):
             shutil.copytree(zoo / "dcp_fsdp2_uneven_w4" / "ckpt", tmp_path / name)
+    elif layout == "two models in a step":  # as the training scripts of diffusers write them
+        for name in ("unet", "unet_ema"):
+            (tmp_path / "checkpoint-3" / name).mkdir(parents=True)
+            save_file(model.state_dict(), tmp_path / "checkpoint-3" / name / "diffusion_pytorch_model.safetensors")
+        for name in ("optimizer.bin", "scheduler.bin"):
+            torch.save(optimizer.state_dict(), tmp_path / "checkpoint-3" / name)
+    elif layout == "two runs of Lightning":
+        for name in ("version_0", "version_1"):
+            folder = tmp_path / "lightning_logs" / name / "checkpoints"
+            shutil.copytree(zoo / "lightning_trainer_full", folder, ignore=shutil.ignore_patterns("EXPECTED*"))
     else:
         write(tmp_path, {"net_a.pth": "m", "opt_a.pth": "o"}, model, optimizer)
     with pytest.raises(UsageError, match="Name it"):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ from ckptkit.storage.store import Store
 _log = logging.getLogger(__name__)
 
 _WEIGHTS = ("safetensors", "torch")  # formats of published weights, which a new run may start from
-_MAX_LOOKS = 64
+_MAX_LOOKS = 64  # how many entries of each directory are examined
+_MAX_DEPTH = 4  # how deep, as in lightning_logs/version_0/checkpoints/last.ckpt
 _DCP_DATA = r"__\d+_\d+\.distcp"
 _ANEW = "To start a new run, save to another directory."
 
@@ -304,30 +306,46 @@ def adoptable(
 
 def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options: Mapping[str, Any] | None) -> None:
     """Raise UsageError if `url` contains checkpoints, but it is unclear which is the newest."""
-    listed = Candidate(root)
-    found: list[str] = []
-    for name in inventory.foreign[:_MAX_LOOKS]:
-        place = f"{url.rstrip('/')}/{name}"
-        if name in listed.directories:
-            inner = Candidate(root.child(name))
-            form = format_of(inner)
-            if form is None and inner.any_file(_DCP_DATA):
-                open_source(place, storage_options=storage_options)  # raises and says that the checkpoint is incomplete
-            known = form is not None and form.name not in _WEIGHTS
-        else:
-            known = False
-            if name.endswith(TORCH_ENDINGS):
-                with suppress(CkptkitError):  # a .pt file may contain anything
-                    known = _has(open_source(place, storage_options=storage_options).catalog, Role.OPTIMIZER)
-        if known:
-            found.append(name)
+    top = url.rstrip("/")
+    found = list(islice(_unread(top, Candidate(root), inventory.foreign, storage_options), 5))
     if found:
         listing = ", ".join(found[:4]) + ", ..." * (len(found) > 4)
         raise UsageError(
             f"{url} contains {listing}, and it is not clear which is the run's newest checkpoint. Name "
-            f"it, for example load(state, '{url.rstrip('/')}/{found[-1]}'). If a checkpoint is split over "
+            f"it, for example load(state, '{top}/{found[-1]}'). If a checkpoint is split over "
             f"several files, read it with torch.load. {_ANEW}"
         )
+
+
+def _unread(
+    url: str, place: Candidate, names: Sequence[str], storage_options: Mapping[str, Any] | None, depth: int = 1
+) -> Iterator[str]:
+    """Yield the paths of entries in `names`, or below them, that a training run may continue from.
+
+    Weights alone are not yielded, except in a step with several models, each in a directory of its own.
+    """
+    for name in names[:_MAX_LOOKS]:
+        there = f"{url}/{name}"
+        if name in place.directories:
+            inner = Candidate(place.store.child(name))
+            form = format_of(inner)
+            if form is None and depth == 1 and inner.any_file(_DCP_DATA):
+                open_source(there, storage_options=storage_options)  # raises and says that the checkpoint is incomplete
+            if form is not None:
+                yield from [name] if form.name not in _WEIGHTS else []
+            elif parse_step(name) is not None and any(map(format_of, _children(inner))):
+                yield name
+            elif depth < _MAX_DEPTH:
+                below = _unread(there, inner, [*inner.files, *inner.directories], storage_options, depth + 1)
+                yield from (f"{name}/{path}" for path in below)
+        elif name.endswith(TORCH_ENDINGS):
+            with suppress(CkptkitError):  # a .pt file may contain anything
+                if _has(open_source(there, storage_options=storage_options).catalog, Role.OPTIMIZER):
+                    yield name
+
+
+def _children(place: Candidate) -> Iterator[Candidate]:
+    return (Candidate(place.store.child(name)) for name in place.directories[:_MAX_LOOKS])
 
 
 def _has(catalog: Catalog, role: Role) -> bool:
