@@ -105,22 +105,25 @@ def seed(value: int, rank: int) -> None:
     torch.manual_seed(value + rank)
 
 
-def shard(model: nn.Module, layout: str, policy: MixedPrecisionPolicy) -> None:
-    """Wrap a model for the layout "plain", "1d", "hsdp" or "tp", on all ranks."""
-    size = dist.get_world_size()
+def shard(model: nn.Module, layout: str, policy: MixedPrecisionPolicy, parts: tuple[str, ...] = ("up", "down")) -> None:
+    """Wrap a model and some of its layers for a layout, on all ranks. "plain": not at all."""
     if layout == "plain":
         return
-    if layout == "1d":
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
-    elif layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-    else:
-        whole = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("shard", "tp"))
-        parallelize_module(model, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        mesh = whole["shard"]
-    for part in (model.up, model.down):
+    size = dist.get_world_size()
+    dims = {
+        "1d": {"shard": size},
+        "hsdp": {"replicate": 2, "shard": size // 2},
+        "replicated": {"replicate": size, "shard": 1},
+        "tp": {"shard": size // 2, "tp": 2},
+        "one-replica-tp": {"replicate": 1, "shard": size // 2, "tp": 2},
+        "hsdp-tp": {"replicate": 2, "shard": 1, "tp": 2},
+    }[layout]
+    mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+    if "tp" in dims:
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh = mesh[tuple(name for name in dims if name != "tp")]
+    for part in (*(getattr(model, name) for name in parts), model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def make(layout: str = "1d", precision: str = "fp32", start: int = 0) -> Job:

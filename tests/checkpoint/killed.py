@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.checkpoint.manager import CheckpointManager
@@ -32,6 +31,7 @@ from ckptkit.offline.prune import prune
 from ckptkit.storage.open import open_store
 from tests.checkpoint import crash
 from tests.checkpoint.saving import leftovers, start
+from tests.checkpoint.states import module_of
 
 MODES = ("sync", "async")
 ROWS, COLUMNS = 6, 3
@@ -69,12 +69,6 @@ def content(step: int, variant: int) -> np.ndarray[Any, Any]:
     return (np.arange(ROWS * COLUMNS, dtype=np.float32) + 1000 * step + 100 * variant).reshape(ROWS, COLUMNS)
 
 
-class Net(nn.Module):
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
-
-
 def state(step: int, variant: int = 0, mesh: Any = None) -> TrainState:
     """Return the state of a job: a sharded weight, a replicated bias, and other objects."""
     whole, bias = torch.from_numpy(content(step, variant)), torch.full((2,), float(step))
@@ -83,7 +77,7 @@ def state(step: int, variant: int = 0, mesh: Any = None) -> TrainState:
 
         # Without communication: the training's own collectives are not under test.
         whole = DTensor.from_local(whole.chunk(mesh.size())[mesh.get_rank()].clone(), mesh, [Shard(0)])
-    return TrainState(model=Net(whole, bias), extra={"variant": variant}, rng=False)
+    return TrainState(model=module_of({"weight": whole, "bias": bias}), extra={"variant": variant}, rng=False)
 
 
 # --- the job

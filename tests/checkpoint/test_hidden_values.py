@@ -448,13 +448,13 @@ def test_a_state_dict_that_is_no_dict_like_torchs_is_refused_by_name(tmp_path: P
 def test_what_a_hook_changes_in_the_state_dict_of_flashoptim_is_refused(tmp_path: Path, hook: Any, where: str) -> None:
     flashoptim = pytest.importorskip("flashoptim", reason="it needs a newer numpy than the lowest")
 
-    model = nn.Linear(4, 4)
-    optimizer = flashoptim.FlashAdamW(model.parameters(), lr=0.1, quantize=False, fused=False, master_weight_bits=None)
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    save(tmp_path / "without", TrainState(model=model, optimizer=optimizer))
-    optimizer.register_state_dict_post_hook(hook)
-    check_refused(tmp_path, TrainState(model=model, optimizer=optimizer), f"the state_dict of FlashAdamW {where}")
+    settings = {"quantize": False, "fused": False, "master_weight_bits": None}
+    state = optimized(nn.Linear(4, 4), flashoptim.FlashAdamW, **settings)
+    state.model(torch.ones(1, 4)).sum().backward()
+    state.optimizer.step()
+    save(tmp_path / "without", state)
+    state.optimizer.register_state_dict_post_hook(hook)
+    check_refused(tmp_path, state, f"the state_dict of FlashAdamW {where}")
 
 
 def emptied(_: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import os
@@ -24,7 +23,7 @@ from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
 from tests.checkpoint import jobs
 from tests.checkpoint.saving import leftovers, steps
-from tests.checkpoint.states import linear, load, on_all, refusal, save, unchanged, value_of
+from tests.checkpoint.states import failing, linear, load, on_all, refusal, save, unchanged, value_of
 from tests.ranks import on_ranks, run_ranks
 
 BEST = RetentionPolicy(max_num=1, keep_best=("loss", "min"))
@@ -87,22 +86,18 @@ def test_a_save_logs_an_info_line_and_a_debug_line_of_phases(tmp_path: Path, cap
     assert steps(tmp_path) == [200, 300]
 
 
-def refuse_to_delete(root: Any, name: str) -> str:
-    raise PermissionError(errno.EACCES, "Permission denied", name)
-
-
 @pytest.mark.parametrize(
-    ("saved", "policy", "delete", "said"),
+    ("saved", "policy", "denied", "said"),
     [
-        ((2, 4, 5), {"keep_every": 2}, None, "keeping 3 (1 newest, 2 exempt)"),
-        ((1, 2, 3), {}, refuse_to_delete, "keeping 3 (1 newest, 0 exempt, 2 could not be deleted)"),
+        ((2, 4, 5), {"keep_every": 2}, False, "keeping 3 (1 newest, 2 exempt)"),
+        ((1, 2, 3), {}, True, "keeping 3 (1 newest, 0 exempt, 2 could not be deleted)"),
     ],
 )
 def test_the_log_line_counts_newest_exempt_and_undeletable_checkpoints(
-    tmp_path: Path, caplog: Any, monkeypatch: Any, saved: Any, policy: dict[str, int], delete: Any, said: str
+    tmp_path: Path, caplog: Any, monkeypatch: Any, saved: Any, policy: dict[str, int], denied: bool, said: str
 ) -> None:
-    if delete is not None:
-        monkeypatch.setattr("ckptkit.checkpoint.run.delete.drop", delete)
+    if denied:
+        monkeypatch.setattr("ckptkit.checkpoint.run.delete.drop", failing(PermissionError(13, "Permission denied")))
     caplog.set_level(logging.INFO, logger=manager_module.__name__)
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1, **policy)) as manager:
         for step in saved:

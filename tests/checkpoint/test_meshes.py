@@ -26,7 +26,7 @@ from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 from tests.checkpoint import states
 from tests.checkpoint.hidden import Scaled
-from tests.checkpoint.states import check_misfit, check_refused, on_all, optimized, refusal
+from tests.checkpoint.states import check_misfit, check_refused, module_of, on_all, optimized, refusal
 from tests.ranks import on_ranks, run_ranks
 
 warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
@@ -56,20 +56,11 @@ def size_of(name: str) -> int:
     return pp * dp * ep * tp
 
 
-class ExpertPair(nn.Module):
-    """The experts of one rank, as plain tensors."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.w1 = nn.Parameter(torch.zeros(count, 6, 5))
-        self.w2 = nn.Parameter(torch.zeros(count, 5, 6))
-
-
 class Block(nn.Module):
     def __init__(self, experts: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-        self.experts = ExpertPair(experts)
+        self.experts = module_of({"w1": torch.zeros(experts, 6, 5), "w2": torch.zeros(experts, 5, 6)})
 
 
 class Stage(nn.Module):
@@ -223,10 +214,8 @@ def test_plain_torch_and_exports_see_whole_tensors(ranks: Any, tmp_path: Path, m
         assert torch.equal(open_checkpoint(str(tmp_path / "hf"))[name].to_torch(), weight)
 
 
-class Experts(nn.Module):
-    def __init__(self, count: int, value: float = 0.0) -> None:
-        super().__init__()
-        self.experts = nn.Parameter(torch.full((count, 2), value))
+def experts_of(count: int, value: float = 0.0) -> nn.Module:
+    return module_of({"experts": torch.full((count, 2), value)})
 
 
 def ep_mesh() -> DeviceMesh:
@@ -247,7 +236,7 @@ def test_shards_that_do_not_match_their_layout_are_refused_by_name(tmp_path: Pat
     rank, mesh = dist.get_rank(), ep_mesh()
 
     def part(count: int, layout: Shard) -> TrainState:
-        return TrainState(model=Experts(count, rank + 1.0), layout={"*": layout}, rng=False)
+        return TrainState(model=experts_of(count, rank + 1.0), layout={"*": layout}, rng=False)
 
     check_refused(tmp_path, part(3 - rank, Shard(0, mesh=mesh)), "experts")
     said = r"model\.experts: .* a tensor of shape \[2, 2\], but its layout expects a part of shape \[3, 2\]"
@@ -259,7 +248,7 @@ def test_shards_that_do_not_match_their_layout_are_refused_by_name(tmp_path: Pat
 
 @on_ranks(2)
 def test_a_tensor_declared_over_a_mesh_that_already_shards_it_is_refused_by_name(tmp_path: Path) -> None:
-    model = Experts(2)
+    model = experts_of(2)
     model.experts = nn.Parameter(distribute_tensor(torch.zeros(4, 2), ep_mesh(), [DTensorShard(0)]))
     said = r"model\.experts is sharded or declared over the meshes \('ep',\), \('ep',\), which cannot be joined"
     check_refused(tmp_path, declared(model), rf"{said}(?s:.*)A dimension may occur only once")
@@ -273,7 +262,7 @@ def test_ranks_that_disagree_about_the_same_part_are_refused_by_name(tmp_path: P
     for number, layout in enumerate((Shard(0, mesh=mesh["ep"]), Shard(0, mesh=mesh["ep"], replicas=mesh["dp"]))):
 
         def state(value: int, moment: int, layout: Shard = layout) -> TrainState:
-            made = optimized(Experts(2, float(value)))
+            made = optimized(experts_of(2, float(value)))
             made.optimizer.state[made.model.experts]["momentum_buffer"] = torch.full((2, 2), float(moment))
             made.layout = {"*": layout}
             return made
@@ -287,7 +276,7 @@ def unmatched(url: str, kind: str) -> None:
     """Each rank has its own stage; declare the experts of one of them, or of none."""
 
     def state(value: float, **layout: str) -> TrainState:
-        model = {f"stage{dist.get_rank()}": Experts(2, value)}
+        model = {f"stage{dist.get_rank()}": experts_of(2, value)}
         return TrainState(model=model, layout=layout, rng=False)
 
     said = r"no tensor of the model on any rank matches 'experts'\. Globs match whole names"
@@ -314,7 +303,7 @@ def test_a_layout_with_values_other_than_shards_is_refused() -> None:
 
 @on_ranks(2)
 def test_states_of_another_shape_than_their_declared_parameter_are_refused(tmp_path: Path) -> None:
-    check_refused(tmp_path, declared(Experts(2), row=torch.zeros(2)), r"state 'row' of 'experts' has shape \[2\]")
+    check_refused(tmp_path, declared(experts_of(2), row=torch.zeros(2)), r"state 'row' of 'experts' has shape \[2\]")
 
 
 @on_ranks(2)
@@ -322,11 +311,11 @@ def test_moments_that_a_rank_lacks_are_refused_by_name(tmp_path: Path, kind: str
     """An optimizer that has never updated a rank's experts has no state for them."""
     moments = {"momentum_buffer": torch.ones(2, 2)} if dist.get_rank() == 0 else {}
     said = r"optimizer\.state\.experts\.momentum_buffer.*4 of 8 elements.*optimizer states of the same parameters\?"
-    check_refused(tmp_path, declared(Experts(2), **moments), f"(?s){said}", state_dict_type=kind)
+    check_refused(tmp_path, declared(experts_of(2), **moments), f"(?s){said}", state_dict_type=kind)
 
 
 def one_each(url: str, kind: str) -> None:
-    state = declared(scalar_experts(1))
+    state = declared(module_of({"experts": torch.zeros(1)}))
     experts = state.model.experts
     experts.grad = torch.ones(1) + dist.get_rank()
     state.optimizer.step()
@@ -336,12 +325,6 @@ def one_each(url: str, kind: str) -> None:
     assert state.optimizer.state[experts]["momentum_buffer"].tolist() == [1.0 + dist.get_rank()]
 
 
-def scalar_experts(count: int) -> nn.Module:
-    model = Experts(count)
-    model.experts = nn.Parameter(torch.zeros(count))
-    return model
-
-
 def test_experts_of_one_element_have_global_moments(ranks: Any, tmp_path: Path, kind: str) -> None:
     """A state with the parameter's shape is a part of a global state, even if it is a single number."""
     ranks.run(one_each, 2, str(tmp_path), kind)
@@ -349,7 +332,7 @@ def test_experts_of_one_element_have_global_moments(ranks: Any, tmp_path: Path, 
     if kind == "local":
         url = tmp_path / "resharded"
         reshard(str(tmp_path / "step_00000001"), str(url / "step_00000001"), world_size=1)
-    state = optimized(scalar_experts(2), momentum=0.9)
+    state = optimized(module_of({"experts": torch.zeros(2)}), momentum=0.9)
     states.load_all(url, state)
     assert state.optimizer.state[state.model.experts]["momentum_buffer"].tolist() == [1.0, 2.0]
 
@@ -381,8 +364,8 @@ def test_declared_quantized_weights_are_parts_of_a_whole(tmp_path: Path, kind: s
 
 @on_ranks(2)
 def test_declared_weights_whose_scale_has_no_place_in_the_global_weight_are_refused(tmp_path: Path, kind: str) -> None:
-    model = nn.Module()
-    model.odd = nn.Parameter(Scaled(torch.ones(4, 4, dtype=torch.int8), torch.tensor(0.5)), requires_grad=False)
+    odd = Scaled(torch.ones(4, 4, dtype=torch.int8), torch.tensor(0.5))
+    model = nn.ParameterDict({"odd": nn.Parameter(odd, requires_grad=False)})
     state = TrainState(model=model, layout={"odd": Shard(0, mesh=ep_mesh())})
     said = r"model\.odd is sharded, and its local part is a tests\.checkpoint\.hidden\.Scaled, whose scale \[\]"
     said += r"(?s:.*)Declare it 'per_rank', or train with unquantized weights\."
@@ -494,22 +477,12 @@ def test_states_of_a_ranks_own_shard_do_not_load_if_stages_are_on_other_ranks(tm
     check_misfit(tmp_path, stage(True, False), r"(?s)factor.*here, on 4 ranks: S\(0\) on \[2\], in another order")
 
 
-class Tied(nn.Module):
-    """A model with one weight under two names, or a pipeline stage with only one of them."""
-
-    def __init__(self, first: bool = True, last: bool = True) -> None:
-        super().__init__()
-        if first:
-            self.embed = nn.Embedding(8, 4)
-        if last:
-            self.head = nn.Linear(4, 8, bias=False)
-        if first and last:
-            self.head.weight = self.embed.weight
-
-
 def tied(rank: int | None) -> tuple[TrainState, nn.Parameter]:
-    """Return a state with masters and its weight. A rank has a stage; None: the whole model."""
-    model = Tied(rank in (None, 0), rank in (None, 1)).to(torch.bfloat16)
+    """Return a weight with two names, and a state with its masters. A rank has one of the names; None: both."""
+    names = ("embed.weight", "head.weight") if rank is None else (("embed.weight", "head.weight")[rank],)
+    model: Any = module_of({name: torch.randn(8, 4) for name in names}, dtype=torch.bfloat16)
+    if rank is None:
+        model.head.weight = model.embed.weight
     optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     return TrainState(model=model, optimizer=optimizer, rng=False), next(model.parameters())
 

@@ -252,12 +252,9 @@ def test_a_listing_during_a_rotation_is_never_empty(tmp_path: Path, before: Befo
 def test_a_listing_that_fails_after_the_commit_does_not_fail_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(5, "Input/output error")
-
     def publish(self: Saver, *args: Any) -> Any:
         record = real(self, *args)
-        monkeypatch.setattr(LocalStore, "list", broken)
+        monkeypatch.setattr(LocalStore, "list", states.failing(OSError(5, "Input/output error")))
         return record
 
     real = Saver.publish

@@ -31,7 +31,7 @@ from ckptkit.storage.store import Store
 from tests.checkpoint import states
 from tests.checkpoint.crash import kill_at_request
 from tests.checkpoint.saving import check, fork, save, steps
-from tests.checkpoint.states import linear, value_of
+from tests.checkpoint.states import failing, linear, value_of
 
 Options = dict[str, Any]
 
@@ -56,8 +56,7 @@ def record_of(save_id: str, step: int) -> bytes:
     return CommitRecord(step=step, save_id=save_id, data=save_id, state_dict_type="sharded", files={}).to_json()
 
 
-def fail(store: Store) -> None:
-    raise OSError(5, "Input/output error")
+fail = failing(OSError(5, "Input/output error"))
 
 
 def test_a_save_is_a_record_and_files_under_its_own_id(root: Store) -> None:
@@ -312,12 +311,9 @@ def test_a_step_saved_under_the_same_lease_is_refused_before_anything_is_sent(ro
 
 
 def test_the_next_save_cleans_up_a_failed_one(root: Store, lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(store: Store, paths: Any) -> None:
-        raise PermissionError(13, "denied")
-
     def fail_for_good(store: Any) -> None:
         store.settle()
-        monkeypatch.setattr(RemoteStore, "delete", denied)
+        monkeypatch.setattr(RemoteStore, "delete", failing(PermissionError(13, "denied")))
         fail(store)
 
     save(root, 1, lease=lease)

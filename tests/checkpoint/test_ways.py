@@ -28,7 +28,7 @@ import ckptkit
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.state.train_state import TrainState
-from tests.checkpoint.states import linear
+from tests.checkpoint.states import linear, module_of
 from tests.ranks import on_ranks
 
 ROOT = f"{Path(ckptkit.__file__).parent}/"
@@ -76,8 +76,7 @@ def _name(frame: FrameType) -> str:
 
 def save_one_tensor(url: str) -> Entered:
     """Save a 4x4 tensor, the first checkpoint of a run, but not the first of this process."""
-    model = torch.nn.Module()
-    model.register_parameter("w", torch.nn.Parameter(torch.arange(16.0).reshape(4, 4)))
+    model = module_of({"w": torch.arange(16.0).reshape(4, 4)})
     for run in ("warm", "counted"):
         with CheckpointManager(f"{url}/{run}") as manager, Entered("write", "pwrite") as found:
             manager.save(1, TrainState(model=model, rng=False))
@@ -148,10 +147,9 @@ class Messages:
 @on_ranks(2)
 def test_later_saves_exchange_no_plans(tmp_path: Path, background: bool) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    model = torch.nn.Module()
-    for i in range(300):
-        whole = distribute_tensor(torch.full((8, 4), float(i)), mesh, (Shard(0),), src_data_rank=None)
-        model.register_parameter(f"block_{i}_weight", torch.nn.Parameter(whole))
+    wholes = {f"block_{i}_weight": torch.full((8, 4), float(i)) for i in range(300)}
+    sharded = {key: distribute_tensor(whole, mesh, (Shard(0),), src_data_rank=None) for key, whole in wholes.items()}
+    model = module_of(sharded)
     if dist.get_rank() == 1:
         model.register_buffer("own", torch.ones(3))  # so that plans have something to settle
     found = []

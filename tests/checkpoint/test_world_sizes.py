@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_states
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckptkit.checkpoint.manager import CheckpointManager
@@ -346,22 +346,6 @@ class Odd(nn.Module):
         return self.head(x) * self.one + self.three.sum() + sum(p.sum() for p in self.named.values())
 
 
-def shard_odd(model: Odd, layout: str) -> None:
-    size = dist.get_world_size()
-    shapes = {"1d": (size,), "hsdp": (2, size // 2), "replicated": (size, 1), "tp": (1, size // 2), "hsdp-tp": (2, 1)}
-    if layout == "plain":
-        return
-    if not layout.endswith("tp"):
-        mesh = init_device_mesh("cpu", shapes[layout], mesh_dim_names=("replicate", "shard")[-len(shapes[layout]) :])
-    else:
-        whole = init_device_mesh("cpu", (*shapes[layout], 2), mesh_dim_names=("replicate", "shard", "tp"))
-        parallelize_module(model, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        mesh = whole["replicate", "shard"]
-    for part in (model.up, model.down, model.adapted):
-        fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
 def odd_job(layout: str, optimizers: str, seed: int) -> tuple[Odd, dict[str, Any]]:
     """Return the model and its optimizers.
 
@@ -372,7 +356,7 @@ def odd_job(layout: str, optimizers: str, seed: int) -> tuple[Odd, dict[str, Any
     model = Odd()
     if optimizers == "master":
         model = model.to(torch.bfloat16)
-    shard_odd(model, layout)
+    jobs.shard(model, layout, MixedPrecisionPolicy(), ("up", "down", "adapted"))
     matrices = [model.up.weight, model.down.weight, model.frozen.weight]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
     if optimizers == "master":
@@ -422,7 +406,7 @@ def load_odd(url: str, layout: str, optimizers: str) -> tuple[dict[str, Any], li
         ("sharded", (4, "hsdp-tp"), (3, "1d"), "master"),
         ("sharded", (1, "plain"), (4, "hsdp-tp"), "master"),
         ("sharded", (3, "1d"), (4, "hsdp"), "muon"),  # with tensor parallelism a step of torch's Muon takes seconds
-        ("full", (4, "tp"), (4, "replicated"), "master"),
+        ("full", (4, "one-replica-tp"), (4, "replicated"), "master"),
         ("full", (3, "1d"), (4, "hsdp"), "muon"),
         ("local", (4, "hsdp"), (4, "hsdp"), "muon"),
         ("local", (4, "hsdp-tp"), (4, "hsdp-tp"), "master"),
