@@ -503,7 +503,8 @@ ALL_QUANTIZED = {"columns": 384}  # both weights are quantized on one, two and t
 def test_quantized_states_load_if_no_block_is_split(
     ranks: Any, tmp_path: Path, name: str, kind: str, steps: int
 ) -> None:
-    for source, targets in ((1, [1]), (2, [2] if kind == "local" else [1, 2, 3])):
+    resharded = kind != "local" and steps == 0  # a live state may be unquantized on other numbers of ranks
+    for source, targets in ((1, [1]), (2, [1, 2, 3] if resharded else [2])):
         url = str(tmp_path / str(source))
         saved = ranks.run(save_on_ranks, source, url, name, kind, {})
         assert "OptimState" in str(saved[0][2]), saved[0]
