@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -42,24 +43,14 @@ def verifier_of(data: bytes, digest: int, algorithm: str = "crc32") -> Verifier:
 
 
 def feed_side_by_side(verifier: Verifier, slow: SlowCrc, pieces: tuple[bytes, ...]) -> list[BaseException]:
-    """Feed each piece from its own thread; the second arrives while the first is hashed."""
-    failures: list[BaseException] = []
-
-    def feed(start: int, piece: bytes) -> None:
-        try:
-            verifier.feed(0, start, memoryview(piece))
-        except BaseException as error:
-            failures.append(error)
-
-    threads, start = [], 0
-    for piece in pieces:
-        threads.append(threading.Thread(target=feed, args=(start, piece)))
-        threads[-1].start()
-        assert slow.began.wait(10)
-        start += len(piece)
-    for thread in threads:
-        thread.join(10)
-    return failures
+    """Feed each piece from its own thread; the second arrives while the first is hashed. Return their errors."""
+    with ThreadPoolExecutor(len(pieces)) as threads:
+        calls, start = [], 0
+        for piece in pieces:
+            calls.append(threads.submit(verifier.feed, 0, start, memoryview(piece)))
+            assert slow.began.wait(10)
+            start += len(piece)
+        return [error for call in calls if (error := call.exception())]
 
 
 def test_adjacent_pieces_of_two_threads_are_hashed_in_parallel_and_joined(monkeypatch):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 import resource
 import shutil
 import sys
 from collections.abc import Callable
+from operator import setitem
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from ckptkit.storage.local import LocalStore
 from tests.conftest import ZOO
 from tests.formats.damages import Damage, edited, without, written
 from tests.formats.readback import contents, contents_of_file, contents_of_state_dict
+from tests.hostile.sources import edit_metadata
 
 OPTIMIZERS = {
     "dcp_appstate_w2/ckpt": "gain",
@@ -74,15 +75,9 @@ def test_opening_reads_no_data_file(tmp_path):
 # --- damaged and hostile
 
 
-def changed(edit: Callable[[Any], None]) -> Damage:
+def changed(edit: Callable[[Any], Any]) -> Damage:
     """Change what torch reads from `.metadata`."""
-
-    def damage(folder: Path) -> None:
-        metadata = pickle.loads((folder / ".metadata").read_bytes())
-        edit(metadata)
-        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-    return damage
+    return lambda folder: edit_metadata(folder, edit)
 
 
 def first(metadata: Any, name: str = "col") -> tuple[Any, Any]:
@@ -111,13 +106,14 @@ def test_metadata_rewritten_in_another_order_are_accepted(zoo, tmp_path):
     assert weights == contents_of_file(zoo / "dcp_dtensor_2d/EXPECTED.safetensors")
 
 
-def drop_place(m: Any) -> None:
-    del m.storage_data[first(m)[0]]
-
-
 def drop_chunk(m: Any) -> None:
     chunk = m.state_dict_metadata["col"].chunks.pop()
     m.storage_data = {k: v for k, v in m.storage_data.items() if not (k.fqn == "col" and k.offset == chunk.offsets)}
+
+
+def other_dtype(m: Any) -> None:
+    entry = m.state_dict_metadata["col"]
+    entry.properties = dataclasses.replace(entry.properties, dtype=torch.float16)
 
 
 def huge_chunk(m: Any) -> None:
@@ -125,11 +121,6 @@ def huge_chunk(m: Any) -> None:
     entry.size = torch.Size([1 << 40] * len(entry.size))
     entry.chunks = entry.chunks[:1]
     entry.chunks[0].sizes = entry.size
-
-
-def other_dtype(m: Any) -> None:
-    entry = m.state_dict_metadata["col"]
-    entry.properties = dataclasses.replace(entry.properties, dtype=torch.float16)
 
 
 def placed(**fields: Any) -> Damage:
@@ -148,16 +139,6 @@ def overlapping(m: Any) -> None:
     index, info = [(k, v) for k, v in m.storage_data.items() if k.fqn == "col"][1]
     del m.storage_data[index]
     m.storage_data[type(index)("col", entry.chunks[1].offsets)] = info
-
-
-def leads_outside(file: Path) -> None:
-    file.rename(file.parent.parent / "elsewhere")
-    file.symlink_to(file.parent.parent / "elsewhere")
-
-
-def is_a_fifo(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
 
 
 def is_of_another_save(file: Path) -> None:
@@ -196,40 +177,36 @@ def zstd_bomb(folder: Path) -> None:
     changed(lengthen)(folder)
 
 
-def swap(items: dict[Any, Any], key: Any, value: Any) -> None:
-    items[key] = value
-
-
 def tensor(m: Any) -> Any:
     return m.state_dict_metadata["col"]
 
 
 UNUSUAL: dict[str, Callable[[Any], Any]] = {
-    "a key that is not text": lambda m: swap(m.state_dict_metadata, 7, tensor(m)),
-    "an entry that is neither": lambda m: swap(m.state_dict_metadata, "x", torch.Size([1])),
+    "a key that is not text": lambda m: setitem(m.state_dict_metadata, 7, tensor(m)),
+    "an entry that is neither": lambda m: setitem(m.state_dict_metadata, "x", torch.Size([1])),
     "a shape that is a list": lambda m: setattr(tensor(m), "size", [4]),
     "a shape of bools": lambda m: setattr(tensor(m), "size", (True, True)),
     "a size below zero": lambda m: setattr(tensor(m), "size", (-1, 4)),
     "a huge size": lambda m: setattr(tensor(m), "size", (1 << 80, 4)),
     "chunks that are a tuple": lambda m: setattr(tensor(m), "chunks", ()),
-    "a chunk that is something else": lambda m: swap(tensor(m).chunks, 0, first(m)[1]),
+    "a chunk that is something else": lambda m: setitem(tensor(m).chunks, 0, first(m)[1]),
     "an offset of another length": lambda m: setattr(tensor(m).chunks[0], "offsets", (0, 0, 0, 0, 0)),
     "an offset that has no place": lambda m: setattr(tensor(m).chunks[0], "offsets", (1 << 40, 1 << 40)),
     "an offset of text": lambda m: setattr(tensor(m).chunks[0], "offsets", ("0", "0")),
     "no offsets": lambda m: delattr(tensor(m).chunks[0], "offsets"),
     "no properties": lambda m: setattr(tensor(m), "properties", None),
-    "a place of another tensor": lambda m: swap(m.storage_data, dataclasses.replace(first(m)[0], fqn="other"),
+    "a place of another tensor": lambda m: setitem(m.storage_data, dataclasses.replace(first(m)[0], fqn="other"),
                                                 m.storage_data.pop(first(m)[0])),
-    "a place without offset": lambda m: swap(m.storage_data, dataclasses.replace(first(m)[0], offset=None),
+    "a place without offset": lambda m: setitem(m.storage_data, dataclasses.replace(first(m)[0], offset=None),
                                              m.storage_data.pop(first(m)[0])),
-    "a place that is something else": lambda m: swap(m.storage_data, first(m)[0], 5),
+    "a place that is something else": lambda m: setitem(m.storage_data, first(m)[0], 5),
     "a length that is a float": lambda m: setattr(first(m)[1], "length", 2.0),
     "a huge length": lambda m: setattr(first(m)[1], "length", 1 << 62),
     "an unknown transform": lambda m: setattr(first(m)[1], "transform_descriptors", ["gzip"]),
 }  # fmt: skip
 OUTSIDE = "outside the checkpoint"
 FAULTS: list[tuple[str, Damage, type[CkptkitError], str]] = [
-    ("a place is missing", changed(drop_place), IncompleteCheckpointError,
+    ("a place is missing", changed(lambda m: m.storage_data.pop(first(m)[0])), IncompleteCheckpointError,
      r"\.metadata.*no location for the part of 'col'"),
     ("a part is missing", changed(drop_chunk), IncompleteCheckpointError, "'col'.* of .* elements"),
     ("a shape is larger than its parts",
@@ -246,9 +223,11 @@ FAULTS: list[tuple[str, Damage, type[CkptkitError], str]] = [
     *((f"a path {kind}", placed(relative_path=path), UnsafePathError, rf"\.metadata.*{OUTSIDE}") for kind, path in (
         ("is absolute", "/etc/passwd"), ("climbs", "a/../../x"), ("has a NUL", "__0_0.distcp\0"),
         ("is of Windows", "..\\x"), ("is empty", ""))),
-    ("a file is a link outside", lambda folder: leads_outside(folder / "__0_0.distcp"), UnsafePathError,
-     r"__0_0\.distcp"),
-    ("a file is a FIFO", lambda folder: is_a_fifo(folder / "__0_0.distcp"), CorruptCheckpointError,
+    ("a file is a link outside", lambda folder: (
+        (folder / "__0_0.distcp").rename(folder.parent / "x"),
+        (folder / "__0_0.distcp").symlink_to(folder.parent / "x")), UnsafePathError, r"__0_0\.distcp"),
+    ("a file is a FIFO", lambda folder: (
+        (folder / "__0_0.distcp").unlink(), os.mkfifo(folder / "__0_0.distcp")), CorruptCheckpointError,
      r"__0_0\.distcp: expected a file, found a FIFO"),
     ("a file lacks a byte", edited("__3_0.distcp", lambda raw: raw[:-1]), IncompleteCheckpointError, r"__3_0\.distcp"),
     ("a file is of another save", lambda folder: is_of_another_save(folder / "__0_0.distcp"), CkptkitError,

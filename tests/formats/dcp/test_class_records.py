@@ -14,13 +14,14 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ckptkit import DCPReader, reshard, verify
+from ckptkit import reshard, verify
 from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.dcp.catalog import open_catalog
 from ckptkit.formats.dcp.class_records import in_parts, recipes_of
 from ckptkit.formats.dcp.subclasses import open_tensor
 from ckptkit.storage import open_store
+from tests.formats.dcp_states import load
 from tests.offline.folders import flip
 
 KEY = "optimizer.state.w.exp_avg"
@@ -37,10 +38,12 @@ def state_8bit(rows: int = 8, *, columns: int = 64, block: int = 64, signed: boo
     return made
 
 
+def moment(tensor: Any) -> dict[str, Any]:
+    return {"optimizer": {"state": {"w": {"exp_avg": tensor}}}}
+
+
 def saved(url: Path, tensor: Any) -> str:
-    dcp.save(
-        {"model": {"w": torch.zeros(8, 64)}, "optimizer": {"state": {"w": {"exp_avg": tensor}}}}, checkpoint_id=url
-    )
+    dcp.save({"model": {"w": torch.zeros(8, 64)}, **moment(tensor)}, checkpoint_id=url)
     return str(url)
 
 
@@ -83,8 +86,7 @@ def test_the_parts_are_those_that_the_class_names(tmp_path):
     target = state_8bit()
     target.codes.zero_()
     target.scale.zero_()
-    state = {"optimizer": {"state": {"w": {"exp_avg": target}}}}
-    dcp.load(state, storage_reader=DCPReader(str(tmp_path / "run" / "step_00000000")))
+    load(tmp_path / "run" / "step_00000000", moment(target))
     assert torch.equal(target.codes, tensor.codes) and torch.equal(target.scale, tensor.scale)
 
 
@@ -109,7 +111,7 @@ def test_a_record_whose_parts_do_not_fit_is_refused_by_name(tmp_path, monkeypatc
         reshard(url, str(tmp_path / "resharded"), world_size=2)
     assert not (tmp_path / "resharded").exists()
     with pytest.raises(CheckpointException, match=rf"{KEY}' is a torchao.*has a shard.*{attribute}"):
-        dcp.load({"optimizer": {"state": {"w": {"exp_avg": state_8bit()}}}}, storage_reader=DCPReader(url))
+        load(url, moment(state_8bit()))
 
 
 @pytest.mark.parametrize(
@@ -149,9 +151,8 @@ def test_no_flipped_bit_of_a_record_is_read_as_good(tmp_path):
             with pytest.raises(CkptkitError, match=KEY):
                 reshard(url, str(tmp_path / "resharded"), world_size=2)
             assert not verify(url).ok
-            state = {"optimizer": {"state": {"w": {"exp_avg": state_8bit(rows=256)}}}}
             with pytest.raises(CheckpointException, match=KEY):
-                dcp.load(state, storage_reader=DCPReader(url))
+                load(url, moment(state_8bit(rows=256)))
             flip(tmp_path / "theirs" / path, at, bit=2)
     assert not (tmp_path / "resharded").exists()
     assert verify(url).ok

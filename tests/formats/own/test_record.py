@@ -25,24 +25,13 @@ from ckptkit.formats.own.record import CommitRecord, FileRecord, data_store, fin
 from ckptkit.storage.open import open_store
 
 FULL = CommitRecord(
-    step=1200,
-    tag="final",
-    save_id="0123456789abcdef",
-    sequence=7,
-    data="0123456789abcdef",
-    created=1_700_000_000.25,
-    state_dict_type="sharded",
-    world_size=4,
-    mesh={"shape": [2, 2], "names": ["replicate", "shard"]},
+    step=1200, tag="final", save_id="0123456789abcdef", sequence=7, data="0123456789abcdef", created=1_700_000_000.25,
+    state_dict_type="sharded", world_size=4, mesh={"shape": [2, 2], "names": ["replicate", "shard"]},
     files={"manifest.safetensors": FileRecord(5, "0" * 16), "a/b.distcp": FileRecord(7, "f" * 16)},
-    manifest="manifest.safetensors",
-    metrics={"loss": 1.5, "worst": math.inf},
-    objective=("loss", "min"),
-    client_state={"epoch": 3, "name": "é", "list": [1, None, True, 0.1]},
-    writer={"host": "h", "pid": 1},
-    versions={"torch": "2.13.0"},
-    extra={"x": 1},
-)
+    manifest="manifest.safetensors", metrics={"loss": 1.5, "worst": math.inf}, objective=("loss", "min"),
+    client_state={"epoch": 3, "name": "é", "list": [1, None, True, 0.1]}, writer={"host": "h", "pid": 1},
+    versions={"torch": "2.13.0"}, extra={"x": 1},
+)  # fmt: skip
 
 
 def body_of(record: CommitRecord) -> dict[str, Any]:
@@ -151,15 +140,13 @@ def test_json_other_than_a_record_is_refused(data):
         read(data)
 
 
-def test_a_record_that_cannot_be_written_is_a_usage_error():
-    for fields in (
-        {"client_state": {1, 2}},
-        {"client_state": {"x": math.nan}},
-        {"metrics": {"loss": "low"}},
-        {"client_state": {"a": [{1: 2}]}},
-    ):
-        with pytest.raises(UsageError, match=r"JSON|expected a number"):
-            dataclasses.replace(FULL, **fields).to_json()
+@pytest.mark.parametrize("fields", [
+    {"client_state": {1, 2}}, {"client_state": {"x": math.nan}}, {"metrics": {"loss": "low"}},
+    {"client_state": {"a": [{1: 2}]}},
+])  # fmt: skip
+def test_a_record_that_cannot_be_written_is_a_usage_error(fields):
+    with pytest.raises(UsageError, match=r"JSON|expected a number"):
+        dataclasses.replace(FULL, **fields).to_json()
 
 
 def test_steps_have_names_that_sort_and_are_read_back():

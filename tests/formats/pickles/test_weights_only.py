@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import enum
-import io
 import re
 import zipfile
 from collections import deque
@@ -19,22 +18,9 @@ import ckptkit
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, SaveError, UnsafePickleError
 from ckptkit.formats.pickles.weights_only import dump_object, parse_object
 from tests.formats import interop_cases as interop
+from tests.formats.damages import rezipped
 from tests.formats.interop_cases import CODE, OBJECTS, REFUSED, same
-from tests.hostile.sources import Evil
-
-
-def saved(value: Any, **settings: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out, **settings)
-    return out.getvalue()
-
-
-def packed_again(data: bytes, method: int, *, pad: int = 0) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", method) as new:
-        for item in old.infolist():
-            new.writestr(item.filename, old.read(item) + bytes(pad if "/data/" in item.filename else 0))
-    return out.getvalue()
+from tests.hostile.sources import Evil, saved
 
 
 @pytest.mark.parametrize("value", [{"a": 1, "t": torch.arange(3)}, [], torch.zeros(0, 2), (1.5, "x", None)])
@@ -46,11 +32,11 @@ def test_values_that_torch_saved_are_read(value, modern):
 
 def test_a_compressed_archive_is_refused_before_decompression():
     data = saved({"t": torch.zeros(4)})
-    assert parse_object(packed_again(data, zipfile.ZIP_STORED), file="f")["t"].tolist() == [0, 0, 0, 0]
-    bomb = packed_again(data, zipfile.ZIP_DEFLATED, pad=64 << 20)
-    assert len(bomb) < 1 << 20
+    assert parse_object(rezipped(data, lambda name, raw: [(name, raw)]), file="f")["t"].tolist() == [0, 0, 0, 0]
+    padded = rezipped(data, lambda n, raw: [(n, raw + bytes(64 << 20 if "/data/" in n else 0))], zipfile.ZIP_DEFLATED)
+    assert len(padded) < 1 << 20
     with pytest.raises(CorruptCheckpointError, match=r"f: the object 'x'.*compressed"):
-        parse_object(bomb, file="f", name="x")
+        parse_object(padded, file="f", name="x")
 
 
 def test_a_view_larger_than_its_storage_is_refused():
@@ -170,9 +156,7 @@ def test_torch_load_is_called_in_one_place_and_with_weights_only():
 
 def test_a_flipped_bit_in_a_tensor_of_an_object_is_found():
     tensor = torch.arange(100.0)
-    buffer = io.BytesIO()
-    torch.save({"x": tensor, "words": ["a"]}, buffer)
-    data = bytearray(buffer.getvalue())
+    data = bytearray(saved({"x": tensor, "words": ["a"]}))
     assert torch.equal(parse_object(data, file="f", name="o")["x"], tensor)
     data[data.index(tensor.numpy().tobytes()) + 7] ^= 1
     with pytest.raises(CorruptCheckpointError, match=r"f: the object 'o'.*data/0' does not match its CRC-32"):

@@ -131,19 +131,11 @@ def test_members_that_torch_does_not_write_are_refused(saved, what):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (lambda: torch.zeros(1).expand(2**40), CorruptCheckpointError, "declares 4398046511104 bytes, .* holds 4"),
-        (lambda: torch.eye(3).to_sparse(), UnsupportedFormatError, "sparse tensor"),
-        (
-            lambda: torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8),
-            UnsupportedFormatError,
-            "quantized|qint8",
-        ),
-    ],
-    ids=["expanded", "sparse", "quantized"],
-)
+@pytest.mark.parametrize(("make", "error", "text"), [
+    (lambda: torch.zeros(1).expand(2**40), CorruptCheckpointError, "declares 4398046511104 bytes, .* holds 4"),
+    (lambda: torch.eye(3).to_sparse(), UnsupportedFormatError, "sparse tensor"),
+    (lambda: torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8), UnsupportedFormatError, "quantized|qint8"),
+], ids=["expanded", "sparse", "quantized"])  # fmt: skip
 def test_tensors_that_are_not_dense_are_refused_by_name(tmp_path, make, error, text):
     torch.save({"w": make()}, tmp_path / "x.pt")
     with pytest.raises(error, match=text):
