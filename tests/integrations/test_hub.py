@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -13,91 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from safetensors.numpy import save_file
 
 from ckptkit import convert
 from tests.cli.test_terminal import on_a_terminal
-from tests.storage import servers
-
-
-class Hub:
-    """The content of the server: files by name, and the blobs uploaded by LFS."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.blobs: dict[str, bytes] = {}
-        self.denied = False
-        self.busy: dict[str, int] = {}  # the response to the first request whose path contains this
-        self.url = ""
-
-
-class Handler(servers.Handler):
-    """The five requests of an upload: create, preupload, LFS batch, PUT, commit."""
-
-    hub: Hub
-
-    def do_GET(self) -> None:
-        if "/api/models/" in self.path:
-            self.answer_json(200, {"id": "me/model", "sha": "0" * 40, "siblings": []})
-        else:
-            self.answer_json(404, {"error": "not found"})
-
-    def do_PUT(self) -> None:
-        data = self.body()
-        self.hub.blobs[hashlib.sha256(data).hexdigest()] = data
-        self.answer_json(200, {})
-
-    def do_POST(self) -> None:
-        data = self.body()
-        busy = next((part for part in self.hub.busy if part in self.path), None)
-        if busy is not None:
-            self.answer_json(self.hub.busy.pop(busy), {"error": "later"})
-        elif self.hub.denied:
-            self.answer_json(403, {"error": "Forbidden: no write access"})
-        elif self.path == "/api/repos/create":
-            self.answer_json(200, {"url": f"{self.hub.url}/me/model"})
-        elif "/preupload/" in self.path:
-            modes = {True: "lfs", False: "regular"}
-            files = [
-                {"path": path, "uploadMode": modes[path.endswith(".safetensors")], "shouldIgnore": False}
-                for path in (file["path"] for file in json.loads(data)["files"])
-            ]
-            self.answer_json(200, {"files": files})
-        elif self.path.endswith("/info/lfs/objects/batch"):
-            objects = [
-                {"oid": o["oid"], "size": o["size"], "actions": {"upload": {"href": f"{self.hub.url}/blob/{o['oid']}"}}}
-                for o in json.loads(data)["objects"]
-            ]
-            self.answer_json(200, {"transfer": "basic", "objects": objects})
-        elif self.path == "/api/validate-yaml":
-            self.validate(json.loads(data)["content"])
-        elif "/commit/" in self.path:
-            self.commit(data)
-        else:
-            self.answer_json(404, {"error": self.path})
-
-    def validate(self, card: str) -> None:
-        """Validate a README.md like the Hub: its front matter must be YAML, with a known library name."""
-        head = yaml.safe_load(card.split("---")[1]) if card.startswith("---\n") else {}
-        good = isinstance(head.get("library_name", ""), str) and isinstance(head.get("tags", []), list)
-        self.answer_json(200 if good else 400, {"errors": [] if good else [{"message": str(head)}], "warnings": []})
-
-    def commit(self, data: bytes) -> None:
-        for line in data.decode().splitlines():
-            item = json.loads(line)
-            if item["key"] == "file":
-                self.hub.files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
-            elif item["key"] == "lfsFile":
-                self.hub.files[item["value"]["path"]] = self.hub.blobs[item["value"]["oid"]]
-        self.answer_json(200, {"commitUrl": f"{self.hub.url}/me/model/commit/{'1' * 40}", "commitOid": "1" * 40})
+from tests.storage.hub import Hub, running_hub
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    state = Hub()
-    with servers.serving(Handler, hub=state) as state.url:
-        yield state
+    with running_hub() as made:
+        yield made
 
 
 @pytest.fixture

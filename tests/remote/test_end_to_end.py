@@ -55,12 +55,12 @@ def test_a_run_on_s3_saves_rotates_and_resumes_at_other_world_sizes(ranks, near)
 def test_conversions_between_s3_and_s3_make_no_local_file(near, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    dcp_, three = near / "dcp", near / "three"
-    dcp_.make(to="dcp", world_size=2)
-    dcp_.convert(near / "hf", verify=True)
-    dcp_.reshard(three, world_size=3)
+    plain, three = near / "dcp", near / "three"
+    plain.make(to="dcp", world_size=2)
+    plain.convert(near / "hf", verify=True)
+    plain.reshard(three, world_size=3)
     assert three.verify().ok
-    assert not diff(dcp_.url, three.url, storage_options=near.options).differs
+    assert not diff(plain.url, three.url, storage_options=near.options).differs
     assert list(tmp_path.iterdir()) == []
 
 

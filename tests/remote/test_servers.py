@@ -17,9 +17,9 @@ from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError
 from ckptkit.offline.diff import diff
 from tests.checkpoint import states
-from tests.remote.hub import hub_of
 from tests.remote.runs import TWO, Place, full, on, run_cli, state_of
 from tests.storage import servers
+from tests.storage.hub import running_hub
 from tests.storage.proxy import PASS
 
 
@@ -165,12 +165,12 @@ def test_a_missing_s3fs_says_how_to_install_it(monkeypatch):
 
 def test_a_hub_repository_is_a_source(zoo, tmp_path):
     model = zoo / "hf_ref_llama_tied"
-    with hub_of(model) as (endpoint, ranges):
-        environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    with running_hub(**{path.name: path.read_bytes() for path in model.iterdir()}) as hub:
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         environment["HF_HOME"] = str(tmp_path / "cache")
         command = [sys.executable, "-m", "ckptkit", "convert", "hf://me/model", str(tmp_path / "out"), "--to", "dcp"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert not diff(str(model), str(tmp_path / "out")).differs
-    assert "model.safetensors" in ranges  # read in place: no copy of the repo was made first
+    assert "model.safetensors" in hub.ranges  # read in place: no copy of the repo was made first
     assert not any((tmp_path / "cache").rglob("*.safetensors"))

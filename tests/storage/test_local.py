@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,15 @@ from ckptkit.storage import local
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import ReadInto
 from tests.conformance.store_tests import StoreTests
+
+
+def failing(code: int) -> Callable[..., None]:
+    """Return a system call that fails with this error."""
+
+    def fails(*args: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fails
 
 
 def test_a_symlink_out_of_the_root_and_a_fifo_are_refused_without_waiting(tmp_path):
@@ -72,17 +82,14 @@ def test_rename_never_replaces(tmp_path):
 
 
 def test_a_mount_without_renameat2_and_hard_links_is_written_and_nothing_is_replaced(tmp_path, monkeypatch):
-    def no_links(*args: object, **options: object) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
     monkeypatch.setattr(local, "_libc", lambda *_: None)
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
     store = LocalStore(tmp_path)
     store.write("x", b"1")
     store.write("y", b"2")
     with pytest.raises(FileExistsError):
         store.rename("y", "x")
-    monkeypatch.setattr(os, "rename", no_links)  # now it fails after it has taken the name
+    monkeypatch.setattr(os, "rename", failing(errno.EPERM))  # now it fails after it has taken the name
     with pytest.raises(OSError, match="not permitted"):
         store.rename("y", "z")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"x": b"1", "y": b"2"}
@@ -98,12 +105,9 @@ def test_a_reservation_that_does_not_fit_leaves_nothing(tmp_path):
     "read", [lambda store: store.read("x"), lambda store: store.read_into("x", 0, memoryview(bytearray(1)))]
 )
 def test_an_error_of_the_disk_names_the_whole_path(tmp_path, monkeypatch, read):
-    def fails(*args: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     (tmp_path / "x").write_bytes(b"1")
-    monkeypatch.setattr(os, "pread", fails)
-    monkeypatch.setattr(os, "preadv", fails)
+    for call in ("pread", "preadv"):
+        monkeypatch.setattr(os, call, failing(errno.EIO))
     with pytest.raises(StorageError, match=re.escape(f"{tmp_path}/x: Input/output error")):
         read(LocalStore(tmp_path))
 
@@ -118,12 +122,8 @@ def test_an_error_of_what_is_written_is_not_blamed_on_the_file(tmp_path):
 
 def test_an_error_of_the_disk_is_not_hidden_if_the_cleanup_fails_too(tmp_path, monkeypatch):
     """After an I/O error, the kernel may make the file system read-only."""
-
-    def fails(code: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "fsync", lambda fd: fails(errno.EIO))
-    monkeypatch.setattr(os, "unlink", lambda path: fails(errno.EROFS))
+    monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+    monkeypatch.setattr(os, "unlink", failing(errno.EROFS))
     with pytest.raises(StorageError, match=re.escape(f"{tmp_path}/x: Input/output error")):
         LocalStore(tmp_path).write("x", b"1")
 
@@ -134,7 +134,7 @@ class TestLocalStore(StoreTests):
         return LocalStore(tmp_path / "root")
 
 
-def test_a_new_root_is_durable_in_the_directories_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_root_is_durable_in_the_directories_above_it(tmp_path, monkeypatch):
     synced: list[str] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
@@ -182,10 +182,11 @@ def test_only_slow_reads_use_threads(tmp_path, monkeypatch, waits):
 
 def test_an_error_names_the_file_that_stands_where_a_directory_should_be(tmp_path):
     (tmp_path / "file").write_text("")
+    said = f"{re.escape(str(tmp_path))}/file is a file, not a directory"
     for path in ("file/new", "file/folder/new"):
-        with pytest.raises(OSError, match=f"{re.escape(str(tmp_path))}/file is a file, not a directory"):
+        with pytest.raises(OSError, match=said):
             LocalStore(tmp_path).write(path, b"")
-    with pytest.raises(FileNotFoundError, match=f"{re.escape(str(tmp_path))}/file is a file, not a directory"):
+    with pytest.raises(FileNotFoundError, match=said):
         LocalStore(tmp_path).read("file/old")
 
 
