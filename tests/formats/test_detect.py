@@ -57,6 +57,12 @@ def test_steps_are_ordered_by_number_and_then_by_epoch():
     assert ordered(["epoch_2", "epoch_10"])[0].name == "epoch_10"
 
 
+def test_the_latest_of_lightnings_versions_of_a_step_comes_first():
+    names = [f"epoch=0-step=24{version}.ckpt" for version in ("-v10", "-v2", "-v1", "")]
+    assert [step.name for step in ordered(names[::-1])] == names
+    assert ordered(["step=24-v1.ckpt", "step=25.ckpt"])[0].name == "step=25.ckpt"
+
+
 # What is there, and which of it is opened with which notes.
 OPENED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "the newest step by number": (

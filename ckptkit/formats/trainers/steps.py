@@ -12,6 +12,7 @@ _STEP = re.compile(
 _EPOCH = re.compile(r"(?:epoch|(?<![a-z0-9])ep)[-_=]?(\d{1,18})", re.IGNORECASE)
 _ASIDE = ".aside-"  # a directory that a save renamed; random hex digits follow, such as "ba6"
 _NUMBER = re.compile(r"\d{1,18}")
+_VERSION = re.compile(r".*-v(\d{1,18})(?:\.\w+)?")  # Lightning adds it to a name that an earlier run has used
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,5 +38,9 @@ def parse_step(name: str) -> StepName | None:
 
 def ordered(names: Iterable[str]) -> list[StepName]:
     """Return the names that contain a step, newest first. `step_5` comes before copies such as `step_5.aside-1f`."""
-    found = [step for name in names if (step := parse_step(name))]
-    return sorted(found, key=lambda step: (step.step, step.epoch, "." not in step.name, step.name), reverse=True)
+
+    def age(step: StepName) -> tuple[int, int, int, bool, str]:
+        version = _VERSION.fullmatch(step.name)
+        return step.step, step.epoch, int(version[1]) if version else 0, "." not in step.name, step.name
+
+    return sorted((step for name in names if (step := parse_step(name))), key=age, reverse=True)
