@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,19 @@ def test_a_run_does_not_resume_from_weights_alone(zoo: Path, tmp_path: Path, cap
     with CheckpointManager(tmp_path) as manager:
         assert manager.load(state) is None
     assert "optimizer='skip'" in caplog.text
+
+
+def test_a_run_resumes_from_its_newest_step_and_not_from_the_final_weights_beside_it(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    for step in (2, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        save_file(model.state_dict(), folder / "model.safetensors")
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    live, other = trained()
+    assert load(tmp_path, TrainState(model=live, optimizer=other)).step == 10
 
 
 def test_an_optimizer_without_moments_is_restored(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from ckptkit.errors import (
     UsageError,
     command_line,
 )
-from ckptkit.formats.detect import Candidate, format_of, open_source
+from ckptkit.formats.detect import Candidate, Source, format_of, open_source
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.formats.own.record import CommitRecord
 from ckptkit.formats.torch_save import TORCH_ENDINGS
@@ -279,29 +279,42 @@ def adoptable(
     inventory = list_checkpoints(root)
     if inventory.committed or not inventory.foreign:
         return ""
-    source, top = None, url.rstrip("/")
+    top = url.rstrip("/")
     begun = inventory.in_progress or inventory.abandoned or inventory.skipped  # ckptkit has begun to save here
-    for place in [f"{top}/{step.name}" for step in ordered(inventory.foreign)] if begun else [url]:
+    steps = [f"{top}/{step.name}" for step in ordered(inventory.foreign)]
+    source = _first_readable(steps if begun else [url], storage_options)
+    wanted = optimizer and bool(state.optimizer is not None or not state.parts("model"))
+    if source is not None and wanted and not begun and not _is_trained(source) and format_of(Candidate(root)):
+        source = _first_readable(steps, storage_options) or source  # the Trainer saves final weights beside its steps
+    if source is not None and (not wanted or _is_trained(source)):
+        return source.url
+    if source is not None:
+        advice = f"To start from them: load(state, {source.url!r}, optimizer='skip')."
+        is_step = any(map(parse_step, source.url.removeprefix(top).split("/")))
+        if _has(source.catalog, Role.MODEL) and (is_step or source.catalog.info.format not in _WEIGHTS):
+            raise CheckpointMismatchError(f"{source.url} has weights but no optimizer. {advice} {_ANEW}")
+    _refuse_unread(url, root, inventory, storage_options)
+    if source is not None:
+        _log.warning("%s has weights but no optimizer: starting a new run. %s", source.url, advice)
+    return ""
+
+
+def _first_readable(places: Sequence[str], storage_options: Mapping[str, Any] | None) -> Source | None:
+    """Return the first of these places that is a checkpoint, opened. Raises an error if it cannot be read."""
+    for place in places:
         try:
-            source = open_source(place, storage_options=storage_options)
-            break
+            return open_source(place, storage_options=storage_options)
         except CheckpointNotFoundError:
             continue
         except (UnsupportedFormatError, UsageError) as error:
             raise type(error)(f"cannot resume from {place}: {error} {_ANEW}") from error
-    if source is None:
-        _refuse_unread(url, root, inventory, storage_options)
-        return ""
+    return None
+
+
+def _is_trained(source: Source) -> bool:
+    """Return whether there is an optimizer or fp32 masters in the checkpoint, or beside it."""
     catalog = with_files_beside(source.catalog, source.store)
-    wanted = optimizer and bool(state.optimizer is not None or not state.parts("model"))
-    if not wanted or _has(catalog, Role.OPTIMIZER) or _has(catalog, Role.MASTER):
-        return source.url
-    advice = f"To start from them: load(state, {source.url!r}, optimizer='skip')."
-    is_step = any(map(parse_step, source.url.removeprefix(top).split("/")))
-    if _has(catalog, Role.MODEL) and (is_step or source.catalog.info.format not in _WEIGHTS):
-        raise CheckpointMismatchError(f"{source.url} has weights but no optimizer. {advice} {_ANEW}")
-    _log.warning("%s has weights but no optimizer: starting a new run. %s", source.url, advice)
-    return ""
+    return _has(catalog, Role.OPTIMIZER) or _has(catalog, Role.MASTER)
 
 
 def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options: Mapping[str, Any] | None) -> None:
@@ -332,7 +345,8 @@ def _unread(
             if form is None and depth == 1 and inner.any_file(_DCP_DATA):
                 open_source(there, storage_options=storage_options)  # raises and says that the checkpoint is incomplete
             if form is not None:
-                yield from [name] if form.name not in _WEIGHTS else []
+                ours = depth > 1 and form.name == "ckptkit"  # of another run, which a log message suggests
+                yield from [] if ours or form.name in _WEIGHTS else [name]
             elif parse_step(name) is not None and any(map(format_of, _children(inner))):
                 yield name
             elif depth < _MAX_DEPTH:
