@@ -80,9 +80,9 @@ def test_progress_names_the_uploaded_file_and_ends_at_the_total(near):
     assert seen[-1][0] == seen[-1][1]
 
 
-def test_commands_take_storage_options_or_the_environment(near, monkeypatch):
+def test_commands_take_storage_options_or_the_environment(near, monkeypatch, ranks):
     url = near.url
-    near.save(1, 2, 3, retention=TWO)
+    ranks.run(saved, 1, near)  # with a mesh, which inspect shows and reshard uses
     code, text = near.cli("ls", url, "--json")
     assert code == 0 and [item["step"] for item in json.loads(text)["checkpoints"]] == [2, 3]
     for name, value in {**servers.CREDENTIALS, "AWS_ENDPOINT_URL": near.options["endpoint_url"]}.items():
