@@ -30,12 +30,6 @@ def test_parameter_dtypes_follow_the_precision_setting(config, training, param, 
     assert storage_dtype(config) == storage
 
 
-def test_only_the_root_casts_the_output():
-    config = FSDPConfig(mixed_precision="bf16", output_dtype="fp32")
-    assert mixed_precision_policy(config, is_root=True).output_dtype == torch.float32
-    assert mixed_precision_policy(config).output_dtype is None
-
-
 def test_host_memory_is_pinned_only_for_a_device():
     assert type(offload_policy(FSDPConfig(), "cuda")) is OffloadPolicy
     for device, pinned in (("cpu", False), ("cuda", True)):

@@ -32,21 +32,16 @@ def test_sharding_a_second_time_changes_nothing_and_warns():
     assert warnings_of(model) == ["TinyLM is already sharded; shard() did not change it."]
 
 
+@pytest.mark.parametrize("by_hand", [True, False])
 @on_ranks(2)
-def test_the_root_is_always_a_unit():
-    model = shard(models.untied(), FSDPConfig(auto_wrap_policy="BLOCKS"))
-    assert isinstance(model, FSDPModule)
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    assert fsdp_units(model) == ["", "layers.0", "layers.1", "layers.2"]
-
-
-@on_ranks(2)
-def test_units_made_by_hand_before_are_kept():
+def test_units_made_by_hand_before_are_kept(by_hand):
+    """The root is always a unit."""
     model = models.made(models.untied)
-    fully_shard(model.layers[0])
-    shard(model, FSDPConfig(sync_module_states=False))
+    if by_hand:
+        fully_shard(model.layers[0])
+    shard(model, FSDPConfig(auto_wrap_policy="BLOCKS", sync_module_states=False))
     models.loss_of(model, models.batch(0)).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
     assert fsdp_units(model) == ["", "layers.0", "layers.1", "layers.2"]
 
 

@@ -21,7 +21,7 @@ from ckptkit.checkpoint.save import full, stream
 from ckptkit.errors import CkptkitError
 from tests.checkpoint import jobs, states
 from tests.fsdp.models import llama
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def whole(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -60,14 +60,11 @@ def sharded(*shapes: tuple[int, int]) -> nn.Module:
     return model
 
 
-def small_shards(url: Path) -> Any:
-    model = sharded(*[(5, 9)] * 7)
-    states.save(url, TrainState(model=model, rng=False), state_dict_type="full", max_shard_size=300)
-    return whole(model.state_dict())
-
-
+@on_ranks(3)
 def test_files_are_distributed_over_the_ranks(tmp_path: Path) -> None:
-    expected = run_ranks(small_shards, 3, tmp_path)[0]
+    model = sharded(*[(5, 9)] * 7)
+    states.save(tmp_path, TrainState(model=model, rng=False), state_dict_type="full", max_shard_size=300)
+    expected = whole(model.state_dict())
     opened = open_checkpoint(str(tmp_path))
     assert whole({name: torch.from_numpy(opened[f"model.{name}"].numpy()) for name in expected}) == expected
     writers = {s.rank for entry in opened.catalog.tensors.values() for s in entry.slices}
@@ -132,20 +129,17 @@ def test_no_rank_holds_more_than_twice_the_largest_tensor(tmp_path: Path) -> Non
     assert max(peaks) <= 2 * LARGEST + (64 << 20), [peak >> 20 for peak in peaks]
 
 
-def fail_on_rank_1(url: Path, where: str) -> None:
+@pytest.mark.parametrize("where", ["write", "_part"])
+@on_ranks(3)
+def test_a_failing_rank_fails_all_ranks_at_once_and_the_next_save_works(tmp_path: Path, where: str) -> None:
     model, broken = sharded(*[(4, 4)] * 6), states.failing(OSError(28, "No space left on device"))
-    with CheckpointManager(url, state_dict_type="full", timeout_s=80, max_shard_size=100) as manager:
+    with CheckpointManager(tmp_path, state_dict_type="full", timeout_s=80, max_shard_size=100) as manager:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(stream.SafetensorsStream if where == "write" else full, where, broken)
             with pytest.raises(CkptkitError, match=r"rank 1.*No space left"):
                 manager.save(1, TrainState(model=model))
         manager.save(2, TrainState(model=model))
-
-
-@pytest.mark.parametrize("where", ["write", "_part"])
-def test_a_failing_rank_fails_all_ranks_at_once_and_the_next_save_works(tmp_path: Path, where: str) -> None:
-    run_ranks(fail_on_rank_1, 3, tmp_path, where, timeout=90)
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
 
 

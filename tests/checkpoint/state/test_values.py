@@ -28,7 +28,7 @@ def through(value: Any) -> Any:
     None, True, -(2**80), 1e-300, math.inf, "ü$", b"\x00\xff", (1, [2, (3,)], {"a": ()}), {1, 2, 3}, frozenset({"a"}),
     {1: "int", "1": "str", (2, 3): None}, {"$ref": "not a tag"}, {"$a": 1, "b": 2},
     collections.OrderedDict([("b", 1), ("a", 2)]), collections.defaultdict(list, {"a": [1], 2: []}),
-    collections.defaultdict(None), torch.float32, torch.device("cpu"), torch.Size([2, 3]),
+    collections.defaultdict(None), collections.Counter("aab"), torch.float32, torch.device("cpu"), torch.Size([2, 3]),
 ])  # fmt: skip
 def test_plain_values_round_trip_with_their_types(value: Any) -> None:
     back = through(value)
@@ -97,10 +97,6 @@ def test_numpy_values_round_trip_as_numpy() -> None:
     assert back["scalar"] == np.float32(0.1)
     assert type(back["scalar"]) is np.float32
     assert back["empty"].shape == (0, 2)
-
-
-def test_values_that_weights_only_allows_are_stored_with_torch_save() -> None:
-    assert through(collections.Counter("aab")) == collections.Counter("aab")
 
 
 @pytest.mark.parametrize("size", [2, 40])
