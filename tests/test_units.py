@@ -43,10 +43,9 @@ def test_an_invalid_duration_is_wrong_usage(text: str | float) -> None:
         parse_duration(text)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0384, "38 ms"), (2.04, "2.0 s"), (75 * 60, "1 h 15 min"), (125, "2 min 5 s"), (90000, "1 d 1 h")],
-)
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0.0384, "38 ms"), (2.04, "2.0 s"), (75 * 60, "1 h 15 min"), (125, "2 min 5 s"), (90000, "1 d 1 h"),
+])  # fmt: skip
 def test_durations_are_printed_for_people(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 

@@ -39,16 +39,13 @@ def check_load(folder: Path, strategy: str, kind: str, saved: dict[str, Any]) ->
     assert states.different(numbers(model, optimizer), saved) == []
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ("FULL_SHARD", "HYBRID_SHARD"),
-        ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"),
-        ("HYBRID_SHARD", "NO_SHARD"),
-        ("HYBRID_SHARD_ZERO2", "FULL_SHARD"),
-        ("NO_SHARD", "SHARD_GRAD_OP"),
-    ],
-)
+@pytest.mark.parametrize(("source", "target"), [
+    ("FULL_SHARD", "HYBRID_SHARD"),
+    ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"),
+    ("HYBRID_SHARD", "NO_SHARD"),
+    ("HYBRID_SHARD_ZERO2", "FULL_SHARD"),
+    ("NO_SHARD", "SHARD_GRAD_OP"),
+])  # fmt: skip
 def test_any_strategy_loads_what_another_saved(ranks, tmp_path, source, target):
     saved = ranks.run(save, 4, tmp_path, source, "SHARDED")[0]
     ranks.run(check_load, 4, tmp_path, target, "SHARDED", saved)

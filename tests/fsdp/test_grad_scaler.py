@@ -11,23 +11,20 @@ from ckptkit.fsdp import DynamicGradScaler
 O, F = True, False  # overflow, finite  # noqa: E741
 
 
-@pytest.mark.parametrize(
-    ("updates", "scale", "growth", "hysteresis"),
-    [
-        ([], 16, 0, 0),
-        ([F], 16, 1, 0),
-        ([F, F, F], 32, 0, 0),
-        ([O], 16, 0, 1),
-        ([F, F, O], 16, 0, 1),
-        ([O, O], 8, 0, 2),
-        ([O, O, O], 4, 0, 3),
-        ([O, O, F, O], 4, 0, 3),  # a backoff keeps the hysteresis count
-        ([O, O, F, F, F], 16, 0, 0),
-        ([O, F, F, F, O], 32, 0, 1),  # a growth resets it
-        ([O] * 9, 2, 0, 9),  # the minimum
-        ([F] * 15, 64, 0, 0),  # the maximum
-    ],
-)
+@pytest.mark.parametrize(("updates", "scale", "growth", "hysteresis"), [
+    ([], 16, 0, 0),
+    ([F], 16, 1, 0),
+    ([F, F, F], 32, 0, 0),
+    ([O], 16, 0, 1),
+    ([F, F, O], 16, 0, 1),
+    ([O, O], 8, 0, 2),
+    ([O, O, O], 4, 0, 3),
+    ([O, O, F, O], 4, 0, 3),  # a backoff keeps the hysteresis count
+    ([O, O, F, F, F], 16, 0, 0),
+    ([O, F, F, F, O], 32, 0, 1),  # a growth resets it
+    ([O] * 9, 2, 0, 9),  # the minimum
+    ([F] * 15, 64, 0, 0),  # the maximum
+])  # fmt: skip
 def test_the_scale_follows_the_documented_rules(updates, scale, growth, hysteresis):
     scaler = DynamicGradScaler(16, growth_interval=3, min_scale=2, max_scale=64)
     for overflow in updates:

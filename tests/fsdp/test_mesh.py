@@ -24,36 +24,29 @@ def test_an_auto_size_is_the_world_size_divided_by_the_others(replicate, shard, 
     assert plan.world_size == world_size
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sizes", "numbers"),
-    [
-        (8, {"replicate": 3, "shard": 2}, ["replicate=3", "shard=2", "8", "6"]),
-        (6, {"replicate": 4, "shard": "auto", "tp": 2}, ["replicate=4", "tp=2", "6", "8"]),
-        (2, {"shard": 4}, ["shard=4", "2", "4"]),
-        (4, {"replicate": "auto", "shard": "auto"}, ["replicate and shard are both 'auto'"]),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "sizes", "numbers"), [
+    (8, {"replicate": 3, "shard": 2}, ["replicate=3", "shard=2", "8", "6"]),
+    (6, {"replicate": 4, "shard": "auto", "tp": 2}, ["replicate=4", "tp=2", "6", "8"]),
+    (2, {"shard": 4}, ["shard=4", "2", "4"]),
+    (4, {"replicate": "auto", "shard": "auto"}, ["replicate and shard are both 'auto'"]),
+])  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused_with_all_numbers(world_size, sizes, numbers):
     with pytest.raises(UsageError) as caught:
         ParallelPlan.resolve(world_size, **sizes)
     assert all(number in str(caught.value) for number in numbers)
 
 
-@pytest.mark.parametrize(
-    ("config", "dims"),
-    [
-        ({}, {"shard": 8}),
-        ({"sharding_strategy": "NO_SHARD"}, {"replicate": 8, "shard": 1}),
-        ({"sharding_strategy": "HYBRID_SHARD"}, {"replicate": 2, "shard": 4}),
-        ({"sharding_strategy": "HYBRID_SHARD", "shard": 2}, {"replicate": 4, "shard": 2}),
-        ({"sharding_strategy": "HYBRID_SHARD", "replicate": 2}, {"replicate": 2, "shard": 4}),
-        ({"tp": 2}, {"shard": 4, "tp": 2}),
-        ({"cp": 2}, {"shard": 8}),
-        ({"cp": 2, "tp": 2}, {"shard": 4, "tp": 2}),
-        ({"sharding_strategy": "HYBRID_SHARD", "shard": 2, "tp": 2}, {"replicate": 2, "shard": 2, "tp": 2}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("config", "dims"), [
+    ({}, {"shard": 8}),
+    ({"sharding_strategy": "NO_SHARD"}, {"replicate": 8, "shard": 1}),
+    ({"sharding_strategy": "HYBRID_SHARD"}, {"replicate": 2, "shard": 4}),
+    ({"sharding_strategy": "HYBRID_SHARD", "shard": 2}, {"replicate": 4, "shard": 2}),
+    ({"sharding_strategy": "HYBRID_SHARD", "replicate": 2}, {"replicate": 2, "shard": 4}),
+    ({"tp": 2}, {"shard": 4, "tp": 2}),
+    ({"cp": 2}, {"shard": 8}),
+    ({"cp": 2, "tp": 2}, {"shard": 4, "tp": 2}),
+    ({"sharding_strategy": "HYBRID_SHARD", "shard": 2, "tp": 2}, {"replicate": 2, "shard": 2, "tp": 2}),
+], ids=str)  # fmt: skip
 def test_sharding_strategies_become_mesh_dimensions(config, dims):
     plan = plan_for(FSDPConfig(**config), 8, local_world_size=4)
     assert plan.dims == dims
@@ -65,10 +58,9 @@ def test_a_node_that_tp_does_not_divide_is_refused():
         plan_for(FSDPConfig(sharding_strategy="HYBRID_SHARD", tp=2), 6, local_world_size=3)
 
 
-@pytest.mark.parametrize(
-    ("numel", "training", "size"),
-    [(9e9, False, 1), (10e9, False, 8), (79e9, False, 8), (80e9, False, -1), (1, True, -1), (1e12, True, -1)],
-)
+@pytest.mark.parametrize(("numel", "training", "size"), [
+    (9e9, False, 1), (10e9, False, 8), (79e9, False, 8), (80e9, False, -1), (1, True, -1), (1e12, True, -1),
+])  # fmt: skip
 def test_auto_shard_size_follows_the_number_of_parameters(numel, training, size):
     assert auto_shard_size(int(numel), training) == size
 
@@ -81,16 +73,12 @@ def test_if_the_auto_shard_size_does_not_divide_the_ranks_all_ranks_share_one_co
     assert configured(FSDPConfig(), model, **options).shard == shard
 
 
-@pytest.mark.parametrize(
-    ("plan", "dims", "groups"),
-    [
-        # the mesh of the data, and groups of adjacent ranks
-        (ParallelPlan(shard=2, tp=2), {"shard": 2}, {"tp": [[0, 1], [2, 3]], "data": [[0, 2], [1, 3]]}),
-        (ParallelPlan(replicate=2, shard=2), {"replicate": 2, "shard": 2}, {}),
-        (ParallelPlan(shard=2, cp=2), {"shard": 4}, {"cp": [[0, 1], [2, 3]], "data": [[0, 1, 2, 3]]}),
-    ],
-    ids=["tp", "hsdp", "cp"],
-)
+@pytest.mark.parametrize(("plan", "dims", "groups"), [
+    # the mesh of the data, and groups of adjacent ranks
+    (ParallelPlan(shard=2, tp=2), {"shard": 2}, {"tp": [[0, 1], [2, 3]], "data": [[0, 2], [1, 3]]}),
+    (ParallelPlan(replicate=2, shard=2), {"replicate": 2, "shard": 2}, {}),
+    (ParallelPlan(shard=2, cp=2), {"shard": 4}, {"cp": [[0, 1], [2, 3]], "data": [[0, 1, 2, 3]]}),
+], ids=["tp", "hsdp", "cp"])  # fmt: skip
 @on_ranks(4)
 def test_plans_become_meshes_with_adjacent_tp_and_cp_ranks(plan, dims, groups):
     mesh = make_mesh(plan, "cpu")

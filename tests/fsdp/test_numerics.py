@@ -87,10 +87,9 @@ def test_master_precision_stays_near_fp32(ranks):
     assert all(tensor.dtype == torch.bfloat16 for tensor in results[0]["sharded"][2].values())
 
 
-@pytest.mark.parametrize(
-    ("build", "option"),
-    [(models.llama, None), (models.tied_llama, "wrap_lm_head"), (models.llama, "activation_checkpointing")],
-)
+@pytest.mark.parametrize(("build", "option"), [
+    (models.llama, None), (models.tied_llama, "wrap_lm_head"), (models.llama, "activation_checkpointing"),
+])  # fmt: skip
 def test_llama_equals_a_single_process(ranks, build, option):
     check(ranks.run(models.run, 2, {option: True} if option else {}, build))
 
@@ -102,10 +101,9 @@ def _gradients(config):
     return {name: models.whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "config"),
-    [(1, {}), (2, {}), (2, {"sharding_strategy": "NO_SHARD"}), (4, {"sharding_strategy": "HYBRID_SHARD", "shard": 2})],
-)
+@pytest.mark.parametrize(("world_size", "config"), [
+    (1, {}), (2, {}), (2, {"sharding_strategy": "NO_SHARD"}), (4, {"sharding_strategy": "HYBRID_SHARD", "shard": 2}),
+])  # fmt: skip
 @pytest.mark.parametrize("force", [False, True])
 @on_ranks("world_size")
 def test_gradients_are_divided_by_the_factor_instead_of_the_world_size(world_size, config, force):

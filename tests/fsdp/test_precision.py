@@ -13,16 +13,13 @@ from tests.fsdp import models
 from tests.ranks import on_ranks
 
 
-@pytest.mark.parametrize(
-    ("config", "training", "param", "reduce", "storage"),
-    [
-        ({}, True, None, torch.float32, None),
-        ({"mixed_precision": "bf16"}, True, torch.bfloat16, torch.float32, torch.float32),
-        ({"mixed_precision": "fp16", "reduce_dtype": None}, True, torch.float16, None, torch.float32),
-        ({"mixed_precision": "bf16", "precision": "master"}, True, torch.bfloat16, torch.float32, torch.bfloat16),
-        ({"mixed_precision": "bf16"}, False, None, None, torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("config", "training", "param", "reduce", "storage"), [
+    ({}, True, None, torch.float32, None),
+    ({"mixed_precision": "bf16"}, True, torch.bfloat16, torch.float32, torch.float32),
+    ({"mixed_precision": "fp16", "reduce_dtype": None}, True, torch.float16, None, torch.float32),
+    ({"mixed_precision": "bf16", "precision": "master"}, True, torch.bfloat16, torch.float32, torch.bfloat16),
+    ({"mixed_precision": "bf16"}, False, None, None, torch.float32),
+])  # fmt: skip
 def test_parameter_dtypes_follow_the_precision_setting(config, training, param, reduce, storage):
     config = FSDPConfig.from_dict(config)
     policy = mixed_precision_policy(config, is_training=training)

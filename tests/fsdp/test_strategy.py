@@ -181,22 +181,19 @@ def test_swapped_arguments_are_refused_by_name(tmp_path):
     models.assert_equal(models.weights(model), before)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"config": {"tp": 2}}, "from_dict"),
-        ({"config": 42}, "pass seed="),
-        ({"micro_train_batch_size": 2.0}, "micro_train_batch_size is 2.0"),
-        ({"micro_train_batch_size": 0}, "micro_train_batch_size is 0"),
-        ({"train_batch_size": True}, "train_batch_size is True"),
-        ({"train_batch_size": "8"}, "train_batch_size is '8'"),
-        ({"norm_type": 0.5}, "norm type p is 0.5"),
-        ({"norm_type": "two"}, "norm type p is 'two'"),
-        ({"error_if_nonfinite": "no"}, "error_if_nonfinite is 'no'"),
-        ({"error_if_nonfinite": True, "config": FSDPConfig(mixed_precision="fp16")}, "conflicts with"),
-        *(({"seed": seed}, "seed is") for seed in (-1, 1.5, "7", None)),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"config": {"tp": 2}}, "from_dict"),
+    ({"config": 42}, "pass seed="),
+    ({"micro_train_batch_size": 2.0}, "micro_train_batch_size is 2.0"),
+    ({"micro_train_batch_size": 0}, "micro_train_batch_size is 0"),
+    ({"train_batch_size": True}, "train_batch_size is True"),
+    ({"train_batch_size": "8"}, "train_batch_size is '8'"),
+    ({"norm_type": 0.5}, "norm type p is 0.5"),
+    ({"norm_type": "two"}, "norm type p is 'two'"),
+    ({"error_if_nonfinite": "no"}, "error_if_nonfinite is 'no'"),
+    ({"error_if_nonfinite": True, "config": FSDPConfig(mixed_precision="fp16")}, "conflicts with"),
+    *(({"seed": seed}, "seed is") for seed in (-1, 1.5, "7", None)),
+])  # fmt: skip
 def test_impossible_options_are_refused_at_once(options, message):
     with pytest.raises(UsageError, match=message):
         FSDPStrategy(**options)
@@ -276,11 +273,9 @@ def test_one_step_after_the_last_backward_of_a_window_is_enough():
 
 
 @pytest.mark.parametrize("every", [False, True])
-@pytest.mark.parametrize(
-    ("config", "tolerance"),
-    [({}, 1e-6), ({"mixed_precision": "fp16"}, 5e-3), ({"mixed_precision": "bf16", "precision": "master"}, 3e-2)],
-    ids=["fp32", "fp16", "master"],
-)
+@pytest.mark.parametrize(("config", "tolerance"), [
+    ({}, 1e-6), ({"mixed_precision": "fp16"}, 5e-3), ({"mixed_precision": "bf16", "precision": "master"}, 3e-2),
+], ids=["fp32", "fp16", "master"])  # fmt: skip
 @on_ranks(2)
 def test_the_last_accumulation_window_may_be_shorter(config, tolerance, every):
     """End the window after two of four backward passes, and compare with one process on the same samples."""
@@ -339,11 +334,9 @@ def _without_sync(config, held):
     return found, models.weights(model), strategy.last_grad_norm
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{}, {"sharding_strategy": "NO_SHARD"}, {"mixed_precision": "bf16", "precision": "master"}],
-    ids=["sharded", "replicated", "master"],
-)
+@pytest.mark.parametrize("config", [
+    {}, {"sharding_strategy": "NO_SHARD"}, {"mixed_precision": "bf16", "precision": "master"},
+], ids=["sharded", "replicated", "master"])  # fmt: skip
 @on_ranks(2)
 def test_no_sync_accumulates_like_a_window(config):
     (told, weights, norm), (expected, others, other_norm) = (_without_sync(config, held) for held in (True, False))
@@ -739,15 +732,11 @@ def test_dropout_continues_bit_for_bit_after_a_resume(ranks, tmp_path, config):
         assert drawn == drawn_later
 
 
-@pytest.mark.parametrize(
-    ("saved", "size", "config", "groups"),
-    [
-        ({"tp": 2}, 2, {"tp": 2}, [[0, 1]]),
-        ({}, 4, {"tp": 2}, [[0, 1], [2, 3]]),
-        ({"tp": 2}, 4, {}, [[0], [1], [2], [3]]),
-    ],
-    ids=["fewer-ranks", "tp-now", "tp-before"],
-)
+@pytest.mark.parametrize(("saved", "size", "config", "groups"), [
+    ({"tp": 2}, 2, {"tp": 2}, [[0, 1]]),
+    ({}, 4, {"tp": 2}, [[0, 1], [2, 3]]),
+    ({"tp": 2}, 4, {}, [[0], [1], [2], [3]]),
+], ids=["fewer-ranks", "tp-now", "tp-before"])  # fmt: skip
 def test_tensor_parallel_ranks_draw_the_same_numbers_on_any_layout(ranks, tmp_path, saved, size, config, groups):
     ranks.run(_with_dropout, 4, tmp_path, saved, range(2), False)
     found = ranks.run(_with_dropout, size, tmp_path, config, [], True)

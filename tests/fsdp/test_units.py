@@ -15,11 +15,9 @@ def names(units):
     return sorted(" + ".join(group) for group in units)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [blocks, by_class("Block"), by_class(models.Block), by_class("tests.fsdp.models.Block")],
-    ids=["blocks", "short", "type", "dotted"],
-)
+@pytest.mark.parametrize("policy", [
+    blocks, by_class("Block"), by_class(models.Block), by_class("tests.fsdp.models.Block"),
+], ids=["blocks", "short", "type", "dotted"])  # fmt: skip
 def test_wrap_policies_choose_the_blocks(policy):
     assert names(plan_units(models.untied(), policy)) == ["", *LAYERS]
 

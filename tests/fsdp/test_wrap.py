@@ -170,11 +170,9 @@ def test_methods_other_than_forward_see_gathered_weights():
     assert torch.allclose(found, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"activation_checkpointing": True}, {"compile": "eager"}, {"activation_checkpointing": True, "compile": "eager"}],
-    ids=["checkpointed", "compiled", "both"],
-)
+@pytest.mark.parametrize("config", [
+    {"activation_checkpointing": True}, {"compile": "eager"}, {"activation_checkpointing": True, "compile": "eager"},
+], ids=["checkpointed", "compiled", "both"])  # fmt: skip
 @on_ranks(2)
 def test_sharding_adds_no_prefixes_and_every_parameter_gets_a_gradient(config):
     plain = set(models.untied().state_dict())
@@ -332,18 +330,14 @@ def test_ignored_parameters_that_differ_or_train_are_warned_about():
         assert "'embed.weight' and 1 more of ignored_params are trainable" in train
 
 
-@pytest.mark.parametrize(
-    ("config", "forward", "backward"),
-    [
-        ({}, [0], [1, 2]),
-        ({"forward_prefetch": True}, [0, 1], [1, 2]),
-        ({"forward_prefetch": 2}, [0, 1, 2], [1, 2]),
-        ({"backward_prefetch": 1}, [0], [1, 2]),
-        ({"backward_prefetch": 2}, [0], [0, 1, 2]),
-        ({"backward_prefetch": "NO_PREFETCH"}, [0], [2]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("config", "forward", "backward"), [
+    ({}, [0], [1, 2]),
+    ({"forward_prefetch": True}, [0, 1], [1, 2]),
+    ({"forward_prefetch": 2}, [0, 1, 2], [1, 2]),
+    ({"backward_prefetch": 1}, [0], [1, 2]),
+    ({"backward_prefetch": 2}, [0], [0, 1, 2]),
+    ({"backward_prefetch": "NO_PREFETCH"}, [0], [2]),
+], ids=str)  # fmt: skip
 @on_ranks(2)
 def test_prefetch_gathers_the_requested_number_of_units_ahead(config, forward, backward):
     """See which other blocks are gathered while the first computes, and while the last runs backward."""

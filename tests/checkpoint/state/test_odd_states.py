@@ -91,20 +91,17 @@ class Named(dict):  # type: ignore[type-arg]
     pass
 
 
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        (Named(a=1), "the state of weight is a Named; only dicts can be saved, and of their subclasses Ordered"),
-        (collections.Counter(a=1), "the state of weight is a Counter; only"),
-        (collections.UserDict(a=1), "the state of weight is a UserDict; only"),
-        ([1], "the state of weight is a list; only"),
-        (defaultdict(lambda: 1), r"the state of weight: a defaultdict with the factory <function"),
-        ({"a": defaultdict(Named)}, r"optimizer\.values\.weight\.a: a defaultdict with the factory <class"),
-        ({"a": with_attributes(square(), other=[square()])}, "'other' contains tensors or replaces one of torch's"),
-        ({"a": with_attributes(square(), mean=3)}, "'mean' contains tensors or replaces one of torch's"),
-        ({"a": with_attributes(square(), owner=Named)}, "optimizer.state.weight.a.owner: a value of type"),
-    ],
-)
+@pytest.mark.parametrize(("state", "said"), [
+    (Named(a=1), "the state of weight is a Named; only dicts can be saved, and of their subclasses Ordered"),
+    (collections.Counter(a=1), "the state of weight is a Counter; only"),
+    (collections.UserDict(a=1), "the state of weight is a UserDict; only"),
+    ([1], "the state of weight is a list; only"),
+    (defaultdict(lambda: 1), r"the state of weight: a defaultdict with the factory <function"),
+    ({"a": defaultdict(Named)}, r"optimizer\.values\.weight\.a: a defaultdict with the factory <class"),
+    ({"a": with_attributes(square(), other=[square()])}, "'other' contains tensors or replaces one of torch's"),
+    ({"a": with_attributes(square(), mean=3)}, "'mean' contains tensors or replaces one of torch's"),
+    ({"a": with_attributes(square(), owner=Named)}, "optimizer.state.weight.a.owner: a value of type"),
+])  # fmt: skip
 def test_a_state_that_would_lose_its_type_is_refused_by_name(tmp_path: Path, state: Any, said: str) -> None:
     with pytest.raises(SaveError, match=said):
         save(tmp_path, holding(state))

@@ -35,17 +35,14 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> li
     return out
 
 
-@pytest.mark.parametrize(
-    ("spelling", "wanted"),
-    [
-        ("full", StateDictType.FULL),
-        ("FULL_STATE_DICT", StateDictType.FULL),
-        ("StateDictType.SHARDED_STATE_DICT", StateDictType.SHARDED),
-        ("Sharded", StateDictType.SHARDED),
-        (TorchStateDictType.LOCAL_STATE_DICT, StateDictType.LOCAL),
-        (StateDictType.LOCAL, StateDictType.LOCAL),
-    ],
-)
+@pytest.mark.parametrize(("spelling", "wanted"), [
+    ("full", StateDictType.FULL),
+    ("FULL_STATE_DICT", StateDictType.FULL),
+    ("StateDictType.SHARDED_STATE_DICT", StateDictType.SHARDED),
+    ("Sharded", StateDictType.SHARDED),
+    (TorchStateDictType.LOCAL_STATE_DICT, StateDictType.LOCAL),
+    (StateDictType.LOCAL, StateDictType.LOCAL),
+])  # fmt: skip
 def test_every_spelling_of_a_state_dict_type_is_accepted(spelling: Any, wanted: StateDictType) -> None:
     assert StateDictType.parse(spelling) is wanted
 

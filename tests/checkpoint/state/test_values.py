@@ -43,14 +43,10 @@ def test_nan_survives_strict_json() -> None:
 SEEN = torch.tensor([1 + 2j, 3 - 4j]).conj()
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        *(torch.arange(6).reshape(2, 3).to(kind) for kind in (torch.float32, torch.bfloat16, torch.int64, torch.bool)),
-        *(SEEN, SEEN.imag, torch.zeros(0, 3), torch.tensor(2.5)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("tensor", [
+    *(torch.arange(6).reshape(2, 3).to(kind) for kind in (torch.float32, torch.bfloat16, torch.int64, torch.bool)),
+    *(SEEN, SEEN.imag, torch.zeros(0, 3), torch.tensor(2.5)),
+], ids=repr)  # fmt: skip
 def test_small_tensors_are_stored_inside_the_json(tensor: torch.Tensor) -> None:
     tensors: dict[str, torch.Tensor] = {}
     back = decode(encode(tensor, "extra.x", tensors), tensors.__getitem__)
@@ -130,11 +126,9 @@ class Colour(enum.Enum):
     RED = 1
 
 
-@pytest.mark.parametrize(
-    "value",
-    [Colour.RED, lambda: 0, object(), np.ma.array([1, 2], mask=[0, 1]), np.zeros(2, np.longdouble), np.longdouble(1)],
-    ids=["enum", "function", "object", "masked array", "long doubles", "a long double"],
-)
+@pytest.mark.parametrize("value", [
+    Colour.RED, lambda: 0, object(), np.ma.array([1, 2], mask=[0, 1]), np.zeros(2, np.longdouble), np.longdouble(1),
+], ids=["enum", "function", "object", "masked array", "long doubles", "a long double"])  # fmt: skip
 def test_a_value_that_would_run_code_on_load_is_refused_with_its_path(value: Any) -> None:
     with pytest.raises(SaveError, match=r"extra\.x\.deep\.1"):
         encode({"deep": [0, value]}, "extra.x", {})
@@ -147,18 +141,15 @@ def test_a_value_that_contains_itself_is_refused() -> None:
         encode(loop, "extra.x", {})
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"$eval": "1"},
-        {"$bytes": 3},
-        {"$tensor": {"dtype": "float32", "shape": [2], "data": ""}},
-        {"$tensor": {"dtype": "load", "shape": [0], "data": ""}},
-        {"$dict": [[1]]},
-        {"$tuple": 3},
-        {"$torch_save": "gASVIQAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOUjAZwd24gbWWUhZRSlC4="},
-    ],
-)
+@pytest.mark.parametrize("tree", [
+    {"$eval": "1"},
+    {"$bytes": 3},
+    {"$tensor": {"dtype": "float32", "shape": [2], "data": ""}},
+    {"$tensor": {"dtype": "load", "shape": [0], "data": ""}},
+    {"$dict": [[1]]},
+    {"$tuple": 3},
+    {"$torch_save": "gASVIQAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOUjAZwd24gbWWUhZRSlC4="},
+])  # fmt: skip
 def test_a_malformed_tree_is_a_corrupt_checkpoint(tree: Any) -> None:
     with pytest.raises(CorruptCheckpointError):
         decode(tree, {}.__getitem__)

@@ -138,18 +138,15 @@ def test_states_that_share_memory_are_filled_in_place(tmp_path, fill, kind, opti
     assert SAID not in str(report.notes)
 
 
-@pytest.mark.parametrize(
-    ("fill", "names"),
-    [
-        (overlapping, "weight.a, weight.b"),
-        (one_flat, "weight.moment, bias.moment"),
-        (in_a_list, "weight.a, weight.b.0, weight.b.1"),
-        (of_no_parameter, "weight.moment, shared.all.flat"),
-        (in_a_group, "weight.moment, param_groups.0.flat"),
-        (of_the_weight, "weight, weight.slow"),
-        (of_a_buffer, "weight.mean, mean"),
-    ],
-)
+@pytest.mark.parametrize(("fill", "names"), [
+    (overlapping, "weight.a, weight.b"),
+    (one_flat, "weight.moment, bias.moment"),
+    (in_a_list, "weight.a, weight.b.0, weight.b.1"),
+    (of_no_parameter, "weight.moment, shared.all.flat"),
+    (in_a_group, "weight.moment, param_groups.0.flat"),
+    (of_the_weight, "weight, weight.slow"),
+    (of_a_buffer, "weight.mean, mean"),
+])  # fmt: skip
 def test_a_load_into_an_optimizer_without_state_reports_the_states_that_shared_memory(tmp_path, fill, names, caplog):
     source, live = made(fill), made(None)
     report = load_all(save(tmp_path, source), live)
