@@ -1,10 +1,19 @@
-"""Modules that take seconds to import, imported only by the worker that runs a test which needs them."""
+"""Modules that take seconds to import: imported only where a test needs them, and what a program imports."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+
+
+def modules_after(code: str) -> set[str]:
+    """Return the modules that a fresh interpreter has loaded after running `code`."""
+    script = f"{code}\nimport sys\nprint('', *('module:' + name for name in sys.modules), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return {line.removeprefix("module:") for line in done.stdout.splitlines() if line.startswith("module:")}
 
 
 class LazyModule:

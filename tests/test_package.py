@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 import ckptkit
+from tests.lazy import modules_after
 
 HEAVY = ("torch", "transformers", "lightning", "s3fs", "gcsfs", "botocore")
-
-
-def modules_after(code: str) -> set[str]:
-    """Return the modules that a fresh interpreter has loaded after running `code`."""
-    script = f"{code}\nimport sys\nprint('', *('module:' + name for name in sys.modules), sep='\\n')"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return {line.removeprefix("module:") for line in done.stdout.splitlines() if line.startswith("module:")}
 
 
 def run_cli(*args: str) -> str:
