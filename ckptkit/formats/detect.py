@@ -40,7 +40,7 @@ _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
 # File names that tools use for weights. Safetensors files with different names are used only if nothing else is found.
 _WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
-_TORCH = r"pytorch_model.*\.bin|.*\.bin\.index\.json|adapter_model\.bin"
+_TORCH = r"pytorch_model.*\.bin|.*-\d{5,}-of-\d{5,}\.bin|.*\.bin\.index\.json|adapter_model\.bin"
 
 
 class Candidate:
@@ -132,6 +132,11 @@ FORMATS: tuple[Format, ...] = (
         "megatron",
         lambda p: "metadata.json" in p.files and reader("trainers.megatron").is_megatron(p.store, p.files),
         "trainers.megatron",
+    ),
+    Format(
+        "megatron",
+        lambda p: bool(reader("trainers.megatron_ranks").rank_directories(p.directories)),
+        "trainers.megatron_ranks",
     ),
     Format("lightning", lambda p: "meta.pt" in p.files and ".metadata" in p.files, "trainers.lightning"),
     Format(
@@ -297,9 +302,12 @@ def _check_weights(catalog: Catalog, url: str) -> None:
 
 
 def _with_step(catalog: Catalog, url: str) -> Catalog:
-    """Return the catalog with the step in the directory's name, unless the catalog already has a step."""
+    """Return the catalog with the step in the directory's name, unless the catalog already has a step.
+
+    A name with only an epoch (epoch_3) tells no step.
+    """
     named = parse_step(url.rpartition("/")[2])
-    if catalog.info.step is not None or named is None:
+    if catalog.info.step is not None or named is None or (named.step == 0 and named.epoch >= 0):
         return catalog
     return replace(catalog, info=replace(catalog.info, step=named.step))
 
@@ -442,7 +450,7 @@ def _member(place: Candidate, url: str, depth: int) -> _Found | None:
     for name in there:
         found = _enter(place, url, name, depth)
         if found is not None:
-            others = [f"{other}/" for other in there if other != name]
+            others = [f"{other}/" for other in (*there, *_aside(place)) if other != name]
             return found.because(f"{name}/ was chosen" + (f"; not read: {', '.join(others)}." if others else "."))
     return None
 
@@ -464,7 +472,8 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
         return _Found(place, f"{url}/{files[0]}", _torch_file(files[0]), f"{files[0]} is {among} in {url}.")
     if len(place.directories) > _MAX_CHILDREN:
         return None
-    likely = [name for name in place.directories if not name.startswith(_ASIDE)]
+    aside = _aside(place)
+    likely = [name for name in place.directories if name not in aside]
     found = {name: child for name in likely if (child := _enter(place, url, name, depth))}
     # A directory that matches one of `FORMATS` is surely a checkpoint. Per-rank files may be data loader states.
     marked = [name for name, child in found.items() if child.form in FORMATS]
@@ -477,7 +486,13 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
     if len(found) != 1:
         return None
     ((name, only),) = found.items()
-    return only.because(f"{name}/ is the only checkpoint in {url}.")
+    unread = f"; not read: {', '.join(f'{other}/' for other in aside)}" if aside else ""
+    return only.because(f"{name}/ is the only checkpoint in {url}{unread}.")
+
+
+def _aside(place: Candidate) -> list[str]:
+    """Return the subdirectories whose names are those of an optimizer or other state beside a model."""
+    return [name for name in place.directories if name.startswith(_ASIDE)]
 
 
 def _numbered_files(place: Candidate) -> list[str]:

@@ -10,6 +10,7 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, TensorEntry
 from ckptkit.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    IncompleteCheckpointError,
     UnsafePickleError,
 )
 from ckptkit.formats.hf.shard_files import check_index, numbered_files, read_index
@@ -24,11 +25,13 @@ from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.storage.store import Store
 
 # Names that torch.save's users give only to models.
-MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model.ckpt")
+MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model.ckpt", "model_optim_rng.pt")
 
 TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # endings of torch.save files
 INDEX_SUFFIX = ".bin.index.json"
-_STEPS = ("global_step", "step", "iteration", "iter", "iter_num")  # keys under which scripts save the step
+# In the arguments that Megatron saves with the weights: over how many ranks the model is split.
+_SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+STEPS = ("global_step", "step", "iteration", "iter", "iter_num")  # keys under which scripts save the step
 
 
 def open_catalog(
@@ -92,8 +95,21 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
 
 def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
     """Return the catalog of one torch.save file. Raises the same errors as `open_catalog`."""
-    value = read_torch_file(store, path, allow_pickle=options.allow_pickle)
-    return _catalog(store, {path: plain(value, file=path)})
+    value = plain(read_torch_file(store, path, allow_pickle=options.allow_pickle), file=path)
+    _refuse_part(value, path)
+    return _catalog(store, {path: value})
+
+
+def _refuse_part(value: Any, path: str) -> None:
+    """Raise IncompleteCheckpointError if a file of Megatron says that it holds only a part of the model."""
+    saved = isinstance(value, dict) and "checkpoint_version" in value and value.get("args")
+    split = {name: n for name in _SPLITS if isinstance(saved, dict) and type(n := saved.get(name)) is int and n > 1}
+    if split:
+        sizes = ", ".join(f"{name} is {size}" for name, size in split.items())
+        raise IncompleteCheckpointError(
+            f"{path} holds only the part of one rank of Megatron ({sizes}), and the files do not say how to join the "
+            "parts. Load it in Megatron and save it with --ckpt-format torch_dist."
+        )
 
 
 def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> Any:
@@ -161,7 +177,7 @@ def _info(
         if isinstance(value, dict):
             if "pytorch-lightning_version" in value:
                 producer = f"lightning {str(value['pytorch-lightning_version'])[:20]}"
-            said = [value[name] for name in _STEPS if type(value.get(name)) is int]
+            said = [value[name] for name in STEPS if type(value.get(name)) is int]
             step = said[0] if said else None
     side = find_side_files(store)
     tied = _tied(entries)

@@ -217,3 +217,39 @@ def test_file_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):
 def test_a_model_file_is_chosen_among_torch_files_and_the_others_are_named(tmp_path):
     info = open_source(str(lay(tmp_path, {"model.pt": WEIGHTS, "optim.pt": WEIGHTS}))).catalog.info
     assert list(info.files) == ["model.pt"] and info.notes == ("not read: optim.pt.",)
+
+
+@pytest.mark.parametrize(("name", "step"), [("epoch_3", None), ("epoch_3_step_7", 7), ("step_0", 0)])
+def test_the_step_of_a_directory_that_names_only_an_epoch_is_unknown(tmp_path, name, step):
+    assert open_source(str(lay(tmp_path, {f"{name}/model.safetensors": HF}))).catalog.info.step == step
+
+
+@pytest.mark.parametrize("name", ["consolidated.{:02d}.pth", "model_rank_{}.pt"])
+def test_tensor_parallel_rank_files_with_equal_norms_are_refused(tmp_path, name):
+    """consolidated.NN.pth is the name of Meta's Llama weights."""
+    parts = [{"wq": torch.full((4, 4), float(rank)), "norm": torch.ones(4)} for rank in range(2)]
+    with pytest.raises(UnsupportedFormatError, match="They are shards, and the files do not say how to join them"):
+        open_source(str(lay(tmp_path, {name.format(rank): part for rank, part in enumerate(parts)})))
+
+
+def test_a_replicated_model_with_a_different_buffer_per_rank_is_read_with_a_note(tmp_path):
+    parts = [{"w": torch.ones(4, 4), "running_mean": torch.full((4,), float(rank))} for rank in range(2)]
+    source = lay(tmp_path, {f"model_rank_{rank}.pt": part for rank, part in enumerate(parts)})
+    catalog = open_source(str(source)).catalog
+    assert list(catalog.tensors) == ["w", "running_mean"]
+    assert catalog.info.notes == ("tensor 'running_mean' differs between rank 0 and rank 1; rank 0's is used.",)
+
+
+def test_numbered_bin_files_next_to_an_adapter_are_read(tmp_path):
+    """torchtune's checkpointers write these two files for a run with LoRA."""
+    files = {"epoch_1/model-00001-of-00001.bin": WEIGHTS, "epoch_1/adapter_model.pt": WEIGHTS}
+    info = open_source(str(lay(tmp_path, files))).catalog.info
+    assert list(info.files) == ["model-00001-of-00001.bin"] and info.notes == ("not read: adapter_model.pt.",)
+
+
+@pytest.mark.parametrize("name", ["model", "modeling"])
+def test_an_optimizer_directory_beside_the_only_model_is_named_as_not_read(tmp_path, name):
+    """colossalai's booster writes such directories."""
+    files = {f"step_3/{name}/model.safetensors": HF, "step_3/optimizer/pytorch_optim-00001.bin": b"PK"}
+    source = open_source(str(lay(tmp_path, files)))
+    assert "not read: optimizer/." in " ".join((source.note, *source.catalog.info.notes))

@@ -82,7 +82,9 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     if optimizer is not None:
         parts.append(renamed(open_part(optimizer[1], store, optimizer[0], options), "optimizer"))
     step = step_in(store, *layout.steps) if layout.steps is not None else None
-    info = CatalogInfo(layout.format, producer=layout.producer, step=step)
+    unread = [f"{name}/" for name in layout.optimizers if name in directories and optimizer is None]
+    notes = (f"not read: {', '.join(unread)}.",) if unread else ()
+    info = CatalogInfo(layout.format, producer=layout.producer, step=step, notes=notes)
     return assembled(store, parts, find_side_files(store).described_in(info), dict(layout.objects))
 
 

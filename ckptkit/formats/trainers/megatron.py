@@ -17,7 +17,7 @@ from ckptkit.formats.trainers.merge import assembled, open_part
 from ckptkit.storage import Store
 
 METADATA = "metadata.json"
-_STATE = re.compile(r"(?:.*\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
+_OPTIMIZER = re.compile(r"(?:.*\.)?optimizer\.(?:state\.([a-z0-9_]+)|distributed)\.(.+)")
 _MASTER_STATES = frozenset(("fp32_param", "param", "master_param"))
 _OBJECTS = {"common": "common.pt", "modelopt_state": "modelopt_state.pt"}
 
@@ -46,19 +46,27 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     part = open_part(catalog.open_catalog, store, "", options)
     part = replace(part, tensors={name: _with_role(entry) for name, entry in part.tensors.items()})
     size = info.size if (info := store.info(METADATA)) is not None else -1
-    note = "names are Megatron's, with the layers stacked on dimension 0; a key map renames them."
+    notes = ["names are Megatron's, with the layers stacked on dimension 0; a key map renames them."]
+    if any(entry.role is Role.OPTIMIZER and not entry.fqn for entry in part.tensors.values()):
+        notes.append(
+            "the optimizer's state is in buckets of Megatron's distributed optimizer, without the parameters' names. "
+            "Save with --dist-ckpt-optim-fully-reshardable to have it by parameter."
+        )
     return assembled(
         store,
         [part],
-        CatalogInfo("megatron", producer="megatron-core", files={METADATA: size}, notes=(note,)),
+        CatalogInfo("megatron", producer="megatron-core", files={METADATA: size}, notes=tuple(notes)),
         _OBJECTS,
     )
 
 
 def _with_role(entry: TensorEntry) -> TensorEntry:
-    """Return the entry with the `Role` that follows from its name, as in optimizer.state.exp_avg.<parameter>."""
-    match = _STATE.fullmatch(entry.name)
+    """Return the entry with the role that its name implies: optimizer.state.exp_avg.<parameter>, or a bucket of the
+    distributed optimizer (optimizer.distributed.dp_group_idx_0.gbuf_idx_0. ...), which names no parameter."""
+    match = _OPTIMIZER.fullmatch(entry.name)
     if match is None:
         return entry
+    if match[1] is None:
+        return replace(entry, role=Role.OPTIMIZER, fqn="", state="")
     role = Role.MASTER if match[1] in _MASTER_STATES else Role.OPTIMIZER
     return replace(entry, role=role, fqn=match[2], state=match[1])

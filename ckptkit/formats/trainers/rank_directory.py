@@ -17,7 +17,7 @@ from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimi
 from ckptkit.formats.trainers.rank_files import join_model, read_ranks, recorded_ranks
 from ckptkit.storage import Store
 
-_RANK = re.compile(r"(.*(?:rank|shard|checkpoint|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
+_RANK = re.compile(r"(.*(?:rank|shard|checkpoint|consolidated|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
 _KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # only in directories with torch_checkpointing's metadata.pkl
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "app")
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")

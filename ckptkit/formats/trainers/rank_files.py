@@ -132,9 +132,10 @@ def join_model(state_dicts: Sequence[Any], *, what: str, where: str = "") -> Ran
         if not isinstance(value, dict) or not any(map(is_tensor, value.values())):
             raise CorruptCheckpointError(f"{what.format(rank=rank)} contains no state dict of tensors{where}.")
     joined = join(state_dicts, what=what)
-    large = [tensor for tensor in joined.values() if math.prod(tensor.shape) > 1]
-    # If some tensors are equal on all ranks, the model is replicated, and the others are per-rank buffers.
-    if large and all(tensor.notes for tensor in large):
+    # With tensor parallelism, the norms are equal on all ranks, but most elements are not. In a replicated model, only
+    # per-rank buffers differ.
+    differing = sum(math.prod(tensor.shape) for tensor in joined.values() if tensor.notes)
+    if differing > max(1, sum(math.prod(tensor.shape) for tensor in joined.values()) / 2):
         raise UnsupportedFormatError(
             f"{what.format(rank='*')}: the ranks have different plain tensors under the same names. They are shards, "
             "and the files do not say how to join them. Save DTensors, or use torch DCP."

@@ -42,3 +42,15 @@ def test_plans_in_megatrons_metadata_are_accepted(saved):
     assert list(catalog.by_role(Role.MODEL)) == [WEIGHT]
     assert catalog.tensors[f"optimizer.state.exp_avg.{WEIGHT}"].fqn == WEIGHT
     assert list(catalog.objects) == ["decoder.layers.mlp.linear_fc1._extra_state/shard_0_3"]
+
+
+def test_buckets_of_the_distributed_optimizer_are_not_weights(tmp_path):
+    """`dp_reshardable`, the default of --use-distributed-optimizer. A chain of optimizers adds a prefix."""
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+    buckets = [f"{bucket}.exp_avg", f"{bucket}.param", f"chained_1.{bucket}.exp_avg_sq"]
+    dcp.save({WEIGHT: torch.randn(3, 4), **{name: torch.randn(12) for name in buckets}}, checkpoint_id=tmp_path)
+    (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    catalog = open_source(str(tmp_path)).catalog
+    assert list(catalog.by_role(Role.MODEL)) == [WEIGHT]
+    assert {(entry.fqn, entry.state) for entry in catalog.by_role(Role.OPTIMIZER).values()} == {("", "")}
+    assert any("--dist-ckpt-optim-fully-reshardable" in note for note in catalog.info.notes)

@@ -1,0 +1,36 @@
+"""Reads Megatron's `torch` checkpoints, which have a directory `mp_rank_<TP>[_<PP>][_<EP>]` per model-parallel rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ckptkit.catalog.entry import Catalog
+from ckptkit.errors import UnsupportedFormatError
+from ckptkit.formats import torch_save
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.trainers.merge import open_part
+from ckptkit.storage import Store
+
+_RANK = re.compile(r"mp_rank_\d+(?:_\d+){0,2}")
+
+
+def rank_directories(directories: Iterable[str]) -> list[str]:
+    """Return the names that Megatron gives to ranks' directories."""
+    return sorted(name for name in directories if _RANK.fullmatch(name))
+
+
+def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+    """Read the only rank's file. The distributed optimizer's `distrib_optim.pt` beside it is named in a note.
+
+    Raises:
+        UnsupportedFormatError: There are several ranks. No file says along which dimension a tensor is split.
+    """
+    ranks = rank_directories(item.path for item in store.list() if item.kind == "directory")
+    if len(ranks) > 1:
+        raise UnsupportedFormatError(
+            f"{store.url}: {ranks[0]} and {len(ranks) - 1} more: the model is split over Megatron's tensor-, pipeline- "
+            "or expert-parallel ranks, and the files do not say how to join them. Load it in Megatron and save it with "
+            "--ckpt-format torch_dist, or convert it with Megatron's tools/checkpoint/convert.py."
+        )
+    return open_part(torch_save.open_catalog, store, ranks[0], options)
