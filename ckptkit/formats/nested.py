@@ -153,3 +153,29 @@ def _named(role: EntryRole, path: Path, names: Mapping[Path, Mapping[str, str]])
     if at + 1 < len(path) and isinstance(path[at + 1], int):
         return EntryRole(role.role, names.get(path[:at], {}).get(role.fqn, ""), role.state)
     return role
+
+
+# --- values of which each part is an entry
+
+
+class _Node(dict[Any, Any]):
+    """An inner dict of a tree, unlike a dict that is a value in it."""
+
+
+def insert(tree: dict[Any, Any], path: Path, value: Any) -> None:
+    """Set the value at this path of a tree of dicts. Positions in lists are keys until `with_lists` makes the lists."""
+    for part in path[:-1]:
+        tree = tree.setdefault(part, _Node())
+    tree[path[-1]] = value
+
+
+def with_lists(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a tree with lists in place of the inner dicts whose keys are positions."""
+    return {str(key): _with_lists(value) for key, value in tree.items()}
+
+
+def _with_lists(value: Any) -> Any:
+    if not isinstance(value, _Node):
+        return value
+    made = {key: _with_lists(item) for key, item in value.items()}
+    return [made[i] for i in range(len(made))] if made and made.keys() == set(range(len(made))) else made

@@ -93,7 +93,7 @@ def load_checkpoint(
     plan.mismatches.unexpected = left if world_size > 1 else plan.mismatches.unexpected
     report = LoadReport(
         store.url,
-        catalog.info.step,
+        plan.catalog.info.step,
         padded=plan.padded,
         missing=plan.mismatches.everything("missing"),
         unexpected=plan.mismatches.everything("unexpected"),

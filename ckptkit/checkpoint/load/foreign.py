@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, TensorEntry
 from ckptkit.checkpoint.state.train_state import (
@@ -19,10 +19,12 @@ from ckptkit.checkpoint.state.train_state import (
 from ckptkit.checkpoint.state.values import JSON, encode
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
 from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes
+from ckptkit.formats.dcp.roles import PARAM_GROUPS, Path, setting_place, state_place
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.hf import safetensors
-from ckptkit.formats.pickles.objects import read_object
-from ckptkit.formats.torch_save import open_file
+from ckptkit.formats.nested import insert, with_lists
+from ckptkit.formats.pickles.objects import TensorValue, read_object
+from ckptkit.formats.torch_save import STEPS, open_file
 from ckptkit.formats.trainers.lightning import with_trained_weights
 from ckptkit.formats.trainers.merge import assembled, model_of, numbered, renamed, state_files
 from ckptkit.formats.trainers.param_order import Param, assign
@@ -30,6 +32,7 @@ from ckptkit.storage.store import Store
 from ckptkit.units import counted, first_few
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 # transformers and accelerate store the optimizer, the scheduler and the random state next to an unsharded model.
@@ -40,11 +43,15 @@ _RNG_FILE = re.compile(r"(?:random_states|rng_state|extra_state)(?:[._](\d+))?")
 _SCHEDULER_FILE = re.compile(r"scheduler(?:[._](\d+))?")
 _SCHEDULER = ("last_epoch", "_last_lr")  # keys in every torch scheduler's state
 _SCALER = ("scale", "growth_factor", "backoff_factor")  # keys in the state of a GradScaler that is enabled
+_SPLIT = re.compile(r"(?:(?:lr_)?scheduler|(?:grad_|amp_)?scaler)s?(?:_states?|_state_dict)?")  # keys of these
 _NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _OWNER = re.compile(r"(.*?)\.?(?<![^.])(?:state|master|param_groups)(?:\.|$)")  # group 1: the optimizer's prefix
+_OPTIMIZER_WORD = re.compile(r"^opt(?:im(?:izer)?)?s?_?|_?opt(?:im(?:izer)?)?s?$")
 _BITSANDBYTES = "__bnb_optimizer_quant_state__"  # bitsandbytes' state_dict adds this level to its states
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
 _SAMPLES = 8
+_MAX_OBJECT_BYTES = 1 << 20  # of the tensors in one object that is neither a model nor an optimizer
+Entry = TypeVar("Entry", ObjectEntry, TensorEntry)
 # PEFT's files omit these parts of a PEFT model's names.
 _ADAPTER = re.compile(
     r"(?<=\.)modules_to_save\.[^.]+\."
@@ -169,8 +176,8 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
 
     FQNs in the checkpoint and in the models may differ by a prefix (a LightningModule's attribute, a wrapper). The
     prefix that makes the most names match is added or removed. PEFT's files omit the adapter's name; it is inserted.
-    Optimizers are matched by order. Settings, schedulers and random states are read from the files in which Lightning,
-    transformers, accelerate, verl, LightRFT, DeepSpeed and torchtitan store them. Other objects become `extra`.
+    Optimizers are matched by name or order. Settings, schedulers and random states are read from where Lightning,
+    transformers, accelerate, verl, LightRFT, DeepSpeed, torchtitan and scripts store them. The rest become `extra`.
     """
     trained = with_trained_weights(catalog)
     said = trained.info.notes[len(catalog.info.notes) :]
@@ -185,12 +192,12 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
 
     def read(entry: ObjectEntry) -> Any:
         try:
-            return read_object(store, entry)
+            return read_object(store, entry, tensor=_as_torch)
         except CkptkitError as error:
             unread[entry.name] = str(error)
             return None
 
-    groups = {owner: _groups(catalog, owner, read) for owner in sections}
+    groups = {owner: _groups(catalog, store, owner, read) for owner in sections}
     numbers = {owner: _by_position(catalog, owner, groups[owner], key, state) for owner, key in sections.items()}
     tensors = _renamed(catalog, rename, sections, tied, numbers)
     homes = {id(entry.slices): name for name, entry in tensors.items()}
@@ -202,14 +209,14 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         if numbers[owner]:
             notes.append(f"{key}: the checkpoint numbers its parameters; they were matched by order.")
         named = replace(names, numbers=numbers[owner], front=model_of(owner))
-        states = _states(catalog, owner, named, read, _live(state, key))
+        states = _states(catalog, store, owner, named, read, _live(state, key))
         if not groups[owner]:
             continue
         trees = []
         for index, group in enumerate(groups[owner]):
             settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             params = [named(name) for name in group.get("params", ())]
-            trees.append({**encode(settings, f"{key}.param_groups.{index}", {}), "params": params})
+            trees.append({**encode(settings, f"{key}.param_groups.{index}", refs), "params": params})
         encoded = {fqn: encode(dict(one), f"{key}.values.{fqn}", refs) for fqn, one in states.items()}
         objects[key] = {"param_groups": trees, "values": encoded, "shared": {}}
     loose = {
@@ -218,12 +225,13 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         if entry.role is not Role.OPTIMIZER and ".param_groups" not in f".{name}" and name != SUBCLASSES
     }
     values = {name: read(entry) for name, entry in loose.items()}
-    for key, value in (_by_order(values, state) | _random_states(values)).items():
-        objects[key] = encode(value, key, refs)
     flattened = {name: f"extra.{name}" for name, item in state.extra.items() if is_stateful(item)}
     for name, item in state.parts("dataloader").items():
         if own_merge(item):  # otherwise it is unknown which rank's state this is
             flattened[section("dataloader", name)] = f"{section('dataloader', name)}.0"
+    _join_parts(values, tensors, catalog, store, flattened)
+    for key, value in (_by_order(values, state) | _random_states(values)).items():
+        objects[key] = encode(value, key, refs)
     for name, part in _flattened(list(flattened), values, tensors, store, catalog).items():
         objects[flattened[name]] = encode(part, flattened[name], refs)
         values = {key: value for key, value in values.items() if not key.startswith(f"{name}.")}
@@ -237,9 +245,74 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     notes += [f"{name} was not read: {why}" for name, why in unread.items()]
     if doubt := catalog.info.extra.get("unproved"):
         notes.append(f"not proved: {doubt}")
-    if catalog.info.step is None and sections:
+    step = catalog.info.step if catalog.info.step is not None else _step(values)
+    if step is None and sections:
         notes.append("the checkpoint records no step; TrainState.step is unchanged, set it yourself.")
-    return Adopted(Catalog(tensors, catalog.objects, catalog.info), objects, refs, notes)
+    return Adopted(Catalog(tensors, catalog.objects, replace(catalog.info, step=step)), objects, refs, notes)
+
+
+def _step(values: Mapping[str, Any]) -> int | None:
+    """Return the step that a script saved beside the model, perhaps as a tensor; None if there is none."""
+    import torch
+
+    for value in (values.get(name) for name in STEPS):
+        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if type(number) is int and number >= 0:
+            return number
+    return None
+
+
+def _join_parts(
+    values: dict[str, Any],
+    tensors: dict[str, TensorEntry],
+    catalog: Catalog,
+    store: Store,
+    without: Collection[str],
+) -> None:
+    """Join the objects that were split: by DCP, or by the reader because they contain tensors (a scheduler's rates).
+
+    Objects with many tensors, such as a moving average of the weights, stay in parts, and their tensors are not read.
+
+    Args:
+        values: The objects' parts by name. An object with tensors replaces its parts.
+        tensors: The load's tensors. Those that are read are removed.
+        without: Objects that stay in parts.
+    """
+    from ckptkit.formats.dcp.fill import read_whole
+
+    objects: dict[str, list[TensorEntry]] = {}
+    for name, entry in catalog.tensors.items():
+        if entry.role is Role.OTHER and f"other.{name}" in tensors:
+            objects.setdefault(str((entry.key or (name,))[0]), []).append(entry)
+    keys = {name: catalog.objects[name].key or (name,) for name in values}
+    for key in keys.values():
+        if len(key) > 1 and _SPLIT.fullmatch(str(key[0])):
+            objects.setdefault(str(key[0]), [])
+    for top, entries in objects.items():
+        if top in without or sum(entry.nbytes for entry in entries) > _MAX_OBJECT_BYTES:
+            continue
+        try:
+            read = read_whole(catalog, store, [entry.name for entry in entries]) if entries else {}
+        except CkptkitError:
+            continue
+        parts: list[tuple[Path, Any]] = [((entry.key or (entry.name,)), read[entry.name]) for entry in entries]
+        parts += [(key, values.pop(name)) for name, key in keys.items() if key[0] == top]
+        tree: dict[Any, Any] = {}
+        for path, value in parts:
+            insert(tree, path, value)
+        values.update(with_lists(tree))
+        for entry in entries:
+            tensors.pop(f"other.{entry.name}")
+
+
+def _as_torch(array: np.ndarray[Any, Any] | TensorValue) -> torch.Tensor:
+    import torch
+
+    if not isinstance(array, TensorValue):
+        return torch.from_numpy(array)
+    dtype = getattr(torch, array.dtype)
+    flat = torch.frombuffer(bytearray(array.data), dtype=dtype) if array.data else torch.empty(0, dtype=dtype)
+    return flat.reshape(array.shape)
 
 
 def _put_extras(
@@ -325,11 +398,11 @@ class _LiveNames:
     known: set[str]
     prefix: str
     tied: Mapping[str, str]
-    numbers: Mapping[Any, str] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
     front: str = ""  # what the optimizer's parameters may start with in the checkpoint
 
     def __call__(self, name: Any) -> str:
-        fqn = self.numbers.get(name)
+        fqn = self.numbers.get(str(name))
         if not fqn:
             clean = str(name)
             for wrapper in _WRAPPERS:
@@ -355,22 +428,27 @@ def _tied(state: TrainState) -> dict[str, str]:
 # --- sections
 
 
-def _owner(name: str) -> str | None:
-    """Return the part of a raw name before "state", "master" or "param_groups".
+def _owner(entry: TensorEntry | ObjectEntry) -> str | None:
+    """Return the part of a raw name before "state", "master" or "param_groups"; None if it contains none of these.
 
-    Returns None if none of these words occurs.
+    If the name is nested, the last of these keys counts: ("state", "optimizers", "AdamW", "state", fqn, "exp_avg").
     """
-    found = _OWNER.match(name)
+    ends = [i for i, part in enumerate(entry.key) if part == PARAM_GROUPS or (part == "master" and entry.key[i + 1 :])]
+    ends += [i for i, part in enumerate(entry.key[:-2]) if part == "state"]
+    if not ends and entry.key[-1:] == ("state",):
+        ends = [len(entry.key) - 1]  # the empty state of an optimizer without momentum
+    below = ".".join(str(part) for part in entry.key[max(ends) :]) if ends else ""
+    if below and entry.name.endswith(below):  # a reader may have added a prefix to the name
+        return entry.name.removesuffix(below).rstrip(".")
+    found = _OWNER.match(entry.name)
     return found[1] if found else None
 
 
 def _sections(catalog: Catalog, live: Sequence[str], url: str) -> dict[str, str]:
-    """Map the prefixes of the saved optimizers to the keys of the live optimizers, by order."""
-    names = [entry.name for entry in catalog.tensors.values() if entry.role in (Role.OPTIMIZER, Role.MASTER)]
-    names += [
-        entry.name for entry in catalog.objects.values() if entry.role is Role.OPTIMIZER
-    ]  # plain SGD has no tensors
-    found = {owner for name in names if (owner := _owner(name)) is not None}
+    """Map the prefixes of the saved optimizers to the keys of the live optimizers, by name or by order."""
+    entries = [entry for entry in catalog.tensors.values() if entry.role in (Role.OPTIMIZER, Role.MASTER)]
+    settings = [entry for entry in catalog.objects.values() if entry.role is Role.OPTIMIZER]  # plain SGD has no tensors
+    found = {owner for owner in (*map(_owner, entries), *map(_owner, settings)) if owner is not None}
     owners = sorted(found, key=lambda owner: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", owner)])
     if not owners or not live:
         return {}
@@ -380,7 +458,23 @@ def _sections(catalog: Catalog, live: Sequence[str], url: str) -> dict[str, str]
             f"{len(live)}. Pass as many optimizers, by name: TrainState(optimizer={{...}}). Or skip them: "
             'optimizer="skip".'
         )
+    named = {owner: [name for name in live if name in _words(owner)] for owner in owners}
+    if len(owners) > 1 and sorted(name for names in named.values() for name in names) == sorted(live):
+        return {owner: section("optimizer", names[0]) for owner, names in named.items()}
+    numbered = any(not entry.fqn or entry.fqn.isdigit() for entry in entries if entry.state)
+    ends = [_OPTIMIZER_WORD.sub("", owner.rpartition(".")[2]) for owner in owners]
+    if len(owners) > 1 and numbered and not all(end == "" or end.isdigit() for end in ends):
+        raise CheckpointMismatchError(
+            f"{url} contains the optimizers {', '.join(owners)}, and numbers their parameters. Give the training "
+            f'state\'s optimizers ({", ".join(live)}) the same names, or skip them: optimizer="skip".'
+        )
     return {owner: section("optimizer", name) for owner, name in zip(owners, live, strict=True)}
+
+
+def _words(owner: str) -> set[str]:
+    """Return the names that a key may give an optimizer: both "optimizers.gen" and "gen_optim" give "gen"."""
+    parts = owner.split(".")
+    return {*parts, *(_OPTIMIZER_WORD.sub("", part) for part in parts)} - {""}
 
 
 def _renamed(
@@ -388,7 +482,7 @@ def _renamed(
     rename: Callable[[str], str],
     sections: Mapping[str, str],
     tied: Mapping[str, str],
-    numbers: Mapping[str, Mapping[Any, str]],
+    numbers: Mapping[str, Mapping[str, str]],
 ) -> dict[str, TensorEntry]:
     """Return the checkpoint's tensors under the names that ckptkit uses. Omits moments that no live optimizer uses."""
     found: dict[str, TensorEntry] = {}
@@ -397,22 +491,29 @@ def _renamed(
             fqn = rename(entry.fqn)
             name = f"model.{fqn}"
         elif entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.state:
-            owner = _owner(entry.name) or ""
-            fqn = (
-                rename(entry.fqn.removesuffix(f".{_BITSANDBYTES}"))
-                if entry.fqn
-                else numbers.get(owner, {}).get(entry.key[-2], "")
-            )
+            owner = _owner(entry) or ""
+            place = state_place(entry.key)
+            if place is not None and _is_nested(place[1]):
+                continue  # a part of a list or dict, which `_states` restores
+            number = numbers.get(owner, {}).get(place[0], "") if place is not None else ""
+            fqn = number or (rename(entry.fqn.removesuffix(f".{_BITSANDBYTES}")) if entry.fqn else "")
             fqn = tied.get(fqn, fqn)
             key = sections.get(owner, "optimizer" if entry.role is Role.MASTER else None)  # a master may fill a weight
             if key is None or not fqn:
                 continue
             part = f"master.{fqn}" if entry.role is Role.MASTER else f"state.{fqn}.{_state(entry)}"
             name = f"{key}.{part}"
+        elif entry.role is Role.OPTIMIZER and f".{PARAM_GROUPS}." in f".{entry.name}":
+            continue  # a setting, which `_groups` reads
         else:
             name, fqn = f"other.{entry.name}", entry.fqn
         found[name] = replace(entry, name=name, fqn=fqn, state=_state(entry))
     return found
+
+
+def _is_nested(path: Sequence[str | int]) -> bool:
+    """Return whether this path below a parameter's state leads into a list or a dict."""
+    return len(path) > 1 and path[0] != _BITSANDBYTES
 
 
 def _state(entry: TensorEntry) -> str:
@@ -446,29 +547,37 @@ def _flattened(
 # --- optimizer settings
 
 
-def _groups(catalog: Catalog, owner: str, read: Callable[[ObjectEntry], Any]) -> list[dict[str, Any]]:
+def _groups(catalog: Catalog, store: Store, owner: str, read: Callable[[ObjectEntry], Any]) -> list[dict[str, Any]]:
     """Return one optimizer's param groups.
 
-    The param groups may be saved as one object, as one object per setting, or as one object per parameter and setting
-    (torch's flattened form, which torchtitan uses).
+    They may be one object, one object or tensor per setting, or one per parameter and setting (torch's flattened form,
+    as in torchtitan).
     """
-    front = f"{owner}.param_groups" if owner else "param_groups"
+    from ckptkit.formats.dcp.fill import read_whole
+
+    front = f"{owner}.{PARAM_GROUPS}" if owner else PARAM_GROUPS
     whole = catalog.objects.get(front)
     if whole is not None:
         value = read(whole)
         fits = isinstance(value, (list, tuple)) and all(isinstance(group, Mapping) for group in value)
         return [dict(group) for group in value] if fits else []
-    numbered: dict[int, dict[str, Any]] = {}
-    flattened: dict[str, dict[str, Any]] = {}
-    for name, entry in catalog.objects.items():
-        if not name.startswith(f"{front}."):
-            continue
-        rest, _, setting = name[len(front) + 1 :].rpartition(".")
-        if rest.isdigit():
-            numbered.setdefault(int(rest), {})[setting] = read(entry)
-        elif rest:
-            flattened.setdefault(rest, {"params": [rest]})[setting] = read(entry)
-    return [numbered[index] for index in sorted(numbered)] or list(flattened.values())
+    objects = {name: entry for name, entry in catalog.objects.items() if name.startswith(f"{front}.")}
+    tensors = {name: entry for name, entry in catalog.tensors.items() if name.startswith(f"{front}.")}
+    values = {name: read(entry) for name, entry in objects.items()}
+    values |= read_whole(catalog, store, list(tensors)) if tensors else {}
+    numbered: dict[int, dict[Any, Any]] = {}
+    flattened: dict[str, dict[Any, Any]] = {}
+    keys = {name: entry.key for name, entry in objects.items()} | {name: entry.key for name, entry in tensors.items()}
+    for name, key in keys.items():
+        owned, path = setting_place(key or (name,))
+        group = numbered.setdefault(int(owned), {}) if owned.isdigit() else flattened.setdefault(owned, {})
+        if path:
+            insert(group, path, values[name])
+        elif isinstance(values[name], Mapping):
+            group.update(values[name])
+    if not numbered:
+        return [{**with_lists(group), "params": [fqn]} for fqn, group in flattened.items()]
+    return [with_lists(numbered[index]) for index in sorted(numbered)]
 
 
 def _live(state: TrainState, key: str) -> Any:
@@ -476,46 +585,77 @@ def _live(state: TrainState, key: str) -> Any:
 
 
 def _states(
-    catalog: Catalog, owner: str, name_of: Callable[[Any], str], read: Callable[[ObjectEntry], Any], live: Any
+    catalog: Catalog,
+    store: Store,
+    owner: str,
+    name_of: Callable[[Any], str],
+    read: Callable[[ObjectEntry], Any],
+    live: Any,
 ) -> dict[str, dict[str, Any]]:
-    """Return each parameter's non-tensor state, such as a step count, by live FQN.
+    """Return each parameter's state that is not a tensor, such as a step count or a list of tensors, by live FQN.
 
-    For torch's own optimizers, step counts become tensors, because those optimizers convert step counts when they load
-    them. For other optimizers, step counts stay numbers.
+    For torch's optimizers, step counts become tensors, because these optimizers would convert them on load anyway.
+    Other optimizers keep numbers.
+
+    Raises:
+        CheckpointMismatchError: Lists or dicts contain tensors, and the live parameters are sharded.
     """
     import torch
+    from torch.distributed.tensor import DTensor
+
+    from ckptkit.formats.dcp.fill import read_whole
 
     homes = {kind.__module__ for kind in type(getattr(live, "optimizer", live)).__mro__} - {"torch.optim.optimizer"}
     in_tensors = any(home.startswith("torch.optim.") for home in homes)
-    found: dict[str, dict[str, Any]] = {}
-    for entry in catalog.objects.values():
-        if entry.role is Role.OPTIMIZER and entry.key[-3:-2] == ("state",) and _owner(entry.name) == owner:
-            value = read(entry)
-            if entry.key[-1] == "step" and type(value) in (int, float) and in_tensors:
-                value = torch.tensor(float(value))
-            found.setdefault(name_of(entry.key[-2]), {})[str(entry.key[-1])] = value
-    return found
+    found: dict[str, dict[Any, Any]] = {}
+
+    def places(entries: Iterable[Entry]) -> Iterator[tuple[Entry, str, Path]]:
+        for entry in entries:
+            place = state_place(entry.key) if entry.role is Role.OPTIMIZER else None
+            if place is not None and _owner(entry) == owner:
+                yield entry, name_of(place[0]), place[1]
+
+    for item, fqn, path in places(catalog.objects.values()):
+        value = read(item)
+        if path == ("step",) and type(value) in (int, float) and in_tensors:
+            value = torch.tensor(float(value))
+        insert(found.setdefault(fqn, {}), path, value)
+    parts = [part for part in places(catalog.tensors.values()) if _is_nested(part[2])]
+    if parts and any(isinstance(p, DTensor) for group in live.param_groups for p in group["params"]):
+        entry, fqn, path = parts[0]
+        raise CheckpointMismatchError(
+            f"the optimizer's state {path[0]!r} of {fqn} is a list or dict of tensors, which cannot be restored for "
+            'sharded parameters. Skip the optimizer: optimizer="skip".'
+        )
+    tensors = read_whole(catalog, store, [entry.name for entry, _, _ in parts]) if parts else {}
+    for entry, fqn, path in parts:
+        insert(found.setdefault(fqn, {}), path, tensors[entry.name])
+    return {fqn: with_lists(state) for fqn, state in found.items()}
 
 
 def _by_position(
     catalog: Catalog, owner: str, groups: Sequence[Mapping[str, Any]], key: str, state: TrainState
-) -> dict[Any, str]:
+) -> dict[str, str]:
     """Map each numbered parameter to its live FQN. Return {} if the saved groups contain names.
+
+    The numbers are strings, because DCP stores the keys of dicts as strings.
 
     If the saved and the live groups have the same lengths and the shapes match, parameters are matched by order. This
     assumes that the saving job created its optimizer with the same code. Otherwise the saved parameters are matched to
     the model's parameters by shape and order, provided that only one assignment is possible.
     """
     params = [list(group.get("params", ())) for group in groups]
-    numbers = [number for listed in params for number in listed]
-    if not numbers or any(isinstance(number, str) for number in numbers):
+    if not any(params) or any(isinstance(number, str) for listed in params for number in listed):
         return {}
+    params = [[str(number) for number in listed] for listed in params]
+    numbers = [number for listed in params for number in listed]
     names = parameter_names(state)
     live = _live(state, key)
-    shapes: dict[Any, list[tuple[int, ...]]] = {}  # of each number's states, without scalars such as step counts
+    shapes: dict[str, list[tuple[int, ...]]] = {}  # of each number's states, without scalars such as step counts
     for entry in catalog.tensors.values():
-        if entry.role is Role.OPTIMIZER and len(entry.key) > 1 and entry.shape and _owner(entry.name) == owner:
-            shapes.setdefault(entry.key[-2], []).append(tuple(entry.shape))
+        place = state_place(entry.key) if entry.role is Role.OPTIMIZER and entry.shape else None
+        if place is not None and len(place[1]) == 1 and _owner(entry) == owner:
+            shapes.setdefault(place[0], []).append(tuple(entry.shape))
     listed = [[p for p in group["params"] if id(p) in names] for group in live.param_groups]
     flat = [p for group in listed for p in group]
     if [len(group) for group in listed] == [len(group) for group in params] and all(

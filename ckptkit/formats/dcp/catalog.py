@@ -274,7 +274,8 @@ class _Builder:
             self._gather(part)
             part.entries, part.storage = {}, {}  # free the unpickled metadata
         items = self._joined_rows()
-        roles = RoleTable(self.paths, items.names)
+        # Planners that do not flatten the state dict record no paths.
+        roles = RoleTable({name: (name,) for name in (*items.names, *self.objects)} | self.paths, items.names)
         tensors = self._tensors(items, roles)
         objects = {name: self._object(name, roles) for name in self.objects}
         check_coverage(list(tensors.values()))

@@ -26,8 +26,8 @@ _OTHER_KEYS = frozenset(
      "global_step", "metrics", "train_dataloader", "random", "custom_states", "hyper_parameters")
 )  # fmt: skip
 _MASTER_STATES = frozenset(("master", "master_param", "master_weight", "fp32_master", "fp32_param", "fp32"))
-_PARAM_GROUPS = "param_groups"
-_PARTS = ("state", "master", _PARAM_GROUPS)
+PARAM_GROUPS = "param_groups"
+_PARTS = ("state", "master", PARAM_GROUPS)
 _STATES = _MASTER_STATES | {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step", "square_avg"}
 
 
@@ -51,13 +51,13 @@ class RoleTable:
         tops = {_top(path) for path in paths.values() if path}
         # An optimizer's state and param_groups may be at the top level, as in LightRFT's `optim_states/` or in a DCP
         # checkpoint of the result of get_optimizer_state_dict.
-        alone = "state" in tops and tops <= {"state", _PARAM_GROUPS}
+        alone = "state" in tops and tops <= {"state", PARAM_GROUPS}
         # If the key "state" holds a model and optimizers, it is not one optimizer's state.
         inner = {str(path[1]) for path in paths.values() if len(path) > 2 and path[0] == "state"}
         self._bare_optimizer = alone and not any(p in _MODEL_KEYS or _OPTIMIZER_KEY.fullmatch(p) for p in inner)
         self._optimizers = _optimizers(paths.values())
         wrappers = {
-            key: None if self._optimizer_at(path) else _model_wrapper(path)
+            key: None if self._optimizer_at(path) is not None else _model_wrapper(path)
             for key in tensors
             if (path := paths.get(key) or (key,))
         }
@@ -86,8 +86,8 @@ class RoleTable:
             return optimizer
         wrapper = _model_wrapper(path)
         wrapper = self._inner.get(wrapper, wrapper)
-        if wrapper is None:
-            return EntryRole(Role.OTHER)
+        if wrapper is None or any(str(part).rpartition(".")[2] == "_extra_state" for part in path[:-1]):
+            return EntryRole(Role.OTHER)  # a tensor in what a module's get_extra_state returned is no weight
         if wrapper == ():
             return EntryRole(Role.MODEL, _joined(path)) if self._bare_model else EntryRole(Role.OTHER)
         if wrapper in self._wrappers:
@@ -104,7 +104,8 @@ class RoleTable:
                 return None
             if isinstance(part, str) and _OPTIMIZER_KEY.fullmatch(part):
                 return optimizer_role(path[i + 1 :])
-        if at := self._optimizer_at(path):
+        at = self._optimizer_at(path)
+        if at is not None:
             return optimizer_role(path[at:])
         only = path[0]
         if len(path) == 1 and isinstance(only, str):
@@ -113,22 +114,24 @@ class RoleTable:
                 return optimizer_role((rest,))
         return None
 
-    def _optimizer_at(self, path: Path) -> int:
-        """Return the length of the path to the optimizer that contains the entry, or 0 if there is none."""
-        if not self._optimizers:
-            return 0
-        return next((i for i in range(1, len(path)) if path[:i] in self._optimizers), 0)
+    def _optimizer_at(self, path: Path) -> int | None:
+        """Return the length of the path to the optimizer that contains the entry, or None if there is none."""
+        at = (i for i in range(len(path)) if path[:i] in self._optimizers)
+        return next((i for i in at if i > 0 or str(path[0]).partition(".")[0] in _PARTS), None)
 
 
 def _optimizers(paths: Iterable[Path]) -> set[Path]:
-    """Return the paths of dicts with both "state" and "param_groups". They are optimizers, whatever their key is."""
-    found: dict[str, set[Path]] = {"state": set(), _PARAM_GROUPS: set()}
+    """Return the paths of dicts with both "state" and "param_groups". They are optimizers, whatever their key is.
+
+    Both may be the beginning of flattened keys. () stands for an optimizer at the top level.
+    """
+    found: dict[str, set[Path]] = {"state": set(), PARAM_GROUPS: set()}
     for path in paths:
-        for i, part in enumerate(path[1:], start=1):
-            if part in found:
-                found[part].add(path[:i])
-                break
-    return found["state"] & found[_PARAM_GROUPS]
+        for i, part in enumerate(path):
+            word = str(part).partition(".")[0]
+            if word in found:
+                found[word].add(path[:i])
+    return found["state"] & found[PARAM_GROUPS]
 
 
 def optimizer_role(path: Path) -> EntryRole:
@@ -143,8 +146,8 @@ def optimizer_role(path: Path) -> EntryRole:
     head = path[0] if path else ""
     if head == "master" and len(path) > 1:
         return EntryRole(Role.MASTER, _joined(path[1:]))
-    if head == "state" and len(path) > 2:
-        return _state(_joined(path[1:-1]), str(path[-1]))
+    if head == "state" and len(path) > 2:  # a state may be a list or a dict: ("state", fqn, "GG", 0)
+        return _state(str(path[1]), _joined(path[2:]))
     if len(path) == 1 and isinstance(head, str):
         kind, _, rest = head.partition(".")
         if kind == "state" and "." in rest:
@@ -158,6 +161,31 @@ def optimizer_role(path: Path) -> EntryRole:
     return EntryRole(Role.OPTIMIZER)
 
 
+def state_place(key: Path) -> tuple[str, Path] | None:
+    """Return the parameter and the path of its state in a nested optimizer entry's key; None for other keys.
+
+    ("optimizer", "state", fqn, "GG", 0) gives (fqn, ("GG", 0)).
+    """
+    at = max((i for i, part in enumerate(key[:-2]) if part == "state"), default=-1)
+    return (str(key[at + 1]), key[at + 2 :]) if at >= 0 else None
+
+
+def setting_place(key: Path) -> tuple[str, Path]:
+    """Return the group (its number, or a parameter) and the path of the setting in a param group's key.
+
+    ("optimizer", "param_groups", 0, "betas", 1) gives ("0", ("betas", 1)), and the flattened form
+    ("optimizer.param_groups.w.lr",) gives ("w", ("lr",)). ("optimizer", "param_groups", 0) is a whole group: ("0", ()).
+    """
+    for i, part in enumerate(key):
+        _, found, tail = f".{part}.".partition(f".{PARAM_GROUPS}.")
+        if found and tail:
+            group, _, setting = tail[:-1].rpartition(".")
+            return group, (setting, *key[i + 1 :])
+        if found and i + 1 < len(key):
+            return str(key[i + 1]), key[i + 2 :]
+    return "", ()
+
+
 def _state(fqn: str, state: str) -> EntryRole:
     if state in _MASTER_STATES:
         return EntryRole(Role.MASTER, fqn)
@@ -166,7 +194,7 @@ def _state(fqn: str, state: str) -> EntryRole:
 
 def _top(path: Path) -> str:
     top = str(path[0])
-    for flattened in ("state", _PARAM_GROUPS):
+    for flattened in ("state", PARAM_GROUPS):
         if len(path) == 1 and top.startswith(f"{flattened}."):
             return flattened
     return top

@@ -61,13 +61,20 @@ class Inert:
     known: bool = True
 
 
-def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False) -> Any:
+def read_object(
+    store: Store,
+    entry: ObjectEntry,
+    *,
+    allow_pickle: bool = False,
+    tensor: Callable[[np.ndarray[Any, Any] | TensorValue], Any] | None = None,
+) -> Any:
     """Return an entry's value as plain Python values.
 
     Tensors become numpy arrays, and instances of other classes become `Inert`. Runs no code from the entry, and does
     not import torch.
 
     Args:
+        tensor: Makes something else of a tensor's array.
         allow_pickle: Keep instances of classes that are not on the allow-list as `Inert`. If False, raise an error.
 
     Raises:
@@ -75,8 +82,13 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
         CorruptCheckpointError: The entry is damaged, or does not match its digest.
     """
     label = f"{entry.path} ({entry.name})" if entry.path and entry.name else entry.path or entry.name
+
+    def read(stored: StoredTensor) -> Any:
+        array = read_tensor(store, stored)
+        return array if tensor is None else tensor(array)
+
     if entry.encoding == "value":
-        return plain(entry.value, file=label, read=lambda tensor: read_tensor(store, tensor))
+        return plain(entry.value, file=label, read=read)
     if entry.encoding == "json":
         label = f"{entry.path} ({entry.name})"
         end = entry.start + min(entry.nbytes or _MAX_JSON_BYTES + 1, _MAX_JSON_BYTES + 1)
@@ -109,7 +121,7 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
         value = read_tar(store, entry.path, unknown=unknown)
     else:
         value = loads(store.read(entry.path, start, start + nbytes), file=label, unknown=unknown)
-    return plain(value, file=label, read=lambda tensor: read_tensor(store, tensor))
+    return plain(value, file=label, read=read)
 
 
 def load_object_torch(store: Store, entry: ObjectEntry) -> Any:

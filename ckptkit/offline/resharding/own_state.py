@@ -20,15 +20,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CkptkitError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.class_records import recipes_of, renamed_recipes
 from ckptkit.formats.dcp.records import frame_object
+from ckptkit.formats.dcp.roles import setting_place, state_place
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
+from ckptkit.formats.nested import insert, with_lists
 from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
 from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
 from ckptkit.formats.pickles.zip import Archive, memory_store
+from ckptkit.formats.sources import read_box
 from ckptkit.formats.trainers.merge import model_of
 from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
@@ -74,9 +78,13 @@ def _add_trees(found: OwnState, store: Store, catalog: Catalog, sections: Mappin
         if entry.role is not Role.OPTIMIZER:
             continue
         del values[name]
-        taken = _take_group(groups, name, value) or _take_state(found, name, entry, value, sections)
+        taken = _take_group(groups, name, entry.key, value) or _take_state(found, name, entry, value, sections)
         if not taken and value != {}:  # an optimizer without momentum has an empty state
             found.leftovers.append((name, "torch optimizers have no such entry"))
+    for name, tensor in catalog.tensors.items():
+        if _is_setting(tensor):
+            data = bytes(read_box(store, tensor, Box.whole(tensor.shape)))
+            _take_group(groups, name, tensor.key, TensorValue(tensor.dtype, tensor.shape, data))
     _add_groups(found, groups, sections, catalog)
     _add_rest(found, _nested(values))
 
@@ -88,22 +96,30 @@ def _add_trees(found: OwnState, store: Store, catalog: Catalog, sections: Mappin
 _Groups: TypeAlias = dict[str, dict[str | int, dict[str, Any]]]
 
 
-def _take_group(found: _Groups, name: str, value: Any) -> bool:
-    """Store the object and return True if it is a setting; otherwise return False.
+def _take_group(found: _Groups, name: str, key: Key, value: Any) -> bool:
+    """Store the value and return True if it is a setting; otherwise return False.
 
-    The object's key contains the group's index or, in a flattened state dict, the parameter's name.
+    The key contains the group's index or, in a flattened state dict, the parameter's name.
     """
     at = name.find(_GROUPS)
-    prefix, rest = name[:at].rstrip("."), name[at + len(_GROUPS) + 1 :]
-    if at < 0 or (not rest and not isinstance(value, (list, tuple))):
+    if at < 0:
         return False
-    groups = found.setdefault(prefix, {})
-    if rest:
-        owner, _, setting = rest.rpartition(".")
-        groups.setdefault(int(owner) if owner.isdecimal() else owner, {})[setting] = value
-    else:  # a single object contains all groups
+    groups = found.setdefault(name[:at].rstrip("."), {})
+    owner, path = setting_place(key or (name,))
+    if path:
+        insert(groups.setdefault(int(owner) if owner.isdecimal() else owner, {}), path, value)
+    elif isinstance(value, (list, tuple)):  # a single object contains all groups
         groups.update(enumerate(dict(group) for group in value if isinstance(group, Mapping)))
+    elif owner and isinstance(value, Mapping):
+        groups.setdefault(int(owner) if owner.isdecimal() else owner, {}).update(value)
+    else:
+        return False
     return True
+
+
+def _is_setting(entry: TensorEntry) -> bool:
+    """Return whether a tensor is an optimizer's setting, such as a learning rate."""
+    return entry.role is Role.OPTIMIZER and not entry.state and f".{_GROUPS}" in f".{entry.name}"
 
 
 def _take_state(found: OwnState, name: str, entry: ObjectEntry, value: Any, sections: Mapping[str, str]) -> bool:
@@ -115,8 +131,11 @@ def _take_state(found: OwnState, name: str, entry: ObjectEntry, value: Any, sect
     if at < 0:
         return False
     fqn, _, state = name[at + len(".state.") :].rpartition(".")
-    if len(entry.key) >= 2 and isinstance(entry.key[-2], str):
-        fqn, state = entry.key[-2], str(entry.key[-1])
+    place = state_place(entry.key)
+    if place is not None:
+        if len(place[1]) > 1:
+            return False  # a part of a list or a dict
+        fqn, state = place[0], str(place[1][0])
     section = sections.get(name[:at], "optimizer")
     if state == "step" and type(value) in (int, float) and abs(value) < _MAX_STEP:
         found.steps[section, fqn] = float(value)
@@ -148,7 +167,8 @@ def _add_groups(found: OwnState, groups: _Groups, sections: Mapping[str, str], c
 
     for prefix, by_owner in groups.items():
         section = sections.get(prefix) or ("optimizer" if len(groups) == 1 else prefix.replace(".", "_"))
-        listed, front = _joined(by_owner), model_of(prefix)
+        listed = _joined({owner: with_lists(group) for owner, group in by_owner.items()})
+        front = model_of(prefix)
         unknown = [p for group in listed for p in group["params"] if not isinstance(p, str) or fqn_of(p, front) is None]
         if unknown:
             reason = f"the model has no parameter {unknown[0]!r}"

@@ -350,7 +350,7 @@ def test_training_continues_with_the_weights_that_were_averaged_and_not_with_the
 
 def test_a_note_names_the_tensors_that_are_neither_weights_nor_optimizer_state(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    callbacks = {"best": {"score": torch.tensor(0.5), "path": "x"}}
+    callbacks = {"best": {"score": torch.zeros(1 << 19), "path": "x"}}  # too large to be returned as an extra
     torch.save({"state_dict": model.state_dict(), "global_step": 3, "callbacks": callbacks}, tmp_path / "a.ckpt")
     report = states.load(tmp_path / "run", TrainState(model=nn.Linear(2, 2)), str(tmp_path / "a.ckpt"))
     assert any(note.startswith("1 tensor is neither") and "callbacks.best.score" in note for note in report.notes)

@@ -40,6 +40,19 @@ CHECKPOINTS: dict[str, dict[Path, EntryRole]] = {
         (f"state.{HF}.exp_avg",): state(HF, "exp_avg"), ("param_groups.0.lr",): EntryRole(Role.OPTIMIZER)},
     "model and optimizer below the key state": {
         ("state", "model", HF): model(HF), ("state", "optim", "state", HF, "exp_avg"): state(HF, "exp_avg")},
+    "a flattened optimizer beside the weights": {
+        (HF,): model(HF), (f"state.{HF}.exp_avg",): state(HF, "exp_avg"),
+        (f"param_groups.{HF}.lr",): EntryRole(Role.OPTIMIZER)},
+    "optimizers of any name": {
+        ("g", HF): model(f"g.{HF}"), ("d", HF): model(f"d.{HF}"), ("opt", "state", HF, "exp_avg"): state(HF, "exp_avg"),
+        ("opt", "param_groups", 0, "lr"): EntryRole(Role.OPTIMIZER), ("x", "D", "state", 0, "m"): state("0", "m"),
+        ("x", "D", "param_groups", 0, "lr"): EntryRole(Role.OPTIMIZER)},
+    "a module's extra state that holds tensors": {
+        ("model", HF): model(HF), ("model", "fc1._extra_state", "amax"): OTHER, ("model", "_extra_state", 0): OTHER},
+    "an optimizer's state that is a list or a dict": {
+        ("optimizer", "state", HF, "GG", 0): state(HF, "GG.0"),
+        ("optimizer", "state", "0", "d", "a"): state("0", "d.a")},
+    "a module's extra state below top-level weights": {(HF,): model(HF), ("fc1._extra_state", "amax"): OTHER},
     "a weight called state is a weight": {
         ("state.weight",): model("state.weight"), ("head.weight",): model("head.weight")},
     "a weight below the model may be called optimizer": {("model", "optimizer.weight"): model("optimizer.weight")},

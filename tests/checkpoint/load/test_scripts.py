@@ -1,0 +1,227 @@
+"""`manager.load(state, URL)` resumes from checkpoints that a training script wrote with `dcp.save` or `torch.save`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+from ckptkit import TrainState
+from ckptkit.errors import CheckpointMismatchError
+from ckptkit.offline.reshard import reshard
+from tests.checkpoint import states
+
+
+def load(state: TrainState, url: str, tmp_path: Any, **options: Any) -> Any:
+    return states.load(tmp_path / "run", state, url, **options)
+
+
+def save(saved: Any, form: str, tmp_path: Any) -> Any:
+    """Save with dcp.save or torch.save, and return the path."""
+    path = tmp_path / "theirs"
+    if form == "dcp":
+        dcp.save(saved, checkpoint_id=path, no_dist=True)
+    else:
+        torch.save(saved, path)
+    return path
+
+
+class WithExtraState(nn.Linear):
+    """Has extra state that contains a tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"amax": torch.ones(2), "calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("another program's extra state must not be restored")
+
+
+def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def _flattened(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return {**model.state_dict(), **get_optimizer_state_dict(model, optimizer, options=options)}
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("saved_as", [_whole, _flattened])
+def test_an_optimizer_with_numbers_or_beside_the_weights_is_restored_from_dcp(saved_as, flatten, tmp_path):
+    """dcp.save with what `Optimizer.state_dict` returns, or with the weights and a flattened optimizer in one dict."""
+    model = WithExtraState(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    planner = DefaultSavePlanner(flatten_state_dict=flatten)
+    dcp.save(saved_as(model, optimizer), checkpoint_id=tmp_path / "theirs", planner=planner, no_dist=True)
+    fresh = WithExtraState(3, 4)
+    state = TrainState(model=fresh, optimizer=torch.optim.AdamW(fresh.parameters(), lr=0.5))
+    load(state, str(tmp_path / "theirs"), tmp_path)
+    assert state.optimizer.param_groups[0]["lr"] == 0.125
+    for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(state.optimizer.state[mine]["exp_avg_sq"], optimizer.state[theirs]["exp_avg_sq"])
+        assert torch.equal(state.optimizer.state[mine]["step"], torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("form", ["dcp", "torch", "resharded"])
+def test_settings_that_are_tensors_are_restored(form, flatten, tmp_path):
+    """torch.compile and CUDA graphs need a learning rate that is a tensor. The second group has none."""
+
+    def trained(lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        groups = [{"params": model[0].parameters(), "lr": torch.tensor(lr)}, {"params": model[1].parameters()}]
+        optimizer = torch.optim.AdamW(groups, lr=lr / 2, betas=(torch.tensor(lr), torch.tensor(0.5)), foreach=False)
+        optimizer.param_groups[1]["betas"] = (lr, 0.5)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(0.25)
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    saved = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    source = save(saved, form, tmp_path)
+    if form == "resharded":
+        reshard(str(source), str(tmp_path / "step_00000001"), world_size=1)
+        source = tmp_path / "step_00000001"
+    model, optimizer = trained(0.75)
+    load(TrainState(model=model, optimizer=optimizer), str(source), tmp_path)
+    first, second = optimizer.param_groups
+    assert torch.equal(first["lr"], torch.tensor(0.25)) and second["lr"] == 0.125
+    assert [float(beta) for group in (first, second) for beta in group["betas"]] == [0.25, 0.5] * 2
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+@pytest.mark.parametrize("key", ["lr_scheduler", "scheduler", "scheduler_state_dict", "lr_schedulers"])
+def test_schedulers_of_schedulers_and_loss_scales_are_restored(key, form, tmp_path):
+    def made(steps: int, scale: float) -> TrainState:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        warmup, decay = LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, 10)
+        scheduler = SequentialLR(optimizer, [warmup, decay], milestones=[2])
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        return TrainState(model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=scaler)
+
+    theirs, mine = made(5, 1024.0), made(0, 8.0)
+    their = theirs.scheduler.state_dict()
+    saved = {"model": theirs.model.state_dict(), key: [their] if key == "lr_schedulers" else their, "epoch": 5}
+    saved |= {"optimizer": theirs.optimizer.state_dict(), "scaler": theirs.grad_scaler.state_dict()}
+    source = save(saved, form, tmp_path)
+    report = load(mine, str(source), tmp_path, optimizer="skip")
+    assert mine.scheduler.state_dict() == their and mine.grad_scaler.get_scale() == 1024.0
+    assert not {"scheduler", "grad_scaler"} & report.skipped.keys()
+
+
+def _two(lr: float) -> TrainState:
+    models = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("gen", "dis")})
+    optimizers = {name: torch.optim.AdamW(models[name].parameters(), lr=lr) for name in models}
+    for index, name in enumerate(models):
+        models[name](torch.full((1, 4), float(index + 1))).sum().backward()
+        optimizers[name].step()
+    return TrainState(model=models, optimizer=optimizers)
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+@pytest.mark.parametrize("key", ["optimizer_{}", "{}_optim", "opt_{}", "optimizers", "optimizers/0"])
+def test_several_optimizers_are_matched_by_their_names_or_positions(key, form, tmp_path):
+    theirs, mine = _two(0.25), _two(0.5)
+    states_of = {name: optimizer.state_dict() for name, optimizer in theirs.optimizer.items()}
+    saved: dict[str, Any] = {key.format(name): value for name, value in states_of.items()}
+    if key.startswith("optimizers"):
+        saved = {"optimizers": states_of if key == "optimizers" else list(states_of.values())}
+    saved["model"] = theirs.model.state_dict()
+    source = save(saved, form, tmp_path)
+    load(mine, str(source), tmp_path)
+    for name, optimizer in mine.optimizer.items():
+        got, wanted = optimizer.state_dict(), states_of[name]
+        assert states.bits(got) == states.bits(wanted), name
+
+
+def test_numbered_optimizers_with_unknown_names_are_refused(tmp_path):
+    theirs = _two(0.25)
+    muon, adamw = (optimizer.state_dict() for optimizer in theirs.optimizer.values())
+    torch.save({"model": theirs.model.state_dict(), "optimizers": {"muon": muon, "adamw": adamw}}, tmp_path / "theirs")
+    with pytest.raises(CheckpointMismatchError, match=r"adamw, optimizers\.muon, and numbers their parameters"):
+        load(_two(0.5), str(tmp_path / "theirs"), tmp_path)
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+def test_the_settings_of_an_optimizer_below_the_key_state_are_restored(form, tmp_path):
+    """Composer saves {"state": {"model": ..., "optimizers": {"AdamW": ...}}}."""
+    theirs, mine = _two(0.25), _two(0.5)
+    theirs.optimizer, mine.optimizer = (state.optimizer["gen"] for state in (theirs, mine))
+    their = get_optimizer_state_dict(theirs.model, theirs.optimizer)
+    saved = {"state": {"model": theirs.model.state_dict(), "optimizers": {"AdamW": their}}}
+    source = save(saved, form, tmp_path)
+    load(mine, str(source), tmp_path)
+    assert states.bits(mine.optimizer.state_dict()) == states.bits(theirs.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+def test_objects_with_tensors_are_restored_with_the_step_and_larger_ones_are_named(form, tmp_path):
+    def trained(lr: float, steps: int) -> TrainState:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(lr))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        for _ in range(steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+        return TrainState(model=model, optimizer=optimizer, scheduler=scheduler, extra={"seen": None})
+
+    theirs, mine = trained(0.5, 3), trained(0.75, 1)
+    saved = {
+        "model": theirs.model.state_dict(),
+        "optimizer": get_optimizer_state_dict(theirs.model, theirs.optimizer),
+        "lr_scheduler": theirs.scheduler.state_dict(),
+        "seen": {"mean": torch.ones(2), "count": {"a": 7}},
+        "ema": {"weight": torch.ones(1 << 19), "decay": 0.5},
+        "step": torch.tensor(3) if form == "dcp" else 3,
+    }
+    source = save(saved, form, tmp_path)
+    report = load(mine, str(source), tmp_path)
+    assert report.step == mine.step == 3
+    assert states.bits(mine.scheduler.state_dict()) == states.bits(theirs.scheduler.state_dict())
+    assert torch.equal(mine.extra["seen"]["mean"], torch.ones(2)) and mine.extra["seen"]["count"] == {"a": 7}
+    assert "1 tensor is neither weights nor optimizer state, and not loaded: ema.weight." in report.notes
+
+
+class Nested(torch.optim.Optimizer):
+    """Keeps a list and a dict of tensors for each parameter, like SOAP."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("step", torch.tensor(0.0)).add_(1)
+            state.setdefault("GG", [torch.eye(n) for n in parameter.shape])[0].add_(len(self.state))
+            state.setdefault("more", {"rank": 3, "basis": [None, torch.ones(2)], "of": {"a": torch.ones(1)}})
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+def test_optimizer_states_that_are_lists_or_dicts_of_tensors_are_restored(form, numbered, tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = Nested(model.parameters())
+    optimizer.step()
+    their = optimizer.state_dict() if numbered else get_optimizer_state_dict(model, optimizer)
+    saved = {"model": model.state_dict(), "optimizer": their}
+    source = save(saved, form, tmp_path)
+    fresh = nn.Linear(3, 2)
+    resumed = Nested(fresh.parameters())
+    load(TrainState(model=fresh, optimizer=resumed), str(source), tmp_path)
+    for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert states.bits(resumed.state[mine]) == states.bits(optimizer.state[theirs])
