@@ -147,20 +147,21 @@ def write_lightrft(out: str, lr: float = 1e-3) -> dict[str, Any]:
     fully_shard(model, mesh=mesh)
     groups = decay_groups(model)
     masters = [[p.detach().float() for p in group["params"]] for group in groups]
+    pairs = [
+        pair for group, flat in zip(groups, masters, strict=True) for pair in zip(group["params"], flat, strict=True)
+    ]
     base = torch.optim.AdamW(
         [{**group, "params": flat} for group, flat in zip(groups, masters, strict=True)], lr, foreach=False
     )
     for step in range(2):
         torch.manual_seed(step)
         model(torch.randint(0, 11, (2, 3))).float().square().mean().backward()
-        for group, flat in zip(groups, masters, strict=True):
-            for parameter, master in zip(group["params"], flat, strict=True):
-                master.grad = parameter.grad.float()
+        for parameter, master in pairs:
+            master.grad = parameter.grad.float()
         base.step()
-        for group, flat in zip(groups, masters, strict=True):
-            for parameter, master in zip(group["params"], flat, strict=True):
-                parameter.data.copy_(master.data)
-                parameter.grad = None
+        for parameter, master in pairs:
+            parameter.data.copy_(master.data)
+            parameter.grad = None
     state = get_model_state_dict(model)
     dcp.save(state, checkpoint_id=out)
     Path(out, "optim_states").mkdir(exist_ok=True)
@@ -171,11 +172,7 @@ def write_lightrft(out: str, lr: float = 1e-3) -> dict[str, Any]:
     }
     torch.save(payload, f"{out}/optim_states/_rank{dist.get_rank()}")
     names = {id(p): name for name, p in model.named_parameters()}
-    by_name = {
-        names[id(p)]: m
-        for group, flat in zip(groups, masters, strict=True)
-        for p, m in zip(group["params"], flat, strict=True)
-    }
+    by_name = {names[id(p)]: m for p, m in pairs}
     return {
         "model": whole(state),
         "masters": whole(by_name),

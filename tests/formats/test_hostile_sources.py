@@ -7,11 +7,12 @@ import pickle
 import time
 
 import pytest
+import torch
 
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.detect import open_source
-
-torch = pytest.importorskip("torch")
+from tests.formats.damages import lay
+from tests.hostile.sources import Evil, saved
 
 NAMES = [
     ["model_world_size_99999999999_rank_0.pt"],
@@ -27,8 +28,7 @@ NAMES = [
 
 @pytest.mark.parametrize("names", NAMES, ids=lambda names: names[-1])
 def test_absurd_ranks_in_names_are_refused_at_once(tmp_path, names):
-    for name in names:
-        (tmp_path / name).write_bytes(b"PK")
+    lay(tmp_path, dict.fromkeys(names, b"PK"))
     begin = time.monotonic()
     with pytest.raises(CkptkitError):
         open_source(str(tmp_path))
@@ -57,17 +57,10 @@ def test_values_of_unexpected_types_raise_only_ckptkit_errors(tmp_path, name, va
         open_source(str(tmp_path))
 
 
-class _Evil:
-    def __reduce__(self):
-        return (print, ("PWNED",))
-
-
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "x.pt", *FILES])
-def test_code_in_any_file_is_not_run(tmp_path, name, capsys):
-    torch.save({"model": torch.ones(2), "evil": _Evil()}, tmp_path / name)
-    with pytest.raises(CkptkitError):
-        open_source(str(tmp_path))
-    (tmp_path / name).write_bytes(pickle.dumps(_Evil()))
-    with pytest.raises(CkptkitError):
-        open_source(str(tmp_path))
-    assert "PWNED" not in capsys.readouterr().out
+def test_code_in_any_file_is_not_run(tmp_path, name):
+    evil, folder = Evil(tmp_path / "PWNED"), tmp_path / "x"
+    for content in (saved({"model": torch.ones(2), "evil": evil}), pickle.dumps(evil)):
+        with pytest.raises(CkptkitError):
+            open_source(str(lay(folder, {name: content})))
+    assert not (tmp_path / "PWNED").exists()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+import torch
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Role
@@ -20,24 +19,20 @@ from ckptkit.formats.trainers.fsdp1_local import parse_layout
 from ckptkit.formats.trainers.lightning import module_prefix
 from ckptkit.formats.trainers.param_order import Param, assign
 from ckptkit.storage import open_store
+from tests.formats.damages import Refusal, assert_refused, each, lay, without, written
 from tests.formats.readback import contents, contents_of_file
 
 # --- the attribute of a LightningModule
 
 
-@pytest.mark.parametrize(
-    ("names", "prefix"),
-    [
-        (["model.model.layers.0.w", "model.lm_head.weight"], "model."),
-        (["actor.net.model.norm.weight", "actor.net.lm_head.weight"], "actor.net."),
-        (["model.model.layers.0.w", "model.model.norm.weight"], "model."),
-        (["model.base_model.model.layers.0.w", "model.base_model.model.norm.weight"], "model."),
-        (["net.0.weight", "net.0.bias"], "net."),
-        (["encoder.weight", "decoder.weight"], ""),
-        (["weight", "bias"], ""),
-        ([], ""),
-    ],
-)
+@pytest.mark.parametrize(("names", "prefix"), [
+    (["model.model.layers.0.w", "model.lm_head.weight"], "model."),
+    (["actor.net.model.norm.weight", "actor.net.lm_head.weight"], "actor.net."),
+    (["model.model.layers.0.w", "model.model.norm.weight"], "model."),
+    (["model.base_model.model.layers.0.w", "model.base_model.model.norm.weight"], "model."),
+    (["net.0.weight", "net.0.bias"], "net."), (["encoder.weight", "decoder.weight"], ""), (["weight", "bias"], ""),
+    ([], ""),
+])  # fmt: skip
 def test_a_module_prefix_is_the_common_prefix_of_all_names(names, prefix):
     assert module_prefix(names) == prefix
 
@@ -158,28 +153,18 @@ def test_padding_may_be_as_large_as_the_number_of_ranks(tmp_path):
         fsdp1_local.read(open_store(str(tmp_path)), ["rank"], ranks[:20], {}, None, options)
 
 
-def test_an_error_names_a_missing_rank_of_local_state(local, tmp_path):
-    shutil.copytree(local, tmp_path / "x")
-    (tmp_path / "x" / "pytorch_model_fsdp_rank1.bin").unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"pytorch_model_fsdp_rank1\.bin"):
-        open_source(str(tmp_path / "x"))
-
-
 # --- systems with several directories
 
 
 def test_nemo_and_automodel_directories_are_read(tmp_path, zoo):
-    nemo = tmp_path / "name--step=10"
-    shutil.copytree(zoo / "hf_ref_llama_untied", nemo / "hf_weights")
-    source = open_source(str(nemo))
-    assert source.catalog.info.format == "nemo"
-    assert source.catalog.info.step == 10
-    assert "hf_weights/config.json" in source.catalog.info.side_files
-    auto = tmp_path / "epoch_0_step_5"
-    shutil.copytree(zoo / "hf_dcp_sharded_w2" / "ckpt", auto / "model")
-    shutil.copytree(zoo / "lightrft_naive_optim_w2" / "global_step6" / "optim_states", auto / "optim")
-    (auto / "model" / ".hf_metadata").mkdir()
-    (auto / "model" / ".hf_metadata" / "config.json").write_text('{"tie_word_embeddings": true}')
+    info = open_source(str(lay(tmp_path / "name--step=10", {"hf_weights": zoo / "hf_ref_llama_untied"}))).catalog.info
+    assert (info.format, info.step) == ("nemo", 10)
+    assert "hf_weights/config.json" in info.side_files
+    auto = lay(tmp_path / "epoch_0_step_5", {
+        "model": zoo / "hf_dcp_sharded_w2" / "ckpt",
+        "optim": zoo / "lightrft_naive_optim_w2" / "global_step6" / "optim_states",
+        "model/.hf_metadata/config.json": '{"tie_word_embeddings": true}',
+    })  # fmt: skip
     catalog = open_source(str(auto)).catalog
     assert catalog.info.format == "automodel"
     assert catalog.info.extra["config"] == {"tie_word_embeddings": True}
@@ -187,23 +172,23 @@ def test_nemo_and_automodel_directories_are_read(tmp_path, zoo):
     assert catalog.tensors["embed.weight"].slices[0].path.startswith("model/shard-")
 
 
-def test_errors_in_a_part_name_its_directory(tmp_path, zoo):
-    shutil.copytree(zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint", tmp_path / "x")
-    (tmp_path / "x" / "optimizer_0" / "__1_0.distcp").unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"optimizer_0/: __1_0\.distcp"):
-        open_source(str(tmp_path / "x"))
+REFUSED: list[Refusal] = [
+    ("a file of a part is missing", "accelerate_fsdp2_sharded_llama_tied_w2/checkpoint",
+     without("optimizer_0/__1_0.distcp"), IncompleteCheckpointError, r"optimizer_0/: __1_0\.distcp"),
+    ("a rank of local state is missing", "fsdp1_local_state_dict_nomesh_w2",
+     without("pytorch_model_fsdp_rank1.bin"), IncompleteCheckpointError, r"pytorch_model_fsdp_rank1\.bin"),
+    ("another backend of Megatron", "megatron_torch_dist_emulated",
+     written("iter_0000010/metadata.json", '{"sharded_backend": "zarr"}'), UnsupportedFormatError, "zarr"),
+]  # fmt: skip
 
 
-def test_megatron_of_another_backend_is_refused(tmp_path, zoo):
-    shutil.copytree(zoo / "megatron_torch_dist_emulated" / "iter_0000010", tmp_path / "iter_0000010")
-    (tmp_path / "iter_0000010" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    with pytest.raises(UnsupportedFormatError, match="zarr"):
-        open_source(str(tmp_path))
+@each(REFUSED)
+def test_the_error_for_a_part_names_its_file_or_fault(tmp_path, zoo, refusal):
+    assert_refused(zoo, refusal, tmp_path)
 
 
 def test_an_unrelated_metadata_json_does_not_make_a_dcp_a_megatron_checkpoint(tmp_path, zoo):
-    shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", tmp_path / "x")
-    (tmp_path / "x" / "metadata.json").write_text('{"author": "me"}')
+    lay(tmp_path, {"x": zoo / "dcp_threads2_w2" / "ckpt", "x/metadata.json": '{"author": "me"}'})
     assert identify(open_store(str(tmp_path / "x"))) == "dcp"
 
 
@@ -211,14 +196,12 @@ def test_an_unrelated_metadata_json_does_not_make_a_dcp_a_megatron_checkpoint(tm
     "name", ["weights_rank{}.pt", "model_world_size_2_rank_{}.pt", "pytorch_model_fsdp_rank{}.bin"]
 )
 def test_plain_shards_without_a_position_are_refused(tmp_path, name):
-    torch = pytest.importorskip("torch")
-    for rank in range(2):
-        torch.save({"w": torch.ones(4, 2) * rank, "step": torch.tensor(1)}, tmp_path / name.format(rank))
+    values = [{"w": torch.ones(4, 2) * rank, "step": torch.tensor(1)} for rank in range(2)]
+    lay(tmp_path, {name.format(rank): value for rank, value in enumerate(values)})
     with pytest.raises(UnsupportedFormatError, match="the ranks have different plain tensors"):
         open_source(str(tmp_path))
 
 
 def test_a_model_next_to_an_empty_step_directory_is_opened(tmp_path):
-    save_file({"w": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
-    (tmp_path / "checkpoint-1").mkdir()
+    lay(tmp_path, {"model.safetensors": {"w": np.zeros(2, np.float32)}, "checkpoint-1/": None})
     assert open_source(str(tmp_path)).url == str(tmp_path)

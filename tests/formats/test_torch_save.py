@@ -85,16 +85,11 @@ def test_optimizer_states_with_names_are_assigned_to_parameters(tmp_path, top):
     assert found == {(f, s) for f in ("a.weight", "a.bias") for s in ("step", "exp_avg")}
 
 
-def test_optimizer_states_with_numbers_have_no_parameter(tmp_path):
-    catalog = open_catalog(save(tmp_path, {"optimizer": adam([0, 1]), "model": weights()}))
-    found = {(e.fqn, e.state) for e in catalog.tensors.values() if e.role is Role.OPTIMIZER}
-    assert found == {("", "step"), ("", "exp_avg")}
-
-
-def test_optimizer_states_with_numbers_use_the_names_of_their_group(tmp_path):
-    value = adam([0, 1], param_names=["a.weight", "a.bias"])
-    catalog = open_catalog(save(tmp_path, {"optimizer": value, "model": weights()}))
-    assert catalog.tensors["optimizer.state.1.exp_avg"].fqn == "a.bias"
+def test_optimizer_states_with_numbers_use_the_names_of_their_group_if_there_are_any(tmp_path):
+    for names, fqn in ({}, ""), ({"param_names": ["a.weight", "a.bias"]}, "a.bias"):
+        catalog = open_catalog(save(tmp_path, {"optimizer": adam([0, 1], **names), "model": weights()}))
+        found = {e.state: e.fqn for e in catalog.tensors.values() if e.name.startswith("optimizer.state.1.")}
+        assert found == {"step": fqn, "exp_avg": fqn}
 
 
 def test_tied_weights_are_noted(zoo):

@@ -38,21 +38,17 @@ def apply(rules: list[Rule], sources: dict[str, Any], **options: Any) -> dict[st
     return {name: materialize(made, sources) for name, made in mapped.targets.items()}
 
 
-def test_rename_uses_the_matched_placeholders():
-    sources = {"layers.3.wq.weight": np.ones((2, 2)), "norm.weight": np.ones(2)}
-    made = apply([Rename(pattern("layers.{i:d}.wq.{what}"), "model.{i}.q.{what}")], sources)
-    assert list(made) == ["norm.weight", "model.3.q.weight"]
+RENAMES: list[tuple[Rename, list[str], list[str]]] = [
+    (Rename(pattern("layers.{i:d}.wq.{what}"), "model.{i}.q.{what}"), ["layers.3.wq.weight", "norm.weight"],
+     ["model.3.q.weight", "norm.weight"]),
+    (Rename(NamePattern(regex=r"layers\.(\d+)\.(?P<rest>.*)"), "h.{1}.{rest}"), ["layers.3.a.b"], ["h.3.a.b"]),
+    (Rename(pattern("norm"), "x"), ["norm.weight"], ["norm.weight"]),
+]  # fmt: skip
 
 
-def test_rename_by_regex_uses_its_groups():
-    made = apply(
-        [Rename(NamePattern(regex=r"layers\.(\d+)\.(?P<rest>.*)"), "h.{1}.{rest}")], {"layers.3.a.b": np.ones(1)}
-    )
-    assert list(made) == ["h.3.a.b"]
-
-
-def test_a_pattern_must_match_the_whole_name():
-    assert list(apply([Rename(pattern("norm"), "x")], {"norm.weight": np.ones(1)})) == ["norm.weight"]
+@pytest.mark.parametrize(("rule", "names", "renamed"), RENAMES, ids=["placeholders", "groups of a regex", "a part"])
+def test_rename_uses_what_matched_if_the_whole_name_matches(rule, names, renamed):
+    assert sorted(apply([rule], {name: np.ones((2, 2)) for name in names})) == renamed
 
 
 def test_split_sizes_may_be_products_of_config_keys():
@@ -218,15 +214,10 @@ PAIRS: list[tuple[list[Rule], dict[str, Any]]] = [
     ([Unstack(pattern("{x}.w"), "{x}.{i}.w")], {"e.w": np.arange(6).reshape(3, 2)}),
     ([Transpose(pattern("w"), (2, 0, 1))], arrays(w=(2, 3, 4))),
     ([RopePermute(pattern("w"), 2)], arrays(w=(8, 3))),
-    (
-        [
-            Unstack(pattern("{p}.gate_up"), "{p}.{i}.gate_up"),
-            Split(pattern("{p}.{i:d}.gate_up"), ("{p}.{i}.gate", "{p}.{i}.up")),
-            Transpose(pattern("{p}.{i:d}.up")),
-        ],
-        {"x.gate_up": np.arange(3 * 4 * 5).reshape(3, 4, 5)},
-    ),
-]
+    ([Unstack(pattern("{p}.gate_up"), "{p}.{i}.gate_up"),
+      Split(pattern("{p}.{i:d}.gate_up"), ("{p}.{i}.gate", "{p}.{i}.up")),
+      Transpose(pattern("{p}.{i:d}.up"))], {"x.gate_up": np.arange(3 * 4 * 5).reshape(3, 4, 5)}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rules", "sources"), PAIRS)
@@ -301,16 +292,13 @@ def test_any_chain_of_operations_equals_numpy(data):
 WRAPPED = "_orig_mod.model.layers.0._checkpoint_wrapped_module._fsdp_wrapped_module.mlp._orig_mod.w"
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        {WRAPPED: "model.layers.0.mlp.w"},
-        {"my_orig_mod.w": "my_orig_mod.w"},  # inside a longer word
-        {"module.a": "a", "module.module.b": "module.b"},
-        {"_forward_module.a": "a", "_forward_module.module.b": "module.b"},  # Lightning's
-        {"module.a": "module.a", "head.b": "head.b"},  # not the prefix of every name
-    ],
-)
+@pytest.mark.parametrize("names", [
+    {WRAPPED: "model.layers.0.mlp.w"},
+    {"my_orig_mod.w": "my_orig_mod.w"},  # inside a longer word
+    {"module.a": "a", "module.module.b": "module.b"},
+    {"_forward_module.a": "a", "_forward_module.module.b": "module.b"},  # Lightning's
+    {"module.a": "module.a", "head.b": "head.b"},  # not the prefix of every name
+])  # fmt: skip
 def test_wrapper_infixes_and_a_common_module_prefix_are_removed(names):
     assert strip_infixes(list(names)) == names
 

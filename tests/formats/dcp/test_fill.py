@@ -89,39 +89,43 @@ def vector(name: str, path: str, start: int, numel: int, digest: Digest | None =
     return TensorEntry(name, "float32", (numel,), SliceArray.of([part], 1))
 
 
+def fill_all(filler: Filler, wanted: list[tuple[TensorEntry, Box, torch.Tensor]]) -> None:
+    """Read these parts of tensors, and compare them with their values."""
+    targets = [torch.zeros_like(value) for _, _, value in wanted]
+    for (entry, box, _), target in zip(wanted, targets, strict=True):
+        filler.add(entry, box, target)
+    filler.run()
+    assert all(torch.equal(target, value) for target, (_, _, value) in zip(targets, wanted, strict=True))
+
+
 def test_many_small_reads_from_several_files_are_exact(tmp_path):
     values = {name: torch.randn(50, 7) for name in "abc"}
     for name, value in values.items():
         (tmp_path / name).write_bytes(value.numpy().tobytes())
-    filler, targets = Filler(LocalStore(tmp_path)), []
-    for row in range(50):
-        for name, value in values.items():
-            targets.append((torch.zeros(7), value[row]))
-            filler.add(vector(name, name, row * 28, 7), Box((0,), (7,)), targets[-1][0])
-    filler.run()
-    assert all(torch.equal(found, expected) for found, expected in targets)
+    fill_all(Filler(LocalStore(tmp_path)), [
+        (vector(n, n, row * 28, 7), Box((0,), (7,)), value[row]) for row in range(50) for n, value in values.items()
+    ])  # fmt: skip
 
 
 def test_reads_of_one_file_are_exact_whatever_the_gaps(tmp_path, monkeypatch):
     values = torch.randn(300_000)
     (tmp_path / "f").write_bytes(values.numpy().tobytes())
-    filler, targets = Filler(LocalStore(tmp_path), workers=1), []
+    wanted = []
     # adjacent, overlapping, the same twice, a small gap, a large one, longer than a piece
     for start, stop in [(0, 5), (5, 9), (7, 12), (7, 12), (40, 41), (100_000, 100_003), (100_003, 300_000)]:
         raw = values[start:stop].numpy().tobytes()
         digest = Digest("xxh3_64", xxhash.xxh3_64_intdigest(raw), start * 4, len(raw))
-        targets.append((torch.zeros(stop - start), values[start:stop]))
         entry = vector(f"{start}", "f", start * 4, stop - start, digest)
-        filler.add(entry, Box((0,), (stop - start,)), targets[-1][0])
+        wanted.append((entry, Box((0,), (stop - start,)), values[start:stop]))
     preadv = os.preadv
     # A signal or a network file system may cut any read short.
     monkeypatch.setattr(
         os, "preadv", lambda fd, into, at: preadv(fd, [into[0][: 11 if len(into[0]) < 99 else 1 << 17]], at)
     )
     monkeypatch.setattr(sources, "_PIECE", 1 << 18)
-    filler.run()
-    assert all(torch.equal(found, expected) for found, expected in targets)
-    assert filler.nbytes == sum(found.nbytes for found, _ in targets)
+    filler = Filler(LocalStore(tmp_path), workers=1)
+    fill_all(filler, wanted)
+    assert filler.nbytes == sum(value.nbytes for _, _, value in wanted)
 
 
 def test_a_crc_is_checked_like_any_digest(tmp_path):
@@ -162,9 +166,8 @@ def test_a_box_that_the_slices_do_not_cover_is_refused_before_anything_is_read(t
 
 @pytest.mark.parametrize("start", [0, 37, 99])
 def test_a_part_of_a_tensor_with_many_slices_is_read_from_the_right_ones(tmp_path, start):
-    (tmp_path / "f").write_bytes(torch.arange(200.0).numpy().tobytes())
+    values = torch.arange(200.0)
+    (tmp_path / "f").write_bytes(values.numpy().tobytes())
     parts = [TensorSlice(Box((2 * i,), (2,)), "f", 8 * i, 8) for i in range(100)]
-    filler, target = Filler(LocalStore(tmp_path)), torch.zeros(101)
-    filler.add(TensorEntry("w", "float32", (200,), SliceArray.of(parts, 1)), Box((start,), (101,)), target)
-    filler.run()
-    assert torch.equal(target, torch.arange(200.0)[start : start + 101])
+    entry = TensorEntry("w", "float32", (200,), SliceArray.of(parts, 1))
+    fill_all(Filler(LocalStore(tmp_path)), [(entry, Box((start,), (101,)), values[start : start + 101])])

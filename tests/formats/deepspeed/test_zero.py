@@ -7,6 +7,8 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import (
@@ -49,9 +51,6 @@ def test_moments_equal_those_of_the_job(name):
 
 
 def test_round_robin_groups_follow_shapes_and_not_recorded_fragments():
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import load_file
-
     folder = FIXTURES / "zero2_round_robin_tied_w3"
     source = open_source(str(folder / "ckpt"))
     for name, weight in load_file(folder / "EXPECTED.safetensors").items():
@@ -82,7 +81,6 @@ def test_parameter_groups_name_their_parameters():
 
 @pytest.mark.parametrize("shapes", ["one dict per subgroup", "a single dict"])
 def test_parameter_groups_name_the_parameters_of_all_their_subgroups(tmp_path, shapes):
-    torch = pytest.importorskip("torch")
     folder = _copy(tmp_path, "zero3_subgroups_frozen_w2")
     for file in folder.glob("*model_states.pt") if shapes == "a single dict" else ():  # as older versions write it
         value = torch.load(file, weights_only=True)
@@ -387,7 +385,6 @@ def test_without_zero_the_optimizer_and_its_masters_are_read_from_the_model_file
 
 def test_masters_in_another_order_than_the_models_are_not_assigned_by_shape(tmp_path):
     """The group lists norm.bias before norm.weight, and both have 10 elements."""
-    torch = pytest.importorskip("torch")
     folder = _copy(tmp_path, "zero0_bf16_w3")
     path = folder / "mp_rank_00_model_states.pt"
     values = torch.load(path, weights_only=False)

@@ -30,8 +30,7 @@ from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.header import read_header
 from ckptkit.formats.hf.side_files import find_side_files
 from ckptkit.storage import open_store
-from tests.formats.damages import Damage, without, written
-from tests.hostile.sources import safetensors as safetensors_of
+from tests.formats.damages import Damage, lay, without, written
 
 
 def _write(path: Path, header: bytes | dict, data: bytes = b"", *, length: int | None = None) -> None:
@@ -164,10 +163,12 @@ def _listing(**changes: object) -> Damage:
     return written(INDEX, json.dumps({"metadata": {"total_size": 24}, "weight_map": SHARDS | changes}))
 
 
+ONES = np.ones(3, np.float32)
+
+
 @pytest.fixture
 def sharded(tmp_path):
-    for name, shard in SHARDS.items():
-        save_file({name: np.ones(3, np.float32)}, tmp_path / shard)
+    lay(tmp_path, {shard: {name: ONES} for name, shard in SHARDS.items()})
     _listing()(tmp_path)
     return tmp_path
 
@@ -189,20 +190,13 @@ def test_numbered_shards_without_an_index_are_read_and_noted(sharded):
     assert "no index" in catalog.info.notes[0]
 
 
-def _lacks_index_and_shard(folder: Path) -> None:
-    (folder / INDEX).unlink()
-    (folder / SHARDS["a"]).unlink()
-
-
-def _stores_more(folder: Path) -> None:
-    save_file({"b": np.ones(3), "z": np.ones(3)}, folder / SHARDS["b"])
-
-
 FAULTS = [
     ("a missing shard", without(SHARDS["b"]), IncompleteCheckpointError, "model-00002-of-00002"),
-    ("a missing numbered shard", _lacks_index_and_shard, IncompleteCheckpointError, "model-00001-of-00002"),
+    ("a missing numbered shard", lambda folder: [(folder / name).unlink() for name in (INDEX, SHARDS["a"])],
+     IncompleteCheckpointError, "model-00001-of-00002"),
     ("a tensor that its shard lacks", _listing(c=SHARDS["a"]), IncompleteCheckpointError, "'c'"),
-    ("a tensor that is not listed", _stores_more, CorruptCheckpointError, "'z'"),
+    ("a tensor that is not listed", lambda folder: lay(folder, {SHARDS["b"]: {"b": ONES, "z": ONES}}),
+     CorruptCheckpointError, "'z'"),
     *((f"the path {path!r}", _listing(a=path), UnsafePathError, "index")
       for path in ("../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "a\\b", "", "..", "x\0", "c:x")),
     *((f"the index {text:.40}", written(INDEX, text), CorruptCheckpointError, "index")
@@ -218,10 +212,8 @@ def test_a_damaged_index_is_refused_by_name(sharded, fault, damage, error, text)
 
 
 def test_unrelated_files_are_not_joined(tmp_path):
-    save_file({"a": np.ones(1)}, tmp_path / "one.safetensors")
-    save_file({"b": np.ones(1)}, tmp_path / "two.safetensors")
     with pytest.raises(CorruptCheckpointError, match="Give one of the files"):
-        _open(tmp_path)
+        _open(lay(tmp_path, {"one.safetensors": {"a": ONES}, "two.safetensors": {"b": ONES}}))
 
 
 def test_a_directory_without_tensors_raises_checkpoint_not_found(tmp_path):
@@ -303,8 +295,7 @@ def test_opening_one_rank_shard_asks_for_the_directory(tmp_path):
 
 
 def test_shards_numbered_from_0_are_complete_without_an_index(tmp_path):
-    for i in range(2):
-        save_file({f"w{i}": np.ones(2, np.float32)}, tmp_path / f"model-0000{i}-of-00002.safetensors")
+    lay(tmp_path, {f"model-0000{i}-of-00002.safetensors": {f"w{i}": ONES} for i in range(2)})
     assert sorted(_open(tmp_path).tensors) == ["w0", "w1"]
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"missing: model-00001-of-00002\.safetensors\.$"):
@@ -312,13 +303,11 @@ def test_shards_numbered_from_0_are_complete_without_an_index(tmp_path):
 
 
 def test_a_note_names_sentence_transformers_modules_with_weights(tmp_path):
-    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
-    for name in ("1_Pooling", "2_Dense"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-    save_file({"linear.weight": np.ones(2, np.float32)}, tmp_path / "2_Dense" / "model.safetensors")
     modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": "../x"}, {"path": 3}, 7]
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    lay(tmp_path, {
+        "model.safetensors": {"w": ONES}, "1_Pooling/config.json": "{}", "2_Dense/config.json": "{}",
+        "2_Dense/model.safetensors": {"linear.weight": ONES}, "modules.json": json.dumps(modules),
+    })  # fmt: skip
     assert _open(tmp_path).info.notes == ("modules.json: 2_Dense has weights too, which are not read.",)
     (tmp_path / "modules.json").write_text('{"no": "list"}')
     assert _open(tmp_path).info.notes == ()
@@ -329,15 +318,13 @@ SMALL = {"F4": (2, 16), "F6_E2M3": (2, 8), "F6_E3M2": (1, 4), "F8_E8M0": (3, 5)}
 
 def _small(path: Path) -> bytes:
     """Write a file of dtypes below a byte, and one of exponents; return its data."""
-    sizes = {"F4": 16, "F6_E2M3": 12, "F6_E3M2": 3, "F8_E8M0": 15}
     header, at = {}, 0
-    for name, shape in SMALL.items():
-        header[name] = {"dtype": name, "shape": shape, "data_offsets": [at, at + sizes[name]]}
-        at += sizes[name]
-    data = bytes(range(at))
+    for (name, shape), nbytes in zip(SMALL.items(), (16, 12, 3, 15), strict=True):
+        header[name] = {"dtype": name, "shape": shape, "data_offsets": [at, at + nbytes]}
+        at += nbytes
     path.mkdir()
-    _write(path / "model.safetensors", header, data)
-    return data
+    _write(path / "model.safetensors", header, bytes(range(at)))
+    return bytes(range(at))
 
 
 def test_dtypes_below_a_byte_have_shapes_in_bytes(tmp_path):
@@ -388,9 +375,8 @@ def test_packed_4bit_pairs_equal_those_of_torch(tmp_path):
 
 
 def test_a_side_file_with_an_unsafe_name_is_skipped_and_named(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(safetensors_of({"a": [1]}))
-    for name in ("tokenizer.json", "tokenizer\x1b[31m.json", "tokenizer\\x.json", "NOTICE.", "nobody\nasked"):
-        (tmp_path / name).write_text("{}")
+    names = ("tokenizer.json", "tokenizer\x1b[31m.json", "tokenizer\\x.json", "NOTICE.", "nobody\nasked")
+    lay(tmp_path, {"model.safetensors": {"a": ONES}, **dict.fromkeys(names, "{}")})
     found = find_side_files(open_store(str(tmp_path)))
     assert found.carried == ("tokenizer.json",)
     note = " ".join(found.notes)
@@ -400,22 +386,15 @@ def test_a_side_file_with_an_unsafe_name_is_skipped_and_named(tmp_path):
 
 
 def test_safe_names_need_no_note(tmp_path):
-    for name in ("tokenizer.json", "config.json", "LICENSE", "modeling.py"):
-        (tmp_path / name).write_text("{}")
+    lay(tmp_path, dict.fromkeys(("tokenizer.json", "config.json", "LICENSE", "modeling.py"), "{}"))
     found = find_side_files(open_store(str(tmp_path)))
-    assert found.notes == ()
-    assert found.code == ("modeling.py",)
+    assert (found.notes, found.code) == ((), ("modeling.py",))
 
 
-def test_convert_keeps_the_headers_metadata_and_names_what_differs_between_files(tmp_path):
-    (tmp_path / "src").mkdir()
-    names = {"model-00001-of-00002.safetensors": "a", "model-00002-of-00002.safetensors": "b"}
-    for file, name in names.items():
-        metadata = {"format": "np", "license": "mit", "hash": name}
-        save_file({name: np.ones(2, np.float32)}, tmp_path / "src" / file, metadata)
-    index = {"weight_map": {name: file for file, name in names.items()}}
-    (tmp_path / "src/model.safetensors.index.json").write_text(json.dumps(index))
-    report = convert(str(tmp_path / "src"), str(tmp_path / "out"), verify=True)
+def test_convert_keeps_the_headers_metadata_and_names_what_differs_between_files(sharded, tmp_path):
+    for name, file in SHARDS.items():
+        save_file({name: ONES}, sharded / file, {"format": "np", "license": "mit", "hash": name})
+    report = convert(str(sharded), str(tmp_path / "out"), verify=True)
     with safe_open(tmp_path / "out/model.safetensors", "np") as opened:
         assert opened.metadata() == {"format": "pt", "license": "mit"}
     assert "the files' __metadata__ differs in hash, which is not read." in report.notes

@@ -58,14 +58,13 @@ def test_every_state_dict_type_opens_with_its_record(tmp_path, kind):
     assert {"manifest.safetensors", "objects.json"} <= set(found.info.files)
 
 
-def test_a_slice_in_a_file_that_was_not_committed_is_refused(tmp_path):
-    with pytest.raises(IncompleteCheckpointError, match="which the commit record does not list"):
-        open_catalog(commit(tmp_path, listed=[]))
-
-
-def test_a_slice_past_the_end_of_its_file_is_refused_before_its_tensor_is_made(tmp_path):
-    with pytest.raises(IncompleteCheckpointError, match="past the end of its file"):
-        open_catalog(commit(tmp_path, nbytes=8))
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [({"listed": []}, "which the commit record does not list"), ({"nbytes": 8}, "past the end of its file")],
+)
+def test_a_slice_outside_of_the_committed_files_is_refused_before_its_tensor_is_made(tmp_path, changes, text):
+    with pytest.raises(IncompleteCheckpointError, match=text):
+        open_catalog(commit(tmp_path, **changes))
 
 
 def test_the_objects_next_to_the_manifest_are_entries(tmp_path):
