@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from ckptkit.cli.main import cli
 from ckptkit.formats.own.record import step_of_name
 from ckptkit.storage.store import is_safe_name
+from tests.formats.damages import lay
 from tests.hostile.sources import safetensors
 
 NAMES = [
@@ -37,8 +38,7 @@ def test_an_ordinary_name_is_safe():
 
 
 def convert(folder: Path, *arguments: str) -> int:
-    (folder / "src").mkdir()
-    (folder / "src" / "model.safetensors").write_bytes(safetensors({"a" * 100: [1]}))
+    lay(folder, {"src/model.safetensors": safetensors({"a" * 100: [1]})})
     result = CliRunner().invoke(cli, ["convert", str(folder / "src"), *arguments])
     assert "bug in ckptkit" not in result.output
     return result.exit_code

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from ckptkit.checkpoint.run.pins import pin_forever
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.cli.main import cli
 from ckptkit.redact import printable
+from tests.formats.damages import lay
 from tests.hostile.sources import header, safetensors
 
 NAMES = [
@@ -106,8 +105,7 @@ def test_tensor_names_are_escaped_on_a_page(kind, tmp_path):
 
 
 def test_a_harmless_name_is_shown_unchanged(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "model.safetensors").write_bytes(safetensors({"model.embed.weight": [1]}))
+    lay(tmp_path, {"a/model.safetensors": safetensors({"model.embed.weight": [1]})})
     run("inspect", str(tmp_path / "a"), "--html", str(tmp_path / "page.html"))
     assert any("model.embed.weight" in text for text in read(tmp_path / "page.html").texts)
 
@@ -119,10 +117,7 @@ def test_names_reasons_and_paths_of_a_run_are_escaped_on_a_page(tmp_path):
             manager.save(step, TrainState(model=torch.nn.Linear(1, 1), step=step), metrics={"</script><b>": 1.0})
     for why in NAMES:
         pin_forever(str(root / "step_00000001"), why)
-    (root / "step_00000005").mkdir()
-    (root / "step_00000005" / "checkpoint.json").write_text(json.dumps({"x": "<script>"}))
-    for name in ("<img src=x>", "step_<b>"):
-        os.mkdir(root / name)
+    lay(root, {"step_00000005/checkpoint.json": '{"x": "<script>"}', "<img src=x>/": None, "step_<b>/": None})
     run("ls", str(root), "--all", "--html", str(tmp_path / "page.html"))
     assert any("<script>alert(1)<!--" in text for text in read(tmp_path / "page.html").texts)
 

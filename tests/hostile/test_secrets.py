@@ -27,6 +27,7 @@ from ckptkit.offline.pictures.pages import inspect_page
 from ckptkit.redact import without_secrets
 from ckptkit.storage.open import open_store
 from tests.checkpoint import states
+from tests.formats.damages import lay
 from tests.hostile import sources
 
 HUSH = "S3CRET"
@@ -255,8 +256,7 @@ COMMANDS = list(_commands("", Path()))
 
 def _run(arguments: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> Any:
     """Run a command, and search its output, log and files for the secret."""
-    (folder / "src").mkdir(exist_ok=True)
-    (folder / "src" / "model.safetensors").write_bytes(sources.safetensors({"a": [1]}))
+    lay(folder, {"src/model.safetensors": sources.safetensors({"a": [1]})})
     result = CliRunner().invoke(cli, arguments)
     _clean(result.output, result.stderr, caplog.text)
     local = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -11,6 +11,7 @@ import pytest
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.keymaps.builtin import builtin_map
 from ckptkit.keymaps.file import parse_key_map
+from ckptkit.keymaps.keymap import NameMap
 from tests.catalog.materialize import materialize
 from tests.keymaps.test_builtin import targets_of
 
@@ -64,13 +65,14 @@ def test_every_operation_can_be_written_in_json():
     assert dict(mapped.dropped) == {"x.inv_freq": "recomputed"}
 
 
+def parse(*rules: object, **more: object) -> NameMap:
+    return parse_key_map(json.dumps({"rules": rules, **more}), file="m.json")
+
+
 @toml
 def test_sizes_of_null_mean_equal_parts_in_a_split_and_its_inverse():
     rule = {"op": "split", "from": "qkv", "to": ["q", "k"]}
-    null, equal = (
-        parse_key_map(json.dumps({"name": "m", "rules": [{**rule, **sizes}]}), file="m.json")
-        for sizes in ({"sizes": None}, {"sizes": "equal"})
-    )
+    null, equal = (parse({**rule, "sizes": sizes}, name="m") for sizes in (None, "equal"))
     assert null == equal and null.inverse() == equal.inverse()
 
 
@@ -111,10 +113,8 @@ def test_broken_toml_is_refused_with_its_line():
 )
 def test_each_error_in_a_file_names_the_rule_and_the_key(rule, said):
     with pytest.raises(UsageError) as caught:
-        parse_key_map(json.dumps({"rules": [{"op": "drop", "from": "z"}, rule]}), file="m.json")
-    assert "m.json" in str(caught.value)
-    assert "rule 2" in str(caught.value)
-    assert said in str(caught.value)
+        parse({"op": "drop", "from": "z"}, rule)
+    assert all(part in str(caught.value) for part in ("m.json", "rule 2", said))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_file_without_a_key_map_is_refused(text):
 
 def test_rest_must_be_keep_drop_or_refuse():
     with pytest.raises(UsageError, match="rest = 'maybe'"):
-        parse_key_map('{"rules": [{"op": "drop", "from": "a"}], "rest": "maybe"}', file="m.json")
+        parse({"op": "drop", "from": "a"}, rest="maybe")
 
 
 @toml
@@ -141,33 +141,26 @@ def test_toml_that_would_exhaust_its_parser_is_refused(text):
 @pytest.mark.parametrize("op", [[], {}, None, 1, "x" * 10**6], ids=lambda op: type(op).__name__)
 def test_the_error_for_an_invalid_operation_is_short(op):
     with pytest.raises(UsageError, match="rule 1") as caught:
-        parse_key_map(json.dumps({"rules": [{"op": op, "from": "a"}]}), file="m.json")
+        parse({"op": op, "from": "a"})
     assert len(str(caught.value)) < 1000
 
 
-def test_rules_that_repeatedly_double_a_name_are_refused():
-    doubling = [{"op": "rename", "from": "{x:*}", "to": "{x}{x}"}] * 40
-    key_map = parse_key_map(json.dumps({"rules": doubling}), file="m.json")
-    with pytest.raises(UsageError, match="65536 are allowed"):
-        key_map.apply(targets_of({"ab": np.zeros(2)}))
-
-
-def test_an_empty_tensor_is_not_split_into_billions_of_rows():
-    key_map = parse_key_map('{"rules": [{"op": "unstack", "from": "a", "to": "a.{i}"}]}', file="m.json")
-    with pytest.raises(CkptkitError, match="65536 are allowed"):
-        key_map.apply(targets_of({"a": np.empty((2**40, 0))}))
+@pytest.mark.parametrize(("rules", "name", "shape", "error"), [
+    ([{"op": "rename", "from": "{x:*}", "to": "{x}{x}"}] * 40, "ab", (2,), UsageError),
+    ([{"op": "unstack", "from": "a", "to": "a.{i}"}], "a", (2**40, 0), CkptkitError),
+], ids=["a name is doubled repeatedly", "an empty tensor has billions of rows"])  # fmt: skip
+def test_rules_with_exponential_results_are_refused(rules, name, shape, error):
+    with pytest.raises(error, match="65536 are allowed"):
+        parse(*rules).apply(targets_of({name: np.empty(shape)}))
 
 
 @pytest.mark.parametrize("index", ["²", "٣", "9" * 5000, "-1"])
 def test_an_index_that_is_not_a_plain_number_does_not_match(index):
-    key_map = parse_key_map(
-        '{"rules": [{"op": "stack", "match": "a\\\\.(?P<i>.*)", "to": "a", "index": "i"}]}', file="m.json"
-    )
+    key_map = parse({"op": "stack", "match": "a\\.(?P<i>.*)", "to": "a", "index": "i"})
     assert list(key_map.apply(targets_of({f"a.{index}": np.zeros(2)})).targets) == [f"a.{index}"]
 
 
 @pytest.mark.parametrize("sizes", [[-1, 5], ["²", 4], [0, "9" * 4999]])
 def test_invalid_sizes_are_refused(sizes):
-    rule = {"op": "split", "from": "a", "to": ["b", "c"], "sizes": sizes}
     with pytest.raises(CkptkitError):
-        parse_key_map(json.dumps({"rules": [rule]}), file="m.json").apply(targets_of({"a": np.zeros(4)}))
+        parse({"op": "split", "from": "a", "to": ["b", "c"], "sizes": sizes}).apply(targets_of({"a": np.zeros(4)}))

@@ -21,6 +21,7 @@ from ckptkit.formats.own.manifest import Manifest
 from ckptkit.formats.own.reader import open_catalog, open_manifest
 from ckptkit.formats.own.record import CommitRecord, FileRecord
 from ckptkit.storage.local import LocalStore
+from tests.checkpoint import states
 from tests.formats.own.test_manifest import catalog
 from tests.offline.folders import flip
 
@@ -87,31 +88,31 @@ def test_a_directory_without_a_record_is_not_a_checkpoint(tmp_path):
         open_catalog(LocalStore(tmp_path))
 
 
+def saved_step(root: Path, kind: str, *without: str) -> Path:
+    """Save a step that then loses these files."""
+    states.save(root, TrainState(model=nn.Linear(2, 2)), state_dict_type=kind)
+    for name in without:
+        (root / "step_00000001" / name).unlink()
+    return root / "step_00000001"
+
+
 @pytest.mark.parametrize("kind", list(StateDictType))
 def test_a_step_that_lost_its_record_is_not_read_as_something_else(tmp_path, kind):
-    model = nn.Linear(2, 2)
-    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
-        manager.save(1, TrainState(model=model))
-    (tmp_path / "step_00000001" / "checkpoint.json").unlink()
+    step = saved_step(tmp_path, kind, "checkpoint.json")
     expected = r"has a manifest but no checkpoint\.json: it is an incomplete copy"
     for read in (
         open_checkpoint,
         ckptkit.inspect,
-        lambda url: CheckpointManager(url).load(TrainState(model=model), url),
+        lambda url: CheckpointManager(url).load(TrainState(model=nn.Linear(2, 2)), url),
     ):
-        for url in (tmp_path, tmp_path / "step_00000001"):
+        for url in (tmp_path, step):
             with pytest.raises(IncompleteCheckpointError, match=expected):
                 read(str(url))
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
 def test_files_of_a_step_without_record_and_manifest_are_read_with_a_warning(tmp_path, kind, caplog):
-    model = nn.Linear(2, 2)
-    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
-        manager.save(1, TrainState(model=model))
-    step = tmp_path / "step_00000001"
-    for name in ("checkpoint.json", "manifest.safetensors", "objects.json"):
-        (step / name).unlink()
+    step = saved_step(tmp_path, kind, "checkpoint.json", "manifest.safetensors", "objects.json")
     assert "that this copy is complete" in ckptkit.verify(str(step)).doubt
     assert any("commit record and the manifest" in note for note in ckptkit.inspect(str(step)).notes)
     with caplog.at_level("WARNING"):

@@ -6,17 +6,19 @@ import io
 import pickle
 import struct
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.pickles.legacy import is_tar, read_legacy, read_tar
 from ckptkit.formats.pickles.objects import read_tensor
 from ckptkit.storage.local import LocalStore
+from tests.hostile.sources import saved
 
 
 def test_every_tensor_of_a_legacy_file_is_bit_exact(zoo):
@@ -29,36 +31,28 @@ def test_every_tensor_of_a_legacy_file_is_bit_exact(zoo):
     assert value["lm_head.weight"].storage is value["model.embed_tokens.weight"].storage
 
 
-@pytest.fixture
-def legacy(tmp_path):
-    import torch
-
-    torch.save({"w": torch.arange(6.0), "n": 3}, tmp_path / "x.bin", _use_new_zipfile_serialization=False)
-    return tmp_path / "x.bin"
+def _big_endian(raw: bytes) -> bytes:
+    front, key, rest = raw.partition(b"little_endian")
+    return front + key + rest.replace(b"\x88", b"\x89", 1)
 
 
-@pytest.mark.parametrize("cut", [1, 8, 24, 40, 300])
-def test_a_truncated_legacy_file_is_refused(legacy, cut):
-    legacy.write_bytes(legacy.read_bytes()[:-cut])
-    with pytest.raises(CorruptCheckpointError, match=r"x\.bin: "):
-        read_legacy(LocalStore(legacy.parent), "x.bin")
+LEGACY: dict[str, tuple[Callable[[bytes], bytes], type[Exception], str]] = {
+    **{f"{cut} bytes are missing": (lambda raw, cut=cut: raw[:-cut], CorruptCheckpointError, r"x\.bin: ")
+       for cut in (1, 8, 24, 40, 300)},
+    "a size that contradicts the pickle": (
+        lambda raw: raw[:-32] + raw[-32:-24].replace(struct.pack("<q", 6), struct.pack("<q", 1 << 40)) + raw[-24:],
+        CorruptCheckpointError, "does not have the size recorded"),
+    "big-endian": (_big_endian, UnsupportedFormatError, "big-endian"),
+}  # fmt: skip
 
 
-def test_a_storage_whose_size_contradicts_the_pickle_is_refused(legacy):
-    raw = legacy.read_bytes()
-    assert raw[-32:-24] == struct.pack("<q", 6)
-    legacy.write_bytes(raw[:-32] + struct.pack("<q", 1 << 40) + raw[-24:])
-    with pytest.raises(CorruptCheckpointError, match="does not have the size recorded"):
-        read_legacy(LocalStore(legacy.parent), "x.bin")
-
-
-def test_a_big_endian_legacy_file_is_refused(legacy):
-    raw = legacy.read_bytes()
-    at = raw.index(b"little_endian")
-    true = raw.index(b"\x88", at)
-    legacy.write_bytes(raw[:true] + b"\x89" + raw[true + 1 :])
-    with pytest.raises(UnsupportedFormatError, match="big-endian"):
-        read_legacy(LocalStore(legacy.parent), "x.bin")
+@pytest.mark.parametrize("fault", LEGACY)
+def test_a_damaged_or_big_endian_legacy_file_is_refused(tmp_path, fault):
+    change, error, text = LEGACY[fault]
+    raw = saved({"w": torch.arange(6.0), "n": 3}, _use_new_zipfile_serialization=False)
+    (tmp_path / "x.bin").write_bytes(change(raw))
+    with pytest.raises(error, match=text):
+        read_legacy(LocalStore(tmp_path), "x.bin")
 
 
 def tar_of(members: Mapping[str, bytes], fields: Mapping[str, Mapping[str, Any]] | None = None) -> bytes:
@@ -116,21 +110,20 @@ def test_a_tar_file_is_read(tmp_path):
 
 
 def test_torch_reads_the_same_tar(tmp_path):
-    import torch
-
     (tmp_path / "x.pt").write_bytes(tar_of(old_tar()))
     assert torch.load(tmp_path / "x.pt", weights_only=False)["w"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize("name", ["../escape", "/etc/passwd", "extra"])
-def test_a_tar_with_other_members_is_refused(tmp_path, name):
-    (tmp_path / "x.pt").write_bytes(tar_of({**old_tar(), name: b"x"}))
-    with pytest.raises(CorruptCheckpointError, match="does not belong in the tar"):
-        read_tar(LocalStore(tmp_path), "x.pt")
+TARS = {
+    **{f"a member {name}": (tar_of({**old_tar(), name: b"x"}), "does not belong in the tar")
+       for name in ("../escape", "/etc/passwd", "extra")},
+    **{f"only {keep} bytes": (tar_of(old_tar())[:keep], r"x\.pt: ") for keep in (600, 1800, 3000)},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("keep", [600, 1800, 3000])
-def test_a_truncated_tar_is_refused(tmp_path, keep):
-    (tmp_path / "x.pt").write_bytes(tar_of(old_tar())[:keep])
-    with pytest.raises(CorruptCheckpointError, match=r"x\.pt: "):
+@pytest.mark.parametrize("fault", TARS)
+def test_a_truncated_tar_or_one_with_other_members_is_refused(tmp_path, fault):
+    data, text = TARS[fault]
+    (tmp_path / "x.pt").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=text):
         read_tar(LocalStore(tmp_path), "x.pt")
