@@ -269,3 +269,38 @@ def test_a_flipped_bit_in_a_value_is_found_before_the_commit(tmp_path: Path) -> 
     flip(file, file.read_bytes().index(b"a" * 100) + 50)
     said = r"'name': member .* does not match its CRC-32"
     refused(CorruptCheckpointError, said, reshard, source, tmp_path / "made", world_size=1)
+
+
+@pytest.mark.parametrize("widths", [(3, 4, 2), (3, 3, 3)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_numbered_optimizer_keeps_its_state_if_order_and_shapes_prove_the_names(
+    tmp_path: Path, widths: tuple[int, int, int], frozen: bool
+) -> None:
+    """With a frozen layer, layers of equal shapes cannot be told apart."""
+    proved = not (frozen and widths == (3, 3, 3))
+
+    def job() -> TrainState:
+        layers = torch.nn.Linear(*widths[:2]), torch.nn.Linear(*widths[1:]), torch.nn.BatchNorm1d(widths[2])
+        model = torch.nn.Sequential(*layers)
+        trained = list(model[frozen:].parameters())
+        groups = [
+            {"params": [p for p in trained if (p.ndim > 1) is decay], "weight_decay": 0.1 * decay}
+            for decay in (True, False)
+        ]
+        return TrainState(model=model, optimizer=torch.optim.AdamW(groups, lr=0.25))
+
+    saved, live = job(), job()
+    saved.model(torch.randn(5, 3)).sum().backward()
+    saved.optimizer.step()
+    optimizer = saved.optimizer.state_dict()
+    optimizer["state"][0] = {**optimizer["state"][0], "step": 1}  # older versions of torch count in plain numbers
+    content = {"state_dict": saved.model.state_dict(), "optimizer_states": [optimizer], "step": 3}
+    torch.save(content, tmp_path / "a.ckpt")
+    report = reshard(str(tmp_path / "a.ckpt"), str(tmp_path / "run" / "step_00000003"), world_size=2)
+    said = "matched to the model's by order and shape" if proved else "do not prove which is which"
+    assert any(said in note for note in report.notes)
+    load(tmp_path / "run", live, optimizer="restore" if proved else "skip")
+    assert_same(live.model.state_dict(), saved.model.state_dict())
+    for mine, theirs in zip(live.model.parameters(), saved.model.parameters(), strict=True):
+        if proved and theirs in saved.optimizer.state:
+            assert_same(live.optimizer.state[mine], saved.optimizer.state[theirs])

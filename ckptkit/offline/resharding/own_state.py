@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -34,6 +34,8 @@ from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_obj
 from ckptkit.formats.pickles.zip import Archive, memory_store
 from ckptkit.formats.sources import read_box
 from ckptkit.formats.trainers.merge import model_of
+from ckptkit.formats.trainers.optimizer_files import is_state_dicts, names_by_key
+from ckptkit.formats.trainers.param_order import Param, assign
 from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 from ckptkit.units import counted
@@ -50,13 +52,20 @@ _MAX_STEP = 2**63  # maximum step count, because a hostile checkpoint may contai
 _RANDOM = re.compile(r"(random_states?|rng_states?|rng)(_\d+)?")
 _SCHEDULER = re.compile(r"(lr_)?schedulers?(_states?)?(_\d+)?")
 _GROUPS = "param_groups"
+_BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")  # buffers, some with the shape of a weight
 
 
 class _NoTree(Exception):
     """The value has a type that `objects.json` cannot represent."""
 
 
-def _add_trees(found: OwnState, store: Store, catalog: Catalog, sections: Mapping[str, str]) -> None:
+def _add_trees(
+    found: OwnState,
+    store: Store,
+    catalog: Catalog,
+    sections: Mapping[str, str],
+    numbers: Mapping[str, Mapping[Any, str]],
+) -> None:
     """Add the trees for a source that ckptkit did not write. Reads its objects without running their code.
 
     Args:
@@ -78,14 +87,15 @@ def _add_trees(found: OwnState, store: Store, catalog: Catalog, sections: Mappin
         if entry.role is not Role.OPTIMIZER:
             continue
         del values[name]
-        taken = _take_group(groups, name, entry.key, value) or _take_state(found, name, entry, value, sections)
+        taken = _take_group(groups, name, entry.key, value)
+        taken = taken or _take_state(found, name, entry, value, sections, numbers)
         if not taken and value != {}:  # an optimizer without momentum has an empty state
             found.leftovers.append((name, "torch optimizers have no such entry"))
     for name, tensor in catalog.tensors.items():
         if _is_setting(tensor):
             data = bytes(read_box(store, tensor, Box.whole(tensor.shape)))
             _take_group(groups, name, tensor.key, TensorValue(tensor.dtype, tensor.shape, data))
-    _add_groups(found, groups, sections, catalog)
+    _add_groups(found, groups, sections, catalog, numbers)
     _add_rest(found, _nested(values))
 
 
@@ -122,7 +132,14 @@ def _is_setting(entry: TensorEntry) -> bool:
     return entry.role is Role.OPTIMIZER and not entry.state and f".{_GROUPS}" in f".{entry.name}"
 
 
-def _take_state(found: OwnState, name: str, entry: ObjectEntry, value: Any, sections: Mapping[str, str]) -> bool:
+def _take_state(
+    found: OwnState,
+    name: str,
+    entry: ObjectEntry,
+    value: Any,
+    sections: Mapping[str, str],
+    numbers: Mapping[str, Mapping[Any, str]],
+) -> bool:
     """Store the object and return True if it is optimizer state but not a tensor; otherwise return False.
 
     A step count becomes a tensor later. Other values are stored unchanged.
@@ -136,6 +153,8 @@ def _take_state(found: OwnState, name: str, entry: ObjectEntry, value: Any, sect
         if len(place[1]) > 1:
             return False  # a part of a list or a dict
         fqn, state = place[0], str(place[1][0])
+        if fqn.isdecimal():
+            fqn = numbers.get(name[:at], {}).get(int(fqn), fqn)
     section = sections.get(name[:at], "optimizer")
     if state == "step" and type(value) in (int, float) and abs(value) < _MAX_STEP:
         found.steps[section, fqn] = float(value)
@@ -154,7 +173,13 @@ def _optimizer(found: OwnState, section: str) -> dict[str, Any]:
     return tree
 
 
-def _add_groups(found: OwnState, groups: _Groups, sections: Mapping[str, str], catalog: Catalog) -> None:
+def _add_groups(
+    found: OwnState,
+    groups: _Groups,
+    sections: Mapping[str, str],
+    catalog: Catalog,
+    numbers: Mapping[str, Mapping[Any, str]],
+) -> None:
     known = {entry.fqn for entry in catalog.tensors.values() if entry.fqn}
     stated = catalog.info.extra.get("module_prefix")
     module = stated if isinstance(stated, str) else ""
@@ -168,10 +193,17 @@ def _add_groups(found: OwnState, groups: _Groups, sections: Mapping[str, str], c
     for prefix, by_owner in groups.items():
         section = sections.get(prefix) or ("optimizer" if len(groups) == 1 else prefix.replace(".", "_"))
         listed = _joined({owner: with_lists(group) for owner, group in by_owner.items()})
-        front = model_of(prefix)
+        front, named = model_of(prefix), numbers.get(prefix, {})
+        for group in listed:
+            group["params"] = [named.get(p, p) for p in group["params"]]
         unknown = [p for group in listed for p in group["params"] if not isinstance(p, str) or fqn_of(p, front) is None]
         if unknown:
             reason = f"the model has no parameter {unknown[0]!r}"
+            if not isinstance(unknown[0], str):
+                reason = (
+                    "the optimizer numbers its parameters, and their shapes do not prove which is which. A job can "
+                    "load the source instead, because its optimizer shows the order"
+                )
             found.leftovers.append((f"{prefix}.{_GROUPS}", reason))
             continue
         tree = _optimizer(found, section)
@@ -453,6 +485,14 @@ def _key(name: str, role: Role, fqn: str, state: str) -> Key:
 
 def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
     found = OwnState()
+    numbers = _numbered(store, catalog)
+    if numbers:
+        tensors = dict(catalog.tensors)
+        for name, entry in catalog.tensors.items():
+            if (numbered := _number(entry)) is not None and numbered[0] in numbers:
+                tensors[name] = replace(entry, fqn=numbers[numbered[0]].get(numbered[1], ""))
+        catalog = Catalog(tensors, catalog.objects, catalog.info)
+        found.notes.append("the optimizer numbers its parameters; they were matched to the model's by order and shape")
     sections = _sections(catalog)
     masters = _weights_are_masters(catalog)
     used: dict[str, str] = {}
@@ -483,7 +523,7 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
             f"{counted(len(recipes), 'tensor', 'are')} of a tensor subclass ({kind}) and stored in parts, as ckptkit "
             "saves them: load them with CheckpointManager or DCPReader"
         )
-    _add_trees(found, store, catalog, sections)
+    _add_trees(found, store, catalog, sections, numbers)
     found.trees["step"] = step
     if recipes:
         found.trees[SUBCLASSES] = recipes
@@ -499,6 +539,46 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
         key = (section, "state", fqn, "step")
         found.tensors.append(OwnTensor(tensor, entry, Role.OPTIMIZER, fqn, "step", key))
     return found
+
+
+def _number(entry: TensorEntry) -> tuple[str, int] | None:
+    """Return the optimizer's key prefix and the number, for the state of a parameter that only has a number."""
+    place = state_place(entry.key) if entry.role is Role.OPTIMIZER and entry.state and not entry.fqn else None
+    return (_prefix(entry.name), int(place[0])) if place is not None and place[0].isdecimal() else None
+
+
+def _numbered(store: Store, catalog: Catalog) -> dict[str, dict[Any, str]]:
+    """Return the FQN of each parameter that an optimizer only numbers, by key prefix and number.
+
+    An optimizer is left out if the order and the shapes of the model's tensors do not prove the FQNs.
+    """
+    shapes: dict[str, dict[Any, set[tuple[int, ...]]]] = {}
+    for entry in catalog.tensors.values():
+        numbered = _number(entry)
+        if numbered is not None and entry.shape not in ((), (1,)):
+            shapes.setdefault(numbered[0], {}).setdefault(numbered[1], set()).add(entry.shape)
+    params = {  # by their place on disk, which tied weights share
+        (part.path, part.start, entry.fqn if not part.nbytes else ""): Param(entry.fqn, entry.shape)
+        for entry in reversed(catalog.by_role(Role.MODEL).values())
+        if entry.fqn.rpartition(".")[2] not in _BATCH_NORM
+        for part in ([entry.slices[0]] if len(entry.slices) else [])
+    }
+    found = {}
+    for prefix, known in shapes.items():
+        holder = catalog.objects.get(f"{prefix}.{_GROUPS}")
+        groups: Any = read_object(store, holder) if holder is not None else None
+        if not is_state_dicts([{"state": {}, _GROUPS: groups}]):
+            continue
+        wanted = [[_only(known.get(number)) for number in group["params"]] for group in groups]
+        assigned = assign([*reversed(params.values())], wanted, [group.get("weight_decay") == 0 for group in groups])
+        if assigned is not None:
+            found[prefix] = names_by_key(groups, assigned)
+    return found
+
+
+def _only(shapes: set[tuple[int, ...]] | None) -> tuple[int, ...] | None:
+    """Return the only shape; None if there is none; a shape that fits no parameter if there are several."""
+    return (next(iter(shapes)) if len(shapes) == 1 else (-1,)) if shapes else None
 
 
 def _sections(catalog: Catalog) -> dict[str, str]:
