@@ -116,8 +116,10 @@ class RoleTable:
 
     def _optimizer_at(self, path: Path) -> int | None:
         """Return the length of the path to the optimizer that contains the entry, or None if there is none."""
-        at = (i for i in range(len(path)) if path[:i] in self._optimizers)
-        return next((i for i in at if i > 0 or str(path[0]).partition(".")[0] in _PARTS), None)
+        for i in range(len(path)) if self._optimizers else ():
+            if path[:i] in self._optimizers and (i > 0 or str(path[0]).partition(".")[0] in _PARTS):
+                return i
+        return None
 
 
 def _optimizers(paths: Iterable[Path]) -> set[Path]:
@@ -128,9 +130,10 @@ def _optimizers(paths: Iterable[Path]) -> set[Path]:
     found: dict[str, set[Path]] = {"state": set(), PARAM_GROUPS: set()}
     for path in paths:
         for i, part in enumerate(path):
-            word = str(part).partition(".")[0]
-            if word in found:
-                found[word].add(path[:i])
+            if part in ("state", PARAM_GROUPS):
+                found[str(part)].add(path[:i])
+            elif isinstance(part, str) and part.startswith(("state.", "param_groups.")):
+                found[part.partition(".")[0]].add(path[:i])
     return found["state"] & found[PARAM_GROUPS]
 
 
