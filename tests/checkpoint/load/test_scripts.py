@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from ckptkit import TrainState
@@ -225,3 +228,23 @@ def test_optimizer_states_that_are_lists_or_dicts_of_tensors_are_restored(form, 
     load(TrainState(model=fresh, optimizer=resumed), str(source), tmp_path)
     for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
         assert states.bits(resumed.state[mine]) == states.bits(optimizer.state[theirs])
+
+
+def load_sharded(url: str, run: str) -> str:
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    state = TrainState(model=model, optimizer=Nested(model.parameters()))
+    try:
+        states.load(run, state, url)
+    except CheckpointMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_states_that_are_lists_of_tensors_are_refused_for_sharded_parameters(ranks, tmp_path):
+    model = nn.Linear(4, 4)
+    optimizer = Nested(model.parameters())
+    optimizer.step()
+    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "torch", tmp_path)
+    for answer in ranks.run(load_sharded, 2, str(tmp_path / "theirs"), str(tmp_path / "run")):
+        assert "the optimizer's state 'GG' of weight is a list or dict of tensors" in answer
