@@ -253,3 +253,9 @@ def test_an_optimizer_directory_beside_the_only_model_is_named_as_not_read(tmp_p
     files = {f"step_3/{name}/model.safetensors": HF, "step_3/optimizer/pytorch_optim-00001.bin": b"PK"}
     source = open_source(str(lay(tmp_path, files)))
     assert "not read: optimizer/." in " ".join((source.note, *source.catalog.info.notes))
+
+
+def test_the_step_in_rank_files_is_read_and_other_values_are_named(tmp_path):
+    saved = {"model": {"w": torch.ones(4)}, "global_step": 7, "scheduler": {"last_epoch": 7}, "epoch": 1}
+    info = open_source(str(lay(tmp_path, {f"ckpt_rank_{rank}.pt": saved for rank in range(2)}))).catalog.info
+    assert info.step == 7 and "not read: scheduler, epoch of ckpt_rank_*.pt." in info.notes

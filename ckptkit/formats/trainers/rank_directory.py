@@ -12,10 +12,12 @@ from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, is_tensor
 from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.formats.torch_save import STEPS
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.trainers.rank_files import join_model, read_ranks, recorded_ranks
 from ckptkit.storage import Store
+from ckptkit.units import first_few
 
 _RANK = re.compile(r"(.*(?:rank|shard|checkpoint|consolidated|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
 _KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # only in directories with torch_checkpointing's metadata.pkl
@@ -80,9 +82,13 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
             names += [groups[apart][rank] for rank in sorted(ranks)]
     unread = sorted({name for files in groups.values() for name in files.values()} - {*names})
     notes = [f"not read: {', '.join(unread[:4])}{', ...' * (len(unread) > 4)}."] if unread else []
+    beside = values[0] if models[0] is not values[0] and isinstance(values[0], dict) else {}
+    left = [str(key) for key in beside if key not in (*_MODEL_KEYS, *_OPTIMIZER_KEYS, *STEPS)]
+    notes += [f"not read: {first_few(left)} of {template.format(rank='*')}."] if left else []
     info = CatalogInfo(
         "rank-files",
         producer="torch.save",
+        step=next((step for name in STEPS if type(step := beside.get(name)) is int), None),
         world_size=max(len(values), recorded_ranks(models[0].values())),
         mesh=model.mesh,
         files={name: sizes[name] for name in names},
