@@ -76,7 +76,7 @@ class RecordTable:
 
 
 def recorded(slices: SliceArray) -> tuple[int, Int64, Int64, UInt64]:
-    """Return the digests of the slices and the byte ranges that the digests cover.
+    """Return the recorded digest of each slice, and the byte range that this digest covers.
 
     Returns:
         The algorithm (an index into `NAMES`, or -1 if there are no digests), the starts and the sizes of the ranges,

@@ -163,7 +163,10 @@ class _Node(dict[Any, Any]):
 
 
 def insert(tree: dict[Any, Any], path: Path, value: Any) -> None:
-    """Set the value at this path of a tree of dicts. Positions in lists are keys until `with_lists` makes the lists."""
+    """Set the value at this path of a tree of dicts.
+
+    A position in a list is stored as a dict key. `with_lists` later turns such dicts into lists.
+    """
     for part in path[:-1]:
         tree = tree.setdefault(part, _Node())
     tree[path[-1]] = value

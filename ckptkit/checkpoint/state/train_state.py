@@ -406,7 +406,9 @@ def _other_names(
 
 
 def _globalize(captured: Captured, state: TrainState, live: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Replace each tensor that the layout declares with a DTensor that presents it as a part of a global tensor.
+    """Replace tensors that the layout declares.
+
+    Each replacement is a DTensor that presents its tensor as a part of a global tensor.
 
     Runs after the lookups by identity, because the DTensors are new objects.
 
