@@ -56,15 +56,23 @@ class _Leaf:
     value: Any
 
 
-def _leaves(value: Any, path: Path, file: str, known: dict[int, bool]) -> Iterator[_Leaf]:
-    """Yield the leaves of a plain value, whose nesting and size `plain` has already limited."""
-    is_optimizer = isinstance(value, dict) and {"state", "param_groups"} <= value.keys()  # it may have no tensors
-    if is_tensor(value) or not isinstance(value, (dict, list, tuple)) or not (is_optimizer or has_tensor(value, known)):
+def _leaves(value: Any, path: Path, file: str, known: dict[int, bool], levels: int = 0) -> Iterator[_Leaf]:
+    """Yield the leaves of a plain value, whose nesting and size `plain` has already limited.
+
+    Args:
+        known: See `has_tensor`.
+        levels: How many levels of dicts are opened even if they contain no tensors.
+    """
+    # An optimizer may have no tensors, and a parameter's state may consist of numbers.
+    is_optimizer = isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
+    opened = is_optimizer or (levels > 0 and isinstance(value, dict) and value)
+    if is_tensor(value) or not isinstance(value, (dict, list, tuple)) or not (opened or has_tensor(value, known)):
         yield _Leaf(path, file, value)
         return
     items: Sequence[tuple[Any, Any]] = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
     for key, item in items:
-        yield from _leaves(item, (*path, key if type(key) in (str, int) else str(key)), file, known)
+        below = 2 * (key == "state") if is_optimizer else levels - 1
+        yield from _leaves(item, (*path, key if type(key) in (str, int) else str(key)), file, known, below)
 
 
 def has_tensor(value: Any, known: dict[int, bool]) -> bool:

@@ -248,3 +248,29 @@ def test_states_that_are_lists_of_tensors_are_refused_for_sharded_parameters(ran
     save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "torch", tmp_path)
     for answer in ranks.run(load_sharded, 2, str(tmp_path / "theirs"), str(tmp_path / "run")):
         assert "the optimizer's state 'GG' of weight is a list or dict of tensors" in answer
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts the steps of each parameter, and has tensors for none of them or only for the first."""
+
+    def __init__(self, params: Any, momentum: bool) -> None:
+        super().__init__(params, {"momentum": momentum})
+
+    def step(self, closure: Any = None) -> None:
+        first, *_ = parameters = self.param_groups[0]["params"]
+        for parameter in parameters:
+            self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+        if self.param_groups[0]["momentum"]:
+            self.state[first]["momentum"] = torch.ones_like(first)
+
+
+@pytest.mark.parametrize("momentum", [True, False])
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+def test_optimizer_states_without_tensors_are_restored(form, momentum, tmp_path):
+    theirs, mine = ((model, Counting(model.parameters(), momentum)) for model in (nn.Linear(3, 2), nn.Linear(3, 2)))
+    mine[1].step()
+    theirs[1].step()
+    theirs[1].step()
+    source = save(_whole(*theirs), form, tmp_path)
+    load(TrainState(model=mine[0], optimizer=mine[1]), str(source), tmp_path)
+    assert states.bits(mine[1].state_dict()) == states.bits(theirs[1].state_dict())
