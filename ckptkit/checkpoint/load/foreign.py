@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # transformers and accelerate store the optimizer, the scheduler and the random state next to an unsharded model.
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:bin|pt)")
 _MODEL = re.compile(r"(?:pytorch_)?model_(\d+)\.(?:safetensors|bin)")  # accelerate's further models
+_ACCELERATE = re.compile(r"random_states_\d+\.pkl")  # accelerate always writes these
 _OF_MODEL = re.compile(r"model_(\d+)\.(.+)")  # their parameters' names
 _RNG_FILE = re.compile(r"(?:random_states|rng_state|extra_state)(?:[._](\d+))?")
 _SCHEDULER_FILE = re.compile(r"scheduler(?:[._](\d+))?")
@@ -46,7 +47,8 @@ _SCALER = ("scale", "growth_factor", "backoff_factor")  # keys in the state of a
 _SPLIT = re.compile(r"(?:(?:lr_)?scheduler|(?:grad_|amp_)?scaler)s?(?:_states?|_state_dict)?")  # keys of these
 _NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _OWNER = re.compile(r"(.*?)\.?(?<![^.])(?:state|master|param_groups)(?:\.|$)")  # group 1: the optimizer's prefix
-_OPTIMIZER_WORD = re.compile(r"^opt(?:im(?:izer)?)?s?_?|_?opt(?:im(?:izer)?)?s?$")
+_KIND = r"(?:opt(?:im(?:izer)?)?|(?:lr_)?sched(?:uler)?|(?:grad_|amp_)?scaler)s?"
+_KIND_WORD = re.compile(rf"^{_KIND}_?|_?{_KIND}$")
 _BITSANDBYTES = "__bnb_optimizer_quant_state__"  # bitsandbytes' state_dict adds this level to its states
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
 _SAMPLES = 8
@@ -73,6 +75,8 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
     parts = [catalog]
     models = {int(match[1]): name for name in files if (match := _MODEL.fullmatch(name))}
     optimizers = {int(match[1] or 0): name for name in sorted(files) if (match := _OPTIMIZER.fullmatch(name))}
+    if not any(map(_ACCELERATE.fullmatch, files)):  # the numbers of other programs are steps or epochs
+        models, optimizers = {}, {index: name for index, name in optimizers.items() if not index}
     for index, name in sorted(models.items()):
         open_model = safetensors.open_file if name.endswith(".safetensors") else open_file
         parts.append(numbered(open_model(store, name), index))
@@ -88,42 +92,54 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
 # --- schedulers, random state and other objects
 
 
-def _schedulers(values: Mapping[str, Any]) -> list[Any]:
-    """Return the states of all saved schedulers, in the order in which they were saved."""
+def _schedulers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of all saved schedulers by key or number, in the order in which they were saved."""
     for holder in (values, values.get("meta")):  # Lightning stores them at the top level, or in meta.pt
         listed = holder.get("lr_schedulers") if isinstance(holder, Mapping) else None
         if isinstance(listed, (list, tuple)):
-            return [dict(item) for item in listed if isinstance(item, Mapping)]
+            return {str(i): dict(item) for i, item in enumerate(listed) if isinstance(item, Mapping)}
     files = {int(m[1] or 0): v for k, v in values.items() if (m := _SCHEDULER_FILE.fullmatch(k)) and v is not None}
     if files:  # transformers, accelerate, LightRFT
-        return [files[index] for index in sorted(files)]
+        return {str(index): files[index] for index in sorted(files)}
     for name in ("lr_scheduler", "extra_state.0"):
         value = values.get(name)
         if name == "extra_state.0" and isinstance(value, Mapping):  # verl
             value = value.get("lr_scheduler")
         if isinstance(value, Mapping):
-            return [dict(value)]
+            return {name: dict(value)}
     flat = {key.partition(".")[2]: value for key, value in values.items() if key.startswith("lr_scheduler.")}
-    return [flat] if flat else _with_keys(values, _SCHEDULER)  # torchtitan
+    return {"lr_scheduler": flat} if flat else _with_keys(values, _SCHEDULER)  # torchtitan
 
 
-def _by_order(values: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
-    """Return the states of schedulers and gradient scalers by key, if as many were saved as are live."""
+def _matched(values: Mapping[str, Any], state: TrainState, notes: list[str]) -> dict[str, Any]:
+    """Return the states of schedulers and gradient scalers by key, if as many were saved as are live.
+
+    Several are matched by name, or by order if the checkpoint numbers them; otherwise a note says that they are not.
+    """
     found: dict[str, Any] = {}
     for kind, saved in (("scheduler", _schedulers(values)), ("grad_scaler", _with_keys(values, _SCALER))):
-        live = [section(kind, name) for name in state.parts(kind)]
-        found |= dict(zip(live, saved, strict=True)) if len(live) == len(saved) else {}
+        live = list(state.parts(kind))
+        if len(live) != len(saved):
+            continue
+        named = _by_name(list(saved), live)
+        if not named and (len(live) == 1 or _are_in_order(saved)):
+            named = dict(zip(saved, live, strict=True))
+        if saved and not named:
+            notes.append(f"{', '.join(saved)}: not restored, because their names are not those of {', '.join(live)}.")
+        found |= {section(kind, name): saved[key] for key, name in named.items()}
     return found
 
 
-def _with_keys(values: Mapping[str, Any], keys: Collection[str]) -> list[Any]:
-    """Return the saved dicts with these keys, in order. Users choose the names under which Fabric and scripts save."""
+def _with_keys(values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """Return the saved dicts with these keys, by name. Users choose the names under which Fabric and scripts save."""
     for holder in (values, values.get("meta")):
-        items = holder.values() if isinstance(holder, Mapping) else ()
-        found = [dict(item) for item in items if isinstance(item, Mapping) and all(key in item for key in keys)]
+        items = holder.items() if isinstance(holder, Mapping) else ()
+        found = {
+            name: dict(item) for name, item in items if isinstance(item, Mapping) and all(key in item for key in keys)
+        }
         if found:
             return found
-    return []
+    return {}
 
 
 def _random_states(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +246,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         if own_merge(item):  # otherwise it is unknown which rank's state this is
             flattened[section("dataloader", name)] = f"{section('dataloader', name)}.0"
     _join_parts(values, tensors, catalog, store, flattened)
-    for key, value in (_by_order(values, state) | _random_states(values)).items():
+    for key, value in (_matched(values, state, notes) | _random_states(values)).items():
         objects[key] = encode(value, key, refs)
     for name, part in _flattened(list(flattened), values, tensors, store, catalog).items():
         objects[flattened[name]] = encode(part, flattened[name], refs)
@@ -288,6 +304,9 @@ def _join_parts(
     for key in keys.values():
         if len(key) > 1 and _SPLIT.fullmatch(str(key[0])):
             objects.setdefault(str(key[0]), [])
+    held: dict[str, list[str]] = {}
+    for name, key in keys.items():
+        held.setdefault(str(key[0]), []).append(name)
     for top, entries in objects.items():
         if top in without or sum(entry.nbytes for entry in entries) > _MAX_OBJECT_BYTES:
             continue
@@ -296,7 +315,7 @@ def _join_parts(
         except CkptkitError:
             continue
         parts: list[tuple[Path, Any]] = [((entry.key or (entry.name,)), read[entry.name]) for entry in entries]
-        parts += [(key, values.pop(name)) for name, key in keys.items() if key[0] == top]
+        parts += [(keys[name], values.pop(name)) for name in held.get(top, ())]
         tree: dict[Any, Any] = {}
         for path, value in parts:
             insert(tree, path, value)
@@ -458,12 +477,10 @@ def _sections(catalog: Catalog, live: Sequence[str], url: str) -> dict[str, str]
             f"{len(live)}. Pass as many optimizers, by name: TrainState(optimizer={{...}}). Or skip them: "
             'optimizer="skip".'
         )
-    named = {owner: [name for name in live if name in _words(owner)] for owner in owners}
-    if len(owners) > 1 and sorted(name for names in named.values() for name in names) == sorted(live):
-        return {owner: section("optimizer", names[0]) for owner, names in named.items()}
+    if len(owners) > 1 and (named := _by_name(owners, live)):
+        return {owner: section("optimizer", name) for owner, name in named.items()}
     numbered = any(not entry.fqn or entry.fqn.isdigit() for entry in entries if entry.state)
-    ends = [_OPTIMIZER_WORD.sub("", owner.rpartition(".")[2]) for owner in owners]
-    if len(owners) > 1 and numbered and not all(end == "" or end.isdigit() for end in ends):
+    if len(owners) > 1 and numbered and not _are_in_order(owners):
         raise CheckpointMismatchError(
             f"{url} contains the optimizers {', '.join(owners)}, and numbers their parameters. Give the training "
             f'state\'s optimizers ({", ".join(live)}) the same names, or skip them: optimizer="skip".'
@@ -471,10 +488,21 @@ def _sections(catalog: Catalog, live: Sequence[str], url: str) -> dict[str, str]
     return {owner: section("optimizer", name) for owner, name in zip(owners, live, strict=True)}
 
 
-def _words(owner: str) -> set[str]:
-    """Return the names that a key may give an optimizer: both "optimizers.gen" and "gen_optim" give "gen"."""
-    parts = owner.split(".")
-    return {*parts, *(_OPTIMIZER_WORD.sub("", part) for part in parts)} - {""}
+def _by_name(saved: Sequence[str], live: Sequence[str]) -> dict[str, str]:
+    """Map each saved object's key to the live object whose name it contains; {} unless there is one for each key.
+
+    Both "optimizers.gen" and "gen_optim" contain "gen".
+    """
+    words = {key: {*key.split("."), *(_KIND_WORD.sub("", part) for part in key.split("."))} for key in saved}
+    named = {key: [name for name in live if name in words[key]] for key in saved}
+    found = {key: names[0] for key, names in named.items() if len(names) == 1}
+    return found if sorted(found.values()) == sorted(live) and len(found) == len(saved) else {}
+
+
+def _are_in_order(keys: Iterable[str]) -> bool:
+    """Return whether the keys of saved objects are only numbers, such as "optimizers.0", so that their order counts."""
+    ends = [_KIND_WORD.sub("", key.rpartition(".")[2]) for key in keys]
+    return all(end == "" or end.isdigit() for end in ends)
 
 
 def _renamed(

@@ -401,6 +401,7 @@ def test_several_models_of_accelerate_are_matched_by_order(kind: str, tmp_path: 
         write(weights, folder / NAMES[kind][0][at])
         torch.save(saved.optimizer[name].state_dict(), folder / NAMES[kind][1][at])
         torch.save(saved.scheduler[name].state_dict(), folder / f"scheduler{'_1' * at}.bin")
+    torch.save({"step": 3}, folder / "random_states_0.pkl")
     report = states.load(tmp_path / "run", live, str(folder))
     assert any("matched by order" in note for note in report.notes)
     for name, model in saved.model.items():

@@ -274,3 +274,57 @@ def test_optimizer_states_without_tensors_are_restored(form, momentum, tmp_path)
     source = save(_whole(*theirs), form, tmp_path)
     load(TrainState(model=mine[0], optimizer=mine[1]), str(source), tmp_path)
     assert states.bits(mine[1].state_dict()) == states.bits(theirs[1].state_dict())
+
+
+def _with_schedulers(steps: dict[str, int]) -> TrainState:
+    state = _two(0.5)
+    state.scheduler = {name: LinearLR(optimizer, total_iters=9) for name, optimizer in state.optimizer.items()}
+    for name, count in steps.items():
+        for _ in range(count):
+            state.optimizer[name].step()
+            state.scheduler[name].step()
+    return state
+
+
+@pytest.mark.parametrize("live", [["gen", "dis"], ["dis", "gen"]])
+@pytest.mark.parametrize("key", ["{}_sched", "scheduler_{}", "{}"])
+def test_several_schedulers_are_matched_by_their_names(key, live, tmp_path):
+    theirs, mine = _with_schedulers({"dis": 2, "gen": 5}), _with_schedulers({})
+    mine.scheduler = {name: mine.scheduler[name] for name in live}
+    saved = {key.format(name): theirs.scheduler[name].state_dict() for name in ("dis", "gen")}
+    source = save({"model": theirs.model.state_dict(), **saved}, "torch", tmp_path)
+    load(mine, str(source), tmp_path, optimizer="skip")
+    assert {name: scheduler.last_epoch for name, scheduler in mine.scheduler.items()} == {"dis": 2, "gen": 5}
+
+
+def test_several_schedulers_of_unknown_names_are_left_and_named(tmp_path):
+    theirs, mine = _with_schedulers({"dis": 2, "gen": 5}), _with_schedulers({})
+    saved = {"muon": theirs.scheduler["gen"].state_dict(), "adamw": theirs.scheduler["dis"].state_dict()}
+    source = save({"model": theirs.model.state_dict(), **saved}, "torch", tmp_path)
+    report = load(mine, str(source), tmp_path, optimizer="skip")
+    assert all(scheduler.last_epoch == 0 for scheduler in mine.scheduler.values())
+    assert "muon, adamw: not restored, because their names are not those of gen, dis." in report.notes
+
+
+def test_an_optimizer_whose_key_contains_two_live_names_is_matched_by_order(tmp_path):
+    theirs, mine = _two(0.25), _two(0.5)
+    mine.optimizer = dict(zip(("optimizer", "gen"), mine.optimizer.values(), strict=True))
+    first, second = (optimizer.state_dict() for optimizer in theirs.optimizer.values())
+    saved = {"model": theirs.model.state_dict(), "gen": {"optimizer": first}, "optim2": second}
+    load(mine, str(save(saved, "torch", tmp_path)), tmp_path)
+    assert states.bits(mine.optimizer["optimizer"].state_dict()) == states.bits(first)
+
+
+def test_files_of_other_steps_beside_a_file_of_weights_are_not_read(tmp_path):
+    """Accelerate also writes model_1.bin and optimizer_1.bin, but beside random_states_0.pkl."""
+    models = {step: nn.Linear(3, 2) for step in (1, 2)}
+    for step, model in models.items():
+        torch.save(model.state_dict(), tmp_path / f"model_{step}.bin")
+    optimizer = torch.optim.AdamW(models[2].parameters())
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer_2.bin")
+    fresh = nn.Linear(3, 2)
+    state = TrainState(model=fresh, optimizer=torch.optim.AdamW(fresh.parameters()))
+    with pytest.raises(CheckpointMismatchError, match="the whole optimizer"):
+        load(state, str(tmp_path / "model_1.bin"), tmp_path)
+    load(state, str(tmp_path / "model_1.bin"), tmp_path, optimizer="skip")
+    assert torch.equal(fresh.weight, models[1].weight)
