@@ -273,15 +273,20 @@ def test_a_flipped_bit_in_a_value_is_found_before_the_commit(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("widths", [(3, 4, 2), (3, 3, 3)])
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
 def test_a_numbered_optimizer_keeps_its_state_if_order_and_shapes_prove_the_names(
-    tmp_path: Path, widths: tuple[int, int, int], frozen: bool
+    tmp_path: Path, widths: tuple[int, int, int], frozen: bool, tied: bool
 ) -> None:
-    """With a frozen layer, layers of equal shapes cannot be told apart."""
+    """With a frozen layer, layers of equal shapes cannot be told apart. The optimizer has a tied weight where it is
+    first."""
     proved = not (frozen and widths == (3, 3, 3))
 
     def job() -> TrainState:
         layers = torch.nn.Linear(*widths[:2]), torch.nn.Linear(*widths[1:]), torch.nn.BatchNorm1d(widths[2])
         model = torch.nn.Sequential(*layers)
+        if tied:
+            model.again = torch.nn.Identity()
+            model.again.weight = model[frozen].weight
         trained = list(model[frozen:].parameters())
         groups = [
             {"params": [p for p in trained if (p.ndim > 1) is decay], "weight_decay": 0.1 * decay}

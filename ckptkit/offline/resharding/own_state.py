@@ -557,12 +557,12 @@ def _numbered(store: Store, catalog: Catalog) -> dict[str, dict[Any, str]]:
         numbered = _number(entry)
         if numbered is not None and entry.shape not in ((), (1,)):
             shapes.setdefault(numbered[0], {}).setdefault(numbered[1], set()).add(entry.shape)
-    params = {  # by their place on disk, which tied weights share
-        (part.path, part.start, entry.fqn if not part.nbytes else ""): Param(entry.fqn, entry.shape)
-        for entry in reversed(catalog.by_role(Role.MODEL).values())
-        if entry.fqn.rpartition(".")[2] not in _BATCH_NORM
-        for part in ([entry.slices[0]] if len(entry.slices) else [])
-    }
+    params: dict[tuple[str, int, str], Param] = {}  # by their place on disk; of tied weights, only the first counts
+    for entry in catalog.by_role(Role.MODEL).values():
+        if entry.fqn.rpartition(".")[2] not in _BATCH_NORM and len(entry.slices):
+            part = entry.slices[0]
+            place = (part.path, part.start, entry.fqn if not part.nbytes else "")
+            params.setdefault(place, Param(entry.fqn, entry.shape))
     found = {}
     for prefix, known in shapes.items():
         holder = catalog.objects.get(f"{prefix}.{_GROUPS}")
@@ -570,7 +570,7 @@ def _numbered(store: Store, catalog: Catalog) -> dict[str, dict[Any, str]]:
         if not is_state_dicts([{"state": {}, _GROUPS: groups}]):
             continue
         wanted = [[_only(known.get(number)) for number in group["params"]] for group in groups]
-        assigned = assign([*reversed(params.values())], wanted, [group.get("weight_decay") == 0 for group in groups])
+        assigned = assign(list(params.values()), wanted, [group.get("weight_decay") == 0 for group in groups])
         if assigned is not None:
             found[prefix] = names_by_key(groups, assigned)
     return found
