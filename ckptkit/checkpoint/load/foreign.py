@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -307,13 +308,22 @@ def _join_parts(
     held: dict[str, list[str]] = {}
     for name, key in keys.items():
         held.setdefault(str(key[0]), []).append(name)
-    for top, entries in objects.items():
-        if top in without or sum(entry.nbytes for entry in entries) > _MAX_OBJECT_BYTES:
+    small = {
+        top: [entry.name for entry in entries]
+        for top, entries in objects.items()
+        if top not in without and sum(entry.nbytes for entry in entries) <= _MAX_OBJECT_BYTES
+    }
+    read: dict[str, torch.Tensor] = {}
+    try:
+        read = read_whole(catalog, store, [name for names in small.values() for name in names])
+    except CkptkitError:  # leave out those that cannot be read
+        for names in small.values():
+            with suppress(CkptkitError):
+                read |= read_whole(catalog, store, names)
+    for top, names in small.items():
+        if not all(name in read for name in names):
             continue
-        try:
-            read = read_whole(catalog, store, [entry.name for entry in entries]) if entries else {}
-        except CkptkitError:
-            continue
+        entries = objects[top]
         parts: list[tuple[Path, Any]] = [((entry.key or (entry.name,)), read[entry.name]) for entry in entries]
         parts += [(keys[name], values.pop(name)) for name in held.get(top, ())]
         tree: dict[Any, Any] = {}

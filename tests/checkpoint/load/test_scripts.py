@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from ckptkit import TrainState
 from ckptkit.errors import CheckpointMismatchError
+from ckptkit.formats.dcp import fill
 from ckptkit.offline.reshard import reshard
 from tests.checkpoint import states
 
@@ -328,3 +329,20 @@ def test_files_of_other_steps_beside_a_file_of_weights_are_not_read(tmp_path):
         load(state, str(tmp_path / "model_1.bin"), tmp_path)
     load(state, str(tmp_path / "model_1.bin"), tmp_path, optimizer="skip")
     assert torch.equal(fresh.weight, models[1].weight)
+
+
+def test_all_objects_with_tensors_are_read_at_once(tmp_path, monkeypatch):
+    """Each read is one request or more of an object store."""
+    calls, read_whole = [], fill.read_whole
+
+    def counted(catalog: Any, store: Any, names: Any) -> Any:
+        calls.append(names)
+        return read_whole(catalog, store, names)
+
+    monkeypatch.setattr(fill, "read_whole", counted)
+    model = nn.Linear(3, 2)
+    source = save({"model": model.state_dict(), "a": torch.ones(2), "b": {"c": torch.ones(2)}}, "torch", tmp_path)
+    state = TrainState(model=model, extra={"a": None, "b": None})
+    load(state, str(source), tmp_path)
+    assert calls == [["a", "b.c"]]
+    assert torch.equal(state.extra["b"]["c"], torch.ones(2))
