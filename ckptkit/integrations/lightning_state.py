@@ -300,8 +300,8 @@ class LightningCheckpoints:
 
     def close(self) -> None:
         """Release all resources."""
-        # Close in reverse order, so that the manager that loaded is closed after the others. It protects the checkpoint
-        # that the run was resumed from, which another manager's rotation could otherwise delete.
+        # Close in reverse order, so that the manager that loaded a checkpoint is closed last. Until then, that manager
+        # protects the checkpoint from the rotation of the other managers.
         for manager in reversed(self._managers.values()):
             manager.close()
         self._managers.clear()

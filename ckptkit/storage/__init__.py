@@ -1,4 +1,4 @@
-"""Reads and writes bytes at a URL. Nothing else imports fsspec."""
+"""Reads and writes bytes at a URL. No other package imports fsspec."""
 
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import BlobWriter, FileInfo, Store

@@ -33,7 +33,7 @@ class AzureApi(FsspecApi):
         return True
 
     def call(self, name: str, request: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
-        """Run one request with a blob's client and return its result. Raises FileExistsError or LostUploadError."""
+        """Run one request with a blob's client and return the result. Raises FileExistsError or LostUploadError."""
         from fsspec.asyn import sync
 
         container, path, _ = self.fs.split_path(name)
@@ -79,7 +79,7 @@ class AzureUpload:
         return ""
 
     def _is_ours(self) -> bool:
-        """Return whether a blob exists that consists of exactly our blocks."""
+        """Return whether the existing blob consists of exactly the blocks of this upload."""
         try:
             committed, _ = self._api.call(self._name, lambda blob: blob.get_block_list("committed"))
         except FileNotFoundError:

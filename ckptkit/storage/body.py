@@ -18,12 +18,12 @@ _PIECE = 512 << 10  # target size of the pieces that `read` returns, because eac
 
 
 class Content:
-    """The content of an object, or of one of its upload parts.
+    """The content of an object, or of one part of an upload.
 
     Attributes:
         pieces: The buffers, none of them empty.
         nbytes: Size of the whole content in bytes.
-        copied: How many bytes were copied for this request, which is its cost in memory.
+        copied: Number of bytes that were copied. All other bytes are used in place and need no additional memory.
     """
 
     __slots__ = ("_owners", "_stops", "copied", "nbytes", "pieces")
@@ -63,7 +63,7 @@ class Content:
 
 
 class Collected:
-    """Collects the pieces of one request. Each piece is either copied or lent (used in place)."""
+    """Collects the buffers of one request body. Each buffer is either copied or lent, that is, used in place."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -86,7 +86,7 @@ class Collected:
             self._filled, data = stop, data[count:]
 
     def lend(self, source: memoryview, start: int, stop: int, owner: object) -> None:
-        """Append source[start:stop] without copying it. The memory must not change until it has been sent."""
+        """Append source[start:stop] without copying it. The memory must not change until the request has been sent."""
         if self._append(source, start, stop):
             self._owners.append(owner)
 
@@ -100,7 +100,7 @@ class Collected:
         return True
 
     def content(self) -> Content:
-        """Return everything collected."""
+        """Return the collected buffers as one content."""
         pieces = [source[start:stop].toreadonly() for source, start, stop in self._pieces]
         return Content(pieces, copied=self.copied, owners=self._owners)
 
@@ -108,7 +108,8 @@ class Collected:
 def _block() -> memoryview:
     """Return a buffer whose memory goes back to the system when the buffer is freed.
 
-    With malloc, allocations from many threads would fragment its arenas: eight files would take twice their size.
+    With malloc, allocations from many threads would fragment the heap, and writing eight files would take twice as much
+    memory as the files contain.
     """
     private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     return memoryview(mmap.mmap(-1, _BLOCK, **private))
@@ -136,7 +137,7 @@ class Body(io.BytesIO):
         return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes: at least _PIECE / 2 if that many remain, even if fewer were requested."""
+        """Return the next bytes. Returns at least _PIECE / 2 bytes if so many remain, even if fewer were requested."""
         wanted = self.nbytes if size is None or size < 0 else max(size, _PIECE)
         found = self._content.between(self._at, min(self.nbytes, self._at + wanted))
         if found and len(found[0]) >= _PIECE // 2:

@@ -1,4 +1,4 @@
-"""Combines many small ranges of a file into a few reads and splits the results again."""
+"""Combines many small byte ranges of a file into a few reads, and cuts the requested ranges out of the results."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LITTLE = 24 << 20  # if the reads total at most this many bytes, requests may b
 _LEAST = 4 << 20  # lower bound for the size limit of these smaller requests
 
 Job = tuple[str, int, int, list[ReadInto]]
-"""One request: (path, start, stop, the reads that overlap it)."""
+"""One request: path, start, stop, and the reads that overlap this range."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One read of a file's bytes [start, stop). `members` are the indices of the ranges that it covers."""
+    """One read of a file's bytes [start, stop). `members` are the indices of the ranges in the span."""
 
     start: int
     stop: int
@@ -37,7 +37,8 @@ def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_span: int) 
     Args:
         ranges: Half-open byte ranges (start, stop), in any order; they may overlap.
         max_gap: Gaps up to this size are read and discarded.
-        max_span: Ranges are not joined into a span longer than this. A single longer range stays one span.
+        max_span: Maximum length, in bytes, of a span that combines several ranges. A single longer range stays one
+            span.
     """
     order = sorted(range(len(ranges)), key=lambda i: ranges[i])
     spans: list[Span] = []
@@ -58,9 +59,9 @@ def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_span: int) 
 
 
 class Scatter:
-    """Copies a file's bytes, starting at offset `start`, into the views of `reads` as the bytes arrive.
+    """Copies arriving bytes of a file into the views of `reads`. The first byte that arrives has the offset `start`.
 
-    A read may begin before the first byte that arrives, or end after the last one.
+    A read may begin before the first byte that arrives, or end after the last byte.
     """
 
     def __init__(self, reads: Sequence[ReadInto], start: int) -> None:
@@ -69,7 +70,7 @@ class Scatter:
         self._open: list[tuple[int, memoryview]] = []
 
     def __call__(self, at: int, piece: bytes | memoryview) -> None:
-        """Copy the bytes that have just arrived. `at` is their offset from `start`."""
+        """Copy a piece that has just arrived. `at` is the offset of the piece from `start`."""
         low = self._start + at
         high = low + len(piece)
         while self._waiting and self._waiting[-1].start < high:
@@ -89,8 +90,8 @@ def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
     """Split reads into requests: enough to keep the connections busy, but no more.
 
     Args:
-        large: Usual size limit of a request in bytes. If there is much to read, the limit grows to at most twice
-            this; if there is little, it shrinks.
+        large: Usual maximum size of a request in bytes. The maximum grows to at most `2 * large` if there is much to
+            read, and shrinks if there is little to read.
     """
     by_file: dict[str, list[ReadInto]] = {}
     for read in reads:
@@ -139,8 +140,8 @@ _Key = tuple[str, int]
 class BlockReader:
     """Serves small reads from cached blocks, so that one request answers many reads. Thread-safe.
 
-    The files must not change. Reads shorter than a quarter of a block come from blocks; longer reads go directly to the
-    store. The cache holds at most 64 MiB, so blocks are smaller if there are many files.
+    The files must not change. Reads shorter than a quarter of a block are served from blocks. Longer reads go directly
+    to the store. The cache holds at most 64 MiB, so blocks are smaller if there are many files.
     """
 
     def __init__(self, store: Store, files: int = 1) -> None:

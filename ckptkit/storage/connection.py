@@ -1,4 +1,4 @@
-"""Opens fsspec file systems, each with its threads, its memory budget and its cache of small files."""
+"""Opens fsspec file systems. Each file system has its own threads, memory budget and cache of small files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Known:
         self._held: dict[str, tuple[str, bytes]] = {}  # oldest first
 
     def get(self, name: str, tag: str) -> bytes | None:
-        """Return the content of `name` if it is cached with this tag."""
+        """Return the cached content of `name`, or None if no content with this tag is cached."""
         found = self._held.get(name)
         return found[1] if found is not None and tag and found[0] == tag else None
 
@@ -72,7 +72,10 @@ class Budget:
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> None:
-        """Wait until there is room for `nbytes` more. A request above the limit waits until nothing else is held."""
+        """Wait until `nbytes` fit within the limit, and reserve them.
+
+        A caller that asks for more than the limit waits until all other reservations are released.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: not nbytes or not self._held_bytes or self._held_bytes + nbytes <= self._most_bytes
@@ -80,21 +83,20 @@ class Budget:
             self._held_bytes += nbytes
 
     def release(self, nbytes: int) -> None:
-        """Give back `nbytes` that `acquire` took."""
+        """Release `nbytes` that `acquire` reserved."""
         with self._changed:
             self._held_bytes -= nbytes
             self._changed.notify_all()
 
 
 class Connection:
-    """A file system with its threads, shared by all stores with the same protocol and options. Unusable after a fork.
+    """A file system and its threads, shared by all stores with the same protocol and options. Unusable after a fork.
 
     Attributes:
         known: Caches small files that were recently read or written.
-        turns: Limits the number of concurrent ranged reads. Without this limit, the wait for a free HTTP connection
-            would count as silence of the server, and the read would time out.
-        conditional: Whether put-if-absent works, by bucket, once that is known (`learn`). A server may support it in
-            only some buckets.
+        turns: Limits the number of concurrent ranged reads. Without this limit, a read could wait so long for a free
+            HTTP connection that it would time out.
+        conditional: Maps a bucket to whether put-if-absent works there. A bucket is added once this is known (`learn`).
     """
 
     def __init__(self, protocol: str, options: Mapping[str, Any], opens: Opens) -> None:
@@ -115,10 +117,12 @@ class Connection:
 
     @classmethod
     def shared(cls, protocol: str, options: Mapping[str, Any], opens: Opens) -> Connection:
-        """Return this process's connection for these options and the current environment, or a new one.
+        """Return this process's connection for the given options and the current environment.
+
+        Creates the connection if it does not exist yet.
 
         Args:
-            opens: Opens the fsspec file system of a protocol with these options.
+            opens: Function that opens the fsspec file system, given the protocol and the options.
         """
         given = [(name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)]
         text = repr((os.getpid(), protocol, sorted(options.items(), key=lambda item: item[0]), sorted(given)))
@@ -174,9 +178,9 @@ class Connection:
             )
 
     def upload(self, function: Callable[[], T], nbytes: int) -> Future[T]:
-        """Run `function` in a thread once the budget has room for `nbytes`.
+        """Wait until `nbytes` fit into the memory budget, then run `function` in a thread.
 
-        The room is taken until `function` returns. `function` must not wait for other uploads.
+        The memory stays reserved until `function` returns. `function` must not wait for other uploads.
         """
         self._budget.acquire(nbytes)
         try:
@@ -188,7 +192,7 @@ class Connection:
         return future
 
     def each(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return `function(item)` for each item; calls run concurrently.
+        """Call `function` concurrently for each item and return the results in order.
 
         If any call fails, the first failure is raised once all calls have ended.
         """

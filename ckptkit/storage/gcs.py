@@ -46,7 +46,7 @@ class GcsApi(FsspecApi):
         return fs
 
     def info(self, name: str) -> Entry:
-        """Return the entry at `name`. Makes one request, or two if `name` is not an object; gcsfs makes three."""
+        """Return the entry at `name`. Makes one request, or two if `name` is not an object. gcsfs would make three."""
         bucket, key, _ = self.fs.split_path(name)
         with _denied():
             if key:
@@ -135,7 +135,9 @@ class GcsApi(FsspecApi):
 
 
 def _without_inner_retries(fs: Any, *, given: bool) -> None:
-    """Remove gcsfs's own retries, so that one call is one request. Does nothing if this gcsfs version has none.
+    """Turn off the retries inside gcsfs, so that one call is one request.
+
+    Does nothing if the installed version of gcsfs does not retry.
 
     Args:
         given: Whether the user has set a timeout.
@@ -154,7 +156,10 @@ def _without_inner_retries(fs: Any, *, given: bool) -> None:
 
 
 class GcsUpload:
-    """A resumable upload, whose parts are sent in order. A retry first asks how much of the part has arrived."""
+    """A resumable upload, whose parts are sent in order.
+
+    A retry first asks the server how much of the part has arrived.
+    """
 
     in_order = True
 
@@ -235,7 +240,7 @@ class GcsUpload:
         return self._api.upload(self._name)
 
     def _take_back(self) -> None:
-        """Delete the object if this upload published it, because its content is not what was sent."""
+        """Delete an object with wrong content, if this upload published the object."""
         if self._api.has_mark(self._name, self._mark):
             self._api.delete([self._name])
 
@@ -251,14 +256,14 @@ def _size(body: bytes) -> int:
 
 
 def _stop_of(answer: Any) -> int | None:
-    """Return how many bytes the server has, according to the Range header; None if there is no such header."""
+    """Return how many bytes the server has, according to the Range header; None if this header is missing."""
     kept = answer.get("Range")
     return int(kept.rpartition("-")[2]) + 1 if kept else None
 
 
 @contextlib.contextmanager
 def _denied() -> Iterator[None]:
-    """Turn 401 and 403 into PermissionError."""
+    """Raise PermissionError for the HTTP statuses 401 and 403."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
 """Records which steps of a command are finished, so that the same command can continue after an interruption.
 
-Each rank has an owner file next to the staging directory. The file's first line is JSON. The journal follows: a header
-line (plan, world size, rank), then one line per finished step. The file is never synced. It survives if the process is
-killed; work from before a reboot is never continued.
+Each rank has an owner file next to the staging directory. The first line of the file is JSON. The journal follows: a
+header line (plan, world size, rank), then one line per finished step. The file is never synced. Therefore the file
+survives if the process is killed, but work from before a reboot is never continued.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Section:
 
     Attributes:
         plan: Fingerprint of the source and of all bytes to write.
-        world_size, rank: Which share of the plan this is.
-        steps: The finished steps of this share.
-        void: Files whose steps do not count, because a later attempt started them over. In the section of a running
-            attempt: the files that this attempt starts over.
+        world_size, rank: The number of ranks, and the rank whose progress this is.
+        steps: The numbers of the rank's finished steps.
+        void: Files whose finished steps are ignored, because a later attempt writes these files again from the start.
+            In the section of the running attempt: the files that this attempt writes again from the start.
     """
 
     plan: str
@@ -55,7 +55,7 @@ class Journal:
     """One rank's journal in one attempt. Thread-safe."""
 
     def __init__(self, staging: str, *, world_size: int = 1, rank: int = 0) -> None:
-        """Set the paths. The owner file of `rank` must exist before `begin` opens it.
+        """Set the paths. The owner file of `rank` must exist before `begin` is called.
 
         Args:
             staging: Absolute path of the staging directory.
@@ -74,8 +74,9 @@ class Journal:
         """Begin this attempt's section.
 
         Args:
-            steps: Steps that are already finished.
-            anew: Files that this attempt starts over. Earlier records about them become void.
+            steps: The numbers of the steps that are already finished.
+            anew: Files that this attempt writes again from the start. Earlier records of steps in these files are
+                ignored.
         """
         section = Section(plan, self.world_size, self.rank, frozenset(steps), frozenset(anew))
         text = _text(section.lines())
@@ -86,7 +87,7 @@ class Journal:
             text = text[os.write(self._fd, text) :]
 
     def done(self, step: int) -> None:
-        """Record that a step is finished: its bytes are written and will not be written again."""
+        """Record that all bytes of a step are written. The step will not be repeated."""
         line = b"%d\n" % step
         with self._lock:
             written = os.write(self._fd, line)
@@ -106,9 +107,10 @@ class Journal:
             os.truncate(self._path, len(_read(self._path).partition(b"\n")[0]))
 
     def leave(self) -> None:
-        """Mark this process as dead although it may keep running, so that another writer can take over its steps.
+        """Mark this process as dead in its owner file, so that another writer can take over the finished steps.
 
-        Overwrites one byte in place, which can't recreate a deleted owner file.
+        The process may keep running. One byte is overwritten in place, because this cannot recreate a deleted owner
+        file.
         """
         self.close()
         with contextlib.suppress(FileNotFoundError):
@@ -139,7 +141,7 @@ def _text(lines: Iterable[str]) -> bytes:
 
 
 def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
-    """Return the sections of earlier attempts and of this attempt. Both lists are empty if this is not a journal."""
+    """Return the sections of earlier attempts and of this attempt. Both are empty if `content` is not a journal."""
     earlier: list[tuple[re.Match[str], set[int], set[str]]] = []  # head, steps, void
     found = earlier[:]
     try:
@@ -184,10 +186,10 @@ def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
 def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> Leftover | None:
     """Return the newest staging directory for `name` that can be continued; None if there is none.
 
-    It can be continued if it has finished steps and all its writers are dead.
+    A directory can be continued if at least one step is finished and all writers of the directory are dead.
 
     Args:
-        dead: Owner files whose writers, on other machines, are known to be dead (from `dead_owner_files`).
+        dead: Owner files of writers that other machines have found to be dead (with `dead_owner_files`).
     """
     found = []
     for left in _staging_directories(parent, name):
@@ -200,7 +202,7 @@ def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> L
 
 
 def dead_owner_files(parent: LocalStore, name: str) -> dict[str, str]:
-    """Return {owner file: staging directory} for dead writers of `name` that ran on this machine since it booted."""
+    """Return {owner file: staging directory} for dead writers of `name` that ran on this machine since the boot."""
     found = [
         (path, left.path) for left in _staging_directories(parent, name) for path in owner_files(parent, left.path)
     ]

@@ -1,7 +1,7 @@
 """Records which objects of a remote directory are finished, so that an interrupted command can continue.
 
-A record holds an object's size, a fingerprint of its content, and its tag in the store. An unchanged tag proves that
-the object is unchanged. On a store without tags, nothing is recorded.
+A record contains an object's size, a fingerprint of the content, and the store's tag for the object (ETag, generation).
+An unchanged tag proves that the object is unchanged. On a store without tags, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Finished:
 
     @classmethod
     def from_json(cls, body: Any) -> Finished | None:
-        """Return the record that `body` describes, or None if it is damaged. Never raises."""
+        """Return the record that `body` describes, or None if `body` is damaged. Never raises."""
         if not isinstance(body, Mapping):
             return None
         path, nbytes, tag, content, checked = (body.get(name) for name in cls.__slots__)
@@ -48,7 +48,7 @@ class Finished:
         return cls(path, nbytes, tag, content, checked is True)
 
     def is_there(self, found: FileInfo | None) -> bool:
-        """Return whether `found`, a listing's entry, is the recorded object."""
+        """Return whether `found` (an entry of a listing) is the recorded object, unchanged."""
         return found is not None and found.size == self.nbytes and bool(self.tag) and found.tag == self.tag
 
 
@@ -70,7 +70,7 @@ class Ledger:
         return nbytes >= WORTH
 
     def finished(self, path: str, nbytes: int, content: str, *, checked: bool) -> None:
-        """Record that an object is complete. If the record is lost, the object is written again."""
+        """Record that an object is complete. Without a record, a later attempt writes the object again."""
         try:
             found = self._store.info(path)
             if found is None or not found.tag or found.size != nbytes:
@@ -83,7 +83,7 @@ class Ledger:
             logger.warning("%s/%s is complete, but a later run will write it again: %s", self._store.url, path, error)
 
     def keep(self, path: str) -> None:
-        """Count an object in `earlier` as finished in this attempt, too."""
+        """Count an object that an earlier attempt finished as finished in this attempt."""
         self.done[path] = self.earlier[path]
 
     def drop(self, paths: Iterable[str]) -> None:
@@ -100,7 +100,7 @@ def _record_path(path: str) -> str:
 
 
 def read_ledger(store: Store, items: Mapping[str, FileInfo]) -> dict[str, Finished]:
-    """Return the records whose objects are unchanged, by path. `items` is a listing of `store`, by path."""
+    """Return the records of all unchanged objects, by path of the object. `items` is a listing of `store`, by path."""
 
     def read(path: str) -> Finished | None:
         try:

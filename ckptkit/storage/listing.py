@@ -12,8 +12,8 @@ from ckptkit.storage.store import FileInfo, ReadInto, Store, checked_path
 def snapshot(store: Store, below: str = "") -> Store:
     """Return a view of `store` that keeps showing everything under `below` as it is now.
 
-    Makes one request per thousand objects. Returns `store` itself if lookups are free, as on a file system, or if the
-    listing would take too many requests.
+    Makes one request per thousand objects. Returns `store` itself if lookups are free, as on a file system, or if too
+    many requests would be needed.
     """
     if not isinstance(store, RemoteStore) or isinstance(store, Snapshot):
         return store

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{12}\.part", re.DOTALL)
-"""The temporary name of a file that is being written, or whose writer was killed. Group 1 is the file's own name."""
+"""Matches the temporary name of a file that is being written, or whose writer was killed. Group 1 is the final name."""
 
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
@@ -50,7 +50,7 @@ _Reads = list[ReadInto]
 
 
 def start_writing(descriptor: int) -> None:
-    """Start writeback of a file without waiting, so that a later fsync is faster. Does nothing if unsupported."""
+    """Start to write a file's cached pages to disk, so that a later fsync is faster. Does nothing if unsupported."""
     begin = _libc("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if begin is not None:
         begin(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
@@ -58,7 +58,7 @@ def start_writing(descriptor: int) -> None:
 
 @functools.cache
 def _libc(name: str, *types: Any) -> Any:
-    """Return a function of the C library; None if the system lacks it."""
+    """Return a function of the C library, or None if the library does not have it."""
     with contextlib.suppress(OSError, AttributeError):
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
         function.argtypes = types
@@ -68,7 +68,7 @@ def _libc(name: str, *types: Any) -> Any:
 
 @contextlib.contextmanager
 def disk_errors(path: str) -> Iterator[None]:
-    """Translate system errors into a Store's errors, with the path in the message."""
+    """Translate system errors into the errors that `Store` documents. The message contains the path."""
     try:
         yield
     except _PASSED_ON:
@@ -87,7 +87,7 @@ def disk_errors(path: str) -> Iterator[None]:
 
 
 def _file_above(path: str) -> str:
-    """Return the file that stands where a directory on the way to `path` should be; "" if there is none."""
+    """Return the path above `path` at which there is a file instead of a directory; "" if there is no such file."""
     above = os.path.dirname(path)
     while above != os.path.dirname(above) and not os.path.lexists(above):
         above = os.path.dirname(above)
@@ -99,14 +99,15 @@ class LocalStore(Store):
 
     Symbolic links are followed only to targets under the root, or from a snapshot in a Hugging Face cache to the
     cache's blobs. Other links raise UnsafePathError. Nothing is written or deleted through a link that leads out of the
-    root. For a child store, the root is still that of the store that was opened first.
+    root. For a child store, this root is the root of the store that was opened first.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, top: str = "", must_exist: bool = False) -> None:
         """Open a directory, which need not exist.
 
         Args:
-            top: The root of the store that was opened first; no link may leave it. "" means `root`.
+            top: The directory that no symbolic link may leave: the root of the store that was opened first. "" means
+                `root`.
             must_exist: Whether a write fails if the directory does not exist; see `existing`.
         """
         self.url = os.path.abspath(os.path.expanduser(os.fspath(root)))
@@ -130,8 +131,8 @@ class LocalStore(Store):
     def existing(self) -> LocalStore:
         """Return a view of this store that writes only while its directory exists.
 
-        A write creates missing directories under the root, but not the root itself: after a lost mount, a new root
-        would be on a different disk. The write raises FileNotFoundError instead.
+        A write creates missing directories under the root, but not the root itself: if a mount was lost, a new root
+        would be on a different disk. Without the root, the write raises FileNotFoundError.
         """
         return LocalStore(self.url, top=self._top, must_exist=True)
 
@@ -166,10 +167,11 @@ class LocalStore(Store):
         return sorted(found, key=operator.attrgetter("path"))
 
     def _scan(self, folder: str, full: str) -> _Infos:
-        """Return what is in one directory; nothing if it does not exist.
+        """Return the entries of one directory, or [] if the directory does not exist.
 
-        Scans again if an entry was deleted meanwhile: its successor may have been created after the names were read.
-        Without this, a reader finds no checkpoint at all while another process saves one and deletes the one before it.
+        Scans again if an entry was deleted during the scan, because another entry may have been created after the names
+        were read. Without the second scan, a reader could find no checkpoint at all while another process saves a
+        checkpoint and deletes the previous checkpoint.
         """
         found: _Infos = []
         for _ in range(_MAX_SCANS):
@@ -186,7 +188,7 @@ class LocalStore(Store):
         return found
 
     def stat_file(self, path: str) -> os.stat_result:
-        """Return the stat result of a file. If it is a link that `read` would follow, stat its target."""
+        """Return the stat result of a file, or of the target if `path` is a link that `read` would follow."""
         full = self.path_of(path)
         with disk_errors(full):
             return os.stat(self._resolved(full))
@@ -281,10 +283,10 @@ class LocalStore(Store):
                     future.result()
 
     def _read_quick(self, jobs: _Jobs) -> int:
-        """Do short reads in this thread while they come from the page cache. Return how many were done.
+        """Do short reads in this thread as long as the data is in the page cache. Return the number of reads done.
 
-        With several threads they would take five times as long, because the threads wait for the GIL. Reads from a disk
-        are faster in threads.
+        For cached data, several threads would take five times as long, because they compete for the GIL. For data on a
+        disk, several threads are faster.
         """
         waits = 0
         for done, (fd, path, span, items) in enumerate(jobs):
@@ -316,7 +318,7 @@ class LocalStore(Store):
             )
 
     def _to_change(self, path: str) -> str:
-        """Return the absolute path of a file to write, rename or delete. Raises if its folder is outside the store."""
+        """Return the absolute path of a file to write, rename or delete. Raises if it is outside the store."""
         full = self.path_of(path)
         if full != self._top:
             self._check_inside(os.path.dirname(full))
@@ -327,7 +329,7 @@ class LocalStore(Store):
     def create(self, path: str, nbytes: int = 0) -> int:
         """Create a file exclusively and return a read-write descriptor. Creates missing directories.
 
-        Reserves `nbytes` if the file system can. The mode follows the umask.
+        Reserves `nbytes` of disk space if the file system supports that. The mode follows the umask.
         """
         full = self._to_change(path)
         with disk_errors(full):
@@ -386,7 +388,7 @@ class LocalStore(Store):
         self.write(path, data, sync=False)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file or a directory. Never replaces anything: raises FileExistsError."""
+        """Rename a file or a directory. Raises FileExistsError if `target` exists."""
         old, new = self._to_change(source), self._to_change(target)
         with disk_errors(new):
             _rename_noreplace(old, new)
@@ -394,7 +396,8 @@ class LocalStore(Store):
     def link(self, source: str, target: str) -> None:
         """Hard-link a file, or all files in a directory. Makes durable copies if the file system has no hard links.
 
-        The last component of both paths may be any name that the file system allows. Raises FileExistsError.
+        The last component of each path may be any name that the file system allows. Raises FileExistsError if `target`
+        exists.
         """
         old, new = self._entry(source), self._entry(target)
         with disk_errors(new):
@@ -411,7 +414,7 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenDirectory]:
-        """Yield an open directory. If a different directory gets its name later, that one is not touched."""
+        """Yield an open directory. If another directory takes this name later, the new directory is not touched."""
         full = self._to_change(path)
         with disk_errors(full):
             fd = os.open(full, _DIRECTORY)
@@ -447,7 +450,7 @@ class LocalStore(Store):
                 os.close(fd)
 
     def _make_parents(self, full: str) -> None:
-        """Create the missing directories above `full`. If they include the store's root, make the root durable."""
+        """Create the missing directories above `full`. If the store's root is among them, make the root durable."""
         parent = os.path.dirname(full)
         if not self._must_exist:
             created, place = [], self._top
@@ -495,7 +498,7 @@ class LocalStore(Store):
             shutil.rmtree(full)  # uses directory descriptors: never follows a symlink
 
     def remove_empty_directories(self) -> None:
-        """Remove all empty directories under this one. Then remove this one, if it is empty."""
+        """Remove all empty directories under this store's directory, then this directory itself if it is empty."""
         with disk_errors(self.url):
             for folder, _, _ in os.walk(self.url, topdown=False):  # symlinks are not followed
                 with contextlib.suppress(OSError):
@@ -503,9 +506,10 @@ class LocalStore(Store):
 
 
 def is_directory(store: Store) -> TypeIs[LocalStore]:
-    """Return whether `store` is a directory, at the path `store.url`, which can be renamed, locked, linked and opened.
+    """Return whether `store` is a directory in a file system, with the path `store.url`.
 
-    Any other store has keys instead of directory entries. A file appears under its key once it is complete.
+    A directory can be renamed, locked, linked and opened. Any other store has keys instead of directory entries, and a
+    file appears under its key once the file is complete.
     """
     return isinstance(store, LocalStore)
 
@@ -552,7 +556,7 @@ class OpenDirectory:
 
     @contextlib.contextmanager
     def _below(self, folder: str) -> Iterator[int | None]:
-        """Yield the descriptor of a directory under this one, or None if it does not exist or is a link."""
+        """Yield the descriptor of a subdirectory, or None if the subdirectory does not exist or is a link."""
         with contextlib.ExitStack() as stack:
             fd: int | None = self._fd
             for name in folder.split("/") if folder else ():
@@ -576,7 +580,7 @@ def _sync(fd: int) -> None:
 
 
 def _link(old: str, new: str) -> None:
-    """Hard-link `old`, or copy it if it can't be linked."""
+    """Hard-link `old` to `new`. Makes a copy if the file system refuses the link."""
     try:
         os.link(old, new, follow_symlinks=False)
         return

@@ -1,4 +1,4 @@
-"""Admits one writer at a time, by a lease on a run (renewed by a heartbeat) or by a system lock on a directory."""
+"""Allows only one writer at a time, with a lease on a run or with a system lock on a directory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _held_leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDiction
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The content of one lease file. A new owner adds a file with the next generation and never edits another file."""
+    """The content of one lease file. A new owner creates a file with the next generation and edits no other file."""
 
     generation: int
     nonce: str
@@ -99,32 +99,32 @@ class Lease:
 
     @property
     def path(self) -> str:
-        """The lease's file, relative to the root."""
+        """Path of the lease's file, relative to the root."""
         return self._state.path
 
     def is_surely_ours(self) -> bool:
-        """Return whether nobody can have taken the lease, because it was renewed less than TTL_S / 3 ago.
+        """Return whether no other job can have taken the lease, because it was renewed less than TTL_S / 3 ago.
 
-        Makes no request. Always False on a directory, and on a store without conditional writes, where two jobs can
-        take the lease at once.
+        Makes no request. Always returns False on a file system, and on a store without conditional writes, where two
+        jobs can take the lease at the same time.
         """
         root = self.root
         one_owner = root.asking_costs and root.has_conditional_writes is True
         return one_owner and not self._stop.is_set() and _now() - self._renewed < TTL_S / 3
 
     def make_sure(self) -> None:
-        """Call `check` unless the lease is surely ours."""
+        """Call `check`, unless `is_surely_ours` makes this unnecessary."""
         if not self.is_surely_ours():
             self.check()
 
     def try_conditional(self) -> None:
-        """Find out whether the store has conditional writes: try one on the lease's file."""
+        """Find out whether the store has conditional writes, by a conditional write to the lease's file."""
         with self._lock:
             if not self._stop.is_set():
                 self.root.try_conditional(self._state.path, self._state.to_json(self.root))
 
     def new_attempt(self) -> str:
-        """Return the id of a new save attempt. It is in the lease's file before the attempt writes anything."""
+        """Return the id of a new save attempt, after the id has been written to the lease's file."""
         if not self._spare:
             self._add_spare("")
         self._spare = False
@@ -134,7 +134,8 @@ class Lease:
         """Write the next attempt's id to the lease's file now, so that the next save need not wait. Never raises.
 
         Args:
-            committed: Whether the attempt was committed and left nothing behind. If so, its id is removed.
+            committed: Whether the attempt was committed and left no files to clean up. If so, the attempt's id is
+                removed.
         """
         try:
             with self._patience.entered():
@@ -151,13 +152,13 @@ class Lease:
                 self._spare = True
 
     def tidy(self) -> None:
-        """Delete files of earlier generations, and files that killed processes left half-written."""
+        """Delete lease files of earlier generations, and files that killed processes left half-written."""
         old, self._old = self._old, []
         with contextlib.suppress(OSError):
             self.root.delete(old)
 
     def check(self, *, view: Store | None = None) -> None:
-        """Raise SaveError if the lease is lost, because the root is gone or another job took over.
+        """Raise SaveError if the lease is lost: the root no longer exists, or another job took the lease.
 
         Args:
             view: A snapshot of the root that was taken just now.
@@ -184,9 +185,9 @@ class Lease:
         return "that job took the lease over, although this one renewed it. This job may no longer write."
 
     def _put_back(self) -> _State | None:
-        """Write the lease's file again if only this file was deleted and the root is still the same directory.
+        """Restore the lease's file if the file was deleted and the root is still the same directory.
 
-        Returns the newest lease, which may be another job's; None if nothing was written.
+        Returns the newest lease, which may belong to another job. Returns None if the file must not be restored.
         """
         with self._lock:
             if self._stop.is_set() or self._identity is None or _identity(self.root) != self._identity:
@@ -198,7 +199,7 @@ class Lease:
         return _newest(self.root)
 
     def renew(self) -> None:
-        """Write a heartbeat."""
+        """Renew the lease by writing a heartbeat to the lease's file."""
         with self._lock:
             if not self._stop.is_set():
                 self._state = replace(self._state, beat=self._state.beat + 1)
@@ -234,7 +235,7 @@ class Lease:
 
 
 def _identity(root: Store) -> tuple[int, int] | None:
-    """Return a directory's device and inode; None if it is gone or if `root` is an object store."""
+    """Return the root's device and inode. Returns None if the root does not exist or is on an object store."""
     if is_directory(root):
         with contextlib.suppress(OSError):
             found = os.stat(root.url)
@@ -259,12 +260,12 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event, seconds: float) 
 def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callable[[], Store] | None = None) -> Lease:
     """Take the lease of `root` and return it. Does not wait if the lease is free or its owner is known to be dead.
 
-    An owner on another machine is watched for up to `patience_s` (default 45 s). If it renews the lease in that time,
-    this call raises.
+    If the owner is on another machine, waits up to `patience_s` (default 45 s) for the owner to renew the lease. A
+    renewal shows that the owner is alive, and this call raises.
 
     Args:
-        look: Returns a new snapshot of `root`. If given, the caller must call `try_conditional` and `tidy` itself, at a
-            time that suits it.
+        look: Function that returns a new snapshot of `root`. A caller that passes `look` must call `try_conditional`
+            and `tidy` later.
 
     Raises:
         LeaseHeldError: The owner is alive; the message names it.
@@ -304,7 +305,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
 
 
 def check_state_directory(root: Store) -> None:
-    """Raise NotADirectoryError if a file is where the directory with the lease should be."""
+    """Raise NotADirectoryError if a file has the path of the directory for the lease."""
     found = root.info(STATE_DIRECTORY) if is_directory(root) else None
     if found is not None and found.kind == "file":
         raise NotADirectoryError(
@@ -315,10 +316,10 @@ def check_state_directory(root: Store) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """The save attempts in the lease's file: all that are not known to be committed, and the next one.
+    """The save attempts that the lease's file lists: attempts that may be uncommitted, and the next attempt.
 
     Attributes:
-        owner: The process that runs them; None if the lease was released.
+        owner: The process that runs the attempts; None if the lease was released.
     """
 
     ids: frozenset[str] = frozenset()
@@ -328,7 +329,8 @@ class Attempts:
 def open_attempts(root: Store) -> Attempts:
     """Return the save attempts recorded in `root`.
 
-    Returns none if `root` is or may be a copy of another directory, because those attempts belong to the original.
+    Returns no attempts if `root` is (or may be) a copy of another directory, because the recorded attempts belong to
+    the original directory.
     """
     newest = _newest(snapshot(root, STATE_DIRECTORY))
     if newest is None or newest.owner.copied is not False:
@@ -355,7 +357,7 @@ def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
 def _has_heartbeat(root: Store, state: _State, patience_s: float) -> bool:
     """Return whether an owner on another machine renews its lease within `patience_s`.
 
-    The lease's age is measured on the store's clock, the wait on a monotonic clock.
+    The age of the lease is measured with the store's clock. The wait is measured with a monotonic clock.
     """
     found = root.info(state.path)
     if found is not None and found.mtime:
@@ -375,7 +377,7 @@ def _has_heartbeat(root: Store, state: _State, patience_s: float) -> bool:
 
 
 def store_clock(root: Store) -> float:
-    """Return the time in seconds since the epoch: on the store's clock, or on ours if its files have no mtime."""
+    """Return the store's time in seconds since the epoch, or the local time if the store's files have no mtime."""
     for _ in range(3):
         path = f"{STATE_DIRECTORY}/clock-{new_nonce()}"
         root.write(path, b"?", sync=False)
@@ -423,15 +425,15 @@ _held_lock = threading.Lock()
 class HeldDirectory:
     """A locked directory. The lock ends with `release`, or when this object is garbage-collected.
 
-    If the same process locks the directory again, its earlier lock ends first. A save that failed on another rank may
-    have left that lock. Does nothing on file systems without locks.
+    If this process already holds a lock on the directory, that lock is released first: a save that failed on another
+    rank may have left the lock behind. Does nothing on file systems without locks.
     """
 
     def __init__(self, path: str) -> None:
         """Lock the directory, creating it if it does not exist.
 
         Raises:
-            LeaseHeldError: Another process is writing to it.
+            LeaseHeldError: Another process is writing to the directory.
         """
         os.makedirs(path, exist_ok=True)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -113,18 +113,18 @@ class RemoteStore(Store):
         return self._full("", root_allowed=True).partition("/")[0]
 
     def _server(self) -> str:
-        """Return the URL and its server, for messages."""
+        """Return the URL and the server's address, for messages."""
         endpoint = without_secrets(self._api.endpoint())
         return f"{self.url} (at {endpoint})" if endpoint else self.url
 
     def _call(self, path: str, function: Callable[[], T]) -> T:
-        """Call `function`, with retries, and return its result. Errors are translated into a Store's errors."""
+        """Call `function`, with retries, and return the result. Raises the errors that `Store` documents."""
         with self._errors(path):
             return call_with_retries(function, place=self._server())
 
     @contextlib.contextmanager
     def _errors(self, path: str) -> Iterator[None]:
-        """Translate errors into a Store's errors."""
+        """Translate the client's errors into the errors that `Store` documents."""
         started = time.monotonic()
         try:
             yield
@@ -162,7 +162,7 @@ class RemoteStore(Store):
         return [item for item in self._listed(found) if item.path != path]
 
     def list_at_once(self, path: str = "") -> _Infos | None:
-        """Return every file under `path`, sorted by path; None if that would take too many requests."""
+        """Return every file under `path`, sorted by path; None if this would take too many requests."""
         full = self._full(path, root_allowed=True)
         if not self._api.paged:
             return None
@@ -182,7 +182,7 @@ class RemoteStore(Store):
     def _pages(self, path: str, full: str, *, recursive: bool) -> Iterator[Entries]:
         """Yield a listing page by page.
 
-        Each page is retried on its own: if a long listing were retried as a whole, it might never succeed.
+        Each page is retried separately, because a retry of a whole long listing might never succeed.
         """
         after = ""
         while True:
@@ -224,12 +224,12 @@ class RemoteStore(Store):
         self._connection.each(lambda tried: self._read_again(*tried), again)
 
     def _get_once(self, jobs: Sequence[Job]) -> Sequence[Got]:
-        """Try all reads once, concurrently."""
+        """Make all reads concurrently, without retries."""
         ranges = [(self._full(path), start, stop, Scatter(items, start)) for path, start, stop, items in jobs]
         return self._api.get_ranges(ranges) if ranges else []
 
     def _read_again(self, job: Job, first: Got) -> None:
-        """Read a range, with retries. `first` is what the first try returned."""
+        """Read a range, with retries. `first` is the result of the first try."""
         path, start, stop, _ = job
         tried = [first]
 
@@ -267,7 +267,7 @@ class RemoteStore(Store):
                 raise
 
     def _confirmed(self, full: str, nbytes: int, tag: str) -> None:
-        """Do nothing. Called once the store has confirmed that an object is complete; subclasses may record this."""
+        """Do nothing. A subclass may record here that the store has confirmed an object as complete."""
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         full, body = self._full(path), bytes(data)
@@ -297,8 +297,8 @@ class RemoteStore(Store):
             return
         full, known = self._full(path), False
         try:
-            # Put the same content again, so that nothing changes even if the store accepts the put. Whatever the server
-            # claims to support, only a put to an existing object shows it.
+            # Put the same content again, so that nothing changes even if the store accepts the put. Only a put to an
+            # existing object shows whether the store really supports conditions.
             self._note(full, self._call(path, lambda: self._api.put(full, data, if_absent=True)), data)
         except FileExistsError:
             known = True
@@ -313,7 +313,7 @@ class RemoteStore(Store):
         return self._connection.conditional.get(self._bucket)
 
     def _knows_conditional(self) -> bool | None:
-        """Return whether the store has conditional writes; None if that must be tried. Makes no request."""
+        """Return whether the store has conditional writes; None if only a test can tell. Makes no request."""
         if self.has_conditional_writes is None and self._call("", self._api.is_conditional):
             self._connection.learn(self._bucket, conditional=True)
         return self.has_conditional_writes
@@ -402,8 +402,9 @@ def _plain(tag: str) -> str:
 
 
 def _without_secrets(error: BaseException) -> BaseException | None:
-    """Return `error` if it can be shown as the cause of our error; None if it or one of its causes contains a
-    secret.
+    """Return `error` if it may be shown as the cause of another error.
+
+    Returns None if the message of `error` or of one of its causes contains a secret.
     """
     text = "".join(traceback.format_exception(error))
     return error if without_secrets(text) == text else None

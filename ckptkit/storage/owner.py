@@ -1,4 +1,4 @@
-"""Identifies a writer by process and directory, so that another process can check whether it is still alive."""
+"""Identifies a writer by process and directory, so that another process can check whether the writer is alive."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class Owner:
     """A process on a particular machine.
 
     Attributes:
-        started: Start time of the process in clock ticks. It tells apart processes with the same pid.
-        machine: Boot id, pid namespace and machine id. They tell apart containers with the same host name, and one
+        started: Start time of the process in clock ticks. Distinguishes processes with the same pid.
+        machine: Boot id, pid namespace and machine id. Distinguishes containers with the same host name, and one
             machine before and after a reboot.
-        copied: Whether this directory is a copy of the one that the owner writes to; None if unknown.
+        copied: Whether the directory from which this record was read is a copy of the directory to which the owner
+            writes; None if unknown.
     """
 
     host: str
@@ -48,9 +49,9 @@ class Owner:
     def alive(self) -> bool | None:
         """Return whether the process is alive and writes to this directory; None if unknown.
 
-        This is unknown for a process on another machine, and for any process if the directory may be a copy. A process
-        from before this machine's last reboot is dead. If a machine has no id, as in most containers, an equal host
-        name does not prove that it is this machine.
+        Returns None if the process may be on another machine, or if the directory may be a copy. A process from before
+        the last reboot of this machine is dead. Most containers have no machine id. For a process in such a container,
+        a reboot cannot be distinguished from a different machine, so the result is None.
         """
         if self.machine != _machine():
             same = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()
@@ -61,12 +62,12 @@ class Owner:
 
 
 def this_process() -> Owner:
-    """Return this process as an owner."""
+    """Return the `Owner` that describes this process."""
     return Owner(_host(), os.getpid(), _start_of(os.getpid()) or "", _machine())
 
 
 def owner_json(store: Store, owner: Owner | None = None) -> dict[str, Any]:
-    """Return an owner (by default, this process) and the directory of `store` as JSON."""
+    """Return a JSON object that describes an owner (by default, this process) and the directory of `store`."""
     own = owner or this_process()
     place = _place(store)
     return {"host": own.host, "pid": own.pid, "started": own.started, "machine": own.machine, "place": place}
@@ -89,7 +90,7 @@ def owner_in(store: Store, body: Any) -> Owner | None:
 
 
 def _place(store: Store) -> list[Any] | None:
-    """Return what distinguishes a directory from a copy of it: path, device and inode, or bucket and key."""
+    """Return values that differ between a directory and its copies: path, device and inode, or bucket and key."""
     if not is_directory(store):
         return [store.url.partition("://")[2].strip("/")]
     try:

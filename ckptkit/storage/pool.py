@@ -1,6 +1,6 @@
 """Provides thread pools that accept work until the process ends.
 
-If no thread can be started, the caller does the work.
+If no thread can be started, the work is done in the caller's thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WorkerPool(ThreadPoolExecutor):
     """A pool that accepts work until the last thread of the process has ended.
 
     Python's own pools close when the main thread ends, even if another thread, such as a background save, still needs
-    them. Work runs in its caller's context (`contextvars`), as part of the same operation.
+    them. Each function runs in the context (`contextvars`) of the caller that submitted it.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -69,7 +69,7 @@ def start_or_do_without(thread: threading.Thread) -> None:
 
 
 def before_end(call: Callable[[], object]) -> None:
-    """Register `call` to run after the main thread has ended, while pools still work. Not called after a kill."""
+    """Register `call` to run after the main thread has ended, while pools still work. A kill skips the call."""
     if not _calls:
         # `atexit` is too late: its functions run after pools are closed and threads are joined.
         register: Any = getattr(threading, "_register_atexit", None)

@@ -1,4 +1,4 @@
-"""Writes under keys that have only one writer. Small files are sent in parallel, without first checking the keys."""
+"""Writes under keys that no other process uses: in parallel, and without checking whether the keys exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class AttemptStore(RemoteStore):
     """A save attempt's folder on an object store.
 
     `write` and `writer` return while a small file is still being sent. `settle` waits for all files and raises the
-    first failure. Until then, memory that was lent to a writer must not change. Every read calls `settle` first.
+    first failure. Before `settle` returns, memory that was lent to a writer must not change. Every read calls `settle`
+    first.
     """
 
     def __init__(self, store: RemoteStore) -> None:
@@ -33,7 +34,7 @@ class AttemptStore(RemoteStore):
         return child
 
     def settle(self) -> None:
-        """Wait for all writes. If one failed, every call raises the first failure."""
+        """Wait for all writes. If a write failed, this call and all later calls raise the first failure."""
         sending = list(self._sending)
         wait(sending)
         for future in sending:

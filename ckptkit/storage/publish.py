@@ -1,4 +1,4 @@
-"""Publishes directories atomically: writes next to the target, syncs, renames. Cleans up after dead writers."""
+"""Publishes directories atomically: writes next to the target, syncs, renames. Deletes what dead writers left."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = Fa
 def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Replaceable | None = None) -> None:
     """Delete a staging directory (or, after publication, what is left of it) and its owner files.
 
-    If it contains replaced content that `replaceable` refuses to delete, that content is renamed and kept.
+    After a replacement, the staging directory contains the old content. If `replaceable` raises for the old content,
+    the old content is renamed and kept.
     """
     path = staging_name(name, nonce)
     _keep_foreign(parent, path, replaceable)
@@ -67,9 +68,9 @@ def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Rep
 
 
 def _keep_foreign(parent: LocalStore, path: str, replaceable: Replaceable | None) -> None:
-    """Rename the content that a staging directory has replaced, if it must not be deleted.
+    """Rename the old content that a staging directory has replaced, if the old content must not be deleted.
 
-    Others may have added files to it before the swap.
+    Other programs may have added files to the old content before the swap.
     """
     leftover, writer = leftover_of(path), read_owner(parent, owner_path(path))
     if leftover is None or writer is None or not writer.old.startswith(path) or parent.info(writer.old) is None:
@@ -143,9 +144,9 @@ def _exchange(first: str, second: str) -> bool:
 
 
 def drop(parent: LocalStore, name: str) -> str | None:
-    """Move `name` to the trash in one durable step and return its new name; None if it does not exist.
+    """Rename `name` durably to a trash name and return the trash name; None if `name` does not exist.
 
-    If the process is killed, `name` is either complete or absent, never half deleted.
+    If the process is killed, `name` is either complete or absent, but never partly deleted.
     """
     leftover = leftover_of(name)
     target = trash_name(leftover.name if leftover else name, new_nonce())
@@ -160,9 +161,9 @@ def drop(parent: LocalStore, name: str) -> str | None:
 def clean_siblings(
     parent: LocalStore, name: str, *, keep: Leftover | None = None, replaceable: Replaceable | None = None
 ) -> None:
-    """Delete what dead writers of `name` left under `parent`, except `keep`.
+    """Delete all files and directories that dead writers of `name` left under `parent`, except `keep`.
 
-    If such a writer replaced content, the content is kept if `replaceable` raises for it.
+    If a dead writer had replaced old content and `replaceable` raises for the old content, the old content is kept.
     """
     for leftover in leftovers(parent, name):
         if (keep is not None and leftover.nonce == keep.nonce) or not is_abandoned(parent, leftover):
@@ -174,7 +175,7 @@ def clean_siblings(
 
 
 def _clean(parent: LocalStore, leftover: Leftover, replaceable: Replaceable | None) -> None:
-    """Publish a dead writer's staging directory if it is complete and its target is gone; otherwise delete it."""
+    """Publish a dead writer's staging directory if it is complete and the target is missing. Otherwise delete it."""
     if finish_replacement(parent, leftover):
         return
     _keep_foreign(parent, leftover.path, replaceable)
@@ -187,7 +188,7 @@ def _clean(parent: LocalStore, leftover: Leftover, replaceable: Replaceable | No
 
 
 def finish_replacement(parent: LocalStore, leftover: Leftover) -> bool:
-    """Publish a staging directory if its writer died after moving the target away. Return whether this was so."""
+    """Publish a staging directory if its writer died after moving the target away. Return whether it was published."""
     writer = read_owner(parent, owner_path(leftover.path)) if leftover.kind == "tmp" else None
     name = writer.replaces if writer is not None else ""
     if not name or "/" in name or staging_name(name, leftover.nonce) != leftover.path or parent.info(name) is not None:
@@ -221,15 +222,17 @@ def stage(
 
     Args:
         file: Publish only this file under `url`. Other files may exist next to it.
-        replaceable: Raises if the existing target may not be replaced. It is called again after the swap, and then
-            raises if the old content may not be deleted.
+        replaceable: Function that raises if the existing target may not be replaced. The function is called again after
+            the swap. If it raises then, the old content is not deleted.
         overwrite: Replace an existing target.
-        last: Names by which readers find the directory. On an object store they are written last.
-        resume: Continue a dead writer's work: the yielded store may already contain finished files. If this writer is
-            interrupted (Ctrl-C, a dead rank), its work is kept for the next writer. Has no effect on a single object.
-        dead: Owner files whose writers, on other machines, are known to be dead.
-        names: Every path that may be written, with its size (-1 if unknown). On an object store, these names tell a
-            dead writer's objects from other objects.
+        last: Names of the files by which readers recognize the directory. On an object store, these files are written
+            last.
+        resume: Continue a dead writer's work: the yielded store may already contain finished files. If this process is
+            interrupted (Ctrl-C, a dead rank), the finished files are kept for the next writer. Has no effect on a
+            single object.
+        dead: Owner files of writers that other machines have found to be dead.
+        names: Maps every path that may be written to the size in bytes (-1 if unknown). On an object store, these names
+            distinguish the objects of a dead writer from other objects.
 
     Raises:
         CheckpointExistsError: The target exists; nothing was written.
@@ -322,7 +325,7 @@ def check_target(parent: LocalStore, name: str, *, replaceable: Replaceable | No
 
 
 def check_writable(store: LocalStore) -> None:
-    """Raise if a directory is not writable. For a missing directory, raise if its parent is not writable.
+    """Raise if a directory is not writable. If the directory is missing, the nearest existing parent is checked.
 
     Writes nothing.
     """
@@ -336,10 +339,11 @@ def check_writable(store: LocalStore) -> None:
 
 
 def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
-    """Replace `name` without an atomic swap (NFS). For a moment `name` does not exist, but its content always does.
+    """Replace `name` with two renames, for file systems without an atomic swap (NFS).
 
-    If the process is killed in that moment, the next writer learns from the owner file that the staging directory is
-    complete, and publishes it (`finish_replacement`). After an error, the old content is moved back.
+    Between the renames, `name` does not exist. If the process is killed at this moment, the next writer learns from the
+    owner file that the staging directory is complete, and publishes that directory (`finish_replacement`). After an
+    error, the old content is moved back.
     """
     staging, old_nonce = staging_name(name, nonce), new_nonce()
     old = staging_name(name, old_nonce)
@@ -363,13 +367,13 @@ def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
 
 
 def _state(parent: LocalStore, name: str, nonce: str, *, replaces: str = "", old: str = "") -> None:
-    """Rewrite the owner file of a staging directory; see `Writer`."""
+    """Rewrite the owner file of a staging directory. `Writer` describes the arguments."""
     body = json.dumps({"nonce": nonce, "whole": replaces, "old": old, **owner_json(parent)})
     Path(parent.path_of(owner_path(staging_name(name, nonce)))).write_text(body)
 
 
 def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", overwrite: bool) -> None:
-    """Publish a synced staging directory, or the `file` in it. Content that it replaces gets the staging name."""
+    """Publish a synced staging directory, or only its `file`. Replaced content gets the staging name."""
     staging, found = staging_name(name, nonce), parent.info(name)
     if found is not None and found.kind == "directory":
         with contextlib.suppress(OSError):  # removes an empty directory; any other stays

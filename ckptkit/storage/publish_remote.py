@@ -1,11 +1,12 @@
-"""Publishes a directory on an object store, which can't rename: the names that readers look for are written last.
+"""Publishes a directory on an object store, which can't rename: the files that readers look for are written last.
 
-A writer owns the whole directory until it is done. It creates its owner file with a create-only put. If the owner is
-dead, the next writer takes over: it writes an owner file with the next number, aborts the dead writer's uploads, and
-keeps the objects that were finished. All puts are create-only, so a dead writer's late put can only fill a free name.
-All objects are checked before the names that readers look for are written.
+A writer owns the whole directory until the writer is done. Its owner file is created with a create-only put. If the
+owner is dead, the next writer takes over: it writes an owner file with the next number, aborts the dead writer's
+uploads, and keeps the objects that were finished. All puts are create-only, so a late put of a dead writer cannot
+replace an object. All objects are checked before the files that readers look for are written.
 
-To replace a finished directory, the new one is staged in a folder under it and then copied over it.
+To replace a finished directory, the new content is staged in a folder inside that directory and then copied over the
+old content.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ def stage_remote(
     names: Mapping[str, int] | None = None,
     resume: bool = False,
 ) -> Iterator[Store]:
-    """Yield a store that writes to `target` or, to replace `target`, to a folder under it.
+    """Yield a store that writes to `target`, or to a folder under `target` if `target` is to be replaced.
 
     Files named in `last` are held back until the block has succeeded.
 
     Args:
-        names: Every path that may be written, with its size (-1 if unknown). None allows any path.
+        names: Maps every path that may be written to the size in bytes (-1 if unknown). None allows any path.
         resume: See `stage`. The yielded store has a `ledger`.
     """
     replaces = replaceable if replaceable is not None and _is_finished(target) else None
@@ -72,7 +73,7 @@ def stage_remote(
             place.check_copies()
     except BaseException as error:
         with contextlib.suppress(OSError):
-            # A put that failed here may still take effect on the server. Then it publishes these objects, so don't
+            # A put that failed may still take effect on the server later. That would publish these objects, so don't
             # delete them.
             left = staged.may_appear and place.leave(always=True)
             if not left and not (resume and is_interruption(error) and place.leave()):
@@ -102,8 +103,8 @@ def _is_finished(target: RemoteStore) -> bool:
 def _copy_over(target: RemoteStore, place: _Place, last: frozenset[str], old: Sequence[str]) -> list[str]:
     """Replace the objects `old` in `target` with the staged objects. Return the staged objects' paths.
 
-    The names that readers look for are deleted first and copied last, so readers never find a mixed checkpoint. If the
-    process is killed, the new content is still complete in the staging folder, and the same command continues.
+    The files that readers look for are deleted first and copied last, so readers never find a mixed checkpoint. If the
+    process is killed, the staging folder still contains all of the new content, and the same command continues.
     """
     try:
         paths = [path for path in place.look() if not _OWNER.fullmatch(path) and not path.startswith(f"{FOLDER}/")]
@@ -142,9 +143,10 @@ def _taken(url: str) -> str:
 
 @contextlib.contextmanager
 def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | None) -> Iterator[Store]:
-    """Yield a store in which to write the single object `name`. First aborts a dead writer's uploads of it.
+    """Yield a store in which to write the single object `name`.
 
-    An existing object remains until the block succeeds. Then a single copy request replaces it.
+    First aborts unfinished uploads of this object by a dead writer. An existing object remains until the block
+    succeeds. Then a single copy request replaces the object.
 
     Raises:
         CheckpointExistsError: The object may not be replaced, or another process is (or may be) writing it.
@@ -180,7 +182,7 @@ def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | N
 
 
 def _end_uploads(target: RemoteStore, names: frozenset[str] | None) -> None:
-    """Abort a dead writer's uploads of the objects `names`, or of all objects if it is None.
+    """Abort a dead writer's uploads of the objects `names`, or of all objects if `names` is None.
 
     Unfinished uploads cost money and could still be completed.
     """
@@ -206,7 +208,7 @@ class _Previous:
 
 
 class _Place:
-    """A directory on an object store, which one process at a time owns."""
+    """A directory on an object store. Only one process owns the directory at a time."""
 
     def __init__(self, target: RemoteStore, last: frozenset[str], names: Mapping[str, int] | None) -> None:
         self.store = target
@@ -219,7 +221,7 @@ class _Place:
         """Make this process the directory's owner. Return the objects that a dead writer finished, by path.
 
         Args:
-            private: Whether only ckptkit commands write there.
+            private: Whether only ckptkit commands write to the directory.
 
         Raises:
             CheckpointExistsError: The directory has a different owner or is not empty.
@@ -258,9 +260,9 @@ class _Place:
         return {item.path: item for item in self.store.list(recursive=True)}
 
     def _take_over(self, items: Mapping[str, FileInfo], previous: _Previous, *, resume: bool) -> dict[str, Finished]:
-        """Keep the objects that a dead writer finished, and delete the rest of its objects.
+        """Keep the objects that a dead writer finished, and delete the dead writer's other objects.
 
-        If the names that it wrote are unknown, delete all other objects.
+        If it is unknown which objects the dead writer wrote, all other objects are deleted.
         """
         if previous.writer is not None:
             _end_uploads(self.store, previous.names)
@@ -319,7 +321,7 @@ class _Place:
         """Write this process's owner file with a create-only put, so that only one of several contenders wins.
 
         Args:
-            found: Existing paths that will be deleted. They are listed in the file for the next writer.
+            found: Existing paths that will be deleted. The owner file lists these paths for the next writer.
         """
         self._own = f".ckptkit-owner-{number}.json" if number else OWNER_NAME
         text = json.dumps({"nonce": new_nonce(), "leased": False, **owner_json(self.store)})
@@ -340,10 +342,10 @@ class _Place:
             self.store.delete([probe])
 
     def check(self, finished: Ledger) -> None:
-        """Check that the existing objects are the ones that were written.
+        """Check that the existing objects are the objects that were written.
 
         Raises:
-            StorageError: Another process writes here, or an object was replaced.
+            StorageError: Another process writes to the directory, or an object was replaced.
         """
         items = self.look()
         wanted = {path: n for path, n in (self._names or {}).items() if n >= 0 and path not in self._last}
@@ -357,7 +359,7 @@ class _Place:
             raise StorageError(f"{self.store.url} was changed while it was written: {what}. Nothing was published.")
 
     def _is_unchanged(self, record: Finished) -> bool:
-        """Return whether an object is unchanged although its tag in the listing differs from the recorded one.
+        """Return whether an object is unchanged although the listed tag differs from the recorded tag.
 
         Some gateways return different tags in headers and in listings, or a new tag for every request.
         """
@@ -367,10 +369,10 @@ class _Place:
         return record.is_there(looks[1]) or (looks[0].tag != looks[1].tag and looks[1].size == record.nbytes)
 
     def leave(self, *, always: bool = False) -> bool:
-        """Mark this process as dead although it may keep running, so that another writer can take over its objects.
+        """Mark this process as dead in its owner file, so that another writer can take over the finished objects.
 
-        Returns False, and does nothing, if another process has taken over or if no object is recorded as finished. With
-        `always`, finished objects are not required.
+        The process may keep running. Returns False, and does nothing, if another process has taken over. Does the same
+        if no object is recorded as finished, unless `always` is set.
         """
         if not (always or self.store.list(FOLDER)) or not self._is_ours():
             return False
@@ -397,7 +399,7 @@ class _Place:
 
 
 class _Staged(RemoteStore):
-    """A store that remembers what it wrote. Files named in `last` stay in memory until `put_last`."""
+    """A store that remembers which paths it wrote. Files named in `last` stay in memory until `put_last`."""
 
     def __init__(
         self, store: RemoteStore, last: frozenset[str], prefix: str = "", root: _Staged | None = None, *, ledger: Ledger

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Entry = Mapping[str, Any]
-"""One entry of a listing, as fsspec returns it: name, type, size, a time, a tag."""
+"""One entry of a listing, in fsspec's form: name, type, size, and perhaps a time and a tag."""
 
 Entries = list[Entry]  # inside these classes, `list` is a method
 
 Sink = Callable[[int, "bytes | memoryview"], None]
-"""Called with each piece of a range, as (offset in the range, piece)."""
+"""Function that receives each piece of a range. The arguments are the offset in the range and the piece."""
 
 Range = tuple[str, int, int, Sink]
-"""(name, start, stop, sink). The sink gets the bytes in order, as they arrive."""
+"""One ranged read: (name, start, stop, sink). The sink receives the bytes in order, as they arrive."""
 
 Got = tuple[int, int] | BaseException
 
@@ -97,16 +97,16 @@ class Upload(Protocol):
         """
 
     def anew(self) -> Upload:
-        """Start the same upload again after this one was lost."""
+        """Start a new upload of the same object, after the store has lost this upload."""
 
     def abort(self) -> None:
         """Discard the upload."""
 
 
 class FsspecApi:
-    """Makes requests through fsspec's generic interface. Subclasses override what they can do better.
+    """Makes requests through fsspec's generic interface. Subclasses call the client of a store directly.
 
-    Names are complete ("bucket/key"). Nothing is retried here: callers repeat the whole method.
+    Names are complete ("bucket/key"). No method retries: callers repeat the whole call.
     """
 
     read_bytes = PART_BYTES
@@ -192,7 +192,10 @@ class FsspecApi:
         return data[start:stop]
 
     def get_ranges(self, ranges: Sequence[Range]) -> list[Got]:
-        """Try all reads once, concurrently. Return for each (bytes read, size of the object or -1), or its error."""
+        """Make all reads concurrently, without retries.
+
+        Returns for each read (bytes read, size of the object or -1 if unknown), or the error.
+        """
 
         def get(item: Range) -> Got:
             name, start, stop, sink = item
@@ -228,7 +231,7 @@ class FsspecApi:
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        """Return whether an earlier try of the same put wrote the object that made this put fail.
+        """Return whether the object that made a put fail was written by an earlier try of the same put.
 
         Args:
             tries: How many tries were made, including the one that failed.
@@ -241,11 +244,11 @@ class FsspecApi:
         self.fs.cp_file(name, target)
 
     def upload(self, name: str) -> Upload:
-        """Begin an upload in parts. It is create-only if the store supports that."""
+        """Begin an upload in parts, which is create-only if the store supports that."""
         return _FileUpload(self.fs.open(name, "wb", autocommit=False, block_size=PART_BYTES))
 
     def delete(self, names: list[str], *, folder: str = "") -> None:
-        """Delete objects and remove them from `names`, so that the next try continues after a failure.
+        """Delete objects. Removes each deleted object from `names`, so that a retry continues with the rest.
 
         Ignores missing objects, and any failure to delete `folder`, which is one of `names`.
         """
@@ -279,7 +282,7 @@ class FsspecApi:
         raise StorageError(errno.ENOTSUP, f"{upload.name}: fsspec can't abort uploads here")
 
     def is_conditional(self) -> bool:
-        """Return whether put-if-absent is known to work. Otherwise the caller must try it."""
+        """Return whether put-if-absent is known to work. If not, the caller must test the store."""
         return False
 
 

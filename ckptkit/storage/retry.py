@@ -1,4 +1,4 @@
-"""Retries failed requests to a remote store: decides which and for how long, and writes the final message."""
+"""Retries failed requests to a remote store: decides which requests to retry and for how long, and words the error."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ WHOLE_S = 300.0  # for completing an upload: some stores assemble the object fir
 _LARGE_BODY = 1 << 20  # after receiving at least this many bytes, a server may wait for its disk before it responds
 
 silences: ContextVar[int] = ContextVar("ckptkit_silences", default=0)
-"""The number of tries of the current call that timed out. Each doubles the next timeout, up to four times the first.
+"""The number of tries of the current call that timed out. Each timeout doubles the next, up to four times the first.
 
 This is a context variable because fsspec runs requests in its own thread and copies the context there.
 """
 
 
 class SilenceError(OSError):
-    """A try timed out. Not a TimeoutError, because fsspec replaces those with an error that has no message."""
+    """A try timed out. Not a TimeoutError, because fsspec replaces a TimeoutError with an error that has no message."""
 
 
 async def patiently(
@@ -49,14 +49,15 @@ async def patiently(
     """Await `request` as long as it makes progress.
 
     Args:
-        least_s: Timeout of the first try, if not the usual one. Later tries wait up to four times as long.
+        least_s: Timeout of the first try. None means the usual timeout. Later tries wait up to four times as long.
         body: The body that is being transferred, if any. The request does not time out while `body.tell()` advances.
-            This is needed because HTTP clients have a timeout for the response, but none for an upload to a server that
-            stops reading.
-        given_s: The user's own timeout, which replaces all others.
+            This is needed because HTTP clients have a timeout for the response, but no timeout for an upload to a
+            server that stops reading.
+        given_s: The timeout that the user has set. Replaces all other timeouts.
 
     Raises:
-        SilenceError: Neither a response nor progress came in time. The server may still carry out the request.
+        SilenceError: There was neither a response nor progress within the timeout. The server may still carry out the
+            request.
     """
     import asyncio  # lazy: together with ssl it takes 40 ms, and commands on a local disk need neither
 
@@ -244,7 +245,7 @@ _TRANSIENT_NAMES = frozenset(
 def is_transient(error: BaseException) -> bool:
     """Return whether a retry may succeed (throttling, connection resets, timeouts, 5xx).
 
-    False for missing objects, denied access, existing names and malformed requests.
+    Returns False for missing objects, denied access, existing names and malformed requests.
     """
     if isinstance(error, _FINAL) or _is_redirect_loop(error):
         return False
@@ -259,16 +260,16 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Return whether a store stayed unreachable despite retries, so that nothing is known about its content."""
+    """Return whether a store stayed unreachable despite retries, so that its content is unknown."""
     cause = error.__cause__ if isinstance(error, StorageError) else None
     return cause is not None and is_transient(cause)
 
 
 def may_yet_happen(error: BaseException) -> bool:
-    """Return whether the store may have carried out a failed request, or may still do so.
+    """Return whether the store may have carried out a failed request, or may still carry it out.
 
-    Only a refusal by the store rules this out. A gateway that answers 5xx may have forwarded the request. An HTTP
-    client may have repeated it. After an interrupt the outcome is unknown.
+    Returns False only if the store refused the request. A gateway that answers 5xx may have forwarded the request, and
+    an HTTP client may have repeated the request. After an interrupt, the outcome is unknown.
     """
     if not isinstance(error, Exception):
         return True
@@ -284,7 +285,7 @@ def _is_silence(error: BaseException) -> bool:
 
 
 def http_status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error from gcsfs, aiohttp, botocore or huggingface_hub; None if it has none."""
+    """Return the HTTP status of an error from gcsfs, aiohttp, botocore or huggingface_hub; None if unknown."""
     for candidate in (getattr(error, "code", None), getattr(error, "status", None)):
         if isinstance(candidate, (int, str)) and str(candidate).isdigit():
             return int(candidate)
@@ -302,7 +303,7 @@ def error_code(error: BaseException) -> str:
 
 
 def timeout_s(default: float | None = None) -> float:
-    """Return for how many seconds a call is retried: CKPTKIT_STORAGE_TIMEOUT ("90s") or the default."""
+    """Return the number of seconds for which a call is retried: CKPTKIT_STORAGE_TIMEOUT ("90s") or the default."""
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
         return TIMEOUT_S if default is None else default
@@ -315,8 +316,8 @@ def timeout_s(default: float | None = None) -> float:
 class Patience:
     """Decides how long the storage calls of one operation (a save, a load, a command) are retried.
 
-    An operation's calls share one Patience, across all threads. Once one call has given up, all other calls, including
-    cleanup, give up soon. The next operation gets a new Patience.
+    All calls of an operation, in all threads, share one Patience. Once a call has given up, all other calls, including
+    the calls of the cleanup, give up soon. The next operation gets a new Patience.
 
     Args:
         limit_s: No call is retried later than this many seconds after its first try. Default `timeout_s()`.
@@ -346,7 +347,7 @@ class Patience:
         """Return how many seconds to wait before the next try, or None to give up.
 
         Args:
-            failures: How many tries of this call have failed. The last one failed with `error`.
+            failures: Number of tries of this call that have failed. The last try failed with `error`.
             waited_s: Seconds since this call's first try.
         """
         silent = _is_silence(error)
@@ -361,7 +362,7 @@ class Patience:
         return min(wait, left) if left > 0 else None
 
     def sleep(self, seconds: float) -> None:
-        """Wait before the next try. `hurry` cuts the wait short, even if it was called beforehand."""
+        """Wait before the next try. A call of `hurry`, before or during the wait, cuts the wait short."""
         if self._hurried.is_set():
             time.sleep(min(seconds, _HURRIED_WAIT_S))
         else:
@@ -389,14 +390,17 @@ _current: ContextVar[Patience | None] = ContextVar("ckptkit_patience", default=N
 
 @contextlib.contextmanager
 def patient() -> Iterator[Patience]:
-    """Make the calls inside the block one operation, or part of the enclosing operation. Works as a decorator too."""
+    """Make the calls inside the block part of the enclosing operation, or of a new operation if there is none.
+
+    Also works as a decorator.
+    """
     now = _current.get()
     with contextlib.nullcontext(now) if now is not None else Patience().entered() as patience:
         yield patience
 
 
 def hurry() -> None:
-    """Tell the current operation to stop waiting for the store, because it should end."""
+    """Tell the current operation to stop waiting for the store, because the operation should end."""
     patience = _current.get()
     if patience is not None:
         patience.hurry()

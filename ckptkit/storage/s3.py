@@ -37,9 +37,9 @@ _CHUNK = 1 << 20  # bytes of a response to read at a time
 
 
 class S3Api(FsspecApi):
-    """Makes S3 requests through s3fs, or directly with its client where s3fs would make more requests.
+    """Makes S3 requests through s3fs, or directly through the client of s3fs where s3fs would make more requests.
 
-    The session, the credentials and the translation of errors are always s3fs's.
+    The session, the credentials and the translation of errors always come from s3fs.
     """
 
     read_bytes = 36 << 20  # large, because the bytes need no buffer: they go to their destination as they arrive
@@ -85,7 +85,8 @@ class S3Api(FsspecApi):
         return answer
 
     def _prepare(self, client: Any) -> None:
-        """Make `client` send bodies without "Expect: 100-continue" and, over TLS, with no checksum but our CRC-32."""
+        """Make `client` send bodies without "Expect: 100-continue" and, over TLS, with only our CRC-32 as a checksum.
+        """
         if client is not self._prepared and hasattr(client, "meta"):
             from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
 
@@ -94,7 +95,7 @@ class S3Api(FsspecApi):
             self._prepared = client
 
     def _given_s(self) -> float | None:
-        """Return the read timeout set by the user; None if there is none."""
+        """Return the read timeout that the user has set; None if no timeout was set."""
         found = self.connection.options.get("config_kwargs", {}).get("read_timeout")
         return float(found) if found else None
 
@@ -166,7 +167,7 @@ class S3Api(FsspecApi):
             raise
 
     async def _fetch(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
-        """Pass a response to `sink` piece by piece, so that it is never in memory as a whole."""
+        """Pass a response to `sink` piece by piece, so that the whole response is never in memory."""
         bucket, key = self._split(name)
         where = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}"}
         answer, given_s = await self._ask("get_object", where), self._given_s()
@@ -189,7 +190,7 @@ class S3Api(FsspecApi):
     def condition(self, name: str) -> dict[str, Any]:
         """Return the argument that makes a put create-only.
 
-        It is {} for a server that has no create-only puts, because some such servers reject the header.
+        Returns {} for a server without create-only puts, because some of these servers reject the header.
         """
         return {} if self.connection.conditional.get(name.partition("/")[0]) is False else {"IfNoneMatch": "*"}
 
@@ -209,7 +210,7 @@ class S3Api(FsspecApi):
         return str(answer.get("ETag", ""))
 
     def _body(self, content: Content) -> dict[str, Any]:
-        """Return the arguments for sending `content`, with our CRC-32, so that the store refuses a damaged body.
+        """Return the arguments for sending `content`. The store checks the included CRC-32.
 
         If we passed no CRC-32, the client would compute a digest in the thread that all connections share.
         """
@@ -262,10 +263,10 @@ class S3Api(FsspecApi):
 
 
 def _leave_unsigned(settings: Mapping[str, Any]) -> None:
-    """Protect bodies that are sent to a server on this machine with a CRC-32 instead of a signature.
+    """Use a CRC-32 instead of a signature to protect bodies that are sent to a server on this machine.
 
-    Over plain HTTP, botocore also signs each body's SHA-256, to detect changes on the network; over TLS it does not.
-    `config_kwargs={"s3": {"payload_signing_enabled": True}}` turns the signature back on.
+    Over plain HTTP, botocore signs the SHA-256 of each body to detect changes on the network. Over TLS, bodies need no
+    signature. `config_kwargs={"s3": {"payload_signing_enabled": True}}` turns the signature back on.
     """
     given = settings["config_kwargs"]
     checksums = given.get("request_checksum_calculation", os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", ""))
@@ -283,7 +284,7 @@ def _is_here(host: str) -> bool:
 
 
 def _sign_by_crc(params: Any, context: Any, **_: Any) -> None:
-    """Tell botocore that the request has a CRC-32. Otherwise it signs the body's SHA-256 even over TLS."""
+    """Tell botocore that the request has a CRC-32. Without this, botocore signs the body's SHA-256 even over TLS."""
     name = "x-amz-checksum-crc32"
     if name in params["headers"] and not context.get("checksum", {}).get("request_algorithm"):
         algorithm = {"algorithm": "crc32", "in": "header", "name": name}
@@ -291,7 +292,7 @@ def _sign_by_crc(params: Any, context: Any, **_: Any) -> None:
 
 
 def _refuse_page(answer: Any, name: str, endpoint: str) -> None:
-    """Raise if the response is a web page from a portal or a proxy, which would look like success."""
+    """Raise if the response is a web page from a portal or a proxy, which would otherwise look like success."""
     headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}) if isinstance(answer, dict) else {}
     is_page = str(headers.get("content-type", "")).startswith("text/html")
     if is_page and "etag" not in headers and not any(header.startswith("x-amz") for header in headers):
@@ -377,7 +378,7 @@ class S3Upload:
         return made
 
     def _is_ours(self, name: str) -> bool:
-        """Return whether the existing object consists of our parts."""
+        """Return whether the existing object consists of the parts of this upload."""
         try:
             tag = str(self._api.info(name).get("ETag", "")).strip('"')
         except FileNotFoundError:
@@ -404,7 +405,8 @@ def _files(bucket: str, page: Any) -> list[Entry]:
 
 
 def _combined_tag(tags: Sequence[str]) -> str:
-    """Return the ETag of an S3 object that has these parts: the MD5 of their MD5s, "-", and their number."""
+    """Return the ETag of an S3 object that has these parts: the MD5 of the parts' MD5s, "-", and the number of parts.
+    """
     import hashlib
 
     try:

@@ -1,4 +1,4 @@
-"""Names staging and trash directories and their owner files, and tells whether their writers are dead."""
+"""Creates and parses the names of staging directories, trash directories and owner files, and detects dead writers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STARTING_S = 60.0  # how long a writer may take between creating its owner file 
 _LEFTOVER = re.compile(r"\.(tmp|trash)-(.+)-([0-9a-f]{16})((?:\.[0-9]{1,6})?\.owner)?", re.DOTALL)
 
 Replaceable: TypeAlias = Callable[[Store, str, Collection[str]], None]
-"""Raises CheckpointExistsError unless the path is exactly one checkpoint or export, and so may be replaced.
+"""Function that raises CheckpointExistsError unless a path contains one checkpoint or export and nothing else.
 
-Called with a store, the path in it, and names to ignore there because an interrupted command wrote them. It is a
-callback because the storage layer knows no formats.
+The arguments are a store, a path in the store, and names to ignore under the path because an interrupted command wrote
+them. A callback is needed because the storage layer knows no formats.
 """
 
 
@@ -32,7 +32,7 @@ def new_nonce() -> str:
 
 
 def staging_name(name: str, nonce: str) -> str:
-    """Return a name for a staging directory of `name`. It never looks like a checkpoint's name."""
+    """Return a name for a staging directory of `name`. The result never looks like the name of a checkpoint."""
     return f".tmp-{_truncated(name)}-{nonce}"
 
 
@@ -47,7 +47,7 @@ def _truncated(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A staging directory of `name` (kind "tmp"), its owner file ("owner"), or a trash directory ("trash")."""
+    """A staging directory of `name` (kind "tmp"), the owner file of one ("owner"), or a trash directory ("trash")."""
 
     path: str
     kind: str
@@ -56,7 +56,7 @@ class Leftover:
 
 
 def leftover_of(path: str) -> Leftover | None:
-    """Parse the name of a directory entry. Return None if it is not one of ckptkit's leftovers."""
+    """Parse the name of a directory entry. Return None if the entry is not a leftover of ckptkit."""
     match = _LEFTOVER.fullmatch(path)
     return Leftover(path, "owner" if match[4] else match[1], match[2], match[3]) if match else None
 
@@ -77,7 +77,7 @@ def owner_path(staging: str, rank: int = 0) -> str:
 
 
 def owner_files(parent: LocalStore, staging: str) -> list[str]:
-    """Return a staging directory's owner files, rank 0's first."""
+    """Return the owner files of a staging directory. The file of rank 0 comes first."""
     pattern = re.compile(re.escape(staging) + r"(?:\.[0-9]{1,6})?\.owner", re.DOTALL)
     found = [item.path for item in parent.list() if pattern.fullmatch(item.path)]
     return sorted(found, key=len)  # rank 0's name has no number
@@ -88,9 +88,10 @@ class Writer:
     """The content of an owner file.
 
     Attributes:
-        leased: Whether the writer held the run's lease. If so, it is dead once another process holds the lease.
-        replaces: Name of the target, which was moved away once the staging directory was complete; "" if none was.
-        old: Path that may contain the replaced content: the staging directory, or the file in it.
+        leased: Whether the writer held the run's lease. If so, the writer is dead once another process holds the lease.
+        replaces: Name of the target, if the target was moved away after the staging directory was complete; otherwise
+            "".
+        old: Path at which the replaced content may be: the staging directory, or the file in that directory.
     """
 
     nonce: str

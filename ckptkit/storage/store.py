@@ -16,11 +16,12 @@ class FileInfo:
     """One entry of a listing.
 
     Attributes:
-        path: Relative to the store, with "/" between components.
+        path: Path relative to the store, with "/" between components.
         kind: "file", "directory", "symlink" or "other" (FIFO, device, socket). Symlinks are not followed.
-        size: Size in bytes if it is a file, otherwise 0.
-        mtime: Seconds since the epoch; 0.0 if the store has none.
-        tag: Changes whenever the content does (an ETag, a generation); "" if the store has none.
+        size: Size of a file in bytes; 0 for the other kinds.
+        mtime: Modification time in seconds since the epoch; 0.0 if the store records no times.
+        tag: The store's tag (ETag, generation), which changes whenever the content changes; "" if the store has no
+            tags.
     """
 
     path: str
@@ -41,7 +42,7 @@ class ReadInto:
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedUpload:
-    """A multipart upload that was neither completed nor aborted. It costs money, and listings do not show it.
+    """A multipart upload that was neither completed nor aborted. Its parts cost money but do not appear in listings.
 
     Attributes:
         path: The path of the object, relative to the store.
@@ -57,7 +58,7 @@ Uploads = list[UnfinishedUpload]  # inside a Store, `list` is a method
 
 
 class BlobWriter(Protocol):
-    """A new file. If the `with` block succeeds, it appears complete; otherwise it does not appear at all."""
+    """A new file. If the `with` block succeeds, the complete file appears. Otherwise, no file appears."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append all of `data`."""
@@ -66,19 +67,20 @@ class BlobWriter(Protocol):
 class Store(Protocol):
     """Files under one URL. Paths are relative, with "/" between components; "" is the root itself.
 
-    Every method may be called from several threads, and retries transient failures. Methods that have a body are
-    defaults for stores in which the method has nothing to do.
+    Every method may be called from several threads, and retries transient failures. A method with a body is the default
+    for stores in which this method has nothing to do.
 
     Raises (all methods):
         FileNotFoundError: The path does not exist.
         PermissionError: Access is denied.
-        UnsafePathError: The path is absolute, contains "..", NUL or a backslash, or is empty where a file is meant.
+        UnsafePathError: The path is absolute, contains "..", NUL or a backslash, or is empty although a file is
+            expected.
         StorageError: Any other failure of the storage.
     """
 
     url: str
     asking_costs: bool
-    """Whether every lookup and every read is a request to a server. If so, callers batch them."""
+    """Whether every lookup and every read is a request to a server. If so, callers combine lookups and reads."""
     sizes_are_free: bool
     """Whether looking up names and sizes costs nothing."""
 
@@ -86,15 +88,19 @@ class Store(Protocol):
         """Return the store of the directory at `path`."""
 
     def info(self, path: str) -> FileInfo | None:
-        """Return the entry at `path`, or None if there is none. Never cached; symlinks are not followed."""
+        """Return the entry at `path`, or None if there is no entry.
+
+        The result is never cached. Symlinks are not followed.
+        """
 
     def exists(self, path: str) -> bool:
         """Return whether there is a file at `path`. Makes one request."""
 
     def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
-        """Return the entries under `path`, sorted by path; [] if it is not a directory.
+        """Return the entries under `path`, sorted by path; [] if `path` is not a directory.
 
-        Paths are relative to the store. Never cached; symlinks are not followed. With `recursive`, returns only files.
+        Paths are relative to the store. The result is never cached. Symlinks are not followed. With `recursive`,
+        returns only files.
         """
 
     def free_bytes(self) -> int | None:
@@ -126,9 +132,10 @@ class Store(Protocol):
         """
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
-        """Write a whole file at once. Raises FileExistsError if it exists and `overwrite` is False.
+        """Write a whole file at once. Raises FileExistsError if the file exists and `overwrite` is False.
 
-        The commit protocol uses this as put-if-absent. It is atomic if the store supports that.
+        The commit protocol uses this method as put-if-absent. The check and the write are atomic if the store supports
+        that.
         """
 
     @property
@@ -143,7 +150,7 @@ class Store(Protocol):
         return
 
     def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        """Create a file that several writers compete for. Not synced, because a power cut also ends its owner.
+        """Create a file that several writers compete for. Not synced, because a power cut also ends the file's owner.
 
         Args:
             looked: Whether the caller has just seen that the path is free.
@@ -161,11 +168,11 @@ class Store(Protocol):
         return {}
 
     def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
-        """Return a view of this store that wraps each try of each put in `around`. A file system has no puts."""
+        """Return a view of this store that passes each try of each put to `around`. A file system has no puts."""
         return self
 
     def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
-        """Return the unfinished multipart uploads under `path`. They cost money, and listings do not show them."""
+        """Return the unfinished multipart uploads under `path`. Their parts cost money."""
         return []
 
     def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
@@ -173,17 +180,17 @@ class Store(Protocol):
         return
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files, ignoring missing ones."""
+        """Delete files. Missing files are ignored."""
 
     def delete_tree(self, path: str) -> None:
         """Delete a directory and everything under it, without following symlinks."""
 
     def existing(self) -> Store:
-        """Return a view of this store that writes only while its directory exists, and never recreates it."""
+        """Return a view of this store whose writes fail if the store's directory does not exist."""
         return self
 
     def with_free_names(self) -> Store:
-        """Return a view of this store for writing to names that are known to be free, without requests to check them.
+        """Return a view of this store that writes without first checking whether a name is free.
 
         An existing name is still refused, if the store can tell.
         """
@@ -196,15 +203,15 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """An object store that has its own module here.
+    """An object store for which this package has a module.
 
     Attributes:
-        api: Module and class of its `FsspecApi`, relative to ckptkit.storage.
-        extra: This package's extra that installs the store's client.
+        api: Module and class of the store's `FsspecApi`, relative to ckptkit.storage.
+        extra: Name of the ckptkit extra that installs the store's client.
         credentials: Where the client finds credentials, for error messages.
         environment: Prefixes of the environment variables that the client reads.
-        transient: Names of the client's error classes that are worth a retry. Not the classes themselves, because the
-            client may not be installed.
+        transient: Names of the client's error classes after which a request is retried. Names are used instead of
+            classes, because the client may not be installed.
     """
 
     api: str
@@ -234,7 +241,7 @@ _AZURE = Service(
     ("ServiceRequestError", "ServiceResponseError"),
 )
 SERVICES = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "abfs": _AZURE, "abfss": _AZURE, "az": _AZURE}
-"""Object stores by URL protocol. All others go through fsspec's generic interface."""
+"""Object stores by URL protocol. All other stores use fsspec's generic interface."""
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -258,8 +265,8 @@ def require_bucket(url: str) -> None:
         raise UsageError(f"{url} has no bucket. Write {protocol}://BUCKET/{rest.strip('/') or 'PATH'}")
 
 
-# Matches empty components, "." and "..", and characters that no path may contain. These include lone surrogates, except
-# for the ones that represent bytes of a name that is not UTF-8.
+# Matches empty components, "." and "..", and characters that no path may contain. Among these characters are lone
+# surrogates, except the surrogates that represent bytes of a name that is not UTF-8.
 _REFUSED = re.compile("(?:^|/)[.]{0,2}(?:/|\\Z)|[\\\\\\x00-\\x1f\\x7f\ud800-\udc7f\udd00-\udfff]")
 
 # Windows reserves these names, with any extension. Checkpoints must be portable.

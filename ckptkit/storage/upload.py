@@ -23,18 +23,18 @@ _TIMES = 3  # most attempts to send an object, if the store keeps losing the upl
 
 
 class PartWriter:
-    """Splits a stream of writes into parts. Sends several at once, or one by one if the store needs them in order.
+    """Splits a stream of writes into parts. Sends several parts at a time, or one by one if the store needs the order.
 
-    `write` copies its data; `lend` does not. `Connection.upload` limits the memory of the parts in flight. If the store
-    loses an upload whose data was all lent, the data is sent again.
+    `write` copies the data, and `lend` does not. `Connection.upload` limits the memory of the parts in flight. If the
+    store loses an upload whose data was all lent, the data is sent again.
 
-    If a part fails, the next write, or `finish`, raises its error. Only one thread may use a writer.
+    If a part fails, the next write or `finish` raises the error of that part. Only one thread may use a writer.
 
     Attributes:
         nbytes: Number of bytes written so far.
 
     Args:
-        attempt: Calls a function with retries. Raises a Store's errors.
+        attempt: Function that calls another function with retries, and raises the errors that `Store` documents.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class PartWriter:
     def lend(self, data: memoryview, start: int, stop: int, *, owner: object) -> None:
         """Append the bytes [start, stop) of `data` without copying them.
 
-        They must not change until the writer's block has ended and the store's `settle` has returned. `owner` keeps the
-        memory alive until then.
+        The bytes must not change until the writer's block has ended and the store's `settle` has returned. `owner`
+        keeps the memory alive until then.
         """
         if self._upload is None and self._part.nbytes < UPLOAD_BYTES:
             self._part_bytes = _lent_part(len(data))
@@ -79,7 +79,7 @@ class PartWriter:
             start = end
 
     def _room(self) -> int:
-        """Return how many more bytes fit into the current part. A full part is sent once more data follows."""
+        """Return how many more bytes fit into the current part. A full part is sent when the next data is written."""
         most = self._part_bytes if self._count < _MANY else _LARGE
         if self._part.nbytes >= most:
             if self._upload is None:
@@ -89,7 +89,7 @@ class PartWriter:
         return most - self._part.nbytes
 
     def finish(self) -> str | Content:
-        """Complete the object and return its tag.
+        """Complete the object and return the tag of the object.
 
         If one request is enough, return the content for the caller to put.
         """
