@@ -85,8 +85,7 @@ class S3Api(FsspecApi):
         return answer
 
     def _prepare(self, client: Any) -> None:
-        """Make `client` send bodies without "Expect: 100-continue" and, over TLS, with only our CRC-32 as a checksum.
-        """
+        """Make `client` send bodies without "Expect: 100-continue" and, over TLS, with our CRC-32 as the checksum."""
         if client is not self._prepared and hasattr(client, "meta"):
             from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
 
@@ -405,8 +404,7 @@ def _files(bucket: str, page: Any) -> list[Entry]:
 
 
 def _combined_tag(tags: Sequence[str]) -> str:
-    """Return the ETag of an S3 object that has these parts: the MD5 of the parts' MD5s, "-", and the number of parts.
-    """
+    """Return the ETag of an object with these parts: the MD5 of the parts' MD5s, "-", and the number of parts."""
     import hashlib
 
     try:
