@@ -24,7 +24,7 @@ class Box:
         return cls((0,) * len(shape), tuple(shape))
 
     def is_whole(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the box is a whole tensor of this shape."""
+        """Return whether the box covers a whole tensor of this shape."""
         return self.sizes == shape and not any(self.offsets)
 
     @property
@@ -37,7 +37,7 @@ class Box:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The first index after the box in each dimension."""
+        """The index after the last element of the box in each dimension."""
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def within(self, shape: tuple[int, ...]) -> bool:
@@ -49,7 +49,7 @@ class Box:
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the intersection of the two boxes, or None if it is empty."""
+        """Return the intersection of the two boxes, or None if they share no element."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         spans = zip(self.offsets, self.sizes, other.offsets, other.sizes, offsets, strict=True)
         sizes = tuple([min(a + m, b + n) - o for a, m, b, n, o in spans])
@@ -71,7 +71,7 @@ class Box:
         return True
 
     def flat_start(self, shape: tuple[int, ...]) -> int:
-        """Return the row-major index of the first element in a tensor of this shape."""
+        """Return the row-major index of the box's first element in a tensor of this shape."""
         return sum(o * s for o, s in zip(self.offsets, row_major_strides(shape), strict=True))
 
     def tiles(self, max_numel: int) -> Iterator[Box]:

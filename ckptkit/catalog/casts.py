@@ -41,7 +41,7 @@ def is_cast(source: str, target: str) -> bool:
 
 
 def cast_into(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str) -> int:
-    """Cast the elements of `source` into `target`. Both are contiguous and contain whole elements.
+    """Cast the elements of `source` and store them in `target`. Both buffers are contiguous and contain whole elements.
 
     float64 is cast to 16 bits through float32, as torch does.
 
@@ -61,7 +61,7 @@ def cast_into(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str
 
 
 def cast(data: Bytes, source_dtype: str, target_dtype: str) -> tuple[Bytes, int]:
-    """Return the elements in another dtype, and how many finite ones became infinite. See `cast_into`."""
+    """Return the elements in another dtype, and how many finite elements became infinite. See `cast_into`."""
     if source_dtype == target_dtype:
         return data, 0
     out = np.empty(len(data) // dtype_of(source_dtype).itemsize * dtype_of(target_dtype).itemsize, np.uint8)
@@ -81,9 +81,9 @@ def float_values(data: Bytes, dtype: str) -> Array:
 
 
 def split_pairs(data: Bytes, out: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Fill `out` with an even number of bfloat16 elements, and return it: first all even elements, then all odd ones.
+    """Widen an even number of bfloat16 elements into `out`, first the even positions, then the odd positions.
 
-    Two elements are one 32-bit word, so this takes half as long as widening each element in its place.
+    Returns `out`. Two elements are read as one 32-bit word, so this takes half as long as widening in order.
     """
     words = data.view(np.uint32)  # little-endian: the first element is in the low half
     even, odd = out.view(np.uint32).reshape(2, -1)
@@ -93,7 +93,7 @@ def split_pairs(data: Bytes, out: npt.NDArray[np.float32]) -> npt.NDArray[np.flo
 
 
 def round_pairs(halves: npt.NDArray[np.float32], out: Bytes) -> int:
-    """Round elements that `split_pairs` separated to bfloat16, and put them back in order.
+    """Round the result of `split_pairs` to bfloat16, and restore the order of the elements.
 
     Returns:
         How many finite elements became infinite.
@@ -141,7 +141,7 @@ def _float16_values() -> Array:
 
 @functools.cache
 def _float8_values(dtype: str) -> Array:
-    """Return the values of a dtype's 256 codes, as float32."""
+    """Return the values of all 256 codes of an 8-bit float dtype, as float32."""
     code = np.arange(256)
     if dtype == "float8_e8m0fnu":
         values = np.ldexp(1.0, code - 127)
@@ -163,7 +163,7 @@ def _float8_values(dtype: str) -> Array:
 
 
 def _rounded_to_bfloat16(source: Array) -> tuple[npt.NDArray[np.uint32], int]:
-    """Return words whose upper halves are float32 elements rounded to bfloat16, and how many became infinite."""
+    """Return 32-bit words whose upper halves are the rounded elements, and how many elements became infinite."""
     bits: npt.NDArray[np.uint32] = source.view(np.uint32)
     rounded = np.right_shift(bits, 16, dtype=np.uint32)
     rounded &= 1

@@ -18,13 +18,13 @@ Bool = npt.NDArray[np.bool_]
 
 
 def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array's distinct values, ascending. Avoids `np.unique`, which imports numpy.ma, a slow import."""
+    """Return an array's distinct values, ascending. Not `np.unique`, because it imports numpy.ma, which is slow."""
     ordered = np.sort(values, axis=None)
     return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
 
 
 def first_of_equal(table: Int64) -> Int64 | None:
-    """Return the index of each distinct row's first occurrence, ascending; None if all rows are distinct."""
+    """Return the index of the first occurrence of each distinct row, ascending. Returns None if no row repeats."""
     # Compare hashes first: sorting one column of numbers is ten times faster than sorting rows.
     hashes = (table.astype(np.uint64) * _weights(table.shape[1])).sum(axis=1, dtype=np.uint64)
     hashes.sort()
@@ -38,7 +38,7 @@ def first_of_equal(table: Int64) -> Int64 | None:
 
 
 def distinct_boxes(offsets: Int64, sizes: Int64) -> Int64:
-    """Return the indices of distinct, non-empty boxes, ascending. Includes only the first of several equal ones."""
+    """Return the indices of the non-empty boxes, ascending. Of several equal boxes, only the first is included."""
     rows = np.flatnonzero((sizes != 0).all(axis=1))
     if sizes.shape[1] == 0 or len(rows) < 2:
         return rows[:1]
@@ -61,7 +61,7 @@ def _weights(count: int) -> UInt64:
 
 
 def products(values: npt.NDArray[Any], widths: Int64) -> npt.NDArray[Any]:
-    """Return the product of each row's numbers. `values` has all rows' numbers; `widths` how many each row has."""
+    """Return the product of each row's numbers. `values` concatenates the rows; `widths` contains their lengths."""
     found, begins = np.ones(len(widths), values.dtype), np.cumsum(widths) - widths
     for width in np.flatnonzero(np.bincount(widths)).tolist():
         rows = np.flatnonzero(widths == width)
@@ -78,7 +78,7 @@ def row_major(sizes: Int64) -> Int64:
 
 
 def is_dense(sizes: Int64, strides: Int64) -> Bool:
-    """Return, for each row, whether a box with these sizes and strides is contiguous in row-major order."""
+    """Return whether a box with these sizes and strides is contiguous in row-major order, for each row."""
     dense = np.ones(len(sizes), bool)
     expected = np.ones(len(sizes), np.int64)
     for dim in range(sizes.shape[1] - 1, -1, -1):
@@ -88,7 +88,7 @@ def is_dense(sizes: Int64, strides: Int64) -> Bool:
 
 
 def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
-    """Return whether these non-empty boxes cover each element of a shape exactly once, in linear time.
+    """Return whether these non-empty boxes cover each element of a shape exactly once. Takes linear time.
 
     Each box adds +1 or -1 at each of its corners, as in a d-dimensional difference array. The boxes cover the shape
     exactly once if and only if these sums equal the sums for a single box of the whole shape. The comparison uses
@@ -108,7 +108,7 @@ def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
 
 
 def _steps(places: UInt64, key: UInt64) -> UInt64:
-    """Hash the corners ([n, dims]) and return the sum, as a one-element array: arrays overflow without warnings."""
+    """Return the sum of the corners' hashes, as an array, because arrays overflow without warnings."""
     z = (places * (key[:-1] | np.uint64(1))).sum(axis=1, dtype=np.uint64) + key[-1:]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -118,9 +118,9 @@ def _steps(places: UInt64, key: UInt64) -> UInt64:
 def overlapping(offsets: Int64, sizes: Int64) -> bool:
     """Return whether any two of these boxes share an element. The boxes must be distinct and non-empty.
 
-    Grids take O(n log n): if any two intervals along some dimension are equal or disjoint, only boxes with the same
-    interval are compared, recursively. Otherwise a sweep along dimension 0 compares pairs of boxes, which is fast
-    enough for thousands of boxes.
+    For grids, this takes O(n log n). If, along some dimension, any two intervals are equal or disjoint, only boxes with
+    the same interval are compared, recursively. Otherwise, a sweep along dimension 0 compares pairs of boxes. This is
+    fast enough for thousands of boxes.
     """
     n, ndim = sizes.shape
     if n < 2:

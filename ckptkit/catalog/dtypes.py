@@ -15,10 +15,10 @@ class DType:
     Attributes:
         name: torch's name without "torch.": "bfloat16", "float8_e4m3fn", ...
         itemsize: Bytes per element of a torch tensor.
-        kind: "float", "float8" (8 bits or fewer; never cast), "int", "bool" or "complex".
+        kind: "float", "float8" (a float of 8 bits or fewer, which is never cast), "int", "bool" or "complex".
         safetensors: The name in a safetensors header; None if the format lacks this dtype.
-        bits: Bits per number. If less than 8, numbers are packed: the last dimension counts bytes in torch's shape and
-            numbers in a safetensors header.
+        bits: Bits per number. If there are fewer than 8, several numbers share a byte. The last dimension then counts
+            bytes in torch's shape, and numbers in a safetensors header.
     """
 
     name: str
@@ -121,7 +121,7 @@ def from_safetensors(name: str) -> DType:
 
 
 def export_dtype(source: str, wanted: str) -> str:
-    """Return the dtype that a tensor has after an export to `wanted`. Only plain floats are cast.
+    """Return the dtype of a tensor after an export to `wanted`. Only plain floats are cast.
 
     Integers, bools, complex numbers and 8-bit floats keep their dtype, because a cast would change their meaning.
 

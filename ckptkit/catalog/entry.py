@@ -1,7 +1,7 @@
-"""Describes a checkpoint's contents: tensors (as slices, each a byte range of a file), other objects, and the origin.
+"""Describes a checkpoint's contents: tensors (stored as slices, which are byte ranges of files), objects, and origin.
 
 Every format reader returns a `Catalog`, and every offline command works on one. Slices are stored as columns of
-numbers, because a checkpoint may have a million; a `TensorSlice` is a view of one row.
+numbers, because a checkpoint may have a million slices. A `TensorSlice` is a view of one row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 class Role(str, enum.Enum):
-    """An entry's purpose in training."""
+    """An entry's purpose in the training run."""
 
     MODEL = "model"  # parameters and persistent buffers
     MASTER = "master"  # fp32 copies of low-precision parameters
@@ -39,10 +39,10 @@ class Role(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A digest of the bytes [start, start + nbytes) of a slice's file, or of its decoded record if it has a codec.
+    """A digest of the bytes [start, start + nbytes) of a slice's file or, if there is a codec, of the decoded record.
 
-    The range may be larger than the slice. For example, a zip record's CRC-32 covers a whole storage, and the slice may
-    be only a part of that storage.
+    The range may be larger than the slice. For example, the CRC-32 of a zip record covers a whole torch storage, which
+    may contain more than the slice.
     """
 
     algorithm: str  # one of `digests.NAMES`
@@ -70,11 +70,12 @@ class TensorSlice:
     Attributes:
         box: The region of the tensor.
         path: The file, relative to the checkpoint's store.
-        start: Byte offset of the box's first element.
-        nbytes: Bytes from the start of the first element to the end of the last: numel * itemsize if contiguous.
-        strides: In elements; None if the box is stored row-major.
+        start: Byte offset of the box's first element in the file, or in the decoded record if there is a codec.
+        nbytes: Bytes from the start of the first element to the end of the last element: numel * itemsize if
+            contiguous.
+        strides: The strides in elements. None if the box is stored row-major.
         digest: The recorded digest; None if there is none.
-        codec: Set if the bytes are compressed, or if their signs must be flipped.
+        codec: The encoding, if the bytes are compressed or their signs must be flipped. Otherwise None.
         rank: The rank that wrote the slice; -1 if unknown.
     """
 
@@ -89,19 +90,20 @@ class TensorSlice:
 
 
 class SliceArray(Sequence[TensorSlice]):
-    """The slices of one tensor as columns; `self[i]` is a view of row i.
+    """The slices of one tensor as columns. `self[i]` is a view of row i.
 
     Attributes:
-        paths: A table of file names. The tensors of a catalog may share it.
-        files: [n] index into `paths`.
-        starts, nbytes: [n] in bytes.
-        offsets, sizes: [n, ndim] in elements.
+        paths: A tuple of file names. The tensors of a catalog may share the tuple.
+        files: [n] the index of each slice's file in `paths`.
+        starts, nbytes: [n] the byte range of each slice, as in `TensorSlice`.
+        offsets, sizes: [n, ndim] the box of each slice, in elements.
         ranks: [n] the rank that wrote the slice, -1 if unknown. None if all are unknown.
         algorithm: The digest algorithm of all rows; None if there are no digests.
         digests: [n] digest values; None if there are none.
         digest_starts, digest_nbytes: [n] the byte range that each digest covers; `digest_nbytes` is 0 for a row without
             a digest. None if each digest covers exactly its slice.
-        strides, codecs: Maps a row's index to strides and codecs. Contiguous and unencoded rows are omitted.
+        strides, codecs: Mappings from a row's index to its strides and to its codec. Contiguous rows have no strides,
+            and unencoded rows have no codec.
     """
 
     opaque: str = ""
@@ -180,7 +182,7 @@ class SliceArray(Sequence[TensorSlice]):
         )
 
     def under(self, paths: Sequence[str]) -> SliceArray:
-        """Return the same slices with renamed files. `paths` are the new names, in the order of `self.paths`."""
+        """Return the same slices with renamed files. `paths` contains the new names, in the order of `self.paths`."""
         return SliceArray(
             paths,
             self.files,
@@ -260,20 +262,20 @@ class SliceArray(Sequence[TensorSlice]):
     def whole(paths: tuple[str], start: int, nbytes: int, shape: tuple[int, ...]) -> SliceArray:
         """Return a contiguous tensor's single slice. Creates no columns, because most files contain only such tensors.
 
-        `paths` contains the tensor's file. All tensors in a file share this tuple.
+        `paths` contains only the tensor's file. All tensors in a file share this tuple.
         """
         return _WholeSlice(paths, start, nbytes, shape)
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
         """Return whether this is one row-major slice that covers a tensor of this shape.
 
-        False may also mean "unknown": finding out could require the columns, which are slow to create.
+        Also returns False if the answer would require the columns, which are slow to create.
         """
         return False
 
     @staticmethod
     def joined(columns: Sequence[SliceArray]) -> tuple[Int64, Int64]:
-        """Concatenate the `starts` of several tensors, and also their `nbytes`."""
+        """Return the concatenated `starts` of several tensors, and the concatenated `nbytes`."""
         if all(isinstance(item, _WholeSlice) for item in columns):  # creating 300,000 tiny arrays would take seconds
             rows = [item.byte_range(0) for item in columns]
             return np.array([row[1] for row in rows], np.int64), np.array([row[2] for row in rows], np.int64)
@@ -366,8 +368,8 @@ class TensorEntry:
         name: The unique key in the catalog, as the format stores it.
         dtype: torch's name without "torch.".
         shape: The whole tensor's shape.
-        slices: The stored slices. They must cover the shape, and may include replicas.
-        role: Its role in the run.
+        slices: The stored slices. They must cover the whole tensor, and may include replicas.
+        role: The tensor's purpose in the training run.
         fqn: For MODEL and MASTER: the parameter's name in the model, without wrappers' prefixes. For OPTIMIZER: the
             name of the parameter that the state belongs to, or "". For OTHER: "".
         state: For OPTIMIZER: the state's name, such as "exp_avg". Otherwise "".
@@ -405,7 +407,7 @@ class TensorEntry:
     def _cut_in_rows(self) -> bool:
         """Return whether the slices split the tensor along dimension 0, in order.
 
-        Works without numpy, which would be slower for a few slices. Returns False if there are more than a few slices.
+        Does not use numpy, which would be slower for a few slices. Also returns False if there are many slices.
         """
         if self.slices.is_all_of(self.shape):
             return True
@@ -420,7 +422,7 @@ class TensorEntry:
 
 
 def check_boxes(name: str, shape: tuple[int, ...], offsets: Int64, sizes: Int64) -> None:
-    """Check that these slices of a tensor, [n, ndim], cover it: see `TensorEntry.check_coverage`."""
+    """Check that these slices ([n, ndim] offsets and sizes) cover the tensor, as `TensorEntry.check_coverage` does."""
     rows = distinct_boxes(offsets, sizes)
     offsets, sizes, numel, whole = offsets[rows], sizes[rows], math.prod(shape), np.asarray(shape, np.int64)
     if ((offsets < 0) | (sizes < 0) | (sizes > whole) | (offsets > whole - sizes)).any():
@@ -447,10 +449,10 @@ def check_boxes(name: str, shape: tuple[int, ...], offsets: Int64, sizes: Int64)
 
 
 def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
-    """Return whether two tensors have equal bytes, without reading them; None if that cannot be known.
+    """Return whether two tensors have equal bytes, without reading the bytes. Returns None if that is unknown.
 
     The tensors are equal if they consist of the same byte ranges of the same files, or if their regions and digests are
-    equal and the digest is strong enough. They differ if regions are equal but digests are not.
+    equal and the digest is strong enough. The tensors differ if the regions are equal but the digests are not.
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return None
@@ -477,7 +479,7 @@ class ObjectEntry:
     """A value in a checkpoint that is not a tensor.
 
     Attributes:
-        encoding: "torch_save" (decoded with weights_only rules), "json", or "value" (already in `value`).
+        encoding: "torch_save" (to be decoded with the rules of weights_only), "json", or "value" (stored in `value`).
         value: The value, if `encoding` is "value".
     """
 
@@ -495,7 +497,7 @@ class ObjectEntry:
 
 @dataclass(frozen=True, slots=True)
 class MeshInfo:
-    """The device mesh of the job that wrote a checkpoint: sizes and names of its dimensions, outermost first."""
+    """The device mesh of the job that wrote a checkpoint: the sizes and names of the dimensions, outermost first."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
@@ -531,7 +533,7 @@ class CatalogInfo:
 class WholeTensors(Mapping[str, TensorEntry]):
     """A mapping in which every tensor has one slice.
 
-    Code checks for this type instead of looking at 300,000 entries.
+    Other code checks for this type, because checking up to 300,000 entries would be slower.
     """
 
 
@@ -544,16 +546,16 @@ class Catalog:
     info: CatalogInfo = field(default_factory=lambda: CatalogInfo("unknown"))
 
     def opaque(self) -> dict[str, str]:
-        """Return the tensors that can only be read with their Python classes, each with the reason.
+        """Return the tensors that cannot be read without their Python classes, each with the reason.
 
-        Reads all records.
+        Goes through all tensors.
         """
         found = dict(self.info.extra.get("opaque", {}))
         found.update((e.name, why) for e in self.in_parts() if (why := e.slices.opaque))
         return found
 
     def in_parts(self) -> Iterable[TensorEntry]:
-        """Return the tensors that may have gaps or be opaque: all, or none if each tensor has a single slice."""
+        """Return the tensors that may have gaps or be opaque: no tensors if each has a single slice, otherwise all."""
         return () if isinstance(self.tensors, WholeTensors) else self.tensors.values()
 
     def paths(self) -> set[str]:
@@ -577,7 +579,7 @@ class Catalog:
 
 
 def contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether a tensor with these strides is row-major. Ignores the strides of dimensions of size 1."""
+    """Return whether a tensor with these strides is row-major. Ignores dimensions of size 1."""
     if 0 in shape:
         return True
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, row_major_strides(shape), strict=True))

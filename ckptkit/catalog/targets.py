@@ -1,10 +1,10 @@
 """Describes target tensors as boxes of source tensors: splits, transposes and concatenations. Moves no data.
 
-A `Part` means, in numpy notation (an empty `unfold` or `axes` skips its step):
+A `Part` has this meaning in numpy notation (if `unfold` or `axes` is empty, that step is skipped):
 
     target[part.target_box] = source[part.source_box].reshape(unfold).transpose(axes).reshape(target_box.sizes)
 
-A plain part (no `unfold`, no `axes`) keeps the row-major order, so a contiguous region is one run of bytes.
+A plain part (without `unfold` and `axes`) keeps the row-major order, so a contiguous region stays contiguous.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ NO_SOURCE = ""
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Fills a box of a target from an equally large box of one source.
+    """Fills a box of a target from a box of one source with the same number of elements.
 
     Attributes:
         target_box: The box of the target to fill.
         source: The source's key in `Catalog.tensors`.
-        source_box: The box of the source. Without `unfold`, its sizes permuted by `axes` are those of `target_box`,
-            apart from dimensions of size 1.
-        unfold: The shape to which the source box is reshaped before `axes` is applied; () keeps the shape. A part with
-            `unfold` is small: one attention head.
-        axes: A permutation as for numpy.transpose; () keeps the order.
+        source_box: The box of the source. Without `unfold`, permuting its sizes by `axes` gives the sizes of
+            `target_box`, apart from dimensions of size 1.
+        unfold: The shape to which the source box is reshaped before `axes` is applied. () keeps the shape. A part with
+            `unfold` is small, because it covers one attention head.
+        axes: A permutation as for numpy.transpose. () keeps the order.
     """
 
     target_box: Box
@@ -47,11 +47,11 @@ class Part:
         return not self.unfold and not self.axes
 
     def moved(self, target_box: Box) -> Part:
-        """Return the part after replacing `target_box` by a box that has the same elements in the same order."""
+        """Return the part with another `target_box`, which must have the same elements in the same order."""
         return Part(target_box, self.source, self.source_box, self.unfold, self.axes)
 
     def cut(self, box: Box) -> list[Part]:
-        """Restrict the part to `box`, a box of the target. Return the resulting parts; [] if they do not overlap."""
+        """Return the parts that fill the intersection with `box`, a box of the target. [] if there is none."""
         shared = self.target_box.intersect(box)
         if shared is None:
             return []
@@ -68,7 +68,7 @@ class Part:
         return [Part(shared, self.source, Box(tuple(offsets), tuple(sizes)), (), self.axes)]
 
     def permuted(self, dims: tuple[int, ...]) -> list[Part]:
-        """Return the parts for the target with permuted dimensions: its dimension d is the old dimension dims[d]."""
+        """Return the parts for the target with permuted dimensions: new dimension d is old dimension dims[d]."""
         if self.unfold:
             return [piece for row in self.rows() for piece in row.permuted(dims)]
         matched = self.source_dims()
@@ -81,7 +81,7 @@ class Part:
         return [Part(box, self.source, self.source_box, (), () if wide == sorted(wide) else tuple(axes))]
 
     def source_dims(self) -> list[int | None]:
-        """Return, for each target dimension, the matching source dimension; None for a dimension of size 1.
+        """Return the matching source dimension of each target dimension. None stands for a dimension of size 1.
 
         Can be called only if `unfold` is empty.
         """
@@ -92,8 +92,8 @@ class Part:
     def rows(self) -> Iterator[Part]:
         """Split the part into plain parts of one row each.
 
-        The part must come from `rope_permuted`: unfold (a, b, *rest), axes (1, 0, *rest), and a * b > 1 rows. In each
-        box, the rows run along the first dimension that is larger than 1.
+        The part must come from `rope_permuted`. So `unfold` is (a, b, *rest), `axes` is (1, 0, *rest), and there are a
+        * b > 1 rows. In each box, the rows are counted along the first dimension that is larger than 1.
         """
         a, b = self.unfold[:2]
         row_dim = next(d for d, size in enumerate(self.source_box.sizes) if size != 1)
@@ -110,13 +110,13 @@ _source_of = attrgetter("source")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor to write. Its parts cover it exactly once.
+    """A tensor to write. The parts cover each element exactly once.
 
     Attributes:
         name: Name in the result.
         dtype: Dtype in the result. Sources with a different dtype are cast.
         shape: Shape of the whole tensor.
-        parts: In any order.
+        parts: The parts, in any order.
         source_dtype: The dtype that all sources share.
     """
 
@@ -147,7 +147,7 @@ class Target:
 
     @property
     def only_part(self) -> Part | None:
-        """The part, if there is only one and its elements keep their row-major order."""
+        """The only part, if there is one part and it keeps the row-major order. Otherwise None."""
         return self.parts[0] if len(self.parts) == 1 and self.parts[0].is_plain else None
 
     @property
@@ -174,7 +174,7 @@ class Target:
         return concatenated(self.name, [self, replace(self, shape=box.sizes, parts=parts)], dim)
 
     def split(self, dim: int, sizes: Sequence[int]) -> list[Target]:
-        """Split the target along `dim`. The pieces keep its name, and `sizes` must add up to its size."""
+        """Split the target along `dim`. All pieces keep the name. `sizes` must add up to the size of `dim`."""
         pieces: list[Target] = []
         start = 0
         for size in sizes:
@@ -201,16 +201,16 @@ class Target:
         return Target(self.name, self.dtype, _with(self.shape, dim, 1), parts, self.source_dtype)
 
     def transposed(self, dims: tuple[int, ...]) -> Target:
-        """Return the target with permuted dimensions: its dimension d is the old dimension dims[d]."""
+        """Return the target with permuted dimensions: new dimension d is old dimension dims[d]."""
         parts = tuple(piece for part in self.parts for piece in part.permuted(dims))
         return replace(self, shape=tuple(self.shape[d] for d in dims), parts=parts)
 
     def rope_permuted(self, heads: int, *, to_halves: bool) -> Target:
         """Return the target with each head's rows reordered from one RoPE layout to the other.
 
-        Meta's code and torchtitan store the two rows of a rotated pair next to each other; transformers stores one in
-        each half of the head. `to_halves=True` converts to transformers' layout, like `permute` in its llama conversion
-        script; False converts back.
+        Meta's code and torchtitan store the two rows of a rotated pair next to each other. transformers stores one row
+        in each half of the head. `to_halves=True` converts to transformers' layout, like `permute` in the llama
+        conversion script of transformers. False converts back.
         """
         rows = self.shape[0] // heads
         a, b = (rows // 2, 2) if to_halves else (2, rows // 2)

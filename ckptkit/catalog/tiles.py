@@ -1,4 +1,4 @@
-"""Finds the slices that contain given regions (boxes) of a tensor, and where these regions are in the files.
+"""Finds the slices that contain given boxes (regions) of a tensor, and the positions of the boxes in the files.
 
 Uses numpy.
 """
@@ -22,7 +22,7 @@ _MAX_PAIRS = 1 << 20  # how many (box, slice) pairs are compared at once
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The intersections of requested boxes with a tensor's slices, one per row, in the order of the boxes.
+    """The intersections of requested boxes with a tensor's slices: one row per intersection, in the order of the boxes.
 
     Attributes:
         boxes: [n] index of the requested box.
@@ -49,15 +49,15 @@ class Pieces:
 
 
 def pieces(slices: SliceArray, offsets: Int64, sizes: Int64, itemsize: int | Int64) -> Pieces:
-    """Intersect these boxes ([m, ndim] each) with the tensor's slices, so that each element of a box is filled once.
+    """Intersect boxes (two arrays, [m, ndim]) with the tensor's slices, so that each element of a box is filled once.
 
     Uses the first of several replicas. The slices must cover the tensor without partial overlap
     (`TensorEntry.check_coverage`). The boxes may overlap or be empty.
 
-    Several tensors can be searched together if they get one more dimension, with the tensor's number as the offset.
+    To search several tensors together, add a dimension in which the offset is the tensor's number.
 
     Args:
-        itemsize: Bytes per element of the tensor. If there are several tensors, the value for each box, [m].
+        itemsize: Bytes per element. For several tensors, an array [m] with the value for each box.
     """
     rows = distinct_boxes(slices.offsets, slices.sizes)
     if not slices.sizes.shape[1]:
@@ -87,7 +87,7 @@ def pieces(slices: SliceArray, offsets: Int64, sizes: Int64, itemsize: int | Int
 
 
 def _candidates(starts: Int64, stops: Int64, lo: Int64, hi: Int64) -> Iterator[tuple[Int64, Int64]]:
-    """Yield index pairs (box, slice) that may overlap, ordered by box. Includes every pair that does overlap."""
+    """Yield index pairs of a box and a slice that may overlap, by box. Includes every pair that does overlap."""
     n, m = len(starts), len(lo)
     if n * m > 4096:
         split = _splitting_dim(starts, stops)
@@ -103,8 +103,8 @@ def _candidates(starts: Int64, stops: Int64, lo: Int64, hi: Int64) -> Iterator[t
 def _splitting_dim(starts: Int64, stops: Int64) -> tuple[int, Int64, Int64, Int64, Int64] | None:
     """Find the dimension that splits the slices into the most groups; None if no dimension qualifies.
 
-    A dimension qualifies if any two slices have equal or disjoint intervals along it. A group is the slices with the
-    same interval.
+    A dimension qualifies if the intervals of any two slices along this dimension are equal or disjoint. Slices with the
+    same interval form a group.
 
     Returns (dim, order, first, begins, ends). `order` sorts the slices along the dimension. `first` contains the index
     in `order` at which each group starts, then the number of slices. `begins` and `ends` are the groups' intervals.
@@ -141,8 +141,8 @@ Bool = npt.NDArray[np.bool_]
 class Boxes(Protocol):
     """Boxes of one tensor: its slices in a checkpoint, or the boxes that a plan writes.
 
-    `offsets` and `sizes` are [n, ndim], in elements. `is_all_of` returns whether a single box covers a tensor of this
-    shape. False may also mean "unknown": finding out could require the columns, which are slow to create.
+    `offsets` and `sizes` are [n, ndim], in elements. `is_all_of` returns whether a single box covers a tensor of the
+    given shape. It also returns False if the answer would require the columns, which are slow to create.
     """
 
     @property
@@ -159,8 +159,9 @@ class RowCuts:
 
     Attributes:
         cut: [t] whether the tensor's boxes are consecutive rows that cover it exactly. A scalar counts as one row.
-        bounds: [t + 1] the boxes of tensor i are the rows [bounds[i], bounds[i + 1]) of `offsets` and `sizes`.
-        offsets, sizes: [n] the interval along dimension 0; undefined for tensors that are not `cut`.
+        bounds: [t + 1] row bounds: the boxes of tensor i are in rows [bounds[i], bounds[i + 1]) of `offsets` and
+            `sizes`.
+        offsets, sizes: [n] the interval of each box along dimension 0. Undefined where `cut` is False.
     """
 
     cut: Bool
@@ -177,7 +178,7 @@ def check_coverage(entries: Sequence[TensorEntry]) -> None:
 
 
 def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCuts:
-    """Return each box's interval along dimension 0, and whether consecutive rows cover each tensor."""
+    """Return each box's interval along dimension 0, and for each tensor whether its boxes are consecutive rows."""
     counts = np.fromiter(map(len, boxes), np.int64, len(boxes))
     ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
     bounds = np.concatenate([[0], np.cumsum(counts)])
@@ -206,9 +207,10 @@ def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCu
 
 
 def are_rows(owners: Int64, low: Int64, size: Int64, shapes: Int64) -> Bool:
-    """Return, for each tensor, whether its boxes are consecutive rows that cover it.
+    """Return whether the boxes of each tensor are consecutive rows that cover the tensor.
 
-    All tensors must have the same `ndim`. `owners`: [n] index of each box's tensor. `low`, `size`: [n, ndim] the boxes.
+    All tensors must have the same `ndim`. `owners` is the index of each box's tensor, [n]. `low` and `size` are the
+    offsets and sizes of the boxes, [n, ndim].
     """
     shape = shapes[owners]
     fits = ((low[:, 1:] == 0) & (size[:, 1:] == shape[:, 1:])).all(axis=1)

@@ -37,7 +37,7 @@ class Window:
         count: Number of passes so far.
         closed: Whether the last pass is done, so that optimizers may step.
         scale: The loss scale of the passes; None if they ran outside of FSDPStrategy.
-        seen: The optimizers that have asked for a step since the last backward pass.
+        seen: The optimizers that have called for a step since the last backward pass.
     """
 
     size: int
@@ -48,7 +48,7 @@ class Window:
 
     @property
     def divisor(self) -> float | None:
-        """The divisor that unscales gradients and averages them over the passes so far; None if unknown."""
+        """The divisor that unscales the gradients and averages them over the passes so far. None if unknown."""
         return None if self.scale is None else self.scale * (self.count / self.size)
 
 
@@ -56,7 +56,7 @@ class Windows:
     """Holds each model's current window. Several optimizers may step in one window.
 
     Attributes:
-        held: Models whose windows stay open after any number of passes.
+        held: The models whose windows stay open, however many passes they count.
     """
 
     def __init__(self) -> None:
@@ -67,8 +67,8 @@ class Windows:
         """Count one backward pass of `root` with loss scale `scale`. `last` closes the window early.
 
         Raises:
-            UsageError: An earlier pass in this window has a different scale, so the gradients can't be added; or `last`
-                is given while the window is held open.
+            UsageError: An earlier pass in this window had a different scale, so the gradients can't be added. Also
+                raised if `last` is set while the window is held open.
         """
         if last and root in self.held:
             raise UsageError(
@@ -88,8 +88,8 @@ class Windows:
     def step(self, root: nn.Module, size: int, optimizer: Optimizer) -> Window:
         """Return the window in which `optimizer` asks to step.
 
-        If no pass was counted since the optimizer last asked, one pass ran outside `backward` (for example, for a loss
-        of two models). It is counted now.
+        If no pass was counted since the optimizer's previous step, one pass ran outside `backward` (for example, for a
+        loss of two models). This pass is counted now.
         """
         window = self._of.get(root)
         if window is None or optimizer in window.seen:
@@ -98,7 +98,7 @@ class Windows:
         return window
 
     def open(self, *roots: nn.Module) -> int:
-        """Return the number of backward passes not yet used by a step, for the models `roots` (default: all)."""
+        """Return how many backward passes of the models `roots` (default: all models) no step has used yet."""
         windows = [window for root, window in self._of.items() if not roots or root in roots]
         return sum(window.count for window in windows if not window.closed)
 
@@ -130,8 +130,8 @@ class StepCounter:
 
     def count(self, optimizer: Optimizer) -> None:
         """Count one step of `optimizer`."""
-        # An optimizer that was created elsewhere has no count yet: it starts from the total. If other optimizers have
-        # stepped since the last restart, it starts from the total at that restart.
+        # An optimizer that was created elsewhere has no count yet. Its count starts from the total at the last restart
+        # if other optimizers have stepped since, and otherwise from the current total.
         before = self._of.get(optimizer, self._base if self._of else self.total)
         self._of[optimizer] = before + 1
         self.total = max(self.total, before + 1)

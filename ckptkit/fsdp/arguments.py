@@ -59,7 +59,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that checks these arguments of a method. Those with the default None may be None."""
+    """Return a decorator that checks these arguments of a method. An argument whose default is None may be None."""
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(method)
@@ -84,8 +84,8 @@ def check_arguments(call: str, **values: object) -> None:
     """Check that each argument is what its name implies.
 
     Raises:
-        UsageError: An argument has the wrong type. Names the call and each wrong argument, and says whether two of them
-            look swapped.
+        UsageError: An argument has the wrong type. The message names the call and each wrong argument, and says whether
+            two arguments look swapped.
     """
     wrong = {name: value for name, value in values.items() if not _fits(name, value)}
     if not wrong:

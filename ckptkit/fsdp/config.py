@@ -1,7 +1,7 @@
 """Defines FSDPConfig: all settings for training with FSDP2, validated together.
 
-Also accepts the field names and string values of Oumi's `FSDPParams`, and accelerate's environment variables. Does not
-import torch.
+FSDPConfig also accepts the field names and string values of Oumi's `FSDPParams`, and accelerate's environment
+variables. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Offload = Literal["none", "params", "optimizer"]
 
 
 class ShardingStrategy(str, enum.Enum):
-    """Selects how parameters are sharded over the data-parallel ranks. The names are FSDP1's."""
+    """Selects how parameters are sharded over the data-parallel ranks. FSDP1 uses the same names."""
 
     FULL_SHARD = "FULL_SHARD"  # 1-D mesh; parameters are freed after forward (ZeRO-3)
     SHARD_GRAD_OP = "SHARD_GRAD_OP"  # 1-D mesh; parameters stay until backward is done (ZeRO-2)
@@ -65,7 +65,9 @@ class BackwardPrefetch(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FSDPConfig:
-    """Holds validated settings for FSDP2 training. Strings are case-insensitive; aliases of Oumi and torch work, too.
+    """Holds validated settings for FSDP2 training.
+
+    String values are case-insensitive. Oumi's and torch's names for the same settings are accepted, too.
 
     Raises:
         UsageError: A value is unknown, or two settings conflict.
@@ -305,7 +307,7 @@ class FSDPConfig:
         """Return the config that accelerate would read from `env` (default: this process's environment).
 
         Raises:
-            UsageError: A variable has a value that accelerate would refuse, too.
+            UsageError: A variable has an invalid value, which accelerate would also refuse.
         """
         env = os.environ if env is None else env
         smallest = env.get("FSDP_MIN_NUM_PARAMS", "100000")
@@ -336,7 +338,7 @@ class FSDPConfig:
 
     @property
     def reshard(self) -> bool | int:
-        """What happens to the parameters after forward, in all units except the root.
+        """What to do with the parameters of all units except the root after forward.
 
         True frees them, False keeps them, a number reshards them to that many ranks.
         """
@@ -346,7 +348,7 @@ class FSDPConfig:
 
     @property
     def needs_grad_scaler(self) -> bool:
-        """Whether gradients are fp16 and so can underflow."""
+        """Whether gradients are fp16, which can underflow."""
         return self.mixed_precision == "fp16"
 
 
@@ -366,7 +368,10 @@ def _flag(name: str, value: Any) -> Any:
 
 
 def _choice(table: Mapping[str, Any]) -> _Check:
-    """Accept a key of `table` in any case, or torch's enum member or dtype of that name. Keep the key's value."""
+    """Return a check that replaces a key of `table`, in any case, with the key's value.
+
+    The check also accepts torch's enum member or dtype of the same name.
+    """
     values = {key.upper(): value for key, value in table.items()}
 
     def check(name: str, value: Any) -> Any:
@@ -380,7 +385,7 @@ def _choice(table: Mapping[str, Any]) -> _Check:
 
 
 def _count(wanted: str, *also: object) -> _Check:
-    """Accept an integer of at least 1, or one of the values `also`."""
+    """Return a check that accepts an integer of at least 1, or one of the values in `also`."""
 
     def check(name: str, value: Any) -> Any:
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -13,15 +13,15 @@ _KEYS = ("_scale", "_growth_step", "_hysteresis_step")
 
 
 class DynamicGradScaler:
-    """Keeps a loss scale with hysteresis: it may take several overflows to reduce the scale.
+    """Keeps a loss scale with hysteresis: the scale is reduced only after several overflows.
 
     | step     | what happens                                                                                     |
     |----------|--------------------------------------------------------------------------------------------------|
     | overflow | growth count = 0, hysteresis count + 1; if >= `hysteresis`: scale * backoff_factor               |
     | finite   | growth count + 1; if = `growth_interval`: both counts = 0, scale * growth_factor                 |
 
-    The scale stays within [min_scale, max_scale]. A backoff does not reset the hysteresis count: once the limit is
-    reached, every further overflow backs off until the next growth.
+    The scale stays within [min_scale, max_scale]. A backoff does not reset the hysteresis count. Once the limit is
+    reached, every further overflow reduces the scale again, until the next growth.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class DynamicGradScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state from `state_dict()`, from LightRFT (same keys, as tensors), or from a constant scaler ("scale").
+        """Load a state from `state_dict()`, LightRFT (same keys, with tensors) or a constant scaler ("scale").
 
         Raises:
             CheckpointMismatchError: Keys are missing, or the scale is not a positive number. The scaler is unchanged.

@@ -40,10 +40,10 @@ class GradientReport:
 def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
     """Return the p-norm (1 <= p <= inf) of all gradients as one scalar, the same on all ranks and in a single process.
 
-    The result is fp64 if any parameter or gradient is, otherwise fp32. It is NaN on every rank if any rank has a NaN.
-    Replicated shards and plain gradients (equal on all ranks) count once. Parameters without a gradient count as zero.
-    All ranks must call this with the same parameters in the same order. It makes one small all-reduce for each kind of
-    sharding.
+    The result is fp64 if any parameter or gradient is fp64, otherwise fp32. It is NaN on every rank if any rank has a
+    NaN. Replicated shards count once, and so do plain gradients, which must be equal on all ranks. Parameters without a
+    gradient count as zero. All ranks must call this with the same parameters in the same order. There is one small
+    all-reduce for each kind of sharding.
     """
     p = checked_norm_type(p)
     parameters = _listed(parameters)
@@ -91,8 +91,8 @@ def clip_grad_norm(
     If `max_norm` is 0 or None, this only returns the norm. All ranks must call this.
 
     Raises:
-        NonFiniteGradientError: `error_if_nonfinite` is set, and the norm is inf or NaN on some rank. Raised on every
-            rank; the gradients are unchanged. This check waits for the device.
+        NonFiniteGradientError: `error_if_nonfinite` is set, and the norm is inf or NaN on some rank. The error is
+            raised on every rank, and the gradients are unchanged. This check waits for the device.
     """
     max_norm = checked_max_norm(max_norm)
     check_flags(error_if_nonfinite=error_if_nonfinite)
@@ -123,8 +123,8 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | f
 def is_finite_everywhere(norm: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether `norm` is finite on all ranks. All ranks must call this; all get the same result.
 
-    No communication is needed if all gradients are sharded over one mesh of all ranks, because then the norm is the
-    same everywhere.
+    If all gradients are sharded over one mesh of all ranks, the norm is already the same on every rank, so nothing is
+    communicated.
     """
     finite = torch.isfinite(norm)
     if dist.is_initialized() and dist.get_world_size() > 1 and not _norm_is_global(parameters):
@@ -152,7 +152,7 @@ def refuse_nonfinite(parameters: Iterable[tuple[str, torch.Tensor]], norm: torch
 
 
 def named_parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, parameter) for each parameter of `optimizer`. If its groups have no names, positions are used."""
+    """Yield (name, parameter) for each parameter of `optimizer`. The name is a position if the groups have no names."""
     for index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
         yield from zip(names, group["params"], strict=True)
@@ -171,7 +171,7 @@ def inspect_gradients(
     norm_type: float = 2.0,
     divisor: float | None = None,
 ) -> GradientReport:
-    """Return the unscaled joint norm, whether all ranks may step, and what to multiply the gradients by.
+    """Return the unscaled joint norm, whether it is finite on all ranks, and the factor for the gradients.
 
     The norm and the factor are divided by `divisor` (default: the scaler's scale). This updates the scaler but does not
     change the gradients. All ranks must call this.
@@ -214,7 +214,7 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> Sequence[torch
 
 
 def widened(loss: torch.Tensor) -> torch.Tensor:
-    """Return `loss` in at least fp32, because a narrower value would be rounded when it is scaled or divided."""
+    """Return `loss` in at least fp32, because scaling or dividing a narrower value would round it."""
     return loss if loss.dtype == torch.float64 else loss.float()
 
 

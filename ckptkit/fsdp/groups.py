@@ -25,9 +25,9 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 def is_norm(name: str, module: nn.Module, parameter: nn.Parameter) -> bool:
     """Return whether `parameter` of `module` is the scale or shift of a normalization.
 
-    This is true if the module's class is one of torch's norm classes. It is also true if the parameter has at most one
-    dimension, and either the class name ends with "Norm", or the last or second-last component of `name` looks like a
-    normalization: `ln_1.weight`, `bn.weight`, `norm1.scale`.
+    This is true for all parameters of torch's norm classes. For other classes, the parameter must have at most one
+    dimension. In addition, the class name must end with "Norm", or the last or second-last component of `name` must
+    look like a normalization: `ln_1.weight`, `bn.weight`, `norm1.scale`.
     """
     if isinstance(module, _NORMS):
         return True
@@ -47,15 +47,16 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 def param_groups(
     model: nn.Module, *, weight_decay: float = 0.0, no_decay: Sequence[NoDecay] = NO_DECAY
 ) -> list[dict[str, Any]]:
-    """Return groups `{"params", "param_names", "weight_decay"}` that together contain each trainable parameter once.
+    """Return groups `{"params", "param_names", "weight_decay"}`, which together contain each trainable parameter once.
 
-    A group has only one dtype, mesh and placement, and never mixes plain tensors with DTensors: fused and foreach
-    kernels need this. Names are checkpoint FQNs, without the prefixes that torch.compile and checkpoint wrappers add.
+    All parameters of a group have the same dtype, mesh and placement, and a group never mixes plain tensors with
+    DTensors. Fused and foreach kernels need this. Names are checkpoint FQNs, without the prefixes that torch.compile
+    and checkpoint wrappers add.
 
     Args:
-        no_decay: Parameters that match any of these are not decayed. A string matches whole components of the name,
-            separated by "." or "_": "bias" matches `up.bias` and `bias_ih_l0`, but not `unbiased.weight`. A string may
-            have several components ("lm_head.weight").
+        no_decay: Parameters that match any of these items are not decayed. A string matches whole components of the
+            name, separated by "." or "_": "bias" matches `up.bias` and `bias_ih_l0`, but not `unbiased.weight`. A
+            string may have several components ("lm_head.weight").
 
     Raises:
         UsageError: An item of `no_decay` is not a string, a module class or a function.

@@ -29,7 +29,7 @@ from ckptkit.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class HFLoadReport:
-    """Lists the names that `load_hf` loaded, those that the files lack, and those that only the files have."""
+    """Lists the loaded names, the names that are missing in the files, and the names that are only in the files."""
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...] = ()
@@ -41,24 +41,25 @@ def load_hf(model: nn.Module, url: Location, *, cast: bool = False, strict: bool
     """Fill `model`, sharded or not, from the safetensors at `url`. Each rank reads only the bytes of its own shards.
 
     All ranks must call this; if one rank fails, all raise its error. The host holds one shard of one tensor at a time.
-    If transformers uses different names in memory than in files (stacked experts), the names are mapped. Tied weights
-    load under either name; if the files contain both, they must be equal.
+    If transformers uses different names in memory than in files (stacked experts), the names are mapped. The files may
+    contain a tied weight under any of its names. If they contain several, the tensors must be equal.
 
     Args:
-        model: A prepared model, whose parameters `prepare_model` has allocated. They need not have values.
+        model: A model from `prepare_model`. Its parameters are allocated, but need not have values yet.
         url: A directory or a bucket prefix with config.json and *.safetensors.
         cast: Allow lossy casts (fp32 files into bf16 parameters). Widening is always allowed.
         strict: Raise if names are missing in the files or in the model. Otherwise such names are only reported.
 
     Raises:
-        CheckpointMismatchError: Names, shapes or dtypes do not match; lists all of them. The model is unchanged.
+        CheckpointMismatchError: Names, shapes or dtypes do not match. The message lists all mismatches. The model is
+            unchanged.
     """
     url = location("url", url)
     live, _ = model_tensors(model)
     state = TrainState(model=model, rng=False)
 
     def plan() -> tuple[Store, dict[str, TensorEntry], HFLoadReport]:
-        """Check that the files fit the model. This reads no tensors except tied ones stored under several names."""
+        """Check that the files fit the model. Reads only tied tensors that are stored under several names."""
         store = open_store(url)
         catalog = safetensors.open_catalog(store)
         targets = _targets(model, live, catalog)
@@ -115,7 +116,10 @@ def _names_by_tensor(live: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:
 
 
 def _matched(live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]) -> tuple[dict[str, str], list[str]]:
-    """Return {a tensor's first name: its name in `targets`}, and the first names of tensors without a target."""
+    """Return a mapping from live names to names in `targets`, and the live names without a target.
+
+    A live tensor with several names appears under the first of them.
+    """
     chosen: dict[str, str] = {}
     missing: list[str] = []
     for names in _names_by_tensor(live).values():
@@ -130,9 +134,10 @@ def _matched(live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]) ->
 def _several_names(
     live: Mapping[str, torch.Tensor], targets: Mapping[str, Target], catalog: Catalog
 ) -> list[list[Claim]]:
-    """Return, for each tied tensor, what the files contain under each of its names.
+    """Return the tensors that the files contain under the names of each tied tensor.
 
-    These are whole tensors, so that every rank compares the same bytes.
+    Whole tensors are returned, so that every rank compares the same bytes. Omits tied tensors that the files contain
+    under one name only.
     """
     groups = []
     for names in _names_by_tensor(live).values():

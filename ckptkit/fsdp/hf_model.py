@@ -1,4 +1,4 @@
-"""Collects the tensors to export from a transformers model, or from a PEFT model's adapters."""
+"""Collects the tensors to export from a transformers model or from the adapters of a PEFT model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Exported:
     """Holds the tensors to export from a model, which may be wrapped.
 
     Attributes:
-        model: The transformers or PEFT model inside the wrappers; the given model itself if there is none.
+        model: The transformers or PEFT model inside the wrappers, or the given model itself if it contains neither.
         tensors: The tensors by name. Tied tensors appear once.
     """
 
@@ -43,11 +43,11 @@ class Exported:
 
 
 def exported(model: nn.Module) -> Exported:
-    """Return the model inside its wrappers, with its live tensors. Collective if FSDP1 has to gather them.
+    """Return the model inside its wrappers, with its live tensors. Collective if FSDP1 must gather the tensors.
 
     Raises:
-        SaveError: The model has parameters outside the transformers model (for example, a value head), which
-            `from_pretrained` does not read.
+        SaveError: Some parameters are outside the transformers model (for example, a value head). `from_pretrained`
+            would not read them.
     """
     inner = unwrap_model(model)
     root, prefix = inner, ""
@@ -107,7 +107,7 @@ def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[st
     """Return {folder: {key in the file: tensor name}} for all adapters. Only rank 0 calls this.
 
     Args:
-        extra: Receives tensors, by name, that are computed for the file (prompt embeddings).
+        extra: This function adds tensors that it computes for the file (prompt embeddings), by name.
 
     Raises:
         SaveError: A trained tensor belongs to no adapter, or a tensor cannot be derived from the live tensors.

@@ -61,15 +61,15 @@ def save_hf(
     Args:
         model: Sharded or not, wrapped or not.
         url: A path, or anything else that fsspec opens.
-        tokenizer: Anything with `save_pretrained`, or None.
-        dtype: The dtype in which to write floating-point tensors, "bf16", "fp16" or "fp32"; "keep" casts nothing.
+        tokenizer: Any object with a `save_pretrained` method, or None.
+        dtype: The dtype of floating-point tensors in the files: "bf16", "fp16" or "fp32". "keep" casts nothing.
         max_shard_size: Maximum size of one file.
         overwrite: Replace the export or checkpoint at `url`. A directory that contains anything else is refused.
 
     Raises:
-        SaveError: Parts of the model have no values, `from_pretrained` would not read all of it, or a rank failed. All
-            ranks raise the same error.
-        CheckpointExistsError: `url` exists.
+        SaveError: Some tensors of the model have no values, `from_pretrained` would not read all tensors, or a rank
+            failed. All ranks raise the same error.
+        CheckpointExistsError: `url` already exists.
     """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype is {dtype!r}; it must be one of {', '.join(_DTYPES)}.")
@@ -118,7 +118,7 @@ def _targets(source: Exported, dtype: str) -> list[Target]:
 
 
 def _adapters(source: Exported, dtype: str, coordinator: Coordinator) -> tuple[dict[str, torch.Tensor], Files]:
-    """Return a PEFT model's adapters: their tensors, and the files to write. Collective."""
+    """Return the tensors of a PEFT model's adapters, and the files to write. Collective."""
     tensors = dict(source.tensors)
     computed: dict[str, torch.Tensor] = {}
 
@@ -160,9 +160,9 @@ def _shards(targets: list[Target], max_bytes: int) -> Files:
 
 @torch.no_grad()
 def _write_file(store: Store | None, path: str, targets: Sequence[Target], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Gather the file's tensors one by one on all ranks and write them on rank 0.
+    """Gather the file's tensors one by one on all ranks, and write the tensors on rank 0.
 
-    If rank 0 fails, it keeps gathering, because the other ranks do.
+    If writing fails, rank 0 continues to gather, because the other ranks would otherwise wait for it.
     """
     error: Exception | None = None
     name, whole = "", torch.empty(0)
@@ -195,7 +195,7 @@ def _write_file(store: Store | None, path: str, targets: Sequence[Target], tenso
 
 
 def _filled(made: torch.Tensor | None, target: Target, part: Part, value: torch.Tensor) -> torch.Tensor:
-    """Copy one part into the tensor for `target` in host memory. The first part creates this tensor."""
+    """Copy `value` into the host tensor for `target`. The first call for a target creates this tensor."""
     dtype = getattr(torch, target.dtype)
     if len(target.parts) == 1 and part.is_plain:
         return value.reshape(target.shape).to("cpu", dtype)

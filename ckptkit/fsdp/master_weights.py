@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 MASTER = "master"
 _TORCHS = ("state", "param_groups")  # the keys of torch's state dicts
-# Optimizers that work elementwise, so they can step a shard without the rest of the parameter. Subclasses of these are
-# not included, because they may do more.
+# Optimizers that work elementwise, so they can step a shard without the rest of the parameter. Their subclasses are not
+# included, because a subclass may not work elementwise.
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -44,15 +44,16 @@ _ELEMENTWISE = frozenset(
 class MasterWeightOptimizer(Optimizer):
     """Steps fp32 copies of the parameters with `base`, then rounds the copies into the parameters.
 
-    `state[p]` contains the state of `base` in fp32 and, under "master", the fp32 copy of `p` with the same placement.
-    After each step, `master.to(p.dtype)` is bit-identical to `p`. Parameters in fp32 or wider are stepped directly and
-    have no master. `param_groups` contain the model's parameters, so schedulers work as with any optimizer.
+    `state[p]` contains the state that `base` keeps for `p`, in fp32. Under the key "master", it contains the fp32 copy
+    of `p`, with the same placement. After each step, `master.to(p.dtype)` is bit-identical to `p`. Parameters in fp32
+    or wider are stepped directly and have no master. `param_groups` contain the model's parameters, so schedulers work
+    as with any optimizer.
 
     Args:
         base: An optimizer over the model's parameters. Do not use it directly afterwards.
-        grad_scaler: Scales the loss in `backward` and is updated after every step. None: no scaling.
-        max_norm: Clips the joint gradient norm in `step`. 0 or None: no clipping.
-        norm_type: The p of that norm.
+        grad_scaler: Scales the loss in `backward`, and is updated after every step. None means no scaling.
+        max_norm: The maximum joint gradient norm in `step`. 0 or None means no clipping.
+        norm_type: The p of the gradient norm.
 
     Raises:
         UsageError: `base` evaluates its closure several times (LBFGS) or is a MasterWeightOptimizer, `max_norm` is
@@ -89,7 +90,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @property
     def inner_optimizers(self) -> tuple[Optimizer]:
-        """The optimizers that this one combines. `lend_state` gives them their state."""
+        """The wrapped optimizers: only `base`. `lend_state` gives `base` its state."""
         return (self.base,)
 
     @contextlib.contextmanager
@@ -133,16 +134,16 @@ class MasterWeightOptimizer(Optimizer):
     ) -> bool:
         """Unscale and clip the gradients, step the masters and round them into the parameters. Return True.
 
-        If a gradient on any rank is not finite, return False instead. Then the gradients are cleared and the loss
-        scale may decrease, but no parameter, master or moment is changed. All ranks must call this.
+        If a gradient on any rank is not finite, clear the gradients and return False. The loss scale may decrease, but
+        no parameter, master or moment changes. All ranks must call this.
 
         Args:
-            max_norm, norm_type: Replace the optimizer's own.
+            max_norm, norm_type: Override the values with which the optimizer was created.
             divisor: The gradients are divided by this number before clipping (default: the loss scale).
 
         Raises:
-            NonFiniteGradientError: `error_if_nonfinite` is set, and a gradient on some rank is not finite. Raised on
-                every rank; the gradients are kept.
+            NonFiniteGradientError: `error_if_nonfinite` is set, and a gradient on some rank is not finite. The error is
+                raised on every rank, and the gradients are kept.
         """
         if closure is not None:
             with torch.enable_grad():
@@ -185,7 +186,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _lent(self, part: Callable[[Any], Any]) -> Iterator[list[_Loan]]:
-        """Like `lend_state`, but `base` gets `part` of each tensor."""
+        """Lend the state as `lend_state` does, but give `base` only `part` of each tensor."""
         base = self.base
         lent = [[self._lend(parameter, part) for parameter in group["params"]] for group in self.param_groups]
         loans = [loan for group in lent for loan in group]
@@ -211,7 +212,7 @@ class MasterWeightOptimizer(Optimizer):
                 group.update({key: value for key, value in seen.items() if key != "params"})
 
     def _take_back(self, loan: _Loan, now: Mapping[str, Any], part: Callable[[Any], Any]) -> None:
-        """Update a parameter's state with what `base` has left in its own."""
+        """Copy the state that `base` has left for a parameter back to this optimizer."""
         if MASTER in now:
             raise UsageError(
                 f"{type(self.base).__name__} has a state named {MASTER!r}, which is the name of the fp32 copies here."
@@ -242,7 +243,8 @@ class MasterWeightOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict in torch's layout, with the masters stored like moments.
 
-        Includes what the `state_dict` of `base` adds. Does not include the scaler, which has its own `state_dict`.
+        Includes the entries that the `state_dict` method of `base` adds. Does not include the scaler, which has its own
+        `state_dict`.
         """
         self.follow_weights()
         with self.lend_state():
@@ -253,10 +255,11 @@ class MasterWeightOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state without narrowing its dtypes, then round the masters into the parameters.
 
-        Also calls `load_state_dict` of `base`'s class, if it overrides torch's, and the load hooks of `base`.
+        Also calls the load hooks of `base`, and the `load_state_dict` method of its class if that overrides torch's
+        method.
 
         Raises:
-            CheckpointMismatchError: Groups, counts, shapes or masters do not match; nothing was loaded.
+            CheckpointMismatchError: Groups, counts, shapes or masters do not match. Nothing was loaded.
         """
         pairs = self._paired(state_dict)
         masters = {parameter: state.get(MASTER) for parameter, state in self.state.items()}
@@ -373,7 +376,7 @@ def _follow(held: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> list[int]
 
 @dataclass(slots=True)
 class _Loan:
-    """Holds, for one parameter during a step, its state here, and the tensor and the state that `base` sees for it."""
+    """Holds one parameter during a step: its state in this optimizer, and the tensor and state that `base` sees."""
 
     parameter: torch.Tensor
     state: dict[str, Any]
@@ -382,7 +385,7 @@ class _Loan:
 
 
 def _lend_gradients(loans: Sequence[_Loan], factor: float, part: Callable[[Any], Any]) -> None:
-    """Give all masters their gradients in fp32. Cast gradients of other dtypes with one buffer and one kernel."""
+    """Give all masters their gradients in fp32. Casts gradients of other dtypes with one buffer and one kernel."""
     have = []
     for loan in loans:
         gradient = loan.parameter.grad
@@ -438,7 +441,7 @@ def _widened(key: str, value: Any) -> Any:
 
 
 def _moved(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return `value` with the device and the placements of `parameter`, but with its own dtype."""
+    """Return `value` on the device and with the placements of `parameter`. The dtype does not change."""
     if isinstance(parameter, DTensor) and isinstance(value, DTensor):
         if value.device_mesh == parameter.device_mesh and value.placements != parameter.placements:
             return value.redistribute(placements=parameter.placements)

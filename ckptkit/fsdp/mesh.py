@@ -1,4 +1,4 @@
-"""Arranges ranks into the dimensions replicate, shard, cp and tp: computes their sizes and creates the meshes."""
+"""Arranges ranks into the mesh dimensions replicate, shard, cp and tp: computes the sizes and creates the meshes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ParallelPlan:
     def dims(self) -> dict[str, int]:
         """The sizes of the mesh dimensions by name.
 
-        "shard" includes cp. "replicate" and "tp" are present only if they are greater than 1.
+        "shard" includes cp. "replicate" and "tp" are present only if their size is greater than 1.
         """
         dims = {"shard": self.shard * self.cp}
         if self.replicate > 1:
@@ -80,9 +80,9 @@ class TrainingMesh:
     """Holds a plan and its meshes.
 
     Attributes:
-        root: The mesh with all dimensions of the plan; cp is part of "shard".
-        data: `root` without tp, for fully_shard.
-        tp, cp: One-dimensional meshes; None if their size is 1.
+        root: The mesh with all dimensions of the plan. Its dimension "shard" includes cp.
+        data: The mesh for fully_shard: `root` without the dimension "tp".
+        tp, cp: The one-dimensional mesh of this rank's tp or cp group. None if the size is 1.
     """
 
     plan: ParallelPlan
@@ -96,7 +96,8 @@ def plan_for(config: FSDPConfig, world_size: int, *, local_world_size: int | Non
     """Return the mesh plan that `config` describes for `world_size` ranks.
 
     HYBRID_* with both sizes "auto" shards inside a node and replicates across nodes, as FSDP1 does. `local_world_size`
-    is the number of ranks per node (default: LOCAL_WORLD_SIZE, or else all ranks).
+    is the number of ranks per node. It defaults to the variable LOCAL_WORLD_SIZE or, if that is not set, to
+    `world_size`.
     """
     replicate, shard = config.replicate, config.shard
     if config.sharding_strategy is ShardingStrategy.NO_SHARD:
@@ -116,7 +117,7 @@ def plan_for(config: FSDPConfig, world_size: int, *, local_world_size: int | Non
 
 
 def auto_shard_size(numel: int, is_training: bool) -> int:
-    """Return how many ranks should share a model of `numel` parameters; -1 means all of them.
+    """Return how many ranks should share a model of `numel` parameters; -1 means all ranks.
 
     For training, all ranks share the model. For inference, a model under 10e9 parameters is not sharded, and one under
     80e9 is sharded over eight ranks, so that no gather crosses nodes.
@@ -167,7 +168,7 @@ def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
     """Return the meshes for `plan` over the default process group. All ranks must call this.
 
     Raises:
-        UsageError: The group and the plan have different numbers of ranks; nothing was communicated.
+        UsageError: The group and the plan have different numbers of ranks. Nothing was communicated.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -190,12 +191,12 @@ def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
 
 
 def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
-    """Return this rank's 1-D mesh "dp", which contains ranks with different samples. All ranks must call this.
+    """Return this rank's 1-D mesh "dp", whose ranks have different samples. All ranks must call this.
 
     `inside` consecutive ranks work on the same samples.
 
     Raises:
-        UsageError: `inside` does not divide the number of ranks; nothing was communicated.
+        UsageError: `inside` does not divide the number of ranks. Nothing was communicated.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -213,9 +214,8 @@ def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
 def device_type_of(model: torch.nn.Module | None, *, preferred: str = "auto") -> str:
     """Return the type of the device on which `model` will train.
 
-    If `preferred` is not "auto", return it. Otherwise return the accelerator that the model is on. If the model is on
-    the CPU or the meta device, return the machine's accelerator if the process group has a backend for it, and
-    otherwise "cpu".
+    If `preferred` is not "auto", return `preferred`. Otherwise, if the model is on an accelerator, return that
+    accelerator. Otherwise, return the machine's accelerator if the process group has a backend for it, or else "cpu".
     """
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Handles models on the meta device: allocates their tensors, and tells which of them have no values yet."""
+"""Handles models on the meta device: allocates their tensors, and finds the tensors that have no values yet."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ckptkit.fsdp.groups import clean_fqn
 def parameters_on_meta() -> Iterator[None]:
     """Put the parameters of modules that are built inside the block on the meta device.
 
-    Buffers keep their values: non-persistent buffers are in no checkpoint, so the module has the only copy. At most one
-    parameter is allocated at a time, and its memory is never written.
+    Buffers keep their values, because non-persistent buffers are in no checkpoint. At most one parameter is allocated
+    at a time, and its memory is never written.
     """
     register = nn.Module.register_parameter
 

@@ -19,8 +19,8 @@ T = TypeVar("T")
 def offload_optimizer(optimizer: O) -> O:
     """Move all tensors in the optimizer's state to the host. Return the optimizer.
 
-    This includes a MasterWeightOptimizer's masters. Saving works while the state is offloaded; before the next step,
-    call `load_optimizer`.
+    This includes a MasterWeightOptimizer's masters. You can save while the state is offloaded. Call `load_optimizer`
+    before the next step.
     """
     for state in optimizer.state.values():
         for name, value in state.items():
@@ -45,7 +45,7 @@ def load_optimizer(optimizer: O) -> O:
 
 
 def offload_model(models: T, *, empty_cache: bool = True) -> T:
-    """Move one module, or several, to the host. Return the argument. Ignores objects of other types."""
+    """Move one module, or several modules, to the host. Return the argument. Ignores objects that are not modules."""
     for module in _modules(models):
         module.to("cpu")
     _finish()
@@ -57,7 +57,7 @@ def offload_model(models: T, *, empty_cache: bool = True) -> T:
 
 
 def reload_model(models: T, *, device: torch.device | str | None = None) -> T:
-    """Move one module, or several, back to `device` (default: the accelerator, if any). Return the argument."""
+    """Move one or several modules back to `device` (default: the accelerator, if any). Return the argument."""
     if device is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = found if found is not None else "cpu"

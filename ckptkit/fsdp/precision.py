@@ -23,7 +23,7 @@ def mixed_precision_policy(
 ) -> MixedPrecisionPolicy:
     """Return fully_shard's precision policy for a unit whose trainable parameters have the dtype `stored`.
 
-    Inference computes in the stored dtype. fp64 gradients are not reduced in fp32.
+    Inference computes in the stored dtype. Gradients in fp64 are reduced in fp64, not in fp32.
     """
     # Only the root gets output_dtype: a block that returned fp32 would pass it to the next block's bf16 weights.
     output = _TORCH[config.output_dtype] if is_root and config.output_dtype else None
@@ -41,14 +41,14 @@ def mixed_precision_policy(
 
 
 def offload_policy(config: FSDPConfig, device_type: str) -> OffloadPolicy:
-    """Return fully_shard's offload policy. Memory is pinned only if a device copies from it."""
+    """Return fully_shard's offload policy. Host memory is pinned only if an accelerator copies from it."""
     if config.offload != "params":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device_type != "cpu")
 
 
 def storage_dtype(config: FSDPConfig) -> torch.dtype | None:
-    """Return the dtype in which to store trainable parameters; None means that they keep their own."""
+    """Return the dtype in which to store trainable parameters. None means that parameters keep their dtypes."""
     if config.mixed_precision is None:
         return None
     return _TORCH[config.mixed_precision] if config.precision == "master" else torch.float32
@@ -57,8 +57,8 @@ def storage_dtype(config: FSDPConfig) -> torch.dtype | None:
 def set_storage_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
     """Cast the trainable floating-point parameters to `dtype`, in place.
 
-    Frozen parameters keep their dtype, because they are never updated and would gain nothing from a wider one. Buffers
-    keep theirs, because rotary frequencies and running statistics lose too much in bf16.
+    Frozen parameters keep their dtype, because they are never updated, so a wider dtype has no advantage. Buffers also
+    keep their dtype, because rotary frequencies and running statistics would lose too much precision in bf16.
     """
     for parameter in parameters:
         if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype:
@@ -69,7 +69,7 @@ def check_unit_dtypes(name: str, parameters: Iterable[tuple[str, nn.Parameter]],
     """Check that FSDP2 can gather and reduce the unit as one buffer.
 
     Raises:
-        UsageError: It can't. Names the unit, the dtypes and one parameter of each.
+        UsageError: This is impossible. The message names the unit, the dtypes, and one parameter of each dtype.
     """
     unit = f"The unit {name!r}" if name else "The root unit"
     first: dict[torch.dtype, str] = {}

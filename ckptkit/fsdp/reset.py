@@ -20,12 +20,12 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
     """Initialize every parameter with the values that a single process would draw. All ranks must call this.
 
     Every rank draws one module's full parameters at a time on the host, and keeps only its own shards. All ranks draw
-    from the same random state (`seed`, or rank 0's state), so they need not communicate parameters. (Drawing directly
-    into DTensors would give every rank the same numbers.)
+    from the same random state (`seed`, or rank 0's state), so they need not communicate parameters. Drawing directly
+    into DTensors would give every rank the same numbers.
 
     Children come before their parents. A module is initialized by transformers' `_init_weights` or by its own
-    `reset_parameters`; without either it keeps its values. A tied weight is drawn once per name and keeps the first
-    result, as if it had been tied after construction.
+    `reset_parameters`. If it has neither method, it keeps its values. A tied weight is drawn once per name and keeps
+    the first result, as if it had been tied after construction.
     """
     done: dict[int, tuple[int, str]] = {}
     with torch.random.fork_rng(devices=[]):
@@ -85,7 +85,7 @@ def _method(module: nn.Module, init_weights: Any) -> Callable[[], object] | None
 def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]]) -> Iterator[None]:
     """Inside the block, replace the parameters in `owners` with full, uninitialized host tensors.
 
-    On exit, copy this rank's shards of those tensors that were written.
+    On exit, copy this rank's shards of the tensors that were written.
     """
     swapped: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     whole: dict[int, nn.Parameter] = {}

@@ -88,13 +88,14 @@ class FSDPStrategy:
     Methods take their arguments in the order of LightRFT's `FSDPV2Strategy`.
 
     Args:
-        config: How models are sharded; default `FSDPConfig()`.
+        config: The settings for sharding models (default: `FSDPConfig()`).
         seed: Seed for all random generators, set by `setup_distributed`. Data-parallel rank r gets `seed` + r, so
             dropout differs between samples. The tp and cp ranks that share a sample get the same seed.
-        max_norm: Clips the joint gradient norm. 0 or None: no clipping.
-        norm_type: The p of that norm, 1 to inf.
-        error_if_nonfinite: What to do if a gradient on some rank is inf or NaN: True raises on every rank before the
-            step, False skips the step. Not available with fp16, whose loss scale is found through overflows.
+        max_norm: The maximum joint gradient norm. 0 or None means no clipping.
+        norm_type: The p of the gradient norm, from 1 to inf.
+        error_if_nonfinite: What to do if a gradient on any rank is inf or NaN. True raises on every rank before the
+            step; False skips the step. True is not available with fp16, because overflows are needed to find the loss
+            scale.
         micro_train_batch_size: Samples per backward pass on one rank.
         train_batch_size: Samples per optimizer step over all ranks. None means one backward pass per step.
         sync_every_micro_batch: True reduces gradients in every backward pass. This communicates more, but no rank holds
@@ -162,8 +163,8 @@ class FSDPStrategy:
     def setup_distributed(self, timeout: datetime.timedelta | None = None) -> None:
         """Join or create the process group, check the batch sizes and seed the random generators.
 
-        Data-parallel ranks get different seeds, so the seed does not give all ranks the same initial weights;
-        `sync_module_states` (the default) or loading from files does.
+        Data-parallel ranks get different seeds, and so draw different initial weights. `sync_module_states` (the
+        default) or loading from files makes the weights equal.
         """
         self._join(timeout)
         seed = (self.seed + self.data_parallel_rank) % 2**64
@@ -197,7 +198,7 @@ class FSDPStrategy:
 
     @property
     def accumulated_gradient(self) -> int:
-        """Number of backward passes per optimizer step."""
+        """The number of backward passes per optimizer step."""
         return self._passes_on(self.data_parallel_size)
 
     @property
@@ -229,7 +230,7 @@ class FSDPStrategy:
 
     @property
     def global_step(self) -> int:
-        """Number of steps taken; with several optimizers, the largest number. Assign to this to set the count."""
+        """The number of steps taken (with several optimizers, the largest number). Assign to this to set the count."""
         return self._steps.total
 
     @global_step.setter
@@ -263,10 +264,10 @@ class FSDPStrategy:
 
     @contextlib.contextmanager
     def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
-        """Return a context in which to build models. With `meta_init`, parameters take no memory until they get values.
+        """Return a context in which to build models. With `meta_init`, parameters take no memory until `prepare_model`.
 
-        After `prepare_model`, give them values with `load_ckpt`, `load_hf` or `reset_parameters`, or load a checkpoint
-        with a CheckpointManager. Before that, they are NaN, and a save raises SaveError.
+        After `prepare_model`, give the parameters values with `load_ckpt`, `load_hf` or `reset_parameters`, or load a
+        checkpoint with a CheckpointManager. Until then, all parameters are NaN, and a save raises SaveError.
         """
         with meta.parameters_on_meta() if meta_init else contextlib.nullcontext():
             yield
@@ -289,13 +290,13 @@ class FSDPStrategy:
         Models that are already sharded, and objects that are not modules, are returned unchanged.
 
         Args:
-            model: A module. If it was built on the meta device, it is allocated, but has no values yet.
+            model: A module. If it was built on the meta device, its tensors are allocated, but get no values yet.
             is_training: False computes in the stored dtype.
-            shard_size: Number of ranks that share one copy. -1 means all ranks, "auto" depends on the model's size, and
-                None uses the configuration.
+            shard_size: Number of ranks that share one copy of the model. -1 means all ranks, "auto" chooses by the
+                model's size, and None uses the configuration.
             reshard_after_forward: Overrides the configuration.
-            policy: Chooses the units; overrides the configuration.
-            tp_plan: Tensor-parallel styles by module glob.
+            policy: Chooses the units. Overrides the configuration.
+            tp_plan: A mapping from module globs to tensor-parallel styles.
             ignored_params: Parameters that FSDP ignores, in addition to those that the configuration names.
             shard_placement_fn: Returns the dimension on which to shard a parameter, as `Shard(1)`, or None for
                 `Shard(0)`.
@@ -346,8 +347,8 @@ class FSDPStrategy:
     def load_hf(self, model: nn.Module, url: Location, *, strict: bool = True) -> HFLoadReport:
         """Fill a prepared model from the safetensors files at `url`. Each rank reads only its own shards.
 
-        All ranks must call this; if one rank fails, all raise its error. fp32 masters take the loaded values, so the
-        optimizer may already exist. Lossy casts (fp32 files into bf16 parameters) are allowed only if
+        All ranks must call this; if one rank fails, all raise its error. If the optimizer already exists, its fp32
+        masters are updated to the loaded values. Lossy casts (fp32 files into bf16 parameters) are allowed only if
         `mixed_precision` is set.
 
         Args:
@@ -355,7 +356,8 @@ class FSDPStrategy:
             strict: Raise if names are missing in the files or in the model. Otherwise only report them.
 
         Raises:
-            CheckpointMismatchError: Names, shapes or dtypes do not match; lists all of them. The model is unchanged.
+            CheckpointMismatchError: Names, shapes or dtypes do not match. The message lists all mismatches. The model
+                is unchanged.
         """
         return load_hf(model, url, cast=self.config.mixed_precision is not None, strict=strict)
 
@@ -377,20 +379,21 @@ class FSDPStrategy:
         no_decay: Sequence[NoDecay] = NO_DECAY,
         factory: OptimizerFactory | None = None,
     ) -> Optimizer:
-        """Return an optimizer over the model's trainable parameters: fused AdamW, or what `factory(groups)` returns.
+        """Return an optimizer over the model's trainable parameters: fused AdamW, or the result of `factory(groups)`.
 
         With precision="master", the optimizer is wrapped in a MasterWeightOptimizer. All ranks must call this.
 
         Args:
             model: A prepared model.
-            lr, betas, eps: For AdamW; default 1e-3, (0.9, 0.999) and 1e-8. A factory sets its own.
-            weight_decay: Applies to all parameters that `no_decay` does not exclude. A factory finds it in the groups.
+            lr, betas, eps: Arguments of AdamW (defaults: 1e-3, (0.9, 0.999) and 1e-8). Not allowed with a factory.
+            weight_decay: Applies to all parameters that `no_decay` does not exclude. For a factory, the groups contain
+                the value.
             no_decay: Name components, module classes or functions (see `param_groups`); default: biases and norms.
             factory: Creates an optimizer of your choice from the groups.
 
         Raises:
-            UsageError: Nothing is trainable, or a factory is given along with `lr`, `betas` or `eps`, which would have
-                no effect.
+            UsageError: No parameter is trainable, or a factory is given along with `lr`, `betas` or `eps`, which would
+                have no effect.
         """
         groups = param_groups(model, weight_decay=weight_decay, no_decay=no_decay)
         if not groups:
@@ -425,7 +428,7 @@ class FSDPStrategy:
 
     @checked("optimizer")
     def grad_scaler(self, optimizer: Optimizer) -> DynamicGradScaler | None:
-        """Return the optimizer's loss scaler, or None if it has none (only fp16 training needs one)."""
+        """Return the optimizer's loss scaler. Returns None without fp16, which alone needs a scaler."""
         if isinstance(optimizer, MasterWeightOptimizer):
             return optimizer.grad_scaler
         return self._scalers.get(optimizer)
@@ -434,8 +437,9 @@ class FSDPStrategy:
     def backward(self, loss: torch.Tensor, model: nn.Module, optimizer: Optimizer, *, last: bool = False) -> None:
         """Run backward from `loss`, after dividing it by the number of accumulated passes and applying the loss scale.
 
-        Gradients are reduced over the ranks only in the last pass before a step: when all passes are done, or with
-        `last=True` (the end of an epoch). A step after fewer passes uses their mean. `last` must be equal on all ranks.
+        Gradients are reduced over the ranks only in the last pass before a step. This is the pass that completes the
+        batch, or an earlier pass with `last=True` (at the end of an epoch). A step after fewer passes uses their mean.
+        `last` must be equal on all ranks.
 
         Raises:
             UsageError: An argument has the wrong type, for example because two are swapped.
@@ -457,8 +461,8 @@ class FSDPStrategy:
         """Return a context in which backward passes accumulate gradients without communication, and no optimizer steps.
 
         The next `backward` outside the context reduces the sum. The step after it takes the mean over all these passes,
-        as with `train_batch_size`. Passes run with `loss.backward()` are not counted, so the step takes their sum. All
-        ranks must enter the context at the same pass.
+        as with `train_batch_size`. Passes that you run with `loss.backward()` are not counted, so the step uses the sum
+        of their gradients. All ranks must enter the context at the same pass.
         """
         root = _fsdp_root(model)
         if root in self._windows.held:
@@ -485,10 +489,11 @@ class FSDPStrategy:
         or scheduler on any rank, but the loss scale may decrease. All ranks must call this.
 
         Raises:
-            UsageError: An argument has the wrong type; the optimizer has no parameter of the model (it was created
-                before `prepare_model`); parameters were replaced since the last step; or the loss was not scaled.
-            NonFiniteGradientError: Raised instead of skipping if `error_if_nonfinite` is set. Names the
-                affected parameters of this rank; the gradients are kept.
+            UsageError: An argument has the wrong type, the optimizer has no parameter of the model (because it was
+                created before `prepare_model`), parameters were replaced since the last step, or the loss was not
+                scaled.
+            NonFiniteGradientError: `error_if_nonfinite` is set, and a gradient on some rank is not finite. The message
+                names the affected parameters of this rank. The gradients are kept.
         """
         self._check_belongs(optimizer, model)
         window = self._windows.step(_fsdp_root(model), self.accumulated_gradient, optimizer)
@@ -554,16 +559,17 @@ class FSDPStrategy:
             tag: The checkpoint's name. None uses its step.
             max_num: Number of checkpoints to keep; None keeps all. Only checkpoints that ckptkit committed are counted
                 or deleted.
-            max_mem: Maximum total size: a number of GiB, or a string such as "500GB". None: no limit.
+            max_mem: Maximum total size: a number of GiB, or a string such as "500GB". None means no limit.
             client_state: Any JSON value; `load_ckpt` returns it.
-            save_latest: Has no effect: the latest checkpoint is always the newest committed one.
-            optimizer: From `create_optimizer`, or any other.
-            scheduler: Anything with `state_dict`.
-            step: The step. None uses the number at the end of `tag`, or else the number of steps taken so far.
-            metrics: Recorded with the checkpoint, and used to keep the best.
+            save_latest: Has no effect. "latest" always means the newest committed checkpoint.
+            optimizer: An optimizer from `create_optimizer`, or any other optimizer.
+            scheduler: Any object with a `state_dict` method.
+            step: The step. None uses the number at the end of `tag` or, if there is none, the number of steps taken so
+                far.
+            metrics: Metrics to record with the checkpoint. Rotation can keep the best checkpoints by a metric.
 
         Raises:
-            SaveError: A rank failed or the model has no values; nothing was published or deleted.
+            SaveError: A rank failed, or the model has no values. Nothing was published or deleted.
         """
         del save_latest
         self._join()
@@ -595,22 +601,23 @@ class FSDPStrategy:
         key_map: NameMap | str | None = None,
         start_fresh: StartFresh = "if_empty",
     ) -> tuple[str | None, Any]:
-        """Load the newest committed checkpoint (or `which`) in place, on any number of ranks. All ranks must call this.
+        """Load the newest committed checkpoint (or `which`) in place. All ranks must call this.
 
-        Returns the checkpoint's URL and its client state, or (None, {}) if there is no checkpoint. `last_load` is the
-        full report.
+        The number of ranks may differ from that of the save. Returns the checkpoint's URL and its client state, or
+        (None, {}) if there is no checkpoint. `last_load` is the full report.
 
         Args:
             load_dir: The root of the run's checkpoints: a path or a URL.
             load_module_strict: Raise if parameters are missing or unexpected; otherwise only report them.
-            load_optimizer_states, load_lr_scheduler_states: Restore the optimizer and the scheduler that are passed. If
-                the checkpoint lacks their state, the load raises. False leaves them unchanged.
+            load_optimizer_states, load_lr_scheduler_states: Restore the given optimizer or scheduler. If the checkpoint
+                lacks the state, the load raises. False leaves the optimizer or scheduler unchanged.
             key_map: Maps the checkpoint's names to the model's names. If given, only weights are loaded, as in
                 `CheckpointManager.load`.
-            start_fresh: When (None, {}) may be returned, as in `CheckpointManager`.
+            start_fresh: The cases in which (None, {}) is returned instead of raising, as in `CheckpointManager`.
 
         Raises:
-            CheckpointMismatchError: Lists everything that does not match; nothing was changed.
+            CheckpointMismatchError: The checkpoint does not match. The message lists all mismatches. Nothing was
+                changed.
             IncompleteCheckpointError: The run has step directories, but none is committed (see `start_fresh`).
         """
         self._join()
@@ -663,17 +670,17 @@ class FSDPStrategy:
         All ranks must call this; rank 0 writes. Each rank holds one full tensor at a time.
 
         Args:
-            tokenizer: Anything with `save_pretrained`, or None.
+            tokenizer: Any object with a `save_pretrained` method, or None.
             output_dir: A path, or anything else that fsspec opens.
-            dtype: The dtype in which to write floating-point tensors, "bf16", "fp16" or "fp32"; "keep" casts nothing.
+            dtype: The dtype of floating-point tensors in the files: "bf16", "fp16" or "fp32". "keep" casts nothing.
             max_shard_size: Maximum size of one file: bytes, or a string such as "5GB".
             overwrite: Replace the export or checkpoint at `output_dir`. A directory that contains anything else is
                 refused.
 
         Raises:
-            SaveError: Parts of the model have no values, `from_pretrained` would not read all of it, or a rank failed.
-                All ranks raise the same error.
-            CheckpointExistsError: `output_dir` exists.
+            SaveError: Some tensors of the model have no values, `from_pretrained` would not read all tensors, or a rank
+                failed. All ranks raise the same error.
+            CheckpointExistsError: `output_dir` already exists.
         """
         self._join()
         save_hf(

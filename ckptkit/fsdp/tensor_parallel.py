@@ -26,10 +26,10 @@ TPPlan = Mapping[str, "ParallelStyle | str"]
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TPPlan | None = None) -> None:
-    """Split the modules that match `plan` over `mesh`, in place. Call this before fully_shard.
+    """Split the modules that the globs in `plan` match over `mesh`, in place. Call this before fully_shard.
 
     Raises:
-        UsageError: There is no plan, a style is unknown, a glob matches nothing, or a size does not divide evenly.
+        UsageError: There is no plan, a style is unknown, a glob matches no module, or a size does not divide evenly.
     """
     plan = plan if plan is not None else tensor_parallel_plan(model)
     styles = {glob: translate_style(glob, style) for glob, style in plan.items()}

@@ -1,4 +1,4 @@
-"""Chooses which modules become FSDP units. This only reads the model's structure and returns names."""
+"""Chooses which modules become FSDP units. Only reads the model's structure and returns names."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ DEFAULT_CLASSES = [
 VISION_NAMES = ["visual", "vision_tower", "vision_model", "vision_encoder", "image_encoder", "vision_backbone"]
 """Names of modules that some ranks may skip in a mixed-modal batch."""
 
-# A unit's hooks must run, but a container has no forward to hook, and attention reads its children's weights without
-# calling the children.
+# A unit's hooks must run. But a container has no forward method to hook, and attention reads its children's weights
+# without calling the children.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _LEAVES = (nn.MultiheadAttention,)
 
@@ -53,7 +53,7 @@ def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (),
         heads: Also make units of the embeddings and the output head.
 
     Raises:
-        UsageError: The policy names a module that doesn't exist or can't be wrapped.
+        UsageError: The policy names a module that does not exist or cannot be wrapped.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen = dict.fromkeys(policy(model))
@@ -163,7 +163,7 @@ def by_size(min_num_params: int) -> Policy:
 
 
 def tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return the FQNs of each tied parameter (one that has several FQNs), in the model's order."""
+    """Return the FQNs of each tied parameter, in the model's order. A parameter is tied if it has several FQNs."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,4 +1,4 @@
-"""Wraps a model with FSDP2 (`shard`), or raises an error that explains why that is impossible."""
+"""Wraps a model with FSDP2 (`shard`), or raises an error that explains why this is impossible."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def shard(
     5. Call fully_shard from the innermost unit to the root.
 
     Args:
-        config: How to shard; default `FSDPConfig()`.
-        mesh: The ranks to shard over. By default these are all ranks, arranged by `config`. A plain DeviceMesh is used
-            as the data-parallel mesh.
-        policy: Chooses the units (see `units`); overrides `config`.
-        tp_plan: Tensor-parallel styles by module glob; default: the model's own plan.
+        config: The settings for sharding (default: `FSDPConfig()`).
+        mesh: The ranks to shard over. The default is all ranks, arranged by `config`. A plain DeviceMesh is used as the
+            data-parallel mesh.
+        policy: Chooses the units (see `units`). Overrides `config`.
+        tp_plan: A mapping from module globs to tensor-parallel styles (default: the model's own plan).
         ignored_params: Parameters that FSDP ignores, in addition to those that `config.ignored_params` names.
         shard_placement_fn: Returns the dimension on which to shard a parameter, as `Shard(1)`; None means `Shard(0)`.
             Dimensions other than 0 must be divisible by the number of ranks.
@@ -86,7 +86,7 @@ def shard(
 
     Raises:
         NotShardableError: `model` is not a module, or is or contains an FSDP1 module.
-        UsageError: A parameter, unit, size or plan is not possible; the message names it.
+        UsageError: A parameter, unit, size or plan cannot be used. The message says which, and why.
     """
     config = config or FSDPConfig()
     given: object = model
@@ -167,7 +167,7 @@ def sync_module_states(model: nn.Module, device_type: str, *, ignored: Set[str] 
     Meta tensors and the parameters named in `ignored` are skipped.
 
     Raises:
-        UsageError: The ranks have different models; nothing was sent.
+        UsageError: The ranks have different models. Nothing was sent.
     """
     if dist.get_world_size() == 1:
         return
@@ -230,7 +230,7 @@ def _warn_of_ignored(model: nn.Module, ignored: Set[str], mesh: TrainingMesh, is
 
 
 def _warn_of_different_values(parameters: Mapping[str, torch.Tensor], consequence: str) -> None:
-    """Warn if ranks have different values, because they would remain different. All ranks must call this."""
+    """Warn if ranks have different values of a parameter, which would stay different. All ranks must call this."""
     # Compare sums as strings, so that NaN equals NaN and no rank has to send a whole parameter.
     mine = [
         (name, repr(parameter.detach().sum(dtype=torch.float64).item()))
@@ -442,8 +442,8 @@ def _set_reduction(unit: FSDPModule, mesh: DeviceMesh, config: FSDPConfig) -> No
     factor = config.gradient_divide_factor
     if factor is not None:
         unit.set_gradient_divide_factor(float(factor))
-    # gloo has no reduction that multiplies and sums, so force sums. But if the shard size is 1 and a factor is set,
-    # torch already sums, and forced sums would divide by the factor twice.
+    # gloo has no reduction that multiplies and sums, so request plain sums. But if the shard size is 1 and a factor is
+    # set, torch already uses plain sums, and the request would make it divide by the factor twice.
     sums = config.force_sum_reduction_for_comms or (factor is not None and mesh.device_type == "cpu")
     if sums and not (factor is not None and mesh.size(-1) == 1):
         unit.set_force_sum_reduction_for_comms(True)
@@ -478,8 +478,8 @@ def _in_order(module: nn.Module, units: Set[nn.Module], *, backward: bool) -> It
 def _fill_unused_gradients(root: Any) -> None:
     """Let ranks skip different modules of the root unit in the same step.
 
-    FSDP2 reduces only the gradients that exist. If one rank lacks some, its buffer has a different size and the
-    reduction hangs, so missing gradients are replaced with zeros.
+    FSDP2 reduces only the gradients that exist. If a rank lacks some gradients, its buffer has a different size, and
+    the reduction hangs. So this replaces missing gradients with zeros.
     """
     if hasattr(root, "set_reduce_scatter_unused_params"):
         root.set_reduce_scatter_unused_params(True)

@@ -1,9 +1,10 @@
 """Key maps: rename one system's tensors to another system's names.
 
-A package can provide maps as entry points of the group `ckptkit.key_maps`: each is a NameMap, or a function without
-arguments that returns one. Their code runs only if `--key-map` names neither a built-in map nor a file.
+A package can provide key maps as entry points of the group `ckptkit.key_maps`. An entry point is a NameMap, or a
+function without arguments that returns a NameMap. The package's code runs only if `--key-map` names neither a built-in
+map nor a file.
 
-Public names are imported on first use, so a conversion without a key map imports none of this.
+Public names are imported on first use, so a conversion without a key map does not import the submodules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Defines the built-in key maps, and chooses the map that a checkpoint needs.
 
-Each map renames a training run's names to the Hub's; "inverse:NAME" does the opposite. The model's `model_type` decides
-how experts are laid out: as transformers 5 saves them (see its `conversion_mapping`).
+Each map changes a training framework's tensor names to the names on the Hub. "inverse:NAME" does the opposite. The
+model's `model_type` decides how experts are laid out: as transformers 5 saves them (see its `conversion_mapping`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _ARIA = _rename(
 
 
 def _attention(at: str, to: str) -> tuple[tuple[str, str], ...]:
-    """Return (name, Hub name) for each of the four linear layers in a vision model's attention."""
+    """Return the pairs (name, Hub name) of the four linear layers in a vision model's attention."""
     hub = {"q": "attention.query", "k": "attention.key", "v": "attention.value", "o": "output.dense"}
     return tuple((f"{at}.attention.{x}_proj.{{leaf}}", f"{to}.attention.{name}.{{leaf}}") for x, name in hub.items())
 
@@ -115,8 +115,8 @@ _QWEN2_VL = _rename(
     ("model.visual.{rest:*}", "visual.{rest}"),
     ("model.language_model.{rest:*}", "model.{rest}"),
 )
-# These rename a live PEFT model's names to those in an adapter file, which do not include the adapter's name. Base
-# weights lose PEFT's wrapper, so that they can be told apart from the adapter.
+# These rules change the names in a live PEFT model to the names in an adapter file, which do not include the adapter's
+# name. The names of base weights lose PEFT's wrapper, which distinguishes base weights from the adapter.
 _PEFT: tuple[Rule, ...] = (
     *_rename(
         *(
@@ -273,7 +273,7 @@ _STACKED = (".experts.gate_up_proj", ".mixer.experts.up_proj")
 
 
 def builtin_map(name: str) -> NameMap:
-    """Return the map with this name, which may be "inverse:NAME". Raises UsageError if there is none."""
+    """Return the built-in map with this name, which may be "inverse:NAME". Raises UsageError if the name is unknown."""
     if name.startswith("inverse:"):
         return builtin_map(name.removeprefix("inverse:")).inverse()
     if name not in BUILTIN_MAPS:
@@ -283,7 +283,7 @@ def builtin_map(name: str) -> NameMap:
 
 
 def map_for_model_type(model_type: str | None) -> NameMap | None:
-    """Return the map from transformers 5's names in memory to the Hub's names for this model type.
+    """Return the map from the names that transformers 5 uses in memory to the Hub's names, for this model type.
 
     Returns None if no map is needed.
     """
@@ -296,7 +296,7 @@ class Choice:
     """An automatically chosen map, its result, and the reason for the choice.
 
     Attributes:
-        doubt: A question to the user, set if names were kept although they look like another layout's.
+        doubt: A question to the user. Set if names were kept although they look like the names of another layout.
     """
 
     key_map: NameMap
@@ -308,14 +308,14 @@ class Choice:
 def choose_map(
     targets: Mapping[str, Target], *, wanted: Collection[str] = (), config: Mapping[str, Any] | None = None
 ) -> Choice:
-    """Choose the map for these names if the choice is unambiguous. Otherwise keep the names.
+    """Choose and apply the map for these names. Keep the names if the choice is ambiguous.
 
-    With `wanted` (a base model's names), chooses the map with which the fewest of these names are missing, and keeps
-    the names if no map improves on that. Without `wanted`, decides by the model type (stacked experts, multimodal
-    models) or by torchtitan's own names.
+    With `wanted` (a base model's names), chooses the map after which the fewest wanted names are missing. Keeps the
+    names if no map reduces the number of missing names. Without `wanted`, decides by the model type (stacked experts,
+    multimodal models) or by torchtitan's own names.
 
     Raises:
-        CheckpointMismatchError: The names belong to a known layout, but its map does not match them.
+        CheckpointMismatchError: The names belong to a known layout, but the layout's map does not match the tensors.
     """
     settings = dict(config or {})
     as_is = Choice(BUILTIN_MAPS["hf"], Mapped(dict(targets)), "names are kept")
@@ -344,10 +344,10 @@ def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> N
 
 
 def _nearest(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapping[str, Any], as_is: Choice) -> Choice:
-    """Return the candidate with which the fewest names are missing, or two candidates combined if that is better.
+    """Return the candidate, or the combination of two candidates, after which the fewest wanted names are missing.
 
-    Two maps are needed, for example, for the experts in a multimodal model. A map is chosen only if it improves on the
-    names as they are.
+    For example, the experts in a multimodal model need two maps. A map is chosen only if fewer names are missing with
+    it than without a map.
     """
     first = _better(targets, wanted, config, as_is)
     lost = wanted - set(first.mapped.targets)
@@ -388,8 +388,11 @@ def _may_give(key_map: NameMap, lost: list[str]) -> bool:
 
 
 def _candidates(config: Mapping[str, Any]) -> list[NameMap]:
-    """Return the maps to try: the model type's own, those between layouts of the Hub, the inverses of these, and those
-    from torchtitan's names."""
+    """Return the maps to try.
+
+    These are the model type's own map, the maps between two layouts of the Hub and their inverses, and the maps from
+    torchtitan's names.
+    """
     by_type = map_for_model_type(_model_type(config))
     kind = str(config.get("model_type", ""))
     other = {"hf", "peft", "torchtitan-llama3" if kind == "qwen3" else ""}

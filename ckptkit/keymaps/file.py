@@ -31,8 +31,8 @@ def parse_key_map(text: str, *, file: str) -> NameMap:
         file: The file's name, for error messages and as the map's name.
 
     Raises:
-        UsageError: The file is invalid, or is TOML on Python 3.10, which can't parse TOML. The message names the file,
-            the rule's number and the key.
+        UsageError: The file is invalid, or is TOML although the Python version is 3.10, which cannot parse TOML. The
+            message names the file, the rule's number and the key.
     """
     data = _load(text, file)
     if not isinstance(data, Mapping):

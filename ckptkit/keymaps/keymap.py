@@ -2,7 +2,7 @@
 
     mapped = key_map.apply({name: Target.of(entry, name) for ...}, config=config)
 
-The result consists of `Target`s. Each is a list of boxes in source tensors, so that an executor can stream them.
+The result consists of `Target`s. A `Target` lists boxes of source tensors, so that the tensors can be streamed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Mapped:
     Attributes:
         targets: The resulting tensors by name, in the order of their sources.
         dropped: Sources that were left out on purpose, each with the reason.
-        unused: Descriptions of the rules that matched nothing, with their numbers.
+        unused: The numbers and descriptions of the rules that matched no tensor.
     """
 
     targets: Mapping[str, Target]
@@ -34,15 +34,15 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Rules that are applied in order, each to the results of the rules before it.
+    """Rules that are applied in order. Each rule is applied to the results of the rules before it.
 
     Attributes:
         name: The map's name for --key-map.
         rules: See `ckptkit.keymaps.rules`.
-        rest: What to do with tensors that no rule matches: "keep" their names, "drop" them, or "refuse".
+        rest: What to do with tensors that no rule matches: "keep" their names, "drop" the tensors, or "refuse" (raise).
         note: A one-sentence description.
-        back: The inverse map's rules, if they are not simply the inverses of `rules`. For example, a map may read both
-            old and new names, but its inverse writes only the new ones.
+        back: The rules of the inverse map, if these are not simply the inverses of `rules`. For example, a map may read
+            both old and new names, while its inverse writes only new names.
     """
 
     name: str
@@ -65,8 +65,8 @@ class NameMap:
             config: The model's config.json, if rules use its keys.
 
         Raises:
-            CheckpointMismatchError: Names collide, parts are missing, shapes do not match, or tensors are left over and
-                the map refuses that. The message lists everything that is wrong.
+            CheckpointMismatchError: Names collide, a tensor that a rule needs is missing, shapes do not match, or no
+                rule matches a tensor although `rest` is "refuse". The message lists all errors.
             UsageError: A rule needs a config key that is missing.
         """
         work = RuleState(dict(targets), config or {})
@@ -89,7 +89,7 @@ class NameMap:
         return Mapped(work.targets, work.dropped, tuple(unused))
 
     def inverse(self) -> NameMap:
-        """Return the map that undoes this map. Raises UsageError if a rule can't be inverted."""
+        """Return the map that undoes this map. Raises UsageError if a rule cannot be inverted."""
         rules = self.back or inverse_rules(self.name, self.rules)
         return NameMap(f"inverse of {self.name}", rules, self.rest)
 
@@ -104,7 +104,7 @@ class NameMap:
 def check_one_to_one(
     before: Mapping[str, Target], after: Mapping[str, Target], dropped: Mapping[str, int] | None = None
 ) -> None:
-    """Check that each element of every source is either used once or dropped, and that every target is filled.
+    """Check that each source element is either used once or dropped, and that every target is filled.
 
     Args:
         dropped: The number of dropped elements, by source.

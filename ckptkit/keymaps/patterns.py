@@ -23,9 +23,9 @@ class NamePattern:
     """A rule's pattern. It must match the whole name.
 
     A pattern is either a `template` or a `regex`. A template is plain text with placeholders, such as
-    "layers.{i:d}.wq.weight": {x} matches one name component (no dots), {x:d} matches digits, and {x:*} matches any
-    string, even one with dots or the empty string. Only rules with templates can be inverted. A regex is a Python
-    regular expression. Templates for new names refer to its groups as {1}, {2}... or {name}.
+    "layers.{i:d}.wq.weight". {x} matches one name component (no dots), {x:d} matches digits, and {x:*} matches any
+    string, including dots and the empty string. Only rules with templates can be inverted. A regex is a Python regular
+    expression. Templates for new names refer to the groups of the regex as {1}, {2}... or {name}.
     """
 
     template: str = ""
@@ -60,7 +60,7 @@ class NamePattern:
         return match
 
     def names(self) -> frozenset[str]:
-        """Return the placeholders that a match sets."""
+        """Return the names of the placeholders or groups that a match sets."""
         if self.template:
             return frozenset(placeholders(self.template))
         pattern = compiled(self)
@@ -83,7 +83,7 @@ def compile_regex(text: str) -> regex.Pattern[str]:
 def fullmatch(pattern: regex.Pattern[str], name: str) -> regex.Match[str] | None:
     """Match the whole name, with a timeout against catastrophic backtracking.
 
-    Uses the package `regex`, because `re` has no timeout. Raises UsageError after a second.
+    Uses the package `regex`, because `re` has no timeout. Raises UsageError if matching takes more than a second.
     """
     try:
         return pattern.fullmatch(name, timeout=_TIMEOUT_S)
@@ -118,7 +118,7 @@ def render(template: str, bound: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _parts(template: str) -> tuple[tuple[str, str], ...]:
-    """Return a template as (text, the placeholder after it) pairs. The last pair has no placeholder."""
+    """Return a template as pairs of a text and the placeholder after it. The last pair has no placeholder."""
     parts: list[tuple[str, str]] = []
     end = 0
     for match in _PLACEHOLDER.finditer(template):
@@ -128,8 +128,10 @@ def _parts(template: str) -> tuple[tuple[str, str], ...]:
 
 
 def _literal_ends(template: str) -> tuple[str, str]:
-    """Return the text before the first placeholder and the text after the last. Without placeholders, both are the
-    whole template."""
+    """Return the text before the first placeholder and the text after the last placeholder.
+
+    Without placeholders, both are the whole template.
+    """
     found = list(_PLACEHOLDER.finditer(template))
     return (template[: found[0].start()], template[found[-1].end() :]) if found else (template, template)
 

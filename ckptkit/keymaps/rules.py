@@ -37,7 +37,7 @@ class Drop:
 class Split:
     """A rule that splits a tensor along `dim`, into one tensor per name in `to`.
 
-    The parts are equal, or have the given sizes.
+    The new tensors have the given sizes. Without `sizes`, all have the same size.
     """
 
     source: NamePattern
@@ -71,7 +71,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    """A rule that splits a tensor into one tensor per index along `dim`. Each name is `to` with {index} filled in."""
+    """A rule that splits a tensor into one tensor per index along `dim`. {index} in `to` is the index."""
 
     source: NamePattern
     to: str
@@ -91,7 +91,8 @@ class Transpose:
 class RopePermute:
     """A rule that reorders each head's rows into the rotary-embedding layout `to`.
 
-    "halves" is transformers' layout; "interleaved" has adjacent pairs. `heads` is the number of heads.
+    "halves" is transformers' layout. In "interleaved", the two rows of a pair are adjacent. `heads` is the number of
+    heads.
     """
 
     source: NamePattern
@@ -109,7 +110,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """A rule that extends `dim` to `size`. The added rows have no source, and a load leaves them unchanged."""
+    """A rule that extends `dim` to `size`. The added elements have no source, and a load leaves them unchanged."""
 
     source: NamePattern
     size: Size
@@ -123,9 +124,10 @@ Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermut
 
 @dataclass(slots=True)
 class RuleState:
-    """The state of a map's application: the remaining tensors, the dropped tensors, and errors.
+    """The state while a map is applied: the remaining tensors, the dropped tensors, and errors.
 
-    `touched` has the names that a rule has produced or deliberately kept. `dropped_numel` is by source.
+    `touched` contains the names that a rule has produced or deliberately kept. `dropped_numel` is the number of dropped
+    elements by source.
     """
 
     targets: dict[str, Target]
@@ -136,7 +138,7 @@ class RuleState:
     faults: list[str] = field(default_factory=list)
 
     def drop(self, names: Iterable[str], why: str) -> None:
-        """Drop tensors. Their elements count as used."""
+        """Drop tensors. All their elements count as dropped, not as missing."""
         gone = list(names)
         for part in (part for name in gone for part in self.targets[name].parts):
             self.dropped[part.source] = why
@@ -163,7 +165,7 @@ class RuleState:
 
 
 def run(rule: Rule, work: RuleState) -> int:
-    """Apply one rule to all tensors that it matches, and return how many there are. Adds errors to `work`."""
+    """Apply one rule to all tensors that it matches, and return the number of these tensors. Adds errors to `work`."""
     return _RUNNERS[type(rule)](rule, work)
 
 
@@ -204,7 +206,7 @@ def _config_value(config: Mapping[str, Any], key: str) -> int | None:
 def _one_by_one(
     pattern: NamePattern, work: RuleState, make: Callable[[Target, Mapping[str, str]], list[tuple[str, Target]]]
 ) -> int:
-    """Replace each match with what `make` returns for it. If `make` raises a mismatch, record it as an error."""
+    """Replace each matching tensor with the result of `make`. If `make` raises a mismatch, record an error."""
     taken: list[str] = []
     made: list[tuple[str, Target]] = []
     match = pattern.matcher()
@@ -274,7 +276,7 @@ def _concat(rule: Concat, work: RuleState) -> int:
 
 
 def _put(found: dict[str, dict[int, Target]], to: str, index: int, target: Target, work: RuleState) -> None:
-    """Record `target` as piece `index` of tensor `to`. If that piece exists already, add an error."""
+    """Record `target` as piece `index` of the tensor `to`. Add an error if this piece already exists."""
     first = found.setdefault(to, {}).setdefault(index, target)
     if first is not target:
         work.faults.append(f"{to!r}: {first.name!r} and {target.name!r} would both be piece {index}")
@@ -396,7 +398,7 @@ def _dim(target: Target, dim: int, verb: str) -> int:
 
 
 def _same_but(to: str, pieces: list[Target], dim: int | None) -> None:
-    """Check that the dtypes are equal, and the shapes too, except along `dim`."""
+    """Check that the dtypes are equal, and that the shapes are equal except along `dim`."""
     first = pieces[0]
 
     def rest(target: Target) -> tuple[int, ...]:
@@ -420,7 +422,7 @@ def _origin(target: Target) -> str:
 
 
 def written_templates(rule: Rule) -> tuple[str, ...]:
-    """Return the name templates that a rule writes, or () if it keeps names."""
+    """Return the name templates that a rule writes, or () if the rule keeps names."""
     if isinstance(rule, Split):
         return rule.to
     return (rule.to,) if isinstance(rule, (Rename, Concat, Stack, Unstack)) else ()
@@ -464,7 +466,8 @@ def inverse_rules(name: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """Return rules that undo `rules`: each rule's inverse, in reverse order.
 
     Raises:
-        UsageError: A rule can't be inverted, such as a drop, a cast, a regex, or a concat without sizes.
+        UsageError: A rule cannot be inverted: a drop, a cast, a rule with a regex, or a concat without sizes, for
+            example.
     """
     inverted: list[Rule] = []
     for number, rule in enumerate(rules, start=1):
@@ -502,9 +505,9 @@ def _inverse(rule: Rule) -> Rule:
 
 
 def _turned(source: NamePattern, to: str, *, lost: str = "", gained: str = "") -> NamePattern:
-    """Return a pattern that matches the names that `to` produces. Placeholders have the same kinds as in `source`.
+    """Return a pattern for the names that `to` produces. Placeholders have the same kinds as in `source`.
 
-    `lost` is the counter that a stack removes. `gained` is the counter that an unstack adds.
+    `lost` is the number placeholder that a stack removes. `gained` is the number placeholder that an unstack adds.
     """
     known = placeholders(_template(source))
     gone = set(known) - set(placeholders(to)) - {lost}

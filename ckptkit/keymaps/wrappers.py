@@ -1,4 +1,4 @@
-"""Strips the name prefixes that frameworks add. Does not need a key map."""
+"""Strips the name prefixes that frameworks add, without a key map."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _FRONTS = ("module.", "_forward_module.")
 def strip_infixes(names: Iterable[str]) -> dict[str, str]:
     """Return each name without the components that wrappers add.
 
-    Strips `_orig_mod.`, `_checkpoint_wrapped_module.` and `_fsdp_wrapped_module.` wherever they occur, and `module.`
-    and `_forward_module.` at the start if all names have it.
+    Removes `_orig_mod.`, `_checkpoint_wrapped_module.` and `_fsdp_wrapped_module.` everywhere in a name. Removes
+    `module.` and `_forward_module.` only at the start, and only if all names have the prefix.
 
     Raises:
         CheckpointMismatchError: Two names would become equal.
@@ -35,7 +35,7 @@ def _common_front(names: Collection[str]) -> str | None:
 
 
 def strip_prefix(names: Iterable[str], prefix: str) -> dict[str, str]:
-    """Map the names that start with `prefix` and a "." to the rest of the name.
+    """Return a mapping from each name that starts with `prefix` and a "." to the rest of that name.
 
     Raises:
         CheckpointMismatchError: Two names would become equal.

@@ -36,19 +36,20 @@ class ConvertReport:
 
     Attributes:
         src, dst: The URLs as given.
-        opened: URL of the checkpoint that `src` resolved to.
+        opened: URL of the checkpoint to which `src` resolved.
         format, to: Formats of the source and of the result.
         plan: The plan that was executed, or that a dry run would execute.
         tensors: Number of tensors.
-        nbytes, nbytes_read: Bytes written and bytes read.
+        nbytes, nbytes_read: Number of bytes written and number of bytes read.
         checked: Number of source digests that were checked.
-        verified: Number of tensors that were read back and found equal to the source; None without `verify`.
-        proved: What was checked, as phrases with counts.
-        notes: Decisions that the user should know about.
-        infinite: The number of finite elements that the cast made infinite, by tensor name.
-        warnings: Likely problems in the result: elements that became infinite, and the option that avoids this.
+        verified: Number of tensors that were read back and found equal to the source. None without `verify`.
+        proved: Phrases that say what was checked, with counts.
+        notes: Decisions of which the user should know.
+        infinite: By tensor name, the number of finite elements that became infinite in the cast.
+        warnings: Likely problems in the result, such as elements that became infinite, with the option that avoids the
+            problem.
         seconds: Wall time; 0.0 for a dry run.
-        faults: In a dry run, the errors that the real run would raise.
+        faults: The errors that the real run would raise. Empty unless this was a dry run.
         serving: One line on how to serve the export with vLLM; "" if vLLM cannot serve it, or if that is unknown.
         peak_memory: Peak resident memory of this process in bytes; 0 for a dry run.
     """
@@ -75,7 +76,7 @@ class ConvertReport:
     serving: str = ""
 
     def lines(self) -> list[str]:
-        """Return the lines for a terminal: notes, what was done and, last, what was checked."""
+        """Return the lines for a terminal: the notes, a summary, and a line on what was checked."""
         rate = format_size(int(self.nbytes / self.seconds)) if self.seconds else "0 B"
         done = (
             f"{self.opened} ({self.format}) -> {self.dst} ({self.to}) · {counted(self.tensors, 'tensor')} · "
@@ -90,7 +91,7 @@ class ConvertReport:
         return "proved: " + "; ".join(self.proved)
 
     def plan_lines(self) -> list[str]:
-        """Return the lines that --dry-run prints: each tensor's sources and target, then unused and missing tensors."""
+        """Return the lines for --dry-run: each tensor's sources and target, then unused and missing tensors."""
         return [
             f"{self.opened} ({self.format}) -> {self.dst} ({self.to})",
             *self.plan.lines(),
@@ -129,10 +130,11 @@ def peak_memory() -> int:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """The options that `convert`, `merge`, `reshard` and `copy` share; `convert` explains them.
+    """The options that `convert`, `merge`, `reshard` and `copy` share. See `convert` for their meaning.
 
     Attributes:
-        there, here: Storage options of the source and of the destination.
+        there: Storage options of the source.
+        here: Storage options of the destination.
         started: When the command started, by time.perf_counter.
     """
 
@@ -157,10 +159,10 @@ class Converted:
     """The result of executing a plan.
 
     Attributes:
-        masters: Number of weights that were proved equal to their fp32 master weights after a cast of the masters.
-        looked: The phrase that the callback `look` returned; "" if there was no callback.
-        verified: Number of written tensors that were proved equal to the source; None without `verify`.
-        record: The result's commit record; None if the result is not a ckptkit checkpoint.
+        masters: Number of fp32 master weights that, once cast, were found equal to their weights.
+        looked: The phrase that the callback `look` of `carry_out` returned. "" if there was no callback.
+        verified: Number of written tensors that were found equal to the source. None without `verify`.
+        record: The result's commit record. None if the result is not a ckptkit checkpoint.
     """
 
     copied: CopyReport
@@ -184,7 +186,7 @@ def conclude(
     """Execute the plan in a report, and return the complete report. For a dry run, only add the expected errors.
 
     Args:
-        compared: The model with which the plan's names and shapes were compared; "" for none.
+        compared: The model with which the plan's names and shapes were compared. "" if there was no comparison.
         masters_of, look, sealing: See `carry_out`.
     """
     if how.dry_run:
@@ -233,9 +235,9 @@ def carry_out(
     """Execute a plan and publish the result atomically. If there are several ranks, all must call this.
 
     Args:
-        masters_of: The source tensors to compare with their fp32 master weights; None for all.
-        look: A callback that checks the written files. It raises if the files are wrong; otherwise it returns a phrase
-            that says what was checked.
+        masters_of: The source tensors to compare with their fp32 master weights. None means all tensors.
+        look: A callback that checks the written files. If the files are wrong, the callback raises. Otherwise, it
+            returns a phrase that says what was checked.
         sealing: A callback that turns the written files into a committed ckptkit checkpoint.
     """
 
@@ -276,7 +278,7 @@ def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> 
     """Yield the reasons why the real run would fail.
 
     The run would fail if DST exists, is not writable or has too little space, or if source files are missing or
-    truncated. With `check`, it would also fail if a source file is not the one that was committed. Does not test
+    truncated. With `check`, the run would also fail if a source file differs from the committed file. Does not test
     whether an object store accepts writes.
     """
     damaged = False

@@ -1,4 +1,4 @@
-"""Converts any checkpoint to Hugging Face, DCP, torch or LOCAL files. Steps: catalog -> names -> plan -> copy."""
+"""Converts any checkpoint to Hugging Face, DCP, torch or LOCAL files. The steps are catalog, names, plan, and copy."""
 
 from __future__ import annotations
 
@@ -91,41 +91,45 @@ def convert(  # noqa: PLR0913 - one argument per option
             "torch": one `torch.save` file; `dst` names the file, or the directory that will contain pytorch_model.bin.
             "local": a committed ckptkit checkpoint of only the model, with one file for each of `world_size` ranks.
         dtype: "keep", or a float dtype to which all floats are cast.
-        vocab_size: Trim or pad the embedding and the output head to this many rows, and change config.json to match.
+        vocab_size: The number of rows to which the embedding and the output head are trimmed or padded. config.json is
+            changed to match.
         new_rows: How to fill added rows. "mean" (the default) averages the old rows in fp64 and rounds to the tensor's
             stored dtype. "zeros" writes zeros.
         quantize: "fp8-block" writes the weights of linear layers in FP8, in blocks of 128 x 128, for transformers, vLLM
-            and SGLang. Weights that are quantized already are dequantized first, to `dtype` or bf16.
-        weights: Which weights to export. "model": the model's own. "master": the fp32 copies that some optimizers keep.
-            "auto": the fp32 copies if `dtype` casts, otherwise the model's own. "ema": the moving average of the
-            weights, if the checkpoint contains one.
-        base: Hugging Face directory or repo that provides config, tokenizer, and the expected names and shapes.
+            and SGLang. Weights that are already quantized are first dequantized to `dtype`, or to bf16 if `dtype` is
+            "keep".
+        weights: The weights to export. "model": the model's weights. "master": the fp32 copies that some optimizers
+            keep. "auto": the fp32 copies if `dtype` casts, otherwise the model's weights. "ema": the moving average of
+            the weights, which the checkpoint must contain.
+        base: A Hugging Face directory or repo that provides the config, the tokenizer, and the expected names and
+            shapes.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
         strip_prefix: A prefix to remove from every name.
         include, exclude: Globs of the tensors to export or to leave out.
         max_shard_size: Maximum size of one file: bytes, or a string such as "5GB".
-        world_size: The number of ranks to write for; for "dcp" and "local".
-        workers: Number of parallel copies; 0 chooses a number for this machine.
+        world_size: The number of ranks for which "dcp" and "local" are sharded.
+        workers: Number of worker threads. 0 chooses a number for this machine.
         max_memory: Maximum tensor data in memory: bytes, or a string such as "512MB".
         layout: URL of a file that describes the layout of flat parameters, for formats that need one.
-        allow_pickle: Read torch.save files that name unknown classes. Omits these classes' objects; runs no code.
+        allow_pickle: Read torch.save files that name unknown classes. Objects of these classes are omitted, and no code
+            runs.
         check: Check the source's recorded digests while reading.
         verify: Read the result back and compare every element with the source.
-        dry_run: Only plan; see `ConvertReport.plan_lines()` and `ConvertReport.faults`.
+        dry_run: Only plan. See `ConvertReport.plan_lines()` and `ConvertReport.faults`.
         overwrite: Replace the checkpoint or export at `dst`.
         merge_adapter: Merge LoRA adapters into the weights of the source or of `base`.
         untie: Keep an output head that differs from the embedding, and correct the config.
         progress: Called with (bytes done, bytes in all, path of the file).
         storage_options: Options for the file systems of the source, the destination and the base.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
-        adapter_config: PEFT's adapter config, if neither the source nor the base has one.
+        adapter_config: PEFT's adapter config, if neither the source nor the base has an adapter config.
         sha256: Write SHA256SUMS into a Hugging Face export, for `verify` and `sha256sum -c`.
 
     Raises:
         UsageError: Options conflict, or a token would lose its row.
         CheckpointMismatchError: Names or shapes differ from the base, or it is unclear which tensors have one row per
             token.
-        CorruptCheckpointError: The source is damaged or incomplete; nothing was published.
+        CorruptCheckpointError: The source is damaged or incomplete. Nothing was published.
     """
     started = time.perf_counter()
     src, dst = location("src", src), location("dst", dst)
@@ -161,7 +165,7 @@ def convert(  # noqa: PLR0913 - one argument per option
 def _with_base(
     source: Source, options: ExportOptions, base_url: str, *, together: bool, storage_options: Options | None
 ) -> tuple[Source, ExportOptions, str]:
-    """Return the source. If the source is an adapter without base weights, add the weights from --base."""
+    """Return the source, with the weights from --base if the source is an adapter without base weights."""
     from ckptkit.catalog.entry import Role
     from ckptkit.offline.export.adapters import base_name, changes_base, without_base
     from ckptkit.offline.export.base import beside_source
@@ -193,7 +197,7 @@ def _with_base(
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The options for writing the result; `convert` explains them."""
+    """The options for writing the result. See `convert` for their meaning."""
 
     dst: str
     to: Format
@@ -203,7 +207,7 @@ class Output:
     how: How
 
     def check(self, max_memory: str | int, max_shard_size: str | int) -> None:
-        """Raise UsageError if options conflict. The sizes are given as the user wrote them, for error messages."""
+        """Raise UsageError if options conflict. The arguments are the sizes as the user wrote them, for messages."""
         if self.to not in _FORMATS:
             raise UsageError(f"to={self.to!r} is unknown. Known: {', '.join(_FORMATS)}.")
         if self.how.max_memory < _MIN_MEMORY:
@@ -217,7 +221,7 @@ class Output:
 
 
 def write(src: str, source: Source, export: HFExport, options: ExportOptions, output: Output) -> ConvertReport:
-    """Write the chosen tensors of a source and publish the result, or only plan it."""
+    """Write the chosen tensors of a source and publish the result. For a dry run, only plan."""
     to, how = output.to, output.how
     for item in source.checkpoints:
         place = open_target(
@@ -252,7 +256,7 @@ def write(src: str, source: Source, export: HFExport, options: ExportOptions, ou
 
 
 def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
-    """Return the report's line about serving with vLLM, or "" if vLLM might not load the export."""
+    """Return the report's line on serving with vLLM, or "" if vLLM might not load the export."""
     if "://" in dst:  # vLLM reads local directories only
         return ""
     # A key map or a filter may give names that vLLM does not know. With a base, they were compared with its names.
@@ -388,6 +392,6 @@ def _tied(catalog: Catalog, written: Collection[str]) -> Iterator[str]:
 
 
 def _groups(names: Sequence[str], reason: str) -> str:
-    """Return ", in " and the first components of the names. Returns "" if the reason already contains all of these."""
+    """Return ", in " and the first components of the names, or "" if the reason already contains them all."""
     found = [group for group in dict.fromkeys(name.partition(".")[0] for name in names) if group not in reason]
     return ", in " + ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") if found else ""

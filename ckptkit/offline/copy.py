@@ -68,12 +68,12 @@ class CopiedCheckpoint:
 
     Attributes:
         src, dst: URLs of the opened checkpoint and of the copy.
-        files, nbytes: The copy's number of files and its size in bytes.
+        files, nbytes: The number of files of the copy, and its size in bytes.
         nbytes_read: Bytes read from the source.
         digests: Number of source digests that were compared.
         unproved: Number of bytes that were not compared with any digest.
-        verified: Whether the copy was read back and found equal to the source; None without `verify`.
-        there: Whether `dst` already contained this checkpoint.
+        verified: Whether the copy was read back and found equal to the source. None without `verify`.
+        there: Whether `dst` already contained this checkpoint before the copy.
         left_out: Files that were not copied, each with the reason.
         notes: Notes for the user.
         faults: In a dry run, the errors that the real run would raise.
@@ -101,8 +101,8 @@ class Copied:
     Attributes:
         src, dst: The URLs as given.
         run: Whether a whole run was copied.
-        checkpoints: One result for each checkpoint, in the order of the run (the newest last).
-        left_out: Entries of a run that were not copied, with the reason.
+        checkpoints: One result per checkpoint, in the order of the run (oldest first).
+        left_out: The entries of a run that were not copied, each with the reason.
         pins: Names of the checkpoints whose pins were copied.
         seconds: Wall time; 0.0 for a dry run.
         peak_memory: Peak resident memory of this process in bytes; 0 for a dry run.
@@ -123,11 +123,11 @@ class Copied:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes written; in a dry run, the number that would be written."""
+        """The number of bytes written; for a dry run, the number of bytes that would be written."""
         return sum(item.nbytes for item in self.checkpoints if not item.there)
 
     def lines(self) -> list[str]:
-        """Return the lines for a terminal: notes, omitted entries, what was copied and, last, the passed checks."""
+        """Return the lines for a terminal: notes, omitted entries, a summary of the copy, and the passed checks."""
         lines = [f"note: {note}" for note in self.notes]
         lines += [f"left out: {name}: {why}" for name, why in self.left_out.items()]
         for item in self.checkpoints:
@@ -197,30 +197,33 @@ def copy(
     dst_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Copied:
-    """Copy the checkpoint at `src` to `dst`; if `src` is the root of a run, copy all its committed checkpoints.
+    """Copy the checkpoint at `src`, or all committed checkpoints of the run at `src`, to `dst`.
 
-    All files are copied byte for byte, optimizer and commit record included. Each checkpoint appears completely or not
-    at all. A run is copied oldest first, so an interruption leaves a valid run that ends earlier, and repeating the
-    call copies the rest. Checkpoints that `dst` already has from the same save are kept. While the copy runs, no job
-    deletes the source or writes to the destination. Pins that people set are copied.
+    All files are copied byte for byte, including the optimizer and the commit record. Each checkpoint appears
+    completely or not at all. The oldest checkpoint of a run is copied first, so an interruption leaves a valid run that
+    ends earlier. Repeating the call copies the rest. If `dst` already has a checkpoint from the same save, that
+    checkpoint is kept. While the copy runs, no job deletes the source or writes to the destination. Pins that people
+    set are copied.
 
     Args:
-        dst: The copy's own directory; for a single file, the file or its directory; for a run, its root. A directory
-            named step_<N> must be a copy of step N.
+        dst: The directory of the copy. For a single file, the new file or its directory. For a run, the new run's root.
+            A directory named step_<N> must be a copy of step N.
         all_files: Also copy files that are not listed in the commit record.
-        allow_pickle: As for `convert`.
+        allow_pickle: The same as in `convert`.
         check: Compare the source's recorded digests while reading.
         verify: Read the copy back and compare it with the source.
-        overwrite: Replace the checkpoint at `dst`, as `convert` does. For a run, also replace checkpoints of the same
-            name that a different save wrote.
+        overwrite: Replace the checkpoint at `dst`, as `convert` does. For a run, also replace checkpoints that have the
+            same name but were written by a different save.
         dry_run: Only report the files that would be copied, and the errors that the real run would raise.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
     Raises:
         CheckpointNotFoundError: `src` contains no checkpoint.
         CheckpointExistsError: `dst` already exists.
-        CorruptCheckpointError: The source is damaged or incomplete. If it is a run, its other checkpoints were copied.
-        UsageError: `dst` is named after a different step, or `src` contains several checkpoints of another system.
+        CorruptCheckpointError: The source is damaged or incomplete. If the source is a run, all undamaged checkpoints
+            were copied.
+        UsageError: `dst` is named after a different step, or `src` contains several checkpoints that ckptkit did not
+            write.
     """
     started = time.perf_counter()
     src, dst = location("src", src), location("dst", dst)
@@ -241,7 +244,7 @@ def copy(
 
 
 def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inventory | None:
-    """Return the inventory of the ckptkit run at `url`; None if `url` is not a run's root directory.
+    """Return the inventory of the ckptkit run at `url`. Returns None if `url` is not a run's root directory.
 
     Raises:
         CheckpointNotFoundError: The run has no committed checkpoint.
@@ -267,7 +270,7 @@ def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inv
 
 @reads_checkpoints
 def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_files: bool) -> CopiedCheckpoint:
-    """Copy one checkpoint and keep it pinned until the end. `copy` lists the errors."""
+    """Copy one checkpoint, and keep the source pinned until the end. The errors are those of `copy`."""
     source = open_pinned(src, storage_options=how.there, options=reading, together=not how.dry_run)
     what = _contents(source, src, dst, how, all_files=all_files)
     for problem in file_problems(source.store, source.catalog):
@@ -321,9 +324,9 @@ class _Contents:
 
     Attributes:
         store: The store whose root is the copied directory.
-        prefix: The directory in `store` from which the catalog was read; "" for the root.
+        prefix: The directory in `store` from which the catalog was read. "" means the root.
         sizes: File sizes in bytes, by path relative to the root of `store`.
-        record: The commit record as bytes; b"" if there is none.
+        record: The commit record as bytes. b"" if there is no commit record.
         single: Whether the checkpoint is one file, not a directory.
     """
 
@@ -374,7 +377,7 @@ def _readable(store: Store, paths: Iterable[str]) -> tuple[dict[str, int], dict[
 
 
 def _below(source: Source, src: str, dst: str, how: How) -> str:
-    """Return the subdirectory from which the catalog was read, such as "actor/" for a verl step; "" for the root.
+    """Return the subdirectory from which the catalog was read, such as "actor/" for a verl step, or "" for the root.
 
     Raises:
         UsageError: `src` is a directory with several steps.
@@ -410,7 +413,7 @@ def _place(what: _Contents, url: str, dst: str, how: How) -> OutputPlace:
 
 
 def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
-    """Split checks into two lists: checks of disjoint ranges, made during the copy, and checks made separately."""
+    """Split checks into two lists: checks of disjoint ranges, to make during the copy, and all other checks."""
     inline: list[Check] = []
     apart: list[Check] = []
     by_path: dict[str, list[Check]] = {}
@@ -432,7 +435,7 @@ def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
 
 
 def _plan(what: _Contents, inline: Sequence[Check], file_name: str) -> Plan:
-    """Return a plan that copies each file as a tensor of bytes, split where digests begin and end."""
+    """Return a plan that copies each file as a tensor of bytes, which is split where digests begin and end."""
     digests: dict[str, list[Digest]] = {}
     for item in inline:
         digests.setdefault(what.prefix + item.path, []).append(item.digest)
@@ -454,7 +457,7 @@ def _plan(what: _Contents, inline: Sequence[Check], file_name: str) -> Plan:
 
 
 def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
-    """Return a file as slices: one slice for each range with a digest, and one for each gap between such ranges."""
+    """Return a file as slices: one slice for each range with a digest, and one slice for each gap in between."""
     rows: list[tuple[int, int, int, int]] = []  # start, size in bytes, digest, number of bytes that the digest covers
     at = 0
     for digest in digests:
@@ -480,7 +483,7 @@ def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
 def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadOptions, *, all_files: bool) -> Copied:
     """Copy the checkpoints of a run, the newest last.
 
-    If some checkpoints are damaged, raise after copying all others.
+    If some checkpoints are damaged, raise after copying all undamaged checkpoints.
     """
     if is_one_of_many():
         raise UsageError(f"{src} is a run, which only one process can copy. Start the command without torchrun.")
@@ -562,12 +565,12 @@ def _part(progress: Progress | None, before: int, total: int) -> Progress | None
 
 
 def _found(item: Committed, view: Store, at: str, to: str, how: How) -> CopiedCheckpoint:
-    """Return the result for a checkpoint that `dst` already contains.
+    """Return the result for a checkpoint that the destination already contains.
 
     With `verify`, first check the checkpoint's digests.
 
     Args:
-        item: The checkpoint in `dst`, of which `view` is a snapshot.
+        item: The checkpoint in `dst`. `view` is a snapshot of `dst`.
 
     Raises:
         IntegrityError: The checkpoint in `dst` is damaged.
@@ -581,7 +584,7 @@ def _found(item: Committed, view: Store, at: str, to: str, how: How) -> CopiedCh
 
 
 def _left_out(inventory: Inventory) -> dict[str, str]:
-    """Return the run's entries that are not committed checkpoints, with the reason for each."""
+    """Return the run's entries that are not committed checkpoints, each with the reason why it is not copied."""
     found = {item.path: f"{item.name} is being saved by {item.owner}" for item in inventory.in_progress}
     found |= {item.path: f"{item.name} was not committed: its save was killed" for item in inventory.abandoned}
     found |= {item.path: item.reason for item in inventory.skipped}
@@ -589,7 +592,7 @@ def _left_out(inventory: Inventory) -> dict[str, str]:
 
 
 def _damage(view: Store, item: Committed) -> str:
-    """Return a description of the first missing or truncated file of a committed checkpoint; "" if there is none."""
+    """Return a description of the first missing or truncated file of a committed checkpoint, or ""."""
     for path, file in zip(named_paths(item.record), item.record.files.values(), strict=True):
         found, size = view.info(f"{item.path}/{path}"), file.nbytes
         if found is None:
@@ -612,7 +615,8 @@ def _faults(
 
     Args:
         todo: The checkpoints to copy. clashes: Those checkpoints in `todo` whose names already exist in the directory.
-        half: The clashes that are incomplete copies of the source's checkpoints. Maps a name to what is missing.
+        half: The clashes that are incomplete copies of the source's checkpoints, as a mapping from the name to a
+            description of the missing files.
     """
     try:
         if is_directory(here):

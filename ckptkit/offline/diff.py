@@ -51,10 +51,12 @@ class TensorDiff:
 
     Attributes:
         name: "lm_head.weight" (a weight's FQN), "master: <fqn>", "optimizer: <fqn> exp_avg", or the catalog key.
-        elements: Number of elements whose bits differ, or, if the dtypes differ, whose values differ.
-        max_abs: max |a - b|, per component of complex numbers; None if ckptkit cannot compute with the dtype.
-        max_rel: max |a - b| / max |a|.
-        cosine: Cosine similarity of the two tensors as vectors; None if either is all zeros.
+        elements: Number of elements whose bits differ. If the dtypes differ, the number of elements whose values
+            differ.
+        max_abs: The maximum of |a - b|. Complex numbers are compared by component. None if ckptkit cannot compute with
+            the dtype.
+        max_rel: `max_abs` divided by the maximum of |a|.
+        cosine: Cosine similarity of the two tensors as vectors. None if all elements of a tensor are zero.
     """
 
     name: str
@@ -69,7 +71,7 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True)
 class LayerDiff:
-    """The differing tensors of a layer: their largest differences, and the cosine of all of them as one vector."""
+    """The differences in one layer: the largest differences, and the cosine of all differing tensors as one vector."""
 
     tensors: int
     elements: int
@@ -83,9 +85,10 @@ class DiffReport:
     """The result of `diff`. docs/json.md explains the other fields.
 
     Attributes:
-        values: Differing values other than tensors: path ("optimizer.param_groups[0].lr") -> both values as text.
-        left_out: Names that were not compared, because one of the checkpoints has only weights.
-        notes: Hints for the user, such as a glob that matches nothing.
+        values: The values other than tensors that differ. Maps a path ("optimizer.param_groups[0].lr") to both values
+            as text.
+        left_out: The names that were not compared, because one of the checkpoints contains only weights.
+        notes: Hints for the user, for example that a glob matches nothing.
     """
 
     a: str
@@ -107,13 +110,13 @@ class DiffReport:
 
     @property
     def differs(self) -> bool:
-        """Whether anything that was compared differs."""
+        """Whether any difference was found."""
         lists = (self.different, self.only_a, self.only_b, self.shapes, self.dtypes, self.values, self.records)
         return any(lists)
 
     @property
     def equal(self) -> bool:
-        """Whether everything was compared and is equal: names, shapes, dtypes, bits and values."""
+        """Whether all names, shapes, dtypes, bits and values were compared and are equal."""
         return not self.differs and not self.left_out
 
     def summary(self) -> str:
@@ -141,8 +144,8 @@ class DiffReport:
     def layers(self) -> dict[str, LayerDiff]:
         """Return the differences by model layer and by optimizer state.
 
-        The model's layers come first. In both groups, the largest change comes first. A model tensor
-        outside of the layers has an entry of its own.
+        The model's layers come before the optimizer's states, and in both groups, the largest change comes first. A
+        model tensor outside of the layers has its own entry.
         """
         from ckptkit.offline.pictures.heat_map import layer_of
 
@@ -162,7 +165,7 @@ class DiffReport:
         return {name: layer for (_, name), layer in ordered}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain JSON values (schema "ckptkit.diff/1"); NaN and infinity become strings."""
+        """Return the report as plain JSON values (schema "ckptkit.diff/1"). NaN and infinity become strings."""
         document = {**plain(self), "equal": self.equal, "layers": plain(self.layers())}
         del document["changes"]
         for row in document["different"]:
@@ -183,12 +186,13 @@ def diff(
 ) -> DiffReport:
     """Compare the checkpoints at `a` and `b`, tensor by tensor and value by value. Formats and shardings may differ.
 
-    Weights are matched by FQN, optimizer states by parameter and state name, everything else by key. If one side has
-    only weights, only weights are compared, and the rest is listed in `left_out`. Tensors with recorded digests on both
-    sides are compared by digest; all others are read and compared piece by piece.
+    Weights are matched by FQN, optimizer states by parameter and state name, and all other entries by key. If one
+    checkpoint contains only weights, only weights are compared, and `left_out` lists the other entries. If both
+    checkpoints record digests of a tensor, the digests are compared. Otherwise, the tensor is read and compared piece
+    by piece.
 
     Args:
-        include: Globs of the names to compare; empty for all.
+        include: Globs of the names to compare. Empty means all names.
         exclude: Globs of the names to skip.
 
     Raises:
@@ -213,7 +217,7 @@ class NameFilter:
     _used: set[str] = field(default_factory=set)  # the globs that have matched a name
 
     def __call__(self, *names: str) -> bool:
-        """Return whether to compare a tensor, given all of its names (such as the FQN and the key)."""
+        """Return whether to compare a tensor that has these names (such as the FQN and the key)."""
 
         def matches(patterns: Sequence[str]) -> bool:
             found = {pattern for pattern in patterns if any(fnmatch.fnmatchcase(name, pattern) for name in names)}
@@ -224,7 +228,7 @@ class NameFilter:
         return (not self.include or matches(self.include)) and not excluded
 
     def notes(self) -> tuple[str, ...]:
-        """Return a note on each glob that has matched nothing."""
+        """Return a note for each glob that has matched no name."""
         options = {"--include": self.include, "--exclude": self.exclude}
         return tuple(
             f"{option} {glob!r} matches no tensor or value"
@@ -238,7 +242,7 @@ class NameFilter:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the two checkpoints: its reader, and its readable tensors by the names under which they are compared."""
+    """One of the two compared checkpoints, with its tensors by the names that are compared."""
 
     source: Source
     tensors: Mapping[str, TensorEntry]
@@ -266,9 +270,9 @@ class _Side:
         return cls(source, _named(readable), opaque, small, reader, gatherer)
 
     def read(self, entries: Sequence[TensorEntry]) -> tuple[Bytes, list[int]]:
-        """Return the concatenated bytes of small tensors, and the offset at which each tensor ends.
+        """Return the concatenated bytes of small tensors, and the offsets at which the tensors end.
 
-        Adjacent tensors in a file are read together, because there may be 300,000 tensors of a few bytes.
+        Tensors that are adjacent in a file are read together, because there may be 300,000 tensors of a few bytes.
         """
         sizes = [entry.nbytes for entry in entries]
         ends = list(itertools.accumulate(sizes))
@@ -295,9 +299,9 @@ class _Side:
 
 
 def _pieces(entry: TensorEntry) -> Sequence[tuple[str, int, int]] | None:
-    """Return (file, offset, size) of the ranges that make up the tensor's bytes, in order; None if there are none.
+    """Return the tensor's bytes as consecutive ranges (file, offset, size). Returns None if that is impossible.
 
-    A tensor has such ranges if it is contiguous, or split along dimension 0 into slices that are listed in order.
+    It is possible if the tensor is contiguous, or split along dimension 0 into slices that are listed in order.
     """
     slices, shape, at = entry.slices, entry.shape, 0
     if slices.strides or slices.codecs:
@@ -396,7 +400,7 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
 
 
 def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
-    """Return one checkpoint's tensors under all names that the other checkpoint uses for them.
+    """Return one checkpoint's tensors, each under all names that it has in the other checkpoint.
 
     FULL and LOCAL checkpoints store tied tensors only once, under one name.
     """
@@ -417,10 +421,10 @@ def _only_in(
     objects: Mapping[str, ObjectEntry],
     other_objects: Mapping[str, ObjectEntry],
 ) -> tuple[str, ...]:
-    """Return the names in one checkpoint that the other checkpoint lacks.
+    """Return the names that one checkpoint contains and the other checkpoint lacks.
 
-    SHARDED checkpoints store the optimizer's settings twice: as one object, and as separate values for torch. The
-    separate values are ignored if both checkpoints have the object.
+    SHARDED checkpoints store the optimizer's settings twice: as one object, and as separate values for torch. If both
+    checkpoints contain the object, the separate values are ignored.
     """
     trees = {n for n, item in objects.items() if item.role is Role.OPTIMIZER and n in other_objects and "." not in n}
     alone = [n for n, e in tensors.items() if n not in others and not (e.name.partition(".")[0] in trees and not e.fqn)]
@@ -448,7 +452,7 @@ def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, 
 
 
 def _stored(side: _Side, name: str) -> Iterator[Any]:
-    """Yield a description of a tensor's slices and records, then the bytes of the records, tile by tile."""
+    """Yield a description of a tensor's slices and records, then the records' bytes, tile by tile."""
     entry = side.source.catalog.tensors.get(name)
     yield None if entry is None else (entry.dtype, entry.shape, entry.slices.offsets.tolist())
     records = records_of(side.source.catalog, name)
@@ -466,7 +470,7 @@ def _weights_alone(tensors: Mapping[str, TensorEntry], objects: Mapping[str, Obj
 
 
 def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield batches of names in order: small tensors together, each large one alone. `sizes`: size in bytes by name."""
+    """Yield batches of names, in order. Small tensors share a batch. `sizes` maps names to sizes in bytes."""
     batch: list[str] = []
     held = 0
     for name, nbytes in sizes.items():
@@ -482,7 +486,7 @@ def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 def _compared(
     sizes: Mapping[str, int], a: tuple[_Side, Mapping[str, TensorEntry]], b: tuple[_Side, Mapping[str, TensorEntry]]
 ) -> Iterator[tuple[str, TensorDiff | None]]:
-    """Yield (name, difference) for each tensor of a batch; the difference is None if the tensors are equal."""
+    """Yield (name, difference) for each tensor of a batch. The difference is None if the tensors are equal."""
     (first, left), (second, right) = a, b
     small = [name for name, nbytes in sizes.items() if nbytes <= _SMALL]
     for name in sizes.keys() - set(small):  # at most one, which is alone in its batch (see _batches)
@@ -508,7 +512,7 @@ def _compared(
 def _value_differences(
     name: str, a: tuple[_Side, ObjectEntry], b: tuple[_Side, ObjectEntry]
 ) -> dict[str, tuple[str, str]]:
-    """Return the paths at which two objects of the same name differ, with both values as text.
+    """Return the paths at which two objects of the same name differ, each with both values as text.
 
     Runs no code from objects.
     """
@@ -530,10 +534,10 @@ def _value_differences(
 def _recipe_differences(
     names: Mapping[str, tuple[str, str]], ours: Mapping[str, Recipe], theirs: Mapping[str, Recipe]
 ) -> dict[str, tuple[str, str]]:
-    """Return the tensor subclasses whose parts are compared but whose recipes differ, with both recipes as text.
+    """Return the tensors of subclasses whose recipes differ, each with both recipes as text.
 
     Args:
-        names: The catalogs' names of the compared tensors, by the names that are compared.
+        names: Maps each compared name to the tensor's name in the catalogs.
     """
     if not ours and not theirs:
         return {}
@@ -546,7 +550,7 @@ def _recipe_differences(
 
 
 def _differing(place: str, x: Any, y: Any) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the paths at which two decoded values differ. Numbers differ if their types or bits do."""
+    """Yield the paths at which two decoded values differ. Numbers differ if their types or bits differ."""
     if type(x) is not type(y):
         yield place, (_text(x), _text(y))
     elif isinstance(x, dict):
@@ -580,7 +584,7 @@ def _text(value: Any) -> str:
 
 
 def _same_digests(x: TensorEntry, y: TensorEntry) -> bool:
-    """Return whether both tensors are sliced in the same way, with equal digests."""
+    """Return whether both tensors have the same slices, with equal digests."""
     p, q = x.slices, y.slices
     if x.dtype != y.dtype or p.algorithm != q.algorithm or not proves_equality(p.algorithm) or len(p) != len(q):
         return False
@@ -612,7 +616,7 @@ class _Comparison:
             self.add(x, y)
 
     def result(self) -> TensorDiff | None:
-        """Return the difference; None if all bits are equal."""
+        """Return the difference, or None if all bits are equal."""
         if not self.elements:
             return None
         sums, dtypes = (self.dot, self.norm_a, self.norm_b), (self.a.dtype, self.b.dtype)
@@ -622,7 +626,7 @@ class _Comparison:
         return TensorDiff(self.name, self.a.shape, dtypes, self.elements, self.max_abs, max_rel, _cosine(sums), sums)
 
     def add(self, x: Bytes, y: Bytes) -> None:
-        """Compare a non-empty tile: the same box of both tensors."""
+        """Compare a tile of both tensors, which must not be empty."""
         u, v = _numbers(x, self.a.dtype), _numbers(y, self.b.dtype)
         self.counted = u is not None and v is not None and len(u) == len(v)
         if u is not None and v is not None and self.counted and self.a.dtype != self.b.dtype:
@@ -656,12 +660,12 @@ def _cosine(sums: tuple[float, float, float]) -> float | None:
 
 
 def _order(value: float | None) -> float:
-    """Return the sort key of a change. None and NaN count as larger than any number."""
+    """Return the sort key of a change. None and NaN are larger than any number."""
     return math.inf if value is None or math.isnan(value) else value
 
 
 def _numbers(data: Bytes, name: str) -> npt.NDArray[np.float64] | None:
-    """Return the elements as float64, with complex numbers as pairs; None for unsupported dtypes (4-bit floats)."""
+    """Return the elements as float64 (two per complex number). Returns None for unsupported dtypes (4-bit floats)."""
     if name in _COMPLEX:
         return data.view(_COMPLEX[name]).astype(np.float64)
     if dtype_of(name).kind in ("int", "bool"):

@@ -1,4 +1,4 @@
-"""Executes a plan's steps in worker threads: copies contiguous runs of bytes, and assembles other regions."""
+"""Executes a plan's steps in worker threads: copies contiguous runs of bytes, and assembles all other regions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _COLUMNS = np.dtype([("file", "<i8"), ("start", "<i8"), ("nbytes", "<i8"), ("dig
 
 @dataclass(slots=True)
 class Tally:
-    """Counts bytes and reports progress. Also stops a worker thread after another worker thread has failed.
+    """Counts bytes and reports progress. Also tells worker threads to stop after another thread has failed.
 
     Attributes:
         nbytes: Number of bytes read so far.
@@ -66,7 +66,7 @@ class Digested:
     rows: bytearray = field(default_factory=bytearray)
 
     def add(self, file: int, start: int, nbytes: int, digest: int) -> None:
-        """Record the digest of the `nbytes` bytes at `start` of a file."""
+        """Record the digest of the bytes [start, start + nbytes) of a file."""
         self.rows += _ROW.pack(file, start, nbytes, digest)
 
     def table(self) -> npt.NDArray[np.void]:
@@ -94,7 +94,7 @@ class BoxDigest:
         self._at, self._state = start, new_hasher()
 
     def take(self, data: Bytes) -> bool:
-        """Add the next bytes, and return whether all bytes of the box have been added."""
+        """Add the next bytes, and return whether the box is complete."""
         self._state.update(data.data)
         self._at += len(data)
         if self._at < self._end:
@@ -143,7 +143,7 @@ class Copier:
 
     Attributes:
         chunk: Bytes per read.
-        sink: Writes the result. If None, digests are only checked.
+        sink: Writes the result. If None, nothing is written, and only digests are checked.
         digests: Whether to digest boxes while they are written.
         journal: Records finished steps.
         digested: Digests of written boxes, if `digests` was set.
@@ -172,8 +172,8 @@ class Copier:
             infinite = self._copy_runs(cut_runs(runs, self.chunk, self.work.ratios()), worker)
             for origin in distinct(runs.origins).tolist():
                 self.reader.forget(origin)
-        # The journal must not list steps whose records came out of order, because those are not checked yet. Nor must
-        # it list steps with infinite elements, because a resumed command must count these too.
+        # The journal must not list steps whose records came out of order, because these records are not checked yet.
+        # Nor must it list steps with infinite elements, because a resumed command must count such elements again.
         proved = self.verifier is None or self.verifier.proved[step.records].all()
         if self.journal is not None and proved and not infinite:
             self.journal.done(index)
@@ -181,8 +181,10 @@ class Copier:
     # --- runs
 
     def _copy_runs(self, runs: Runs, worker: Worker) -> int:
-        """Read, check, cast, digest and write runs of at most one chunk each; return how many elements became infinite.
-        Short runs are read together."""
+        """Read, check, cast, digest and write runs of at most one chunk each.
+
+        Short runs are read together. Returns how many elements became infinite.
+        """
         # Lists are faster here, because taking one number from a numpy array costs more than the rest of the loop body.
         nbytes, files, targets, casts, ends = (
             getattr(runs, name).tolist() for name in ("nbytes", "files", "targets", "casts", "ends")
@@ -217,8 +219,10 @@ class Copier:
         return total
 
     def _batches(self, nbytes: Int64) -> list[int]:
-        """Return the bounds of batches of runs that are read together. A long run is a batch of its own; short runs are
-        combined up to about half a chunk."""
+        """Return the bounds of batches of runs that are read together.
+
+        A long run is a batch of its own. Short runs are combined up to about half a chunk.
+        """
         short = nbytes < (_SHORT if self.reader.is_local else self.chunk)
         turns = (np.cumsum(nbytes) - nbytes) // max(1, self.chunk // 2)
         new = np.append(True, ~short[1:] | ~short[:-1] | (turns[1:] != turns[:-1]))
@@ -240,10 +244,9 @@ class Copier:
     # --- boxes
 
     def _copy_boxes(self, step: BoxStep, worker: Worker) -> int:
-        """Assemble a tensor tile by tile and write each tile's parts to all boxes that need them. Return how many
-        elements became infinite.
+        """Assemble a tensor tile by tile, and write each tile's contents to all boxes that overlap it.
 
-        Tiles are row-major, so each box's bytes are written in order.
+        Tiles are row-major, so each box's bytes are written in order. Returns how many elements became infinite.
         """
         assert self.sink is not None
         tensor, itemsize = step.tensor, dtype_of(step.tensor.dtype).itemsize

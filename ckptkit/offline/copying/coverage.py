@@ -25,7 +25,7 @@ def used_sources(plan: Plan) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """The counts of a coverage check: tensors, elements and file bytes, each of which is written exactly once."""
+    """The result of a coverage check: how many tensors, elements and file bytes are written, each exactly once."""
 
     tensors: int
     elements: int
@@ -38,7 +38,7 @@ class Covered:
 
 @collector_paused()
 def check_plan(plan: Plan) -> Covered:
-    """Check that sources are complete, targets covered exactly once, and files filled exactly; return the counts.
+    """Check that sources have no gaps, and that the plan writes each target and each file byte exactly once.
 
     Raises:
         CorruptCheckpointError, IncompleteCheckpointError: A source tensor has gaps or overlaps.

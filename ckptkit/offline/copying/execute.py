@@ -1,4 +1,4 @@
-"""Executes a plan for any formats: copies bytes between stores, checks them, and bounds memory."""
+"""Executes a plan for any formats: copies bytes between stores in bounded memory, and checks the bytes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 
 DEFAULT_MAX_MEMORY = 512_000_000
-# Large enough that few calls are needed, small enough that data stays in the cache between read, digest and write. With
-# 1 MiB, ext4 would allocate memory in pieces of 1 MiB; in fragmented memory, that takes three times as long as copying.
+# This is large enough that few calls are needed, and small enough that data stays in the cache between read, digest and
+# write. With 1 MiB, ext4 would allocate memory in pieces of 1 MiB. In fragmented memory, such an allocation takes three
+# times as long as copying.
 _CHUNK = 512 << 10
 _REMOTE_CHUNK = 8 << 20
 _TILE = 4 << 20
@@ -52,9 +53,10 @@ class CopyReport:
         covered: The counts from the coverage check of the whole plan.
         seconds: Wall time.
         steps: Number of steps.
-        taken_over: Number of steps that an interrupted command had already finished.
-        digested: Box digests computed during the copy. `file` is an index into the plan's files.
-        infinite: How many finite elements casts made infinite, by tensor name and dtype.
+        taken_over: Number of steps that were skipped because an interrupted command had finished them.
+        digested: The box digests that were computed during the copy. In each row, `file` is an index into the plan's
+            files.
+        infinite: By tensor name and dtype, how many finite elements became infinite in a cast.
     """
 
     nbytes: int
@@ -69,7 +71,7 @@ class CopyReport:
 
     @classmethod
     def joined(cls, reports: Sequence[CopyReport]) -> CopyReport:
-        """Combine the results of several ranks, without box digests."""
+        """Return the combined results of several ranks, without box digests."""
         infinite: Counter[tuple[str, str]] = Counter()
         for report in reports:
             infinite.update(report.infinite)
@@ -91,7 +93,7 @@ class CopyReport:
         return (f"continued an interrupted run: {self.taken_over} of {self.steps} steps were already done",)
 
     def warnings(self) -> tuple[str, ...]:
-        """Return one sentence for each dtype in which elements became infinite."""
+        """Return a warning for each dtype in which elements became infinite."""
         found = []
         for dtype in dict.fromkeys(dtype for _, dtype in self.infinite):
             counts = {name: count for (name, of), count in self.infinite.items() if of == dtype}
@@ -120,21 +122,21 @@ def execute(
     ledger: Ledger | None = None,
     digests: bool = False,
 ) -> CopyReport:
-    """Write a plan's files to `destination`, which must not contain any of them.
+    """Write a plan's files to `destination`, which must not contain any of these files yet.
 
-    Coverage is checked before anything is written. Making the files durable is the job of the code that publishes the
+    Coverage is checked before anything is written. The caller must make the files durable when it publishes the
     destination.
 
     Args:
-        workers: Number of parallel copies; 0 chooses a number for this machine.
+        workers: Number of worker threads. 0 chooses a number for this machine.
         max_memory: Maximum bytes of tensor data in memory, over all workers.
         check: Check all bytes read against the source's recorded digests.
-        progress: Called with (bytes done, total bytes, file), from any thread, but never concurrently.
-        files: Indices of the files that this process writes; None for all.
+        progress: A callback for (bytes done, total bytes, file). May be called from any thread, but never concurrently.
+        files: Indices of the files that this process writes. None means all files.
         journal: The journal of a local destination. Finished steps are skipped, and files that cannot be continued
             start over.
-        ledger: The ledger of a remote destination. Objects that an interrupted command finished are not written again
-            if they match.
+        ledger: The ledger of a remote destination. An object that an interrupted command finished is not written again
+            if its content matches.
         digests: Compute the digest of each written box whose bytes are written in order.
 
     Raises:

@@ -38,8 +38,8 @@ class Gatherer:
 
     Attributes:
         max_bytes: Maximum memory for one computed tensor and its inputs, in bytes.
-        small, big: Size of a tile in bytes. A tile has `small` bytes, or up to `big` if small tiles would read the
-            source many times.
+        small, big: Sizes of a tile in bytes. A tile normally has `small` bytes. It has up to `big` bytes if small tiles
+            would read the source many times.
     """
 
     reader: SourceReader
@@ -56,7 +56,7 @@ class Gatherer:
     def tile_numel(self, tensor: OutputTensor) -> int:
         """Return the number of elements per tile of a target.
 
-        Tiles are larger if each of them reads many parts of the source.
+        Tiles are larger if each tile reads many parts of the source.
         """
         if isinstance(tensor, ComputedTensor):
             rows = self.rows_at_once(tensor, self.small if tensor.by_element else 2 * self.big)
@@ -102,7 +102,7 @@ class Gatherer:
         return infinite
 
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
-        """Return how many rows to compute at once.
+        """Return how many rows of a computed tensor to compute at once.
 
         The computation takes at most half of the memory and, for more than one block of rows, at most 16 MB. If each
         element is computed independently, the computation takes at most `big` bytes, so that all workers can compute at
@@ -181,9 +181,9 @@ class Gatherer:
         return out, infinite
 
     def _run_of(self, target: OutputTensor) -> Range | None:
-        """Return the place in a local file at which all of a target's bytes are consecutive.
+        """Return the range of a local file that contains all of a target's bytes, consecutively.
 
-        Returns None if there is none.
+        Returns None if there is no such range.
         """
         part = target.only_part if isinstance(target, Target) else None
         if part is None:
@@ -232,6 +232,6 @@ def _nbytes(tensor: OutputTensor) -> int:
 
 
 def _taken(tensor: ComputedTensor) -> int:
-    """Return the memory in bytes that computing a tensor needs, including its inputs and the result."""
+    """Return the memory, in bytes, for computing a tensor, including the inputs and the result."""
     inputs = sum(_nbytes(item) if isinstance(item, Target) else _taken(item) for item in tensor.inputs)
     return _nbytes(tensor) + inputs + tensor.scratch

@@ -1,7 +1,7 @@
-"""Defines the plan of a conversion: files made of literal bytes and of boxes of tensors. --dry-run prints it.
+"""Defines the plan of a conversion: files that consist of literal bytes and boxes of tensors.
 
-A plan is plain data; nothing in this module does I/O. Boxes are stored as columns of numbers, because a checkpoint for
-1,024 ranks has a million of them.
+--dry-run prints the plan. A plan is plain data, and this module does no I/O. Boxes are stored as columns of numbers,
+because a checkpoint for 1,024 ranks has a million boxes.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _NAMED = 8  # maximum number of leftovers listed by name per reason; if there ar
 
 @dataclass(frozen=True, slots=True)
 class ComputedTensor:
-    """A tensor computed from others, such as a weight with a merged adapter. Rows may be computed separately.
+    """A tensor that is computed from other tensors, such as a weight with a merged adapter.
 
     Attributes:
-        inputs: The tensors that `compute` takes, in order. Each is a full tensor, which is read or itself computed, and
-            is passed as row-major bytes in its own dtype.
-        compute: Returns the tensor in `dtype`. May be called from any thread.
+        inputs: The tensors that `compute` takes, in order. An input is a whole tensor, which is read or is itself
+            computed. It is passed as row-major bytes in its own dtype.
+        compute: A function that returns the tensor in `dtype`. May be called from any thread.
         label: The formula that the plan shows: "W + 2.0 * B @ A".
-        scratch: Additional bytes that `compute` needs, beyond inputs and result.
-        cut: Returns the tensor of only the rows [start, stop); None if rows cannot be computed separately.
-        by_element: Whether each element depends only on the inputs' elements at the same position. If so, computing a
-            few rows at a time is as fast as computing many.
-        in_pieces: Whether `compute` may also be called with the same consecutive elements of each input, not only with
-            whole inputs.
+        scratch: How many bytes `compute` needs in addition to the inputs and the result.
+        cut: A function that returns the tensor for only the rows [start, stop). None if rows cannot be computed
+            separately.
+        by_element: Whether each element depends only on the inputs' elements at the same position. If so, computing few
+            rows at a time is as fast as computing many rows.
+        in_pieces: Whether `compute` also works for a range of consecutive elements, the same range of each input.
     """
 
     name: str
@@ -73,11 +73,11 @@ class ComputedTensor:
 
     @property
     def read(self) -> tuple[Target, ...]:
-        """The tensors that must be read to compute this tensor: its inputs, and the inputs of computed inputs."""
+        """The stored tensors that must be read to compute this tensor, directly or for a computed input."""
         return tuple(t for item in self.inputs for t in ((item,) if isinstance(item, Target) else item.read))
 
     def rows(self, start: int, stop: int) -> ComputedTensor:
-        """Return a tensor of only the rows [start, stop). If these are not all rows, `cut` must be set."""
+        """Return a tensor of only the rows [start, stop). Unless these are all rows, `cut` must be set."""
         if (start, stop) == (0, self.shape[0]):
             return self
         assert self.cut is not None
@@ -97,11 +97,11 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class CrcField:
-    """A CRC-32 field: four bytes, little-endian, over the file's bytes [start, start + nbytes). It is written last.
+    """A field for the CRC-32 of the file's bytes [start, start + nbytes): four bytes, little-endian, written last.
 
     Attributes:
-        at: Offsets of the field's copies (local header, data descriptor, central directory). They overwrite literals.
-            No offset may be in a range that a CRC covers.
+        at: Offsets in the file at which the CRC is written (local header, data descriptor, central directory). The CRC
+            overwrites literal bytes. No offset may be in a range that a CRC covers.
     """
 
     at: tuple[int, ...]
@@ -111,10 +111,10 @@ class CrcField:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file of the result. Its literals and the boxes placed in it must together cover each byte exactly once.
+    """A file of the result. Literals and the boxes placed in the file must together cover each byte exactly once.
 
     Attributes:
-        literals, crcs: May be lazy, but can be iterated several times.
+        literals, crcs: The literal bytes and CRC fields. Both may be lazy, but can be iterated several times.
     """
 
     path: str
@@ -134,7 +134,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The places in the result at which one tensor's boxes are written, one row per box.
+    """The positions in the result at which the boxes of a tensor are written. Each row describes one box.
 
     Each box is row-major and without gaps.
 
@@ -172,7 +172,7 @@ class Placement:
         )
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
-        """Return whether this placement is known to be a single box that covers a tensor of this shape.
+        """Return whether this is known to be a single box that covers a tensor of this shape.
 
         Creates no columns.
         """
@@ -249,9 +249,9 @@ class Plan:
 
     Attributes:
         catalog: The source's catalog. Tensor parts refer to its entries.
-        last: Paths of files to publish last, because they make the directory readable.
-        leftovers: Unused source tensors, with the reason: [("optimizer.state...", "not the model's"), ...].
-        missing: Names that the target needs but no source provides.
+        last: Paths of the files that make the directory readable, and are therefore published last.
+        leftovers: The unused source tensors, each with the reason: [("optimizer.state...", "not the model's"), ...].
+        missing: Names of tensors that the target needs but no source provides.
         notes: Notes for the user about the choices made.
     """
 
@@ -269,7 +269,7 @@ class Plan:
         return sum(file.nbytes for file in self.files)
 
     def lines(self) -> Iterator[str]:
-        """Yield one line per tensor (source -> target with dtype, shape, bytes and files), then the leftovers."""
+        """Yield one line per tensor (source and target with dtype, shape, bytes and files), then the leftovers."""
         for placement in self.placements:
             tensor, sources = placement.tensor, placement.tensor.sources
             entries = [self.catalog.tensors[name] for name in sources]
@@ -351,7 +351,7 @@ def _placement_json(plan: Plan, placement: Placement) -> dict[str, Any]:
 def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
     """Raise if there is not enough space for a plan's files.
 
-    `held`: how many bytes of these files are already on disk.
+    `held` is the number of bytes of these files that are already on disk.
     """
     free, wanted = destination.free_bytes(), max(0, plan.nbytes - held)
     if free is not None and free < wanted:
@@ -365,10 +365,9 @@ def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
 
 
 def share_out(plan: Plan, world_size: int) -> list[int]:
-    """Return, for each file, the rank that writes it. The largest files are assigned first, each to the least loaded
-    rank.
+    """Return the rank that writes each file. The largest files are assigned first, to the least loaded rank.
 
-    Rank 0 gets the files that are published last, because it publishes them.
+    Rank 0 gets the files that are published last, because rank 0 publishes the result.
     """
     late = set(plan.last)
     owners = [0] * len(plan.files)

@@ -17,30 +17,30 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """Raised in a worker to stop it, after another worker failed or the user interrupted."""
+    """Raised in a worker thread to stop the thread, after another thread failed or the user interrupted."""
 
 
 class Worker:
-    """One thread's two buffers, reused for each item."""
+    """The two buffers of one thread, which are reused for each item."""
 
     def __init__(self) -> None:
         self._buffer = self._room = np.empty(0, np.uint8)
 
     def buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return a buffer for reading."""
+        """Return the buffer for reading, with this size."""
         if len(self._buffer) < nbytes:
             self._buffer = np.empty(nbytes, np.uint8)
         return self._buffer[:nbytes]
 
     def room(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return a buffer for the result."""
+        """Return the buffer for the result, with this size."""
         if len(self._room) < nbytes:
             self._room = np.empty(nbytes, np.uint8)
         return self._room[:nbytes]
 
 
 class Pool:
-    """Threads that process items in order. The first failure stops all threads and is raised."""
+    """Threads that process items in order. The first failure stops all threads, and `run` raises it."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers

@@ -1,4 +1,4 @@
-"""Resumes an interrupted command: finds the steps that are finished and whose files still exist.
+"""Resumes an interrupted command: finds the finished steps whose files still exist.
 
 The interrupted command may have had any number of ranks. A journal records the byte ranges that were written and the
 digests that were checked, not steps. So a command with a different number of ranks can continue, although it divides
@@ -45,7 +45,7 @@ class Share:
 
     Attributes:
         plan: Fingerprint of the source and of all bytes that this rank writes.
-        files: The files that this rank writes, as indices in the whole plan.
+        files: Indices (in the whole plan) of the files that this rank writes.
     """
 
     plan: str
@@ -56,8 +56,8 @@ class Share:
     def of(cls, whole: Plan, files: Sequence[int], work: Work, source: Store, *, check: bool) -> Share:
         """Return the share that consists of these files.
 
-        The fingerprint includes ckptkit's version, because each version numbers steps in its own order. A source file
-        is identified by its size and modification time, a local one also by its inode.
+        The fingerprint includes ckptkit's version, because another version may number steps differently. A source file
+        is identified by its size and modification time and, if it is local, by its inode.
         """
         found = identities(source, sorted({origin.path for origin in work.origins}))
         if not is_directory(source):  # omit the ETag: some gateways return a new one for each request
@@ -84,8 +84,8 @@ class Taken:
     """The finished part of a share.
 
     Attributes:
-        steps, records: Indices of the share's finished steps and checked digests.
-        files: Indices of the share's files that exist with their full size. All other files start over.
+        steps, records: Indices of the finished steps, and of the checked digests.
+        files: Indices of the files that exist with their full size. All other files are written again.
         held: Disk space that these files occupy, in bytes.
     """
 
@@ -101,7 +101,7 @@ class Taken:
 def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...] | None]:
     """Return each file's identity by path: size, modification time, and inode or ETag.
 
-    A file's identity changes when the file is replaced. It is None if the store cannot tell.
+    A file's identity changes when the file is replaced. The identity is None if the store provides no such data.
     """
     if is_directory(store):
         known: dict[str, tuple[Any, ...] | None] = dict.fromkeys(paths)
@@ -127,7 +127,7 @@ def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...
 def take_over(
     store: LocalStore, whole: Plan, share: Share, journal: Journal, source: Store, *, check: bool, digests: bool
 ) -> Taken:
-    """Return the finished part of a share. Delete the share's other files, and begin the journal.
+    """Return the finished part of a share. Also delete the share's unfinished files, and begin the journal.
 
     Args:
         whole: The plan for all ranks.
@@ -208,7 +208,7 @@ class _Past:
 
 
 def _records(work: Work, rows: Int64 | None = None) -> Iterator[_Record]:
-    """Yield an identity for each digest: the place of its bytes. It is the same in all processes."""
+    """Yield an identity of each digest, which is the place of its bytes. The identity is the same in all processes."""
     table = work.records
     columns = (table.sources, table.starts, table.nbytes)
     taken = columns if rows is None else tuple(column[rows] for column in columns)
@@ -217,7 +217,7 @@ def _records(work: Work, rows: Int64 | None = None) -> Iterator[_Record]:
 
 
 def _merged(lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
-    """Return the ranges after merging ranges that touch or overlap."""
+    """Return the ranges, after merging those that touch or overlap."""
     if not len(lo):
         return lo, hi
     order = np.argsort(lo, kind="stable")
@@ -230,7 +230,7 @@ def _merged(lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
 
 
 def clear_strays(store: Store, plan: Plan) -> None:
-    """Delete the files in a staging directory that are not in the plan. An interrupted command left them."""
+    """Delete the files that an interrupted command left in a staging directory, unless they are in the plan."""
     if not is_directory(store) or leftover_of(os.path.basename(store.url)) is None:
         return
     wanted = {file.path for file in plan.files}
@@ -245,9 +245,10 @@ def clear_strays(store: Store, plan: Plan) -> None:
 
 
 def left_beside(url: str) -> tuple[str, int] | None:
-    """Return the staging directory that an interrupted command left next to its local target, and its size in bytes.
+    """Return the staging directory that an interrupted command left next to `url`, and its size in bytes.
 
-    None if there is no such directory, or if the target is remote. The next command continues from this directory.
+    Returns None if there is no staging directory, or if the target is remote. The next command continues from the
+    staging directory.
     """
     protocol, rest = split_url(url)
     if protocol != "file":
@@ -266,7 +267,7 @@ def left_beside(url: str) -> tuple[str, int] | None:
 
 
 class Spoken:
-    """Records finished objects in the command's ledger, and finds those that an interrupted command finished."""
+    """Records finished objects in the command's ledger, and finds objects that an interrupted command finished."""
 
     def __init__(self, plan: Plan, work: Work, source: Store, verifier: Verifier | None, ledger: Ledger) -> None:
         self._plan = plan
@@ -280,7 +281,7 @@ class Spoken:
         self._contents = {index: self._content(index) for index in worth}
 
     def take_over(self) -> frozenset[int]:
-        """Return the files that already exist and match. Delete all other files that an interrupted command left."""
+        """Return the finished files, and delete all other files that an interrupted command left."""
         earlier = self._ledger.earlier
         paths = {file.path: index for index, file in enumerate(self._plan.files) if file.path in earlier}
         taken = {index for path, index in paths.items() if earlier[path].content == self._contents.get(index)}
@@ -303,7 +304,7 @@ class Spoken:
         self._ledger.finished(file.path, file.nbytes, content, checked=checked)
 
     def _content(self, index: int) -> str:
-        """Return a fingerprint (32 hex digits) of a file's contents and of the source that they come from.
+        """Return a fingerprint (32 hex digits) of a file's planned contents and of the source files that it needs.
 
         The fingerprint does not depend on which rank writes the file.
         """
@@ -346,7 +347,7 @@ def _made(tensor: OutputTensor) -> tuple[Any, ...]:
 
 
 def _records_of(plan: Plan, index: int, maps: Mapping[str, EntryMap]) -> Int64:
-    """Return the indices of the digest records that cover a file's source bytes, plus -1 if some bytes have none."""
+    """Return the indices of the records that cover a file's source bytes, plus -1 if some bytes have no record."""
     found: list[Int64] = [np.zeros(0, np.int64)]
     for placement in plan.placements:
         rows = np.flatnonzero(placement.files == index)

@@ -1,9 +1,9 @@
 """Splits a plan into steps for workers: runs of bytes, and boxes that are not contiguous.
 
 A run is contiguous both in the source and in the target. Runs are ordered by tensor and element, so each digest (of the
-source or of a written box) is computed in one pass. Everything else (column shards, transposes, arithmetic) becomes a
-`BoxStep`, which assembles the tensor tile by tile and writes each tile's parts to the boxes. Runs are stored as columns
-of numbers, one row per run. No I/O happens here.
+source or of a written box) is computed in one pass. All other data (column shards, transposes, arithmetic) is handled
+by `BoxStep`s. A `BoxStep` assembles the tensor tile by tile, and copies from each tile to the boxes. Runs are stored as
+columns of numbers, one row per run. No I/O happens here.
 
 The offsets of reads count from the start of an *origin*: a file, or a decoded record in a file. A digest *record* is a
 byte range of an origin with its recorded digest.
@@ -41,7 +41,7 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class PartPieces:
-    """The pieces of source slices from which a plain part of a target is copied, for all boxes of a placement.
+    """The pieces of source slices from which all boxes of a placement copy a plain part of the target.
 
     One row per piece.
     """
@@ -97,11 +97,11 @@ class Runs:
     """Runs of bytes, one row per run. Runs of the same box are consecutive.
 
     Attributes:
-        origins, starts, nbytes: [n] the bytes to read.
-        files, targets: [n] the file and offset to write to; file -1 means that the bytes are only checked.
-        casts: [n] index into `Work.casts`; 0 means a plain copy.
-        records: [n] the source digest that covers these bytes; -1 if there is none.
-        ends: [n] where the run's box ends in its file, if the box is to be digested; otherwise 0.
+        origins, starts, nbytes: [n] the bytes to read: index of the origin, offset and size.
+        files, targets: [n] the file and the offset at which to write. File -1 means that the bytes are only checked.
+        casts: [n] index into `Work.casts`. 0 means a copy without a cast.
+        records: [n] index of the source digest that covers these bytes. -1 means that there is no digest.
+        ends: [n] the offset in the file at which the run's box ends, if the box is to be digested. Otherwise 0.
     """
 
     origins: Int64
@@ -131,7 +131,7 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class BoxStep:
-    """Boxes of a tensor, as (box, file, start). Each box is written row-major, from `start` of the file."""
+    """Boxes of a tensor, as (box, file, start). Each box is written row-major at the offset `start` of the file."""
 
     tensor: OutputTensor
     boxes: tuple[tuple[Box, int, int], ...]
@@ -143,7 +143,7 @@ Step: TypeAlias = RunStep | BoxStep
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A plan's steps. `maps` describes the source tensors that `BoxStep`s read, by key."""
+    """The steps of a plan. `maps` describes the source tensors that `BoxStep`s read, by key."""
 
     origins: Sequence[Origin]
     runs: Runs
@@ -154,7 +154,7 @@ class Work:
     names: Sequence[str]
 
     def describe(self, record: int) -> str:
-        """Return the file that contains a record, and a tensor with bytes in the record, for messages."""
+        """Return a record's file, and a tensor with bytes in the record, for messages."""
         path = self.origins[int(self.records.sources[record])].path
         return f"{path}: tensor {self.names[int(self.records.owners[record])]!r}"
 
@@ -163,7 +163,7 @@ class Work:
         return _ratios(self.casts)
 
     def written(self, step: Step) -> _Written:
-        """Return the ranges that a step writes, as columns: file, start, size in bytes."""
+        """Return the byte ranges that a step writes, as three columns: file, start and size."""
         if isinstance(step, RunStep):
             runs = self.runs.take(slice(step.first, step.stop))
             into, out = self.ratios()[runs.casts].T
@@ -175,7 +175,7 @@ class Work:
 
 
 def checking(work: Work, records: Int64) -> Work:
-    """Return work that only reads these records and checks their digests."""
+    """Return work that only reads these records and compares their digests."""
     table, nothing = work.records, np.zeros(len(records), np.int64)
     runs = Runs(
         table.sources[records], table.starts[records], table.nbytes[records], nothing - 1, nothing, nothing,
@@ -191,7 +191,7 @@ def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = 
 
     Args:
         check: Check the digests that cover the source bytes that are read.
-        by_boxes: Only prepare the sources, without creating steps, because the caller assembles the boxes itself.
+        by_boxes: Prepare only the sources and create no steps, because the caller assembles the boxes.
         digests: Digest boxes while they are written.
     """
     builder = _WorkBuilder(plan.catalog, check=check, digests=digests)
@@ -220,11 +220,10 @@ class _WorkBuilder:
     # --- placements
 
     def add_rows(self, placements: Sequence[Placement]) -> list[Placement]:
-        """Add the runs of tensors that are whole, or split only along dimension 0, both in the source and in the
-        result.
+        """Add the runs of tensors that are at most split along dimension 0, in the source and in the result.
 
-        Returns the placements of all other tensors. Handles thousands of tensors at once, because most tensors are of
-        this kind and adding them one by one would be much slower.
+        Returns the placements of all other tensors. Handles thousands of tensors at once, because adding each tensor
+        separately would be much slower.
         """
         copied = [_copied(self.catalog, placement) for placement in placements]
         some = [placement for placement, entry in zip(placements, copied, strict=True) if entry is not None]
@@ -325,7 +324,7 @@ class _WorkBuilder:
         self._columns.append([column[order] for column in columns])
 
     def _ends(self, starts: Int64, nbytes: Int64) -> Int64:
-        """Return where each box ends in its file if the box is to be digested; otherwise 0."""
+        """Return the offset at which each box ends in its file, or 0 for boxes without a digest."""
         ends: Int64 = np.where((nbytes >= LEAST) & self.digests, starts + nbytes, 0)
         return ends
 
@@ -338,7 +337,7 @@ class _WorkBuilder:
             self._boxes.append(BoxStep(tensor, tuple(boxes), np.zeros(0, np.int64)))
 
     def look_up(self, tensor: OutputTensor) -> None:
-        """Prepare a tensor's sources for `BoxStep`s. All slices of the sources count as read."""
+        """Prepare a tensor's sources for `BoxStep`s. Assumes that all slices of the sources are read."""
         for key in tensor.sources:
             if key not in self._by_row:
                 entry = self.catalog.tensors[key]
@@ -391,12 +390,12 @@ class _WorkBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """The boxes of several tensors, in order, with all tensors' rows numbered consecutively.
+    """The boxes of several tensors, in order. The rows of all tensors are numbered consecutively.
 
     Attributes:
-        kept: [n] the box's index among all boxes of these tensors.
-        owners: [n] the box's tensor.
-        first: [n] the box's first row.
+        kept: [n] the index of each box among all boxes of these tensors.
+        owners: [n] the index of each box's tensor.
+        first: [n] the first row of each box.
     """
 
     kept: Int64
@@ -438,7 +437,7 @@ def _ratios(casts: Sequence[tuple[str, str]]) -> Int64:
 
 
 def _in_order(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> tuple[Bool, Bool]:
-    """Return two masks: the runs that are read through a decoder, and the runs whose digest needs bytes in order."""
+    """Return two masks: runs that are read through a decoder, and runs whose digest needs bytes in order."""
     decoded = np.array([origin.codec is not None for origin in origins], bool)
     forwards = np.zeros(len(runs), bool)
     checked = runs.records >= 0
@@ -447,7 +446,7 @@ def _in_order(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> tu
 
 
 def _split(runs: Runs, origins: Sequence[Origin], records: RecordTable, ratios: Int64) -> Runs:
-    """Split long runs between elements, so that workers can share them. Skip runs whose bytes must stay in order."""
+    """Split long runs into several, so that workers can share the work. Keep runs whose bytes must stay in order."""
     decoded, forwards = _in_order(runs, origins, records)
     counts = np.where(decoded | forwards | (runs.ends > 0), 1, np.maximum(1, -(-runs.nbytes // _STEP)))
     return _cut(runs, counts, np.zeros(len(runs), np.int64), _STEP, ratios)
@@ -456,8 +455,8 @@ def _split(runs: Runs, origins: Sequence[Origin], records: RecordTable, ratios: 
 def cut_runs(runs: Runs, size: int, ratios: Int64) -> Runs:
     """Cut runs into pieces of at most `size` bytes that end at multiples of `size` in the target.
 
-    Otherwise pages of the target would be written twice, which takes 20% longer on a disk. Runs with a cast are cut
-    between elements.
+    Cuts at other offsets would write pages of the target twice, which takes 20% longer on a disk. Runs with a cast are
+    cut between elements.
     """
     before = np.where(runs.casts > 0, 0, runs.targets % size)
     return _cut(runs, np.maximum(1, -(-(runs.nbytes + before) // size)), before, size, ratios)
@@ -466,7 +465,7 @@ def cut_runs(runs: Runs, size: int, ratios: Int64) -> Runs:
 def _cut(runs: Runs, counts: Int64, before: Int64, size: int, ratios: Int64) -> Runs:
     """Cut each run into `counts` pieces of `size` bytes.
 
-    The first piece is `before` bytes shorter; the last has the rest.
+    The first piece is `before` bytes shorter, and the last piece has the rest.
     """
     if not len(runs) or counts.max() <= 1:
         return runs
@@ -484,7 +483,8 @@ def _cut(runs: Runs, counts: Int64, before: Int64, size: int, ratios: Int64) -> 
 def _run_steps(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> list[RunStep]:
     """Group runs into steps and put long steps first, so that no worker starts a long step at the end.
 
-    No step ends inside a box that is digested, or inside a source digest that needs its bytes in order.
+    A step never ends inside a box that is digested. Nor does it end inside a range whose source digest must be computed
+    from bytes in order.
     """
     if not len(runs):
         return []

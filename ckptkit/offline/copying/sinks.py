@@ -39,19 +39,19 @@ class LocalSink:
         self._crcs = {
             i: Crcs() for i, file in enumerate(files) if any(True for _ in file.crcs)
         }  # only for files with CRC fields
-        # One lock per file. The kernel lets only one thread at a time write to a file; a second one would spin and
-        # waste a core.
+        # There is one lock per file. The kernel lets only one thread at a time write to a file, and a second thread
+        # would spin and waste a core.
         self._turns = [threading.Lock() for _ in files]
         self._dirty = [0] * len(files)  # approximate bytes written to each file since its writeback was started
 
     def begin(self, index: int, *, anew: bool = True) -> None:
-        """Create a file unless an interrupted command left it with its full size, and write its literals."""
+        """Create a file and write its literals. Keep a file that an interrupted command left with its full size."""
         file = self._files[index]
         if anew:
             descriptor = self._store.create(file.path)
             try:
-                # Not posix_fallocate: on tmpfs it would fill every page with zeros first, which adds half the copy's
-                # time. `execute` has already checked the free space.
+                # Not posix_fallocate, because on tmpfs it fills every page with zeros first, which makes the copy take
+                # 1.5 times as long. `execute` has already checked the free space.
                 os.ftruncate(descriptor, file.nbytes)
             except OSError as error:
                 raise self._failure(file.path, error) from error
@@ -114,7 +114,7 @@ class LocalSink:
         return StorageError(error.errno, f"{full}: {error.strerror}")
 
     def finish(self, index: int) -> None:
-        """Fill in a file's CRC fields, after everything else was written."""
+        """Fill in a file's CRC fields, after all other bytes were written."""
         crcs = self._crcs.pop(index, None)
         if crcs is None:
             return

@@ -27,7 +27,7 @@ class StreamWriter:
 
     Attributes:
         spoken: Records the finished files, so that a resumed command can keep them.
-        infinite: Counts of elements that casts made infinite.
+        infinite: Counts the elements that became infinite in casts.
     """
 
     plan: Plan
@@ -75,7 +75,7 @@ class StreamWriter:
     def _with_crcs(
         self, file: OutputFile, literals: list[Literal], placed: list[_Event], worker: Worker
     ) -> list[Literal]:
-        """Return the literals after filling in their CRC fields. The bytes that a CRC covers are produced twice."""
+        """Return the literals with filled CRC fields. The bytes that a CRC covers are produced twice."""
         changed = [(item.start, bytearray(item.data)) for item in literals]
         events = _events(literals, placed)
         for item in file.crcs:
@@ -93,5 +93,5 @@ class StreamWriter:
 
 
 def _events(literals: list[Literal], placed: list[_Event]) -> list[_Event]:
-    """Return a file's literals and boxes in order, without empty ones."""
+    """Return a file's literals and boxes in the order of their offsets, without empty literals and boxes."""
     return sorted([*((item.start, item) for item in literals if item.data), *placed], key=lambda event: event[0])

@@ -1,4 +1,4 @@
-"""Merges a LoRA adapter into its base: finds the tensors that the adapter changes, and applies the formula for each."""
+"""Merges a LoRA adapter into its base model: finds the tensors that the adapter changes, and applies the formulas."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Change:
     """A change that an adapter makes to one tensor of the base model.
 
     Attributes:
-        inputs: The tensors besides the weight from which the new weight is computed.
+        inputs: The tensors from which, together with the old weight, the new weight is computed.
         by_rows: Whether rows of the weight can be changed separately.
         scratch: Temporary memory that the formula needs, in bytes per element of the weight.
     """
@@ -65,8 +65,8 @@ class _Step:
 
     Attributes:
         first: The first row of the source that is needed.
-        rows: The needed rows, to be read or computed.
-        change: The adapter's change to these rows. None if the adapter does not change them.
+        rows: The needed rows, which are read or computed.
+        change: The adapter's change to these rows. None if the adapter does not change the rows.
     """
 
     source: str
@@ -102,7 +102,7 @@ class _Step:
 def assembled(
     tensors: Mapping[str, OutputTensor], changes: Mapping[str, Change], whole: Mapping[str, OutputTensor]
 ) -> dict[str, OutputTensor]:
-    """Return the tensors. A tensor with a changed or computed source becomes a computed tensor.
+    """Return the tensors, with computed tensors in place of those that have a changed or computed source.
 
     Args:
         x: The sources that these tensors need, each as a whole tensor that is read or computed.
@@ -119,8 +119,8 @@ def assembled(
 def _assembled(target: Target, changes: Mapping[str, Change], whole: Mapping[str, OutputTensor]) -> ComputedTensor:
     """Return a tensor assembled from parts of changed sources.
 
-    Sources are changed in their own dtype, then cast to the target's dtype. If rows can be changed separately, only the
-    rows that the parts need are read.
+    Sources are changed in their own dtype, and then cast to the target's dtype. If rows can be changed separately, only
+    the needed rows are read.
     """
     steps = [
         _Step(source, first, _rows_of(whole[source], first, stop), changes.get(source))
@@ -180,7 +180,7 @@ def _named(tensor: ComputedTensor, name: str) -> ComputedTensor:
 def _ranges(
     target: Target, changes: Mapping[str, Change], whole: Mapping[str, OutputTensor]
 ) -> dict[str, tuple[int, int]]:
-    """Return, for each source, the rows [first, stop) that the target needs."""
+    """Return the rows [first, stop) of each source that the target needs."""
     found: dict[str, tuple[int, int]] = {}
     for part in target.parts:
         change = changes.get(part.source)
@@ -253,14 +253,15 @@ _MOST_PARAMETERS = 6  # per module
 def adapter_changes(
     split: AdapterSplit, config: Mapping[str, Any], *, model_type: str | None = None
 ) -> dict[str, Change]:
-    """Return the changes that an adapter makes to the base weights, by source. The arithmetic is that of PEFT's
-    `merge_and_unload` on a CPU.
+    """Return the changes that an adapter makes to the base weights, by source.
+
+    The arithmetic is that of PEFT's `merge_and_unload` on a CPU.
 
     Args:
         model_type: The model type in the base's config, if known.
 
     Raises:
-        UnsupportedFormatError: PEFT cannot merge the adapter either, or its names are ambiguous.
+        UnsupportedFormatError: The adapter's names are ambiguous, or its type cannot be merged, not even with PEFT.
         CheckpointMismatchError: A module has no base weight, or shapes do not match.
     """
     return _Changes(split, config, model_type).made
@@ -277,13 +278,13 @@ def merge_adapter(
 ) -> dict[str, OutputTensor]:
     """Return the targets with merged weights in place of base weights.
 
-    Call it after the key map, so that the key map's changes also apply to the merged tensors.
+    Call this after applying the key map, so that the merged tensors also get new names.
 
     Args:
         changes: From `adapter_changes`.
-        base: The base's tensors under its own names.
-        before: The base's dequantized weights, by the key of the quantized source.
-        tied: Maps each omitted tied source to the source that is kept.
+        base: The tensors of the base model under their original names.
+        before: The dequantized weights of the base model, by the key of the quantized source.
+        tied: Maps each tied source that is omitted to the source that is kept.
         notes: A list to which this function adds its decisions.
     """
     whole: dict[str, OutputTensor] = {target.parts[0].source: target for target in base.values() if target.parts}
@@ -294,9 +295,9 @@ def merge_adapter(
 def _of_tied(
     changes: Mapping[str, Change], tied: Mapping[str, str], notes: MutableSequence[str], names: Mapping[str, str]
 ) -> dict[str, Change]:
-    """Return the changes by the key of the kept source.
+    """Return the changes, by the key of the source that is kept of several tied sources.
 
-    PEFT changes tied tensors in place, so a change under one name also applies to the other.
+    PEFT changes tied tensors in place, so a change under one name also applies to the other names.
     """
     made = dict(changes)
     for source, kept in tied.items():
@@ -435,8 +436,8 @@ class _Changes:
     def _is_transposed(self) -> bool:
         """Return whether square weights are stored as [in, out].
 
-        Judges by the shapes of the checkpoint's non-square weights or, if these do not show the orientation, by the
-        config. PEFT itself judges by the module's class, and corrects `fan_in_fan_out` accordingly.
+        The shapes of the checkpoint's non-square weights decide or, if these do not show the orientation, the config.
+        PEFT itself looks at the module's class, and corrects `fan_in_fan_out` accordingly.
         """
         proved = set()
         for pair in self.split.pairs.values():
@@ -505,7 +506,7 @@ class _Changes:
             self._add(name, Change((pair.a, pair.b), formula, label, True, _scratch(pair, 5)))
 
     def _assigned(self, module: str, pairs: Sequence[LoraPair]) -> tuple[bool, Sequence[str]]:
-        """Return whether experts are stored as [experts, in, out], and which parameter each pair of factors belongs to.
+        """Return whether experts are stored as [experts, in, out], and the parameter of each pair of factors.
 
         PEFT nests a module's wrappers in the order of its parameters. The names do not say which pair belongs to which
         parameter; only the shapes do.
@@ -584,8 +585,10 @@ def _product(scale: float) -> str:
 
 
 def _scratch(pair: LoraPair, times: int) -> int:
-    """Return the temporary memory that a formula needs, in bytes per element of the weight. 16-bit factors are
-    multiplied in float32."""
+    """Return the temporary memory that a formula needs, in bytes per element of the weight.
+
+    16-bit factors are multiplied in float32.
+    """
     return times * max(4, dtype_of(pair.b.dtype).itemsize)
 
 
@@ -607,7 +610,7 @@ def _check_dtypes(pair: LoraPair, weight: Target) -> None:
 def _check_shapes(
     pair: LoraPair, weight: Target, kinds: Sequence[bool], blocks: tuple[int, int] = (1, 1)
 ) -> list[bool]:
-    """Return the orientations among `kinds` (transposed or not) in which the factors' product fits the weight."""
+    """Return those orientations in `kinds` (transposed or not) in which the factors' product fits the weight."""
     a, b = pair.a.shape, pair.b.shape
     fits: list[bool] = []
     if len(weight.shape) == len(a) == len(b) == 2 and a[0] == b[1] * blocks[1]:

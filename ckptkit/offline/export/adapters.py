@@ -66,16 +66,16 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSplit:
-    """The tensors of a PEFT checkpoint, split into adapter and base.
+    """The tensors of a PEFT checkpoint, separated into adapter and base model.
 
     Attributes:
-        base: The base model's tensors, under its own names.
+        base: The base model's tensors, by their names in the base model.
         pairs: The LoRA factors, by module.
         others: Other adapter tensors (DoRA magnitudes, LoRA biases, trained tokens), by their names in an adapter file.
         saved: Tensors of fully trained modules (modules_to_save), by their names in an adapter file.
-        plain: The tensors in `base`, by their names in an adapter file.
+        plain: The same tensors as in `base`, by their names in an adapter file.
         names: The adapters' names, usually just "default".
-        dropped: Unused sources, with the reason.
+        dropped: Unused sources, each with the reason.
     """
 
     base: dict[str, Target]
@@ -88,9 +88,9 @@ class AdapterSplit:
 
 
 def without_base(names: Iterable[str]) -> bool:
-    """Return whether these are the names of a LoRA adapter that lacks the base weights of a module that it adapts.
+    """Return whether these names belong to a LoRA adapter without the base weights of some adapted module.
 
-    PEFT's files may contain the base weights of embeddings, and modules that were trained in full.
+    PEFT's own files lack base weights too, except those of embeddings and of fully trained modules.
     """
     adapted: set[str] = set()
     others: set[str] = set()
@@ -151,10 +151,10 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
 
 
 def refuse_other_kinds(targets: Mapping[str, Target]) -> None:
-    """Raise if a PEFT model has an adapter other than LoRA. No loader accepts it as a model.
+    """Raise if a PEFT model has an adapter other than LoRA, because no loader accepts the tensors as a model.
 
     Raises:
-        UnsupportedFormatError: Names the module with the adapter.
+        UnsupportedFormatError: There is such an adapter. The message names the module.
     """
     wrapped = [name for name in targets if _WRAPPED.match(name)]
     for name in wrapped:
@@ -170,7 +170,7 @@ def refuse_other_kinds(targets: Mapping[str, Target]) -> None:
 
 
 def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base: str | None) -> dict[str, Any]:
-    """Return the given adapter_config.json after checking it against the tensors. Values are never guessed.
+    """Return the given adapter_config.json, after comparing it with the tensors. Values are never guessed.
 
     Raises:
         UsageError: There is no config, or the config lacks lora_alpha.
@@ -214,13 +214,13 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
 
 
 def repo_of(config: Mapping[str, Any]) -> str | None:
-    """Return the Hub repo that an adapter config names as its base model; None if it names a local path."""
+    """Return the Hub repo of the base model in an adapter config. Returns None if the config has a local path."""
     named = str(config.get("base_model_name_or_path") or "")
     return named if _REPO.fullmatch(named) and not os.path.lexists(named) else None
 
 
 def named_base(given: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Return a note for the user if the exported adapter config names a base model that other machines cannot load."""
+    """Return a note if the exported adapter config names a base model that other machines cannot load."""
     before, now = given.get("base_model_name_or_path"), config.get("base_model_name_or_path")
     if before and before != now:
         return [f"the adapter config names {now} as the base model instead of {before}"]
@@ -236,8 +236,8 @@ def export_adapter(
     """Return the tensors of adapter_model.safetensors under PEFT's names, and notes.
 
     Args:
-        alone: The checkpoint lacks the weights of the adapted modules, so its other tensors belong to the adapter.
-            PEFT stores fully trained modules, embeddings and biases under the base model's names.
+        alone: Whether the checkpoint lacks the weights of the adapted modules. If so, all other tensors belong to the
+            adapter, because PEFT stores fully trained modules, embeddings and biases under the base model's names.
     """
     made: dict[str, Target] = {}
     for pair in split.pairs.values():
@@ -256,7 +256,7 @@ def export_adapter(
 
 
 def changes_base(config: Mapping[str, Any]) -> str:
-    """Return the setting with which PEFT changes base weights when it creates an adapter; "" if there is none."""
+    """Return the setting that makes PEFT change base weights when it creates an adapter, or ""."""
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         return f"init_lora_weights={start!r}"
@@ -266,7 +266,7 @@ def changes_base(config: Mapping[str, Any]) -> str:
 def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, Any]) -> bool:
     """Return whether PEFT stores a tied head's trained rows only under the embedding's name.
 
-    PEFT does so if the config lists only indices.
+    PEFT does so if the config lists only token indices.
     """
     indices = config.get("trainable_token_indices")
     head = name.endswith("lm_head.token_adapter.trainable_tokens_delta")
@@ -278,7 +278,7 @@ def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, 
 
 
 def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str, Target]:
-    """Return the base model's biases that belong to the adapter: all of them, or those of adapted modules.
+    """Return the base model's biases that belong to the adapter: all biases, or the biases of adapted modules.
 
     Raises:
         UnsupportedFormatError: PEFT does not know the config's `bias`.
@@ -306,7 +306,7 @@ def target_parameters(config: Mapping[str, Any]) -> list[str]:
 
 
 def is_of_parameter(config: Mapping[str, Any], module: str) -> bool:
-    """Return whether the config's target_parameters include parameters of a module."""
+    """Return whether the config's target_parameters include any parameter of this module."""
     owners = [key.rpartition(".")[0] for key in target_parameters(config)]
     return any(not owner or module == owner or module.endswith(f".{owner}") for owner in owners)
 
@@ -335,10 +335,10 @@ def _add_factor(split: AdapterSplit, match: re.Match[str], target: Target) -> No
 
 
 def _name_modules(split: AdapterSplit) -> None:
-    """Set each pair's `module` to its name in the base model.
+    """Set `module` of each pair to the module's name in the base model.
 
-    If several parameters of a module have adapters (target_parameters), the adapters are nested and their names stay
-    distinct.
+    If several parameters of a module have adapters (target_parameters), the adapters are nested, and the names of the
+    pairs stay distinct.
     """
     plain = [module.replace(".base_layer", "") for module in split.pairs]
     for module, name in zip(list(split.pairs), plain, strict=True):
@@ -358,7 +358,7 @@ def _rank(pair: LoraPair) -> int:
 
 
 def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
-    """Return whether a pair may be the factors of a targeted parameter: its rank is a multiple of a configured rank."""
+    """Return whether a pair's rank is a multiple of a configured rank, as for a targeted parameter."""
     if not is_of_parameter(config, pair.key.replace(".base_layer", "")):
         return False
     patterns = config.get("rank_pattern")

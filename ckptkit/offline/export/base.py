@@ -30,7 +30,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True, slots=True)
 class WantedTensor:
-    """A tensor of the base model. dtype and shape are None if only the index could be read."""
+    """A tensor of the base model. `dtype` and `shape` are None if only the index could be read."""
 
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
@@ -38,16 +38,16 @@ class WantedTensor:
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """The base of an export: everything except the weights.
+    """The base model of an export, without the weights.
 
     Attributes:
         where: The path or repo, for messages.
-        config: Contents of config.json; None if there is none.
+        config: Contents of config.json. None if the file does not exist.
         files: Contents of the small files except config.json, by their names in the export.
-        wanted: The base model's tensors; {} if it has no weights.
-        adapter_config: Contents of adapter_config.json or peft_config.json; None if there is neither.
+        wanted: The names, shapes and dtypes of the base model's tensors. {} if there are no weights.
+        adapter_config: Contents of adapter_config.json or peft_config.json. None if neither file exists.
         repo: The repo id, if --base is a repo.
-        notes: What was omitted.
+        notes: Notes for the user on omitted files.
     """
 
     where: str
@@ -59,9 +59,9 @@ class BaseModel:
     notes: tuple[str, ...] = ()
 
     def over(self, other: BaseModel) -> BaseModel:
-        """Return this base.
+        """Return this base, completed with files from `other`.
 
-        Files that it lacks are taken from `other`, such as the checkpoint's own config and tokenizer.
+        Files that this base lacks, such as a config or a tokenizer, are taken from `other`.
         """
         return BaseModel(
             self.where if self.config is not None or self.wanted or not other.config else other.where,
@@ -85,7 +85,7 @@ def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) ->
     An existing directory takes precedence. Reads small files and safetensors headers, but no tensors.
 
     Raises:
-        CheckpointNotFoundError: `base` is neither a directory nor a repo, or the Hub is unreachable and nothing is
+        CheckpointNotFoundError: `base` is neither a directory nor a repo, or the Hub is unreachable and the repo is not
             cached.
         CorruptCheckpointError: config.json is not a JSON object.
     """
@@ -100,8 +100,8 @@ def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) ->
 def beside_source(store: Store, catalog: Catalog) -> BaseModel:
     """Return the checkpoint's own side files: config.json, tokenizer files and the like.
 
-    The checkpoint's reader lists them (for verl, those in `huggingface/`). In a plain DCP directory, they are next to
-    `.metadata`.
+    The checkpoint's reader lists these files (for verl, the files in `huggingface/`). In a plain DCP directory, the
+    files are next to `.metadata`.
     """
     notes: list[str] = []
     contents: dict[str, bytes] = {}
@@ -125,8 +125,8 @@ def export_config(
     """Return config.json corrected for these weights, and notes about the corrections.
 
     Args:
-        dtype: The dtype of most float weights; None if there are none.
-        untied: Whether the head and the embedding differ.
+        dtype: The dtype of most float weights. None if there are no float weights.
+        untied: Whether the output head and the embedding differ.
         quantized: Whether the export contains quantized weights or their scales.
     """
     made = dict(config)
@@ -207,8 +207,8 @@ def _from_hub(base: str) -> BaseModel:
     from huggingface_hub import get_safetensors_metadata, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
-    # huggingface_hub's HTTP error derives from its HTTP library's (requests or httpx). Connection errors of that
-    # library are not OSErrors.
+    # huggingface_hub's HTTP error is a subclass of an error of its HTTP library (requests or httpx). Connection errors
+    # of that library are not OSErrors.
     unreachable: tuple[type[Exception], ...] = (OSError, ValueError, KeyError, *HfHubHTTPError.__bases__)
     repo, _, revision = base.partition("@")
     try:
@@ -274,8 +274,10 @@ def _read_regular(store: Store, path: str, notes: list[str], limit: int = _MAX_B
 
 
 def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
-    """Return PEFT's config from the checkpoint, from verl's lora_adapter/ or from the parent directory. If there is
-    none, return the values that verl recorded (rank, alpha, task)."""
+    """Return PEFT's config from the checkpoint, from verl's lora_adapter/ or from the parent directory.
+
+    If no config exists, return the values that verl recorded (rank, alpha, task).
+    """
     places = [(store, ""), (store, "lora_adapter/")]
     if is_directory(store):
         places.append((open_store(os.path.dirname(store.url)), ""))

@@ -1,4 +1,4 @@
-"""Compares the names and shapes of an export with its base model, or with the config."""
+"""Compares the names and shapes of an export with the base model, or with the config."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Comparison:
 def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied: bool) -> Comparison:
     """Return every name and shape that differs from the base model's.
 
-    A tied head may be missing on either side. `untied`: whether the export has a separate head.
+    A tied head may be missing in the export or in the base. `untied` says whether the export has a separate head.
     """
     wanted = base.wanted
     shapes = {name: target.shape for name, target in targets.items()}
@@ -60,7 +60,7 @@ def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied:
 def unexpected_buffers(
     targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor], model_type: str | None
 ) -> dict[str, str]:
-    """Return the buffers that transformers computes on load and the base does not store, with the reason."""
+    """Return the buffers that the base lacks because transformers computes them, each with the reason."""
     if not wanted:
         return {}
     kinds = [_COMPUTED, *([_COMPUTED_BY[model_type]] if model_type in _COMPUTED_BY else [])]
@@ -72,7 +72,7 @@ def unexpected_buffers(
 
 
 def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a fault if layers are missing according to the config's layer count. Used if there is no base.
+    """Return an error if there are fewer layers than the config says. Used if there is no base model.
 
     transformers would initialize those layers randomly. Only numbered layers can be checked.
     """
@@ -106,7 +106,7 @@ def _dtype_note(targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor
 
 
 def shown(faults: Sequence[str]) -> list[str]:
-    """Return the first five faults of each kind, and how many more there are. The debug log (-v) lists all."""
+    """Return the first five errors of each kind, and the number of further errors. The debug log (-v) lists all."""
     kinds: dict[str, list[str]] = {}
     for fault in faults:
         kinds.setdefault(fault.partition(":")[0], []).append(fault)

@@ -28,7 +28,7 @@ def write_checksums(store: Store, paths: Iterable[str]) -> None:
 
 
 def read_checksums(store: Store) -> dict[str, str]:
-    """Return the SHA-256 (hex) of each file listed in the directory's SHA256SUMS; {} if there is no SHA256SUMS.
+    """Return the SHA-256 (hex) of each file listed in SHA256SUMS, or {} if there is no SHA256SUMS.
 
     Raises:
         CorruptCheckpointError: SHA256SUMS is malformed.

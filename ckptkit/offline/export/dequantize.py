@@ -1,8 +1,8 @@
 """Plans the dequantization of weights: finds each weight's scale and the formula that applies it.
 
 Formats: block FP8 (`weight_scale_inv`; DeepSeek-V3 and transformers' `fp8`), FP8 with one scale per tensor or row
-(`weight_scale`; compressed-tensors and fbgemm), MXFP4 (`_blocks` and `_scales`; gpt-oss), and what compressed-tensors
-packs (integers, and FP4 with one scale per group). The arithmetic is in `dequantize_formulas`.
+(`weight_scale`; compressed-tensors and fbgemm), MXFP4 (`_blocks` and `_scales`; gpt-oss), and the packed formats of
+compressed-tensors (integers, and FP4 with one scale per group). The arithmetic is in `dequantize_formulas`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _PACKED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Dequantized:
-    """The targets without scales, and the dequantized weights with which `computed` replaces the quantized weights.
+    """The targets without scales, and the dequantized weights that replace the quantized weights.
 
     Attributes:
         made: The dequantized weights, by the key of the quantized source.
-        whole: The other tensors by source, for targets that need only parts of them.
+        whole: All other source tensors by key, for targets that need only parts of a source.
         dropped: The reason why each scale was dropped, by the scale's key in the source.
-        names: Maps the name of each stored tensor to the weight that the tensor belongs to; "" for activation scales.
+        names: Maps the name of each stored tensor to the weight to which the tensor belongs. "" for activation scales.
     """
 
     targets: dict[str, Target]
@@ -108,10 +108,10 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
 def with_lower_bits(targets: Mapping[str, Target], bits: Mapping[str, TensorEntry], dtype: str) -> Dequantized:
     """Return the targets, with exact weights where flashoptim keeps lower bits.
 
-    These have `dtype`, or fp32 if it is "keep".
+    The exact weights have the dtype `dtype`, or fp32 if `dtype` is "keep".
 
     Args:
-        bits: The lower bits by source. They have the shape of the weight.
+        bits: The lower bits by source, each with the shape of the weight.
     """
     wanted = "float32" if dtype == "keep" else dtype_of(dtype).name
     formula, label = partial(formulas.with_lower_bits, dtype=wanted), "flashoptim weight + its lower bits"
@@ -168,11 +168,10 @@ def _weight(
     *,
     scratch: int,
 ) -> _Weight:
-    """Return the weight `made` as a tensor that is computed from its codes and other parts.
+    """Return the weight `made` as a tensor that is computed from codes and other parts.
 
     Args:
-        aligned: How many parts, counted from the first, have one row per row of the weight and are therefore sliced
-            with it.
+        aligned: The first `aligned` parts have one row per row of the weight, and are therefore sliced with the weight.
         scratch: Temporary memory that the formula needs, in bytes per element of the weight.
     """
     whole = tuple(map(_stored, (codes, *parts)))
@@ -199,7 +198,7 @@ def _weight(
 
 
 def _is_packed(name: str, targets: Mapping[str, Target]) -> bool:
-    """Return whether a tensor contains packed weights or belongs to them (scales, zero points, shapes)."""
+    """Return whether a tensor contains packed weights, or their scales, zero points or shapes."""
     coded = targets[name].source_dtype in ("int8", "uint8") and bool(_scale_of(name, targets))
     return coded or _is_small(targets[name]) or _PACKED.fullmatch(name) is not None
 
@@ -219,7 +218,7 @@ def _eight(name: str, targets: Mapping[str, Target], blocks: Any, dtype: str) ->
 
 
 def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[formulas.Dequantization, str, int]:
-    """Return a weight's formula, its label in a plan, and how many inputs are sliced along with its rows."""
+    """Return a weight's formula, the label in a plan, and the number of inputs that are sliced like the weight."""
     if scale.numel == 1:
         return partial(formulas.whole, dtype=dtype), f"FP8 weight * scale in {scale.dtype}", 0
     rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (weight.shape[0], 1)
@@ -237,7 +236,7 @@ def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[fo
 
 
 def _block_size(weight: Target, scale: Target, blocks: Any, rows: int, columns: int) -> tuple[int, int] | None:
-    """Return the block size: the config's if the scales match it, otherwise one that divides the weight evenly."""
+    """Return the config's block size if the scales match it. Otherwise, derive a block size from the shapes."""
     if len(scale.shape) != len(weight.shape) or len(weight.shape) < 2 or not scale.numel:
         return None
     down, across = scale.shape[-2:]
@@ -307,7 +306,7 @@ def _packed(name: str, targets: Mapping[str, Target], settings: Mapping[str, Any
 
 
 def _scheme(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a module's quantization settings, from the group that names the module or the group for its class."""
+    """Return a module's quantization settings: those of the group for this module, or of the group for its class."""
     groups = settings.get("config_groups")
     found: dict[bool, dict[str, Mapping[str, Any]]] = {True: {}, False: {}}
     for group in groups.values() if isinstance(groups, Mapping) else ():

@@ -1,8 +1,8 @@
 """Computes dequantized weights in numpy, as transformers and compressed-tensors do on a CPU, operation by operation.
 
 Each formula is a function (stored weight, inputs, first row) -> weight in the wanted dtype, once `functools.partial`
-has bound its keywords. The stored weight may be only some rows, starting at `first`. Inputs are complete, except that
-scales with one row per row of the weight are sliced like the weight.
+has bound its keywords. The stored weight may be only some rows, starting at `first`. Inputs are complete, with one
+exception: scales with one row per row of the weight are sliced like the weight.
 
 All formulas share one mechanism, `_decoded`. A quantized element is a code of a few bits, and belongs to a group that
 shares a scale. The values of all possible codes are computed once for each group, and then each element is looked up.
@@ -51,7 +51,7 @@ class Stored:
     shape: tuple[int, ...]
 
     def rows(self) -> npt.NDArray[np.uint8]:
-        """Return the bytes as a matrix: a row for each run of the last dimension. For a vector: a row per element."""
+        """Return the bytes as a matrix: one row per run of the last dimension, or per element of a vector."""
         count = math.prod(self.shape[:-1]) if len(self.shape) > 1 else math.prod(self.shape)
         return self.data.reshape(count, len(self.data) // max(1, count))
 
@@ -108,8 +108,8 @@ def with_lower_bits(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: s
 def mxfp4(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Computed:
     """Return MXFP4 blocks [experts, out, groups, 16] as weights [experts, groups * 32, out].
 
-    Each byte contains two FP4 codes, the lower one first. Each value is multiplied by two to the power of its group's
-    exponent. Inputs: the exponents plus 127, as bytes [experts, out, groups].
+    Each byte contains two FP4 codes, with the first code in the lower bits. Each value is multiplied by two to the
+    power of its group's exponent. Inputs: the exponents plus 127, as bytes [experts, out, groups].
 
     Follows `convert_moe_packed_tensors` in transformers (integrations/mxfp4.py).
     """
@@ -154,8 +154,8 @@ def integers(
         shape: Shape of the weight.
         group: Number of columns that share a scale; 0 for one scale per row or per tensor.
         by_rows: Whether scales have one row per row of the weight.
-        packed: Whether integers are packed along rows. Otherwise each takes a byte.
-        packed_zero: Whether zero points are packed along columns. Otherwise each takes a byte.
+        packed: Whether integers are packed along rows. Otherwise, each integer takes a byte.
+        packed_zero: Whether zero points are packed along columns. Otherwise, each zero point takes a byte.
     """
     if has_shape and tuple(inputs[-1].numbers().tolist()) != shape:
         raise UnsupportedFormatError(
@@ -187,7 +187,7 @@ def integers(
 
 
 def fp4(w: Stored, inputs: Sequence[Stored], first: int, *, group: int, dtype: str) -> Computed:
-    """Return W * scale for FP4 (two codes per byte, the lower one first), rounded to bfloat16.
+    """Return W * scale for FP4 (two codes per byte, with the first code in the lower bits), rounded to bfloat16.
 
     Inputs: one scale for every `group` columns, in FP8 or as a byte (the exponent plus 127). For NVFP4, a second input
     is the number by which all scales are divided. Follows `decompress` in the NVFP4 and MXFP4 compressors of
@@ -214,7 +214,7 @@ _ONE_COLUMN: Indices = np.zeros((1, 1), np.intp)
 
 
 def _scaled(w: Stored, scale: Stored, rows: Indices, columns: Indices, dtype: str) -> Computed:
-    """Return W, in an 8-bit float, times its scales, computed in float32 and rounded to `dtype`."""
+    """Return W (8-bit floats) * scale, computed in float32 and rounded to `dtype`."""
     scales = _scales(scale).reshape(-1)
     values = float_values(np.arange(256, dtype=np.uint8), w.dtype)
     return _decoded(w.rows(), rows, columns, values, lambda v, group: v * scales[group], dtype)
@@ -232,12 +232,12 @@ def _decoded(
     """Return the values of the codes in `dtype`, and how many finite elements became infinite.
 
     Args:
-        codes: [rows, ...] the codes. Each code stands for one element, or for two neighbouring elements.
-        rows, columns: Arrays whose sum is the number of each code's group. Both have the shape of `codes` or are
-            broadcast to it; `rows` has as many rows as `codes`.
+        codes: [rows, ...] the codes. A code stands for one element, or for two neighbouring elements.
+        rows, columns: Arrays whose sum is the group number of each code. Both are broadcast to the shape of `codes`,
+            and `rows` has as many rows as `codes`.
         values: The value of each code: [codes], or [codes, 2].
-        product: Returns the elements with these values in these groups, in float32 or float64.
-        held: The dtype to which products are rounded first; "" for none.
+        product: A function that returns the elements with these values in these groups, in float32 or float64.
+        held: The dtype to which products are rounded before `dtype`. "" means no such rounding.
     """
     each, itemsize = values.size // len(values), dtype_of(dtype).itemsize
     out = np.empty(codes.size * each * itemsize, np.uint8)
@@ -290,7 +290,7 @@ def _round_into(out: npt.NDArray[np.uint8], values: Floats, held: str, dtype: st
 
 
 def _held(values: Floats, dtype: str) -> Floats:
-    """Return the values rounded to `dtype`, as float32 (float64 if `dtype` is float64)."""
+    """Return the values, rounded to `dtype`, as float32 (or as float64 if `dtype` is float64)."""
     raw = np.ascontiguousarray(values).reshape(-1)
     data, _ = cast(raw.view(np.uint8), raw.dtype.name, dtype)
     return float_values(data, dtype).reshape(values.shape)
@@ -311,7 +311,7 @@ def _unpacked(stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]
 def _scales(scale: Stored) -> Floats:
     """Return scales as float32.
 
-    Scales stored as bytes are exponents of two (E8M0); the largest is infinite in float32.
+    Scales stored as bytes are exponents of two (E8M0). The largest is infinite in float32.
     """
     if scale.dtype != "uint8":
         return scale.numbers().astype(np.float32, copy=False)
@@ -322,7 +322,7 @@ def _scales(scale: Stored) -> Floats:
 
 @functools.cache
 def _pairs() -> npt.NDArray[np.float32]:
-    """Return, for each byte of two FP4 codes, both values: [256, 2]."""
+    """Return both values of each possible byte of two FP4 codes, [256, 2]."""
     codes = np.array((*E2M1, *(-value for value in E2M1)), np.float32)
     byte = np.arange(256)
     return np.stack((codes[byte & 15], codes[byte >> 4]), axis=-1)

@@ -26,7 +26,7 @@ def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]
         CheckpointNotFoundError: There is no EMA.
         UsageError: There are several EMAs.
         CheckpointMismatchError: The EMA does not belong to this model.
-        UnsupportedFormatError: The EMA's tensors have no names, or are so small that they are not stored as tensors.
+        UnsupportedFormatError: The EMA's tensors have no names, or are too small to be stored as tensors.
     """
     model = catalog.by_role(Role.MODEL)
     if is_averaged(catalog):
@@ -53,7 +53,7 @@ def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]
 def _named(
     catalog: Catalog, front: str, found: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """Return the averages under the prefix `front`, with the model's names.
+    """Return the averages whose keys start with `front`, under the model's names.
 
     Missing tensors are taken from the model.
     """
@@ -103,7 +103,7 @@ def _named(
 
 
 def _variants(model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
-    """Return maps from the names that an EMA may use (with and without a container's prefix) to the model's FQNs."""
+    """Return mappings from names that an EMA may use (with or without a container's prefix) to the model's FQNs."""
     whole = {name: name for name in model}
     inner = {name.partition(".")[2]: name for name in model}
     return [whole, inner] if len(inner) == len(whole) else [whole]

@@ -36,10 +36,10 @@ def hf_files(
     metadata: Mapping[str, str],
     adapter: bool = False,
 ) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
-    """Lay out tensors as `model*.safetensors`; return (files, placements, paths to publish last).
+    """Lay out tensors as `model*.safetensors`. Return (files, placements, paths to publish last).
 
     Args:
-        metadata: The entries of each header's `__metadata__` in addition to the format.
+        metadata: The entries to add to each header's `__metadata__`, besides the format.
         adapter: Whether to write `adapter_model.safetensors` instead, the only file that PEFT loads.
     """
     ordered = in_disk_order(catalog, tensors)
@@ -64,7 +64,7 @@ def hf_files(
 
 
 def in_disk_order(catalog: Catalog, tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
-    """Return the tensors in the order in which their first sources are on disk, so that reads are sequential."""
+    """Return the tensors in the order of their first sources on disk, so that reads are sequential."""
 
     def place(tensor: OutputTensor) -> tuple[str, int]:
         for key in tensor.sources:
@@ -79,7 +79,7 @@ def in_disk_order(catalog: Catalog, tensors: Sequence[OutputTensor]) -> list[Out
 def torch_file(
     catalog: Catalog, tensors: Sequence[OutputTensor], *, path: str
 ) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
-    """Lay out tensors in one `torch.save` file at `path`; return (files, placements, paths to publish last)."""
+    """Lay out tensors in one `torch.save` file at `path`. Return (files, placements, paths to publish last)."""
     ordered = in_disk_order(catalog, tensors)
     layout = encode_torch_file([TensorToWrite(t.name, t.dtype, t.shape) for t in ordered])
     placements = [Placement.whole(tensor, 0, start) for tensor, start in zip(ordered, layout.starts, strict=True)]
@@ -87,7 +87,7 @@ def torch_file(
 
 
 def check_headers(plan: Plan, store: Store) -> int:
-    """Read the headers and the index of a written export back, and compare them with the plan by name.
+    """Read the headers and the index of a written export, and compare them with the plan by name.
 
     Returns:
         The number of entries compared, including those in the index.

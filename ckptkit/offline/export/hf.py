@@ -2,8 +2,8 @@
 
     export = plan_export(store, catalog, base=open_base(...), options=ExportOptions(...))
 
-Order: select the role (model or masters) -> remove wrappers and prefix -> include, exclude -> adapter -> key map ->
-tied weights -> compare with the base -> dtype.
+The steps, in order: select the role (model or masters), remove wrappers and the prefix, apply the globs, separate or
+merge adapters, apply the key map, resolve tied weights, compare with the base model, and cast.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckptkit.offline.export.dequantize import Dequantized
 
 # If no name contains any of these strings, there is neither an adapter nor a layout that needs a built-in key map. The
-# modules for both are then not imported, which makes a small export a tenth faster.
+# modules for adapters and key maps are then not imported, which makes a small export 10% faster.
 _ADAPTER = ".lora_"
 _PEFT = "base_model.model."
 _MAPPED = (".experts.", "tok_embeddings.weight", "model.language_model.", "gpt_neox.")
@@ -49,15 +49,15 @@ class HFExport:
         tensors: The tensors to write, in the source's order.
         files: Small files: config.json, tokenizer, README.md.
         kind: "model" (model*.safetensors) or "adapter" (a single adapter_model.safetensors).
-        config: The config to write; None if there is none.
+        config: The config to write. None if there is no config.
         key_map: Name of the applied key map.
-        leftovers: Source tensors that are not used, each with the reason.
-        missing: Names in the base for which there is no source tensor.
-        faults: Mismatches with the base; empty unless `strict` is off.
+        leftovers: Unused source tensors, each with the reason.
+        missing: Names in the base model for which there is no source tensor.
+        faults: Mismatches with the base model. Empty unless `strict` is False.
         notes: Notes for the user about decisions.
-        checked: The path or repo with which names and shapes were compared; "" if there was none.
-        metadata: The entries of each safetensors header's `__metadata__` in addition to the format: the source's
-            metadata, or the description of torchao's weights.
+        checked: The path or repo with which names and shapes were compared. "" if there was no comparison.
+        metadata: The entries to add to each safetensors header's `__metadata__`, besides the format. These are the
+            source's metadata, or a description of torchao's weights.
     """
 
     tensors: tuple[OutputTensor, ...]
@@ -75,7 +75,7 @@ class HFExport:
 
 @dataclass(slots=True)
 class _Draft:
-    """The state of an export while it is being planned."""
+    """The state of an export during planning."""
 
     catalog: Catalog
     base: BaseModel
@@ -104,15 +104,16 @@ def plan_export(
     own: BaseModel | None = None,
     options: ExportOptions | None = None,
 ) -> HFExport:
-    """Plan the export of a checkpoint. Reads side files, and tied tensors if their bytes must be compared.
+    """Plan the export of a checkpoint. Reads side files, and tied tensors whose bytes must be compared.
 
     Args:
         base: The model at --base, completed with the checkpoint's own side files.
         own: The checkpoint's own side files. If None, they are read from `store`.
 
     Raises:
-        CheckpointMismatchError: Names collide, names or shapes differ from the base, or a tied head differs.
-        UnsupportedFormatError: safetensors does not support a dtype, or an adapter has an unknown type.
+        CheckpointMismatchError: Names collide, names or shapes differ from the base, or a tied head differs from the
+            embedding.
+        UnsupportedFormatError: safetensors does not support the dtype of a tensor, or an adapter has an unknown type.
         UsageError: Options contradict the checkpoint.
     """
     own = own or beside_source(store, catalog)
@@ -140,7 +141,7 @@ def plan_export(
 def export_tensors(
     catalog: Catalog, *, options: ExportOptions, config: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, OutputTensor], dict[str, str], tuple[str, ...]]:
-    """Return the tensors for targets other than `hf`: (tensors by name, omitted tensors with the reason, notes).
+    """Return the tensors for formats other than `hf`, the omitted tensors (each with the reason), and notes.
 
     Applies roles, prefixes, globs, the given key map and casts. Does not choose a key map, drop tied tensors, or
     compare with a base. If `config` is None, rules use the checkpoint's own config.
@@ -227,7 +228,7 @@ def _map_names(draft: _Draft) -> None:
 
 
 def _by_transformers(draft: _Draft, chosen: Choice) -> Choice:
-    """Return `chosen`, or the installed transformers' names if they match the base better."""
+    """Return `chosen`, or the names from the installed transformers if these match the base better."""
     wanted = draft.base.wanted
     if wanted.keys() <= chosen.mapped.targets.keys() or chosen.mapped.targets.keys() <= wanted.keys():
         return chosen  # nothing is missing, or nothing is left to rename
@@ -308,7 +309,7 @@ def _wanted_in_parts(wanted: Mapping[str, WantedTensor], recipes: Mapping[str, R
 
 
 def _in_torchao_layout(draft: _Draft, tensors: dict[str, OutputTensor]) -> dict[str, OutputTensor]:
-    """Rename the inner tensors of torchao's weights as torchao does in safetensors files, and describe the weights."""
+    """Rename the inner tensors of torchao's weights as in torchao's safetensors files, and describe the weights."""
     recipes = recipes_of(draft.catalog)
     if not recipes:
         return tensors
@@ -344,7 +345,7 @@ def _in_torchao_layout(draft: _Draft, tensors: dict[str, OutputTensor]) -> dict[
 def _dequantized(draft: _Draft) -> Dequantized | None:
     """Replace the draft's quantized weights with dequantized ones, unless the dtype is "keep".
 
-    Weights of which flashoptim keeps the lower bits become exact.
+    Weights whose lower bits flashoptim keeps become exact.
     """
     dtype = draft.options.dtype if draft.options.dtype != "keep" else draft.options.dequantize
     if not draft.lower_bits and (dtype == "keep" or not _quantized(draft)):
@@ -378,7 +379,7 @@ def _quantized(draft: _Draft) -> bool:
 
 
 def _model_type(config: Mapping[str, Any] | None) -> str | None:
-    """Return the config's model type; for a multimodal model, that of its text model."""
+    """Return the config's model type. For a multimodal model, return the type of the text model."""
     config = config or {}
     text = config.get("text_config")
     found = (text if isinstance(text, Mapping) else config).get("model_type") or config.get("model_type")
@@ -482,9 +483,9 @@ def _settle_tied(draft: _Draft, store: Store) -> None:
 
 
 def _drop_aliases(draft: _Draft, same: Callable[[Target, Target], bool]) -> None:
-    """Drop tensors that the base lacks, if transformers ties each of them to a base tensor with equal bytes.
+    """Drop tensors that the base lacks, if transformers ties each to a base tensor with equal bytes.
 
-    Does nothing if any of the base's tensors is missing.
+    Does nothing if any tensor of the base model is missing.
     """
     wanted, names = draft.base.wanted, draft.targets
     if not wanted.keys() <= names.keys() or len(names) == len(wanted):
@@ -524,7 +525,7 @@ def _kind(target: Target) -> tuple[str, tuple[int, ...], str]:
 
 
 def _whole_source(target: Target) -> str | None:
-    """Return the source that the target copies without changes; None if it is not a plain copy."""
+    """Return the source that the target copies without changes. Returns None if the target is not a plain copy."""
     part = target.only_part
     return part.source if part is not None else None
 
@@ -570,7 +571,7 @@ def _compare(draft: _Draft) -> None:
 def _left_out(draft: _Draft, name: str) -> bool:
     """Return whether a name may be missing because of --include or --exclude.
 
-    The globs match names before the key map. With a key map, any glob may therefore be the reason.
+    Globs are applied before the key map. If there is a key map, any glob may therefore be the reason.
     """
     options = draft.options
     if draft.key_map != "hf":
@@ -593,7 +594,7 @@ def _check_dtypes(tensors: Mapping[str, OutputTensor]) -> None:
 
 
 def _cast(target: Target, wanted: str) -> Target:
-    """Return the target in the wanted dtype. "keep" keeps the key map's casts; other dtypes override them."""
+    """Return the target in the wanted dtype. "keep" keeps the casts of the key map. Other dtypes override them."""
     if wanted == "keep":
         return target
     return replace(target, dtype=export_dtype(target.dtype, wanted))
@@ -635,7 +636,7 @@ def _config(draft: _Draft, tensors: Mapping[str, OutputTensor], counts: Mapping[
 
 
 def has_quantized(tensors: Mapping[str, OutputTensor]) -> bool:
-    """Return whether some of an export's tensors are quantized weights or their scales."""
+    """Return whether any tensor of an export is a quantized weight or a scale."""
     return any(dtype_of(tensor.dtype).kind == "float8" or _is_scale(name) for name, tensor in tensors.items())
 
 

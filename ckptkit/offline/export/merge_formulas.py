@@ -29,8 +29,8 @@ def rounded(
 ) -> Tensor:
     """Return W + scale * (B @ A), with the product rounded to W's dtype first. Inputs: A, B.
 
-    PEFT rounds for embeddings, parameters and attention. The product is added `times` times, but rounded only the first
-    time. PEFT adds it twice for MultiheadAttention's out_proj, in `merge` as in training.
+    PEFT rounds the product for embeddings, parameters and attention. The product is added `times` times, but rounded
+    only the first time. For MultiheadAttention's out_proj, PEFT adds the product twice, in `merge` and in training.
     """
     a, b = inputs
     delta = _delta(a, b, scale, transposed, _rows(w, first))
@@ -55,7 +55,7 @@ def block_diagonal(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: fl
     """Return W + scale * (B @ A), where A or B is stored as its diagonal blocks. Inputs: A, B.
 
     Args:
-        blocks: How many blocks A and B have; 1 for a full matrix.
+        blocks: The number of blocks of A and of B. 1 means a full matrix.
     """
     import torch
 
@@ -102,10 +102,10 @@ def conv(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float) -> Te
 
 
 def experts(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, count: int, in_first: bool) -> Tensor:
-    """Return W plus scale * (B @ A) for each of `count` experts stacked in one parameter. Inputs: A, B.
+    """Return W + scale * (B @ A) for each of the `count` experts in one parameter. Inputs: A, B.
 
-    Each row of the parameter is one expert's matrix. `in_first`: whether the parameter is [experts, in, out] rather
-    than [experts, out, in].
+    Each row of the parameter is one expert's matrix. `in_first` is True for [experts, in, out], and False for [experts,
+    out, in].
     """
     import torch
 
@@ -122,13 +122,13 @@ def experts(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, co
 
 
 def bias(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float) -> Tensor:
-    """Return a layer's bias plus B's scaled bias. Inputs: B's bias."""
+    """Return W + scale * bias of B, where W is a layer's bias. Inputs: the bias of B."""
     w += inputs[0][_rows(w, first)] * scale
     return w
 
 
 def tokens(w: Tensor, inputs: Sequence[Tensor], first: int, *, indices: Sequence[int]) -> Tensor:
-    """Return an embedding with its trained rows. Inputs: those rows, in the order of `indices`."""
+    """Return an embedding after replacing the rows `indices` by trained rows. Inputs: the trained rows."""
     import torch
 
     there = [i for i, index in enumerate(indices) if first <= index < first + len(w)]

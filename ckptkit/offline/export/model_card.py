@@ -1,4 +1,4 @@
-"""Writes an export's README.md: where its weights come from, without secrets and with all markup escaped."""
+"""Writes an export's README.md, which says where the weights come from. Omits secrets and escapes all markup."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CardFacts:
         source: URL of the checkpoint. Only its last component is shown, because a URL may contain private bucket names.
         kind: "model" or "adapter".
         dtypes: Number of elements by dtype.
-        notes: Decisions: key maps, casts, tied weights.
+        notes: Decisions about key maps, casts and tied weights.
     """
 
     source: str
@@ -77,7 +77,7 @@ def model_card(catalog: Catalog, facts: CardFacts) -> str:
 
 
 def source_fingerprint(catalog: Catalog) -> str | None:
-    """Return a SHA-256 over the source's names, dtypes, shapes and recorded digests; None if it records no digests.
+    """Return a SHA-256 over the source's names, dtypes, shapes and digests. Returns None if there are no digests.
 
     Copies of the same checkpoint have the same SHA-256. Does not read the weights.
     """
@@ -100,6 +100,6 @@ def _last_part(url: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """Return text escaped so that it is shown literally: on one line, without markdown or HTML."""
+    """Return the text, escaped so that it is shown literally on one line, without markdown or HTML."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return _SPECIAL.sub(r"\\\1", html.escape(line, quote=False))[:2000]

@@ -1,8 +1,9 @@
-"""Quantizes an export's weights to FP8 in blocks, as transformers, vLLM and SGLang read them.
+"""Quantizes an export's weights to block FP8, which transformers, vLLM and SGLang can read.
 
     made = quantize(tensors, config)   # `--quantize fp8-block`
 
-Each chosen weight becomes codes in E4M3 and a `weight_scale_inv`: one float32 scale for each block of 128 x 128.
+Each chosen weight becomes a tensor of codes (E4M3) and a tensor `weight_scale_inv`, which contains one float32 scale
+for each block of 128 x 128.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _STACKED = re.compile(r".*\.(?:layers|h|blocks)\.\d+\..*experts\..*")
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The tensors, with codes and scales for quantized weights; the quantization_config to write; and notes."""
+    """The tensors (codes and scales for quantized weights), the quantization_config to write, and notes."""
 
     tensors: dict[str, OutputTensor]
     config: dict[str, Any]
@@ -47,14 +48,14 @@ class Quantized:
 
 
 def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | None) -> Quantized:
-    """Return the tensors, with codes and scales for the weights that transformers' FP8 quantizer would quantize.
+    """Return the tensors, with codes and scales for weights that transformers' FP8 quantizer would quantize.
 
-    As with transformers, some weights keep their dtype: those with a size that is not a multiple of 128, those that
+    As with transformers, some weights keep their dtype: weights with a size that is not a multiple of 128, weights that
     servers fuse with such a weight, and experts stacked into one tensor. If the installed transformers does not know
     the config, weights are chosen by name, and a note says so.
 
     Raises:
-        UsageError: There is nothing to quantize.
+        UsageError: No weight can be quantized.
     """
     from ckptkit.offline.export.transformers_names import quantized_by_transformers
 
@@ -129,7 +130,7 @@ def _joined_with_others(chosen: Collection[str], names: Collection[str]) -> set[
 
 
 def _codes(tensor: OutputTensor) -> ComputedTensor:
-    """Return a weight's codes. They are computed in whole blocks of rows."""
+    """Return a weight's codes, which are computed in whole blocks of rows."""
 
     def cut(start: int, stop: int) -> ComputedTensor:
         first = start // BLOCK * BLOCK
@@ -205,8 +206,8 @@ def _inverse_scales(weight: torch.Tensor, name: str) -> Bytes:
 def _blocks(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight as [blocks down, 128, blocks across, 128] in float32, and each block's factor.
 
-    Follows `Fp8Quantize` in transformers (integrations/finegrained_fp8.py), with one exception. A block of numbers too
-    small for a scale becomes zeros here; in transformers it becomes NaN.
+    Follows `Fp8Quantize` in transformers (integrations/finegrained_fp8.py), with one exception. If the numbers of a
+    block are too small for a scale, this function makes them zeros, while transformers makes them NaN.
     """
     import torch
 

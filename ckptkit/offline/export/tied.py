@@ -1,4 +1,4 @@
-"""Finds tied weights by comparing bytes, and decides how an export stores the second name."""
+"""Finds tied weights by comparing bytes, and decides whether an export stores the second name."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TiedOutcome:
 
 
 def config_ties(config: Mapping[str, Any] | None) -> bool | None:
-    """Return whether config.json ties the word embeddings; None if it does not say."""
+    """Return whether config.json ties the word embeddings. Returns None if it does not say."""
     found = (config or {}).get("tie_word_embeddings")
     if found is None:
         text = (config or {}).get("text_config")
@@ -88,15 +88,15 @@ def is_embedding(name: str) -> bool:
 
 
 def is_head(name: str) -> bool:
-    """Return whether this may be an output head's name. Other modules may use some of these names, too."""
+    """Return whether this may be an output head's name. Other modules may have such a name, too."""
     return ends_like(name, _HEADS) or name in _WHOLE_HEADS
 
 
 def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
-    """Return the pairs (second name, kept name) that a config may tie. Both names are known, and the shapes are equal.
+    """Return the pairs (second name, kept name) of known tensors with equal shapes that a config may tie.
 
-    A pair is a head and the embedding, an encoder's or decoder's embedding and the shared one, or the bias of a head's
-    decoder and the head's bias.
+    A pair is an output head and the embedding, the embedding of an encoder or decoder and the shared embedding, or the
+    bias of a head's decoder and the bias of the head.
     """
     embeddings = [name for name in shapes if is_embedding(name)]
     pairs: list[tuple[str, str]] = []
@@ -124,16 +124,16 @@ def settle_tied(
 ) -> TiedOutcome:
     """Return the targets without the second names of tied tensors.
 
-    A head is omitted only if it is tied and its bytes equal the embedding's. It is tied if the config says so, or if
-    the config does not say and the base model stores the embedding but no head.
+    An output head is omitted only if it is tied and its bytes equal those of the embedding. The head is tied if the
+    config says so. If the config does not say, the head is tied if the base model stores the embedding but no head.
 
     Args:
-        same: Returns whether two targets have equal bytes. Called only when needed.
+        same: A function that returns whether two targets have equal bytes. Called only when needed.
         wanted: The names that the base model stores, if known.
         untie: Keep both names, and correct the config.
 
     Raises:
-        CheckpointMismatchError: The config ties the head, but the head differs.
+        CheckpointMismatchError: The config ties the head, but the head differs from the embedding.
     """
     if not config or config_ties(config) is False:
         return TiedOutcome(dict(targets), {})
@@ -169,7 +169,7 @@ def settle_tied(
 
 
 def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) -> dict[str, Target]:
-    """Return the targets. If an embedding was stored only under its head's name, rename it as in the base.
+    """Return the targets. An embedding that is stored only under the head's name is renamed as in the base.
 
     Call this only if the config ties the embedding and the head.
     """
@@ -196,7 +196,7 @@ def same_values(store: Store, first: TensorEntry, second: TensorEntry) -> bool:
 
 
 def ends_like(name: str, endings: tuple[str, ...]) -> bool:
-    """Return whether the name's last components are one of `endings`."""
+    """Return whether the name ends with one of `endings`, as whole components."""
     return any(name == ending or name.endswith("." + ending) for ending in endings)
 
 

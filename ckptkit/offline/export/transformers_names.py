@@ -1,8 +1,8 @@
 """Finds Hub names with transformers' conversion table, if transformers is installed and our key maps do not suffice.
 
-In memory, transformers 5 uses names that differ from those in Hub files, and splits or joins tensors. It converts back
-when it saves. To learn which entries of its conversion table apply, we build the model from config.json on the meta
-device. The table's own functions give the names; the operations on tensors are implemented here, on targets.
+transformers 5 uses other names in memory than in Hub files, and splits or joins tensors. When transformers saves, it
+converts back. To learn which entries of its conversion table apply, we build the model from config.json on the meta
+device. The table's own functions return the names. This module implements the operations on tensors for `Target`s.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LiveModel:
-    """The names that transformers gives to a model's tensors in memory, and the conversions between them and the Hub's.
+    """The names of a model's tensors in transformers' memory, and the conversions between these and the Hub's names.
 
     Attributes:
-        tied: Tied tensors' second names -> their first names.
+        tied: Maps the second names of tied tensors to the first names.
         transforms: The table's entries, in the order in which a load applies them.
         config: The parsed config.
         prefix_change: The class of entries that add or remove a whole prefix.
@@ -51,7 +51,7 @@ class LiveModel:
     prefix_change: type | None = None
 
     def choose(self, targets: Mapping[str, Target], wanted: _Wanted, best: Choice) -> Choice:
-        """Return the Hub names of the tensors in memory, if these match the wanted names better than `best` does."""
+        """Return the Hub names of the tensors, if they match the wanted names better than `best` does."""
         fewest = len(set(wanted) - set(best.mapped.targets))
         for transforms in self._variants(wanted):
             try:
@@ -70,7 +70,7 @@ class LiveModel:
         return self.prefix_change is not None and isinstance(transform, self.prefix_change)
 
     def _variants(self, wanted: Collection[str]) -> Iterable[tuple[Any, ...]]:
-        """Yield the selections of entries to try. The files may lack the prefix, or have a different layout."""
+        """Yield the selections of table entries to try. Files may lack the prefix, or have a different layout."""
         if not self.transforms:
             return
         plain = tuple(t for t in self.transforms if not self._is_prefix(t))
@@ -87,8 +87,8 @@ class LiveModel:
 def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> LiveModel | None:
     """Return the names and conversions of the installed transformers for the model in config.json.
 
-    None if transformers is not installed, is older than 5, or does not know the model. Only classes of transformers are
-    called, never code from the model's author.
+    Returns None if transformers is not installed, is older than 5, or does not know the model. Only
+    transformers' own classes are called, never code from the model's author.
     """
     if not config or not _bounded(config, len(wanted)):
         return None
@@ -141,7 +141,7 @@ def quantized_by_transformers(config: Mapping[str, Any] | None, names: Collectio
 
 
 def _built(config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Build a config's model on the meta device. Return it, and the conversions that a load applies to its tensors.
+    """Build the config's model on the meta device. Return the model and the conversions that a load applies.
 
     Raises:
         _Unknown: transformers has no class for the model.
@@ -161,7 +161,7 @@ def _built(config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _needed(transforms: tuple[Any, ...], wanted: Collection[str]) -> tuple[Any, ...]:
-    """Return the entries, except converters that a load of the wanted tensors would not use."""
+    """Return the table entries, without converters that a load of the wanted tensors would not use."""
     renamings = [item for item in transforms if not hasattr(item, "operations")]
     converters = [item for item in transforms if hasattr(item, "operations")]
     used = {id(_converted_name(_renamed(name, renamings), converters)[2]) for name in wanted}
@@ -178,8 +178,10 @@ def _with_floats(value: Any) -> Any:
 
 
 def _bounded(config: Mapping[str, Any], most: int) -> bool:
-    """Return whether all layer counts are plausible, given the number of wanted tensors. A hostile config's model could
-    take forever to build."""
+    """Return whether all layer counts are plausible, given the number of wanted tensors.
+
+    The model of a hostile config could take forever to build.
+    """
     for key, value in config.items():
         if isinstance(value, Mapping) and not _bounded(value, most):
             return False
@@ -277,7 +279,7 @@ def _place(converter: Any, renamed: str, config: Any, renamings: Iterable[Any], 
 
 
 def _run(converter: Any, renamed: str, collected: _Tensors, place: _Joined) -> dict[str, Target]:
-    """Apply the converter's operations to the tensors collected for one name; return the results by full name."""
+    """Apply a converter's operations to the tensors collected for one name. Return the results by full name."""
     sources, to = list(converter.source_patterns), list(converter.target_patterns)
     for operation in converter.operations:
         step = _STEPS.get(type(operation).__name__)
@@ -361,7 +363,7 @@ def _interleave(op: Any, collected: _Tensors, sources: list[str], to: list[str],
 
 
 def _shuffled(target: Target, dim: int, *, to_halves: bool) -> Target:
-    """Return the target with the even and odd elements along `dim` moved to the first and second half, or back."""
+    """Move the even elements along `dim` to the first half and the odd elements to the second half, or back."""
     if dim == 0:
         if target.shape[0] % 2:
             raise _Unknown("an odd size")
@@ -406,7 +408,7 @@ def _unbound(target: Target, dim: int) -> list[Target]:
 
 
 def _kept(sources: list[str], to: list[str]) -> str:
-    """Return the name for a single tensor: the target's if there is only one target, otherwise the source's."""
+    """Return the only name in `to` or, if there are several, the name of the only source."""
     return to[0] if len(to) == 1 else sources[0]
 
 

@@ -36,19 +36,19 @@ class ExportOptions:
 
     Attributes:
         dtype: "keep" or a float dtype. Only floats are cast.
-        dequantize: The dtype to dequantize to if `dtype` is "keep"; "keep" leaves weights quantized.
-        weights: "model", "master" (fp32 copies), "ema" (the weights' average in the checkpoint), or "auto" (masters if
-            `dtype` casts, otherwise the model's weights).
+        dequantize: The dtype of dequantized weights if `dtype` is "keep". "keep" leaves weights quantized.
+        weights: "model", "master" (the fp32 copies), "ema" (the moving average in the checkpoint), or "auto" (the fp32
+            copies if `dtype` casts, otherwise the model's weights).
         key_map: The key map to apply. None chooses one if the choice is unambiguous.
-        strip_prefix: A prefix to remove from every name. Tensors without it are omitted.
+        strip_prefix: A prefix to remove from every name. Tensors without this prefix are omitted.
         include, exclude: Globs that match names before the key map, or catalog keys.
         untie: Keep the head and the embedding, although the config ties them.
-        adapter_config: PEFT's adapter config, if neither the checkpoint nor the base has one.
+        adapter_config: PEFT's adapter config, if neither the checkpoint nor the base has an adapter config.
         merge_adapter: Merge the adapter into the base weights.
-        quantize: "fp8-block" quantizes the result; None does not.
-        vocabulary: The vocabulary size to which embedding and head are resized.
+        quantize: "fp8-block" quantizes the result. None does not quantize.
+        vocabulary: The vocabulary size to which the embedding and the output head are resized.
         card: Write README.md.
-        strict: Raise for mismatches with the base; otherwise list them in `HFExport.faults`.
+        strict: Raise if there are mismatches with the base. Otherwise, list mismatches in `HFExport.faults`.
         notes: Further notes for README.md.
     """
 
@@ -71,9 +71,9 @@ class ExportOptions:
 
 @dataclass(slots=True)
 class Selection:
-    """The tensors to export by name, the kind of weights that they are, and the omitted sources, each with the reason.
+    """The tensors to export by name, the kind of weights, and the omitted sources, each with the reason.
 
-    `lower_bits`: the lower bits of fp32 weights that flashoptim keeps beside bf16 or fp16 weights, by source.
+    `lower_bits` contains, by source, the lower bits of fp32 weights that flashoptim keeps beside bf16 or fp16 weights.
     """
 
     weights: str
@@ -85,7 +85,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The entries to export (FQN -> entry), the kind of weights ("model", "master" or "ema"), and notes."""
+    """The entries to export by FQN, the kind of weights ("model", "master" or "ema"), and notes."""
 
     entries: dict[str, TensorEntry]
     weights: Literal["model", "master", "ema"]
@@ -95,11 +95,11 @@ class Weights:
 def select_targets(
     catalog: Catalog, options: ExportOptions, *, wanted: Collection[str] = (), in_parts: bool = False
 ) -> Selection:
-    """Return the tensors of the requested role that the globs select, under names without wrappers and prefix.
+    """Return the tensors that the options select, under names without wrappers and prefix.
 
     Args:
-        wanted: The base model's names, which tell a wrapper's prefix from the model's own.
-        in_parts: Whether the export can describe torchao's weights. If so, their inner tensors are selected too.
+        wanted: The base model's names, which distinguish a wrapper's prefix from a prefix of the model.
+        in_parts: Whether the export can describe torchao's weights. If so, the inner tensors are selected, too.
 
     Raises:
         UsageError: No tensor is left.
@@ -246,9 +246,9 @@ def choose_weights(
 
 
 def _lower_bits(catalog: Catalog, weights: str, dtype: str) -> dict[str, TensorEntry]:
-    """Return the lower bits of fp32 weights that flashoptim keeps in its state, by the weight's name in the catalog.
+    """Return the lower bits that flashoptim keeps of fp32 weights, by the weight's name in the catalog.
 
-    Return {} if there are none, or if they are not needed: with `weights="auto"`, only a cast needs them.
+    Returns {} if there are no lower bits, or if they are not needed. With `weights="auto"`, only a cast needs them.
     """
     if weights not in ("auto", "master"):
         return {}
@@ -270,9 +270,10 @@ def _rounded(catalog: Catalog, dtype: str) -> bool:
 
 
 def _tied_masters(model: dict[str, TensorEntry], masters: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return the masters, those of tied parameters under all names, because optimizers know only one name.
+    """Return the masters. A tied parameter's master is returned under all names of the parameter.
 
-    Names are tied if their model weights are the same bytes in the same files.
+    An optimizer knows only one name of a tied parameter. Names are tied if their model weights are the same bytes in
+    the same files.
     """
     owners = {_place(model[name]): name for name in masters if len(model[name].slices)}
     found: dict[str, TensorEntry] = {}
