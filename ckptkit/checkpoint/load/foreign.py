@@ -351,8 +351,11 @@ def _put_extras(
 
     A load restores each of these objects, or reports that it was not used.
     """
+    schedules = any(key.partition("_")[0] == "scheduler" for key in objects)
     for name, value in values.items():
-        if value is None or _RNG_FILE.fullmatch(name) or _SCHEDULER_FILE.fullmatch(name):
+        random = _RNG_FILE.fullmatch(name)
+        used = f"rng.{random[1] or 0}" in objects if random else schedules and _SCHEDULER_FILE.fullmatch(name)
+        if value is None or used:
             continue
         key = f"extra.{_NAME.sub('_', name)}"
         try:
@@ -462,7 +465,9 @@ def _owner(entry: TensorEntry | ObjectEntry) -> str | None:
 
     If the name is nested, the last of these keys counts: ("state", "optimizers", "AdamW", "state", fqn, "exp_avg").
     """
-    ends = [i for i, part in enumerate(entry.key) if part == PARAM_GROUPS or (part == "master" and entry.key[i + 1 :])]
+    ends = [i for i, part in enumerate(entry.key) if part == PARAM_GROUPS]
+    # After "state", it is a parameter's name.
+    ends += [i for i, part in enumerate(entry.key[:-1]) if part == "master" and entry.key[max(i - 1, 0)] != "state"]
     ends += [i for i, part in enumerate(entry.key[:-2]) if part == "state"]
     if not ends and entry.key[-1:] == ("state",):
         ends = [len(entry.key) - 1]  # the empty state of an optimizer without momentum

@@ -346,3 +346,27 @@ def test_all_objects_with_tensors_are_read_at_once(tmp_path, monkeypatch):
     load(state, str(source), tmp_path)
     assert calls == [["a", "b.c"]]
     assert torch.equal(state.extra["b"]["c"], torch.ones(2))
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+def test_random_states_and_schedulers_that_nothing_takes_are_in_the_report(form, tmp_path):
+    model = nn.Linear(3, 2)
+    saved = {"model": model.state_dict(), "rng_state": torch.ones(2), "scheduler": {"last_epoch": 3, "_last_lr": [0.5]}}
+    report = load(TrainState(model=model), str(save(saved, form, tmp_path)), tmp_path)
+    assert torch.equal(report.extra["rng_state"], torch.ones(2)) and report.extra["scheduler"]["last_epoch"] == 3
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+def test_a_parameter_may_have_the_name_of_an_optimizers_part(form, tmp_path):
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Module()
+        model.master, model.state = (nn.Parameter(torch.randn(2)) for _ in range(2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        (model.master * model.state).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), mine = made(), made()
+    saved = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    load(TrainState(model=mine[0], optimizer=mine[1]), str(save(saved, form, tmp_path)), tmp_path)
+    assert states.bits(mine[1].state_dict()) == states.bits(optimizer.state_dict())
