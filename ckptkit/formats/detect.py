@@ -23,6 +23,7 @@ from ckptkit.errors import (
     command_line,
 )
 from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.own.record import find_record
 from ckptkit.formats.torch_save import MODEL_FILES, TORCH_ENDINGS
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.gc_pause import collector_paused
@@ -59,7 +60,8 @@ class Candidate:
 
     @cached_property
     def directories(self) -> list[str]:
-        return [path for path, item in self.listing.items() if item.kind == "directory"]
+        """The visible directories. Saves stage in hidden ones, which must not be read."""
+        return [path for path, item in self.listing.items() if item.kind == "directory" and not path.startswith(".")]
 
     def any_file(self, pattern: str) -> bool:
         """Return whether the whole name of any file matches the pattern."""
@@ -184,6 +186,7 @@ def refuse_packed(names: Sequence[str]) -> None:
 
 _MAX_DEPTH = 3
 _MAX_CHILDREN = 32  # of the directories without a step, at most this many are searched
+_MAX_LISTINGS = 10
 _MAX_STEPS = 64  # how many of the newest step directories to search
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_universal", "LATEST.txt")
 # Subdirectories of a step that each contain a model of their own (verl and SkyRL).
@@ -264,7 +267,19 @@ def open_source(
     if file is not None:
         source = _open_file(*file, url, options)
         return replace(source, catalog=_with_step(source.catalog, source.url))
-    place = Candidate(open_store(url, storage_options=storage_options))
+    tries = 0
+    while True:
+        place = Candidate(open_store(url, storage_options=storage_options))
+        try:
+            return _open_directory(place, url, options)
+        except (FileNotFoundError, CorruptCheckpointError):
+            # A job may have saved a checkpoint and deleted the listed one meanwhile. If so, choose again.
+            tries += 1
+            if tries == _MAX_LISTINGS or Candidate(place.store).listing.keys() == place.listing.keys():
+                raise
+
+
+def _open_directory(place: Candidate, url: str, options: ReadOptions) -> Source:
     if not place.listing:
         _refuse_empty(place.store, url)
     found = _resolve(place, url, 0)
@@ -408,23 +423,18 @@ def _enter(place: Candidate, url: str, name: str, depth: int) -> _Found | None:
 
 def _newest_step(place: Candidate, url: str, depth: int) -> _Found | None:
     steps = [step.name for step in ordered(place.directories)]
-    chosen: tuple[str, _Found] | None = None
-    skipped: list[str] = []
-    for at, name in enumerate(steps[:_MAX_STEPS]):
+    committed = _newest_committed(place, steps)
+    found, skipped = None, []
+    for name in steps[:_MAX_STEPS] if committed is None else (committed,):
         found = _enter(place, url, name, depth)
-        if found is None:
-            skipped.append(name)
-            continue
-        if chosen is not None:
-            skipped.append(chosen[0])
-        chosen = name, found
-        # If ckptkit committed some of the steps, a step directory without a record is an unfinished save.
-        older = steps[at + 1 :][:_MAX_STEPS]
-        if found.form.name == "ckptkit" or not any(place.store.info(f"{step}/{RECORD}") is not None for step in older):
+        if found is not None:
             break
-    if chosen is None:
+        skipped.append(name)
+    if found is None:
         return None
-    name, found = chosen
+    if committed is not None:
+        newer = steps[: steps.index(name)] if name in steps else steps
+        skipped = [step for step in newer[:_MAX_STEPS] if place.store.info(f"{step}/{RECORD}") is None]
     text = f"the newest of {len(steps)} step directories" if len(steps) > 1 else "the only step"
     notes = [f"Skipped because they are not finished checkpoints: {', '.join(skipped[:4])}."] if skipped else []
     for pointer, target in _pointers(place):
@@ -434,6 +444,32 @@ def _newest_step(place: Candidate, url: str, depth: int) -> _Found | None:
             break
     note = " ".join(filter(None, (f"{name} is {text} in {url}.", found.note, *notes)))
     return replace(found, note=note)
+
+
+def _newest_committed(place: Candidate, steps: Sequence[str]) -> str | None:
+    """Return the directory of ckptkit's newest committed checkpoint, or None if this is not the root of a ckptkit run.
+
+    The newest is the one that was saved last. After a rollback, its step may be lower than others. A directory whose
+    record is damaged is returned if its step is higher still, because it may have been the newest.
+    """
+    if all(place.store.info(f"{name}/{RECORD}") is None for name in steps[:_MAX_STEPS]):
+        return None
+    place.store.fetch(f"{name}/{RECORD}" for name in place.directories)
+    newest: tuple[int, int, str] | None = None  # sequence, step, directory
+    damaged: list[tuple[int, str]] = []
+    for name in place.directories:
+        try:
+            record = find_record(place.store, f"{name}/{RECORD}")
+        except CkptkitError:
+            step = parse_step(name)
+            damaged += [(step.step, name)] if step is not None else []
+            continue
+        if record is not None and name.partition("@")[0] == record.name:  # not a copy under another name
+            newest = max(newest or (-1, -1, ""), (record.sequence, record.step, name))
+    last = max(damaged, default=(-1, ""))
+    if newest is None or last[0] > newest[1]:
+        return last[1] or None
+    return newest[2]
 
 
 def _pointers(place: Candidate) -> list[tuple[str, str]]:
