@@ -3,7 +3,7 @@
 The packages, from the lowest layer up (each imports only from lower layers):
 
 - `errors`, `units`: the exceptions; parsing of sizes and durations.
-- `catalog`: which tensors exist and where their parts are. `storage`: bytes at a URL.
+- `catalog`: which tensors a checkpoint contains, and where their bytes are. `storage`: bytes at a URL.
 - `formats`: the readers and writers of each format; a reader returns a `Catalog`.
 - `checkpoint`: saving, keeping and loading the checkpoints of one run (`CheckpointManager`).
 - `fsdp`: the FSDP2 runtime of a training job. `offline`: convert, merge, reshard, copy, verify, diff, inspect, prune.

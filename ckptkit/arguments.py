@@ -29,7 +29,7 @@ def location(name: str, value: object) -> str:
     """Return a path or URL as a str.
 
     Raises:
-        UsageError: `value` is neither a str nor a path, or it is a URL that a conversion to `Path` has damaged.
+        UsageError: `value` is neither a str nor a path, or is a URL that a conversion to `Path` has damaged.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):

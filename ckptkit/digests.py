@@ -214,7 +214,7 @@ def _ramp(count: int) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The sums (f1, f2) over a tensor or a part of it. `a + b` is the fingerprint of two disjoint parts together."""
+    """The sums (f1, f2) over some elements of a tensor. `a + b` is the fingerprint of two disjoint sets of elements."""
 
     f1: int = 0
     f2: int = 0
@@ -228,7 +228,7 @@ def fingerprint_of_runs(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], 
 
     Args:
         bits: The elements as unsigned integers, one run after the other.
-        starts: [n] each run's first element, as an index into the tensor.
+        starts: For each run, the row-major index of the first element in the tensor.
         run: Number of elements in each run.
     """
     import numpy as np

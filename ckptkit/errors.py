@@ -80,7 +80,7 @@ def _text(value: object) -> str:
 
 
 def _options_of(word: str) -> list[str] | None:
-    """Return the storage options of the opened URL that is closest to `word` in the same bucket, or None."""
+    """Find the opened URL in the bucket of `word` that is closest to `word`. Return its storage options, or None."""
     if "://" not in word:
         return None
     bucket = "/".join(word.split("/")[:3]) + "/"
@@ -125,7 +125,7 @@ class CheckpointNotFoundError(CkptkitError, FileNotFoundError):
 
 
 class CheckpointExistsError(CkptkitError, FileExistsError):
-    """The destination already exists; nothing was written.
+    """The destination already exists. Nothing was written.
 
     Attributes:
         reason: Why the existing content may not be replaced; "" if that content was not examined.
@@ -165,11 +165,11 @@ class UnsafePathError(CorruptCheckpointError):
 
 
 class CheckpointMismatchError(CkptkitError, ValueError):
-    """The checkpoint and the target differ in names, shapes or dtypes; the target was not touched."""
+    """The checkpoint and the target differ in names, shapes or dtypes. The target was not changed."""
 
 
 class SaveError(CkptkitError, RuntimeError):
-    """A save failed; nothing was published."""
+    """A save failed. Nothing was published."""
 
 
 class LoadError(CkptkitError, RuntimeError):
@@ -180,7 +180,7 @@ class RankFailedError(SaveError):
     """One or more ranks failed. Every rank raises this same error, which names the failed ranks.
 
     Attributes:
-        causes: What each failed rank reported, by rank.
+        causes: The error that each failed rank reported, by rank.
         interrupted: True if every failed rank died, hung or was stopped by Ctrl-C.
     """
 
@@ -204,7 +204,7 @@ class LeaseHeldError(SaveError):
 
 
 class StorageError(CkptkitError, OSError):
-    """The storage failed. Retries did not help, or would have been pointless."""
+    """The storage failed, and retries did not help or would have been pointless."""
 
 
 class NonFiniteGradientError(CkptkitError, RuntimeError):

@@ -19,7 +19,7 @@ def collector_paused() -> Iterator[None]:
     """Pause the cyclic garbage collector during short work that creates many objects but no cycles.
 
     Otherwise, each collection would visit all objects created so far, which takes a quarter of the total time. Contexts
-    may be nested, and may run in several threads; the last one to exit resumes collection.
+    may be nested, and may run in several threads. The last context to exit resumes collection.
     """
     global _depth, _was_on
     with _lock:

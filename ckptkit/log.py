@@ -24,8 +24,8 @@ def warn_once(logger: logging.Logger, what: str, text: str, *args: object) -> No
 class RankHandler(logging.NullHandler):
     """Adds `rank` to each record that ckptkit logs, so that later handlers can format it, and removes credentials.
 
-    It prints nothing. It is a handler rather than a filter, because a logger's filters do not see its child loggers'
-    records.
+    The handler prints nothing. A filter would not work, because the filters of a logger do not see the records of child
+    loggers.
     """
 
     def handle(self, record: logging.LogRecord) -> bool:

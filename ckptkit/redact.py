@@ -63,8 +63,10 @@ _known: dict[str, None] = {}  # an ordered set
 
 
 def keep_secret(options: Any) -> None:
-    """Remember the option values whose names look secret, at any depth. `without_secrets` then removes those values
-    from any text, such as another library's error message."""
+    """Remember the values of options whose names look secret, at any depth.
+
+    `without_secrets` then removes these values from any text, such as another library's error message.
+    """
     for value in _values(options, secret=False):
         if len(value) >= _SHORTEST_OPTION and value.lower() not in _NO_SECRETS and len(_known) < _MAX_KNOWN:
             _known[value] = None

@@ -94,12 +94,12 @@ def format_count(count: int) -> str:
 
 
 def counted(count: int, noun: str, verb: str = "") -> str:
-    """Return a number with its noun, and a verb given in the plural: "1 tensor is", "2 tensors are"."""
+    """Return a number with a noun and a verb: "1 tensor is", "2 tensors are". `verb` is given in the plural."""
     if count == 1:
         verb = {"are": "is", "have": "has", "differ": "differs"}.get(verb, verb)
     return f"{count} {noun}{'s' * (count != 1)}{' ' * bool(verb)}{verb}"
 
 
 def first_few(names: Sequence[str], most: int = 5) -> str:
-    """Return names as a list; if there are more than `most`, the first ones and the number of the others."""
+    """Return names as text. If there are more than `most`, return the first names and the number of the other names."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

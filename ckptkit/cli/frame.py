@@ -80,7 +80,10 @@ def _refuse_empty(context: click.Context) -> None:
 
 
 def if_interrupted(words: str | Callable[[], str]) -> None:
-    """Set the message to print on Ctrl-C: what is left and how to continue. A callable is called at that time."""
+    """Set the message to print on Ctrl-C. It says what is left and how to continue.
+
+    If `words` is a callable, it is called on Ctrl-C and returns the message.
+    """
     click.get_current_context().meta["ckptkit.interrupted"] = words
 
 
@@ -96,7 +99,7 @@ def _message(error: Exception) -> str:
 
 
 def _older(error: Exception) -> str:
-    """Return a line that names the run's previous checkpoint if the error reports a damaged one; otherwise ""."""
+    """Return a line that names the run's previous checkpoint if the error reports damage; otherwise ""."""
     if not isinstance(error, CorruptCheckpointError) or not error.checkpoint:
         return ""
     from ckptkit.offline.reading import earlier_checkpoint
@@ -122,7 +125,10 @@ class _Printable:
 
 
 def shortened(lines: Sequence[str], kinds: Sequence[str]) -> list[str]:
-    """Return the lines. Without --verbose, keep at most five consecutive lines of a kind; the kind "" has no limit."""
+    """Shorten a list of lines: without --verbose, keep at most five consecutive lines of the same kind.
+
+    Lines of the kind "" are always kept.
+    """
     if click.get_current_context().meta.get("ckptkit.verbose"):
         return list(lines)
     shown: list[str] = []
@@ -136,7 +142,7 @@ def shortened(lines: Sequence[str], kinds: Sequence[str]) -> list[str]:
 
 
 def _shortened(text: str) -> str:
-    """Shorten the lists in an error: indented lines in a row that begin with the same word."""
+    """Shorten the lists in an error message. A list is a run of indented lines that begin with the same word."""
     lines = text.splitlines()
     return "\n".join(shortened(lines, [line.split(" ", 3)[2] if line.startswith("  ") else "" for line in lines]))
 
@@ -217,7 +223,10 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
 
 
 def _width_is_known(stream: Any) -> bool:
-    """Return False on a terminal that reports 0 columns, as some pseudo-terminals do: tqdm's bar has one cell there."""
+    """Return whether the terminal reports its width.
+
+    Some pseudo-terminals report 0 columns, and tqdm's bar has one cell there.
+    """
     try:
         return os.get_terminal_size(stream.fileno()).columns > 0
     except OSError:

@@ -112,18 +112,21 @@ def _lines(report: InspectReport) -> list[str]:
 
 
 def _place(index: int, child: TreeNode) -> int | str:
-    """Return a key for `groupby`: modules named by consecutive numbers have the same key, all others have their own."""
+    """Return a key for `groupby`. Modules named by consecutive numbers share a key. Other modules have unique keys."""
     number = _number(child)
     return child.name if number < 0 else number - index
 
 
 def _number(child: TreeNode) -> int:
-    """Return the number that is a module's name; -1 for names. Python's int refuses "²" and very long numbers."""
+    """Return a module's name as a number, or -1 for other names.
+
+    Python's int refuses "²" and very long numbers.
+    """
     return int(child.name) if child.name.isdecimal() and len(child.name) < 19 else -1
 
 
 def _tree_lines(node: TreeNode, indent: str) -> list[str]:
-    """Return a line per module. Modules of one size with consecutive numbers, such as layers, share a line."""
+    """Return a line per module. Modules of equal size with consecutive numbers, such as layers, share a line."""
     lines = []
     children = sorted(node.children, key=_number)
     runs = groupby(enumerate(children), lambda row: (_place(*row), row[1].nbytes))

@@ -73,8 +73,10 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
 
 
 def _aligned(table: list[list[str]], columns: int) -> list[str]:
-    """Return the table as aligned lines. If one is wider than `columns` (0: no limit), the last cells go on lines of
-    their own."""
+    """Return the table as aligned lines.
+
+    If a line would be wider than `columns` (0: no limit), each row's last cell is put on separate lines below the row.
+    """
     widths = [max(len(cells[i]) for cells in table) for i in range(len(table[0]) - 1)]
     heads = ["  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=False)) for cells in table]
     lines = [f"{head}  {cells[-1]}".rstrip() for head, cells in zip(heads, table, strict=True)]

@@ -140,10 +140,9 @@ def cli() -> None:
 
 
 class _InterruptOnce:
-    """Raises KeyboardInterrupt on SIGINT, then ignores it for 5 seconds, so that a second one does not stop the
-    cleanup.
+    """Raises KeyboardInterrupt on SIGINT, then ignores SIGINT for 5 seconds, so that the cleanup is not stopped.
 
-    Duplicates are common: launchers forward the terminal's signal once more, and people press Ctrl-C twice.
+    Duplicates are common: launchers forward the terminal's signal again, and people press Ctrl-C twice.
     """
 
     def __init__(self) -> None:

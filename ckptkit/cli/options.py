@@ -80,7 +80,7 @@ class OneOf(click.Choice):  # type: ignore[type-arg, unused-ignore]
 
     Args:
         hidden: Values that are accepted but not listed.
-        meant: For known wrong values, the choices to suggest.
+        meant: Maps a known wrong value to the choice to suggest.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ def _plan_lines(report: ConvertReport) -> list[str]:
 
 
 def interrupted_words(dst: str, *, overwrite: bool) -> str:
-    """Return text that says whether DST changed, what is staged, and how to continue."""
+    """Return a message that says whether DST changed, what is staged, and how to continue."""
     from ckptkit.offline.copying.resume import left_beside
     from ckptkit.storage.store import split_url
 

@@ -26,9 +26,9 @@ class AcceleratorCheckpoints:
     `register_for_checkpointing`, and the random state of every rank. All ranks create this object and call its methods
     together. Hooks added with `register_save_state_pre_hook` and `register_load_state_pre_hook` run as in Accelerate.
 
-    For an ordinary dataloader, the epoch is saved and, with `use_seedable_sampler=True`, the sampler's seed. As in
-    Accelerate, call `skip_first_batches` to skip the batches already seen. Any other shuffling order is lost, even with
-    `use_stateful_dataloader`: if you resume inside an epoch, the data is shuffled again.
+    For an ordinary dataloader, the epoch is saved. With `use_seedable_sampler=True`, the sampler's seed is saved, too.
+    As in Accelerate, call `skip_first_batches` to skip the batches already seen. Any other shuffling order is lost,
+    even with `use_stateful_dataloader`: if you resume inside an epoch, the data is shuffled again.
 
     Args:
         url: The root of the run's checkpoints.
@@ -53,7 +53,7 @@ class AcceleratorCheckpoints:
         return self.manager.save(step, self.manager.run_on_all(collect, "save_state"), **options)
 
     def load_state(self, which: str | int = "latest", **options: Any) -> LoadReport | None:
-        """Restore the newest checkpoint, or `which`. Return None if the run has no checkpoint yet.
+        """Restore the newest checkpoint, or the checkpoint `which`. Return None if the run has no checkpoint yet.
 
         Args:
             which: A step, a tag or a URL. The URL may also be that of a checkpoint saved with `Accelerator.save_state`.
@@ -103,7 +103,7 @@ def _is_stateful(loader: Any) -> bool:
 
 
 class _Epoch:
-    """Holds what determines the data order: an ordinary loader's epoch, and its `SeedableRandomSampler`'s seed."""
+    """Saves and restores the epoch of an ordinary dataloader, and the seed of a `SeedableRandomSampler`."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -35,9 +35,9 @@ def push_folder(
 
     Args:
         folder: A local directory with safetensors files, as written by `ckptkit convert`.
-        repo: "user/name".
+        repo: The name of the repo, such as "user/name".
         private: Whether a new repo is private; None uses the organization's default.
-        token: Default: HF_TOKEN, or the token that `hf auth login` stored.
+        token: Access token. The default is HF_TOKEN, or the token that `hf auth login` stored.
         show_progress: Show huggingface_hub's progress bars if stderr is a terminal.
 
     Raises:
@@ -105,7 +105,7 @@ def _visible(place: Path) -> Iterator[str]:
 def _is_of_the_network(error: Exception) -> bool:
     """Return whether huggingface_hub's HTTP library raised this error.
 
-    Which library it is depends on the hub's version.
+    The library depends on the version of huggingface_hub.
     """
     roots = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return bool(roots & {"requests", "urllib3", "httpx", "httpx2", "httpcore"})

@@ -1,4 +1,4 @@
-"""Defines ManagedCheckpoint: a ModelCheckpoint, for any strategy, that saves and rotates with a CheckpointManager."""
+"""Defines ManagedCheckpoint, which replaces ModelCheckpoint and saves and rotates with a CheckpointManager."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     """Works like Lightning's ModelCheckpoint, but saves through a CheckpointManager and rotates by a RetentionPolicy.
 
     Lightning decides when to save and under which name, and handles `monitor` and `save_last`. The policy decides what
-    to delete. By default it keeps the newest checkpoint and the best `save_top_k` by `monitor`. Without `monitor` it
-    keeps only the newest, because Lightning then allows no `save_top_k` above 1. To keep three, pass
-    `retention=RetentionPolicy(max_num=3)`.
+    to delete. By default, the policy keeps the newest checkpoint and the best `save_top_k` checkpoints by `monitor`.
+    Without `monitor`, the policy keeps only the newest checkpoint, because Lightning then does not allow a `save_top_k`
+    above 1. To keep three checkpoints, pass `retention=RetentionPolicy(max_num=3)`.
 
-    The policy applies to this callback's checkpoints in one directory. It never deletes other callbacks' checkpoints,
-    pinned checkpoints, or the checkpoint that the run was resumed from.
+    The policy applies to this callback's checkpoints in one directory. The policy never deletes other callbacks'
+    checkpoints, pinned checkpoints, or the checkpoint that the run was resumed from.
 
-    With one of Lightning's own strategies, the callback itself saves the live model and optimizers, and loads such
-    checkpoints when they are given as `ckpt_path`.
+    With one of Lightning's own strategies, the callback itself saves the live model and optimizers, and loads its
+    checkpoints when one is passed as `ckpt_path`.
 
-    With `save_on_exception=True`, SIGTERM on any rank stops all ranks at the same batch, and they save. The save waits
-    for the end of an optimizer step, but not for the end of a validation: a resumed run repeats the validation. If the
-    ranks have different numbers of validation batches, they stop after the validation. Lightning's handler that saves
-    and requeues a Slurm job on SIGUSR1 also runs at the end of an optimizer step, on all ranks.
+    With `save_on_exception=True`, SIGTERM on any rank stops all ranks at the same batch, and a checkpoint is saved. The
+    save waits for the end of an optimizer step, but not for the end of a validation: a resumed run repeats the
+    validation. If the ranks have different numbers of validation batches, they stop after the validation. Lightning's
+    handler that saves and requeues a Slurm job on SIGUSR1 also runs at the end of an optimizer step, on all ranks.
 
     Args:
-        retention: Replaces the policy derived from `save_top_k`.
-        state_dict_type: As in CheckpointManager; for strategies other than FSDP2Strategy.
-        storage_options: Passed to fsspec; for strategies other than FSDP2Strategy.
+        retention: The policy. By default, the policy is derived from `save_top_k`.
+        state_dict_type: As in CheckpointManager. Used only with strategies other than FSDP2Strategy.
+        storage_options: Passed to fsspec. Used only with strategies other than FSDP2Strategy.
         arguments: Passed to ModelCheckpoint.
     """
 
@@ -89,7 +89,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         return RetentionPolicy(max_num=1, keep_best=(self.monitor, self.mode, self.save_top_k))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Make the strategy load this callback's checkpoints, unless it can do so by itself."""
+        """Make the strategy load this callback's checkpoints, unless the strategy can already load them."""
         super().setup(trainer, pl_module, stage)
         self._release_signals()
         FitPosition.detach(trainer)  # an exception in an earlier fit has left it there
@@ -109,7 +109,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         strategy.load_checkpoint = load_checkpoint
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take part in the trainer's loops."""
+        """Register the functions that save and stop after each batch of the trainer's loops."""
         super().on_fit_start(trainer, pl_module)
         position = FitPosition.of(trainer)
         position.after_batch.insert(0, partial(self._save_after_batch, trainer, pl_module))
@@ -117,10 +117,10 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             position.after_batch.append(self._stop.after_batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Do nothing: the save follows after the module's hook with this name."""
+        """Do nothing here. The checkpoint is saved later, after the module's own `on_train_batch_end`."""
 
     def _save_after_batch(self, trainer: Any, pl_module: Any) -> None:
-        """Save if it is time, but not between the batches of one optimizer step: gradients are not saved."""
+        """Save if a checkpoint is due. Never saves within an optimizer step, because gradients are not saved."""
         loop = trainer.fit_loop.epoch_loop
         if not loop._should_accumulate():
             super().on_train_batch_end(trainer, pl_module, None, None, loop.batch_idx)
@@ -138,13 +138,13 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             self._stop.in_validation()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save if it is time."""
+        """Save if a checkpoint is due at the end of the epoch."""
         super().on_train_epoch_end(trainer, pl_module)
         if self._stop is not None:
             self._stop.after_epoch()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """If `save_on_exception` is set, save, unless the save would be useless or only some ranks have stopped."""
+        """Save if `save_on_exception` is set, unless only some ranks have stopped or the model has replaced weights."""
         problem = None if self._stop is None else self._stop.problem(exception)
         if problem is None:
             super().on_exception(trainer, pl_module, exception)
@@ -188,7 +188,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     def _ownership(self) -> dict[str, Any]:
         """Return the save arguments that control rotation: the policy and the owner.
 
-        A copy called "last" has its own owner. Otherwise it would replace the best or newest checkpoint, which
+        A copy called "last" has a separate owner. Otherwise the copy would replace the best or newest checkpoint, which
         Lightning knows by a different name.
         """
         if self._saves_last:
@@ -215,10 +215,10 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             raise StorageError(saved, f"linking {self.last_model_path} to it failed: {problem}")
 
     def _linked(self, saved: str, monitor_candidates: Any) -> tuple[str, str]:
-        """Create the link. Return its path and an error message, "" if there is none. Only rank 0 calls this.
+        """Create the link. Return the link's path and an error message, or "". Only rank 0 calls this.
 
         Replaces a link, or a checkpoint that this callback saved. Does not replace another run's data or the checkpoint
-        that this run was resumed from; instead, a version is added to the link's name, as in Lightning.
+        that this run was resumed from. Instead, a version is added to the link's name, as in Lightning.
         """
         version: int | None = None
         try:
@@ -236,7 +236,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             return saved, str(error)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        """Remove a checkpoint outside the newest one's directory. Inside it, the policy decides what to delete."""
+        """Remove a checkpoint, unless it is in the directory of the newest checkpoint, where the policy decides."""
         if os.path.dirname(filepath) != os.path.dirname(self._last_checkpoint_saved) and trainer.is_global_zero:
             remove_checkpoint(filepath, storage_options=self._storage_options)
 

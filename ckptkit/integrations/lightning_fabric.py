@@ -38,10 +38,10 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
     `fabric.setup(module)` first, then create the optimizer and pass it to `fabric.setup_optimizers`.
 
     Args:
-        config: How modules are sharded: an FSDPConfig or a dict of its fields. Its `state_dict_type` also applies to
-            the checkpoints. If it does not set `mixed_precision`, Fabric's `precision` decides the compute dtype.
+        config: An FSDPConfig, or a dict with fields of FSDPConfig. The field `state_dict_type` also applies to the
+            checkpoints. If the field `mixed_precision` is not set, Fabric's `precision` determines the compute dtype.
         on_signal: The signals that `interrupted` reacts to, as in CheckpointManager. "save" means SIGTERM and SIGUSR1.
-        process_group_backend, timeout: For the default process group.
+        process_group_backend, timeout: Backend and timeout of the default process group.
         storage_options: Passed to fsspec.
 
     Raises:
@@ -65,7 +65,7 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         self._checkpoints: LightningCheckpoints | None = None
 
     def setup_environment(self) -> None:
-        """Join the ranks and create the device mesh: (data_parallel, tensor_parallel)."""
+        """Initialize the process group and create the device mesh (data_parallel, tensor_parallel)."""
         self._tensor_parallel_size = self._config.tp * self._config.cp
         self._data_parallel_size = self.num_nodes * self.num_processes // self._tensor_parallel_size
         super().setup_environment()
@@ -80,10 +80,10 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
             self._watch = SignalWatch(Coordinator(), signals=self._signals)
 
     def interrupted(self) -> bool:
-        """Return True once any rank has received one of the `on_signal` signals. Then save and end the loop.
+        """Return whether any rank has received one of the `on_signal` signals. If so, save and end the loop.
 
-        Every rank returns True at the same step. All ranks must call `fabric.strategy.interrupted()` between two steps;
-        it costs one small all-reduce. The result stays True.
+        The result becomes True on all ranks at the same step, and stays True. All ranks must call
+        `fabric.strategy.interrupted()` between two steps. Each call takes one small all-reduce.
         """
         return self._watch is not None and self._watch.agreed()
 
@@ -122,11 +122,11 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
     ) -> None:
         """Save the modules, optimizers and other values in `state`, and return once they are durable.
 
-        All ranks must call this. Values are saved once, but dataloaders' state is saved per rank. The checkpoint's step
-        is the value of "global_step", "step", "iteration" or "iter_num", or 0 if there is none.
+        All ranks must call this. Values are saved once, but the state of dataloaders is saved for each rank. The
+        checkpoint's step is the value of "global_step", "step", "iteration" or "iter_num", or 0 if there is none.
 
         Args:
-            storage_options: Not supported here; pass them to the strategy.
+            storage_options: Not supported in this method. Pass the options to the strategy.
             filter: Maps a module's key to a function that selects the tensors to save.
 
         Raises:
@@ -158,7 +158,7 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         ranks are left unchanged, with a warning.
 
         Raises:
-            CheckpointMismatchError: The checkpoint does not match; nothing was changed.
+            CheckpointMismatchError: The checkpoint does not match `state`. Nothing was changed.
         """
         given = {"model": state} if isinstance(state, nn.Module) else state
         if not isinstance(given, dict) or not any(isinstance(item, nn.Module) for item in given.values()):
@@ -202,7 +202,10 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
 
 
 def _train_state(state: Mapping[str, Any], sections: Collection[str] = ()) -> TrainState:
-    """Return a TrainState. A single module or optimizer gets no name, unless the checkpoint's sections have names."""
+    """Return `state` as a TrainState.
+
+    A single module or optimizer gets no name, unless the checkpoint's sections have names.
+    """
 
     def parts(kind: str, items: Mapping[str, Any]) -> Any:
         is_named = len(items) > 1 or any(section(kind, key) in sections for key in items)

@@ -1,4 +1,4 @@
-"""Gathers sharded tensors on rank 0, and scatters them again, for a CheckpointIO that handles dictionaries."""
+"""Gathers sharded tensors on rank 0 for a CheckpointIO, and scatters the tensors that a CheckpointIO has loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 def gathered(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return full tensors on rank 0's CPU, and {} on other ranks. Gathers one at a time. All ranks must call this."""
+    """Return full tensors on rank 0's CPU, and {} on other ranks.
+
+    Gathers one tensor at a time. All ranks must call this.
+    """
     main = _rank() == 0
     found: dict[str, Any] = {}
     for name, value in tensors.items():
@@ -53,7 +56,10 @@ def sharded_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
 
 
 def gathered_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
-    """Return `sharded_optimizer` with full tensors on rank 0, and {} on other ranks. All ranks must call this."""
+    """Return the result of `sharded_optimizer` with full tensors on rank 0, and {} on other ranks.
+
+    All ranks must call this.
+    """
     taken = sharded_optimizer(optimizer, state)
     states = {fqn: gathered(values) for fqn, values in taken["state"].items()}
     return {"state": states, "param_groups": taken["param_groups"]} if _rank() == 0 else {}
@@ -159,7 +165,7 @@ def _placed(whole: Any, like: torch.Tensor | None, dtype: torch.dtype, shape: tu
 
 
 def placed_like(live: Any, value: Any) -> Any:
-    """Return `value` with the placements of `live`.
+    """Return `value` sharded like `live`.
 
     A full tensor, which every rank must have, is sharded without communication.
     """
@@ -170,7 +176,7 @@ def placed_like(live: Any, value: Any) -> Any:
 
 
 def _from_main(look: Callable[[], T]) -> T:
-    """Call `look` on rank 0 and return its result on every rank. If it raises, all ranks raise its error."""
+    """Call `look` on rank 0 and return its result on every rank. If `look` raises, all ranks raise the error."""
     with closing(Coordinator()) as coordinator:
         return coordinator.decide(look, "giving every rank its part of the checkpoint")
 

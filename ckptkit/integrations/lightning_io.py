@@ -27,12 +27,13 @@ from ckptkit.integrations.lightning_state import (
 class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's types are not followed
     """Saves the dictionary that a strategy gathers on rank 0. Each save is a committed checkpoint.
 
-    Loads such checkpoints and Lightning's own. Use it with DDP and with single devices. Strategies that save shards on
+    Loads its own checkpoints and Lightning's. Use it with DDP and with single devices. Strategies that save shards on
     every rank (FSDPStrategy, ModelParallelStrategy) do not use a CheckpointIO: use `FSDP2Strategy` or the callback
     `ManagedCheckpoint` instead.
 
     Args:
-        retention: The policy for a directory of checkpoints. Lightning also removes checkpoints itself.
+        retention: The policy by which the checkpoints in a directory are rotated. Lightning also removes checkpoints
+            itself.
         state_dict_type: "full" (the model in safetensors files) or "sharded" (DCP).
         storage_options: Passed to fsspec.
     """

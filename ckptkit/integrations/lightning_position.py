@@ -38,20 +38,21 @@ class FitPosition:
     """Lets a Trainer continue from any checkpoint as if it had not been interrupted.
 
     Lightning's loops guess from their counters where a checkpoint was saved, and guess wrong at the end of an epoch, in
-    a validation, and with `max_steps`. They then repeat or skip batches, validations and hooks. This object
-    records the missing information with a save. After a load, it changes the counters to one of two positions from
-    which Lightning continues correctly, between two batches or between two epochs, and does the rest itself.
+    a validation, and with `max_steps`. They then repeat or skip batches, validations and hooks. A FitPosition records
+    the missing information with a save. After a load, it sets the counters to a position between two batches or between
+    two epochs, because Lightning continues correctly from there. It then runs whatever the saved run had left to do
+    before that position.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.left: str | None = None
-        """What a resumed run does before its next batch or epoch. None: the run was not resumed, or has continued."""
+        """What a resumed run does before its next batch or epoch. None if the run was not resumed, or has continued."""
         self.random: Mapping[str, Any] | None = None
         self.loaders: list[Any] = []
         self.restore: Callable[[], None] = lambda: None
-        """Restores what the load has deferred."""
+        """Function that restores the optimizer states that a load has deferred."""
         self.after_batch: list[Callable[[], None]] = []
-        """Called after each training batch and all of its hooks, before a validation: saves, then what stops the run.
+        """Functions to call after each training batch and its hooks, before a validation. Saves come first.
 
         A save in `on_train_batch_end` would come before the module's hook with this name, which a resumed run can't
         repeat.
@@ -66,7 +67,7 @@ class FitPosition:
 
     @classmethod
     def of(cls, trainer: Any) -> FitPosition:
-        """Return the trainer's position. If there is none, create one, and let it take part in the trainer's loops."""
+        """Return the trainer's FitPosition. The first call creates the object and attaches it to the loops."""
         kept = vars(trainer.fit_loop)
         if _KEY not in kept:
             kept[_KEY] = cls(trainer)
@@ -106,7 +107,7 @@ class FitPosition:
 
     @staticmethod
     def detach(trainer: Any) -> None:
-        """Leave the trainer's loops."""
+        """Detach the trainer's FitPosition from the trainer's loops."""
         fit = trainer.fit_loop
         epochs = fit.epoch_loop
         for loop, name in (
@@ -140,10 +141,10 @@ class FitPosition:
 
     @contextlib.contextmanager
     def recorded(self, checkpoint: dict[str, Any]) -> Iterator[None]:
-        """Add the position to `checkpoint`. Within this context, the random state is the one to resume with.
+        """Add the position to `checkpoint`. Within this context, the random state is the state to resume with.
 
-        A checkpoint that is saved during a validation resumes before the validation. Logs a warning if the position is
-        one from which no run can continue exactly.
+        A checkpoint that is saved during a validation resumes before the validation. Logs a warning if no run can
+        continue exactly from this position.
         """
         trainer = self._trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -171,7 +172,7 @@ class FitPosition:
                 restore_rng(now)
 
     def _problem(self) -> str | None:
-        """Return why no run can continue exactly from here."""
+        """Return why no run can continue exactly from the current position; None if a run can."""
         loop, module = self._trainer.fit_loop.epoch_loop, self._trainer.lightning_module
         batch = loop.batch_progress.current
         if batch.ready != batch.processed:
@@ -192,7 +193,7 @@ class FitPosition:
     # --- resuming
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
-        """Prepare the loops' counters in a loaded checkpoint, and remember what is left to do."""
+        """Adjust the loops' counters in a loaded checkpoint, and remember what the resumed run must do first."""
         fit = checkpoint.get("loops", {}).get("fit_loop")
         self.left, self.loaders = None, []
         if not fit or "epoch_loop.batch_progress" not in fit:
@@ -241,7 +242,10 @@ class FitPosition:
         self._forget()
 
     def _finish_iteration(self, fetcher: Any) -> None:
-        """Called in a resumed epoch, once there is an iterator of its batches."""
+        """Finish the iteration in which the checkpoint was saved.
+
+        Called once the data iterator of the resumed epoch exists.
+        """
         fit, epochs = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         left = self.left
         if left == _UNKNOWN:
@@ -259,18 +263,18 @@ class FitPosition:
         epochs.on_iteration_done()
 
     def _forget(self) -> None:
-        """Restore the loaded random state once more: creating iterators has drawn numbers."""
+        """Restore the loaded random state again, because creating iterators has drawn random numbers."""
         if self.random is not None:
             restore_rng(self.random)
         self.left, self.random, self.loaders, self._metrics = None, None, [], {}
 
 
 def _left(fit: dict[str, Any], stage: str | None, going_on: bool) -> str | None:
-    """Change the counters to a position between batches or epochs. Return what is left to do there.
+    """Set the counters to a position between batches or between epochs. Return what the run must do first.
 
     Args:
-        stage: Where the checkpoint was saved. None: Lightning, or an older version of ckptkit, saved it.
-        going_on: Whether the run has a `max_steps` that it has not reached.
+        stage: Where the checkpoint was saved. None if Lightning or an older version of ckptkit saved the checkpoint.
+        going_on: Whether `max_steps` is set and not yet reached.
     """
     epoch, progress = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
     now, batch = epoch["current"], progress["current"]
@@ -305,7 +309,7 @@ def _left(fit: dict[str, Any], stage: str | None, going_on: bool) -> str | None:
 
 
 def _samples(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a few bytes of each of the module's plain tensors, enough to notice that it has other weights."""
+    """Return a few bytes of each plain tensor of the module, enough to notice that the weights were replaced."""
     found = {}
     for name, tensor in model_tensors(module)[0].items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -21,7 +21,7 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 def group_sizes(
     world_size: int, *, dp: Size, tp: Size, cp: int = 1, has_plan: bool = False, nodes: int = 1
 ) -> tuple[int, int]:
-    """Return the numbers of (data-parallel, tensor-parallel) ranks. If one is "auto", it is computed from the other.
+    """Return the numbers of (data-parallel, tensor-parallel) ranks. A number that is "auto" is computed from the other.
 
     If both are "auto" and there is a custom plan, each node is one tensor-parallel group, as in NeMo and Lightning.
     Without a plan, all ranks are data-parallel.
@@ -58,8 +58,8 @@ def fsdp_config(
     """Return the FSDPConfig that corresponds to a strategy's arguments.
 
     Args:
-        mesh: (replicate, shard), if given.
-        precision: Lightning's string, such as "bf16-mixed". `mp_policy`, which may be torch's or FSDP1's, overrides it.
+        mesh: The sizes (replicate, shard), if a mesh was given.
+        precision: Lightning's precision, such as "bf16-mixed". Ignored if there is an `mp_policy` (for FSDP2 or FSDP1).
     """
     strategy = str(getattr(sharding_strategy, "name", sharding_strategy)).upper().lstrip("_")
     if mesh is not None and mesh[0] > 1 and strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
@@ -122,10 +122,10 @@ def _accepted(rule: Callable[..., Any], module: nn.Module) -> bool:
 
 
 def roots(module: nn.Module) -> list[nn.Module]:
-    """Return which modules of a LightningModule become FSDP roots: its children that have parameters.
+    """Return the modules that become FSDP roots: the children of a LightningModule that have parameters.
 
-    A container is replaced by its own children. The LightningModule itself can't be a root, because Lightning calls its
-    steps instead of its forward.
+    A ModuleList or ModuleDict is replaced by its own children. The LightningModule itself can't be a root, because
+    Lightning calls methods such as `training_step` instead of `forward`.
     """
     found: list[nn.Module] = []
     for child in module.children():

@@ -20,10 +20,10 @@ _GATHER_S = 60.0  # how long to wait for the other ranks after an exception
 class StopSignal:
     """Replaces the handler for SIGTERM that the Trainer installs while it runs. All ranks must create it together.
 
-    Lightning's handler takes part in a broadcast, wherever the rank is. Unless all ranks receive the signal at the same
-    place of the training, they hang. The handler installed here only notes the signal. Between two batches, the ranks
-    agree to stop, and all of them stop as Lightning does. The handler with which Lightning saves and requeues a Slurm
-    job is delayed in the same way.
+    Lightning's handler joins a broadcast as soon as a rank receives the signal. The ranks hang unless all of them
+    receive the signal at the same point of the training. The handler of this class only records the signal. Between two
+    batches, the ranks agree to stop, and then stop in the same way as Lightning. The handler with which Lightning saves
+    and requeues a Slurm job is also delayed until then.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -45,8 +45,8 @@ class StopSignal:
     def after_batch(self) -> None:
         """Stop, or requeue the job, if any rank has received a signal. Takes one small all-reduce.
 
-        Waits for the end of the optimizer step. If `max_steps` is reached, Lightning stops by itself after the epoch's
-        hooks, which a resumed run would not call.
+        Does nothing in the middle of an optimizer step. Also does nothing once `max_steps` is reached: Lightning then
+        stops by itself after the hooks at the end of the epoch, and a resumed run would not call these hooks.
         """
         loop = self._trainer.fit_loop.epoch_loop
         is_over = 0 <= loop.max_steps <= loop.global_step
@@ -61,7 +61,7 @@ class StopSignal:
             raise SIGTERMException
 
     def prepare_validation(self) -> None:
-        """Find out whether all ranks have the same number of batches, because then they can agree after each one."""
+        """Find out whether all ranks have equally many batches, and therefore can agree after each batch."""
         loop = self._trainer.fit_loop.epoch_loop.val_loop
         loaders = loop._combined_loader.flattened
         uncertain = any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders)
@@ -80,7 +80,7 @@ class StopSignal:
                 raise SIGTERMException
 
     def after_epoch(self) -> None:
-        """Let Lightning stop after the other hooks at the end of the epoch."""
+        """If any rank has received SIGTERM, make Lightning stop after the other hooks at the end of the epoch."""
         self._agreed()
 
     def _agreed(self) -> bool:
@@ -102,7 +102,7 @@ class StopSignal:
         return "the model has other weights than those being trained" if any(others) else None
 
     def close(self) -> None:
-        """Give the handlers back to Lightning."""
+        """Restore Lightning's signal handlers."""
         connector = self._trainer._signal_connector
         for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
             vars(connector).pop(name, None)

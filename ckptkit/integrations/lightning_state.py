@@ -47,7 +47,7 @@ def live_state(module: nn.Module) -> dict[str, Any]:
 
 
 class StateView(nn.Module):
-    """Stands in for a module, with only the given tensors in its state dict."""
+    """Stands in for a module. The state dict contains only the given tensors."""
 
     def __init__(self, tensors: Mapping[str, Any], like: nn.Module | None = None) -> None:
         super().__init__()
@@ -56,32 +56,30 @@ class StateView(nn.Module):
         self._tied_weights_keys = getattr(like, "_tied_weights_keys", None)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # of no use here
-        """Return the live tensors."""
+        """Return the given tensors."""
         return dict(self._tensors)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield all parameters of the module, because an optimizer may contain some that are not saved."""
+        """Yield all parameters of the module, because an optimizer may contain parameters that are not saved."""
         (like,) = self._like
         yield from like.named_parameters(*args, **kwargs) if like is not None else ()
 
     @classmethod
     def of(cls, module: nn.Module, wanted: Mapping[str, Any]) -> StateView:
-        """Return a view of the module's tensors that `wanted` names: the live ones, or those that hooks put in their
-        place.
-        """
+        """Return a view of the tensors in `wanted`. Uses the module's live tensor unless a hook has replaced it."""
         live = live_state(module)
         return cls({k: live[k] if k in live and same_memory(live[k], v) else v for k, v in wanted.items()}, module)
 
 
 def state_of(model: Any, optimizers: Sequence[Any], *, rng: bool = True) -> TrainState:
-    """Return a Trainer's model and optimizers as a TrainState. Several optimizers are named by their numbers."""
+    """Return a Trainer's model and optimizers as a TrainState. Several optimizers get the names "0", "1", ..."""
     named = {str(i): optimizer for i, optimizer in enumerate(optimizers)}
     return TrainState(model=model, optimizer=named["0"] if len(named) == 1 else named or None, rng=rng)
 
 
 @contextlib.contextmanager
 def collecting_live(strategy: Any, live: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-    """Within this context, Lightning collects references to live tensors, without gathering or copying them."""
+    """Make Lightning collect references to live tensors within this context, instead of gathering or copying."""
     model = strategy.lightning_module
 
     def tensors() -> dict[str, Any]:
@@ -98,7 +96,7 @@ def collecting_live(strategy: Any, live: Callable[[], Mapping[str, Any]]) -> Ite
 
 
 class LightningCheckpoints:
-    """Saves and loads at Lightning's paths, where the directory is a run's root and the last component is a tag.
+    """Saves and loads at Lightning's paths: the directory is the root of a run, and the last component is a tag.
 
     All ranks create this object and call its methods together, or a single rank does so with its own group.
 
@@ -140,7 +138,7 @@ class LightningCheckpoints:
         """Save `state` and the rest of Lightning's `checkpoint`. Replaces an existing checkpoint with this name.
 
         Args:
-            owner: The callback that saves. `retention` applies only to this owner's checkpoints.
+            owner: Name of the callback that saves. `retention` applies only to this owner's checkpoints.
         """
         root, name = _split(filepath)
 
@@ -167,7 +165,7 @@ class LightningCheckpoints:
         retention: RetentionPolicy | None = None,
         owner: str | None = None,
     ) -> None:
-        """Save what a Trainer has collected, with references to live tensors (`collecting_live`)."""
+        """Save a dictionary that a Trainer has collected within the context `collecting_live`."""
         with FitPosition.of(trainer).recorded(checkpoint):
             self._save_trainer(filepath, checkpoint, trainer, retention, owner)
 
@@ -195,7 +193,7 @@ class LightningCheckpoints:
 
     @contextlib.contextmanager
     def _room(self, root: str, name: str) -> Iterator[None]:
-        """Move aside a checkpoint that Lightning wrote at this path. Delete it once the new one is committed."""
+        """Move aside a checkpoint that Lightning wrote at this path. Delete it once the new checkpoint is committed."""
 
         def aside() -> str:
             place = Path(root) / name
@@ -237,7 +235,7 @@ class LightningCheckpoints:
         """Load `state` from any format. Return Lightning's dictionary, without the loaded tensors, and the report.
 
         Args:
-            trainer: The Trainer that will continue to fit.
+            trainer: The Trainer that will continue the run.
         """
         root, name, url = self._coordinator.decide(lambda: self.find(filepath), "looking for the checkpoint")
         # Load a ckptkit checkpoint by name, because that protects it from rotation during this run.
@@ -266,9 +264,9 @@ class LightningCheckpoints:
         return checkpoint, report
 
     def set_epoch(self, dataloader: Any) -> None:
-        """Set the epoch of the resumed run in a dataloader's samplers before anything is drawn from them.
+        """Set the epoch of the resumed run in a dataloader's samplers, before the samplers are used.
 
-        Lightning sets it too late for a stateful dataloader, which would start with the data order of epoch 0.
+        Lightning sets the epoch too late for a stateful dataloader, which would start with the data order of epoch 0.
         """
         if self._epoch is None:
             return
@@ -288,7 +286,7 @@ class LightningCheckpoints:
                 )
 
     def find(self, filepath: str | Path) -> tuple[str, str, str]:
-        """Return a checkpoint's directory and name, with links resolved, and its URL.
+        """Return a checkpoint's directory and name, with links resolved, and the checkpoint's URL.
 
         The URL is "" if ckptkit saved the checkpoint.
         """
@@ -330,8 +328,8 @@ def _owner(record: CommitRecord) -> str | None:
 def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
     """Remove the checkpoint at a path, if there is one. If the path is a link, remove only the link.
 
-    This does not communicate. Errors are only logged, because only rank 0 calls this and the other ranks would
-    wait for it.
+    Does not communicate. Errors are only logged, because only rank 0 calls this function and the other ranks would wait
+    for rank 0.
     """
     try:
         _remove(filepath, storage_options)
@@ -368,9 +366,10 @@ def _foreign(place: Path) -> list[str]:
 
 
 def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Lightning's dictionary from the non-tensor state that was loaded.
+    """Find Lightning's dictionary in the non-tensor state that was loaded, and return the dictionary.
 
-    The dictionary is stored under our key, or is the content of `meta.pt`. If neither exists, it is the whole state.
+    ckptkit stores the dictionary under a key of its own. In Lightning's sharded checkpoints, the dictionary is the
+    content of `meta.pt`. Otherwise, the whole state is the dictionary.
     """
     for key in (_KEY, "meta"):
         if isinstance(extra.get(key), Mapping):
@@ -379,7 +378,7 @@ def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_lightnings(checkpoint: dict[str, Any], step: int | None) -> dict[str, Any]:
-    """Add the keys that the Trainer needs to continue, in case Lightning did not write the checkpoint."""
+    """Add the keys that the Trainer needs to continue, if the checkpoint was not written by Lightning."""
     if "pytorch-lightning_version" in checkpoint:
         return checkpoint
     import lightning.pytorch
@@ -391,7 +390,8 @@ def _as_lightnings(checkpoint: dict[str, Any], step: int | None) -> dict[str, An
 def _with_plain_hparams(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the dictionary with all hyperparameters as plain values, which load without running code.
 
-    Paths and classes become strings. A resuming Trainer ignores hyperparameters, so they must not make a save fail.
+    Paths and classes become strings. A resuming Trainer ignores hyperparameters, so hyperparameters must not make a
+    save fail.
     """
     texts: list[str] = []
     plain = {key: _plain(checkpoint[key], key, texts) for key in _HPARAMS if key in checkpoint}
@@ -418,7 +418,10 @@ def _plain(value: Any, path: str, texts: list[str]) -> Any:
 
 
 def _taken_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Remove the dataloaders' state from the loops' state, and return it. Only this part differs between ranks."""
+    """Remove the dataloaders' state from the loops' state and return it.
+
+    No other part of the loops' state differs between ranks.
+    """
     try:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
     except (KeyError, TypeError):
@@ -440,7 +443,7 @@ def _set_aside(place: Path) -> Path:
 
 
 def _remove_aside(aside: Path, place: Path) -> None:
-    """Delete what was moved aside from `place`, unless others have added files to it."""
+    """Delete the old content that was moved from `place` to `aside`, unless it contains files of other programs."""
     if not aside.is_dir() or aside.is_symlink():
         aside.unlink()
         return

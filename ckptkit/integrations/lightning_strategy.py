@@ -1,6 +1,6 @@
 """Defines FSDP2Strategy, which runs Lightning's Trainer with FSDP2 and checkpoints with a CheckpointManager.
 
-It accepts the arguments of NeMo's FSDP2Strategy and of Lightning's FSDPStrategy.
+The strategy accepts the arguments of NeMo's FSDP2Strategy and of Lightning's FSDPStrategy.
 """
 
 from __future__ import annotations
@@ -70,22 +70,23 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
             data-parallel; with a `custom_tp_plan`, each node is one tensor-parallel group instead.
         sequence_parallel: Not supported; put the sequence-parallel styles into `custom_tp_plan`.
         offload_policy, cpu_offload: If set, parameters and gradients stay on the host.
-        data_sampler: Its `transform_dataloader` is applied to every dataloader.
-        checkpoint_io: Receives full tensors on rank 0. If None, every rank writes its own part.
-        mp_policy, mixed_precision: torch's precision policy, for FSDP2 or FSDP1; overrides the Trainer's `precision`.
-        parallelize_fn: Replaces our function. It is called once, with the LightningModule's `model` and those of the
-            arguments `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan`, `tp_shard_plan` that it accepts.
-        use_hf_tp_plan, custom_tp_plan: Use a transformers model's own tensor-parallel plan, or a custom one.
-        auto_wrap_policy, activation_checkpointing_policy: Select the modules: a set of classes, or FSDP1's callable.
+        data_sampler: An object whose `transform_dataloader` is applied to every dataloader.
+        checkpoint_io: A CheckpointIO that receives full tensors on rank 0. If None, every rank writes its own shards.
+        mp_policy, mixed_precision: torch's precision policy for FSDP2 or FSDP1. Overrides the Trainer's `precision`.
+        parallelize_fn: Function that shards the model instead of ckptkit. It is called once, with the LightningModule's
+            `model`. The arguments `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan` and `tp_shard_plan`
+            are passed if the function accepts them.
+        use_hf_tp_plan, custom_tp_plan: Use the tensor-parallel plan of a transformers model, or a custom plan.
+        auto_wrap_policy, activation_checkpointing_policy: Select modules, by a set of classes or by FSDP1's callable.
         activation_checkpointing: Lightning's old name for activation_checkpointing_policy.
         sharding_strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD, in any spelling.
         state_dict_type: "sharded", "full" or "local".
         device_mesh: The sizes (replicate, shard).
-        lightning_module_filter: Selects the FQNs to save, for example only an adapter's. The optimizer must contain no
-            other parameters.
+        lightning_module_filter: Selects the FQNs to save, for example only the FQNs of an adapter. The optimizer must
+            not contain parameters that are not saved.
         optimizer_restore: "deferred" restores optimizers before the first training step, after callbacks have added
             parameters. "immediate" restores them during the load.
-        process_group_backend, timeout: For the default process group.
+        process_group_backend, timeout: Backend and timeout of the default process group.
         storage_options: Passed to fsspec.
     """
 
@@ -94,7 +95,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     """Lightning passes the optimizer's state to `load_optimizer_state_dict`."""
 
     checkpoint_io: Any = None
-    """The CheckpointIO for full dictionaries; None if every rank writes its own part."""
+    """The CheckpointIO for full dictionaries; None if every rank writes its own shards."""
 
     model: Any
     _data_parallel_size: Any
@@ -172,9 +173,9 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     # --- setup
 
     def setup_environment(self) -> None:
-        """Join the ranks and create the device mesh.
+        """Initialize the process group and create the device mesh.
 
-        Its dimensions are data_parallel, context_parallel and tensor_parallel; the last is innermost.
+        The dimensions are data_parallel, context_parallel and tensor_parallel, from the outermost to the innermost.
         """
         Strategy.setup_environment(self)
         self._setup_distributed()
@@ -296,12 +297,12 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     # --- deferred until the first step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the LightningModule's step. Before the first one, restore the deferred optimizer state."""
+        """Run the LightningModule's step. Before the first step, restore the deferred optimizer state."""
         self.restore_pending()
         return super().training_step(*args, **kwargs)
 
     def restore_pending(self) -> None:
-        """Apply the optimizer state if it was deferred and not applied yet. All ranks must call this."""
+        """Apply the optimizer state if its load was deferred and is not done yet. All ranks must call this."""
         pending = self._pending
         if pending is None:
             return
@@ -330,9 +331,9 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         return taken
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state by FQN. Collective.
+        """Return an optimizer's state by FQN. All ranks must call this.
 
-        For "full", the state is complete on rank 0 and {} on other ranks.
+        With the state-dict type "full", returns the complete state on rank 0 and {} on other ranks.
         """
         self.restore_pending()
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -346,8 +347,8 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     def _show_live(self, trainer: Any) -> None:
         """Make `trainer` collect live tensors for a save, whatever the state-dict type is.
 
-        `save_checkpoint` then gathers them one by one. Gathering them into a dictionary would take memory for all of
-        them on rank 0.
+        `save_checkpoint` then gathers one tensor at a time. A dictionary of gathered tensors would need memory for all
+        tensors on rank 0.
         """
         connector = trainer._checkpoint_connector
         dump = type(connector).dump_checkpoint
@@ -364,8 +365,8 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the tensors that a CheckpointIO has read.
 
-        Without a CheckpointIO, `load_checkpoint` has already restored the model. Then this loads only tensors that an
-        `on_load_checkpoint` hook has replaced.
+        Without a CheckpointIO, `load_checkpoint` has already restored the model. In that case, only tensors that an
+        `on_load_checkpoint` hook has replaced are loaded.
         """
         given = checkpoint.get("state_dict", {})
         if self.checkpoint_io is not None:
@@ -378,7 +379,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
             self.lightning_module.load_state_dict(placed, strict=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep the optimizer's state until the first training step, or apply it now (see `optimizer_restore`)."""
+        """Apply the optimizer's state, either now or before the first training step (see `optimizer_restore`)."""
         states = checkpoint["optimizer_states"]
         self._pending = states if isinstance(states, DeferredOptimizer) else checkpoint
         if self._optimizer_restore == "immediate":
@@ -401,10 +402,10 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         retention: RetentionPolicy | None = None,
         owner: str | None = None,
     ) -> None:
-        """Save the state that Lightning collected, and return once it is durable. All ranks must call this.
+        """Save the state that Lightning collected, and return once the checkpoint is durable. All ranks must call this.
 
         Args:
-            storage_options: Only with a `checkpoint_io`; otherwise pass them to the strategy.
+            storage_options: Supported only with a `checkpoint_io`. Otherwise, pass the options to the strategy.
             retention: The policy for the checkpoints of this `owner`.
 
         Raises:
@@ -434,7 +435,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         state-dict type is. The optimizers are restored by `load_optimizer_state_dict`.
 
         Raises:
-            CheckpointMismatchError: The checkpoint does not match; nothing was changed.
+            CheckpointMismatchError: The checkpoint does not match the model. Nothing was changed.
         """
         path = self.broadcast(str(checkpoint_path))
         if self.checkpoint_io is not None:
@@ -511,7 +512,7 @@ def fill_meta(root: nn.Module, device: Any) -> None:
 
 
 def _taken(fn: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the offered arguments that the function accepts."""
+    """Return the offered arguments that `fn` accepts."""
     parameters = inspect.signature(fn).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(offered)
@@ -534,7 +535,10 @@ def _warn_of_garbage(root: nn.Module) -> None:
 
 
 def _refuse_early(optimizers: Iterable[Any], module: nn.Module) -> None:
-    """Raise if an optimizer has parameters that are no longer in the module, because it would not train the module."""
+    """Raise if an optimizer has parameters that are no longer in the module.
+
+    Such an optimizer would not train the module.
+    """
     live = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in live]

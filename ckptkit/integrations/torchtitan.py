@@ -1,6 +1,6 @@
 """Defines a checkpointer for torchtitan's trainer. It uses a CheckpointManager, and so supports object stores, too.
 
-torchtitan 0.3 and its main branch build it from the trainer's config:
+torchtitan 0.3 and its main branch build the checkpointer from the trainer's config:
 
     config.checkpoint = TorchtitanCheckpointer.Config(enable=True, url="s3://bucket/run")
 
@@ -111,15 +111,16 @@ _REFUSED = {
 class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchtitan's class, if there is one
     """Replaces torchtitan's CheckpointManager: `save`, `load`, `maybe_wait_for_staging`, `close`.
 
-    If torchtitan has a `BaseCheckpointManager` (0.3 and later), this is a subclass of it, with a nested `Config`.
+    If torchtitan has a `BaseCheckpointManager` (0.3 and later), this class derives from it and has a nested `Config`.
 
-    The constructor takes the same arguments as torchtitan's: since 0.3, `(config, *, dataloader, model_parts, ...)`;
-    before, `(dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, ...)`.
+    The constructor takes the same arguments as torchtitan's class: `(config, *, dataloader, model_parts, ...)` since
+    0.3, and `(dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, ...)` in
+    earlier versions.
 
     Args:
         given: dataloader, model_parts (several if this rank has several pipeline stages), optimizers, lr_schedulers,
             states, base_folder (the trainer's dump_folder) and the config, a `[checkpoint]` section. sd_adapter is
-            ignored; to export, use `ckptkit convert`.
+            ignored. To export, use `ckptkit convert`.
         url: The root of the run. Default: the config's `url`, or else base_folder/folder.
         options: Passed to `CheckpointManager`: `retention` (replaces `keep_latest_k`), `storage_options`, ...
 
@@ -197,9 +198,9 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
     # These methods are documented in torchtitan's base class, which calls them if `enable` is set.
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save if the interval or the last step requires it, in the background if `async_mode` is on. Collective.
+        """Save if the interval or the last step requires a checkpoint. All ranks must call this.
 
-        Returns whether this step was saved.
+        Saves in the background if `async_mode` is on, except in the last step. Returns whether this step was saved.
         """
         due = last_step or curr_step % self.interval == 0 or (self._first and curr_step == 1)
         if self._load_only or not due:
@@ -213,10 +214,11 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
         return True
 
     def _load(self, step: int = -1) -> bool:
-        """Restore a checkpoint. Return whether there was one. Collective.
+        """Restore a checkpoint. Return whether a checkpoint was found. All ranks must call this.
 
-        The checkpoint is that of `step`. If `step` is -1, it is that of `load_step`; if both are -1, it is the newest.
-        If the run has none, `initial_load_path` is loaded. From step 0 (a seed checkpoint), only the model is loaded.
+        Loads the checkpoint of `step`. If `step` is -1, loads the checkpoint of `load_step`. If both are -1, loads the
+        newest checkpoint. If the run has no checkpoint, loads `initial_load_path`. From step 0 (a seed checkpoint),
+        only the model is loaded.
 
         Raises:
             CheckpointNotFoundError: `step` or `load_step` does not exist.
@@ -258,7 +260,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
                 raise error from None
 
     def _wait_for_saving(self) -> None:
-        """Wait for the running save. Collective."""
+        """Wait for the running save. All ranks must call this."""
         self.manager.wait()
         self.save_future = None
 
@@ -266,7 +268,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
         """Return at once, because `save` returns only after everything has been copied."""
 
     def _close(self) -> None:
-        """Wait for the running save and release all resources. Collective."""
+        """Wait for the running save and release all resources. All ranks must call this."""
         self.manager.close()
 
     def _state(self, excluded: frozenset[str] = frozenset()) -> TrainState:
@@ -283,8 +285,9 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
 def _by_class(optimizers: list[Any], *, stages: int) -> Any:
     """Return the optimizers in a form that TrainState accepts.
 
-    If there are several stages, the optimizers of a class become one, because the number of stages per rank depends on
-    the mesh. A single stage has one optimizer of each class, in the same order.
+    With several pipeline stages, the optimizers of each class are joined into one optimizer, because the number of
+    stages per rank depends on the mesh. With a single stage, there already is one optimizer per class, in the same
+    order.
     """
     if stages > 1:
         classes: dict[str, list[Any]] = {}
@@ -295,14 +298,17 @@ def _by_class(optimizers: list[Any], *, stages: int) -> Any:
 
 
 def _joined(optimizers: list[Any]) -> Any:
-    """Return several optimizers as one. It has the class name of the first, because a checkpoint records it."""
+    """Return one optimizer that stands for several.
+
+    The result has the class name of the first optimizer, because a checkpoint records the class name.
+    """
     return type(class_name(optimizers[0]), (_OneOptimizer,), {})(optimizers)
 
 
 class _ByDataRank:
     """Wraps torchtitan's dataloader, whose state names the data-parallel rank that it belongs to.
 
-    The state loads on any mesh with as many data-parallel ranks, even if these have different global ranks.
+    The state can be loaded on any mesh with the same number of data-parallel ranks, even if the global ranks differ.
     """
 
     def __init__(self, loader: Any) -> None:

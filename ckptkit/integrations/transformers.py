@@ -39,17 +39,17 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     Saves when the Trainer would (`save_strategy`), and every `save_steps` steps. `save_total_limit` and
     `load_best_model_at_end` keep their meaning.
 
-    At the start of training, loads the newest committed checkpoint, on any number of ranks. If `url` has none, loads
-    the newest checkpoint that a Trainer saved there. The Trainer then skips the batches already seen, as usual.
-    `train(resume_from_checkpoint=...)` works too: True requires a checkpoint (ckptkit's or the Trainer's), False starts
-    a new run, and a path loads that Trainer checkpoint.
+    At the start of training, loads the newest committed checkpoint, on any number of ranks. If `url` has no committed
+    checkpoint, loads the newest checkpoint that a Trainer saved there. The Trainer then skips the batches already seen,
+    as usual. `train(resume_from_checkpoint=...)` works too: True requires a checkpoint (ckptkit's or the Trainer's),
+    False starts a new run, and a path loads that Trainer checkpoint.
 
     At the end of training, exports the model (or a PEFT model's adapter) for `from_pretrained`. All ranks need the
     callback. Plain, DDP and FSDP2 models are supported.
 
     Args:
         url: The root of the run's checkpoints.
-        save_steps: Save every this many steps. None saves only when the Trainer does.
+        save_steps: Number of steps between saves. None saves only when the Trainer does.
         resume: Whether to load the newest checkpoint at the start.
         export: A directory for the export at the end of training. None exports nothing.
         background: Save while training continues.
@@ -85,7 +85,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._limits: RetentionPolicy | None = None
 
     def attach(self, trainer: Any) -> CheckpointCallback:
-        """Add this callback to `trainer`, and make `trainer` save and resume through it instead of its own files.
+        """Add this callback to `trainer`, and make `trainer` save and resume through the callback.
 
         Raises:
             UsageError: The callback belongs to another Trainer, or `load_best_model_at_end` is set and `retention` does
@@ -123,7 +123,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return self
 
     def _retention(self, args: Any) -> RetentionPolicy | None:
-        """Return the caller's policy, or else one derived from the Trainer's arguments."""
+        """Return the caller's policy, or else a policy derived from the Trainer's arguments."""
         given: RetentionPolicy | None = self._options.get("retention")
         metric = str(args.metric_for_best_model or "loss")
         metric = metric if metric.startswith("eval_") else f"eval_{metric}"
@@ -214,7 +214,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return any(record.step == step for record in self._managed().list())
 
     def _instead(self, theirs: Any, ours: Any) -> Any:
-        """Return a function that calls `ours` for the path that we passed to `train`, and otherwise `theirs`."""
+        """Return a function that calls `ours` for the path that we passed to `train`, and `theirs` for other paths."""
 
         def either(path: Any = None, *arguments: Any, **named: Any) -> Any:
             mine = path is not None and path == self._ours
@@ -235,7 +235,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
 
 def _write_trainer_state(report: LoadReport, stack: contextlib.ExitStack) -> str:
-    """Write the file that the Trainer reads first. Return its directory, which `stack` removes."""
+    """Write the file that the Trainer reads first. Return the file's directory, which `stack` removes."""
     state = report.extra.get("trainer", report.extra.get("trainer_state"))  # from ckptkit's checkpoint or the Trainer's
     if state is None:
         raise UsageError(
