@@ -35,9 +35,9 @@ _MAX_OBJECT_BYTES = 64 << 20  # larger objects, such as a dataloader's state, ar
 
 
 def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (path, message) for each missing, empty or unreadable file that holds no tensors.
+    """Yield (path, message) for each missing, empty or unreadable file that contains no tensors.
 
-    ckptkit checkpoints do not need this, because their commit record lists all files.
+    ckptkit's own checkpoints do not need this check, because their commit record lists all files.
 
     Args:
         quick: Do not parse the files that contain schedulers, random states and the like.
@@ -79,7 +79,7 @@ def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterato
 
 
 def refuse_partial(store: Store, catalog: Catalog) -> None:
-    """Raise if a part of the training state was never written. Called when the complete state is needed.
+    """Raise if a part of the training state was never written. For commands that need the complete state.
 
     Raises:
         IncompleteCheckpointError: There are no tensors, or a rank's optimizer file is missing.
@@ -100,7 +100,7 @@ def refuse_partial(store: Store, catalog: Catalog) -> None:
 
 
 def _stated(catalog: Catalog) -> tuple[str, ...]:
-    """Return the problems for which the format's reader did not raise, but which it recorded."""
+    """Return the problems that the format's reader recorded instead of raising."""
     stated = catalog.info.extra.get("missing", ())
     return tuple(map(str, stated)) if isinstance(stated, (list, tuple)) else ()
 
@@ -112,7 +112,7 @@ def _files(store: Store, catalog: Catalog) -> dict[str, int]:
 
 
 def file_sizes(store: Store, folders: Iterable[str]) -> dict[str, int]:
-    """Return the sizes of all files in these directories. A link that the store follows has the size of its target."""
+    """Return the sizes of all files in these directories. A link that the store follows has its target's size."""
     found = {}
     for item in (item for folder in sorted(folders) for item in store.list(folder)):
         if item.kind == "file":

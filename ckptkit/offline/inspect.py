@@ -27,7 +27,7 @@ _Sized: TypeAlias = tuple[TensorEntry, int, int]  # tensor, elements, bytes
 
 @dataclass(frozen=True, slots=True)
 class RoleSummary:
-    """The tensors in one role: count, elements and bytes. Replicas count once."""
+    """The number of tensors in one role, and their elements and bytes. Replicas count once."""
 
     role: str
     tensors: int
@@ -39,7 +39,7 @@ class RoleSummary:
 
 @dataclass(frozen=True, slots=True)
 class SliceInfo:
-    """One slice: its offsets and sizes in the tensor, the rank that wrote it, and where its bytes are on disk."""
+    """One slice: its offsets and sizes in the tensor, the rank that wrote it, and its byte range in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -65,7 +65,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A module of the model. Its totals include all its submodules."""
+    """A module of the model. The totals include all submodules."""
 
     name: str
     tensors: int
@@ -108,10 +108,10 @@ def inspect(
     storage_options: Mapping[str, Any] | None = None,
     options: ReadOptions | None = None,
 ) -> InspectReport:
-    """Describe the checkpoint at `url`. Reads only metadata, no tensors.
+    """Describe the checkpoint at `url`. Reads only metadata.
 
     Args:
-        tensors: A glob. Tensors with a matching name or FQN are listed with their slices.
+        tensors: A glob. The tensors whose name or FQN matches are listed with their slices.
         depth: Number of module levels in the tree.
     """
     check_int("depth", depth, least=0)
@@ -175,7 +175,7 @@ def _sections(sized: Iterable[_Sized]) -> Iterable[RoleSummary]:
 
 
 def _cut(entry: TensorEntry) -> str:
-    """Describe how a tensor is sharded, judging by its slices, because few formats record placements."""
+    """Describe how a tensor is sharded. Uses the tensor's slices, because few formats record placements."""
     slices = entry.slices
     if len(slices) < 2 or not entry.numel:
         return "whole"
@@ -185,7 +185,10 @@ def _cut(entry: TensorEntry) -> str:
 
 
 def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
-    """Map each tied tensor to the tensor whose bytes it shares. Ties are recorded, or follow from equal slices."""
+    """Return a mapping from each tied tensor to the tensor with the same bytes.
+
+    Uses the recorded ties, and ties that follow from equal slices.
+    """
     found: dict[str, str] = {}
     for names in catalog.info.extra.get("aliases", {}).values():
         found.update(names)
@@ -215,7 +218,7 @@ def _tensor(entry: TensorEntry, *, slices: bool) -> TensorInfo:
 
 
 def _tree(name: str, entries: list[tuple[list[str], int, int]], depth: int, at: int = 0) -> TreeNode | None:
-    """Return the tree node for rows (name components, elements, bytes), whose names are equal up to component `at`."""
+    """Return the node for entries (name components, elements, bytes) with equal names before component `at`."""
     if not entries:
         return None
     groups: dict[str, list[tuple[list[str], int, int]]] = {}

@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 def key_in(index: int, key: str) -> str:
-    """Return the joined catalog's key for a tensor of source `index`. Messages show it."""
+    """Return the joined catalog's key for a tensor of source `index`. Messages show this key."""
     return f"source {index + 1}: {key}"
 
 
 def taken_from(tensor: OutputTensor, index: int) -> OutputTensor:
-    """Return a tensor of source `index` after replacing its keys by those of the joined catalog."""
+    """Return a tensor of source `index`, with the keys of the joined catalog."""
     if isinstance(tensor, Target):
         return replace(tensor, parts=tuple(replace(part, source=key_in(index, part.source)) for part in tensor.parts))
 
@@ -37,7 +37,7 @@ def taken_from(tensor: OutputTensor, index: int) -> OutputTensor:
 def join(sources: Sequence[Source], used: Sequence[Iterable[TensorEntry]]) -> Source:
     """Return one read-only source that contains the `used` tensors of each source, under the keys from `key_in`.
 
-    The catalog's info is that of the last source.
+    The joined catalog has the `info` of the last source.
     """
     store, prefixes = _place(sources)
     tensors: dict[str, TensorEntry] = {}

@@ -31,13 +31,13 @@ class Listed:
 
     Attributes:
         state: "committed", "in progress", "abandoned" or "skipped".
-        keep: Whether rotation keeps the checkpoint; None if rotation does not apply.
-        why: The reasons for `keep`; for entries that are not committed, a description.
+        keep: Whether rotation keeps the checkpoint. None if rotation does not apply.
+        why: The reasons for `keep`. For an entry that is not committed, a description of the entry.
         kept_files: Files that would remain after rotation deletes this checkpoint, because its record does not name
             them.
-        age_s: Seconds since the save, by the clocks of both machines; None if unknown.
-        absent_before: Number of checkpoints that were saved between the previous entry and this one but no longer
-            exist, for example because rotation deleted them.
+        age_s: Seconds since the save, computed from the clocks of both machines. None if unknown.
+        absent_before: Number of checkpoints that were saved between the previous entry and this entry but no longer
+            exist, for example because of rotation.
         damaged: Whether a skipped entry is probably a saved checkpoint. Its commit record is unreadable, or belongs to
             a different checkpoint.
     """
@@ -60,7 +60,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The entries of a run: committed checkpoints, oldest first, then the others.
+    """The entries of a run: first the committed checkpoints, oldest first, then all other entries.
 
     Attributes:
         total_bytes: Total size of all committed checkpoints.
@@ -96,7 +96,7 @@ def list_run(
         recorded: Also apply the recorded exemptions (`keep_...`) that `policy` does not set.
 
     Raises:
-        UsageError: `policy` keeps the best by a metric that no checkpoint has.
+        UsageError: `policy` keeps the best checkpoints by a metric that no checkpoint has.
         CheckpointNotFoundError: The directory does not exist, or does not contain a ckptkit run.
     """
     url = location("url", url)
@@ -129,11 +129,11 @@ def list_run(
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The result of a rotation if it ran now, as `ls` and `prune --dry-run` show it.
+    """The result of a rotation that would run now, for `ls` and `prune --dry-run`.
 
     Attributes:
-        policy: The applied policy. None if none was given or recorded; all checkpoints are then kept.
-        decisions: One for each committed checkpoint, in the run's order.
+        policy: The applied policy. None if no policy was given or recorded, so that all checkpoints are kept.
+        decisions: One decision per committed checkpoint, in the run's order.
         kept_files: For each checkpoint to delete, the files in its directory that its record does not name.
     """
 
@@ -154,8 +154,8 @@ def look_ahead(
         view: The snapshot of `root` from which the inventory was made.
 
     Raises:
-        UsageError: The given policy keeps the best by a metric that no checkpoint has, or the recorded one has a rule
-            that this version does not know.
+        UsageError: The given policy keeps the best checkpoints by a metric that no checkpoint has, or the recorded
+            policy has a rule that this version does not know.
     """
     policy = given
     if given is not None and given.keep_best is not None:  # a misspelt metric must not delete the best checkpoint
@@ -203,7 +203,7 @@ def _attempt(item: Attempt, state: str) -> Listed:
 def nothing_of_ours(
     url: str, inventory: Inventory, root: Store, *, storage_options: Mapping[str, Any] | None = None
 ) -> str:
-    """Return a message that says what is at `url` instead of a run, and which command to use.
+    """Return a message that says what `url` contains instead of a run, and which command to use.
 
     Raises:
         CheckpointNotFoundError: `url` is a name such as RUN/latest or RUN/1200, but the run has no such checkpoint.

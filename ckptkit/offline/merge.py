@@ -1,4 +1,4 @@
-"""Averages the model weights of several checkpoints. Writes the result as `convert` does."""
+"""Averages the model weights of several checkpoints, and writes the result as `convert` does."""
 
 from __future__ import annotations
 
@@ -88,22 +88,23 @@ def merge(  # noqa: PLR0913 - one argument an option
     """Write the weighted sum of several checkpoints' model weights to `dst`, published atomically.
 
     Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + .... Every operation is rounded to `sum_dtype` (for fp64
-    tensors, to fp64), and the result is cast once. It is bit-identical for any number of workers and any memory limit.
-    Other tensors (integers, booleans) are copied from the last source. Quantized weights (FP8, MXFP4,
-    compressed-tensors) are first dequantized to fp32; their sum is written in bf16, or in `dtype`. The sources may have
-    different formats, layouts and world sizes. They must agree in names, shapes, and the dtypes of unquantized tensors.
-    Optimizer states are not merged. Config and tokenizer come from the last source.
+    tensors, to fp64), and the result is cast once. The result is bit-identical for any number of workers and any memory
+    limit. Other tensors (integers, booleans) are copied from the last source. Quantized weights (FP8, MXFP4,
+    compressed-tensors) are first dequantized to fp32, and the sum is written in bf16, or in `dtype`. The sources may
+    have different formats, layouts and world sizes, but must have the same names, shapes, and dtypes of unquantized
+    tensors. Optimizer states are not merged. Config and tokenizer come from the last source.
 
     Args:
-        sources: Checkpoints in order, oldest first; or one run, with `last` or `steps`.
-        weights: The weights of the sources. "uniform": all equal. "minus-sqrt": equivalent to a 1 - sqrt learning rate
-            decay over the sources, as in Megatron-LM. "ema:DECAY": the exponential moving average that starts at the
-            first source. Or numbers that add up to 1, as a sequence or "0.2,0.3,0.5".
+        sources: The checkpoints, oldest first, or a single run if `last` or `steps` is set.
+        weights: The weights of the sources. "uniform": equal weights. "minus-sqrt": equivalent to a 1 - sqrt learning
+            rate decay over the sources, as in Megatron-LM. "ema:DECAY": the exponential moving average that starts at
+            the first source. Otherwise, numbers that add up to 1, as a sequence or as text: "0.2,0.3,0.5".
         last: Merge the last N committed checkpoints of the run.
         steps: Merge the run's committed checkpoints from step FIRST to step LAST, inclusive: "FIRST:LAST".
         sum_dtype: "fp32" or "fp64".
-        take: The "model" weights or the fp32 "master" copies, like `weights` in `convert`.
-        to, dtype, base, key_map, ...: As for `convert`.
+        take: "model" for the model's weights, or "master" for the fp32 copies, as in the argument `weights` of
+            `convert`.
+        to, dtype, base, key_map, ...: The same as in `convert`.
 
     Raises:
         UsageError: Options conflict, or weights do not add up to 1.
@@ -187,11 +188,11 @@ def _is_quantized(part: HFExport) -> bool:
 def weights_of(weights: str | Sequence[float], count: int) -> tuple[float, ...]:
     """Return the weight of each of the `count` checkpoints, oldest first.
 
-    "minus-sqrt" imitates a learning rate that decays as d(x) = 1 - sqrt(x), with source i at x = i / count. A source's
-    weight is the decay from there to the next source (Megatron-LM, `tools/checkpoint/weighted_merge.py`).
+    "minus-sqrt" imitates a learning rate that decays as d(x) = 1 - sqrt(x), with source i at x = i / count. The weight
+    of a source is the decrease of d from this source to the next (Megatron-LM, `tools/checkpoint/weighted_merge.py`).
 
     Raises:
-        UsageError: The weights are malformed, too few or too many, or do not add up to 1.
+        UsageError: The weights are malformed or do not add up to 1, or their number is not `count`.
     """
     if isinstance(weights, str):
         if weights == "uniform":
@@ -290,7 +291,7 @@ def _combined(
     sum_dtype: Sums,
     said: str,
 ) -> HFExport:
-    """Return the export that contains the summed tensors. Everything else in it comes from the last source."""
+    """Return the export with the summed tensors. All other contents come from the last source."""
     _check_names(opened, named)
     result: list[OutputTensor] = []
     copied: list[str] = []
@@ -354,7 +355,7 @@ def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTe
 
 
 def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[str, OutputTensor]:
-    """Return the tensors of one source to sum, by name.
+    """Return the tensors of one source that are to be summed, by name.
 
     Quantized weights come from `wide`. All other tensors come from `part`, in their own dtype."""
     found: dict[str, OutputTensor] = {}
@@ -374,7 +375,7 @@ def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[s
 
 
 def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, sum_dtype: str) -> ComputedTensor:
-    """Return the weighted sum of tensors of the same shape. It can be computed by rows if all terms can."""
+    """Return the weighted sum of tensors of the same shape, which can be computed by rows if all terms can."""
     first = terms[0]
     computed = [term for term in terms if isinstance(term, ComputedTensor)]
     # Show all digits of the factors: an interrupted merge resumes only if its plan has the same labels.

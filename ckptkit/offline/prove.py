@@ -1,8 +1,8 @@
 """Reads a result back and verifies that each tensor equals its source.
 
-Source slices that are contiguous in the result are compared by their recorded digests, so that only the result is read.
-If there are no digests, the bytes of both are compared. Tensors that were cast, split or rearranged are compared by
-additive fingerprints.
+If a source slice is contiguous in the result, its recorded digest is compared, so that only the result is read. If
+there is no digest, the bytes of source and result are compared. Tensors that were cast, split or rearranged are
+compared by additive fingerprints.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int) -> Fingerprint:
-    """Return what a box contributes to the fingerprint of a tensor of this shape.
+    """Return the contribution of a box to the fingerprint of a tensor of this shape.
 
     Args:
         data: The box's bytes, row-major.
@@ -68,13 +68,13 @@ _TILE = 4 << 20
 def prove_equal(
     plan: Plan, source: Store, result: Store, *, max_memory: int, workers: int = 0, progress: Progress | None = None
 ) -> int:
-    """Compare `result` with the source. Return the number of tensors, all of which are equal.
+    """Check that all tensors in `result` equal the source. Return the number of tensors.
 
-    Tensors that cannot be compared by slices are fingerprinted: the source slice by slice, the result box by box. This
-    detects misplaced boxes as well as wrong bytes.
+    Tensors that cannot be compared by slices are compared by fingerprints, which are computed slice by slice for the
+    source and box by box for the result. Fingerprints detect misplaced boxes as well as wrong bytes.
 
     Args:
-        progress: Called with (bytes of the result read, total bytes, "verify: FILE"), by one worker at a time.
+        progress: A callback for (bytes read from the result, total bytes, "verify: FILE"). Never called concurrently.
 
     Raises:
         IntegrityError: Some tensors differ. The message names them.
@@ -157,7 +157,7 @@ class _Prover:
         return True
 
     def _blocks(self, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> Iterator[tuple[int, Bytes]]:
-        """Yield the parts of a slice in order, as read from the result: (offset in the slice, bytes)."""
+        """Yield (offset in the slice, bytes) for the parts of a slice, read from the result in order."""
         for row in range(*rows):
             inner, file, start = int(runs.inner[row]), int(runs.files[row]), int(runs.starts[row])
             nbytes = int(runs.nbytes[row])
@@ -223,13 +223,13 @@ class _Prover:
 
 
 def _copied(tensor: OutputTensor) -> str | None:
-    """Return the key of the source entry that the tensor copies, with or without a cast; None if it is not a copy."""
+    """Return the key of the source entry that a tensor copies or casts. Returns None for any other tensor."""
     part = tensor.only_part if isinstance(tensor, Target) else None
     return part.source if part is not None and part.source_box.sizes == tensor.shape else None
 
 
-# Locate each source slice in the result. This uses only the boxes, not the steps of the copy, and so verifies these
-# steps too.
+# Locate each source slice in the result. This uses only the plan's boxes, not the steps of the copy, and so verifies
+# the steps, too.
 
 
 _MAX_PAIRS = 1 << 22  # maximum for the number of slices times the number of boxes
@@ -237,10 +237,10 @@ _MAX_PAIRS = 1 << 22  # maximum for the number of slices times the number of box
 
 @dataclass(frozen=True, slots=True)
 class SliceRuns:
-    """Runs of bytes, one row per run, sorted by slice and offset. A slice's runs cover it completely.
+    """Runs of bytes, one row per run, sorted by slice and offset. The runs of a slice cover the whole slice.
 
     Attributes:
-        slices: [n] the slice's index in its entry.
+        slices: [n] the index of the run's slice in the tensor's entry.
         inner: [n] the run's offset in the slice.
         files, starts: [n] the run's file and offset in the result.
         nbytes: [n] the run's size in bytes.
@@ -253,16 +253,16 @@ class SliceRuns:
     nbytes: Int64
 
     def bounds(self) -> list[tuple[int, int]]:
-        """Return, for each slice, the range [a, b) of its runs in these arrays."""
+        """Return the rows [a, b) of the runs of each slice."""
         first = np.flatnonzero(np.concatenate([[True], self.slices[1:] != self.slices[:-1]]))
         return list(zip(first.tolist(), [*first[1:].tolist(), len(self.slices)], strict=True))
 
 
 def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
-    """Return where an unchanged tensor's slices are in the result.
+    """Return the positions of an unchanged tensor's slices in the result.
 
-    None if a slice, or its part in a box, is not contiguous (column shards, strides). Also None if boxes repeat
-    (replicas), and if there are no slices or too many.
+    Returns None if a slice, or its intersection with a box, is not contiguous (column shards, strides). Also returns
+    None if boxes repeat (replicas), if there are no slices, or if there are too many slices.
     """
     slices, itemsize = entry.slices, dtype_of(entry.dtype).itemsize
     rows = distinct_boxes(slices.offsets, slices.sizes)
@@ -304,10 +304,10 @@ def _is_whole(runs: SliceRuns, entry: TensorEntry, placement: Placement) -> bool
 
 
 def prove_masters(source: Source, used: Collection[str] | None = None) -> int:
-    """Check the names given to unnamed masters. Each master, once cast, must equal its weight bit for bit.
+    """Check the names that unnamed masters were given. Each master, once cast, must equal its weight bit for bit.
 
     Args:
-        used: The tensors that are needed; None means all. If no master is among them, nothing is read.
+        used: The needed tensors. None means all tensors. If no master is needed, nothing is read.
 
     Returns:
         The number of masters checked.

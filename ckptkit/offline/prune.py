@@ -1,4 +1,4 @@
-"""Rotates manually: deletes the checkpoints that a policy does not keep, and the leftovers of killed saves."""
+"""Rotates on command: deletes the checkpoints that a policy does not keep, and the leftovers of killed saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEMA = "ckptkit.prune/1"
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """The kept and the deleted checkpoints; for a dry run, those that would be kept or deleted."""
+    """The kept and the deleted checkpoints. For a dry run, the checkpoints that would be kept or deleted."""
 
     url: str
     dry_run: bool
@@ -36,7 +36,7 @@ class PruneReport:
 
     @property
     def freed_bytes(self) -> int:
-        """The number of deleted bytes; for a dry run, the number that would be deleted."""
+        """The number of deleted bytes. For a dry run, the number of bytes that would be deleted."""
         gone = {d.name for d in self.decisions if not d.keep} if self.dry_run else set(self.deleted)
         return sum(d.nbytes for d in self.decisions if d.name in gone)
 
@@ -61,16 +61,16 @@ def prune(
 ) -> PruneReport:
     """Delete the checkpoints under `url` that `policy` does not keep, and the leftovers of killed saves.
 
-    The commit record of each checkpoint is deleted first. Never deletes the newest checkpoint, the best, or a pinned
-    one, nor files that ckptkit did not write.
+    The commit record of each checkpoint is deleted first. Never deletes the newest checkpoint, the best checkpoint,
+    pinned checkpoints, or files that ckptkit did not write.
 
     Args:
         policy: None uses the policy that the newest checkpoint recorded.
         recorded: Also apply the recorded exemptions (`keep_...`) that `policy` does not set.
 
     Raises:
-        UsageError: There are no leftovers and no policy, given or recorded; or the policy keeps the best by a metric
-            that no checkpoint has.
+        UsageError: There are no leftovers, and no policy was given or recorded. Also raised if the policy keeps the
+            best checkpoints by a metric that no checkpoint has.
         CheckpointNotFoundError: There is no ckptkit checkpoint under `url`.
     """
     root = open_store(url, storage_options=storage_options)

@@ -34,13 +34,13 @@ Options: TypeAlias = Mapping[str, Any]
 
 
 class Session:
-    """One process's part in writing a result.
+    """The files that one process writes for a result, and the functions that coordinate all processes.
 
     Attributes:
-        store: Where this process writes.
+        store: The store to which this process writes.
         files: Indices of the plan's files that this process writes.
-        journal: Records finished steps, so that the next command can resume; None if that is impossible.
-        ledger: Records finished objects on an object store, for the same purpose; None otherwise.
+        journal: Records finished steps, so that the next command can resume. None if resuming is impossible.
+        ledger: Records finished objects on an object store, so that the next command can resume. Otherwise None.
     """
 
     def __init__(self, store: Store, plan: Plan, coordinator: Coordinator, ledger: Ledger | None) -> None:
@@ -55,9 +55,9 @@ class Session:
             self.journal = Journal(store.url, world_size=world_size, rank=rank)
 
     def everyone(self, fn: Callable[[], T]) -> list[T]:
-        """Run `fn` on every rank. If it fails on any rank, all ranks raise.
+        """Run `fn` on every rank. If `fn` fails on any rank, all ranks raise.
 
-        On rank 0, returns the results of all ranks; on other ranks, only their own result.
+        Rank 0 returns the results of all ranks. Every other rank returns only its own result.
         """
         if self._coordinator.world_size == 1:
             return [fn()]
@@ -94,8 +94,8 @@ class OutputPlace:
     """The destination of a result.
 
     Attributes:
-        url: A directory; for a single file, the directory that contains it.
-        file_name: Name of the single file; "" for a directory.
+        url: The result's directory. For a single file, the directory that contains the file.
+        file_name: Name of the single file. "" for a directory.
     """
 
     url: str
@@ -108,8 +108,8 @@ class OutputPlace:
     def stage(self, plan: Plan) -> Iterator[Session]:
         """Yield a session that writes the plan, and publish the result if the block succeeds.
 
-        If the block fails, nothing is left behind, or only a staging directory from which the next command resumes. If
-        there are several ranks, all must enter and leave together. If there is no process group, a gloo group is
+        If the block fails, at most a staging directory is left, from which the next command resumes. If there are
+        several ranks, all must enter and leave the block together. If there is no process group, a gloo group is
         created from torchrun's environment.
 
         Raises:
@@ -146,7 +146,7 @@ class OutputPlace:
                     session.journal.close()
 
     def local_name(self) -> tuple[str, str]:
-        """Return the local directory in which the result is staged, and the result's name; ("", "") if it is remote."""
+        """Return the local directory in which the result is staged, and the result's name. ("", "") if it is remote."""
         protocol, rest = split_url(self.url)
         if protocol not in ("file", "local"):
             return "", ""
@@ -154,12 +154,12 @@ class OutputPlace:
         return (whole, self.file_name) if self.is_file else os.path.split(whole)
 
     def open(self, plan: Plan, *, dead: Collection[str] = ()) -> contextlib.AbstractContextManager[Store]:
-        """Return a context manager that yields the staging store and publishes it on exit. For one process.
+        """Return a context manager that yields the staging store, and publishes its files on exit. For one process.
 
         The staging store may contain files that an interrupted process left.
 
         Args:
-            dead: Owner files of earlier writers on other machines that are known to be dead.
+            dead: Owner files of earlier writers on other machines. These writers are known to be dead.
         """
         # Don't publish shards last, because stores keep the files to publish last in memory.
         small = [name for name in plan.last if not name.endswith(".safetensors")]
@@ -203,10 +203,10 @@ class OutputPlace:
 
 
 def is_one_of_many() -> bool:
-    """Return whether this process is one of several ranks, which torchrun started or which share a process group.
+    """Return whether this process is one of several ranks, started by torchrun or in a process group.
 
-    RANK and WORLD_SIZE do not prove this. A batch job may set them for a shell that runs the command only once; the
-    command would then wait for the other ranks forever.
+    The variables RANK and WORLD_SIZE do not prove this. A batch job may set them for a shell that runs the command only
+    once, and the command would then wait for the other ranks forever.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -223,7 +223,7 @@ def _identity(url: str) -> str:
 
 
 def options_of_both(both: Options | None, src: Options | None, dst: Options | None) -> list[Options | None]:
-    """Return [the source's options, the destination's options]: `both`, overridden by `src` and `dst` respectively."""
+    """Return the options of the source and of the destination: `both`, overridden by `src` or by `dst`."""
     return [{**(both or {}), **own} if own else both for own in (src, dst)]
 
 
@@ -252,7 +252,7 @@ _MEET_S = 120  # enough, because torchrun starts its ranks within seconds
 
 
 def _join(store: Store, coordinator: Coordinator) -> None:
-    """Check that this rank sees the staging directory, and write this rank's owner file next to it."""
+    """Check that this rank sees the staging directory, and write this rank's owner file next to that directory."""
     if coordinator.is_main or not is_directory(store):
         return
     head, name = os.path.split(store.url)
@@ -267,7 +267,7 @@ def _join(store: Store, coordinator: Coordinator) -> None:
 
 
 def _known_dead(place: OutputPlace, coordinator: Coordinator) -> list[str]:
-    """Return, on rank 0, the owner files of earlier writers that are dead. Each rank looks on its own machine."""
+    """Return, on rank 0, the owner files of earlier writers that are dead. Each rank checks its own machine."""
 
     def look() -> list[str]:
         folder, name = place.local_name()  # in here, because a rank that raises alone would leave the others waiting
@@ -285,7 +285,7 @@ def _known_dead(place: OutputPlace, coordinator: Coordinator) -> list[str]:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """Provide a process group inside the block: the existing one, or a new one for the ranks that torchrun started.
+    """Provide a process group inside the block: the existing group, or a new group of the ranks that torchrun started.
 
     Raises:
         RankFailedError: The ranks did not connect in time.

@@ -41,7 +41,7 @@ def look_at(source: Source) -> Seen:
 
 
 def _differs(now: Seen, seen: Seen, path: str, *, tags: bool = True) -> bool:
-    """Return whether a file was replaced; False if that cannot be determined."""
+    """Return whether a file was replaced. Returns False if that cannot be determined."""
     one, other = now.get(path), seen[path]
     if one is None or other is None:
         return False
@@ -76,10 +76,10 @@ _current: ContextVar[_Reading] = ContextVar("ckptkit-reading")
 
 
 def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
-    """Wrap `command` so that its sources, opened with `open_pinned`, stay pinned until it ends.
+    """Wrap `command` so that the sources that it opens with `open_pinned` stay pinned until it ends.
 
-    A source in a read-only run cannot be pinned, so it may be deleted. If the command asked for the run's newest
-    checkpoint, it then starts over once, with the checkpoint that is now the newest.
+    A source in a read-only run cannot be pinned, and so may be deleted during the command. If that happens to a source
+    that was requested as the run's newest checkpoint, the command starts over once, with the new newest checkpoint.
     """
 
     @functools.wraps(command)
@@ -99,7 +99,7 @@ def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
 
 
 class _GoneError(Exception):
-    """A source was deleted while it was read. `replaced`: the newest was requested, so a newer may exist."""
+    """A source was deleted while it was read. `replaced` is set if the newest checkpoint was requested."""
 
     def __init__(self, told: CheckpointNotFoundError, replaced: bool) -> None:
         super().__init__(told)
@@ -127,7 +127,7 @@ def _run(command: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
-    """Return the error with a message that also names the damaged checkpoint and the command that lists all damage."""
+    """Return the error, with the damaged checkpoint and the command that lists all damage added to its message."""
     words = f"{getattr(error, 'filename', None) or ''}: {error}"
     where = [source for source in sources if f"{source.store.url}/" in words]
     if isinstance(error, CorruptCheckpointError):
@@ -162,13 +162,13 @@ def open_pinned(
     If the checkpoint is deleted before it is pinned, the URL is resolved again.
 
     Args:
-        together: Several ranks write one result, and all must call this. They all read the checkpoint that rank 0
-            chose, because "latest" may change in between.
-        inner: The tensor subclasses stored by torch's `dcp.save` to replace with their inner tensors.
+        together: Whether several ranks write one result. If so, all ranks must call this, and read the checkpoint that
+            rank 0 chose, because "latest" may change between the calls.
+        inner: Subclasses whose tensors, if stored by torch's `dcp.save`, are replaced with their inner tensors.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        CkptkitError: The format's reader raised it.
+        CkptkitError: The format's reader raised an error.
     """
     reading = _current.get()
     if together and is_one_of_many():
@@ -262,7 +262,8 @@ def check_still_there(source: Source) -> None:
 def check_read_as_seen(source: Source) -> None:
     """Raise CorruptCheckpointError if any file of a source in another format was replaced since `open_pinned`.
 
-    The result might then mix two checkpoints. ckptkit's own files have unique names and digests, so they need no check.
+    After a replacement, the result might mix two checkpoints. ckptkit's own files need no check, because they have
+    unique names and digests.
     """
     for seen in [seen for item, seen in _current.get().seen if item is source]:
         now = look_at(source)
@@ -296,7 +297,7 @@ def _is_of(source: Source, record: CommitRecord) -> bool:
 
 
 def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
-    """Return (path, start, nbytes) for each stored record of a tensor that cannot be read without its class."""
+    """Return (path, start, nbytes) of the stored records of a tensor that cannot be read without its class."""
     if name in catalog.tensors:
         return catalog.tensors[name].slices.records()
     item = catalog.objects[name]
@@ -309,7 +310,7 @@ def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
 
 
 def earlier_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the URL of the committed checkpoint before the one at `url` in its run; "" if there is none."""
+    """Return the URL of the last committed checkpoint of the run before the one at `url`, or ""."""
     from ckptkit.checkpoint.run.inventory import list_checkpoints
 
     try:

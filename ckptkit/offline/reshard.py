@@ -57,16 +57,16 @@ def reshard(  # noqa: PLR0913 - one argument per option
     dst_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Write the checkpoint at `src`, sharded for `world_size` ranks, to `dst` as a committed ckptkit checkpoint.
+    """Reshard the checkpoint at `src` for `world_size` ranks, and write a committed ckptkit checkpoint to `dst`.
 
     File r of the result contains the slices that rank r will read. Replicated tensors stay replicated. The result has
     the source's step and its training state:
 
-    - from a ckptkit checkpoint: everything. Per-rank state (RNG, dataloader) keeps the old ranks' keys; if the number
-      of ranks changes, `rng_on_resize` and `per_rank_on_resize` apply when the result is loaded.
+    - from a ckptkit checkpoint: the whole state. Per-rank state (RNG, dataloader) keeps the keys of the old ranks. If
+      the number of ranks changes, `rng_on_resize` and `per_rank_on_resize` apply when the result is loaded.
     - from a DCP checkpoint of another program, if `type` is "sharded": all keys and values, unchanged.
     - from other systems: weights, masters, moments, parameter-group settings, torch schedulers, and plain user values
-      as `LoadReport.extra`; no RNG states.
+      (returned as `LoadReport.extra`), but no RNG states.
 
     The report lists what was skipped. Under `torchrun`, every rank must call this; the ranks share the work and publish
     once.
@@ -74,24 +74,24 @@ def reshard(  # noqa: PLR0913 - one argument per option
     Args:
         dst: The directory of the new checkpoint. A CheckpointManager of the parent directory finds it.
         mesh: "replicate=2,shard=4,tp=2", or a mapping of such names to sizes. None shards over all ranks.
-        type: "sharded" (any job can load it) or "local" (one file per rank, only for jobs with this world size and
-            mesh).
-        tp_plan: Maps globs of parameter names to the dimension to split, or names a JSON file that does. Use it for
-            sources without tensor parallelism. None derives the plan from the source's config.json, if the model is
-            llama-like.
+        type: "sharded" (for any job) or "local" (one file per rank, only for jobs with this world size and mesh).
+        tp_plan: A mapping from globs of parameter names to the dimension to split, or a JSON file with such a mapping.
+            Needed for sources without tensor parallelism, unless the source's config.json is that of a llama-like
+            model, from which the plan is derived.
         layout: URL of a file that describes the layout of flat parameters, for formats that need one (FSDP1 LOCAL).
-        vocab_size: Trim or pad the embedding and the output head to this many rows, including masters and optimizer
-            states. config.json is changed to match.
+        vocab_size: The number of rows to which the embedding and the output head are trimmed or padded, including
+            masters and optimizer states. config.json is changed to match.
         new_rows: How to fill the added rows of weights and masters: with the "mean" of the old rows (the default) or
             with "zeros"; see `convert`. In optimizer states, added rows are zeros.
-        allow_pickle: Read torch.save files that name unknown classes. Omits these classes' objects; runs no code.
+        allow_pickle: Read torch.save files that name unknown classes. Objects of these classes are omitted, and no code
+            runs.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
     Raises:
         UsageError: The mesh does not match the world size, `dst` is named after a different step, or a tp plan is
             missing.
         IncompleteCheckpointError: A rank's file is missing. The message names the rank.
-        CorruptCheckpointError: The source is damaged; nothing was published.
+        CorruptCheckpointError: The source is damaged. Nothing was published.
     """
     started = time.perf_counter()
     src, dst = location("src", src), location("dst", dst)
@@ -163,7 +163,7 @@ _STEPS = ("step", "global_step", "train_state.step", "train_state.global_step", 
 
 
 def step_of(source: Source) -> int | None:
-    """Return the step that the checkpoint, its directory's name, or one of its values records; None if unknown."""
+    """Return the step that the checkpoint, the directory's name, or a stored value records. None if unknown."""
     if source.catalog.info.step is not None:
         return source.catalog.info.step
     values = Checkpoint(source.url, source.store, source.catalog)
@@ -182,9 +182,9 @@ def step_of(source: Source) -> int | None:
 def _sequence(
     parent: str, name: str, step: int, origin: CommitRecord | None, storage_options: Mapping[str, Any] | None
 ) -> int:
-    """Return the result's position in the run at `parent`: the source's if the source is in it, otherwise by step.
+    """Return the result's position in the run at `parent`.
 
-    Checkpoints in the same position are ordered by step, then by date.
+    This is the source's position if the source is in the same run. Otherwise, the step determines the position. Checkpoints in the same position are ordered by step, then by date.
     """
     from ckptkit.checkpoint.run.inventory import list_checkpoints
     from ckptkit.storage.open import open_store

@@ -35,7 +35,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem in a file, and the tensor that it affects. The tensor is "" if the problem affects the whole file."""
+    """A problem in a file, and the affected tensor. The tensor is "" if the problem affects the whole file."""
 
     path: str
     tensor: str
@@ -43,7 +43,7 @@ class Problem:
 
 
 class UnreadableFile(Problem):
-    """A file that could not be read because of permissions or a storage error. It may be undamaged."""
+    """A file that could not be read because of permissions or a storage error. The file may be undamaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,11 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A digest to compare. It covers a byte range of a file or, if there is a codec, of a decoded record.
+    """A digest to compare. The digest covers a byte range of a file or, if there is a codec, of a decoded record.
 
     Attributes:
-        parts: Set only for the digest of a file's outline: the ranges that the outline replaces with their digests.
-            Other checks cover these ranges.
+        parts: For the digest of a file's outline, the ranges that the outline replaces with their digests. Other checks
+            cover these ranges.
     """
 
     path: str
@@ -142,10 +142,10 @@ def verify(
     options: ReadOptions | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Check the checkpoint at `url` and return a report. Reads it once and never changes it.
+    """Check the checkpoint at `url` and return a report. Reads the data once, and changes nothing.
 
     A checkpoint is complete if every file exists with its full size, and every tensor element is in exactly one slice
-    (or in complete replicas of that slice). It is undamaged if its bytes match every recorded digest. ckptkit
+    (or in complete replicas of that slice). The checkpoint is undamaged if all recorded digests match. ckptkit
     checkpoints record one digest per slice and per file. Other checkpoints record the CRC-32 of each zip record.
 
     Args:
@@ -212,13 +212,13 @@ def verify(
 
 
 def check_committed(source: Source) -> None:
-    """Check that every committed file exists with its size, and check the digests of files that contain no tensors.
+    """Check that each committed file exists with its size, and check the digests of files without tensors.
 
     Tensor bytes are checked when they are read.
 
     Raises:
         IncompleteCheckpointError: A file is missing or does not have its recorded size.
-        IntegrityError: A file is not the committed one.
+        IntegrityError: A file differs from the committed file.
     """
     store, catalog = source.store, source.catalog
     if "digests" not in catalog.info.extra:
@@ -268,7 +268,7 @@ def file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
 
 
 def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
-    """Return a phrase that names the tensors with bytes beyond `size` in the file."""
+    """Return a phrase that names the tensors whose bytes lie beyond the first `size` bytes of the file."""
     names = []
     for entry in catalog.tensors.values():
         slices = entry.slices
@@ -284,7 +284,7 @@ def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
 
 
 def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Problem]]:
-    """Return the file digests in SHA256SUMS, and the problems found in it. Skips ckptkit checkpoints."""
+    """Return the file digests in SHA256SUMS, and the problems found there. Skips ckptkit checkpoints."""
     if "digests" in catalog.info.extra:
         return {}, []
     try:
@@ -325,7 +325,7 @@ def recorded(store: Store, catalog: Catalog, uninterpreted: Iterable[str]) -> Re
     """Return a checkpoint's recorded digests. Reads no tensor bytes.
 
     Args:
-        uninterpreted: Tensors of unknown classes (`Catalog.opaque`). For these, only the CRC-32 of each record is
+        uninterpreted: Tensors of unknown classes (`Catalog.opaque`). Only the CRC-32 of each record of such a tensor is
             checked.
     """
     sums, problems = _sums(store, catalog)
@@ -342,7 +342,7 @@ def recorded(store: Store, catalog: Catalog, uninterpreted: Iterable[str]) -> Re
 
 
 def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], dict[str, int]]:
-    """Return the digests to compare, in disk order and without duplicates, and the bytes without a digest by file."""
+    """Return the digests to compare, in disk order and without duplicates, and each file's bytes without a digest."""
     found: dict[tuple[str, int, int, int, int], list[str]] = {}
     codecs: dict[tuple[str, int, int, int, int], tuple[Digest, Codec | None]] = {}
     unproved: dict[str, int] = {}
@@ -379,7 +379,7 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], di
 def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
     """Return the recorded digests that each file's outline contains, by file.
 
-    Separate checks compare the bytes under these digests, so every byte is read only once.
+    Separate checks cover the bytes of these digests, so every byte is read only once.
     """
     parts: dict[str, list[Part]] = {path: [] for path in outlined}
     for path, *spare in spares_of(catalog.info.extra):
@@ -393,7 +393,7 @@ def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
 
 
 def _is_whole(check: Check) -> bool:
-    """Return whether the check covers a whole file. It does if it starts at 0, because tensors come after a header."""
+    """Return whether the check covers a whole file. True if it starts at 0, because tensors come after a header."""
     return check.digest.start == 0 and check.codec is None and check.names == ("",)
 
 

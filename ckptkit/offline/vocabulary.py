@@ -51,7 +51,7 @@ class VocabSize:
     Attributes:
         rows: Number of rows to give the embedding and the head.
         new_rows: How to fill added rows.
-        dry: Only plan, and compute no means.
+        dry: Whether to plan without computing means.
     """
 
     rows: int
@@ -60,7 +60,7 @@ class VocabSize:
 
     @classmethod
     def of(cls, rows: int | None, new_rows: NewRows | None, *, dry: bool) -> VocabSize | None:
-        """Return the user's options as one value; None if the vocabulary's size does not change."""
+        """Return the user's options as one value. Returns None if the vocabulary's size does not change."""
         if rows is None:
             if new_rows is not None:
                 raise UsageError("--new-rows sets the values of the rows that --vocab-size adds. Give both options.")
@@ -80,12 +80,12 @@ def resize(
     catalog: Catalog,
     files: Mapping[str, bytes],
 ) -> tuple[dict[str, OutputTensor], Mapping[str, Any] | None, tuple[str, ...]]:
-    """Return a model's tensors with the embedding and the head resized to `size.rows` rows, its config, and notes.
+    """Return the model's tensors, with embedding and head resized to `size.rows` rows, its config, and notes.
 
-    Reads both tensors if new rows get the mean of the old ones.
+    Reads the embedding and the head if new rows are the mean of the old rows.
 
     Args:
-        files: Contents of the model's small files, by name. Each token of the tokenizer must keep its row.
+        files: Contents of the model's small files, by name. Every token of the tokenizer must still have a row.
 
     Raises:
         CheckpointMismatchError: It is unclear which tensors have one row per token.
@@ -116,10 +116,12 @@ def resize_state(
 ) -> Mapping[str, Any] | None:
     """Resize the vocabulary in `own`: model, masters and optimizer states. Return the changed config.
 
-    If a weight has a master, its new rows are the master's, cast. New rows of optimizer states are zeros.
+    If a weight has a master, the new rows are computed for the master and cast for the weight. New rows of optimizer
+    states are zeros.
 
     Raises:
-        CheckpointMismatchError, UsageError: As for `resize`, or a state's shape differs from its parameter's.
+        CheckpointMismatchError, UsageError: As for `resize`. Also raised if the shape of a state differs from that of
+            the parameter.
         UnsupportedFormatError: A tensor is quantized.
     """
     weights = {item.fqn: item for item in own.tensors if item.role is Role.MODEL and item.fqn}
@@ -168,12 +170,13 @@ def resize_state(
 
 
 def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[tuple[str, ...], int]:
-    """Find the embedding, the embeddings tied to it, the head and the head's bias by name and size; return their names
-    and how many rows they have.
+    """Return the names of the tensors with one row per token, and their number of rows.
+
+    These are the embedding, embeddings tied to it, the head, and the head's bias, found by name and size.
 
     Raises:
-        CheckpointMismatchError: There is no embedding or more than one, the head is ambiguous, or other tensors have as
-            many rows.
+        CheckpointMismatchError: There is no embedding or more than one, the head is ambiguous, or other tensors have
+            the same number of rows.
     """
     stated = set(_stated(config))
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
@@ -215,7 +218,7 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
 
 
 def _owner(item: OwnTensor, weights: Mapping[str, OwnTensor]) -> str:
-    """Return the name of the weight to which a tensor belongs, or the tensor's own name if it is a weight.
+    """Return the name of the weight to which a tensor belongs. A weight belongs to itself.
 
     Returns "" for any other tensor.
 
@@ -245,7 +248,7 @@ def _target(tensor: OutputTensor, name: str) -> Target:
 def _has_rows(item: OwnTensor, shape: tuple[int, ...]) -> bool:
     """Return whether a master or a state has one row for each row of its parameter.
 
-    A scalar, such as a step count, does not.
+    False for a scalar, such as a step count.
     """
     if item.tensor.shape == shape:
         return True
@@ -261,7 +264,7 @@ def _has_rows(item: OwnTensor, shape: tuple[int, ...]) -> bool:
 
 
 def _resized(target: Target, rows: int, mean: Doubles | None, kind: NewRows) -> OutputTensor:
-    """Return the target with `rows` rows. Each new row is `mean` or, if that is None, zeros."""
+    """Return the target with `rows` rows. Each new row is `mean`, or zeros if `mean` is None."""
     resized = target.resized(0, rows)
     return _filled(resized, _row_bytes(mean, target), kind) if resized.is_padded else resized
 
@@ -328,10 +331,10 @@ def _state_rows(
     store: Store,
     catalog: Catalog,
 ) -> dict[str, Doubles]:
-    """Return a new row for each parameter: the mean of its master weight's rows or, without a master, of its own rows.
+    """Return a new row for each parameter: the mean of the rows of its master, or of the weight if there is no master.
 
-    An optimizer has only one master for tied weights. A weight without a master is considered tied to one that has a
-    master if their means are equal. Both then get the same row.
+    An optimizer has only one master for tied weights. If a weight has no master, but its mean equals the mean of a
+    weight that has a master, the two weights are considered tied and get the same row.
     """
     of_weights = {name: _mean(_target(weights[name].tensor, name), store, catalog) for name in names}
     rows = {name: _mean(_target(item.tensor, name), store, catalog) for name, item in masters.items()}
@@ -349,7 +352,7 @@ def _state_rows(
 
 
 def _stated(config: Any, depth: int = 0) -> Iterator[int]:
-    """Yield each vocab_size in a config and in its nested configs."""
+    """Yield each value of vocab_size in a config and in the nested configs."""
     if not isinstance(config, Mapping) or depth > 2:
         return
     value = config.get("vocab_size")
@@ -416,7 +419,7 @@ def _tokens_of(config: Any, where: str, depth: int = 0) -> Iterator[tuple[str, s
 
 
 def _tokenizer(files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
-    """Yield (file, token, number) for all tokens in a tokenizer's files, with the highest number of each file first."""
+    """Yield (file, token, number) for all tokens in a tokenizer's files, for each file the highest number first."""
     for name in ("tokenizer.json", "added_tokens.json", "vocab.json", "tokenizer_config.json"):
         content = _json(files.get(name))
         if not isinstance(content, Mapping):

@@ -20,15 +20,17 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a name component that is a numb
 
 
 def split_layer(fqn: str) -> tuple[str, str]:
-    """Return (layer, module): "model.layers.3.mlp.w" -> ("model.layers.3", "mlp.w"); ("", fqn) if not in a layer."""
+    """Return the layer and the module, as in ("model.layers.3", "mlp.w"), or ("", fqn) outside of the layers."""
     match = _LAYER.search(fqn)
     return (fqn[: match.end() - 1], fqn[match.end() :]) if match else ("", fqn)
 
 
 def layer_of(name: str) -> tuple[int, str]:
-    """Return (group, row) of a tensor in a summary by layer. Groups: the model (0), the optimizer (1), others (2).
+    """Return a tensor's group and row in a summary by layer.
 
-    Each optimizer state is a row of its own, and so is each tensor outside of the layers.
+    The groups are the model (0), the optimizer (1) and other tensors (2).
+
+    Each optimizer state has its own row, and so has each tensor outside of the layers.
     """
     match = _PREFIXED.match(name)
     if match is not None:
@@ -38,13 +40,13 @@ def layer_of(name: str) -> tuple[int, str]:
 
 
 def heat_maps(changes: Mapping[str, float]) -> list[Panel]:
-    """Return grids of layers by modules: an open panel for the model, and a folded one for each optimizer state.
+    """Return grids of layers and modules: an open panel for the model, a folded panel per optimizer state.
 
-    The optimizer's step counters are not drawn; the explanation says how many there are.
+    The optimizer's step counters are hidden. The explanation says how many there are.
 
     Args:
-        changes: Name -> relative change, max |a - b| / max |a|; 0 if equal, inf or NaN if not finite. Names are FQNs,
-            "optimizer: FQN STATE" or "master: FQN", as in a `diff` report.
+        changes: The relative changes (max |a - b| / max |a|) by name. 0 means equal tensors, and a change may be inf or
+            NaN. Names are FQNs, "optimizer: FQN STATE" or "master: FQN", as in a `diff` report.
     """
     parts: dict[str, dict[str, float]] = {}
     for name, change in changes.items():
@@ -86,7 +88,7 @@ def _part(name: str) -> tuple[str, str]:
 
 
 def _fold(changes: Mapping[str, float]) -> dict[str, list[float]]:
-    """Return the changes by layer and module, with "*" for numbers in the module's name: "mlp.experts.*.up.weight"."""
+    """Return the changes by layer and module. Numbers in the module's name become "*": "mlp.experts.*.up.weight"."""
     found: dict[str, list[float]] = {}
     for fqn, change in changes.items():
         layer, module = split_layer(fqn)
@@ -95,7 +97,7 @@ def _fold(changes: Mapping[str, float]) -> dict[str, list[float]]:
 
 
 def _fold_layers(cells: Mapping[str, list[float]], count: int) -> dict[str, list[float]]:
-    """Combine the changes of every `count` consecutive layers under the name of the first of these layers."""
+    """Combine the changes of each group of `count` consecutive layers, under the name of the group's first layer."""
     found: dict[str, list[float]] = {}
     for fqn, changes in cells.items():
         match = _LAYER.search(fqn)
@@ -107,7 +109,7 @@ def _fold_layers(cells: Mapping[str, list[float]], count: int) -> dict[str, list
 
 
 def _in_order(layers: Iterable[str]) -> list[str]:
-    """Return layers with the same prefix in the order of their numbers. A file may list 10 before 2."""
+    """Sort layers with the same prefix by number, because a file may list layer 10 before layer 2."""
     kinds: dict[str, list[tuple[int, str]]] = {}
     for layer in layers:
         prefix = layer.rstrip("0123456789")
@@ -116,7 +118,7 @@ def _in_order(layers: Iterable[str]) -> list[str]:
 
 
 def _grid(changes: Mapping[str, list[float]]) -> str:
-    """Draw one row per layer, with the column names above and the legend below."""
+    """Draw one row per layer, with column names above and the legend below."""
     modules = list(dict.fromkeys(split_layer(fqn)[1] for fqn in changes))
     layers = _in_order(dict.fromkeys(split_layer(fqn)[0] for fqn in changes))
     cell = min(CELL, max(5.0, 850.0 / len(layers)))
@@ -152,13 +154,13 @@ def _grid(changes: Mapping[str, list[float]]) -> str:
 
 
 def _cell(x: float, middle: float, width: float, title: str = "") -> str:
-    """Return a cell as a thick line. Its group sets the colour and the height, so that large grids make small files."""
+    """Return a cell as a thick line. The SVG group sets its colour and height, so that large grids make small files."""
     inside = f"<title>{escaped(title)}</title>" if title else ""
     return f'<path d="M{x:.6g} {middle:.6g}h{width:.4g}">{inside}</path>'
 
 
 def _look(change: float) -> str:
-    """Return the attributes of the cells with this change. The colour has three steps for each factor of ten."""
+    """Return the attributes of cells with this change. The colour has three steps for each factor of ten."""
     if change == 0:
         return 'class="equal"'
     if not math.isfinite(change):

@@ -61,8 +61,8 @@ class Panel:
     """One picture, with a heading and a sentence that says how to read it.
 
     Attributes:
-        picture: SVG. Several elements if it is taller than a sheet of paper (`PAGE` user units).
-        behind: Text next to the heading of a folded panel; "" if the panel is not folded.
+        picture: The SVG, with several elements if it is taller than a sheet of paper (`PAGE` user units).
+        behind: Text next to the heading of a folded panel. "" if the panel is not folded.
     """
 
     heading: str
@@ -114,7 +114,7 @@ def svg(width: float, height: float, content: str) -> str:
 
 
 def rect(x: float, y: float, width: float, height: float, *, fill: str = "", title: str = "", kind: str = "") -> str:
-    """Return a rectangle. `title` is shown on hover. `kind` is the CSS class to use if there is no fill."""
+    """Return a rectangle. `title` is shown on hover. `kind` is the CSS class, for rectangles without `fill`."""
     inside = f"<title>{escaped(title)}</title>" if title else ""
     kind = kind or ("slice" if width > 2 else "thin")  # no outline on thin ones, because it would hide the fill
     filled = f' fill="{fill}"' if fill else ""
@@ -142,7 +142,7 @@ def label(words: str, width: float) -> str:
 
 
 def colour(index: int, count: int) -> str:
-    """Return the colour of rank `index` out of `count`. Neighbouring ranks differ in hue and lightness."""
+    """Return the colour of rank `index` of `count` ranks. Neighbouring ranks differ in hue and lightness."""
     if index < 0:
         return "#9aa4b5"
     hue = (index * 137.508 + 212) % 360 if count > 12 else (212 + index * 360 / max(count, 1)) % 360

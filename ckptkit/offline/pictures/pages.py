@@ -43,7 +43,7 @@ def write_inspect_page(
 
 
 def inspect_page(catalog: Catalog, url: str, *, after: Catalog | None = None) -> str:
-    """Return the page for a catalog: its shard map, its sizes by module, and what a reshard to `after` would move."""
+    """Return the page for a catalog: shard map, sizes by module, and the bytes that a reshard to `after` would move."""
     report = summarise(catalog, url=url, depth=5)
     facts = [("format", report.format), ("files", f"{len(report.files)}")]
     facts += [("step", str(report.step))] * (report.step is not None)

@@ -1,4 +1,4 @@
-"""Draws a reshard: every rank's bytes before and after, and ribbons for the bytes that move."""
+"""Draws a reshard: the bytes of each rank before and after, and ribbons for the bytes that move."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_RANKS = 64  # if there are more, neighbouring ranks are drawn as one
 
 
 def flows(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> npt.NDArray[np.int64]:
-    """Return how many bytes each old rank sends to each new rank, [before, after]. Replicas count once."""
+    """Return how many bytes each old rank sends to each new rank, [old ranks, new ranks]. Replicas count once."""
     old = {_identity(entry): entry for entry in before}
     pairs = [(old[_identity(entry)], entry) for entry in after if _identity(entry) in old]
     ranks = [max(_top(e.slices) for e in side) + 1 for side in zip(*pairs, strict=True)] or [1, 1]
@@ -49,7 +49,10 @@ def _group(slices: SliceArray, ranks: int, groups: int) -> npt.NDArray[np.int64]
 
 
 def _overlaps(a: SliceArray, b: SliceArray) -> npt.NDArray[np.int64]:
-    """Return how many elements slices of `a` (rows) share with slices of `b` (columns). Replicas in `a` count once."""
+    """Return how many elements each slice of `a` (row) shares with each slice of `b` (column).
+
+    Replicas in `a` count once.
+    """
     shared = np.ones((len(a), len(b)), np.int64)
     for dim in range(a.offsets.shape[1]):
         low = np.maximum(a.offsets[:, None, dim], b.offsets[None, :, dim])

@@ -29,10 +29,10 @@ def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
 
 
 def shard_maps(entries: Iterable[TensorEntry], *, when: str = "") -> list[Panel]:
-    """Return one map per role; with several ranks, the bytes per rank come first. Only the model's map is unfolded.
+    """Return one map per role. With several ranks, a panel with the bytes per rank comes first.
 
-    Layers with the same sharding share a bar, and so do a parameter's moments. If there are still too many bars, the
-    shortest are omitted, and the explanation says how many tensors are drawn.
+    Only the model's map is unfolded. Layers with the same sharding share a bar, and so do a parameter's moments. If
+    there are still too many bars, the shortest are omitted, and the explanation says how many tensors are drawn.
     """
     every = [entry for entry in entries if entry.numel]
     roles = {role: [entry for entry in every if entry.role is role] for role in Role}
@@ -58,7 +58,7 @@ def shard_maps(entries: Iterable[TensorEntry], *, when: str = "") -> list[Panel]
 
 
 def _bars(entries: Iterable[TensorEntry]) -> list[_Bar]:
-    """Return the tensors in groups that differ only in the numbers in their names, or in the optimizer state."""
+    """Return the tensors in groups. Tensors of a group differ only in the numbers in their names, or in the state."""
     bars: dict[tuple[object, ...], _Bar] = {}
     for entry in entries:
         slices = entry.slices
@@ -95,7 +95,7 @@ def _bar_name(bar: _Bar) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as ranges: [0, 1, 2, 5] -> "{0-2,5}". If there are more than three ranges, only two are shown."""
+    """Return numbers as ranges, such as "{0-2,5}". If there are more than three ranges, only two are shown."""
     if len(numbers) == 1:
         return str(numbers[0])
     spans: list[list[int]] = []
@@ -126,7 +126,7 @@ def _ranks(totals: dict[int, int], count: int, when: str) -> Panel:
 
 
 def _pictures(bars: Sequence[_Bar], ranks: int) -> list[str]:
-    """Draw the bars one below the other, as several pictures that each fit on a sheet."""
+    """Draw the bars one below the other, in as many pictures as needed. Each picture fits on a sheet of paper."""
     longest = max(map(_nbytes, bars))
     pictures, body, y = [], "", 0.0
     for bar in bars:

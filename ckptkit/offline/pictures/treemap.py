@@ -45,8 +45,10 @@ def _draw(node: TreeNode, area: Rect, prefix: str, depth: int, total: int, body:
 
 
 def squarify(sizes: Sequence[float], area: Rect) -> list[Rect]:
-    """Return one rectangle per size. The sizes must be sorted, largest first. The rectangles fill `area` in proportion
-    to the sizes, and are as square as a layout in rows allows."""
+    """Return one rectangle per size. The sizes must be sorted, largest first.
+
+    The rectangles fill `area` in proportion to the sizes, and are as square as a layout in rows allows.
+    """
     x, y, w, h = area
     scale = w * h / sum(sizes)
     left = [size * scale for size in sizes]

@@ -33,11 +33,11 @@ _ALIASES = {
 class RankBoxes:
     """The rank that stores each box of a tensor.
 
-    Boxes do not repeat, and only a tensor without elements has an empty one.
+    Boxes do not repeat. Only a tensor without elements has an empty box.
 
     Attributes:
-        ranks: [n] the rank.
-        offsets, sizes: [n, ndim] the box, in elements.
+        ranks: [n] the rank that stores each box.
+        offsets, sizes: [n, ndim] the boxes, in elements.
     """
 
     ranks: Int64
@@ -47,11 +47,11 @@ class RankBoxes:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The sharding of a tensor: the dimension that FSDP splits, and the one that tensor parallelism splits (or None).
+    """The sharding of a tensor: the dimensions that FSDP and tensor parallelism split, or None.
 
     Attributes:
-        also: Contains "shard" or "tp" if the tensor is a DTensor replicated over that mesh dimension. This changes no
-            bytes, but a LOCAL checkpoint only loads into a job with the same placements.
+        also: Contains "shard" or "tp" if the tensor is a DTensor that is replicated over this mesh dimension. Such an
+            entry changes no bytes, but a LOCAL checkpoint only loads into a job with the same placements.
     """
 
     fsdp: int | None = 0
@@ -74,7 +74,8 @@ class TargetMesh:
     """The mesh of the new job: replicate x shard x tp. The last dimension is innermost, as DeviceMesh numbers ranks.
 
     Attributes:
-        labels: (kind, given name) of each dimension that the user named. Such dimensions exist even with a size of 1.
+        labels: (kind, given name) of each dimension that the user named. A named dimension exists even if its size is
+            1.
     """
 
     replicate: int = 1
@@ -84,10 +85,10 @@ class TargetMesh:
 
     @classmethod
     def parse(cls, text: str | Mapping[str, int] | None, *, world_size: int) -> TargetMesh:
-        """Return the mesh that `text` describes ("replicate=2,shard=4,tp=2"). If it is None, shard over all ranks.
+        """Return the mesh that `text` describes ("replicate=2,shard=4,tp=2"). None shards over all ranks.
 
-        Omitted sizes are 1, except "shard", which takes the remaining ranks. Whatever the order in `text`, replicas are
-        outermost and tensor parallelism is innermost, as FSDP2 requires.
+        Omitted sizes are 1, except that of "shard", which is computed from `world_size`. In any order of `text`,
+        replicas are outermost and tensor parallelism is innermost, as FSDP2 requires.
 
         Raises:
             UsageError: A name is unknown, a size is not a positive number, or the product is not `world_size`.
@@ -111,7 +112,7 @@ class TargetMesh:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The dimensions of the new job's DeviceMesh: those that were named or are larger than 1; at least one."""
+        """The dimensions of the new job's DeviceMesh: at least one, and all that were named or are larger than 1."""
         named = dict(self.labels)
         return tuple(name for name in _NAMES if getattr(self, name) > 1 or name in named) or ("shard",)
 
@@ -131,12 +132,12 @@ class TargetMesh:
         """Return the boxes of each rank. Each box is stored once, and empty boxes are omitted.
 
         Tensor parallelism splits first, then FSDP2 splits each rank's part, both like torch.chunk. If both split the
-        same dimension, a rank stores the shard-th chunk of the tp-th chunk. A tensor without elements gets one empty
-        box, so that the checkpoint contains it.
+        same dimension, FSDP2 splits the tensor-parallel chunk. A tensor without elements gets one empty box, so that
+        the checkpoint contains the tensor.
 
         Args:
-            turn: Index of the replica that stores the tensor, modulo the number of replicas. If it is 0 for every
-                tensor, the first replica's ranks find all that they need in their own files.
+            turn: Index of the replica that stores the tensor, modulo the number of replicas. If the index is 0 for all
+                tensors, each rank of the first replica finds its whole state in its own file.
         """
         return _boxes(self, tuple(shape), cut.fsdp, cut.tp, turn % self.replicas(cut))
 
@@ -145,7 +146,7 @@ class TargetMesh:
         return self.replicate * (self.shard if cut.fsdp is None else 1) * (self.tp if cut.tp is None else 1)
 
     def placement(self, cut: Cut) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """Return the mesh dimensions of a DTensor that is sharded by `cut`, and its placement on each dimension.
+        """Return the mesh dimensions of a DTensor with the sharding `cut`, and the placement on each dimension.
 
         Placements are in the manifest's notation. Returns None for a plain tensor. A parameter that tensor parallelism
         does not touch is not on the tp dimension.
@@ -184,7 +185,10 @@ def _boxes(mesh: TargetMesh, shape: tuple[int, ...], fsdp: int | None, tp: int |
 
 
 def _take_chunk(offsets: Int64, sizes: Int64, dim: int, parts: int, index: Int64) -> None:
-    """Narrow each row to its chunk along `dim`. Chunks have length ceil(n / parts); the last are shorter or empty."""
+    """Narrow each row to its chunk along `dim`.
+
+    A chunk has ceil(n / parts) elements. The last chunks may be shorter or empty.
+    """
     total = sizes[:, dim].copy()
     length = -(-total // parts)
     first = np.minimum(index * length, total)
@@ -218,9 +222,9 @@ def _sizes(text: str | Mapping[str, int] | None) -> tuple[dict[str, int], tuple[
 def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
     """Return the cut of a tensor with these placements on a mesh with these dimension names.
 
-    A dimension's name decides: "tp" or a synonym means tensor parallelism, and "shard" or a synonym means FSDP. If the
-    names say nothing ("dim0"), the order decides: the first shard and strided shards are FSDP's, the second shard is
-    tensor parallelism's. FSDP2 keeps tensor parallelism innermost.
+    "tp" or a synonym in a dimension's name means tensor parallelism, and "shard" or a synonym means FSDP. If the names
+    do not show this ("dim0"), the order decides, because FSDP2 keeps tensor parallelism innermost. The first shard and
+    all strided shards belong to FSDP, and the second shard belongs to tensor parallelism.
     """
     dims: dict[str, int] = {}
     also: dict[str, None] = {}
@@ -240,8 +244,8 @@ def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
 
 
 _COLUMN, _ROW = 0, 1
-# Like transformers' plans for these families: q, k, v, gate and up projections are split by outputs, o and down
-# projections by inputs, and the LM head by vocabulary. Embeddings and norms are not split.
+# This follows transformers' plans for these families. The q, k, v, gate and up projections are split by outputs, the o
+# and down projections by inputs, and the LM head by vocabulary. Embeddings and norms are not split.
 _LLAMA: dict[str, int | None] = {
     **{f"*.self_attn.{name}_proj.{kind}": _COLUMN for name in "qkv" for kind in ("weight", "bias")},
     "*.self_attn.o_proj.weight": _ROW,
@@ -257,8 +261,9 @@ class TPPlan:
     """The dimension along which tensor parallelism splits each parameter.
 
     Attributes:
-        rules: Glob of parameter names -> dimension, or None for no split. The last matching glob applies.
-        origin: Where the plan comes from, for messages.
+        rules: Maps a glob of parameter names to the dimension to split, or to None for no split. The last matching glob
+            applies.
+        origin: The source of the plan, for messages.
     """
 
     rules: Mapping[str, int | None]
@@ -269,7 +274,7 @@ class TPPlan:
         """Return the plan in a JSON file or a mapping.
 
         Raises:
-            UsageError: It does not map globs to dimensions.
+            UsageError: `given` does not map globs to dimensions.
         """
         origin = given if isinstance(given, str) else "tp_plan"
         rules: Any = given
@@ -305,7 +310,7 @@ class TPPlan:
         return TPPlan({**self.rules, **dict.fromkeys(names)}, self.origin)
 
     def dim(self, fqn: str, shape: tuple[int, ...]) -> int | None:
-        """Return the dimension along which a parameter is split; None if it is not split.
+        """Return the dimension along which a parameter is split. Returns None if the parameter is not split.
 
         Raises:
             UsageError: The parameter has no such dimension.
@@ -343,10 +348,10 @@ class Cuts:
     All other optimizer states are on every rank, as in a training job.
 
     Args:
-        tp_plan: What tensor parallelism splits. None takes it from the source's placements or config.json.
+        tp_plan: The dimensions that tensor parallelism splits. None uses the source's placements or config.json.
 
     Raises:
-        UsageError: The mesh has a tp dimension, and neither `tp_plan` nor the source says what it splits.
+        UsageError: The mesh has a tp dimension, and neither `tp_plan` nor the source says which tensors it splits.
     """
 
     def __init__(self, catalog: Catalog, mesh: TargetMesh, *, tp_plan: TPPlan | None = None) -> None:
@@ -387,10 +392,10 @@ class Cuts:
         return own
 
     def _own(self, entry: TensorEntry) -> Cut:
-        """Return the recorded cut; if none is recorded, FSDP2's.
+        """Return the recorded cut. If no cut is recorded, return the cut that FSDP2 makes.
 
-        If other tensors in the source are sharded but this one is not, it is a buffer and stays whole. A tensor with
-        one row is an exception, because FSDP2 stores its shard in one slice too.
+        A tensor that is not sharded, in a source with sharded tensors, is a buffer and stays whole. A tensor with one
+        row is an exception, because FSDP2 also stores a sharded tensor of one row as one slice.
         """
         if not entry.shape:
             return _WHOLE
@@ -429,8 +434,8 @@ class Cuts:
             )
         dims = {name: plan.dim(entry.fqn, entry.shape) for name, entry in weights.items()}
         modules = {weights[name].fqn.rpartition(".")[0] for name, dim in dims.items() if dim is not None}
-        # torch's parallel styles distribute all parameters of a module: if a module's weight is split by rows, its bias
-        # is a DTensor replicated over tp, not a plain tensor.
+        # torch's parallel styles distribute all parameters of a module. So if a module's weight is split by rows, the
+        # bias is a DTensor that is replicated over tp, not a plain tensor.
         for name, cut in cuts.items():
             replicated = dims[name] is None and weights[name].fqn.rpartition(".")[0] in modules
             kept = tuple(kind for kind in cut.also if kind != "tp") + ("tp",) * replicated

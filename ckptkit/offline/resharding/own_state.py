@@ -1,10 +1,10 @@
 """Converts a source's tensors and objects to ckptkit's keys, so that a training job can load them.
 
-If the source is another program's DCP checkpoint and the result is a DCP checkpoint too, keys and records do not
-change: the same state loads both, with torch or with ckptkit. Otherwise tensors are renamed to `model.<fqn>`,
-`optimizer.state.<fqn>.<name>` and `optimizer.master.<fqn>`. Objects become trees in `objects.json`: an optimizer's
-parameter groups by FQN, a scheduler, and everything else under `extra.`. Objects that cannot be converted are listed
-with the reason.
+If the source is another program's DCP checkpoint, and the result is a DCP checkpoint, too, keys and records do not
+change. torch and ckptkit can then load both checkpoints into the same state. Otherwise tensors are renamed to
+`model.<fqn>`, `optimizer.state.<fqn>.<name>` and `optimizer.master.<fqn>`. Objects become trees in `objects.json`: an
+optimizer's parameter groups by FQN, a scheduler, and all other values under `extra.`. Each object that cannot be
+converted is listed with the reason.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _add_trees(
     """Add the trees for a source that ckptkit did not write. Reads its objects without running their code.
 
     Args:
-        sections: An optimizer's key prefix (the part before ".state.") -> ckptkit's name for the optimizer.
+        sections: Maps an optimizer's key prefix (the part before ".state.") to ckptkit's name for the optimizer.
     """
     values: dict[str, tuple[ObjectEntry, Any]] = {}
     for name, entry in catalog.objects.items():
@@ -107,7 +107,7 @@ _Groups: TypeAlias = dict[str, dict[str | int, dict[str, Any]]]
 
 
 def _take_group(found: _Groups, name: str, key: Key, value: Any) -> bool:
-    """Store the value and return True if it is a setting; otherwise return False.
+    """Store the value if it is a parameter group's setting, and return whether it is.
 
     The key contains the group's index or, in a flattened state dict, the parameter's name.
     """
@@ -140,7 +140,7 @@ def _take_state(
     sections: Mapping[str, str],
     numbers: Mapping[str, Mapping[Any, str]],
 ) -> bool:
-    """Store the object and return True if it is optimizer state but not a tensor; otherwise return False.
+    """Store the object if it is optimizer state but not a tensor, and return whether it is.
 
     A step count becomes a tensor later. Other values are stored unchanged.
     """
@@ -185,7 +185,7 @@ def _add_groups(
     module = stated if isinstance(stated, str) else ""
 
     def fqn_of(name: str, front: str) -> str | None:
-        """Return a parameter name's FQN in the catalog; None if there is no such parameter."""
+        """Return the FQN of a parameter in the catalog. Returns None if there is no such parameter."""
         plain = strip_infixes([name])[name]
         candidates = (front + plain, name, plain, name.removeprefix(module), plain.removeprefix(module))
         return next((candidate for candidate in candidates if candidate in known), None)
@@ -235,7 +235,7 @@ def _add_groups(
 
 
 def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups in order. Merge groups that contain a single parameter each, if their settings are equal."""
+    """Return the groups in order. Groups of a single parameter are merged if their settings are equal."""
     groups: list[dict[str, Any]] = []
     for index in sorted(o for o in by_owner if isinstance(o, int)):
         params = by_owner[index].get("params")
@@ -253,7 +253,7 @@ def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _nested(values: Mapping[str, tuple[ObjectEntry, Any]]) -> dict[str, Any]:
-    """Undo DCP's flattening: return the values nested, by top-level key, as in {"lr_scheduler": {"last_epoch": 2}}."""
+    """Return the nested values that DCP flattened, as in {"lr_scheduler": {"last_epoch": 2}}."""
     nested: dict[str, Any] = {}
     for name, (entry, value) in values.items():
         path = [str(part) for part in entry.key] or [name]
@@ -293,7 +293,7 @@ def _add_rest(found: OwnState, nested: Mapping[str, Any]) -> None:
 
 
 def _scheduler(name: str, value: Any) -> Any:
-    """Return the state of the torch LRScheduler in this value; None if there is none, or more than one."""
+    """Return the state of the only torch LRScheduler in this value. None if there is no LRScheduler, or several."""
     if _SCHEDULER.fullmatch(name):
         candidates = value if isinstance(value, (list, tuple)) else [value]
     elif isinstance(value, Mapping) and isinstance(value.get("lr_schedulers"), (list, tuple)):
@@ -309,7 +309,7 @@ def _scheduler(name: str, value: Any) -> Any:
 
 
 def _tree(value: Any, depth: int = 0) -> Any:
-    """Return a value that a reader returned, in the JSON form of `checkpoint/state/values.py`. Needs no torch."""
+    """Convert a value from a reader to the JSON form of `checkpoint/state/values.py`, without torch."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -347,8 +347,8 @@ class OwnTensor:
     """One tensor of the result.
 
     Attributes:
-        tensor: How it is made from source tensors. Its name is the key.
-        source: Its entry in the source's catalog; for a new tensor, an entry without slices.
+        tensor: The description of how to make the tensor from source tensors. Its name is the key.
+        source: The tensor's entry in the source's catalog. For a new tensor, an entry without slices.
     """
 
     tensor: OutputTensor
@@ -361,13 +361,13 @@ class OwnTensor:
 
 @dataclass(slots=True)
 class OwnState:
-    """The contents of the result.
+    """The contents of a resharded checkpoint.
 
     Attributes:
-        trees: Contents of `objects.json`. The file is written only if there are any.
+        trees: Contents of `objects.json`. The file is written only if this is not empty.
         steps: Step counts that the source stores as numbers, by (optimizer, FQN).
-        records: Objects that are copied into the DCP checkpoint, with their bytes.
-        leftovers: (name, reason) of everything that the result omits.
+        records: The objects to copy into the DCP checkpoint, with their bytes.
+        leftovers: (name, reason) of each tensor or object that the result omits.
     """
 
     tensors: list[OwnTensor] = field(default_factory=list)
@@ -416,7 +416,7 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
 def _is_foreign_dcp(catalog: Catalog) -> bool:
     """Return whether the source is a DCP checkpoint with another program's keys, even if ckptkit has resharded it.
 
-    It may consist of several DCP directories, because LightRFT stores the optimizer in a separate one.
+    The source may consist of several DCP directories, because LightRFT stores the optimizer in a separate directory.
     """
     if catalog.info.format.startswith("ckptkit-"):
         return catalog.info.format == "ckptkit-sharded" and all(
@@ -542,13 +542,13 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
 
 
 def _number(entry: TensorEntry) -> tuple[str, int] | None:
-    """Return the optimizer's key prefix and the number, for the state of a parameter that only has a number."""
+    """Return the optimizer's key prefix and the parameter's number, for state of a parameter without a name."""
     place = state_place(entry.key) if entry.role is Role.OPTIMIZER and entry.state and not entry.fqn else None
     return (_prefix(entry.name), int(place[0])) if place is not None and place[0].isdecimal() else None
 
 
 def _numbered(store: Store, catalog: Catalog) -> dict[str, dict[Any, str]]:
-    """Return the FQN of each parameter that an optimizer only numbers, by key prefix and number.
+    """Return the FQN of each parameter that an optimizer stores by number, by key prefix and number.
 
     An optimizer is left out if the order and the shapes of the model's tensors do not prove the FQNs.
     """
@@ -577,7 +577,7 @@ def _numbered(store: Store, catalog: Catalog) -> dict[str, dict[Any, str]]:
 
 
 def _only(shapes: set[tuple[int, ...]] | None) -> tuple[int, ...] | None:
-    """Return the only shape; None if there is none; a shape that fits no parameter if there are several."""
+    """Return the only shape. Returns None without shapes, and a shape that fits no parameter for several shapes."""
     return (next(iter(shapes)) if len(shapes) == 1 else (-1,)) if shapes else None
 
 
@@ -593,7 +593,7 @@ def _sections(catalog: Catalog) -> dict[str, str]:
 
 
 def _prefix(name: str) -> str:
-    """Return the prefix of a key that identifies the optimizer; "" if there is none."""
+    """Return the prefix of a key that identifies the optimizer, or "" if the key has no such prefix."""
     cuts = [at for part in (".state.", ".master.", ".param_groups") if (at := name.find(part)) >= 0]
     return name[: min(cuts)] if cuts else ""
 
@@ -610,7 +610,7 @@ def _own_name(entry: TensorEntry, sections: Mapping[str, str]) -> str:
 
 
 def _weights_are_masters(catalog: Catalog) -> set[str]:
-    """Return the FQNs whose weight and master weight are the same bytes in the same file, as DeepSpeed stores them."""
+    """Return the FQNs whose weight and master weight are the same bytes in the same file, as in DeepSpeed."""
     weights = catalog.by_role(Role.MODEL)
     found = set()
     for fqn, master in catalog.by_role(Role.MASTER).items():

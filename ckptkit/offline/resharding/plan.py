@@ -1,4 +1,4 @@
-"""Plans a reshard: which rank stores which part of each tensor, which objects are kept, and the commit record."""
+"""Plans a reshard: the rank that stores each part of a tensor, the objects to keep, and the commit record."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def lay_out_local(
     meshes: Sequence[dict[str, Any]],
     placements: Sequence[Placed],
 ) -> Laid:
-    """Lay out boxes in one `local_<rank>.safetensors` per rank; return (files, placements, ()).
+    """Lay out boxes in one `local_<rank>.safetensors` per rank. Return (files, placements, ()).
 
     Args:
-        placements: For each tensor, (index into `meshes`, placements as text); None for a plain tensor.
+        placements: For each tensor, (index into `meshes`, placements as text). None for a plain tensor.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
@@ -93,10 +93,10 @@ Planned = tuple[Plan, Seal]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The new checkpoint's step, name and commit record fields.
+    """The step and name of the new checkpoint, and fields of its commit record.
 
     Attributes:
-        tag: The directory's name if it is not named after the step; otherwise None.
+        tag: The name of the directory if it is not derived from the step. Otherwise None.
         record: Fields copied from the source's commit record.
         known: Whether the step is known from the source or from the directory's name.
     """
@@ -117,12 +117,13 @@ def plan_reshard(
     tp_plan: TPPlan | None = None,
     vocabulary: VocabSize | None = None,
 ) -> Planned:
-    """Return the plan and its seal. Takes seconds for a million slices.
+    """Return the plan of a reshard, and the seal that commits the result. Takes seconds for a million slices.
 
-    Reads the source's objects. Reads tensors only for the mean of embeddings.
+    Reads the source's objects. Reads tensors only to compute the mean of embeddings.
 
     Raises:
-        UsageError: The mesh has a tp dimension and nothing says what it splits, or the source contains several models.
+        UsageError: The mesh has a tp dimension, but it is unknown which tensors it splits. Also raised if the source
+            contains several models.
     """
     own = own_state(store, catalog, step=identity.step, sharded=type == "sharded")
     cuts = Cuts(catalog, mesh, tp_plan=tp_plan)
@@ -146,8 +147,8 @@ def plan_reshard(
 def plan_local(catalog: Catalog, tensors: Sequence[OutputTensor], mesh: TargetMesh, identity: Identity) -> Planned:
     """Return the plan and the seal of a LOCAL checkpoint that contains only a model, for FSDP2 ranks.
 
-    A tensor that is copied unchanged keeps its cut (a whole buffer stays whole). Any other tensor is cut along
-    dimension 0 if it contains floats; otherwise it stays whole.
+    A tensor that is copied unchanged keeps its sharding, so a whole buffer stays whole. Any other tensor is sharded
+    along dimension 0 if it contains floats, and stays whole otherwise.
     """
     known, own = Cuts(catalog, mesh), OwnState(trees={"step": identity.step})
     chosen = []
@@ -172,7 +173,7 @@ def _planned(
     extra: Mapping[str, Any] = MappingProxyType({}),
     side: Sequence[OutputFile] = (),
 ) -> Planned:
-    """Return the plan and the seal for a state. `extra` has more manifest fields, and `side` the files to add."""
+    """Return the plan and the seal for a state. `extra` contains more manifest fields, and `side` more files."""
     kinds: dict[tuple[str, ...], int] = {}  # index of each distinct mesh
     placements: list[Placed] = []
     placed_by_cut = {cut: mesh.placement(cut) for cut in dict.fromkeys(cuts)}
@@ -238,7 +239,7 @@ def _rank(path: str) -> int:
 
 
 def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
-    """Return notes about per-rank state that a different number of ranks saved."""
+    """Return notes about per-rank state that was saved by a different number of ranks."""
     found = []
     for kind in ("rng", "dataloader"):
         saved = sum(name.startswith(f"{kind}.") for name in trees)
@@ -254,7 +255,7 @@ def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
 
 
 def _records(catalog: Catalog, own: OwnState) -> list[Record]:
-    """Return the records for plain torch: the source's if it is a DCP checkpoint, otherwise the groups' settings."""
+    """Return the records for plain torch: the records of a DCP source, otherwise the parameter groups' settings."""
     if own.records or not own.trees or catalog.info.format == "ckptkit-sharded":
         return [
             (entry.key if ".".join(map(str, entry.key)) == entry.name else (entry.name,), entry.role, data)

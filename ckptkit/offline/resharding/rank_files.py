@@ -43,8 +43,8 @@ def lay_out_dcp(
 
     Args:
         keys: Each tensor's path in the nested state dict. Its name in `.metadata` is this path, joined by dots.
-        objects: (path, record) for everything that is not a tensor. The records are at the beginning of rank 0's file.
-        save_id: Recorded in `.metadata` if a commit record will follow.
+        objects: (path, record) of each object that is not a tensor. The records are at the beginning of rank 0's file.
+        save_id: The id to record in `.metadata` if a commit record will follow.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
@@ -117,14 +117,14 @@ class _Frames:
 
 @dataclass(frozen=True, slots=True)
 class _FrameLiterals:
-    """The bytes in a rank's file besides the payloads. Each iteration creates them anew."""
+    """The bytes in a rank's file besides the tensor data. Each iteration creates these bytes again."""
 
     frames: _Frames
     rank: int
     head: bytes = b""
 
     def extents(self, payloads: Int64) -> tuple[Int64, Int64]:
-        """Return (starts, lengths) of the literals without creating them, which would be slow for a thousand files.
+        """Return (starts, lengths) of the literals. Does not create the literals, which would be slow for many files.
 
         Args:
             payloads: Size of each payload in bytes, in file order.
@@ -168,7 +168,10 @@ class _FrameCrcs:
 
 @functools.lru_cache(maxsize=65536)
 def _crc_places(frame: RecordFrame) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the CRC's offsets in a frame's head and in its suffix, which are found by writing two different CRCs."""
+    """Return the offsets of the CRC in a frame's head and in its suffix.
+
+    The offsets are found by writing two different CRCs.
+    """
     return _changed(frame.head(0), frame.head(0xFFFFFFFF)), _changed(frame.suffix(0), frame.suffix(0xFFFFFFFF))
 
 

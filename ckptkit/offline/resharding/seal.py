@@ -34,12 +34,12 @@ Digests = Sequence[npt.NDArray[np.uint64]]
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The fields of a new checkpoint's commit record and manifest that its files do not determine.
+    """The fields of a new checkpoint's commit record and manifest that do not follow from the files.
 
     Attributes:
-        tag: The directory's name if it is not named after the step; otherwise None.
+        tag: The name of the directory if it is not derived from the step. Otherwise None.
         tensors: The tensors by name, with their manifest fields.
-        ranks: [files] the rank of each file in the plan; -1 for none.
+        ranks: [files] the rank of each file in the plan. -1 means no rank.
         objects: Manifest entries, with their locations in the new files and their digests.
         extra: More manifest fields: meshes, placements, aliases.
         record: Fields copied from the source's commit record.
@@ -116,7 +116,7 @@ def seal(plan: Plan, store: Store, what: Seal, *, digested: Digested | None = No
 
 
 def _hash_files(plan: Plan, store: Store, digested: Digested, workers: int) -> tuple[Digests, dict[str, FileRecord]]:
-    """Return the digests of all placed boxes, by placement, and of all files."""
+    """Return the digests of all written boxes, by placement, and the digests of all files."""
     digests = [np.zeros(len(placement), np.uint64) for placement in plan.placements]
     lengths = [len(placement) for placement in plan.placements]
     files, starts, nbytes = Placement.joined(plan.placements)
@@ -148,7 +148,7 @@ def _hash_files(plan: Plan, store: Store, digested: Digested, workers: int) -> t
 
 
 class _FileHash:
-    """Hashes a file from beginning to end: its outline, and each box whose digest is not known yet."""
+    """Hashes a file from beginning to end: the outline, and each box whose digest is not known yet."""
 
     def __init__(self, reader: SourceReader, index: int, nbytes: int, digests: Digests) -> None:
         self._reader = reader
