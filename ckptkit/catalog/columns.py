@@ -90,9 +90,9 @@ def is_dense(sizes: Int64, strides: Int64) -> Bool:
 def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
     """Return whether these non-empty boxes cover each element of a shape exactly once. Takes linear time.
 
-    Each box adds +1 or -1 at each of its corners, as in a d-dimensional difference array. The boxes cover the shape
-    exactly once if and only if these sums equal the sums for a single box of the whole shape. The comparison uses
-    hashes with a random key, so it is wrong with a probability of 2**-64, even for a malicious file.
+    In a d-dimensional difference array, each box adds +1 or -1 at each of its corners. The boxes cover the shape
+    exactly once if and only if the array equals that of a single box of the whole shape. Hashes of both arrays, with a
+    random key, are compared, so the result is wrong with a probability of 2**-64, even for a malicious file.
     """
     cut = np.flatnonzero(((offsets != 0) | (sizes != shape)).any(axis=0))
     if not len(cut):

@@ -81,7 +81,7 @@ def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def check_arguments(call: str, **values: object) -> None:
-    """Check that each argument is what its name implies.
+    """Check that each argument has the type that the parameter's name implies.
 
     Raises:
         UsageError: An argument has the wrong type. The message names the call and each wrong argument, and says whether

@@ -338,9 +338,9 @@ class FSDPConfig:
 
     @property
     def reshard(self) -> bool | int:
-        """What to do with the parameters of all units except the root after forward.
+        """How the parameters of all units except the root are treated after forward.
 
-        True frees them, False keeps them, a number reshards them to that many ranks.
+        True frees the parameters, False keeps them, and a number reshards them over that many ranks.
         """
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward

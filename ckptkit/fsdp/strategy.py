@@ -221,7 +221,7 @@ class FSDPStrategy:
 
     @property
     def context_parallel_mesh(self) -> DeviceMesh | None:
-        """The 1-D mesh of ranks that have this rank's samples and split their sequences; None if `cp` is 1.
+        """The 1-D mesh of the ranks among which this rank's sequences are split. None if `cp` is 1.
 
         The first access creates process groups. Like `prepare_model`, it must happen at the same point on all ranks.
         """

@@ -450,7 +450,7 @@ def _set_reduction(unit: FSDPModule, mesh: DeviceMesh, config: FSDPConfig) -> No
 
 
 def _set_prefetch(model: nn.Module, units: Units, config: FSDPConfig) -> None:
-    """Set which units each unit prefetches, where this differs from FSDP2's default."""
+    """Set the units that each unit prefetches, if they differ from FSDP2's default."""
     single = {model.get_submodule(group[0]) for group in units if len(group) == 1}
     forward = list(dict.fromkeys(_in_order(model, single, backward=False)))
     backward = list(dict.fromkeys(_in_order(model, single, backward=True)))

@@ -1,7 +1,7 @@
 """Defines the built-in key maps, and chooses the map that a checkpoint needs.
 
-Each map changes a training framework's tensor names to the names on the Hub. "inverse:NAME" does the opposite. The
-model's `model_type` decides how experts are laid out: as transformers 5 saves them (see its `conversion_mapping`).
+Each map changes a training framework's tensor names to the names on the Hub. "inverse:NAME" does the opposite. Experts
+get the layout in which transformers 5 saves the model's `model_type` (see `conversion_mapping` in transformers).
 """
 
 from __future__ import annotations

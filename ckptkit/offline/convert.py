@@ -281,7 +281,7 @@ def key_map_of(named: NameMap | str | None) -> NameMap | None:
 def choose(
     source: Source, to: Format, options: ExportOptions, base: str | None, storage_options: Mapping[str, Any] | None
 ) -> HFExport:
-    """Return the contents of the result: tensors under their new names, and small files."""
+    """Return the planned contents of the result: tensors under their new names, and small files."""
     known = own = None
     if base is not None:
         from ckptkit.offline.export.base import beside_source, open_base

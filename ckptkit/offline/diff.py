@@ -626,7 +626,7 @@ class _Comparison:
         return TensorDiff(self.name, self.a.shape, dtypes, self.elements, self.max_abs, max_rel, _cosine(sums), sums)
 
     def add(self, x: Bytes, y: Bytes) -> None:
-        """Compare a tile of both tensors, which must not be empty."""
+        """Compare a non-empty tile of the first tensor with the same tile of the second."""
         u, v = _numbers(x, self.a.dtype), _numbers(y, self.b.dtype)
         self.counted = u is not None and v is not None and len(u) == len(v)
         if u is not None and v is not None and self.counted and self.a.dtype != self.b.dtype:

@@ -61,8 +61,8 @@ class _Reading:
 
     Attributes:
         why: The command's name, recorded in the pins.
-        ours: ckptkit checkpoints, with the URLs that were requested.
-        seen: Sources in other formats, with their files' identities.
+        ours: The sources that are ckptkit checkpoints, each with the URL that was requested.
+        seen: The sources in other formats, each with the identities of its files.
     """
 
     why: str
@@ -310,7 +310,7 @@ def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
 
 
 def earlier_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the URL of the last committed checkpoint of the run before the one at `url`, or ""."""
+    """Return the URL of the run's last committed checkpoint before the checkpoint at `url`, or ""."""
     from ckptkit.checkpoint.run.inventory import list_checkpoints
 
     try:

@@ -184,7 +184,8 @@ def _sequence(
 ) -> int:
     """Return the result's position in the run at `parent`.
 
-    This is the source's position if the source is in the same run. Otherwise, the step determines the position. Checkpoints in the same position are ordered by step, then by date.
+    This is the source's position if the source is in the same run. Otherwise, the step determines the position.
+    Checkpoints in the same position are ordered by step, and then by date.
     """
     from ckptkit.checkpoint.run.inventory import list_checkpoints
     from ckptkit.storage.open import open_store

@@ -75,7 +75,7 @@ class VerifyReport:
         return not self.problems
 
     def summary(self) -> str:
-        """Return one line that says what was verified and what was not."""
+        """Return one line that says what was verified and what could not be verified."""
         if self.problems:
             count = len(self.problems)
             if all(isinstance(problem, UnreadableFile) for problem in self.problems):

@@ -149,7 +149,7 @@ class Gatherer:
         return data, infinite
 
     def _in_pieces(self, tensor: ComputedTensor) -> Computed:
-        """Compute a tensor piece by piece. Each piece is still in the cache when it is used."""
+        """Compute a tensor piece by piece, so that each piece is still in the cache when it is used."""
         itemsizes = [dtype_of(target.dtype).itemsize for target in tensor.inputs]
         size, numel = dtype_of(tensor.dtype).itemsize, tensor.numel
         infinite = 0

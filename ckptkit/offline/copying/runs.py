@@ -122,7 +122,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """The runs [first, stop). `records` are the digests whose bytes all belong to this step."""
+    """A step that copies the runs [first, stop). `records` lists the digests whose bytes are all in this step."""
 
     first: int
     stop: int
@@ -446,7 +446,7 @@ def _in_order(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> tu
 
 
 def _split(runs: Runs, origins: Sequence[Origin], records: RecordTable, ratios: Int64) -> Runs:
-    """Split long runs into several, so that workers can share the work. Keep runs whose bytes must stay in order."""
+    """Split long runs, so that workers can share the work. Runs whose bytes must stay in order are not split."""
     decoded, forwards = _in_order(runs, origins, records)
     counts = np.where(decoded | forwards | (runs.ends > 0), 1, np.maximum(1, -(-runs.nbytes // _STEP)))
     return _cut(runs, counts, np.zeros(len(runs), np.int64), _STEP, ratios)

@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a name component that is a numb
 
 
 def split_layer(fqn: str) -> tuple[str, str]:
-    """Return the layer and the module, as in ("model.layers.3", "mlp.w"), or ("", fqn) outside of the layers."""
+    """Return a name's layer and module, such as ("model.layers.3", "mlp.w"), or ("", fqn) outside of layers."""
     match = _LAYER.search(fqn)
     return (fqn[: match.end() - 1], fqn[match.end() :]) if match else ("", fqn)
 

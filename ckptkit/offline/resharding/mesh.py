@@ -220,7 +220,7 @@ def _sizes(text: str | Mapping[str, int] | None) -> tuple[dict[str, int], tuple[
 
 
 def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
-    """Return the cut of a tensor with these placements on a mesh with these dimension names.
+    """Return the sharding (`Cut`) of a tensor with these placements on a mesh with these dimension names.
 
     "tp" or a synonym in a dimension's name means tensor parallelism, and "shard" or a synonym means FSDP. If the names
     do not show this ("dim0"), the order decides, because FSDP2 keeps tensor parallelism innermost. The first shard and
