@@ -872,7 +872,8 @@ class _Planner:
         if not models and self.entries(Role.MODEL):
             self.plan.skipped.setdefault("model", "not in the training state")
         elif "" not in models:  # each saved name starts with its model's name
-            for name in {fqn.partition(".")[0] for fqn in self.entries(Role.MODEL)} - set(models):
+            saved = dict.fromkeys(fqn.partition(".")[0] for fqn in self.entries(Role.MODEL))
+            for name in (name for name in saved if name not in models):
                 self.plan.skipped.setdefault(section("model", name), "not in the training state")
 
 
@@ -986,7 +987,7 @@ def _lacking_states(plan: OptimizerPlan) -> list[str]:
     for group in plan.optimizer.param_groups:
         fqns = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
         states = {fqn: frozenset(plan.states.get(fqn, ())) | frozenset(plan.values.get(fqn, ())) for fqn in fqns}
-        kinds = set(states.values())
+        kinds = dict.fromkeys(states.values())
         for fqn, own in states.items():
             if not own:
                 continue  # the optimizer never updated this parameter

@@ -24,7 +24,7 @@ from ckptkit.formats.dcp.subclasses import SEPARATOR, Recipe, outer_name
 from ckptkit.formats.hf.torchao import describe_tensors, stored_name
 from ckptkit.offline.copying.plan import OutputFile, OutputTensor
 from ckptkit.offline.export.base import BaseModel, WantedTensor, beside_source, export_config
-from ckptkit.offline.export.weights import ExportOptions, matches, select_targets
+from ckptkit.offline.export.weights import ExportOptions, matches, select_targets, several_models
 from ckptkit.storage.store import Store
 from ckptkit.units import counted, first_few
 
@@ -135,6 +135,8 @@ def plan_export(
         tensors, kind = _adapter_tensors(draft, split), "adapter"
     else:
         tensors, kind = _model_tensors(draft, split, quantized, store), "model"
+        if not draft.base.wanted:  # otherwise, the comparison with the base names the other models' tensors
+            draft.notes += several_models([catalog.tensors[key] for t in tensors.values() for key in t.sources])
     return _finish(draft, tensors, "adapter" if kind == "adapter" else "model", store.url)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +18,7 @@ from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.subclasses import lower_bits_of, outer_name
 from ckptkit.formats.hf.torchao import CLASSES
 from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
-from ckptkit.units import counted
+from ckptkit.units import counted, first_few
 
 if TYPE_CHECKING:
     from ckptkit.keymaps.keymap import NameMap
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _SHOWN = 5  # how many tensors an error lists
 
+_NUMBERED = re.compile(r"model_\d+")  # the name that readers give to one of several models without a name
 _EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returned; in TransformerEngine, a tensor
 
 # --- the options of an export
@@ -107,7 +110,7 @@ def select_targets(
     lower = _lower_bits(catalog, options.weights, options.dtype)
     chosen = choose_weights(catalog, "model" if lower else options.weights, dtype=options.dtype)
     found = Selection("master" if lower else chosen.weights, notes=list(chosen.notes), lower_bits=lower)
-    names = strip_infixes(chosen.entries)
+    names = unwrapped = strip_infixes(chosen.entries)
     if options.strip_prefix:
         kept = strip_prefix(names.values(), options.strip_prefix)
         for name, short in names.items():
@@ -115,13 +118,13 @@ def select_targets(
                 found.dropped[chosen.entries[name].name] = f"lacks the prefix {options.strip_prefix!r}"
         names = {name: kept[short] for name, short in names.items() if short in kept}
     elif wanted and not set(wanted) <= set(names.values()):
-        names = _without_wrapper(names, frozenset(wanted), found)
+        names = _without_wrapper(names, chosen.entries, frozenset(wanted), options, found)
     recipes = recipes_of(catalog)
     known: list[tuple[str, ...]] = []
     for name, short in names.items():
         entry = chosen.entries[name]
         outer = outer_name(entry.name, recipes)
-        own: tuple[str, ...] = (short, entry.name)
+        own: tuple[str, ...] = tuple(dict.fromkeys((short, unwrapped[name], entry.name)))
         if outer != entry.name:
             own += (short.removesuffix(entry.name[len(outer) :]), outer)
         known.append(own)
@@ -180,17 +183,82 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions, *
         )
 
 
-def _without_wrapper(names: dict[str, str], wanted: frozenset[str], found: Selection) -> dict[str, str]:
-    """Strip a wrapper's prefix: a prefix that the base model's names do not have."""
-    probe = max(wanted, key=len)
+def _without_wrapper(
+    names: dict[str, str],
+    entries: Mapping[str, TensorEntry],
+    wanted: frozenset[str],
+    options: ExportOptions,
+    found: Selection,
+) -> dict[str, str]:
+    """Strip a wrapper's prefix: a prefix that the base model's names do not have.
+
+    If the names of several models match the base, the globs choose one of them, then the name "model", then the number
+    of names that match.
+
+    Raises:
+        UsageError: Several models match the base equally well.
+    """
     before = len(wanted - set(names.values()))
-    for prefix in {short[: -len(probe)] for short in names.values() if short.endswith("." + probe)}:
-        inside = {name: short.removeprefix(prefix) for name, short in names.items()}
-        missing = len(wanted - set(inside.values()))
-        if missing <= len(wanted) // 20 and missing < before and len(set(inside.values())) == len(inside):
-            found.notes.append(f"the prefix {prefix!r} was stripped: {len(wanted) - missing} names match the base")
-            return inside
-    return names
+    allowed = min(len(wanted) // 20, before - 1)
+    hits: Counter[str] = Counter()  # how many of the base's names follow each prefix
+    for short in names.values():
+        at = short.find(".") + 1
+        while at:
+            hits[short[:at]] += short[at:] in wanted
+            at = short.find(".", at) + 1
+    missing: dict[str, int] = {}
+    for prefix in (prefix for prefix, count in hits.items() if before - count <= allowed):
+        inside = {short.removeprefix(prefix) for short in names.values()}
+        if len(inside) == len(names) and (lost := len(wanted - inside)) <= allowed:
+            missing[prefix] = lost
+    if not missing:
+        return names
+    chosen = [prefix for prefix in missing if _selects(options, names, entries, prefix)] or [*missing]
+    chosen = [prefix for prefix in chosen if prefix.startswith("model.")] or chosen
+    chosen = [prefix for prefix in chosen if missing[prefix] == min(missing[other] for other in chosen)]
+    first = chosen[0]
+    if len(chosen) > 1:
+        raise UsageError(
+            f"several models in the checkpoint match the base: their names start with {_listed(chosen)}. Choose one "
+            f"with --strip-prefix {first.removesuffix('.')} or --include '{first}*'."
+        )
+    others = [prefix for prefix in missing if prefix != first]
+    also = f"; names after {_listed(others)} match too, and --strip-prefix chooses them" if others else ""
+    found.notes.append(f"the prefix {first!r} was stripped: {len(wanted) - missing[first]} names match the base{also}")
+    return {name: short.removeprefix(first) for name, short in names.items()}
+
+
+def _selects(options: ExportOptions, names: Mapping[str, str], entries: Mapping[str, TensorEntry], prefix: str) -> bool:
+    """Return whether --include and --exclude leave any tensor under the prefix."""
+    if not options.include and not options.exclude:
+        return True
+    for name, short in names.items():
+        if short.startswith(prefix):
+            own = (short.removeprefix(prefix), short, entries[name].name)
+            if (not options.include or matches(options.include, *own)) and not matches(options.exclude, *own):
+                return True
+    return False
+
+
+def _listed(prefixes: Collection[str]) -> str:
+    return first_few([repr(prefix) for prefix in prefixes])
+
+
+def several_models(entries: Collection[TensorEntry]) -> tuple[str, ...]:
+    """Return a note if the tensors belong to several models, so that their names start with a model's name."""
+    models: dict[str, None] = {}
+    for entry in entries:
+        top = entry.fqn.partition(".")[0]
+        in_dict = len(entry.key) == 2 and "." in str(entry.key[1]) and entry.fqn == f"{entry.key[0]}.{entry.key[1]}"
+        named = entry.name == f"model_{entry.fqn}" or _NUMBERED.fullmatch(top)
+        models[f"{top}." if named or in_dict else ""] = None
+    if len(models) < 2:
+        return ()
+    listed = first_few([repr(prefix) if prefix else "no model's name" for prefix in models])
+    return (
+        f"the export contains {len(models)} models, whose names start with {listed}; transformers and vLLM load one. "
+        "--strip-prefix or --exclude chooses one",
+    )
 
 
 def matches(patterns: tuple[str, ...], *names: str) -> bool:

@@ -220,7 +220,7 @@ def _add_groups(
     for entry in catalog.tensors.values():
         if entry.role is Role.OPTIMIZER and entry.fqn:
             having.setdefault(sections[_prefix(entry.name)], set()).add(entry.fqn)
-    for section in set(sections.values()):
+    for section in dict.fromkeys(sections.values()):
         if not found.trees.get(section, {}).get(_GROUPS):
             found.trees.pop(section, None)
             found.notes.append(f"{section}: the source has no settings (lr, betas); the new job's settings stay")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from ckptkit import TrainState
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
 from ckptkit.errors import (
     CheckpointMismatchError,
@@ -32,6 +33,7 @@ from ckptkit.offline.export.hf import HFExport, export_tensors, plan_export
 from ckptkit.offline.export.model_card import CardFacts, model_card, source_fingerprint
 from ckptkit.offline.export.weights import ExportOptions
 from ckptkit.storage.open import open_store
+from tests.checkpoint.states import save
 from tests.offline.exports import Planned, assert_same, planned, read_model, write_model
 
 Names = tuple[str, ...]
@@ -104,6 +106,59 @@ def test_names_are_cleaned_and_what_is_left_out_is_reported(tmp_path, source, ba
     if base is None and not options:
         told, dropped, _ = export_tensors(found.catalog, options=ExportOptions())
         assert (set(told), set(dropped)) == (names, set(leftovers))
+
+
+def _models(*models: str) -> Names:
+    return tuple(f"{model}.{name}" for model in models for name in ("model.a", "lm_head.w"))
+
+
+_HUB = ("model.a", "lm_head.w")
+
+
+@pytest.mark.parametrize(("others", "options", "chosen"), [
+    ((*"abcdefgh", "model", "ema.module"), {}, "model"),  # the main model, and not another that fits as well
+    (("actor", "ref"), {"include": ("actor.*",)}, "actor"),
+    (("actor", "ref"), {"exclude": ("actor.*",)}, "ref"),
+    (("model", "ref"), {"include": ("ref.*",)}, "ref"),
+])  # fmt: skip
+def test_of_several_models_that_match_the_base_the_main_or_selected_one_gets_its_names(
+    tmp_path: Path, others: Names, options: dict[str, Names], chosen: str
+) -> None:
+    found = export(tmp_path, _models(*others), _HUB, **options)
+    sources = {tensor.name: tensor.sources for tensor in found.export.tensors if tensor.name in _HUB}
+    assert sources == {name: (f"{chosen}.{name}",) for name in _HUB}
+    assert any(f"the prefix '{chosen}.' was stripped" in note for note in found.export.notes)
+
+
+def test_the_model_with_most_of_the_bases_names_gets_them(tmp_path: Path) -> None:
+    layers = tuple(f"l.{i}" for i in range(39))
+    parts = {"b": layers, "a": (*layers, "head"), "c": layers}
+    found = export(tmp_path, tuple(f"{m}.{n}" for m, names in parts.items() for n in names), parts["a"])
+    sources = {tensor.name: tensor.sources for tensor in found.export.tensors}
+    assert {name: sources[name] for name in parts["a"]} == {name: (f"a.{name}",) for name in parts["a"]}
+
+
+def test_several_models_that_match_the_base_equally_are_refused_with_the_options_that_choose(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'actor\.', 'ref\.'.*--strip-prefix actor or --include 'actor\.\*'"):
+        export(tmp_path, _models("actor", "ref"), _HUB)
+    assert export(tmp_path, _models("actor", "ref"), _HUB, strip_prefix="ref").names == {*_HUB}
+
+
+def test_an_export_of_several_models_without_a_base_is_noted(tmp_path: Path) -> None:
+    def noted(source: Path, **options: Any) -> list[str]:
+        return [note for note in planned(source, **options).export.notes if "2 models" in note]
+
+    save(tmp_path / "run", TrainState(model={"actor": torch.nn.Linear(2, 2), "ref": torch.nn.Linear(2, 2)}, rng=False))
+    torch.save({"gan": {"a.w": torch.ones(2)}, "critic": {"a.w": torch.ones(2)}}, tmp_path / "two.pt")
+    (tmp_path / "state").mkdir()
+    for name in ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin"):
+        torch.save({"a.w": torch.ones(2)}, tmp_path / "state" / name)
+    assert "'actor.', 'ref.'" in noted(tmp_path / "run")[0]
+    assert "'gan.', 'critic.'" in noted(tmp_path / "two.pt")[0]
+    assert "no model's name, 'model_1.'" in noted(tmp_path / "state")[0]
+    assert not noted(tmp_path / "run", strip_prefix="actor")
+    torch.save({"model": {"layer.a.w": torch.ones(2), "head.w": torch.ones(2)}}, tmp_path / "one.pt")
+    assert not noted(tmp_path / "one.pt")
 
 
 def test_a_glob_that_matches_nothing_is_noted(tmp_path: Path) -> None:
