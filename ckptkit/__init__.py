@@ -1,10 +1,10 @@
 """Checkpoint management and conversion for PyTorch.
 
-The packages, from the lowest layer up (each imports only from lower layers):
+The packages, from the lowest layer up (a package imports only from lower layers):
 
-- `errors`, `units`: the exceptions; parsing of sizes and durations.
+- `errors`: the exceptions. `units`: parsing of sizes and durations.
 - `catalog`: which tensors a checkpoint contains, and where their bytes are. `storage`: bytes at a URL.
-- `formats`: the readers and writers of each format; a reader returns a `Catalog`.
+- `formats`: the readers and writers of each format. A reader returns a `Catalog`.
 - `checkpoint`: saving, keeping and loading the checkpoints of one run (`CheckpointManager`).
 - `fsdp`: the FSDP2 runtime of a training job. `offline`: convert, merge, reshard, copy, verify, diff, inspect, prune.
 - `integrations`, `cli`: other frameworks, and the command line.

@@ -37,9 +37,9 @@ __all__ = [
 
 
 def command_line(*words: str) -> str:
-    """Return a ckptkit command line for a message. It is quoted for the shell and has the storage options of its URLs.
+    """Return a ckptkit command line for a message, quoted for the shell and with the storage options of its URLs.
 
-    Within a sentence, put it in backticks, so that users do not copy the punctuation after it.
+    Within a sentence, put the command line in backticks, so that users do not copy punctuation with it.
     """
     import shlex  # imported lazily, because only errors need it
 
@@ -153,7 +153,7 @@ class IncompleteCheckpointError(CorruptCheckpointError):
 
 
 class IntegrityError(CorruptCheckpointError):
-    """Bytes do not match the digest that was recorded when they were written."""
+    """The bytes of a file do not match the digest that was recorded when the file was written."""
 
 
 class UnsafePickleError(CorruptCheckpointError):
@@ -200,7 +200,7 @@ class NoSpaceError(SaveError, OSError):
 
 
 class LeaseHeldError(SaveError):
-    """Another live job writes to this run: it holds the run's lease, a lock that expires."""
+    """Another live job writes to this run and holds the run's lease, a lock that expires."""
 
 
 class StorageError(CkptkitError, OSError):

@@ -1,4 +1,4 @@
-"""Pauses Python's garbage collector while many objects are created, such as those in a catalog or a plan."""
+"""Pauses Python's garbage collector while many objects are created, such as the objects of a catalog or a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets up ckptkit's logger: it prints nothing itself, adds the rank to each record and removes credentials."""
+"""Sets up ckptkit's logger, which prints nothing itself, adds the rank to each record and removes credentials."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_once(logger: logging.Logger, what: str, text: str, *args: object) -> None:
-    """Log a warning only once per process for each pair of `what` and `text`. Use it for persistent conditions, such as
-    a file that cannot be deleted."""
+    """Log a warning only once per process for each pair of `what` and `text`.
+
+    Intended for persistent conditions, such as a file that cannot be deleted.
+    """
     if (what, text) not in _warned:
         _warned.add((what, text))
         logger.warning(f"%s {text}", what, *args)

@@ -1,4 +1,4 @@
-"""Parses and formats sizes and durations. No other module parses them."""
+"""Parses and formats sizes and durations, for all other modules."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The command line. It parses arguments, calls the library and prints results; the work is done elsewhere."""
+"""Implements the command line: parses arguments, calls the library and prints results."""

@@ -80,9 +80,9 @@ def _refuse_empty(context: click.Context) -> None:
 
 
 def if_interrupted(words: str | Callable[[], str]) -> None:
-    """Set the message to print on Ctrl-C. It says what is left and how to continue.
+    """Set the message to print on Ctrl-C, which says what is left and how to continue.
 
-    If `words` is a callable, it is called on Ctrl-C and returns the message.
+    A callable `words` is called on Ctrl-C and returns the message.
     """
     click.get_current_context().meta["ckptkit.interrupted"] = words
 

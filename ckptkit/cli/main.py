@@ -1,4 +1,7 @@
-"""Runs the `ckptkit` command. Imports a subcommand's module only when it is called, which keeps --help fast."""
+"""Runs the `ckptkit` command.
+
+The module of a subcommand is imported only when the subcommand is called, which keeps --help fast.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ def _epilog(first: str, second: str, page: str) -> str:
 
 
 class _Commands(click.Group):
-    """A click group that imports a subcommand only when it is called."""
+    """A click group that imports the module of a subcommand only when the subcommand is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

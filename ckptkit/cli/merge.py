@@ -1,4 +1,4 @@
-"""`ckptkit merge`: average several checkpoints, or the newest ones of a run."""
+"""`ckptkit merge`: average several checkpoints, or the newest checkpoints of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines click options that --help lists in groups, and choices that suggest a spelling."""
+"""Defines click options that --help lists in groups, and choices whose errors suggest the right spelling."""
 
 from __future__ import annotations
 

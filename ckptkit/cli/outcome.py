@@ -55,7 +55,7 @@ def carry_out(function: Callable[..., ConvertReport], src: Any, dst: str, *, as_
     """Run `convert`, `merge` or `reshard`, and print its report.
 
     Raises:
-        SystemExit: The dry run found that the real run would fail. The exit code is 1.
+        SystemExit: This was a dry run, and the real run would fail. The exit code is 1.
     """
     if_interrupted(lambda: interrupted_words(dst, overwrite=options["overwrite"]))
     with progress_bar(function.__name__) as progress:

@@ -198,7 +198,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
         """Make "last" a link to the checkpoint just saved. Save a copy only if a link is impossible.
 
-        Rotation keeps the link's target, because it is the newest checkpoint.
+        Rotation keeps the link's target, because the target is the newest checkpoint.
         """
         saved = self._last_checkpoint_saved
         fresh = bool(saved) and self._last_global_step_saved == trainer.global_step
@@ -215,10 +215,11 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             raise StorageError(saved, f"linking {self.last_model_path} to it failed: {problem}")
 
     def _linked(self, saved: str, monitor_candidates: Any) -> tuple[str, str]:
-        """Create the link. Return the link's path and an error message, or "". Only rank 0 calls this.
+        """Create the link "last". Return the link's path, and an error message ("" if there was no error).
 
-        Replaces a link, or a checkpoint that this callback saved. Does not replace another run's data or the checkpoint
-        that this run was resumed from. Instead, a version is added to the link's name, as in Lightning.
+        Only rank 0 calls this. Replaces a link, or a checkpoint that this callback saved. Does not replace another
+        run's data or the checkpoint that this run was resumed from. Instead, a version is added to the link's name, as
+        in Lightning.
         """
         version: int | None = None
         try:
@@ -236,7 +237,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             return saved, str(error)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        """Remove a checkpoint, unless it is in the directory of the newest checkpoint, where the policy decides."""
+        """Remove a checkpoint, unless the policy decides because the newest checkpoint is in the same directory."""
         if os.path.dirname(filepath) != os.path.dirname(self._last_checkpoint_saved) and trainer.is_global_zero:
             remove_checkpoint(filepath, storage_options=self._storage_options)
 

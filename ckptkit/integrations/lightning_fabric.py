@@ -35,7 +35,7 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
     """Shards each module passed to `fabric.setup` with FSDP2, on any device.
 
     `fabric.save` and `fabric.load` write and read committed checkpoints, which resume on any number of ranks. Call
-    `fabric.setup(module)` first, then create the optimizer and pass it to `fabric.setup_optimizers`.
+    `fabric.setup(module)` first, then create the optimizer and pass the optimizer to `fabric.setup_optimizers`.
 
     Args:
         config: An FSDPConfig, or a dict with fields of FSDPConfig. The field `state_dict_type` also applies to the
@@ -88,7 +88,7 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         return self._watch is not None and self._watch.agreed()
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> NoReturn:
-        """Raise UsageError, because an optimizer created before its module was sharded would train nothing."""
+        """Raise UsageError, because an optimizer that was created before the module was sharded would train nothing."""
         raise UsageError(
             f"fabric.setup({type(module).__name__}, optimizer): FSDP2 replaces the parameters of the optimizer. "
             "Call model = fabric.setup(model) first, create the optimizer from model.parameters(), then call "
@@ -120,10 +120,11 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         storage_options: Any = None,
         filter: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save the modules, optimizers and other values in `state`, and return once they are durable.
+        """Save the modules, optimizers and other values in `state`, and return once the checkpoint is durable.
 
         All ranks must call this. Values are saved once, but the state of dataloaders is saved for each rank. The
-        checkpoint's step is the value of "global_step", "step", "iteration" or "iter_num", or 0 if there is none.
+        checkpoint's step is the value of "global_step", "step", "iteration" or "iter_num", or 0 if `state` has no such
+        key.
 
         Args:
             storage_options: Not supported in this method. Pass the options to the strategy.

@@ -66,12 +66,12 @@ def gathered_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
 
 
 def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load rank 0's tensors into a live model. All ranks must call this; ranks other than 0 pass {}.
+    """Load rank 0's tensors into a live model. All ranks must call this. Ranks other than 0 pass {}.
 
     Casts to another dtype are logged.
 
     Raises:
-        CheckpointMismatchError: Names, shapes, or the values of tied weights differ; nothing was changed. All ranks
+        CheckpointMismatchError: Names, shapes, or the values of tied weights differ. Nothing was changed. All ranks
             raise the same error.
     """
     live = model_tensors(module)[0]
@@ -176,7 +176,7 @@ def placed_like(live: Any, value: Any) -> Any:
 
 
 def _from_main(look: Callable[[], T]) -> T:
-    """Call `look` on rank 0 and return its result on every rank. If `look` raises, all ranks raise the error."""
+    """Call `look` on rank 0 and return the result on every rank. If `look` raises, all ranks raise the error."""
     with closing(Coordinator()) as coordinator:
         return coordinator.decide(look, "giving every rank its part of the checkpoint")
 

@@ -37,11 +37,11 @@ _BETWEEN = "between"  # between epochs, and nothing is left to do
 class FitPosition:
     """Lets a Trainer continue from any checkpoint as if it had not been interrupted.
 
-    Lightning's loops guess from their counters where a checkpoint was saved, and guess wrong at the end of an epoch, in
-    a validation, and with `max_steps`. They then repeat or skip batches, validations and hooks. A FitPosition records
-    the missing information with a save. After a load, it sets the counters to a position between two batches or between
-    two epochs, because Lightning continues correctly from there. It then runs whatever the saved run had left to do
-    before that position.
+    Lightning's loops derive from counters where a checkpoint was saved. The result is wrong at the end of an epoch, in
+    a validation, and with `max_steps`, and the loops then repeat or skip batches, validations and hooks. A FitPosition
+    saves the missing information. After a load, the FitPosition sets the counters to a position between two batches or
+    between two epochs, from which Lightning continues correctly. Work that the saved run had to do before that position
+    is done by the FitPosition.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -130,7 +130,7 @@ class FitPosition:
         return trainer.state.fn == TrainerFn.FITTING and trainer.validating and not finished
 
     def weights_are_replaced(self) -> bool:
-        """Return whether the model currently has other weights than those being trained.
+        """Return whether other weights are currently in place of the weights being trained.
 
         Callbacks that average weights put the average into the model during a validation.
         """
@@ -172,7 +172,7 @@ class FitPosition:
                 restore_rng(now)
 
     def _problem(self) -> str | None:
-        """Return why no run can continue exactly from the current position; None if a run can."""
+        """Return why no run can continue exactly from the current position; None if exact continuation is possible."""
         loop, module = self._trainer.fit_loop.epoch_loop, self._trainer.lightning_module
         batch = loop.batch_progress.current
         if batch.ready != batch.processed:

@@ -21,7 +21,9 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 def group_sizes(
     world_size: int, *, dp: Size, tp: Size, cp: int = 1, has_plan: bool = False, nodes: int = 1
 ) -> tuple[int, int]:
-    """Return the numbers of (data-parallel, tensor-parallel) ranks. A number that is "auto" is computed from the other.
+    """Return the numbers of (data-parallel, tensor-parallel) ranks.
+
+    If one number is "auto", it is computed from the other number.
 
     If both are "auto" and there is a custom plan, each node is one tensor-parallel group, as in NeMo and Lightning.
     Without a plan, all ranks are data-parallel.

@@ -1,4 +1,4 @@
-"""Lets all ranks of a Trainer stop at the same batch when any of them receives SIGTERM."""
+"""Lets all ranks of a Trainer stop at the same batch when any rank receives SIGTERM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GATHER_S = 60.0  # how long to wait for the other ranks after an exception
 
 
 class StopSignal:
-    """Replaces the handler for SIGTERM that the Trainer installs while it runs. All ranks must create it together.
+    """Replaces the Trainer's handler for SIGTERM while the Trainer runs. All ranks must create this object together.
 
     Lightning's handler joins a broadcast as soon as a rank receives the signal. The ranks hang unless all of them
     receive the signal at the same point of the training. The handler of this class only records the signal. Between two
@@ -61,7 +61,7 @@ class StopSignal:
             raise SIGTERMException
 
     def prepare_validation(self) -> None:
-        """Find out whether all ranks have equally many batches, and therefore can agree after each batch."""
+        """Find out whether all ranks have the same number of batches and therefore can agree after each batch."""
         loop = self._trainer.fit_loop.epoch_loop.val_loop
         loaders = loop._combined_loader.flattened
         uncertain = any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders)

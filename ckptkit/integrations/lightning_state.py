@@ -101,7 +101,8 @@ class LightningCheckpoints:
     All ranks create this object and call its methods together, or a single rank does so with its own group.
 
     Args:
-        retention: The policy for a directory. Lightning also removes checkpoints itself.
+        retention: The policy by which the checkpoints in a directory are rotated. Lightning also removes checkpoints
+            itself.
         group: The ranks that take part; None means all.
     """
 
@@ -326,7 +327,7 @@ def _owner(record: CommitRecord) -> str | None:
 
 
 def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Remove the checkpoint at a path, if there is one. If the path is a link, remove only the link.
+    """Remove the checkpoint at a path, if it exists. If the path is a link, remove only the link.
 
     Does not communicate. Errors are only logged, because only rank 0 calls this function and the other ranks would wait
     for rank 0.
@@ -361,7 +362,7 @@ def _remove(filepath: str | Path, storage_options: Mapping[str, Any] | None) -> 
 
 
 def _foreign(place: Path) -> list[str]:
-    """Return those files in a Lightning checkpoint's directory that are not part of the checkpoint."""
+    """Return the files in a Lightning checkpoint's directory that do not belong to the checkpoint."""
     return [path for path in foreign_paths(LocalStore(place)) if path != "meta.pt"]
 
 
@@ -418,7 +419,7 @@ def _plain(value: Any, path: str, texts: list[str]) -> Any:
 
 
 def _taken_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Remove the dataloaders' state from the loops' state and return it.
+    """Remove the dataloaders' state from the loops' state. Return the dataloaders' state.
 
     No other part of the loops' state differs between ranks.
     """

@@ -65,9 +65,9 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     ranks, training continues bit-identically.
 
     Args:
-        data_parallel_size, tensor_parallel_size, context_parallel_size: Numbers of ranks. If one is "auto", it is
-            computed from the others. If both the data-parallel and the tensor-parallel size are "auto", all ranks are
-            data-parallel; with a `custom_tp_plan`, each node is one tensor-parallel group instead.
+        data_parallel_size, tensor_parallel_size, context_parallel_size: Numbers of ranks. If one number is "auto", it
+            is computed from the other numbers. If both the data-parallel and the tensor-parallel size are "auto", all
+            ranks are data-parallel; with a `custom_tp_plan`, each node is one tensor-parallel group instead.
         sequence_parallel: Not supported; put the sequence-parallel styles into `custom_tp_plan`.
         offload_policy, cpu_offload: If set, parameters and gradients stay on the host.
         data_sampler: An object whose `transform_dataloader` is applied to every dataloader.
@@ -302,7 +302,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         return super().training_step(*args, **kwargs)
 
     def restore_pending(self) -> None:
-        """Apply the optimizer state if its load was deferred and is not done yet. All ranks must call this."""
+        """Apply a deferred optimizer state, unless this was already done. All ranks must call this."""
         pending = self._pending
         if pending is None:
             return
@@ -535,9 +535,9 @@ def _warn_of_garbage(root: nn.Module) -> None:
 
 
 def _refuse_early(optimizers: Iterable[Any], module: nn.Module) -> None:
-    """Raise if an optimizer has parameters that are no longer in the module.
+    """Raise UsageError if an optimizer has parameters that are no longer in the module.
 
-    Such an optimizer would not train the module.
+    The optimizer would not train the module.
     """
     live = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:

@@ -1,4 +1,6 @@
-"""Defines a checkpointer for torchtitan's trainer. It uses a CheckpointManager, and so supports object stores, too.
+"""Defines TorchtitanCheckpointer, which replaces torchtitan's own checkpointer and uses a CheckpointManager.
+
+Object stores are supported, too.
 
 torchtitan 0.3 and its main branch build the checkpointer from the trainer's config:
 
@@ -33,7 +35,7 @@ from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, Usa
 
 
 class _Manager:
-    """Replaces the base class of torchtitan's managers in versions that have no such class."""
+    """Serves as the base class in versions of torchtitan without a base class for checkpoint managers."""
 
     enable: bool
     save_future: Any
@@ -320,7 +322,7 @@ class _ByDataRank:
         self._loader.state_dict()  # creates its iterator before the random state is restored, as a load always does
 
     def merge_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-        """Return the states of all saved ranks as one, from which the dataloader takes its own part. A load calls this.
+        """Return one state that contains the states of all saved ranks. The dataloader picks its own entry.
 
         Raises:
             CheckpointMismatchError: The number of data-parallel ranks has changed.
@@ -337,7 +339,7 @@ class _ByDataRank:
 
 
 class _OneOptimizer:
-    """Presents several optimizers as one. A load sets their groups and states in place."""
+    """Presents several optimizers as one optimizer. A load sets the groups and states of the optimizers in place."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self.state = _States(optimizers)
@@ -356,7 +358,7 @@ class _OneOptimizer:
 
 
 class _States(MutableMapping[Any, Any]):
-    """Presents the states of several optimizers as one mapping. Each parameter's state stays in its own optimizer."""
+    """Presents the states of several optimizers as one mapping. The optimizers keep their states."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers  # not their states, which `load_state_dict` replaces

@@ -36,7 +36,7 @@ from ckptkit.formats.own.record import checkpoint_name
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers' types are not followed
     """Saves model, optimizer, scheduler, random state and the Trainer's own state. Resumes from the newest checkpoint.
 
-    Saves when the Trainer would (`save_strategy`), and every `save_steps` steps. `save_total_limit` and
+    Saves when the Trainer would save (`save_strategy`), and every `save_steps` steps. `save_total_limit` and
     `load_best_model_at_end` keep their meaning.
 
     At the start of training, loads the newest committed checkpoint, on any number of ranks. If `url` has no committed

@@ -116,7 +116,7 @@ def _block() -> memoryview:
 
 
 class Body(io.BytesIO):
-    """A file object that reads a Content. Subclasses BytesIO because HTTP clients copy any other file object."""
+    """A file object that reads a `Content`. Subclasses BytesIO because HTTP clients copy any other file object."""
 
     def __init__(self, content: Content) -> None:
         super().__init__()

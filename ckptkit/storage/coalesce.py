@@ -35,7 +35,7 @@ def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_span: int) 
     """Join nearby ranges of one file into spans, sorted by start.
 
     Args:
-        ranges: Half-open byte ranges (start, stop), in any order; they may overlap.
+        ranges: Half-open byte ranges (start, stop), in any order. Ranges may overlap.
         max_gap: Gaps up to this size are read and discarded.
         max_span: Maximum length, in bytes, of a span that combines several ranges. A single longer range stays one
             span.
@@ -156,7 +156,7 @@ class BlockReader:
         self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto]) -> None:
-        """Fill many views. Errors from the store propagate."""
+        """Fill the views of many reads. Errors from the store propagate."""
         small = [read for read in reads if self._is_small(read)]
         with self._lock:
             self._asked += sum(read.view.nbytes + _CALL for read in small)

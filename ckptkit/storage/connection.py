@@ -72,7 +72,7 @@ class Budget:
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> None:
-        """Wait until `nbytes` fit within the limit, and reserve them.
+        """Wait until `nbytes` more bytes fit within the limit, and reserve these bytes.
 
         A caller that asks for more than the limit waits until all other reservations are released.
         """
@@ -166,7 +166,7 @@ class Connection:
             ) from error
 
     def learn(self, bucket: str, *, conditional: bool) -> None:
-        """Remember whether put-if-absent works in a bucket. Warns if it does not."""
+        """Remember whether put-if-absent works in a bucket. Warns if put-if-absent does not work."""
         before = self.conditional.get(bucket)
         self.conditional[bucket] = conditional
         if not conditional and before is not False:  # warn once, although each put there may fail again

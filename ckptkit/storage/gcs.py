@@ -46,7 +46,7 @@ class GcsApi(FsspecApi):
         return fs
 
     def info(self, name: str) -> Entry:
-        """Return the entry at `name`. Makes one request, or two if `name` is not an object. gcsfs would make three."""
+        """Return the entry at `name`. Makes one request, or two if `name` is not an object (gcsfs: three)."""
         bucket, key, _ = self.fs.split_path(name)
         with _denied():
             if key:
@@ -205,7 +205,7 @@ class GcsUpload:
             raise
 
     def _received(self, start: int, stop: int, *, last: bool) -> int:
-        """Ask the server how much of a failed part it has received. Return the offset where the received bytes end."""
+        """Ask the server how much of a failed part has arrived. Return the offset where the received bytes end."""
         try:
             with _denied():
                 answer, body = self._api.fs.call("PUT", self._place, headers={"Content-Range": "bytes */*"})

@@ -224,7 +224,7 @@ def _is_dead(parent: LocalStore, path: str) -> bool:
 
 
 def adopt(parent: LocalStore, left: Leftover, name: str, nonce: str) -> LocalStore | None:
-    """Take over a dead writer's staging directory and return it. Return None if another process was faster."""
+    """Take over and return a dead writer's staging directory. Return None if another process was faster."""
     path = staging_name(name, nonce)
     old = owner_files(parent, left.path)
     try:

@@ -87,7 +87,7 @@ class Ledger:
         self.done[path] = self.earlier[path]
 
     def drop(self, paths: Iterable[str]) -> None:
-        """Delete objects that an interrupted attempt finished: first their records, then the objects."""
+        """Delete objects that an interrupted attempt finished. The records of the objects are deleted first."""
         dropped = [path for path in paths if path in self.earlier]
         self._store.delete([_record_path(path) for path in dropped])
         self._store.delete(dropped)

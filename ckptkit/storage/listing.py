@@ -24,7 +24,8 @@ def snapshot(store: Store, below: str = "") -> Store:
 class Snapshot(RemoteStore):
     """Answers `info` and `list` from one listing, and downloads each version of a small file only once.
 
-    Paths outside the listing are looked up in the store, and all writes go there. Writes do not change the snapshot.
+    Paths outside the listing are looked up in the store, and all writes go to the store. Writes do not change the
+    snapshot.
 
     Args:
         found: All files under `below`, sorted by path. Paths are relative to the store.

@@ -58,7 +58,7 @@ def start_writing(descriptor: int) -> None:
 
 @functools.cache
 def _libc(name: str, *types: Any) -> Any:
-    """Return a function of the C library, or None if the library does not have it."""
+    """Return a function of the C library, or None if the library has no such function."""
     with contextlib.suppress(OSError, AttributeError):
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
         function.argtypes = types
@@ -108,7 +108,7 @@ class LocalStore(Store):
         Args:
             top: The directory that no symbolic link may leave: the root of the store that was opened first. "" means
                 `root`.
-            must_exist: Whether a write fails if the directory does not exist; see `existing`.
+            must_exist: Whether a write fails if the directory does not exist (see `existing`).
         """
         self.url = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self._top = top or self.url
@@ -122,7 +122,7 @@ class LocalStore(Store):
     has_conditional_writes = True  # `rename` never replaces
 
     def path_of(self, path: str) -> str:
-        """Check `path` and return it as an absolute path. Does not resolve symlinks."""
+        """Check `path` and return the absolute path. Does not resolve symlinks."""
         return f"{self.url}/{checked_path(path)}" if path else self.url
 
     def child(self, path: str) -> LocalStore:
@@ -318,7 +318,7 @@ class LocalStore(Store):
             )
 
     def _to_change(self, path: str) -> str:
-        """Return the absolute path of a file to write, rename or delete. Raises if it is outside the store."""
+        """Return the absolute path of a file to write, rename or delete. Raises if the file is outside the store."""
         full = self.path_of(path)
         if full != self._top:
             self._check_inside(os.path.dirname(full))
@@ -450,7 +450,7 @@ class LocalStore(Store):
                 os.close(fd)
 
     def _make_parents(self, full: str) -> None:
-        """Create the missing directories above `full`. If the store's root is among them, make the root durable."""
+        """Create the missing directories above `full`. If the store's root was missing, make the new root durable."""
         parent = os.path.dirname(full)
         if not self._must_exist:
             created, place = [], self._top

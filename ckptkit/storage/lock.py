@@ -61,7 +61,7 @@ class _State:
 
 
 class Lease:
-    """The exclusive right to write under a root. A thread renews it until `release` or the end of the process."""
+    """The exclusive right to write under a root. A thread renews the lease until it is released or the process ends."""
 
     def __init__(self, root: Store, state: _State, *, since: float, old: Sequence[str] = ()) -> None:
         """Start to renew a lease whose file has been written.
@@ -78,7 +78,7 @@ class Lease:
         Only the lease's owner saves, but other processes may have deleted files since.
         """
         self.wrote_hint = False
-        """Whether the last save under this lease wrote `latest` to an object store, so that it need not be read."""
+        """Whether the last save under this lease wrote `latest` to an object store. If so, it need not be read."""
         self.sequence = 0
         """The sequence number of the last save under this lease."""
         self._state = state
@@ -208,7 +208,7 @@ class Lease:
                 self._renewed = started
 
     def release(self) -> None:
-        """Release the lease, so that the next writer need not wait until it expires. Never raises."""
+        """Release the lease, so that the next writer need not wait until the lease expires. Never raises."""
         self._patience.hurry()  # a renewal may be waiting for an unreachable store
         with Patience(min(BRIEF_S, timeout_s())).entered(), self._lock:
             if self._stop.is_set():
@@ -258,7 +258,7 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event, seconds: float) 
 
 @patient()
 def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callable[[], Store] | None = None) -> Lease:
-    """Take the lease of `root` and return it. Does not wait if the lease is free or its owner is known to be dead.
+    """Take and return the lease of `root`. Does not wait if the lease is free or the lease's owner is known to be dead.
 
     If the owner is on another machine, waits up to `patience_s` (default 45 s) for the owner to renew the lease. A
     renewal shows that the owner is alive, and this call raises.
@@ -268,7 +268,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
             and `tidy` later.
 
     Raises:
-        LeaseHeldError: The owner is alive; the message names it.
+        LeaseHeldError: The owner is alive. The message names the owner.
     """
     for _ in range(100):
         started = _now()

@@ -357,7 +357,7 @@ class RemoteStore(Store):
             self._call(names[0], lambda: self._api.delete(full, folder=folder))  # a retry deletes only what is left
 
     def delete_tree(self, path: str) -> None:
-        """Delete everything under `path`, and abort its unfinished uploads."""
+        """Delete everything under `path`, and abort the unfinished uploads under `path`."""
         folder = self._full(path)
         self._delete([*(item.path for item in self.list(path, recursive=True)), path], folder=folder)
         self.end_uploads(self.unfinished_uploads(path))

@@ -25,7 +25,7 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
 
     Raises:
         UsageError: The URL is empty, lacks its bucket, or contains a password, a token or a signature. Process lists,
-            shell histories and logs would show such secrets.
+            shell histories and logs would show these secrets.
     """
     check_storage_options(storage_options=storage_options)
     protocol, rest = split_url(url)

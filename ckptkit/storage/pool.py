@@ -28,7 +28,7 @@ class WorkerPool(ThreadPoolExecutor):
     """A pool that accepts work until the last thread of the process has ended.
 
     Python's own pools close when the main thread ends, even if another thread, such as a background save, still needs
-    them. Each function runs in the context (`contextvars`) of the caller that submitted it.
+    the pool. Each function runs in the context (`contextvars`) of the caller that submitted it.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -52,7 +52,7 @@ class WorkerPool(ThreadPoolExecutor):
 def result_of(future: Future[T]) -> T:
     """Wait for a future and return its result.
 
-    Waits one second at a time: if another thread receives Ctrl-C, the main thread would otherwise keep waiting.
+    Waits one second at a time. Otherwise, the main thread would keep waiting if another thread receives Ctrl-C.
     """
     while not future.done():
         wait((future,), timeout=1)

@@ -43,7 +43,7 @@ class AttemptStore(RemoteStore):
     def arrived(self) -> dict[str, int]:
         """Return {path: size} for the files that this process wrote and for which the store has returned a tag.
 
-        The tag confirms that the object is complete, not just that it was sent.
+        The tag confirms that the store has the complete object.
         """
         start = len(self._full("", root_allowed=True)) + 1
         return {full[start:]: nbytes for full, nbytes in self._arrived.items()}

@@ -221,7 +221,7 @@ def stage(
     `resume`). For object stores, which have no rename, see `publish_remote`.
 
     Args:
-        file: Publish only this file under `url`. Other files may exist next to it.
+        file: Publish only this file under `url`. Other files may exist in the directory.
         replaceable: Function that raises if the existing target may not be replaced. The function is called again after
             the swap. If it raises then, the old content is not deleted.
         overwrite: Replace an existing target.

@@ -1,9 +1,9 @@
 """Publishes a directory on an object store, which can't rename: the files that readers look for are written last.
 
-A writer owns the whole directory until the writer is done. Its owner file is created with a create-only put. If the
-owner is dead, the next writer takes over: it writes an owner file with the next number, aborts the dead writer's
-uploads, and keeps the objects that were finished. All puts are create-only, so a late put of a dead writer cannot
-replace an object. All objects are checked before the files that readers look for are written.
+A writer owns the whole directory until the writer is done. The writer creates an owner file with a create-only put. If
+the owner is dead, the next writer takes over. The next writer writes an owner file with the next number, aborts the
+dead writer's uploads, and keeps the objects that were finished. All puts are create-only, so a late put of a dead
+writer cannot replace an object. All objects are checked before the files that readers look for are written.
 
 To replace a finished directory, the new content is staged in a folder inside that directory and then copied over the
 old content.
@@ -87,7 +87,7 @@ def stage_remote(
 
 
 def check_remote(target: RemoteStore, replaceable: Replaceable | None) -> None:
-    """Raise CheckpointExistsError if `stage_remote` would raise it. Writes nothing."""
+    """Raise CheckpointExistsError in the same cases as `stage_remote`. Writes nothing."""
     if replaceable is not None and _is_finished(target):
         replaceable(target, "", ())
     else:
@@ -149,7 +149,7 @@ def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | N
     succeeds. Then a single copy request replaces the object.
 
     Raises:
-        CheckpointExistsError: The object may not be replaced, or another process is (or may be) writing it.
+        CheckpointExistsError: The object may not be replaced, or another process may be writing the object.
     """
     check_object(target, name, replaceable)
     overwrite = replaceable is not None
@@ -251,7 +251,7 @@ class _Place:
         raise CheckpointExistsError(f"{self.store.url} is being written by another process.")
 
     def check_free(self, replaceable: Replaceable | None) -> None:
-        """Raise CheckpointExistsError if `take` would raise it."""
+        """Raise CheckpointExistsError in the same cases as `take`. Writes nothing."""
         items = self.look()
         self._check(items, self._previous(items), overwrite=replaceable is not None)
 

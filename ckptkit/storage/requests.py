@@ -37,13 +37,13 @@ class NotConditionalError(StorageError):
 
 
 class LostUploadError(StorageError, FileNotFoundError):
-    """The store has lost an upload, or refuses to complete it. All parts must be sent again."""
+    """The store has lost an upload, or refuses to complete the upload. All parts must be sent again."""
 
 
 def run_together(
     loop: asyncio.AbstractEventLoop, requests: Sequence[Callable[[], Coroutine[Any, Any, T]]]
 ) -> list[T | BaseException]:
-    """Run requests concurrently on the event loop of another thread. Return their results or errors, in order.
+    """Run requests concurrently on the event loop of another thread. Return the results or errors, in order.
 
     No request is still running afterwards, even after Ctrl-C.
 
@@ -116,7 +116,7 @@ class FsspecApi:
     """Whether `page` returns a listing page by page, with one request per page."""
 
     streams = False
-    """Whether a put sends lent memory without copying it."""
+    """Whether a put sends lent memory without a copy."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -244,7 +244,7 @@ class FsspecApi:
         self.fs.cp_file(name, target)
 
     def upload(self, name: str) -> Upload:
-        """Begin an upload in parts, which is create-only if the store supports that."""
+        """Begin an upload in parts. The upload is create-only if the store supports that."""
         return _FileUpload(self.fs.open(name, "wb", autocommit=False, block_size=PART_BYTES))
 
     def delete(self, names: list[str], *, folder: str = "") -> None:
@@ -270,7 +270,7 @@ class FsspecApi:
             raise error
 
     def delete_one(self, name: str) -> None:
-        """Delete an object. Raises FileNotFoundError if the store reports that it is missing."""
+        """Delete an object. Raises FileNotFoundError if the store reports that the object is missing."""
         self.fs.rm_file(name)
 
     def unfinished(self, name: str) -> Uploads:

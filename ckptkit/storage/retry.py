@@ -331,7 +331,7 @@ class Patience:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[Patience]:
-        """Apply this Patience to the calls inside the block, even if they run in thread pools."""
+        """Apply this Patience to all calls inside the block, including calls in thread pools."""
         token = _current.set(self)
         try:
             yield self
@@ -340,7 +340,7 @@ class Patience:
                 _current.reset(token)
 
     def hurry(self) -> None:
-        """End all waits. A call that is waiting tries a last time immediately; later calls try at most twice."""
+        """End all waits. A call that is waiting tries a last time immediately. Later calls try at most twice."""
         self._hurried.set()
 
     def wait_before(self, failures: int, waited_s: float, error: Exception) -> float | None:

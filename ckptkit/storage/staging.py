@@ -37,7 +37,7 @@ def staging_name(name: str, nonce: str) -> str:
 
 
 def trash_name(name: str, nonce: str) -> str:
-    """Return the name that `name` gets before it is deleted."""
+    """Return the name to which `name` is renamed before the deletion."""
     return f".trash-{_truncated(name)}-{nonce}"
 
 
@@ -47,7 +47,7 @@ def _truncated(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A staging directory of `name` (kind "tmp"), the owner file of one ("owner"), or a trash directory ("trash")."""
+    """A staging directory of `name` (kind "tmp"), an owner file ("owner"), or a trash directory ("trash")."""
 
     path: str
     kind: str
@@ -71,7 +71,8 @@ def owner_path(staging: str, rank: int = 0) -> str:
     """Return the path of a rank's owner file, which names the writer of a staging directory.
 
     Rank 0 creates its file before the directory and deletes it after the directory, so a staging directory without an
-    owner file has no writer. The file is not inside the directory, because everything there will be published.
+    owner file has no writer. The file is not inside the directory, because everything in the directory will be
+    published.
     """
     return f"{staging}.{rank}.owner" if rank else f"{staging}.owner"
 
@@ -117,7 +118,7 @@ def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False) ->
 
 
 def read_owner(store: Store, path: str) -> Writer | None:
-    """Return the content of an owner file; None if it is missing or damaged."""
+    """Return the content of an owner file; None if the file is missing or damaged."""
     try:
         body = json.loads(store.read(path, 0, 4096).partition(b"\n")[0])  # a journal may follow
     except (FileNotFoundError, ValueError, RecursionError):

@@ -118,14 +118,16 @@ class Store(Protocol):
         self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
-        """Fill many views. Nearby ranges of one file are read together, and several reads run at a time."""
+        """Fill the views of many reads. Combines nearby ranges of one file, and runs several reads at a time."""
 
     def fetch(self, paths: Iterable[str]) -> None:
         """Download small files concurrently, before they are read, if that saves time."""
         return
 
     def writer(self, path: str, *, sync: bool = True) -> AbstractContextManager[BlobWriter]:
-        """Open a new file, which appears either complete or not at all. With `sync` it is durable when the block ends.
+        """Open a new file, which appears either complete or not at all.
+
+        With `sync`, the file is durable when the block ends.
 
         Raises:
             FileExistsError: The path exists (if the store can tell).

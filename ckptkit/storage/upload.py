@@ -1,4 +1,4 @@
-"""Uploads one object from a stream of writes: in one request if it is small, otherwise in parallel parts."""
+"""Uploads one object from a stream of writes: in one request if the object is small, otherwise in parallel parts."""
 
 from __future__ import annotations
 
