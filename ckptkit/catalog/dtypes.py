@@ -16,7 +16,7 @@ class DType:
         name: torch's name without "torch.": "bfloat16", "float8_e4m3fn", ...
         itemsize: Bytes per element of a torch tensor.
         kind: "float", "float8" (a float of 8 bits or fewer, which is never cast), "int", "bool" or "complex".
-        safetensors: The name in a safetensors header; None if the format lacks this dtype.
+        safetensors: The name in a safetensors header. None if the format lacks this dtype.
         bits: Bits per number. If there are fewer than 8, several numbers share a byte. The last dimension then counts
             bytes in torch's shape, and numbers in a safetensors header.
     """

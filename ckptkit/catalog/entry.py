@@ -74,9 +74,9 @@ class TensorSlice:
         nbytes: Bytes from the start of the first element to the end of the last element: numel * itemsize if
             contiguous.
         strides: The strides in elements. None if the box is stored row-major.
-        digest: The recorded digest; None if there is none.
+        digest: The recorded digest. None if no digest was recorded.
         codec: The encoding, if the bytes are compressed or their signs must be flipped. Otherwise None.
-        rank: The rank that wrote the slice; -1 if unknown.
+        rank: The rank that wrote the slice. -1 if unknown.
     """
 
     box: Box
@@ -98,16 +98,16 @@ class SliceArray(Sequence[TensorSlice]):
         starts, nbytes: [n] the byte range of each slice, as in `TensorSlice`.
         offsets, sizes: [n, ndim] the box of each slice, in elements.
         ranks: [n] the rank that wrote the slice, -1 if unknown. None if all are unknown.
-        algorithm: The digest algorithm of all rows; None if there are no digests.
-        digests: [n] digest values; None if there are none.
-        digest_starts, digest_nbytes: [n] the byte range that each digest covers; `digest_nbytes` is 0 for a row without
+        algorithm: The digest algorithm of all rows. None if there are no digests.
+        digests: [n] digest values. None if there are no digests.
+        digest_starts, digest_nbytes: [n] the byte range that each digest covers. `digest_nbytes` is 0 for a row without
             a digest. None if each digest covers exactly its slice.
         strides, codecs: Mappings from a row's index to its strides and to its codec. Contiguous rows have no strides,
             and unencoded rows have no codec.
     """
 
     opaque: str = ""
-    """The reason why the tensor's bytes cannot be located, as a predicate ("is a quantized tensor"); "" if they can."""
+    """The reason why the tensor's bytes cannot be located, as a predicate ("is a quantized tensor"). Otherwise ""."""
 
     __slots__ = (
         "algorithm",

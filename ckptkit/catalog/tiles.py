@@ -101,7 +101,7 @@ def _candidates(starts: Int64, stops: Int64, lo: Int64, hi: Int64) -> Iterator[t
 
 
 def _splitting_dim(starts: Int64, stops: Int64) -> tuple[int, Int64, Int64, Int64, Int64] | None:
-    """Find the dimension that splits the slices into the most groups; None if no dimension qualifies.
+    """Find the dimension that splits the slices into the most groups. None if no dimension qualifies.
 
     A dimension qualifies if the intervals of any two slices along this dimension are equal or disjoint. Slices with the
     same interval form a group.

@@ -36,7 +36,7 @@ class Window:
         size: Number of passes in a full window.
         count: Number of passes so far.
         closed: Whether the last pass is done, so that optimizers may step.
-        scale: The loss scale of the passes; None if they ran outside of FSDPStrategy.
+        scale: The loss scale of the passes. None if the passes ran outside of FSDPStrategy.
         seen: The optimizers that have called for a step since the last backward pass.
     """
 
@@ -86,7 +86,7 @@ class Windows:
         return window
 
     def step(self, root: nn.Module, size: int, optimizer: Optimizer) -> Window:
-        """Return the window in which `optimizer` asks to step.
+        """Return the window to which a step of `optimizer` belongs.
 
         If no pass was counted since the optimizer's previous step, one pass ran outside `backward` (for example, for a
         loss of two models). This pass is counted now.

@@ -74,43 +74,50 @@ class FSDPConfig:
     """
 
     enable_fsdp: bool = True
-    """False leaves models unwrapped."""
+    """Whether to wrap models. False returns models unchanged."""
 
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
-    """What to shard, and whether to free parameters after forward."""
+    """What is sharded, and whether parameters are freed after forward."""
 
     replicate: Size = "auto"
     """Number of copies of each shard group.
 
-    "auto": the number of nodes for HYBRID_*, all ranks for NO_SHARD, else 1.
+    "auto" means the number of nodes for HYBRID_*, the number of ranks for NO_SHARD, and 1 for all other strategies.
     """
 
     shard: Size = "auto"
-    """Number of ranks that share one copy of the parameters. "auto": the world size divided by the other sizes."""
+    """Number of ranks that share one copy of the parameters. "auto" means the world size divided by the other sizes."""
 
     tp: int = 1
-    """Number of tensor-parallel ranks; the innermost mesh dimension."""
+    """Number of tensor-parallel ranks, which form the innermost mesh dimension."""
 
     cp: int = 1
-    """Number of context-parallel ranks. Parameters are sharded over them too; the model must split the sequences."""
+    """Number of context-parallel ranks.
+
+    Parameters are also sharded over these ranks. The model must split the sequences.
+    """
 
     reshard_after_forward: bool | int | None = None
-    """What to do with parameters after forward; None leaves this to the sharding strategy.
+    """How parameters are treated after forward. None leaves this to the sharding strategy.
 
-    True frees them, False keeps them, a number reshards them to that many ranks.
+    True frees the parameters, False keeps them, and a number reshards them over that many ranks.
     """
 
     keep_last_block: bool = False
     """True keeps the last block gathered after forward, because backward needs it first."""
 
     precision: Precision = "mixed"
-    """"mixed": fp32 storage, low-precision compute. "master": low-precision storage, fp32 masters in the optimizer."""
+    """The dtypes of parameters and compute.
+
+    "mixed" stores fp32 parameters and computes in low precision. "master" stores low-precision parameters, with fp32
+    masters in the optimizer.
+    """
 
     mixed_precision: MixedPrecision | None = None
-    """The compute dtype: "bf16" or "fp16" (which enables a gradient scaler); None uses the model's dtype."""
+    """The compute dtype: "bf16" or "fp16" (which enables a gradient scaler). None uses the model's dtype."""
 
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = "fp32"
-    """The dtype in which gradients are reduced; None: the compute dtype.
+    """The dtype in which gradients are reduced. None means the compute dtype.
 
     With "fp32", fp64 gradients are still reduced in fp64.
     """
@@ -119,46 +126,47 @@ class FSDPConfig:
     """The initial loss scale for fp16, from 1 to 2**24."""
 
     loss_scale_hysteresis: int = 2
-    """The number of fp16 overflows after which the loss scale backs off; 1 backs off at every overflow."""
+    """The number of fp16 overflows after which the loss scale is reduced. 1 reduces the scale at every overflow."""
 
     output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """The dtype of the model's floating-point outputs; None: as computed."""
+    """The dtype to which the model's floating-point outputs are cast. None means no cast."""
 
     cast_forward_inputs: bool = True
-    """True casts each unit's floating-point inputs to the compute dtype; False leaves them unchanged."""
+    """Whether each unit's floating-point inputs are cast to the compute dtype."""
 
     gradient_divide_factor: float | None = None
-    """The divisor of the sum of the gradients. None: the number of data-parallel and context-parallel ranks.
+    """The divisor of the sum of the gradients. None means the number of data-parallel and context-parallel ranks.
 
-    The sum is over these ranks. Use 1.0 if the loss is already divided by the number of tokens on all ranks.
+    Gradients are summed over these ranks. Use 1.0 if the loss is already divided by the number of tokens on all ranks.
     """
 
     force_sum_reduction_for_comms: bool = False
-    """True reduces gradients only by sums and divides them separately, as NCCL's zero-copy transfers require."""
+    """Whether gradients are reduced only by sums and divided separately, as NCCL's zero-copy transfers require."""
 
     offload: Offload = "none"
     """What to keep on the host.
 
-    "params": parameters and gradients. "optimizer": the optimizer's state, once `maybe_offload_optimizer` has moved it.
+    "params" keeps parameters and gradients on the host. "optimizer" keeps the optimizer's state on the host after a
+    call of `maybe_offload_optimizer`.
     """
 
     backward_prefetch: BackwardPrefetch | int = BackwardPrefetch.BACKWARD_PRE
     """The time at which backward gathers the next unit. A number explicitly prefetches that many units."""
 
     forward_prefetch: bool | int = False
-    """True prefetches the next unit during forward; a number prefetches that many units."""
+    """True prefetches the next unit during forward. A number prefetches that many units."""
 
     state_dict_type: Literal["FULL", "SHARDED", "LOCAL"] = "SHARDED"
     """The state-dict type that `save_ckpt` writes."""
 
     auto_wrap_policy: WrapPolicy = WrapPolicy.AUTO
-    """Which modules become units."""
+    """The way to choose the modules that become units."""
 
     min_num_params: int = 100_000
-    """SIZE_BASED_WRAP: the minimum number of parameters in a unit."""
+    """The minimum number of parameters in a unit, for SIZE_BASED_WRAP."""
 
     transformer_layer_cls: tuple[str, ...] = ()
-    """TRANSFORMER_BASED_WRAP: class names, short or dotted. A comma-separated string is split."""
+    """The short or dotted names of classes to wrap, for TRANSFORMER_BASED_WRAP. A comma-separated string is split."""
 
     exclude: tuple[str, ...] = ()
     """Class names or FQN globs. Matching modules and their children never become units."""
@@ -166,33 +174,33 @@ class FSDPConfig:
     ignored_params: tuple[str, ...] = ()
     """FQN globs of parameters that FSDP ignores.
 
-    Each rank keeps their full values, in their own dtype, and their gradients are not reduced. To pass the parameters
-    themselves, use `prepare_model(ignored_params=)`.
+    Each rank keeps the full values of these parameters, in their original dtype, and the gradients are not reduced. To
+    pass parameters instead of globs, use `prepare_model(ignored_params=)`.
     """
 
     mixed_modal: bool = False
-    """True keeps vision towers in the root unit, so that ranks may run different branches of them."""
+    """True keeps vision towers in the root unit, so that each rank may run or skip each tower."""
 
     wrap_lm_head: bool = False
-    """True makes units of the embedding and the output head (a single unit if they are tied)."""
+    """True makes the embedding and the output head separate units, or a single unit if they are tied."""
 
     forward_methods: tuple[str, ...] = ("generate",)
     """Methods besides `forward` that need gathered parameters.
 
-    They belong to the model or to a unit. Names of methods that don't exist are ignored.
+    These methods belong to the model or to a unit. Names of missing methods are ignored.
     """
 
     activation_checkpointing: bool = False
     """True recomputes each block's activations in backward."""
 
     compile: bool | str = False
-    """True compiles each block's forward; a string names the backend for torch.compile."""
+    """True compiles each block's forward. A string names the backend for torch.compile."""
 
     sync_module_states: bool = True
     """True broadcasts rank 0's parameters and buffers before sharding.
 
-    With False, give all ranks the same initial values (from one seed or file): by default, data-parallel ranks have
-    different seeds.
+    With False, you must give all ranks the same initial values (from the same seed or file), because data-parallel
+    ranks have different seeds by default.
     """
 
     use_orig_params: bool | None = None
@@ -201,8 +209,8 @@ class FSDPConfig:
     device: str = "auto"
     """The device to train on: "cpu", "cuda", ...
 
-    "auto" means the accelerator that the model is on. If it is on none, "auto" means the machine's accelerator if the
-    process group supports it, otherwise "cpu".
+    "auto" means the model's accelerator. If the model is not on an accelerator, "auto" means the machine's accelerator
+    if the process group supports that, and otherwise "cpu".
     """
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from ckptkit.errors import UsageError
 NoDecay = str | type[nn.Module] | Callable[[str, nn.Module, nn.Parameter], bool]
 """A choice of parameters to exclude from weight decay.
 
-It is a name component, a module class, or a function that takes the FQN, the owning module and the parameter.
+The choice is a name component, a module class, or a function that takes the FQN, the owning module and the parameter.
 """
 
 _NORM_CLASS = re.compile(r"norm(?:act|\d+d)*$", re.IGNORECASE)  # LlamaRMSNorm, LayerNorm2d
@@ -39,7 +39,7 @@ def is_norm(name: str, module: nn.Module, parameter: nn.Parameter) -> bool:
 
 
 NO_DECAY: tuple[NoDecay, ...] = ("bias", is_norm)
-"""Biases and normalizations. To exclude more, pass `no_decay=(*NO_DECAY, "embed", MyScale)`."""
+"""The default: biases and normalizations. To exclude more, pass `no_decay=(*NO_DECAY, "embed", MyScale)`."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 

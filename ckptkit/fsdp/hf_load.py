@@ -48,7 +48,7 @@ def load_hf(model: nn.Module, url: Location, *, cast: bool = False, strict: bool
         model: A model from `prepare_model`. Its parameters are allocated, but need not have values yet.
         url: A directory or a bucket prefix with config.json and *.safetensors.
         cast: Allow lossy casts (fp32 files into bf16 parameters). Widening is always allowed.
-        strict: Raise if names are missing in the files or in the model. Otherwise such names are only reported.
+        strict: Raise if names are missing in the files or in the model. Otherwise, only report the missing names.
 
     Raises:
         CheckpointMismatchError: Names, shapes or dtypes do not match. The message lists all mismatches. The model is

@@ -50,7 +50,7 @@ def save_hf(
 ) -> None:
     """Write `model` to `url` for `from_pretrained`. All ranks must call this; rank 0 writes.
 
-    Each rank holds one full tensor at a time. Tied weights are written once; stacked experts are written in the Hub's
+    Each rank holds one full tensor at a time. Tied weights are written once. Stacked experts are written in the Hub's
     layout. The export includes config.json, generation_config.json and the tokenizer's files. If `model` is a PEFT
     model, only its adapters are written, for PEFT's `from_pretrained`. To export the whole model, first merge the
     adapters (`merge_and_unload`).

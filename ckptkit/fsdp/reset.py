@@ -1,4 +1,4 @@
-"""Initializes a sharded model with the values that a single process would draw, one module in memory at a time."""
+"""Initializes a sharded model with the same values as a single process. Holds one full module at a time in memory."""
 
 from __future__ import annotations
 

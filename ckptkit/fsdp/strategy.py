@@ -94,7 +94,7 @@ class FSDPStrategy:
         max_norm: The maximum joint gradient norm. 0 or None means no clipping.
         norm_type: The p of the gradient norm, from 1 to inf.
         error_if_nonfinite: What to do if a gradient on any rank is inf or NaN. True raises on every rank before the
-            step; False skips the step. True is not available with fp16, because overflows are needed to find the loss
+            step. False skips the step. True is not available with fp16, because overflows are needed to find the loss
             scale.
         micro_train_batch_size: Samples per backward pass on one rank.
         train_batch_size: Samples per optimizer step over all ranks. None means one backward pass per step.
@@ -353,7 +353,7 @@ class FSDPStrategy:
 
         Args:
             url: A Hugging Face directory or a bucket prefix, with config.json and *.safetensors.
-            strict: Raise if names are missing in the files or in the model. Otherwise only report them.
+            strict: Raise if names are missing in the files or in the model. Otherwise, only report the missing names.
 
         Raises:
             CheckpointMismatchError: Names, shapes or dtypes do not match. The message lists all mismatches. The model
@@ -388,7 +388,8 @@ class FSDPStrategy:
             lr, betas, eps: Arguments of AdamW (defaults: 1e-3, (0.9, 0.999) and 1e-8). Not allowed with a factory.
             weight_decay: Applies to all parameters that `no_decay` does not exclude. For a factory, the groups contain
                 the value.
-            no_decay: Name components, module classes or functions (see `param_groups`); default: biases and norms.
+            no_decay: Name components, module classes or functions (see `param_groups`). The default is biases and
+                norms.
             factory: Creates an optimizer of your choice from the groups.
 
         Raises:
@@ -557,10 +558,10 @@ class FSDPStrategy:
             model: A prepared model.
             save_dir: The root of the run's checkpoints: a path or a URL.
             tag: The checkpoint's name. None uses its step.
-            max_num: Number of checkpoints to keep; None keeps all. Only checkpoints that ckptkit committed are counted
+            max_num: Number of checkpoints to keep. None keeps all. Only checkpoints that ckptkit committed are counted
                 or deleted.
             max_mem: Maximum total size: a number of GiB, or a string such as "500GB". None means no limit.
-            client_state: Any JSON value; `load_ckpt` returns it.
+            client_state: Any JSON value. `load_ckpt` returns this value.
             save_latest: Has no effect. "latest" always means the newest committed checkpoint.
             optimizer: An optimizer from `create_optimizer`, or any other optimizer.
             scheduler: Any object with a `state_dict` method.
@@ -608,7 +609,7 @@ class FSDPStrategy:
 
         Args:
             load_dir: The root of the run's checkpoints: a path or a URL.
-            load_module_strict: Raise if parameters are missing or unexpected; otherwise only report them.
+            load_module_strict: Raise if parameters are missing or unexpected. Otherwise, only report such parameters.
             load_optimizer_states, load_lr_scheduler_states: Restore the given optimizer or scheduler. If the checkpoint
                 lacks the state, the load raises. False leaves the optimizer or scheduler unchanged.
             key_map: Maps the checkpoint's names to the model's names. If given, only weights are loaded, as in

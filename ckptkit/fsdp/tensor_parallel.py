@@ -22,7 +22,7 @@ from ckptkit.fsdp.units import tied_parameters
 
 logger = logging.getLogger(__name__)
 TPPlan = Mapping[str, "ParallelStyle | str"]
-"""Maps module globs to torch ParallelStyles, or to transformers' names for them."""
+"""Maps module globs to torch's ParallelStyles, or to the names of such styles in transformers."""
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TPPlan | None = None) -> None:

@@ -13,7 +13,7 @@ from ckptkit.errors import UsageError
 from ckptkit.fsdp.config import FSDPConfig, WrapPolicy
 
 Policy = Callable[[nn.Module], list[str]]
-"""Returns the names of the modules to wrap. The root is always wrapped and need not be named."""
+"""A function that returns the names of the modules to wrap. The root is always wrapped, and need not be named."""
 
 DEFAULT_CLASSES = [
     "Qwen2VLDecoderLayer",
@@ -24,7 +24,7 @@ DEFAULT_CLASSES = [
     "LlamaDecoderLayer",
     "DeepseekDecoderLayer",
 ]
-"""Block classes that AUTO looks for, in addition to those that the model names. You can add your own."""
+"""Block classes that AUTO looks for, in addition to the classes that the model names. You can add your own classes."""
 
 VISION_NAMES = ["visual", "vision_tower", "vision_model", "vision_encoder", "image_encoder", "vision_backbone"]
 """Names of modules that some ranks may skip in a mixed-modal batch."""
@@ -36,10 +36,10 @@ _LEAVES = (nn.MultiheadAttention,)
 
 
 Units = list[tuple[str, ...]]
-"""A model's units, innermost first. A unit is the names of its modules, which are gathered together."""
+"""A model's units, innermost first. A unit is a tuple of the names of modules, which are gathered together."""
 
 ROOT = ("",)
-"""The last unit: the whole model, for what no other unit contains."""
+"""The last unit: the root module, for all parameters that no other unit contains."""
 
 
 def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (), heads: bool = False) -> Units:
@@ -117,7 +117,7 @@ def by_class(*classes: type[nn.Module] | str) -> Policy:
     """Return a policy that wraps every module that is an instance of one of `classes`.
 
     A class may be given as a type, a short name or a dotted name. A short name is looked up among the model's modules,
-    then in transformers; a dotted name is imported.
+    and then in transformers. A dotted name is imported.
     """
 
     def policy(model: nn.Module) -> list[str]:

@@ -80,8 +80,8 @@ def shard(
         policy: Chooses the units (see `units`). Overrides `config`.
         tp_plan: A mapping from module globs to tensor-parallel styles (default: the model's own plan).
         ignored_params: Parameters that FSDP ignores, in addition to those that `config.ignored_params` names.
-        shard_placement_fn: Returns the dimension on which to shard a parameter, as `Shard(1)`; None means `Shard(0)`.
-            Dimensions other than 0 must be divisible by the number of ranks.
+        shard_placement_fn: A function that returns the dimension on which to shard a parameter, as `Shard(1)`. None
+            means `Shard(0)`. Dimensions other than 0 must be divisible by the number of ranks.
         is_training: False computes in the stored dtype and does not reduce gradients.
 
     Raises:

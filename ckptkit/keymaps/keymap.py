@@ -1,4 +1,4 @@
-"""Applies key maps between two systems' tensor names, checks that they are one to one, and inverts them.
+"""Applies, checks and inverts key maps, which map one system's tensor names to another system's names.
 
     mapped = key_map.apply({name: Target.of(entry, name) for ...}, config=config)
 

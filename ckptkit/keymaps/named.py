@@ -18,8 +18,8 @@ ENTRY_POINTS = "ckptkit.key_maps"  # each refers to a NameMap, or to a function 
 def resolve_key_map(key_map: object) -> NameMap | None:
     """Return the key map that `--key-map` names, or None if `key_map` is None.
 
-    A string that looks like a path (it exists, or ends in .toml or .json) is read as a file. Installed packages' entry
-    points are tried last, because looking them up runs the packages' code.
+    A string is read as a file if it is an existing path, or ends in .toml or .json. Installed packages' entry points
+    are tried last, because looking them up runs the packages' code.
 
     Raises:
         UsageError: There is no such map, or its file is malformed.

@@ -48,10 +48,11 @@ class ConvertReport:
         infinite: By tensor name, the number of finite elements that became infinite in the cast.
         warnings: Likely problems in the result, such as elements that became infinite, with the option that avoids the
             problem.
-        seconds: Wall time; 0.0 for a dry run.
+        seconds: Wall time. 0.0 for a dry run.
         faults: The errors that the real run would raise. Empty unless this was a dry run.
-        serving: One line on how to serve the export with vLLM; "" if vLLM cannot serve it, or if that is unknown.
-        peak_memory: Peak resident memory of this process in bytes; 0 for a dry run.
+        serving: One line on how to serve the export with vLLM. "" if vLLM cannot serve the export, or if that is
+            unknown.
+        peak_memory: Peak resident memory of this process in bytes. 0 for a dry run.
     """
 
     src: str
@@ -117,7 +118,7 @@ class ConvertReport:
 
 
 def peak_memory() -> int:
-    """Return the peak resident memory of this process in bytes; 0 if unknown."""
+    """Return the peak resident memory of this process in bytes, or 0 if unknown."""
     try:
         import resource
     except ImportError:
@@ -183,7 +184,7 @@ def conclude(
     look: Callable[[Store], str] | None = None,
     sealing: Seal | None = None,
 ) -> ConvertReport:
-    """Execute the plan in a report, and return the complete report. For a dry run, only add the expected errors.
+    """Execute the plan in `planned`, and return the complete report. For a dry run, only add the expected errors.
 
     Args:
         compared: The model with which the plan's names and shapes were compared. "" if there was no comparison.

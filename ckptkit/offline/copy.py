@@ -104,8 +104,8 @@ class Copied:
         checkpoints: One result per checkpoint, in the order of the run (oldest first).
         left_out: The entries of a run that were not copied, each with the reason.
         pins: Names of the checkpoints whose pins were copied.
-        seconds: Wall time; 0.0 for a dry run.
-        peak_memory: Peak resident memory of this process in bytes; 0 for a dry run.
+        seconds: Wall time. 0.0 for a dry run.
+        peak_memory: Peak resident memory of this process in bytes. 0 for a dry run.
         faults: In a dry run, the errors that the real run would raise.
     """
 

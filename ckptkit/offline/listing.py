@@ -1,4 +1,4 @@
-"""Lists the checkpoints of a run with their state and what rotation would do."""
+"""Lists the checkpoints of a run, their states, and which checkpoints rotation would delete."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Outlook:
 def look_ahead(
     root: Store, view: Store, inventory: Inventory, given: RetentionPolicy | None, *, recorded: bool
 ) -> Outlook:
-    """Return what a rotation would do now.
+    """Return the result that a rotation would have now.
 
     Without a given policy, applies the policy that the run has recorded. With `recorded`, adds the recorded exemptions
     to a given policy.

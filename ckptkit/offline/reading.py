@@ -32,7 +32,7 @@ from ckptkit.offline.publish import is_one_of_many
 
 
 Seen = Mapping[str, tuple[Any, ...] | None]
-"""Path -> identity of the file, as `identities` returns it."""
+"""The identity of each file by path, as returned by `identities`."""
 
 
 def look_at(source: Source) -> Seen:
@@ -76,7 +76,7 @@ _current: ContextVar[_Reading] = ContextVar("ckptkit-reading")
 
 
 def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
-    """Wrap `command` so that the sources that it opens with `open_pinned` stay pinned until it ends.
+    """Wrap `command` so that sources that it opens with `open_pinned` stay pinned until the command ends.
 
     A source in a read-only run cannot be pinned, and so may be deleted during the command. If that happens to a source
     that was requested as the run's newest checkpoint, the command starts over once, with the new newest checkpoint.

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON values. Dataclasses become objects; NaN and infinity become strings."""
+    """Return `value` as JSON values. Dataclasses become objects. NaN and infinity become strings."""
     if hasattr(value, "__dataclass_fields__"):
         return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, Mapping):

@@ -37,7 +37,7 @@ _NOT_PLAIN = (
 
 
 def serving(files: Mapping[str, bytes], names: Collection[str], where: str, *, compared: bool) -> str:
-    """Return one line on how to serve an export with vLLM; "" if vLLM cannot serve it, or if that is unknown.
+    """Return one line on how to serve an export with vLLM. Returns "" if vLLM cannot, or if that is unknown.
 
     Args:
         files: Contents of the export's small files, by name.

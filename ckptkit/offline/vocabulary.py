@@ -365,7 +365,7 @@ def _stated(config: Any, depth: int = 0) -> Iterator[int]:
 def _resized_config(
     config: Mapping[str, Any] | None, old: int, new: int
 ) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
-    """Return the config with the new vocab_size in place of the old one, and notes on what changed.
+    """Return the config with vocab_size changed from `old` to `new`, and notes on the changes.
 
     Raises:
         CheckpointMismatchError: The config has several values of vocab_size, and none is the number of rows.

@@ -105,12 +105,12 @@ class BoxDigest:
 
 @dataclass(slots=True)
 class Infinite:
-    """Counts the elements that casts made infinite, in rows (file, offset in the file, count). Thread-safe."""
+    """Counts the elements that became infinite in casts, in rows (file, offset in the file, count). Thread-safe."""
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, file: int, start: int, count: int) -> None:
-        """Record that a cast made `count` elements infinite.
+        """Record that `count` elements became infinite in a cast.
 
         `start` is the offset of any byte of the tensor in the file.
         """
@@ -147,7 +147,7 @@ class Copier:
         digests: Whether to digest boxes while they are written.
         journal: Records finished steps.
         digested: Digests of written boxes, if `digests` was set.
-        infinite: Counts of elements that casts made infinite.
+        infinite: Counts the elements that became infinite in casts.
     """
 
     work: Work
@@ -231,7 +231,7 @@ class Copier:
         return [*np.flatnonzero(new).tolist(), len(nbytes)]
 
     def _read(self, runs: Runs, first: int, stop: int, worker: Worker) -> list[Bytes]:
-        """Read and check the runs [first, stop); return each run's bytes, in the worker's buffer."""
+        """Read and check the runs [first, stop). Return each run's bytes, which are in the worker's buffer."""
         some = runs.take(slice(first, stop))
         ends = np.cumsum(some.nbytes)
         buffer = worker.buffer(int(ends[-1]))

@@ -201,7 +201,7 @@ class Gatherer:
         return Range(int(where.origins[row]), int(found.starts[0]), memoryview(b""), int(where.records[row]))
 
     def _values(self, tensor: ComputedTensor) -> Computed:
-        """Compute a whole tensor from its inputs, which `compute` may change."""
+        """Compute a whole tensor from its inputs. `compute` may overwrite the inputs."""
         found: list[Bytes] = []
         infinite = 0
         for target in tensor.inputs:

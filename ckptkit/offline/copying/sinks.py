@@ -73,7 +73,7 @@ class LocalSink:
                 start_writing(descriptor)
 
     def _put(self, index: int, pieces: Iterable[tuple[int, Buffer]]) -> int:
-        """Write pieces in ascending order of their starts; return the number of bytes written."""
+        """Write pieces in ascending order of their starts. Return the number of bytes written."""
         path, written = self._files[index].path, 0
         with self._descriptors.using(path) as descriptor:
             for group in _groups(pieces):

@@ -89,8 +89,10 @@ class _Step:
         return can_cut and (self.change is None or self.change.by_rows)
 
     def carry_out(self, data: Sequence[Bytes], dtype: str) -> tuple[npt.NDArray[Any], int]:
-        """Return the changed rows in `dtype`, as unsigned integers with the same bits, and how many elements the cast
-        to `dtype` made infinite."""
+        """Return the changed rows in `dtype`, and how many elements became infinite in the cast.
+
+        The rows are returned as unsigned integers with the same bits.
+        """
         if self.change is None:
             out, infinite = cast(data[0], self.rows.dtype, dtype)
             return out.view(UNITS[dtype_of(dtype).itemsize]).reshape(self.rows.shape), infinite
@@ -508,8 +510,8 @@ class _Changes:
     def _assigned(self, module: str, pairs: Sequence[LoraPair]) -> tuple[bool, Sequence[str]]:
         """Return whether experts are stored as [experts, in, out], and the parameter of each pair of factors.
 
-        PEFT nests a module's wrappers in the order of its parameters. The names do not say which pair belongs to which
-        parameter; only the shapes do.
+        PEFT nests a module's wrappers in the order of the module's parameters. Only the shapes show which pair belongs
+        to which parameter, because the names do not.
 
         Raises:
             UnsupportedFormatError: The shapes allow several assignments.

@@ -56,7 +56,7 @@ class Stored:
         return self.data.reshape(count, len(self.data) // max(1, count))
 
     def numbers(self) -> Array:
-        """Return the elements in the tensor's shape. Integers keep their dtype; floats become float32 or float64."""
+        """Return the elements in the tensor's shape. Integers keep their dtype. Floats become float32 or float64."""
         if dtype_of(self.dtype).kind in ("float", "float8"):
             return float_values(self.data, self.dtype).reshape(self.shape)
         return self.data.view(self.dtype).reshape(self.shape)
@@ -152,7 +152,7 @@ def integers(
         name: The weight's name, for messages.
         bits: Bits per integer.
         shape: Shape of the weight.
-        group: Number of columns that share a scale; 0 for one scale per row or per tensor.
+        group: Number of columns that share a scale. 0 means one scale per row or per tensor.
         by_rows: Whether scales have one row per row of the weight.
         packed: Whether integers are packed along rows. Otherwise, each integer takes a byte.
         packed_zero: Whether zero points are packed along columns. Otherwise, each zero point takes a byte.

@@ -90,7 +90,7 @@ def check_headers(plan: Plan, store: Store) -> int:
     """Read the headers and the index of a written export, and compare them with the plan by name.
 
     Returns:
-        The number of entries compared, including those in the index.
+        The number of compared entries, including the entries of the index.
 
     Raises:
         IntegrityError: A header or the index differs from the plan.

@@ -1,4 +1,4 @@
-"""Draws the slices of each rank. Each tensor is a bar that is split by rank; its length shows the bytes."""
+"""Draws the slices of each rank. Each tensor is a bar that is split by rank and shows the tensor's bytes."""
 
 from __future__ import annotations
 

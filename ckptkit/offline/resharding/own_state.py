@@ -383,7 +383,7 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
 
     Args:
         sharded: Whether the result is a DCP checkpoint, which stores tied weights under each of their names. FULL and
-            LOCAL checkpoints store them once.
+            LOCAL checkpoints store tied weights once.
     """
     is_foreign = _is_foreign_dcp(catalog)
     as_it_is = sharded and is_foreign and not recipes_of(catalog)
