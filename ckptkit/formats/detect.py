@@ -41,7 +41,7 @@ _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
 # File names that tools use for weights. Safetensors files with different names are used only if nothing else is found.
 _WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
-_TORCH = r"pytorch_model.*\.bin|.*-\d{5,}-of-\d{5,}\.bin|.*\.bin\.index\.json|adapter_model\.bin"
+_TORCH = r"pytorch_model.*\.bin|.*model-\d{5,}-of-\d{5,}\.bin|.*\.bin\.index\.json|adapter_model\.bin"
 
 
 class Candidate:

@@ -121,6 +121,8 @@ def test_a_directory_of_other_files_is_a_new_run(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "events.out").write_bytes(b"x" * 100)
     (tmp_path / "notes.txt").write_text("hello")
+    for number in range(2):
+        (tmp_path / f"tokens-0000{number}-of-00002.bin").write_bytes(b"x" * 100)
     with CheckpointManager(tmp_path) as manager:
         assert manager.load(optimized(torch.nn.Linear(2, 2))) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -77,6 +78,13 @@ def of_b(group, index, fqn):
 )  # fmt: skip
 def test_numbered_parameters_get_the_only_names_that_shapes_and_order_allow(params, groups, options, names):
     assert assign(params, groups, **options) == names
+
+
+def test_the_time_to_assign_names_is_linear():
+    params = [Param(f"layer{i}", (2 + i % 3,)) for i in range(60_000)]
+    begin = time.monotonic()
+    assert assign(params, [[param.shape for param in params]]) == [[param.fqn for param in params]]
+    assert time.monotonic() - begin < 5
 
 
 # --- layouts of flat parameters

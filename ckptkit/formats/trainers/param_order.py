@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 _NO_DECAY = ("bias", "norm.weight", "layernorm.weight", "layer_norm.weight", "ln_f.weight")
 _MAX_STATES = 256  # most partial assignments to track at once; a real optimizer needs one or two
 Shape = tuple[int, ...] | None  # None: no state at this index has the parameter's shape
 Fits = Callable[[int, int, str], bool]
+_Taken: TypeAlias = "tuple[()] | tuple[_Taken, int, str]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +59,34 @@ def _match(
 
     Goes through the parameters once, and tracks all partial assignments that are still possible. `states` maps the
     position reached in each group to the assignment that leads there, or to None if several assignments lead there.
+    An assignment is a linked list (the assignment before, group, name), which is extended without a copy.
     """
     spare = len(params) - sum(map(len, groups))
-    states: dict[tuple[int, ...], list[list[str]] | None] = {(0,) * len(groups): [[] for _ in groups]}
+    states: dict[tuple[int, ...], _Taken | None] = {(0,) * len(groups): ()}
     for done, param in enumerate(params):
-        following: dict[tuple[int, ...], list[list[str]] | None] = {}
-        for position, names in states.items():
+        following: dict[tuple[int, ...], _Taken | None] = {}
+        for position, before in states.items():
             if done - sum(position) < spare:
-                _reach(following, position, names)
+                _reach(following, position, before)
             fitting = _fitting(param, position, groups, no_decay)
             for index in [i for i in fitting if fits is None or fits(i, position[i], param.fqn)]:
                 moved = tuple(n + (i == index) for i, n in enumerate(position))
-                taken = names and [[*group, param.fqn] if i == index else group for i, group in enumerate(names)]
-                _reach(following, moved, taken)
+                _reach(following, moved, None if before is None else (before, index, param.fqn))
         states = following
         if len(states) > _MAX_STATES:
             return None
-    return states.get(tuple(map(len, groups)))
+    taken = states.get(tuple(map(len, groups)))
+    if taken is None:
+        return None
+    names: list[list[str]] = [[] for _ in groups]
+    while taken:
+        taken, index, fqn = taken
+        names[index].append(fqn)
+    return [group[::-1] for group in names]
 
 
-def _reach(
-    states: dict[tuple[int, ...], list[list[str]] | None], position: tuple[int, ...], names: list[list[str]] | None
-) -> None:
-    states[position] = None if position in states else names
+def _reach(states: dict[tuple[int, ...], _Taken | None], position: tuple[int, ...], taken: _Taken | None) -> None:
+    states[position] = None if position in states else taken
 
 
 def _fitting(
