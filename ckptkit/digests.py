@@ -161,7 +161,7 @@ _POLYNOMIAL = 0xEDB88320
 
 
 def _multiply(a: int, b: int) -> int:
-    """Return the product of two polynomials modulo the CRC polynomial, with reflected bits."""
+    """Return the product of two bit-reflected polynomials modulo the CRC polynomial."""
     product = 0
     bit = 1 << 31
     while a:
@@ -191,7 +191,7 @@ def _shift(nbytes: int) -> int:
 
 
 def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
-    """Return the CRC-32 of two pieces concatenated, given the CRC-32 of each."""
+    """Return the CRC-32 of two concatenated pieces, given the CRC-32 of each piece."""
     return _multiply(_shift(second_nbytes), first) ^ second if first and second_nbytes else first ^ second
 
 

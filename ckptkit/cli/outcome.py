@@ -109,7 +109,7 @@ def interrupted_words(dst: str, *, overwrite: bool) -> str:
 
 
 def prints() -> bool:
-    """Return whether this process prints: rank 0 prints for all ranks."""
+    """Return whether this process prints. Only rank 0 prints."""
     from ckptkit.offline.publish import is_one_of_many
 
     return int(os.environ.get("RANK", "0") or 0) == 0 or not is_one_of_many()

@@ -51,8 +51,9 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
 
     With `save_on_exception=True`, SIGTERM on any rank stops all ranks at the same batch, and a checkpoint is saved. The
     save waits for the end of an optimizer step, but not for the end of a validation: a resumed run repeats the
-    validation. If the ranks have different numbers of validation batches, they stop after the validation. Lightning's
-    handler that saves and requeues a Slurm job on SIGUSR1 also runs at the end of an optimizer step, on all ranks.
+    validation. If the ranks have different numbers of validation batches, all ranks stop after the validation.
+    Lightning's handler that saves and requeues a Slurm job on SIGUSR1 also runs at the end of an optimizer step, on all
+    ranks.
 
     Args:
         retention: The policy. By default, the policy is derived from `save_top_k`.
@@ -237,7 +238,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             return saved, str(error)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        """Remove a checkpoint, unless the policy decides because the newest checkpoint is in the same directory."""
+        """Remove a checkpoint. Do nothing in the directory of the newest checkpoint, where the policy decides."""
         if os.path.dirname(filepath) != os.path.dirname(self._last_checkpoint_saved) and trainer.is_global_zero:
             remove_checkpoint(filepath, storage_options=self._storage_options)
 

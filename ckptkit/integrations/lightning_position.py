@@ -35,13 +35,13 @@ _BETWEEN = "between"  # between epochs, and nothing is left to do
 
 
 class FitPosition:
-    """Lets a Trainer continue from any checkpoint as if it had not been interrupted.
+    """Lets a Trainer continue from any checkpoint as if the training had not been interrupted.
 
-    Lightning's loops derive from counters where a checkpoint was saved. The result is wrong at the end of an epoch, in
-    a validation, and with `max_steps`, and the loops then repeat or skip batches, validations and hooks. A FitPosition
-    saves the missing information. After a load, the FitPosition sets the counters to a position between two batches or
-    between two epochs, from which Lightning continues correctly. Work that the saved run had to do before that position
-    is done by the FitPosition.
+    The counters of Lightning's loops do not always show where a checkpoint was saved. At the end of an epoch, in a
+    validation, and with `max_steps`, a resumed run would therefore repeat or skip batches, validations and hooks. A
+    FitPosition saves the missing information. After a load, the FitPosition sets the counters to a position between two
+    batches or between two epochs, from which Lightning continues correctly. The FitPosition itself does whatever the
+    saved run still had to do before that position.
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -113,7 +113,7 @@ def wrap_policy(value: Any) -> Policy | None:
 
 
 def modules_of(model: nn.Module, value: Any) -> list[nn.Module]:
-    """Return the modules that `value` selects: a set of classes, or FSDP1's callable."""
+    """Return the modules that `value` selects. `value` is a set of classes, or a callable as for FSDP1."""
     policy = wrap_policy(value)
     return [] if policy is None else [model.get_submodule(name) for name in policy(model)]
 

@@ -71,8 +71,8 @@ class StopSignal:
     def in_validation(self) -> None:
         """Stop like `after_batch`, if all ranks have the same number of batches.
 
-        If the numbers differ, or a rank's model does not have the weights being trained, the ranks stop after the
-        validation.
+        Otherwise, the ranks stop after the validation. They also stop after the validation if a rank's model
+        temporarily has other weights, such as averages.
         """
         if self._validates_together and self._votes.any(self._received):
             replaced = FitPosition.of(self._trainer).weights_are_replaced()

@@ -318,8 +318,9 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         """Return the model's state by FQN. All ranks must call this.
 
         Args:
-            kind: "sharded": DTensors that share the live tensors' memory. "full": full tensors on rank 0's CPU, and {}
-                on other ranks. "local": this rank's local tensors. Default: the strategy's `state_dict_type`.
+            kind: "sharded" returns DTensors that share the live tensors' memory. "full" returns full tensors on rank
+                0's CPU, and {} on other ranks. "local" returns this rank's local tensors. The default is the strategy's
+                `state_dict_type`.
         """
         check_whole(self._state())
         taken = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in self._live().items()}

@@ -120,9 +120,9 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
     earlier versions.
 
     Args:
-        given: dataloader, model_parts (several if this rank has several pipeline stages), optimizers, lr_schedulers,
-            states, base_folder (the trainer's dump_folder) and the config, a `[checkpoint]` section. sd_adapter is
-            ignored. To export, use `ckptkit convert`.
+        given: The arguments of torchtitan's class: dataloader, model_parts (several if this rank has several pipeline
+            stages), optimizers, lr_schedulers, states, base_folder (the trainer's dump_folder) and the config, a
+            `[checkpoint]` section. sd_adapter is ignored. To export, use `ckptkit convert`.
         url: The root of the run. Default: the config's `url`, or else base_folder/folder.
         options: Passed to `CheckpointManager`: `retention` (replaces `keep_latest_k`), `storage_options`, ...
 

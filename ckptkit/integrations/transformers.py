@@ -198,7 +198,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             self._trainer.state.best_model_checkpoint = f"{self.url}/{checkpoint_name(best, None)}"
 
     def _skip(self, path: Any, model: Any = None) -> None:
-        """Do nothing, because `_load` restores everything at once."""
+        """Do nothing, because `_load` restores the whole state."""
 
     def _load_rng(self, path: Any) -> None:
         """Restore the random state again, because skipping the batches already seen has drawn random numbers."""

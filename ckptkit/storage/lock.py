@@ -411,7 +411,7 @@ def _generations(root: Store) -> list[tuple[int, str]]:
 
 
 def _now() -> float:
-    """Return the seconds on a clock that is never adjusted and keeps running while the machine sleeps."""
+    """Return the time in seconds from a clock that is never adjusted and keeps running while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

@@ -107,7 +107,7 @@ def _host() -> str:
 
 @functools.cache
 def _machine() -> str:
-    """Return "boot id / pid namespace / machine id"; the host name on systems without /proc."""
+    """Return the boot id, pid namespace and machine id, joined by "/"; the host name on systems without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")

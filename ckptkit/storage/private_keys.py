@@ -11,7 +11,7 @@ from ckptkit.storage.store import FileInfo, ReadInto, Store
 
 
 def attempt_store(root: Store, path: str) -> Store:
-    """Return a store for the folder `path` under `root`, which has no other writer."""
+    """Return a store for the folder `path` under `root`. No other process may write to this folder."""
     return AttemptStore(root.child(path)) if isinstance(root, RemoteStore) else root.child(path)
 
 

@@ -41,7 +41,7 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 
 
 def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = False) -> LocalStore:
-    """Create the staging directory for `name` under `parent`, and its owner file next to it."""
+    """Create the staging directory for `name` under `parent`, and an owner file next to the directory."""
     path = staging_name(name, nonce)
     try:
         write_owner(parent, owner_path(path), nonce, leased=leased)
@@ -68,7 +68,7 @@ def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Rep
 
 
 def _keep_foreign(parent: LocalStore, path: str, replaceable: Replaceable | None) -> None:
-    """Rename the old content that a staging directory has replaced, if the old content must not be deleted.
+    """Rename the old content that a replacement left in a staging directory, if it must not be deleted.
 
     Other programs may have added files to the old content before the swap.
     """

@@ -26,7 +26,7 @@ class PartWriter:
     """Splits a stream of writes into parts. Sends several parts at a time, or one by one if the store needs the order.
 
     `write` copies the data, and `lend` does not. `Connection.upload` limits the memory of the parts in flight. If the
-    store loses an upload whose data was all lent, the data is sent again.
+    store loses an upload, and all of its data was lent, the data is sent again.
 
     If a part fails, the next write or `finish` raises the error of that part. Only one thread may use a writer.
 
