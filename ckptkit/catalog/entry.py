@@ -260,7 +260,7 @@ class SliceArray(Sequence[TensorSlice]):
 
     @staticmethod
     def whole(paths: tuple[str], start: int, nbytes: int, shape: tuple[int, ...]) -> SliceArray:
-        """Return a contiguous tensor's single slice. Creates no columns, because most files contain only such tensors.
+        """Return the single slice of a contiguous tensor. Creates no columns, because most tensors are contiguous.
 
         `paths` contains only the tensor's file. All tensors in a file share this tuple.
         """

@@ -107,7 +107,7 @@ def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[st
     """Return {folder: {key in the file: tensor name}} for all adapters. Only rank 0 calls this.
 
     Args:
-        extra: This function adds tensors that it computes for the file (prompt embeddings), by name.
+        extra: A mapping to which this function adds the tensors that it computes for the file (prompt embeddings).
 
     Raises:
         SaveError: A trained tensor belongs to no adapter, or a tensor cannot be derived from the live tensors.
@@ -174,7 +174,7 @@ def prove(source: Exported, targets: Sequence[Target]) -> None:
     """Check on the meta device that transformers can load tensors with these names and shapes. Only rank 0 calls this.
 
     Raises:
-        SaveError: `from_pretrained` would initialize some weights randomly, or ignore some.
+        SaveError: `from_pretrained` would ignore some weights, or initialize some weights randomly.
     """
     kind = pretrained_class(source.model)
     if kind is None:

@@ -146,7 +146,7 @@ class RuleState:
         self.replaced(gone, [])
 
     def replaced(self, taken: Iterable[str], made: Iterable[tuple[str, Target]]) -> None:
-        """Replace the tensors that a rule consumed with those that it produced. A duplicate name is an error."""
+        """Replace the tensors that a rule consumed by the tensors that it produced. A duplicate name is an error."""
         gone = set(taken)
         if not gone:
             return

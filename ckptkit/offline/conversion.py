@@ -136,7 +136,7 @@ class How:
     Attributes:
         there: Storage options of the source.
         here: Storage options of the destination.
-        started: When the command started, by time.perf_counter.
+        started: The value of time.perf_counter at the start of the command.
     """
 
     workers: int

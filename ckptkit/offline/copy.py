@@ -123,7 +123,7 @@ class Copied:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes written; for a dry run, the number of bytes that would be written."""
+        """The number of bytes written. For a dry run, the number of bytes that would be written."""
         return sum(item.nbytes for item in self.checkpoints if not item.there)
 
     def lines(self) -> list[str]:

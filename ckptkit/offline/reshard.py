@@ -60,7 +60,7 @@ def reshard(  # noqa: PLR0913 - one argument per option
     """Reshard the checkpoint at `src` for `world_size` ranks, and write a committed ckptkit checkpoint to `dst`.
 
     File r of the result contains the slices that rank r will read. Replicated tensors stay replicated. The result has
-    the source's step and its training state:
+    the step and the training state of the source:
 
     - from a ckptkit checkpoint: the whole state. Per-rank state (RNG, dataloader) keeps the keys of the old ranks. If
       the number of ranks changes, `rng_on_resize` and `per_rank_on_resize` apply when the result is loaded.
@@ -73,11 +73,12 @@ def reshard(  # noqa: PLR0913 - one argument per option
 
     Args:
         dst: The directory of the new checkpoint. A CheckpointManager of the parent directory finds it.
-        mesh: "replicate=2,shard=4,tp=2", or a mapping of such names to sizes. None shards over all ranks.
+        mesh: The sizes of the mesh dimensions, as "replicate=2,shard=4,tp=2" or as a mapping. None shards over all
+            ranks.
         type: "sharded" (for any job) or "local" (one file per rank, only for jobs with this world size and mesh).
         tp_plan: A mapping from globs of parameter names to the dimension to split, or a JSON file with such a mapping.
-            Needed for sources without tensor parallelism, unless the source's config.json is that of a llama-like
-            model, from which the plan is derived.
+            Needed only for sources without tensor parallelism. None derives the plan from the source's config.json, if
+            the model is llama-like.
         layout: URL of a file that describes the layout of flat parameters, for formats that need one (FSDP1 LOCAL).
         vocab_size: The number of rows to which the embedding and the output head are trimmed or padded, including
             masters and optimizer states. config.json is changed to match.

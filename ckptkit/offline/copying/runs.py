@@ -159,7 +159,7 @@ class Work:
         return f"{path}: tensor {self.names[int(self.records.owners[record])]!r}"
 
     def ratios(self) -> Int64:
-        """Return the itemsizes before and after each cast, [n, 2]. Both are 1 for a plain copy."""
+        """Return the itemsizes before and after each cast, [n, 2]. A plain copy has the itemsizes 1 and 1."""
         return _ratios(self.casts)
 
     def written(self, step: Step) -> _Written:

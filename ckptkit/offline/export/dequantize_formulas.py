@@ -235,7 +235,7 @@ def _decoded(
         codes: [rows, ...] the codes. A code stands for one element, or for two neighbouring elements.
         rows, columns: Arrays whose sum is the group number of each code. Both are broadcast to the shape of `codes`,
             and `rows` has as many rows as `codes`.
-        values: The value of each code: [codes], or [codes, 2].
+        values: The value of each code, as an array [codes], or the two values of each code, as an array [codes, 2].
         product: A function that returns the elements with these values in these groups, in float32 or float64.
         held: The dtype to which products are rounded before `dtype`. "" means no such rounding.
     """

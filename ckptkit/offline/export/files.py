@@ -40,7 +40,7 @@ def hf_files(
 
     Args:
         metadata: The entries to add to each header's `__metadata__`, besides the format.
-        adapter: Whether to write `adapter_model.safetensors` instead, the only file that PEFT loads.
+        adapter: Whether to write a single `adapter_model.safetensors`, because PEFT loads no other file.
     """
     ordered = in_disk_order(catalog, tensors)
     headers = [TensorToWrite(t.name, t.dtype, t.shape) for t in ordered]

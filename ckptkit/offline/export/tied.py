@@ -74,7 +74,7 @@ class TiedOutcome:
 
 
 def config_ties(config: Mapping[str, Any] | None) -> bool | None:
-    """Return whether config.json ties the word embeddings. Returns None if it does not say."""
+    """Return whether config.json ties the word embeddings. Returns None if the config has no such setting."""
     found = (config or {}).get("tie_word_embeddings")
     if found is None:
         text = (config or {}).get("text_config")

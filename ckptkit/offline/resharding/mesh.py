@@ -131,9 +131,8 @@ class TargetMesh:
     def boxes(self, shape: tuple[int, ...], cut: Cut, *, turn: int = 0) -> RankBoxes:
         """Return the boxes of each rank. Each box is stored once, and empty boxes are omitted.
 
-        Tensor parallelism splits first, then FSDP2 splits each rank's part, both like torch.chunk. If both split the
-        same dimension, FSDP2 splits the tensor-parallel chunk. A tensor without elements gets one empty box, so that
-        the checkpoint contains the tensor.
+        Tensor parallelism splits the tensor first, and then FSDP2 splits each tensor-parallel shard. Both split like
+        torch.chunk. A tensor without elements gets one empty box, so that the checkpoint contains the tensor.
 
         Args:
             turn: Index of the replica that stores the tensor, modulo the number of replicas. If the index is 0 for all
