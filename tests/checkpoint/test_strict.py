@@ -288,6 +288,37 @@ def test_a_group_that_merges_different_learning_rates_is_refused(tmp_path: Path)
     check_misfit(root, made_by(optim.SGD, momentum=0.9), "which differ in lr")
 
 
+def test_settings_that_become_equal_because_a_saved_group_was_split_are_noted(tmp_path: Path) -> None:
+    live = grouped("base", "lora", base=7.0, lora=7.0)
+    for group, decay in zip(live.optimizer.param_groups, (0.5, 0.0), strict=True):
+        group["weight_decay"] = decay
+    source = made_by(optim.SGD, momentum=0.9, weight_decay=0.01)
+    (note,) = load(save(tmp_path / "one", source), live).notes
+    assert rates_of(live) == [0.1, 0.1]
+    assert note.startswith("optimizer groups 0, 1 have parameters of one saved group and get its settings: ")
+    assert "settings: weight_decay=0.01 replaces 0.5, 0.0. To keep other values, set them in param_groups" in note
+    # Settings that were equal, and groups that were not split, only resume.
+    assert (
+        load(save(tmp_path / "two", grouped("lora", "base", lora=2.0)), grouped("base", "lora", base=3.0)).notes == []
+    )
+    assert load(save(tmp_path / "same", source), grouped("base", "lora", base=3.0, lora=3.0)).notes == []
+
+
+def test_settings_that_become_equal_because_a_parameter_moved_between_groups_are_noted(tmp_path: Path) -> None:
+    def made(*groups: tuple[str, ...], decays: tuple[float, ...]) -> TrainState:
+        model = net()
+        named = dict(model.named_parameters())
+        listed = [
+            {"params": [named[n] for n in names], "weight_decay": d} for names, d in zip(groups, decays, strict=True)
+        ]
+        return TrainState(model=model, optimizer=optim.SGD(listed, lr=0.1))
+
+    saved = made(("base.weight", "base.bias"), ("lora.weight",), decays=(0.01, 0.01))
+    live = made(("base.weight",), ("lora.weight", "base.bias"), decays=(0.5, 0.0))
+    (note,) = load(save(tmp_path, saved), live).notes
+    assert "weight_decay=0.01 replaces 0.5, 0.0" in note
+
+
 def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor(tmp_path: Path) -> None:
     state = with_rate(rate := torch.tensor(0.25))
     load(save(tmp_path, with_rate(torch.tensor(0.5))), state)

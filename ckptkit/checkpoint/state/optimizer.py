@@ -46,6 +46,7 @@ from ckptkit.formats.dcp.host_bytes import (
     without_subclass,
 )
 from ckptkit.formats.dcp.subclasses import SEPARATOR, STATES, Recipe, is_state_in_parts, keeps_parts, open_all
+from ckptkit.units import first_few
 
 if TYPE_CHECKING:
     import torch
@@ -760,6 +761,7 @@ def group_changes(
     live = {fqn for fqns in live_names for fqn in fqns}
     empty = [i for i, group in enumerate(saved) if not group["params"]]
     changes = GroupChanges([], saved=len(saved))
+    parts: dict[int, list[int]] = {}  # by saved group: the live groups that have its parameters
     for index, fqns in enumerate(live_names):
         sources = dict.fromkeys(saved_of[fqn] for fqn in fqns if fqn in saved_of)
         if not fqns:
@@ -767,15 +769,33 @@ def group_changes(
             sources = dict.fromkeys([index] if elsewhere else empty[:1])
             empty = [i for i in empty if i not in sources]
             changes.missing += [] if sources else [f"group {index} without parameters"]
+        for source in sources:
+            parts.setdefault(source, []).append(index)
         changes.order.append(next(iter(sources), None))
         changes.settings.append(
             _group_settings(changes, optimizer.param_groups[index], index, list(sources), settings, what)
         )
     _check_shared(changes, optimizer.param_groups, what)
+    for indices in dict.fromkeys(map(tuple, parts.values())):
+        _note_split(changes, optimizer.param_groups, indices, what)
     changes.missing += [fqn for fqns in live_names for fqn in fqns if fqn not in saved_of]
     changes.unexpected = [fqn for fqn in saved_of if fqn not in live]
     changes.unexpected += [f"group {i} without parameters: lr={settings[i].get('lr')}" for i in empty]
     return changes
+
+
+def _note_split(changes: GroupChanges, live: Sequence[Mapping[str, Any]], indices: Sequence[int], what: str) -> None:
+    """Note the settings that differ between these live groups, and become equal because they were one saved group."""
+    replaced = []
+    for key, value in changes.settings[indices[0]].items():
+        ours = [live[index][key] for index in indices if key in live[index]]
+        if not all(_same(ours[0], other) for other in ours[1:]):
+            replaced.append(f"{key}={reprlib.repr(value)} replaces {first_few([*map(reprlib.repr, ours)])}")
+    if replaced:
+        changes.notes.append(
+            f"{what} groups {first_few([*map(str, indices)])} have parameters of one saved group and get its settings: "
+            f"{'; '.join(replaced)}. To keep other values, set them in param_groups after the load"
+        )
 
 
 def _check_shared(changes: GroupChanges, live: Sequence[Mapping[str, Any]], what: str) -> None:
