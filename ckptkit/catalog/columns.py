@@ -18,7 +18,7 @@ Bool = npt.NDArray[np.bool_]
 
 
 def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array's distinct values, ascending. Not `np.unique`, because it imports numpy.ma, which is slow."""
+    """Return an array's distinct values, ascending. Unlike `np.unique`, does not import numpy.ma, which is slow."""
     ordered = np.sort(values, axis=None)
     return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
 

@@ -95,9 +95,9 @@ class MasterWeightOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def lend_state(self) -> Iterator[Mapping[int, torch.Tensor]]:
-        """Lend this optimizer's state and settings to `base` during the block, then take back what `base` changed.
+        """Lend this optimizer's state and settings to `base` during the block, and then take the changes back.
 
-        Yield the model's parameters, keyed by the ids of the tensors that `base` steps for them.
+        Yield a mapping from the id of each tensor that `base` steps to the corresponding parameter of the model.
         """
         with self._lent(_unchanged) as loans:
             yield {id(loan.stepped): loan.parameter for loan in loans}

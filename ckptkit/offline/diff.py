@@ -596,7 +596,7 @@ def _same_digests(x: TensorEntry, y: TensorEntry) -> bool:
 
 
 class _Comparison:
-    """Accumulates the comparison of two tensors, tile by tile."""
+    """Compares two tensors tile by tile, and accumulates the result."""
 
     def __init__(self, name: str, a: TensorEntry, b: TensorEntry) -> None:
         self.name, self.a, self.b = name, a, b

@@ -218,7 +218,7 @@ def _tensor(entry: TensorEntry, *, slices: bool) -> TensorInfo:
 
 
 def _tree(name: str, entries: list[tuple[list[str], int, int]], depth: int, at: int = 0) -> TreeNode | None:
-    """Return the node for entries (name components, elements, bytes) with equal names before component `at`."""
+    """Return the node of a module. Each entry is (name components, elements, bytes) of one of its tensors."""
     if not entries:
         return None
     groups: dict[str, list[tuple[list[str], int, int]]] = {}

@@ -148,7 +148,7 @@ class TargetMesh:
         """Return the mesh dimensions of a DTensor with the sharding `cut`, and the placement on each dimension.
 
         Placements are in the manifest's notation. Returns None for a plain tensor. A parameter that tensor parallelism
-        does not touch is not on the tp dimension.
+        leaves unchanged has no placement on the tp dimension.
         """
         kinds = tuple(kind for kind in self.kinds if cut.on(kind))
         if not kinds:

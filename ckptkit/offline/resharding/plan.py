@@ -255,7 +255,10 @@ def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
 
 
 def _records(catalog: Catalog, own: OwnState) -> list[Record]:
-    """Return the records for plain torch: the records of a DCP source, otherwise the parameter groups' settings."""
+    """Return the records for plain torch.
+
+    A DCP source provides these records. For any other source, the records contain the settings of the parameter groups.
+    """
     if own.records or not own.trees or catalog.info.format == "ckptkit-sharded":
         return [
             (entry.key if ".".join(map(str, entry.key)) == entry.name else (entry.name,), entry.role, data)

@@ -101,7 +101,7 @@ def lay_out_dcp(
 
 @dataclass(frozen=True, slots=True)
 class _Frames:
-    """All records, sorted by rank and start."""
+    """The records of all ranks' files, sorted by rank and start."""
 
     frames: list[RecordFrame]
     bounds: Int64  # [ranks + 1] where each rank's rows begin
