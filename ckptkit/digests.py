@@ -224,7 +224,7 @@ class Fingerprint:
 
 
 def fingerprint_of_runs(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], run: int) -> Fingerprint:
-    """Return what several runs of elements contribute to their tensor's fingerprint. All runs have the same length.
+    """Return the contribution of several runs of elements to a tensor's fingerprint. All runs have the same length.
 
     Args:
         bits: The elements as unsigned integers, one run after the other.

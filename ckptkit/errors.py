@@ -80,7 +80,8 @@ def _text(value: object) -> str:
 
 
 def _options_of(word: str) -> list[str] | None:
-    """Find the opened URL in the bucket of `word` that is closest to `word`. Return its storage options, or None."""
+    """Return the storage options of the opened URL that is closest to `word`; None if no URL in this bucket was opened.
+    """
     if "://" not in word:
         return None
     bucket = "/".join(word.split("/")[:3]) + "/"

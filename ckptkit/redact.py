@@ -1,4 +1,5 @@
-"""Removes credentials from all output, and escapes characters that control a terminal or reverse text."""
+"""Removes credentials from all output, and escapes characters that control a terminal or change the direction of text.
+"""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class StopSignal:
     def in_validation(self) -> None:
         """Stop like `after_batch`, if all ranks have the same number of batches.
 
-        Otherwise, the ranks stop after the validation. They also stop after the validation if a rank's model
-        temporarily has other weights, such as averages.
+        If the numbers differ, the ranks stop after the validation. The same applies if a rank's model temporarily has
+        other weights, such as averages.
         """
         if self._validates_together and self._votes.any(self._received):
             replaced = FitPosition.of(self._trainer).weights_are_replaced()

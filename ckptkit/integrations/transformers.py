@@ -201,7 +201,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """Do nothing, because `_load` restores the whole state."""
 
     def _load_rng(self, path: Any) -> None:
-        """Restore the random state again, because skipping the batches already seen has drawn random numbers."""
+        """Restore the random state again, because random numbers were drawn while batches already seen were skipped."""
         if self._random is not None:
             restore_rng(self._random)
 

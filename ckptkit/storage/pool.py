@@ -69,7 +69,7 @@ def start_or_do_without(thread: threading.Thread) -> None:
 
 
 def before_end(call: Callable[[], object]) -> None:
-    """Register `call` to run after the main thread has ended, while pools still work. A kill skips the call."""
+    """Register `call` to run after the main thread has ended, while pools still accept work."""
     if not _calls:
         # `atexit` is too late: its functions run after pools are closed and threads are joined.
         register: Any = getattr(threading, "_register_atexit", None)

@@ -234,7 +234,7 @@ class FsspecApi:
         """Return whether the object that made a put fail was written by an earlier try of the same put.
 
         Args:
-            tries: How many tries were made, including the one that failed.
+            tries: Number of tries so far, including the try that failed.
         """
         data = Content.of(data).joined()
         return tries > 1 and self.get(name, 0, len(data) + 1) == data
