@@ -80,7 +80,9 @@ def _text(value: object) -> str:
 
 
 def _options_of(word: str) -> list[str] | None:
-    """Return the storage options of the opened URL that is closest to `word`; None if no URL in this bucket was opened.
+    """Return the storage options of the opened URL that is closest to `word`.
+
+    Returns None if no URL in the same bucket was opened.
     """
     if "://" not in word:
         return None

@@ -1,5 +1,4 @@
-"""Removes credentials from all output, and escapes characters that control a terminal or change the direction of text.
-"""
+"""Removes credentials from all output, and escapes characters that control a terminal or the text direction."""
 
 from __future__ import annotations
 
