@@ -1,4 +1,4 @@
-"""Sets up ckptkit's logger, which prints nothing itself, adds the rank to each record and removes credentials."""
+"""Sets up ckptkit's logger: it adds the rank to each record, removes credentials, and prints unhandled warnings."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def warn_once(logger: logging.Logger, what: str, text: str, *args: object) -> No
 class RankHandler(logging.NullHandler):
     """Adds `rank` to each record that ckptkit logs, so that later handlers can format it, and removes credentials.
 
-    The handler prints nothing. A filter would not work, because the filters of a logger do not see the records of child
-    loggers.
+    If the program has not configured logging, warnings and errors are written to stderr, as Python does for a logger
+    without handlers. This class is a handler rather than a filter, because a logger's filters do not see the records of
+    child loggers.
     """
 
     def handle(self, record: logging.LogRecord) -> bool:
@@ -38,7 +39,19 @@ class RankHandler(logging.NullHandler):
             record.msg, record.args = clean, None
         if record.exc_info:  # formatters print exc_text if it is set, instead of formatting exc_info
             record.exc_text = without_secrets(record.exc_text or logging.Formatter().formatException(record.exc_info))
+        if record.levelno >= logging.WARNING and not _is_handled(record.name) and sys.stderr is not None:
+            sys.stderr.write(f"ckptkit: {clean}\n" + (f"{record.exc_text}\n" if record.exc_text else ""))
         return True
+
+
+def _is_handled(name: str) -> bool:
+    """Return whether the program has added a handler to the logger called `name`, or to one above it."""
+    logger: logging.Logger | None = logging.getLogger(name)
+    while logger is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 def _rank() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -260,9 +261,15 @@ def split_url(url: str) -> tuple[str, str]:
     return protocol.lower(), rest
 
 
+_HALF_PROTOCOL = re.compile(r"(s3|gs|gcs|az|abfs|hf|http|https|memory):/([^/].*)")
+
+
 def require_bucket(url: str) -> None:
-    """Raise UsageError if `url` needs a bucket and has none: "s3://", "gs:///run"."""
+    """Raise UsageError if `url` needs a bucket and has none ("s3://", "gs:///run"), or lacks a slash ("s3:/bucket")."""
     protocol, rest = split_url(url)
+    half = _HALF_PROTOCOL.fullmatch(url)
+    if half and not os.path.exists(url):
+        raise UsageError(f"{url} has only one slash after the protocol. Did you mean {half[1]}://{half[2]}?")
     if protocol in SERVICES and not rest.partition("/")[0]:
         raise UsageError(f"{url} has no bucket. Write {protocol}://BUCKET/{rest.strip('/') or 'PATH'}")
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -195,13 +196,22 @@ def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch: pytest.MonkeyP
     assert ran("ls", "x", code=130) == "Interrupted.\n"
 
 
-def test_the_library_prints_nothing_and_log_records_have_a_rank(monkeypatch, caplog):
+def test_log_records_have_a_rank(monkeypatch, caplog):
     monkeypatch.setenv("RANK", "3")
     logging.getLogger("ckptkit").setLevel(logging.WARNING)  # a command of another test may have used --quiet
     logging.getLogger("ckptkit.checkpoint.anything").warning("hello")
     (record,) = caplog.records
     assert isinstance(record.rank, int)  # type: ignore[attr-defined]
-    assert any(isinstance(h, logging.NullHandler) for h in logging.getLogger("ckptkit").handlers)
+
+
+@pytest.mark.parametrize(
+    ("configured", "printed"), [("pass", "ckptkit: disk at %90%\n"), ("logging.basicConfig()", "")]
+)
+def test_warnings_are_printed_only_if_the_program_has_not_configured_logging(configured, printed):
+    code = f"import logging, ckptkit; {configured}; log = logging.getLogger('ckptkit.x')"
+    code += "; log.warning('disk at %s', '%90%'); log.info('quiet')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "" and done.stderr == (printed or "WARNING:ckptkit.x:disk at %90%\n")
 
 
 @pytest.mark.parametrize("command", [ls.command, prune.command])

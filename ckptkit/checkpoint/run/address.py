@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError, command_line
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, command_line
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store, require_bucket, split_url
@@ -15,7 +15,6 @@ from ckptkit.storage.store import Store, require_bucket, split_url
 if TYPE_CHECKING:
     from ckptkit.checkpoint.run.inventory import Inventory
 
-_HALF_PROTOCOL = re.compile(r"(s3|gs|gcs|az|abfs|hf|http|https|memory):/([^/].*)")
 NAMED_CHECKPOINT = re.compile(r"(latest(~[0-9]{1,6})?|best(:[^/]{1,128})?|[0-9]{1,18})")
 
 
@@ -26,9 +25,6 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
         CheckpointNotFoundError: The run has no such checkpoint; the error lists those that exist.
         CorruptCheckpointError: `url` is "latest", but the latest checkpoint's record cannot be read.
     """
-    half = _HALF_PROTOCOL.fullmatch(url)
-    if half and not os.path.exists(url):
-        raise UsageError(f"{url} has only one slash after the protocol. Did you mean {half[1]}://{half[2]}?")
     require_bucket(url)  # before trailing slashes are removed below
     head, separator, name = url.rstrip("/").rpartition("/")
     if not NAMED_CHECKPOINT.fullmatch(name) or head.endswith(":/"):

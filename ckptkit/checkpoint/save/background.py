@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -119,23 +118,11 @@ def _report_unasked() -> None:
 
 
 def report_failure(step: int, error: BaseException) -> None:
-    """Log a save's error if nobody will call `result`. Also print it if logging is not configured."""
+    """Log the error of a save on which nobody will call `result`."""
     # If rank 0 is gone, it may have published the checkpoint. The error says so.
     is_unknown = isinstance(error, RankFailedError) and error.interrupted and 0 in error.causes
-    text = f"the save of step {step} failed{'' if is_unknown else ', and nothing was published'}: {error}"
-    _log.error("%s", text)
-    if not _is_heard() and sys.stderr is not None:
-        sys.stderr.write(f"ckptkit: {text}\n")
-
-
-def _is_heard() -> bool:
-    """Return whether logging is configured. If it is not, the failure of a save must be printed."""
-    logger: logging.Logger | None = _log
-    while logger is not None:
-        if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
-            return True
-        logger = logger.parent if logger.propagate else None
-    return False
+    result = "" if is_unknown else ", and nothing was published"
+    _log.error("the save of step %s failed%s: %s", step, result, error)
 
 
 def _wait_for_saves() -> None:

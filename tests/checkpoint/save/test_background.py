@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ckptkit import CheckpointManager, TrainState
+from ckptkit import CheckpointManager, TrainState, log
 from ckptkit.checkpoint.report import Phase
 from ckptkit.checkpoint.save import background, staging
 from ckptkit.checkpoint.save import saver as save_module
@@ -176,7 +176,7 @@ def test_an_unread_background_error_is_printed_at_exit(tmp_path):
 @pytest.mark.parametrize("heard", [True, False])
 def test_a_failed_save_is_reported_even_if_the_training_fails(tmp_path, monkeypatch, capsys, heard):
     Gate(monkeypatch, OSError(28, "No space left on device")).opened.set()
-    monkeypatch.setattr(background, "_is_heard", lambda: heard)
+    monkeypatch.setattr(log, "_is_handled", lambda name: heard)
     with pytest.raises(ValueError, match="training"), CheckpointManager(tmp_path / "run") as manager:
         manager.save_async(1, TrainState(model=nn.Linear(2, 2)))
         raise ValueError("training")
@@ -185,7 +185,7 @@ def test_a_failed_save_is_reported_even_if_the_training_fails(tmp_path, monkeypa
 
 
 def test_the_report_of_a_dead_rank_0_does_not_say_that_nothing_was_published(monkeypatch, capsys):
-    monkeypatch.setattr(background, "_is_heard", lambda: False)
+    monkeypatch.setattr(log, "_is_handled", lambda name: False)
     lost = RankFailedError("rank 0 died. The checkpoint may or may not be published", {0: "died"}, interrupted=True)
     background.report_failure(3, lost)
     assert capsys.readouterr().err == f"ckptkit: the save of step 3 failed: {lost}\n"
