@@ -56,6 +56,7 @@ class RoleTable:
         inner = {str(path[1]) for path in paths.values() if len(path) > 2 and path[0] == "state"}
         self._bare_optimizer = alone and not any(p in _MODEL_KEYS or _OPTIMIZER_KEY.fullmatch(p) for p in inner)
         self._optimizers = _optimizers(paths.values())
+        self._depths = sorted({len(path) for path in self._optimizers})
         wrappers = {
             key: None if self._optimizer_at(path) is not None else _model_wrapper(path)
             for key in tensors
@@ -116,9 +117,9 @@ class RoleTable:
 
     def _optimizer_at(self, path: Path) -> int | None:
         """Return the length of the path to the optimizer that contains the entry, or None if there is none."""
-        for i in range(len(path)) if self._optimizers else ():
-            if path[:i] in self._optimizers and (i > 0 or str(path[0]).partition(".")[0] in _PARTS):
-                return i
+        for depth in self._depths:
+            if path[:depth] in self._optimizers and depth < len(path) and (depth or _head(path[0]) in _PARTS):
+                return depth
         return None
 
 
@@ -130,11 +131,13 @@ def _optimizers(paths: Iterable[Path]) -> set[Path]:
     found: dict[str, set[Path]] = {"state": set(), PARAM_GROUPS: set()}
     for path in paths:
         for i, part in enumerate(path):
-            if part in ("state", PARAM_GROUPS):
-                found[str(part)].add(path[:i])
-            elif isinstance(part, str) and part.startswith(("state.", "param_groups.")):
-                found[part.partition(".")[0]].add(path[:i])
+            if (head := _head(part)) in found:
+                found[head].add(path[:i])
     return found["state"] & found[PARAM_GROUPS]
+
+
+def _head(part: str | int) -> str:
+    return part.partition(".")[0] if isinstance(part, str) else ""
 
 
 def optimizer_role(path: Path) -> EntryRole:
@@ -196,11 +199,8 @@ def _state(fqn: str, state: str) -> EntryRole:
 
 
 def _top(path: Path) -> str:
-    top = str(path[0])
-    for flattened in ("state", PARAM_GROUPS):
-        if len(path) == 1 and top.startswith(f"{flattened}."):
-            return flattened
-    return top
+    head = _head(path[0])
+    return head if len(path) == 1 and head in ("state", PARAM_GROUPS) else str(path[0])
 
 
 def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
