@@ -6,7 +6,7 @@ The nesting of a value shows whether the value is a weight, an optimizer state o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,17 +176,53 @@ def insert(tree: dict[Any, Any], path: Path, value: Any) -> None:
     A position in a list is stored as a dict key. `with_lists` later turns such dicts into lists.
     """
     for part in path[:-1]:
-        tree = tree.setdefault(part, _Node())
+        inner = tree.setdefault(part, _Node())
+        if not isinstance(inner, _Node):  # a name such as "a.b" beside "a"
+            inner = tree[part] = _Node({"": inner})
+        tree = inner
     tree[path[-1]] = value
 
 
-def with_lists(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a tree with lists in place of the inner dicts whose keys are positions."""
-    return {str(key): _with_lists(value) for key, value in tree.items()}
+def with_lists(tree: Mapping[Any, Any], containers: Mapping[str, Sequence[Sequence[str | int]]] = {}) -> dict[str, Any]:
+    """Return a tree with lists in place of the inner dicts whose keys are positions.
+
+    Args:
+        containers: The paths that are no lists (see `other_containers`).
+    """
+    kinds: dict[Path, type] = {tuple(path): dict for path in containers.get("dict", ())}
+    kinds |= {tuple(path): tuple for path in containers.get("tuple", ())}
+    return {str(key): _with_lists(value, (key,), kinds) for key, value in tree.items()}
 
 
-def _with_lists(value: Any) -> Any:
+def _with_lists(value: Any, path: Path, kinds: Mapping[Path, type]) -> Any:
     if not isinstance(value, _Node):
         return value
-    made = {key: _with_lists(item) for key, item in value.items()}
-    return [made[i] for i in range(len(made))] if made and made.keys() == set(range(len(made))) else made
+    made = {key: _with_lists(item, (*path, key), kinds) for key, item in value.items()}
+    kind = kinds.get(path, list) if made.keys() == set(range(len(made))) else dict
+    return made if kind is dict else kind(made[i] for i in range(len(made)))
+
+
+def other_containers(values: Iterable[Any]) -> dict[str, list[list[str | int]]]:
+    """Return the paths of tuples, and of dicts whose keys are positions, if they contain tensors.
+
+    The names of tensors do not distinguish these from lists. Optimizers are left out, because their states are dicts.
+    """
+    found: dict[str, list[list[str | int]]] = {}
+    known: dict[int, bool] = {}
+
+    def walk(value: Any, path: list[str | int]) -> None:
+        if not has_tensor(value, known) or not isinstance(value, (dict, list, tuple)):
+            return
+        if isinstance(value, dict):
+            if {"state", "param_groups"} <= value.keys():
+                return
+            if value.keys() == set(range(len(value))):
+                found.setdefault("dict", []).append(path)
+        elif isinstance(value, tuple):
+            found.setdefault("tuple", []).append(path)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            walk(item, [*path, key if type(key) in (str, int) else str(key)])
+
+    for value in values:
+        walk(value, [])
+    return found

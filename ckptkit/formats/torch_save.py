@@ -15,7 +15,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.hf.shard_files import check_index, numbered_files, read_index
 from ckptkit.formats.hf.side_files import find_side_files, unread_state
-from ckptkit.formats.nested import entries_of
+from ckptkit.formats.nested import entries_of, other_containers
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_tar
 from ckptkit.formats.pickles.objects import plain
@@ -181,6 +181,7 @@ def _info(
             step = said[0] if said else None
     side = find_side_files(store)
     tied = _tied(entries)
+    containers = other_containers(values.values())
     notes = tuple(f"{', '.join(names[1:])} shares its bytes with {names[0]} (tied)." for names in tied)
     return CatalogInfo(
         "torch",
@@ -189,7 +190,11 @@ def _info(
         files=files,
         side_files=side.carried,
         notes=(*notes, *side.notes),
-        extra={**side.extra, **({"tied": tied} if tied else {})},
+        extra={
+            **side.extra,
+            **({"tied": tied} if tied else {}),
+            **({"containers": containers} if containers else {}),
+        },
     )
 
 

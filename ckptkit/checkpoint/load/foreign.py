@@ -155,7 +155,7 @@ def _random_states(values: Mapping[str, Any]) -> dict[str, Any]:
         if match is None or not isinstance(states, Mapping):
             continue
         python = states.get("python", states.get("random", states.get("random_state")))
-        cpu = states.get("cpu", states.get("torch_manual_seed"))
+        cpu = states.get("cpu", states.get("torch_manual_seed", states.get("torch")))
         array = states.get("numpy", states.get("numpy_random_seed"))
         if python is None or cpu is None:
             continue
@@ -329,7 +329,7 @@ def _join_parts(
         tree: dict[Any, Any] = {}
         for path, value in parts:
             insert(tree, path, value)
-        values.update(with_lists(tree))
+        values.update(with_lists(tree, catalog.info.extra.get("containers", {})))
         for entry in entries:
             tensors.pop(f"other.{entry.name}")
 

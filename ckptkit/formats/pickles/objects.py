@@ -61,6 +61,9 @@ class Inert:
     known: bool = True
 
 
+_PLAIN = (np.ndarray, np.generic, TensorValue, Inert, *MOMENTS)
+
+
 def read_object(
     store: Store,
     entry: ObjectEntry,
@@ -201,6 +204,8 @@ def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | Te
 def plain(value: Any, *, file: str, read: Callable[[StoredTensor], Any] | None = None) -> Any:
     """Return `value` with inert values converted to plain Python values. Shared objects stay shared.
 
+    Values that are plain already stay as they are, because some entries hold plain values with tensors to be read.
+
     Args:
         read: Returns a tensor's value. Without `read`, tensors stay records.
 
@@ -273,7 +278,7 @@ class _Plain:
             return Inert(value.kind or "object", known=not issubclass(value, UnknownGlobal))
         if isinstance(value, Storage):
             return Inert("torch.Storage", (value.dtype, value.nbytes))
-        return Inert(type(value).__name__)
+        return value if isinstance(value, _PLAIN) else Inert(type(value).__name__)
 
     def _all(self, values: Sequence[Any], depth: int) -> tuple[list[Any], int]:
         items, total = [], 1

@@ -51,6 +51,7 @@ _MAX_TREE_BYTES = 1 << 20
 _MAX_STEP = 2**63  # maximum step count, because a hostile checkpoint may contain integers too large for a float
 _RANDOM = re.compile(r"(random_states?|rng_states?|rng)(_\d+)?")
 _SCHEDULER = re.compile(r"(lr_)?schedulers?(_states?)?(_\d+)?")
+_SCALER = {"scale", "growth_factor", "backoff_factor"}  # keys in the state of a GradScaler that is enabled
 _GROUPS = "param_groups"
 _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")  # buffers, some with the shape of a weight
 
@@ -75,11 +76,10 @@ def _add_trees(
     for name, entry in catalog.objects.items():
         if name == SUBCLASSES:
             continue
-        if entry.role is not Role.OPTIMIZER and _RANDOM.fullmatch(name.split(".")[0]):
-            found.leftovers.append((name, "random states belong to the old ranks; the new ranks are reseeded"))
+        if entry.role is not Role.OPTIMIZER and _is_random(found, name):
             continue
         try:
-            values[name] = (entry, read_object(store, entry))
+            values[name] = (entry, read_object(store, entry, tensor=_tensor_value))
         except CkptkitError as error:
             found.leftovers.append((name, f"it can't be read: {str(error)[:160]}"))
     groups: _Groups = {}
@@ -96,7 +96,14 @@ def _add_trees(
             data = bytes(read_box(store, tensor, Box.whole(tensor.shape)))
             _take_group(groups, name, tensor.key, TensorValue(tensor.dtype, tensor.shape, data))
     _add_groups(found, groups, sections, catalog, numbers)
-    _add_rest(found, _nested(values))
+    _add_rest(found, _nested({**values, **_other_tensors(found, store, catalog)}, catalog))
+
+
+def _is_random(found: OwnState, name: str) -> bool:
+    if not _RANDOM.fullmatch(name.split(".", maxsplit=1)[0]):
+        return False
+    found.leftovers.append((name, "random states belong to the old ranks; the new ranks are reseeded"))
+    return True
 
 
 # --- optimizers
@@ -252,33 +259,53 @@ def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]
 # --- other objects
 
 
-def _nested(values: Mapping[str, tuple[ObjectEntry, Any]]) -> dict[str, Any]:
+def _other_tensors(found: OwnState, store: Store, catalog: Catalog) -> dict[str, tuple[ObjectEntry | TensorEntry, Any]]:
+    """Return the tensors that are neither weights nor optimizer state, with their values.
+
+    The result keeps them as tensors, too. Objects with large tensors, such as a moving average of the weights, are
+    only named.
+    """
+    objects: dict[str, list[TensorEntry]] = {}
+    for entry in catalog.by_role(Role.OTHER).values():
+        if not _is_random(found, entry.name):
+            objects.setdefault(str((entry.key or (entry.name,))[0]), []).append(entry)
+    read: dict[str, tuple[ObjectEntry | TensorEntry, Any]] = {}
+    large: list[str] = []
+    for top, entries in objects.items():
+        if sum(entry.nbytes for entry in entries) > _MAX_TREE_BYTES // 2:
+            large.append(top)
+            continue
+        for entry in entries:
+            data = bytes(read_box(store, entry, Box.whole(entry.shape)))
+            read[entry.name] = entry, TensorValue(entry.dtype, entry.shape, data)
+    if large:
+        found.notes.append(
+            f"{', '.join(large)}: neither weights nor optimizer state; a job does not load these tensors. They keep "
+            "their names, so DCPReader reads them"
+        )
+    return read
+
+
+def _nested(values: Mapping[str, tuple[ObjectEntry | TensorEntry, Any]], catalog: Catalog) -> dict[str, Any]:
     """Return the nested values that DCP flattened, as in {"lr_scheduler": {"last_epoch": 2}}."""
-    nested: dict[str, Any] = {}
+    nested: dict[Any, Any] = {}
     for name, (entry, value) in values.items():
-        path = [str(part) for part in entry.key] or [name]
-        if ".".join(path) != name:
-            path = name.split(".")
-        place = nested
-        for part in path[:-1]:
-            inner = place.setdefault(part, {})
-            if not isinstance(inner, dict):
-                inner = place[part] = {"": inner}
-            place = inner
-        place[path[-1]] = value
-    return nested
+        path = entry.key or (name,)
+        insert(nested, path if ".".join(map(str, path)) == name else tuple(name.split(".")), value)
+    return with_lists(nested, catalog.info.extra.get("containers", {}))
 
 
 def _add_rest(found: OwnState, nested: Mapping[str, Any]) -> None:
+    schedulers = {name: scheduler for name, value in nested.items() if (scheduler := _scheduler(name, value))}
+    scalers = [name for name, value in nested.items() if isinstance(value, Mapping) and value.keys() >= _SCALER]
     for name, value in nested.items():
-        scheduler = _scheduler(name, value)
-        own = (
-            "scheduler"
-            if scheduler is not None and "scheduler" not in found.trees
-            else f"extra.{name.replace('.', '_')}"
-        )
+        own = f"extra.{name.replace('.', '_')}"
+        if [name] == [*schedulers]:
+            own = "scheduler"
+        elif [name] == scalers:
+            own = "grad_scaler"
         try:
-            tree = _tree(value if own != "scheduler" else scheduler)
+            tree = _tree(value if own != "scheduler" else schedulers[name])
         except _NoTree as error:
             found.leftovers.append((name, str(error)))
             continue
@@ -288,21 +315,17 @@ def _add_rest(found: OwnState, nested: Mapping[str, Any]) -> None:
         found.trees[own] = tree
         if own == "scheduler":
             found.notes.append(f"{name} is the state of a torch scheduler: the job's scheduler loads it")
-            if isinstance(value, Mapping) and value is not scheduler:
+            if isinstance(value, Mapping) and value is not schedulers[name]:
                 found.leftovers.append((f"the rest of {name}", "only the scheduler's state is converted"))
 
 
 def _scheduler(name: str, value: Any) -> Any:
     """Return the state of the only torch LRScheduler in this value. None if there is no LRScheduler, or several."""
-    if _SCHEDULER.fullmatch(name):
-        candidates = value if isinstance(value, (list, tuple)) else [value]
-    elif isinstance(value, Mapping) and isinstance(value.get("lr_schedulers"), (list, tuple)):
-        candidates = value["lr_schedulers"]
-    else:
+    candidates = value.get("lr_schedulers", value) if isinstance(value, Mapping) else value
+    one = candidates[0] if isinstance(candidates, (list, tuple)) and len(candidates) == 1 else candidates
+    if not isinstance(one, Mapping) or "last_epoch" not in one:
         return None
-    if len(candidates) == 1 and isinstance(candidates[0], Mapping) and "last_epoch" in candidates[0]:
-        return candidates[0]
-    return None
+    return one if "_last_lr" in one or _SCHEDULER.fullmatch(name) else None
 
 
 # --- values as JSON
@@ -329,10 +352,14 @@ def _tree(value: Any, depth: int = 0) -> Any:
     if isinstance(value, TensorValue):
         return _tensor(value.dtype, value.shape, value.data)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return _tensor(value.dtype.name, value.shape, np.ascontiguousarray(value).tobytes())
+        return {"$ndarray": _tensor(value.dtype.name, value.shape, np.ascontiguousarray(value).tobytes())}
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$npscalar": _tensor(value.dtype.name, (), value.tobytes())}
     raise _NoTree(f"it contains a {getattr(value, 'kind', kind.__name__)}, which cannot be loaded without running code")
+
+
+def _tensor_value(array: np.ndarray[Any, Any] | TensorValue) -> TensorValue:
+    return array if isinstance(array, TensorValue) else TensorValue(array.dtype.name, array.shape, array.tobytes())
 
 
 def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Any:

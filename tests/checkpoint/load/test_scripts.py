@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,6 +36,11 @@ def save(saved: Any, form: str, tmp_path: Any) -> Any:
     else:
         torch.save(saved, path)
     return path
+
+
+def resharded(source: Any, tmp_path: Any) -> Any:
+    reshard(str(source), str(tmp_path / "step_00000001"), world_size=1)
+    return tmp_path / "step_00000001"
 
 
 class WithExtraState(nn.Linear):
@@ -94,8 +101,7 @@ def test_settings_that_are_tensors_are_restored(form, flatten, tmp_path):
     saved = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
     source = save(saved, form, tmp_path)
     if form == "resharded":
-        reshard(str(source), str(tmp_path / "step_00000001"), world_size=1)
-        source = tmp_path / "step_00000001"
+        source = resharded(source, tmp_path)
     model, optimizer = trained(0.75)
     load(TrainState(model=model, optimizer=optimizer), str(source), tmp_path)
     first, second = optimizer.param_groups
@@ -103,7 +109,7 @@ def test_settings_that_are_tensors_are_restored(form, flatten, tmp_path):
     assert [float(beta) for group in (first, second) for beta in group["betas"]] == [0.25, 0.5] * 2
 
 
-@pytest.mark.parametrize("form", ["dcp", "torch"])
+@pytest.mark.parametrize("form", ["dcp", "torch", "resharded"])
 @pytest.mark.parametrize("key", ["lr_scheduler", "scheduler", "scheduler_state_dict", "lr_schedulers"])
 def test_schedulers_of_schedulers_and_loss_scales_are_restored(key, form, tmp_path):
     def made(steps: int, scale: float) -> TrainState:
@@ -122,6 +128,8 @@ def test_schedulers_of_schedulers_and_loss_scales_are_restored(key, form, tmp_pa
     saved = {"model": theirs.model.state_dict(), key: [their] if key == "lr_schedulers" else their, "epoch": 5}
     saved |= {"optimizer": theirs.optimizer.state_dict(), "scaler": theirs.grad_scaler.state_dict()}
     source = save(saved, form, tmp_path)
+    if form == "resharded":
+        source = resharded(source, tmp_path)
     report = load(mine, str(source), tmp_path, optimizer="skip")
     assert mine.scheduler.state_dict() == their and mine.grad_scaler.get_scale() == 1024.0
     assert not {"scheduler", "grad_scaler"} & report.skipped.keys()
@@ -170,6 +178,48 @@ def test_the_settings_of_an_optimizer_below_the_key_state_are_restored(form, tmp
     source = save(saved, form, tmp_path)
     load(mine, str(source), tmp_path)
     assert states.bits(mine.optimizer.state_dict()) == states.bits(theirs.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("form", ["torch", "resharded"])
+def test_objects_of_any_name_are_restored_or_become_extra(form, tmp_path):
+    """fairseq keeps its counters in `extra_state`, nnU-Net keeps metrics of numpy."""
+    scheduler = {"last_epoch": 3, "_last_lr": [0.5]}
+    saved = {
+        "model": nn.Linear(3, 2).state_dict(),
+        "extra_state": {"epoch": 4},
+        "scheduler_a": scheduler,
+        "scheduler": scheduler,
+        "metrics": {"loss": [np.float32(0.5)]},
+        "counts": np.arange(3),
+        "pair": (torch.ones(2), 3),
+        "buffers": {0: torch.ones(2), 1: torch.zeros(1)},
+    }
+    source = save(saved, "torch", tmp_path)
+    source = resharded(source, tmp_path) if form == "resharded" else source
+    report = load(TrainState(model=nn.Linear(3, 2)), str(source), tmp_path)
+    found = {name: report.extra[name] for name in saved if name != "model"}
+    counts = found.pop("counts")
+    assert type(counts) is np.ndarray and counts.tolist() == [0, 1, 2]
+    assert states.bits(found) == states.bits({name: saved[name] for name in found})
+
+
+def test_large_tensors_that_are_no_weights_are_named_by_a_reshard(tmp_path):
+    saved = {"model": nn.Linear(3, 2).state_dict(), "ema": {"weight": torch.ones(1 << 18)}}
+    result = reshard(str(save(saved, "torch", tmp_path)), str(tmp_path / "step_00000001"), world_size=1)
+    assert any(
+        note.startswith("ema: neither weights nor optimizer state; a job does not load") for note in result.notes
+    )
+
+
+def test_the_random_states_of_a_script_are_restored(tmp_path):
+    def drawn() -> tuple[Any, ...]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    states_of = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    wanted = drawn()
+    source = save({"model": nn.Linear(3, 2).state_dict(), "rng_state": states_of}, "torch", tmp_path)
+    load(TrainState(model=nn.Linear(3, 2)), str(source), tmp_path)
+    assert drawn() == wanted
 
 
 @pytest.mark.parametrize("form", ["dcp", "torch"])
