@@ -8,8 +8,9 @@ for each block of 128 x 128.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 Compute = Callable[["torch.Tensor", str], Bytes]
+
+_log = logging.getLogger(__name__)
+_SHOWN = 3  # how many weights a note names
 
 BLOCK = 128
 _CODES, _SCALES = "float8_e4m3fn", "float32"
@@ -72,21 +76,22 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
     stacked = [name for name in stacked if dtype_of(tensors[name].dtype).kind == "float"]
     floats = {n for n in wanted if len(tensors[n].shape) == 2 and dtype_of(tensors[n].dtype).kind == "float"}
     chosen = {name for name in floats if not any(size % BLOCK or not size for size in tensors[name].shape)}
-    odd = len(floats - chosen)
-    chosen -= _joined_with_others(chosen, tensors)
+    fused = _joined_with_others(chosen, tensors)
+    odd, chosen = floats - chosen, chosen - fused
     if not chosen:
         raise UsageError(
             f"--quantize fp8-block: none of {len(tensors)} tensors is a matrix of floats inside a layer, with sizes "
             f"that are multiples of {BLOCK}."
         )
     notes.append(f"{counted(len(chosen), 'weight')} quantized to FP8 in blocks of {BLOCK} x {BLOCK}")
-    if odd:
-        notes.append(f"{counted(odd, 'weight', 'are')} not quantized: the sizes are not multiples of {BLOCK}")
-    if stacked:
-        notes.append(
-            f"{counted(len(stacked), 'tensor', 'are')} not quantized; matrices of several experts are stacked: "
-            f"{first_few(stacked, 3)}"
-        )
+    for noun, kept_names, why in (
+        ("weight", odd, f": the sizes are not multiples of {BLOCK}"),
+        ("weight", fused, ": fused by servers with a weight that is not quantized"),
+        ("tensor", set(stacked), "; matrices of several experts are stacked"),
+    ):
+        if kept_names:
+            listed = _listed([name for name in tensors if name in kept_names], why)
+            notes.append(f"{counted(len(kept_names), noun, 'are')} not quantized{why}: {listed}")
     made: dict[str, OutputTensor] = {}
     for name, tensor in tensors.items():
         if name not in chosen:
@@ -98,6 +103,14 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
     # List the modules that have no codes and scales, because loaders expect them in all other modules.
     kept |= {name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in stacked}
     return Quantized(made, _config({*kept, "lm_head"}), tuple(notes))
+
+
+def _listed(names: Sequence[str], why: str) -> str:
+    """Return the first names. The debug log (-v) lists all."""
+    if len(names) <= _SHOWN:
+        return first_few(names)
+    _log.debug("not quantized%s:\n  %s", why, "\n  ".join(names))
+    return f"{first_few(names, _SHOWN)}; --verbose lists them"
 
 
 def _config(kept: Collection[str]) -> dict[str, Any]:

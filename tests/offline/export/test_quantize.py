@@ -110,10 +110,26 @@ def test_weights_that_servers_fuse_are_quantized_together_or_not_at_all(tmp_path
     tensors = {name: torch.rand(64 if "k_proj" in name else 128, 128) for name in fused}
     found = quantized(tmp_path, {**tensors, "model.layers.0.mlp.gate.weight": torch.rand(128, 128)})
     assert [name for name, t in found.tensors.items() if t.dtype == torch.float8_e4m3fn] == fused[-1:]
-    assert "1 weight is not quantized: the sizes are not multiples of 128" in found.report.notes
+    notes = found.report.notes
+    assert f"1 weight is not quantized: the sizes are not multiples of 128: {fused[1]}" in notes
+    assert (
+        f"2 weights are not quantized: fused by servers with a weight that is not quantized: {fused[0]}, {fused[2]}"
+        in notes
+    )
     assert any("chosen by name" in note for note in found.report.notes)
     others = sorted([*(name.removesuffix(".weight") for name in fused[:3]), "lm_head", "model.layers.0.mlp.gate"])
     assert kept(found) == others
+
+
+def test_a_note_names_the_first_weights_that_keep_their_dtype_and_the_debug_log_names_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(1, 6)]
+    with caplog.at_level("DEBUG", "ckptkit"):
+        found = quantized(tmp_path, {LAYER: torch.rand(128, 128), **{name: torch.rand(64, 128) for name in odd}})
+    (note,) = (note for note in found.report.notes if "not multiples" in note)
+    assert note.endswith(f"of 128: {', '.join(odd[:3])} and 2 more; --verbose lists them")
+    assert "\n  ".join(odd) in caplog.text
 
 
 @pytest.mark.parametrize(("tensors", "options", "error", "said"), [
