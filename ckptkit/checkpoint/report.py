@@ -197,7 +197,8 @@ class LoadReport(TimedReport):
         missing: Keys that the training state needs but the checkpoint lacks (only with strict=False).
         unexpected: Keys of the checkpoint's loaded parts (model, optimizer, ...) that the training state lacks.
         skipped: Parts ("optimizer", "rng", ...) and tensors that were skipped on purpose, each with the reason.
-        notes: Messages about hyperparameters that only one side has, casts, and reseeded random number generators.
+        notes: Messages about damaged checkpoints that a fallback passed over, hyperparameters that only one side has,
+            casts, and reseeded random number generators.
         extra: Values in the checkpoint's `extra` that the training state lacks.
         metrics, client_state: From the checkpoint's commit record.
         nbytes: Tensor bytes that this rank read.

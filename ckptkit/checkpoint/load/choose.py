@@ -84,6 +84,7 @@ class Loader:
             url = self.coordinator.decide(exact, "choosing a checkpoint")
             return self._restore(url, None, state, options)
         damaged: list[str] = []
+        notes: list[str] = []
         first: CorruptCheckpointError | None = None
         rotated, origin = "", state.half_loaded
         while True:
@@ -115,11 +116,13 @@ class Loader:
                 self.coordinator.decide(partial(_log.warning, "%s", text), "warning of damage")
                 first = first or error
                 damaged.append(name)
+                notes.append(text)
             else:
                 self.resumed_from = name
                 self.given_up.update(damaged)
                 self.looked |= which == "latest"
                 report.metrics, report.client_state = dict(record.metrics), record.client_state
+                report.notes[:0] = notes
                 return report
         if first is not None:
             raise type(first)(f"{first}\nThere is no older checkpoint to fall back to.") from first
