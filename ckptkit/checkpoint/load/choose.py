@@ -116,7 +116,7 @@ class Loader:
                 self.coordinator.decide(partial(_log.warning, "%s", text), "warning of damage")
                 first = first or error
                 damaged.append(name)
-                notes.append(text)
+                notes.append(text.partition("\n")[0])
             else:
                 self.resumed_from = name
                 self.given_up.update(damaged)
