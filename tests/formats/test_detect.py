@@ -33,6 +33,8 @@ OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params
 STEPS: dict[str, int | None] = {
     "global_step10": 10, "global_step_4": 4, "checkpoint-2": 2, "step-10": 10, "iter_0000010": 10,
     "step_00001000": 1000, "epoch=0-step=3.ckpt": 3, "epoch_1_step_7": 7, "epoch_3": 0, "1200": 1200,
+    "checkpoint-1,000": 1000, "checkpoint-1_000": 1000, "ckpt_3_512": 3, "step-10k": 10000, "step-1.5k": 1500,
+    "step_1e4": 10000, "step=9-loss=0.10.ckpt": 9, "ckpt-7b": 7,
     "model_name--val_loss=1.2-step=30.0-consumed_samples=60.0": 30,
     **dict.fromkeys(("notes", "tensorboard", "last.ckpt", "hf_ref_qwen3moe", "v2-final", "step")),
 }  # fmt: skip

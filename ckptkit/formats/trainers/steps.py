@@ -6,8 +6,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+# Numbers such as 1000, 1,000, 1_000, 10k, 1.5k and 1e4. In ckpt_3_512, "_" separates two numbers.
+_DIGITS = (
+    r"\d{1,3}(?:,\d{3})+(?!\d)|(?<!_)\d{1,3}(?:_\d{3})+(?![_\d])|"
+    r"\d{1,9}(?:\.\d{1,3})?k(?![a-z0-9])|\d{1,9}e\d(?![a-z0-9])|\d{1,18}"
+)
 _STEP = re.compile(
-    r"(?:global_?step|step|iter(?:ation)?|checkpoint|ckpt|batch|(?<![a-z0-9])ba)s?[-_=]?(\d{1,18})", re.IGNORECASE
+    rf"(?:global_?step|step|iter(?:ation)?|checkpoint|ckpt|batch|(?<![a-z0-9])ba)s?[-_=]?({_DIGITS})", re.IGNORECASE
 )
 _EPOCH = re.compile(r"(?:epoch|(?<![a-z0-9])ep)[-_=]?(\d{1,18})", re.IGNORECASE)
 _ASIDE = ".aside-"  # a directory that a save renamed; random hex digits follow, such as "ba6"
@@ -33,7 +38,13 @@ def parse_step(name: str) -> StepName | None:
         if not epoch and not _NUMBER.fullmatch(bare):
             return None
         step = ["0"] if epoch else [bare]
-    return StepName(int(step[-1]), int(epoch[-1]) if epoch else -1, name)
+    return StepName(_value(step[-1]), int(epoch[-1]) if epoch else -1, name)
+
+
+def _value(digits: str) -> int:
+    plain = digits.lower().replace(",", "").replace("_", "")
+    number, exponent, power = plain.replace("k", "e3").partition("e")
+    return round(float(number) * 10 ** int(power)) if exponent else int(number)
 
 
 def ordered(names: Iterable[str]) -> list[StepName]:
