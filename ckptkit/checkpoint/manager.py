@@ -20,6 +20,7 @@ from ckptkit.checkpoint.load.choose import Loader, load_options
 from ckptkit.checkpoint.load.plan import LoadOptions
 from ckptkit.checkpoint.report import LoadReport, SaveReport, write_trace_file
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.attempt import write_hint
 from ckptkit.checkpoint.run.coordinator import Coordinator, is_distributed
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.hold import RunHold
@@ -472,6 +473,8 @@ class CheckpointManager:
                 raise UsageError(f"{self.url}/{found.name} is not deleted: this run was resumed from it.")
             if not delete_checkpoint(self._root, found.name, reason="asked for"):
                 raise UsageError(f"{self.url}/{found.name} is not deleted: it is pinned.")
+            newest = list_checkpoints(self._root).latest
+            write_hint(self._root, newest.name if newest is not None else "")
 
         self._coordinator.decide(delete, "deleting a checkpoint")
 

@@ -30,7 +30,7 @@ from ckptkit.gc_pause import collector_paused
 from ckptkit.storage import FileInfo, Store, open_store
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import refuse_credentials
-from ckptkit.storage.store import split_url
+from ckptkit.storage.store import FILE_SYSTEM_FOLDERS, split_url
 
 # --- the supported formats in detection order, each with the test that recognizes it and its reader
 
@@ -41,7 +41,8 @@ _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
 # File names that tools use for weights. Safetensors files with different names are used only if nothing else is found.
 _WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
-_TORCH = r"pytorch_model.*\.bin|.*model-\d{5,}-of-\d{5,}\.bin|.*\.bin\.index\.json|adapter_model\.bin"
+_TORCH_WEIGHTS = r"pytorch_model.*\.bin|.*model-\d{5,}-of-\d{5,}\.bin|.*\.bin\.index\.json|adapter_model\.bin"
+_TORCH_STARTS = (b"PK", b"\x80\x02")  # of files of torch.save, as a zip archive and as a pickle
 
 
 class Candidate:
@@ -52,7 +53,7 @@ class Candidate:
 
     @cached_property
     def listing(self) -> dict[str, FileInfo]:
-        return {item.path: item for item in self.store.list()}
+        return {item.path: item for item in self.store.list() if item.path not in FILE_SYSTEM_FOLDERS}
 
     @cached_property
     def files(self) -> list[str]:
@@ -105,8 +106,13 @@ def reader(module: str) -> Any:
 
 
 def _only_torch_file(place: Candidate) -> bool:
-    names = [name for name in place.files if name.endswith(TORCH_ENDINGS)]
+    names = [name for name in place.files if name.endswith(TORCH_ENDINGS) and _may_be_torch_file(place, name)]
     return any(name in MODEL_FILES for name in names) or (len(names) == 1 and parse_step(names[0]) is None)
+
+
+def _may_be_torch_file(place: Candidate, name: str) -> bool:
+    """Return False if a file ends in .bin, as many files do, and does not begin like a file of torch.save."""
+    return not name.endswith(".bin") or place.store.read(name, 0, 2) in (b"", *_TORCH_STARTS)
 
 
 # Tests look at names before they import a reader, because most formats do not match. The file names of DeepSpeed and
@@ -153,7 +159,7 @@ FORMATS: tuple[Format, ...] = (
     Format("accelerate", lambda p: reader("trainers.accelerate").is_accelerate(list(p.listing)), "trainers.accelerate"),
     Format("ckptkit-local", lambda p: p.any_file(r"local_\d{5,9}\.safetensors"), "own.local"),
     Format("safetensors", lambda p: p.any_file(_SAFETENSORS), "hf.safetensors"),
-    Format("torch", lambda p: p.any_file(_TORCH), "torch_save"),
+    Format("torch", lambda p: p.any_file(_TORCH_WEIGHTS), "torch_save"),
     Format(
         "directories",
         lambda p: reader("trainers.directories").layout_of(p.store, p.directories) is not None,
@@ -174,14 +180,27 @@ def format_of(place: Candidate, formats: Sequence[Format] = ()) -> Format | None
     return next((form for form in formats or FORMATS if form.test(place)), None)
 
 
-def refuse_packed(names: Sequence[str]) -> None:
-    """Raise UnsupportedFormatError if there is a NeMo archive, because a checkpoint inside an archive can't be read."""
-    packed = next((name for name in names if name.endswith(".nemo")), None)
-    if packed is not None:
-        raise UnsupportedFormatError(
-            f"{packed} is a tar archive of NeMo, perhaps compressed, with a checkpoint in it. Unpack it with "
-            "'tar -xf' into an empty directory, and give that directory."
-        )
+# Files that hold checkpoints which ckptkit can't read, by name: (pattern, what they are, what to do instead).
+_UNPACK = "Unpack it into an empty directory, and give that directory"
+_TORCH = "If torch.save wrote it, give the file itself"
+_SAVED = r"(?:[\w=.,-]*(?:checkpoint|ckpt|step|epoch|iter(?:ation)?)[-_=]?\d[\w=.,-]*|checkpoint|ckpt|last|latest)"
+_PACKED = rf"(?i:{_SAVED}\.(?:tar|tgz|zip|tar\.\w+|\w+\.(?:gz|xz|zst|bz2|lz4)))"
+_FOREIGN = rf"(?i:{_SAVED}\.(?:msgpack|npz|h5|hdf5|pkl|pickle|keras))"
+_UNSUPPORTED = (
+    (r".*\.nemo", "a tar archive of NeMo, perhaps compressed, with a checkpoint in it", f"{_UNPACK} ('tar -xf')"),
+    (_PACKED, "an archive of a checkpoint", f"{_UNPACK}. {_TORCH}"),
+    (r"_CHECKPOINT_METADATA|manifest\.ocdbt", "part of an Orbax checkpoint (JAX)", "Restore it with Orbax"),
+    (r".+\.ckpt-\d+\.index", "part of a TensorFlow checkpoint", "Restore it with TensorFlow"),
+    (_FOREIGN, "a checkpoint in another format", f"Read it with the library that wrote it. {_TORCH}"),
+)
+
+
+def refuse_unsupported(names: Sequence[str]) -> None:
+    """Raise UnsupportedFormatError if one of these files holds a checkpoint that ckptkit can't read."""
+    for pattern, what, instead in _UNSUPPORTED:
+        found = next((name for name in names if re.fullmatch(pattern, name)), None)
+        if found is not None:
+            raise UnsupportedFormatError(f"{found} is {what}. {instead}.")
 
 
 _MAX_DEPTH = 3
@@ -262,7 +281,7 @@ def open_source(
     """
     options = options or ReadOptions()
     refuse_credentials(url)
-    url = _real(url)
+    url = real_url(url)
     file = _as_file(url, storage_options)
     if file is not None:
         source = _open_file(*file, url, options)
@@ -330,7 +349,7 @@ def _with_step(catalog: Catalog, url: str) -> Catalog:
 # --- is the URL a file or a directory?
 
 
-def _real(url: str) -> str:
+def real_url(url: str) -> str:
     """Return the URL without a trailing slash. If the URL itself is a symlink, return the target of the symlink."""
     protocol, rest = split_url(url)
     if protocol in ("file", "local"):
@@ -360,7 +379,8 @@ def _open_file(store: Store, name: str, url: str, options: ReadOptions) -> Sourc
             return Source(store, form.open(store, options), parent, f"{name} is a part of the checkpoint in {parent}.")
     if name.endswith(".safetensors"):
         return Source(store, reader("hf.safetensors").open_file(store, name), url)
-    refuse_packed([name])
+    if store.read(name, 0, 2) not in _TORCH_STARTS:
+        refuse_unsupported([name])
     return Source(store, _torch_file(name).open(store, options), url)
 
 
@@ -387,7 +407,7 @@ def not_there(url: str, path: str) -> str:
 def _unknown(place: Candidate, url: str) -> CkptkitError:
     names = [f"{n}/" if item.kind == "directory" else n for n, item in place.listing.items()]
     shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
-    refuse_packed(place.files)
+    refuse_unsupported(place.files)
     if place.any_file(_DATA.pattern):
         reader("dcp.catalog").open_catalog(place.store)  # raises an error that says what is missing
     return CheckpointNotFoundError(f"{url} holds no checkpoint. Found: {shown}. Expected {_EXPECTED}.")
@@ -437,7 +457,7 @@ def _newest_step(place: Candidate, url: str, depth: int) -> _Found | None:
         skipped = [step for step in newer[:_MAX_STEPS] if place.store.info(f"{step}/{RECORD}") is None]
     text = f"the newest of {len(steps)} step directories" if len(steps) > 1 else "the only step"
     notes = [f"Skipped because they are not finished checkpoints: {', '.join(skipped[:4])}."] if skipped else []
-    for pointer, target in _pointers(place):
+    for pointer, target in pointers(place):
         step, own = parse_step(target), parse_step(name)
         if step is not None and own is not None and step.step != own.step:
             notes.append(f"{pointer} says {target}.")  # the pointer is not followed
@@ -472,7 +492,8 @@ def _newest_committed(place: Candidate, steps: Sequence[str]) -> str | None:
     return newest[2]
 
 
-def _pointers(place: Candidate) -> list[tuple[str, str]]:
+def pointers(place: Candidate) -> list[tuple[str, str]]:
+    """Return the pointer files of a run's directory, and their contents."""
     found = []
     for pointer in _POINTERS:
         if pointer in place.files and place.listing[pointer].kind == "file" and place.listing[pointer].size < 1024:
@@ -493,7 +514,7 @@ def _member(place: Candidate, url: str, depth: int) -> _Found | None:
 
 def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
     """Choose the directory that a pointer file names. Called only if no step directory and no model was found."""
-    for pointer, target in _pointers(place):
+    for pointer, target in pointers(place):
         found = _enter(place, url, target, depth) if target in place.directories else None
         if found is not None:
             return found.because(f"{pointer} says {target}.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.arguments import check_storage_options
 from ckptkit.errors import UsageError, remember_options
 from ckptkit.redact import carries_credentials, without_secrets
-from ckptkit.storage.store import require_bucket, split_url
+from ckptkit.storage.store import check_url, split_url
 
 if TYPE_CHECKING:
     from ckptkit.storage.local import LocalStore
@@ -24,13 +24,13 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
         storage_options: Passed to the fsspec file system.
 
     Raises:
-        UsageError: The URL is empty, lacks its bucket, or contains a password, a token or a signature. Process lists,
-            shell histories and logs would show these secrets.
+        UsageError: The URL is empty or malformed (see `check_url`), or contains a password, a token or a signature.
+            Process lists, shell histories and logs would show these secrets.
     """
     check_storage_options(storage_options=storage_options)
     protocol, rest = split_url(url)
     refuse_credentials(url)
-    require_bucket(url)
+    check_url(url)
     if protocol in ("file", "local"):
         from ckptkit.storage.local import LocalStore
 

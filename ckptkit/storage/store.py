@@ -256,23 +256,42 @@ def split_url(url: str) -> tuple[str, str]:
     protocol, separator, rest = url.partition("://")
     if not separator or "/" in protocol:
         protocol, rest = "file", url
+    elif protocol.lower() == "file" and rest.startswith("localhost/"):
+        rest = rest.removeprefix("localhost")
     if not rest and protocol in ("file", "local"):
         raise UsageError("The path is empty. Is a shell variable not set? For the current directory write '.'.")
     return protocol.lower(), rest
 
 
-_HALF_PROTOCOL = re.compile(r"(s3|gs|gcs|az|abfs|hf|http|https|memory):/([^/].*)")
+_HALF_PROTOCOL = re.compile(r"(s3|gs|gcs|az|abfs|hf|http|https|memory|file):/([^/].*)")
+_VARIABLE = re.compile(r"\$(?:[A-Z_][A-Z0-9_]*(?![\w$])|\{\w+\})")
 
 
-def require_bucket(url: str) -> None:
-    """Raise UsageError if `url` needs a bucket and has none ("s3://", "gs:///run"), or lacks a slash ("s3:/bucket")."""
+def check_url(url: str) -> None:
+    """Check that a URL is complete. A malformed one would be a path, and a run at this path would be new.
+
+    Raises:
+        UsageError: The URL has no bucket ("s3://", "gs:///run"), only one slash ("s3:/run"), white space at its end, or
+            the name of an environment variable ("$SCRATCH/run").
+    """
     protocol, rest = split_url(url)
-    half = _HALF_PROTOCOL.fullmatch(url)
-    if half and not os.path.exists(url):
-        raise UsageError(f"{url} has only one slash after the protocol. Did you mean {half[1]}://{half[2]}?")
     if protocol in SERVICES and not rest.partition("/")[0]:
         raise UsageError(f"{url} has no bucket. Write {protocol}://BUCKET/{rest.strip('/') or 'PATH'}")
+    if protocol == "file" and os.path.lexists(os.path.expanduser(rest)):
+        return
+    half = _HALF_PROTOCOL.fullmatch(url)
+    if half:
+        meant = f"{half[1]}://{'/' * (half[1] == 'file')}{half[2]}"
+        raise UsageError(f"{url} has only one slash after the protocol. Did you mean {meant}?")
+    if url != url.strip():
+        raise UsageError(f"{url!r} begins or ends with white space.")
+    variable = _VARIABLE.search(url)
+    if variable:
+        raise UsageError(f"{url}: {variable[0]} is not expanded. Pass the value of the variable (os.path.expandvars).")
 
+
+FILE_SYSTEM_FOLDERS = ("lost+found", ".snapshot", ".snapshots", ".zfs")
+"""Directories that file systems add to a mount's root. They may be unreadable, or contain copies of deleted runs."""
 
 # Matches empty components, "." and "..", and characters that no path may contain. Among these characters are lone
 # surrogates, except the surrogates that represent bytes of a name that is not UTF-8.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -27,17 +30,30 @@ from ckptkit.errors import (
     CheckpointNotFoundError,
     CkptkitError,
     CorruptCheckpointError,
+    IncompleteCheckpointError,
     StorageError,
+    UnsafePathError,
     UnsupportedFormatError,
     UsageError,
     command_line,
 )
-from ckptkit.formats.detect import Candidate, Source, format_of, open_source
+from ckptkit.formats.detect import (
+    Candidate,
+    Source,
+    format_of,
+    identify,
+    open_source,
+    pointers,
+    real_url,
+    refuse_unsupported,
+)
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.formats.own.record import CommitRecord
 from ckptkit.formats.torch_save import TORCH_ENDINGS
-from ckptkit.formats.trainers.steps import ordered, parse_step
+from ckptkit.formats.trainers.steps import StepName, ordered, parse_step
 from ckptkit.storage.listing import snapshot
+from ckptkit.storage.local import is_directory
+from ckptkit.storage.open import open_store
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
@@ -45,8 +61,18 @@ from ckptkit.storage.store import Store
 _log = logging.getLogger(__name__)
 
 _WEIGHTS = ("safetensors", "torch")  # formats of published weights, which a new run may start from
-_MAX_LOOKS = 64  # how many entries of each directory are examined
-_MAX_DEPTH = 4  # how deep, as in lightning_logs/version_0/checkpoints/last.ckpt
+_MAX_LOOKS = 64  # how many directories of a step are examined
+_MAX_BESIDE = 256  # how many entries beside the newest step are examined
+_MAX_DIRECTORIES = 512  # how many directories are searched before a new run
+_NEWEST = re.compile(r"(?:.*[-_.])?(?:last|latest)(?:[-_.].*)?", re.IGNORECASE)
+_CHECKPOINT = re.compile(
+    r"(?:.*[-_.])?(?:last|latest|best|checkpoints?|ckpts?)(?:-v\d+)?(?:\.(?:pt|pth|ckpt|bin|pth\.tar|th))?",
+    re.IGNORECASE,
+)
+_STATE = re.compile(
+    r".*(?:checkpoint|ckpt|snapshot|last|latest|best|state|model).*|.*\.(?:pkl|torch|pyt)", re.IGNORECASE
+)
+_STEP_DIRECTORY = re.compile(r"(?:checkpoint|ckpt|global_?step)s?[-_=]?\d+|iter_\d{7}", re.IGNORECASE)
 _DCP_DATA = r"__\d+_\d+\.distcp"
 _ANEW = "To start a new run, save to another directory."
 
@@ -148,6 +174,8 @@ class Loader:
         wanted = options.optimizer != "skip"
         other = adoptable(self.url, self.root, state, optimizer=wanted, storage_options=self.storage_options)
         text = about_new(self.root, list_checkpoints(self.root))
+        if not other and self.start_fresh != "if_none_committed":
+            _refuse_lost_step(self.url, Candidate(self.root))
         if other:
             _log.info("%s has no checkpoint of ckptkit yet; continuing from %s", self.url, other)
         elif self.start_fresh == "never":
@@ -282,7 +310,7 @@ def adoptable(
     inventory = list_checkpoints(root)
     if inventory.committed or not inventory.foreign:
         return ""
-    top = url.rstrip("/")
+    top = real_url(url)
     begun = inventory.in_progress or inventory.abandoned or inventory.skipped  # ckptkit has begun to save here
     steps = [f"{top}/{step.name}" for step in ordered(inventory.foreign)]
     source = _first_readable(steps if begun else [url], storage_options)
@@ -290,7 +318,12 @@ def adoptable(
     if source is not None and wanted and not begun and not _is_trained(source) and format_of(Candidate(root)):
         source = _first_readable(steps, storage_options) or source  # the Trainer saves final weights beside its steps
     if source is not None and (not wanted or _is_trained(source)):
-        return source.url
+        if source.note:
+            _log.log(logging.WARNING if "Skipped" in source.note else logging.INFO, "%s", source.note)
+        newest = _with_newer(source, top, storage_options)
+        if newest is not source:
+            _log.info("%s is newer than %s: step %s", newest.url, source.url, newest.catalog.info.step)
+        return newest.url
     if source is not None:
         advice = f"To start from them: load(state, {source.url!r}, optimizer='skip')."
         is_step = any(map(parse_step, source.url.removeprefix(top).split("/")))
@@ -320,8 +353,76 @@ def _is_trained(source: Source) -> bool:
     return _has(catalog, Role.OPTIMIZER) or _has(catalog, Role.MASTER)
 
 
+def _with_newer(chosen: Source, top: str, storage_options: Mapping[str, Any] | None) -> Source:
+    """Return the newest of `chosen` and the checkpoints beside it whose names can't be compared with its name.
+
+    For example, Lightning's last.ckpt may be newer than step=90.ckpt, which it keeps as the best.
+
+    Raises:
+        UsageError: Only the name of such a checkpoint says that it is the last one. It contains no step.
+    """
+    parts = chosen.url.removeprefix(top).strip("/").split("/")
+    at = next((at for at, part in enumerate(parts) if parse_step(part)), None)
+    if at is None:
+        return chosen
+    parent, named = "/".join([top, *parts[:at]]), parse_step(parts[at])
+    place, newest = Candidate(open_store(parent, storage_options=storage_options)), chosen
+    for name in [*place.files, *place.directories][:_MAX_BESIDE]:
+        other, is_folder = parse_step(name), name in place.directories
+        both_steps = named is not None and other is not None and _has_step(other) == _has_step(named)
+        if name == parts[at] or _leads_into(place, name):
+            continue
+        if place.listing[name].kind == "symlink" and (_NEWEST.fullmatch(name) or (other and named and other > named)):
+            raise _unclear(parent, parts[at], name)
+        if both_steps and is_folder == (parts[at] in place.directories):
+            continue
+        if not (identify(place.store.child(name)) if is_folder else name.endswith(TORCH_ENDINGS)):
+            continue
+        try:
+            found = open_source(f"{parent}/{name}", storage_options=storage_options)
+            step = found.catalog.info.step
+            if not _is_trained(found):
+                continue
+        except CkptkitError as error:
+            _log.warning("%s/%s is ignored: %s", parent, name, error)
+            continue
+        if step is None and (other is not None or _NEWEST.fullmatch(name)):
+            raise _unclear(parent, parts[at], name)
+        if step is None:
+            _log.warning("%s/%s is ignored: it records no step", parent, name)
+            continue
+        if step > (newest.catalog.info.step or -1):
+            newest = found
+    return newest
+
+
+def _has_step(name: StepName) -> bool:
+    """Return whether a name tells a step, not only an epoch."""
+    return name.step > 0 or name.epoch < 0
+
+
+def _unclear(parent: str, first: str, second: str) -> UsageError:
+    return UsageError(
+        f"{parent} contains {first} and {second}, and it is not clear which is newer. Name one of them, for example "
+        f"load(state, '{parent}/{second}'). {_ANEW}"
+    )
+
+
+def _leads_into(place: Candidate, name: str) -> bool:
+    """Return whether `name` is a link to another entry of the same directory."""
+    if place.listing[name].kind != "symlink" or not is_directory(place.store):
+        return False
+    return os.path.realpath(os.path.join(place.store.url, name)).startswith(f"{os.path.realpath(place.store.url)}/")
+
+
 def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options: Mapping[str, Any] | None) -> None:
-    """Raise UsageError if `url` contains checkpoints, but it is unclear which is the newest."""
+    """Raise if `url` contains checkpoints that were not chosen.
+
+    Raises:
+        IncompleteCheckpointError: The files of a checkpoint are missing.
+        UnsupportedFormatError: A checkpoint can't be read.
+        UsageError: It is unclear which checkpoint is the newest.
+    """
     top = url.rstrip("/")
     found = list(islice(_unread(top, Candidate(root), inventory.foreign, storage_options), 5))
     if found:
@@ -334,31 +435,99 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
 
 
 def _unread(
-    url: str, place: Candidate, names: Sequence[str], storage_options: Mapping[str, Any] | None, depth: int = 1
+    top: str, root: Candidate, names: Sequence[str], storage_options: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """Yield the paths of entries in `names`, or below them, that a training run may continue from.
+    """Yield the paths of entries in `names`, or below them, that a training run may continue from. Nearest first.
 
-    Weights alone are not yielded, except in a step with several models, each in a directory of its own.
+    Weights alone are not yielded, except in a step.
     """
-    for name in names[:_MAX_LOOKS]:
-        there = f"{url}/{name}"
-        if name in place.directories:
-            inner = Candidate(place.store.child(name))
-            form = format_of(inner)
-            if form is None and depth == 1 and inner.any_file(_DCP_DATA):
-                open_source(there, storage_options=storage_options)  # raises and says that the checkpoint is incomplete
-            if form is not None:
-                ours = depth > 1 and form.name == "ckptkit"  # of another run, which a log message suggests
-                yield from [] if ours or form.name in _WEIGHTS else [name]
-            elif parse_step(name) is not None and any(map(format_of, _children(inner))):
-                yield name
-            elif depth < _MAX_DEPTH:
-                below = _unread(there, inner, [*inner.files, *inner.directories], storage_options, depth + 1)
-                yield from (f"{name}/{path}" for path in below)
-        elif name.endswith(TORCH_ENDINGS):
-            with suppress(CkptkitError):  # a .pt file may contain anything
-                if _has(open_source(there, storage_options=storage_options).catalog, Role.OPTIMIZER):
-                    yield name
+    left: deque[tuple[str, Candidate, Sequence[str]]] = deque([("", root, names)])
+    for _ in range(_MAX_DIRECTORIES):
+        if not left:
+            return
+        above, place, names = left.popleft()
+        where = f"{top}/{above}".rstrip("/")
+        _refuse_lost_step(where, place)
+        for name in names:
+            path = f"{above}/{name}".lstrip("/")
+            inner = _directory(place, name)
+            if inner is None:
+                if _may_be_state(f"{top}/{path}", place, name, storage_options):
+                    yield path
+            elif inner is place:  # a link to nothing
+                yield path
+            else:
+                form = format_of(inner)
+                is_step = parse_step(name) is not None
+                if form is None and inner.any_file(_DCP_DATA):
+                    open_source(f"{top}/{path}", storage_options=storage_options)  # says that it is incomplete
+                if form is None and is_step and any(map(format_of, _children(inner))):
+                    yield path
+                elif form is None and _STEP_DIRECTORY.fullmatch(name):
+                    raise IncompleteCheckpointError(
+                        f"cannot resume from {top}/{path}: it contains no complete checkpoint. {_ANEW}"
+                    )
+                elif form is None or (form.name in _WEIGHTS and not is_step and not _resumable(inner, storage_options)):
+                    left.append((path, inner, [*inner.files, *inner.directories]))
+                elif above == "" or form.name != "ckptkit" or not inner.store.url.startswith(root.store.url):
+                    yield path  # unless it is of another run of ckptkit below, which a log message suggests
+        try:
+            refuse_unsupported([name for name in place.files if name in names])
+        except UnsupportedFormatError as error:
+            raise UnsupportedFormatError(f"cannot resume from {where}: {error} {_ANEW}") from error
+    if left:
+        _log.warning("%s: only %d directories were searched for checkpoints", top, _MAX_DIRECTORIES)
+
+
+def _directory(place: Candidate, name: str) -> Candidate | None:
+    """Return the directory `name`, also if it is a link.
+
+    Returns None for a file, and `place` for a link to a checkpoint that does not exist.
+    """
+    if name in place.directories:
+        return Candidate(place.store.child(name))
+    if place.listing[name].kind != "symlink" or not is_directory(place.store):
+        return None
+    target = os.path.realpath(os.path.join(place.store.url, name))
+    if os.path.isdir(target):
+        return Candidate(open_store(target))
+    lost = not os.path.lexists(target) and (_CHECKPOINT.fullmatch(name) or _STEP_DIRECTORY.fullmatch(name))
+    return place if lost else None
+
+
+def _may_be_state(url: str, place: Candidate, name: str, storage_options: Mapping[str, Any] | None) -> bool:
+    """Return whether a file contains an optimizer, or is a damaged file of torch.save."""
+    usual = name.endswith(TORCH_ENDINGS)
+    if place.listing[name].kind not in ("file", "symlink") or not (usual or _STATE.fullmatch(name)):
+        return False
+    try:
+        start = place.store.read(name, 0, 2)
+        if not usual and start != b"PK":
+            return False
+        return _has(open_source(url, storage_options=storage_options).catalog, Role.OPTIMIZER)
+    except (UnsafePathError, FileNotFoundError):  # a link to a file elsewhere
+        return usual
+    except CorruptCheckpointError:
+        return usual and start in (b"", b"PK")
+    except CkptkitError:  # a .pt file may contain anything
+        return False
+
+
+def _resumable(place: Candidate, storage_options: Mapping[str, Any] | None) -> bool:
+    """Return whether weights have an optimizer with them."""
+    with suppress(CkptkitError):
+        return _is_trained(open_source(place.store.url, storage_options=storage_options))
+    return False
+
+
+def _refuse_lost_step(where: str, place: Candidate) -> None:
+    """Raise IncompleteCheckpointError if a pointer file names a step, but there is no step."""
+    for pointer, target in pointers(place):
+        if parse_step(target) is not None and not any(map(parse_step, place.listing)):
+            raise IncompleteCheckpointError(
+                f"{where}: the file {pointer} says that the newest checkpoint is {target}, but it is not there. If the "
+                f"run was copied, copy the rest of it. To start over, delete that file. {_ANEW}"
+            )
 
 
 def _children(place: Candidate) -> Iterator[Candidate]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, command_line
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
-from ckptkit.storage.store import Store, require_bucket, split_url
+from ckptkit.storage.store import Store, check_url, split_url
 
 if TYPE_CHECKING:
     from ckptkit.checkpoint.run.inventory import Inventory
@@ -25,7 +25,7 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
         CheckpointNotFoundError: The run has no such checkpoint; the error lists those that exist.
         CorruptCheckpointError: `url` is "latest", but the latest checkpoint's record cannot be read.
     """
-    require_bucket(url)  # before trailing slashes are removed below
+    check_url(url)  # before trailing slashes are removed below
     head, separator, name = url.rstrip("/").rpartition("/")
     if not NAMED_CHECKPOINT.fullmatch(name) or head.endswith(":/"):
         if split_url(url)[0] == "file" and head and not os.path.lexists(url):

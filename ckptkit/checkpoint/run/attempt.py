@@ -348,7 +348,7 @@ def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool 
             if found.kind != "file" or found.size > 200:
                 return False
             stated = view.read(LATEST_HINT).decode().strip()
-            if step_of_name(stated) is None and find_record(root, record_path(stated)) is None:
+            if stated and step_of_name(stated) is None and find_record(root, record_path(stated)) is None:
                 return False  # a foreign file
         root.write(LATEST_HINT, f"{name}\n".encode(), overwrite=True, sync=False)
         return True

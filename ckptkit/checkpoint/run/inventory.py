@@ -20,6 +20,7 @@ from ckptkit.errors import (
     CkptkitError,
     IncompleteCheckpointError,
     StorageError,
+    UnsafePathError,
     UsageError,
 )
 from ckptkit.formats.own.record import LATEST_HINT, MANIFEST_NAME, CommitRecord, find_record, record_path, step_of_name
@@ -32,9 +33,10 @@ from ckptkit.storage.owner import Owner
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import is_outage, patient
 from ckptkit.storage.staging import is_abandoned, leftover_of, owner_path, read_owner
-from ckptkit.storage.store import Store
+from ckptkit.storage.store import FILE_SYSTEM_FOLDERS, Store
 
 _log = logging.getLogger(__name__)
+_NO_CHECKPOINTS = (STATE_DIRECTORY, *FILE_SYSTEM_FOLDERS)
 _NONCE = re.compile(r"[0-9a-f]{16}")
 _REPLACEMENT = re.compile(r"(.+)@([0-9a-f]{16})")  # "@" cannot be part of a tag
 _LATEST = re.compile(r"latest(?:~([0-9]{1,6}))?")
@@ -171,7 +173,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
     odd: list[Skipped] = []
     for item in view.list():
         ours = item.path.startswith(".") and item.path.endswith((".owner", ".part")) and item.kind == "file"
-        if ours or item.path in (STATE_DIRECTORY, LATEST_HINT):
+        if ours or item.path in _NO_CHECKPOINTS or (item.path == LATEST_HINT and item.kind == "file"):
             continue
         kept = leftover_of(item.path)
         if kept is not None and item.kind == "directory":
@@ -237,7 +239,7 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
         # A later version of ckptkit may also have written the record.
         return Skipped(path, str(error), damaged=True, unanswered=is_outage(error))
     except OSError as error:
-        reason = f"its checkpoint.json cannot be read: {error.strerror or error}"
+        reason = f"{root.url}/{record_path(path)} cannot be read: {error.strerror or error}"
         return Skipped(path, reason, damaged=True, unanswered=isinstance(error, PermissionError))
     if record is None:
         gone = deleted_records(root, path)
@@ -363,7 +365,7 @@ def about_new(root: Store, inventory: Inventory) -> str:
 
 def _is_run(store: Store) -> bool:
     """Return whether a directory seems to contain checkpoints. Looks only at names."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnsafePathError):  # UnsafePathError: a link to somewhere else
         return any(step_of_name(i.path) is not None and store.info(record_path(i.path)) for i in store.list())
     return False
 

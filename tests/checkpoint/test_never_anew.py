@@ -1,0 +1,298 @@
+"""A manager never starts a run over next to something that may be an older run's checkpoint, nor refuses a new run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptkit import CheckpointManager, TrainState
+from ckptkit.errors import (
+    CkptkitError,
+    IncompleteCheckpointError,
+    RankFailedError,
+    StorageError,
+    UnsupportedFormatError,
+    UsageError,
+)
+from ckptkit.storage.open import open_store
+from tests.checkpoint.states import linear, load, optimized, refusal, save
+from tests.checkpoint.test_adoption import trained
+
+
+def state() -> TrainState:
+    model, optimizer = trained()
+    return TrainState(model=model, optimizer=optimizer)
+
+
+def trainer_step(folder: Path, step: int, *, optimizer: bool = True) -> None:
+    """Write a checkpoint as the Trainer of transformers does."""
+    model, live = trained()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    if optimizer:
+        torch.save(live.state_dict(), folder / "optimizer.pt")
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+
+
+def script_file(path: Path, step: int | None) -> None:
+    """Write a file as a training script does with torch.save."""
+    model, optimizer = trained()
+    values = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(values if step is None else {**values, "step": step}, path)
+
+
+def put(path: Path, data: bytes = b"x" * 50) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def truncated(path: Path) -> None:
+    script_file(path, 1)
+    path.write_bytes(path.read_bytes()[:500])
+
+
+def archive(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as made:
+        made.addfile(tarfile.TarInfo("model.pt"))
+
+
+def dcp_without_metadata(folder: Path) -> None:
+    put(folder / "__0_0.distcp")
+
+
+def weights_and_steps_below(root: Path) -> None:
+    trainer_step(root, 0, optimizer=False)
+    trainer_step(root / "checkpoints" / "checkpoint-5", 5)
+
+
+def many_folders(root: Path) -> None:
+    for at in range(100):
+        put(root / f"a{at:03}" / "x.txt")
+    trainer_step(root / "checkpoints" / "checkpoint-5", 5)
+
+
+def link(root: Path, name: str, target: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    (root / name).symlink_to(target)
+
+
+def linked_step(root: Path, name: str) -> None:
+    trainer_step(root.parent / "elsewhere" / "checkpoint-5", 5)
+    link(root, name, root.parent / "elsewhere" / "checkpoint-5")
+
+
+LOST: dict[str, Callable[[Path], Any]] = {
+    "steps deep below": lambda root: trainer_step(root / "a/b/c/d/checkpoint-5", 5),
+    "a file deep below": lambda root: script_file(root / "my/lightning_logs/version_0/checkpoints/epoch=1.ckpt", 1),
+    "steps below final weights": weights_and_steps_below,
+    "steps after 100 folders": many_folders,
+    "an unfinished DCP save below": lambda root: dcp_without_metadata(root / "a" / "foo"),
+    "an empty step": lambda root: (root / "checkpoint-5").mkdir(parents=True),
+    "a step with only a config": lambda root: put(root / "runs" / "global_step5" / "config.json"),
+    "truncated files": lambda root: [truncated(root / name) for name in ("last.ckpt", "best.ckpt")],
+    "a file without ending": lambda root: script_file(root / "snapshot", 1),
+    "a pickle": lambda root: script_file(root / "state.pkl", 1),
+    "a NeMo archive below": lambda root: put(root / "checkpoints" / "m-step=5-last.nemo"),
+    "an archive of a step": lambda root: archive(root / "checkpoint-5.tar.gz"),
+    "an archive without a number": lambda root: archive(root / "checkpoint.tar"),
+    "Orbax": lambda root: put(root / "5" / "default" / "manifest.ocdbt"),
+    "TensorFlow": lambda root: put(root / "model.ckpt-500.index"),
+    "numpy": lambda root: put(root / "step_500.npz"),
+    "a link called latest": lambda root: linked_step(root, "latest"),
+    "a link to a step": lambda root: linked_step(root, "checkpoint-5"),
+    "a link to a run": lambda root: (save(root.parent / "real", linear(), 5), link(root, "run", root.parent / "real")),
+    "a lost link": lambda root: link(root, "latest", root / "checkpoint-5"),
+    "a pointer to a lost step": lambda root: put(root / "latest", b"global_step500"),
+    "Megatron's pointer to a lost step": lambda root: put(root / "latest_checkpointed_iteration.txt", b"500"),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_what_may_be_a_checkpoint_is_refused_and_not_ignored(tmp_path: Path, case: str) -> None:
+    LOST[case](tmp_path / "run")
+    with (
+        CheckpointManager(tmp_path / "run") as manager,
+        pytest.raises(CkptkitError, match=r"(?s)To start (a|over)|metadata is missing"),
+    ):
+        manager.load(state())
+
+
+def test_a_directory_called_latest_resumes_like_any_other(tmp_path: Path) -> None:
+    script_file(tmp_path / "latest" / "state.pt", 5)
+    assert load(tmp_path, state()).step == 5
+
+
+NEW: dict[str, Callable[[Path], Any]] = {
+    "logs": lambda root: [put(root / name) for name in ("logs/x.log", "events.out.tfevents.1", "slurm-12.out")],
+    "side files": lambda root: [put(root / name, b"{}") for name in ("config.json", "tokenizer.json", "hparams.yaml")],
+    "wandb": lambda root: (put(root / "wandb" / "run-1" / "x"), link(root / "wandb", "latest-run", Path("run-1"))),
+    "pictures of steps": lambda root: put(root / "samples" / "step_500" / "x.png"),
+    "profiles of steps": lambda root: put(root / "profile" / "iteration_500" / "rank0_trace.json"),
+    "a date": lambda root: put(root / "2024" / "11" / "x.log"),
+    "archives of code": lambda root: [put(root / name) for name in ("code.tar.gz", "src.zip")],
+    "tokens": lambda root: put(root / "data" / "train.bin"),
+    "arrays": lambda root: put(root / "evaluations.npz"),
+    "a link to data": lambda root: (put(root.parent / "set" / "x.txt"), link(root, "data", root.parent / "set")),
+    "a lost link to data": lambda root: link(root, "data", root.parent / "set"),
+    "a lost link to a log": lambda root: link(root, "latest.log", root / "gone.log"),
+    "an empty folder": lambda root: (root / "checkpoints").mkdir(parents=True),
+    "snapshots of the file system": lambda root: trainer_step(root / ".snapshot" / "hourly" / "checkpoint-5", 5),
+    "another run": lambda root: trainer_step(root.parent / "other" / "checkpoint-5", 5),
+}
+
+
+@pytest.mark.parametrize("case", NEW)
+def test_other_files_do_not_prevent_a_new_run(tmp_path: Path, case: str) -> None:
+    NEW[case](tmp_path / "run")
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert manager.load(state()) is None
+
+
+def test_an_unreadable_folder_is_refused_unless_it_is_lost_and_found(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "lost+found").chmod(0)
+    user = os.geteuid()
+    if user == 0:  # root may read everything
+        for folder in (tmp_path, *tmp_path.parents[:2]):
+            folder.chmod(0o777)
+        os.seteuid(65534)
+    try:
+        with CheckpointManager(tmp_path) as manager:
+            assert manager.load(linear()) is None
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints").chmod(0)
+        with (
+            CheckpointManager(tmp_path) as manager,
+            pytest.raises((StorageError, RankFailedError), match="checkpoints"),
+        ):
+            manager.load(linear())
+    finally:
+        os.seteuid(user)
+        for name in ("lost+found", "checkpoints"):
+            (tmp_path / name).chmod(0o700)
+
+
+def test_a_lost_hint_is_refused_unless_the_manager_deleted_its_checkpoint(tmp_path: Path) -> None:
+    root = Path(save(tmp_path / "run", linear(), 5))
+    with CheckpointManager(root) as manager:
+        manager.delete(5)
+        assert manager.load(linear()) is None
+        manager.save(6, linear())
+    shutil.rmtree(root / "step_00000006")
+    with (
+        CheckpointManager(root) as manager,
+        pytest.raises(IncompleteCheckpointError, match=r"latest says .*step_00000006"),
+    ):
+        manager.load(linear())
+    with CheckpointManager(root, start_fresh="if_none_committed") as manager:
+        assert manager.load(linear()) is None
+
+
+NEWEST: dict[str, tuple[Callable[[Path], Any], int]] = {
+    "last.ckpt is newer": (lambda r: (script_file(r / "step=90.ckpt", 90), script_file(r / "last.ckpt", 100)), 100),
+    "last.ckpt is older": (lambda r: (script_file(r / "step=90.ckpt", 90), script_file(r / "last.ckpt", 80)), 90),
+    "an epoch is newer": (lambda r: (script_file(r / "step_5.pt", 5), script_file(r / "epoch_1.pt", 9)), 9),
+    "a file is newer": (lambda r: (trainer_step(r / "checkpoint-5", 5), script_file(r / "step_9.pt", 9)), 9),
+    "1e4": (lambda r: (trainer_step(r / "checkpoint-9999", 9999), trainer_step(r / "checkpoint-1e4", 10000)), 10000),
+    "1,000": (lambda r: (trainer_step(r / "checkpoint-999", 999), trainer_step(r / "checkpoint-1,000", 1000)), 1000),
+    "10": (lambda r: (trainer_step(r / "checkpoint-9", 9), trainer_step(r / "checkpoint-10", 10)), 10),
+    "a link to an older step": (
+        lambda r: (
+            trainer_step(r / "checkpoint-5", 5),
+            trainer_step(r / "checkpoint-9", 9),
+            link(r, "latest", Path("checkpoint-5")),
+        ),
+        9,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NEWEST)
+def test_the_newest_checkpoint_is_loaded_and_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    make, step = NEWEST[case]
+    make(tmp_path)
+    assert load(tmp_path, state()).step == step
+    assert any("continuing from" in text for text in caplog.messages)
+
+
+def test_the_newest_checkpoint_is_loaded_from_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "step_3").mkdir()
+    monkeypatch.chdir(tmp_path / "step_3")
+    script_file(Path("run") / "step_5.pt", 5)
+    script_file(Path("run") / "last.pt", 9)
+    for url in ("run", "./run/", f"file://{Path.cwd()}/run"):
+        assert load(url, state()).step == 9
+
+
+UNCLEAR: dict[str, Callable[[Path], Any]] = {
+    "last without a step": lambda root: script_file(root / "last.pth.tar", None),
+    "a link to a newer step": lambda root: linked_step(root, "checkpoint-50"),
+    "an epoch without a step": lambda root: script_file(root / "epoch_9.pt", None),
+}
+
+
+@pytest.mark.parametrize("case", UNCLEAR)
+def test_a_checkpoint_that_may_be_newer_than_the_newest_step_is_refused(tmp_path: Path, case: str) -> None:
+    script_file(tmp_path / "run" / "step_5.pt", 5)
+    UNCLEAR[case](tmp_path / "run")
+    with CheckpointManager(tmp_path / "run") as manager, pytest.raises(UsageError, match="not clear which is newer"):
+        manager.load(state())
+
+
+def test_a_skipped_newer_step_is_named_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer_step(tmp_path / "checkpoint-5", 5)
+    (tmp_path / "checkpoint-9").mkdir()
+    assert load(tmp_path, state()).step == 5
+    assert any("checkpoint-9" in r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+
+
+@pytest.mark.parametrize(
+    "url", ["$SCRATCH/run", "${SCRATCH}/run", "x/run-$JOB_ID", "file:/run", "s3:/b/run", "run\n", " run"]
+)
+def test_a_url_that_is_not_what_the_user_meant_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match=r"not expanded|one slash|white space"):
+        CheckpointManager(url)
+
+
+def test_file_urls_may_name_the_host(tmp_path: Path) -> None:
+    save(tmp_path, linear(), 5)
+    assert load(f"file://localhost{tmp_path}", linear()).step == 5
+
+
+def asked(root: str) -> str:
+    return refusal(lambda: load(root, state()))
+
+
+@pytest.mark.parametrize("case", ["an empty step", "steps deep below", "a pointer to a lost step"])
+def test_all_ranks_refuse(ranks: Any, tmp_path: Path, case: str) -> None:
+    LOST[case](tmp_path / "run")
+    first, second = ranks.run(asked, 2, str(tmp_path / "run"))
+    assert first == second != ""
+
+
+@pytest.mark.parametrize(
+    "case", ["steps deep below", "truncated files", "an archive of a step", "a pointer to a lost step"]
+)
+def test_an_object_store_refuses_like_a_disk(s3: dict[str, Any], tmp_path: Path, case: str) -> None:
+    LOST[case](tmp_path / "run")
+    url = f"s3://bucket/{case.replace(' ', '-')}"
+    store = open_store(url, storage_options=s3)
+    for item in open_store(str(tmp_path / "run")).list(recursive=True):
+        store.write(item.path, (tmp_path / "run" / item.path).read_bytes())
+    with CheckpointManager(url, storage_options=s3) as manager, pytest.raises((CkptkitError, UnsupportedFormatError)):
+        manager.load(optimized(torch.nn.Linear(2, 2)))
