@@ -37,7 +37,9 @@ __all__ = [
 
 
 def command_line(*words: str) -> str:
-    """Return a ckptkit command line for a message, quoted for the shell and with the storage options of its URLs.
+    """Return a ckptkit command line to show in a message.
+
+    It is quoted for the shell, and includes the storage options of the URLs.
 
     Within a sentence, put the command line in backticks, so that users do not copy punctuation with it.
     """

@@ -95,9 +95,9 @@ class TrainingMesh:
 def plan_for(config: FSDPConfig, world_size: int, *, local_world_size: int | None = None) -> ParallelPlan:
     """Return the mesh plan that `config` describes for `world_size` ranks.
 
-    HYBRID_* with both sizes "auto" shards inside a node and replicates across nodes, as FSDP1 does. `local_world_size`
-    is the number of ranks per node. It defaults to the variable LOCAL_WORLD_SIZE or, if that is not set, to
-    `world_size`.
+    If a HYBRID_* strategy has both sizes set to "auto", parameters are sharded inside a node and replicated across
+    nodes, as in FSDP1. `local_world_size` is the number of ranks per node. It defaults to the variable LOCAL_WORLD_SIZE
+    or, if that is not set, to `world_size`.
     """
     replicate, shard = config.replicate, config.shard
     if config.sharding_strategy is ShardingStrategy.NO_SHARD:

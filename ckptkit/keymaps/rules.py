@@ -126,8 +126,8 @@ Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermut
 class RuleState:
     """The state while a map is applied: the remaining tensors, the dropped tensors, and errors.
 
-    `touched` contains the names that a rule has produced or deliberately kept. `dropped_numel` is the number of dropped
-    elements by source.
+    `touched` contains the names that a rule has produced or deliberately kept. `dropped_numel` maps each source to the
+    number of its elements that were dropped.
     """
 
     targets: dict[str, Target]

@@ -525,7 +525,7 @@ def _spread(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digests(objects: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of each object except optimizers, which fingerprints compare.
+    """Return a digest of each object. Omits optimizers, because they are compared by their fingerprints.
 
     Ranks may have different parameters and modules, so an object that is keyed by their names has a digest per name.
     """

@@ -49,8 +49,8 @@ def local_parts(
         shape: Shape of the whole tensor.
         local_shape: Shape of the rank's local tensor, to check the result. If FSDP2 unevenly splits a tensor that
             tensor parallelism has split (7 rows over dp 3, tp 2), FSDP2's split differs from torch's own interpretation
-            of the placements. FSDP2's split is tried first. If the local tensor has no elements, no other dimension is
-            checked, because FSDP2 changes the other dimensions, too.
+            of the placements. FSDP2's split is tried first. If the local tensor has no elements, only the sharded
+            dimensions are checked, because FSDP2 changes all dimensions of such a tensor.
 
     Raises:
         UnsupportedFormatError: A placement is partial: the values must still be summed over ranks.
