@@ -6,7 +6,7 @@ The nesting of a value shows whether the value is a weight, an optimizer state o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,6 +200,21 @@ def _with_lists(value: Any, path: Path, kinds: Mapping[Path, type]) -> Any:
     made = {key: _with_lists(item, (*path, key), kinds) for key, item in value.items()}
     kind = kinds.get(path, list) if made.keys() == set(range(len(made))) else dict
     return made if kind is dict else kind(made[i] for i in range(len(made)))
+
+
+def dicts_with(keys: Collection[str], value: Any, name: str) -> dict[str, dict[str, Any]]:
+    """Return the dicts in a nested value that have all these keys, by name, in order. Does not search inside them.
+
+    Args:
+        name: The name of `value`. The names of the parts begin with it.
+    """
+    if isinstance(value, dict) and all(key in value for key in keys):
+        return {name: value}
+    found: dict[str, dict[str, Any]] = {}
+    if isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            found |= dicts_with(keys, item, f"{name}.{key}")
+    return found
 
 
 def other_containers(values: Iterable[Any]) -> dict[str, list[list[str | int]]]:

@@ -23,7 +23,7 @@ from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes
 from ckptkit.formats.dcp.roles import PARAM_GROUPS, Path, setting_place, state_place
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.hf import safetensors
-from ckptkit.formats.nested import insert, with_lists
+from ckptkit.formats.nested import dicts_with, insert, with_lists
 from ckptkit.formats.pickles.objects import TensorValue, read_object
 from ckptkit.formats.torch_save import STEPS, open_file
 from ckptkit.formats.trainers.lightning import with_trained_weights
@@ -109,16 +109,23 @@ def _schedulers(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             return {name: dict(value)}
     flat = {key.partition(".")[2]: value for key, value in values.items() if key.startswith("lr_scheduler.")}
-    return {"lr_scheduler": flat} if flat else _with_keys(values, _SCHEDULER)  # torchtitan
+    return {"lr_scheduler": flat} if flat else {}  # torchtitan
 
 
-def _matched(values: Mapping[str, Any], state: TrainState, notes: list[str]) -> dict[str, Any]:
+def _matched(values: Mapping[str, Any], catalog: Catalog, state: TrainState, notes: list[str]) -> dict[str, Any]:
     """Return the states of schedulers and gradient scalers by key, if as many were saved as are live.
+
+    Scripts save them under any key, and perhaps below another key, such as "app" or "state".
 
     Several are matched by name, or by order if the checkpoint numbers them; otherwise a note says that they are not.
     """
+    tree: dict[Any, Any] = {}
+    for name, value in values.items():
+        insert(tree, (catalog.objects[name].key if name in catalog.objects else ()) or (name,), value)
+    whole = with_lists(tree)
+    schedulers = _schedulers(values) or _with_keys(whole, _SCHEDULER)
     found: dict[str, Any] = {}
-    for kind, saved in (("scheduler", _schedulers(values)), ("grad_scaler", _with_keys(values, _SCALER))):
+    for kind, saved in (("scheduler", schedulers), ("grad_scaler", _with_keys(whole, _SCALER))):
         live = list(state.parts(kind))
         if len(live) != len(saved):
             continue
@@ -133,14 +140,7 @@ def _matched(values: Mapping[str, Any], state: TrainState, notes: list[str]) -> 
 
 def _with_keys(values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
     """Return the saved dicts with these keys, by name. Users choose the names under which Fabric and scripts save."""
-    for holder in (values, values.get("meta")):
-        items = holder.items() if isinstance(holder, Mapping) else ()
-        found = {
-            name: dict(item) for name, item in items if isinstance(item, Mapping) and all(key in item for key in keys)
-        }
-        if found:
-            return found
-    return {}
+    return {name: found for key, value in values.items() for name, found in dicts_with(keys, value, key).items()}
 
 
 def _random_states(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         if own_merge(item):  # otherwise it is unknown which rank's state this is
             flattened[section("dataloader", name)] = f"{section('dataloader', name)}.0"
     _join_parts(values, tensors, catalog, store, flattened)
-    for key, value in (_matched(values, state, notes) | _random_states(values)).items():
+    for key, value in (_matched(values, catalog, state, notes) | _random_states(values)).items():
         objects[key] = encode(value, key, refs)
     for name, part in _flattened(list(flattened), values, tensors, store, catalog).items():
         objects[flattened[name]] = encode(part, flattened[name], refs)
@@ -262,17 +262,19 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     notes += [f"{name} was not read: {why}" for name, why in unread.items()]
     if doubt := catalog.info.extra.get("unproved"):
         notes.append(f"not proved: {doubt}")
-    step = catalog.info.step if catalog.info.step is not None else _step(values)
+    step = catalog.info.step if catalog.info.step is not None else _step(values, catalog)
     if step is None and sections:
         notes.append("the checkpoint records no step; TrainState.step is unchanged, set it yourself.")
     return Adopted(Catalog(tensors, catalog.objects, replace(catalog.info, step=step)), objects, refs, notes)
 
 
-def _step(values: Mapping[str, Any]) -> int | None:
+def _step(values: Mapping[str, Any], catalog: Catalog) -> int | None:
     """Return the step that a script saved beside the model, perhaps as a tensor; None if there is none."""
     import torch
 
-    for value in (values.get(name) for name in STEPS):
+    homes = {entry.key[:-2] for entry in catalog.by_role(Role.MODEL).values()}
+    home = homes.pop() if len(homes) == 1 else ()
+    for value in (values.get(".".join(map(str, (*home, name)))) for name in STEPS):
         number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         if type(number) is int and number >= 0:
             return number

@@ -28,7 +28,7 @@ from ckptkit.formats.dcp.class_records import recipes_of, renamed_recipes
 from ckptkit.formats.dcp.records import frame_object
 from ckptkit.formats.dcp.roles import setting_place, state_place
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
-from ckptkit.formats.nested import insert, with_lists
+from ckptkit.formats.nested import dicts_with, insert, with_lists
 from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
 from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
 from ckptkit.formats.pickles.zip import Archive, memory_store
@@ -296,16 +296,23 @@ def _nested(values: Mapping[str, tuple[ObjectEntry | TensorEntry, Any]], catalog
 
 
 def _add_rest(found: OwnState, nested: Mapping[str, Any]) -> None:
-    schedulers = {name: scheduler for name, value in nested.items() if (scheduler := _scheduler(name, value))}
-    scalers = [name for name, value in nested.items() if isinstance(value, Mapping) and value.keys() >= _SCALER]
+    parts = {f"extra.{name.replace('.', '_')}": (name, value) for name, value in nested.items()}
+    schedulers: dict[str, Any] = {}
+    scalers: dict[str, Any] = {}
     for name, value in nested.items():
-        own = f"extra.{name.replace('.', '_')}"
-        if [name] == [*schedulers]:
-            own = "scheduler"
-        elif [name] == scalers:
-            own = "grad_scaler"
+        keys = ("last_epoch",) if _SCHEDULER.fullmatch(name) else ("last_epoch", "_last_lr")
+        schedulers |= dicts_with(keys, value, name)
+        scalers |= dicts_with(_SCALER, value, name)
+    for section, states in (("scheduler", schedulers), ("grad_scaler", scalers)):
+        if len(states) == 1:  # several have names that are unknown here
+            ((name, state),) = states.items()
+            top = name.removesuffix(".0")
+            if nested.get(top) is state or (isinstance(nested.get(top), (list, tuple)) and len(nested[top]) == 1):
+                del parts[f"extra.{top.replace('.', '_')}"]
+            parts[section] = name, state
+    for own, (name, value) in parts.items():
         try:
-            tree = _tree(value if own != "scheduler" else schedulers[name])
+            tree = _tree(value)
         except _NoTree as error:
             found.leftovers.append((name, str(error)))
             continue
@@ -315,17 +322,6 @@ def _add_rest(found: OwnState, nested: Mapping[str, Any]) -> None:
         found.trees[own] = tree
         if own == "scheduler":
             found.notes.append(f"{name} is the state of a torch scheduler: the job's scheduler loads it")
-            if isinstance(value, Mapping) and value is not schedulers[name]:
-                found.leftovers.append((f"the rest of {name}", "only the scheduler's state is converted"))
-
-
-def _scheduler(name: str, value: Any) -> Any:
-    """Return the state of the only torch LRScheduler in this value. None if there is no LRScheduler, or several."""
-    candidates = value.get("lr_schedulers", value) if isinstance(value, Mapping) else value
-    one = candidates[0] if isinstance(candidates, (list, tuple)) and len(candidates) == 1 else candidates
-    if not isinstance(one, Mapping) or "last_epoch" not in one:
-        return None
-    return one if "_last_lr" in one or _SCHEDULER.fullmatch(name) else None
 
 
 # --- values as JSON

@@ -211,6 +211,29 @@ def test_large_tensors_that_are_no_weights_are_named_by_a_reshard(tmp_path):
     )
 
 
+@pytest.mark.parametrize("form", ["dcp", "torch", "resharded"])
+def test_a_scheduler_and_a_step_below_another_key_are_restored(form, tmp_path):
+    """As in dcp.save({"app": AppState()}), and in Composer's files."""
+
+    def made(steps: int) -> TrainState:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        return TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+
+    theirs, mine = made(3), made(0)
+    app = {"model": theirs.model.state_dict(), "optim": get_optimizer_state_dict(theirs.model, theirs.optimizer)}
+    app |= {"schedulers": {"StepLR": theirs.scheduler.state_dict()}, "step": 3}
+    source = save({"app": app}, form, tmp_path)
+    source = resharded(source, tmp_path) if form == "resharded" else source
+    report = load(mine, str(source), tmp_path, optimizer="skip")
+    assert mine.scheduler.state_dict() == theirs.scheduler.state_dict()
+    assert "scheduler" not in report.skipped and (form == "resharded" or report.step == 3)
+
+
 def test_the_random_states_of_a_script_are_restored(tmp_path):
     def drawn() -> tuple[Any, ...]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
