@@ -16,8 +16,8 @@ from ckptkit.arguments import check_storage_options, wrong
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.state.train_state import StateDictType
-from ckptkit.errors import StorageError
-from ckptkit.formats.detect import identify
+from ckptkit.errors import CheckpointNotFoundError, StorageError
+from ckptkit.formats.detect import identify, open_source
 from ckptkit.formats.own.record import RECORD_NAME
 from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
 from ckptkit.integrations.lightning_position import FitPosition
@@ -246,13 +246,27 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         """Return the candidates for `ckpt_path="last"`.
 
         Lightning strips the protocol from a URL and sorts candidates by date. On an object store only files have dates,
-        so each checkpoint is represented by its commit record.
+        so each checkpoint is represented by its commit record. If no checkpoint is called "last" (`save_last` was not
+        set, or the target of the link is gone), the newest checkpoint is the only candidate.
         """
         root = str(self.dirpath or "").rstrip("/")
         if "://" not in root:
-            return set(super()._find_last_checkpoints(trainer))
-        found = list_checkpoints(open_store(root, storage_options=self._storage_options)).committed
-        return {f"{root}/{item.path}/{RECORD_NAME}" for item in found if self.CHECKPOINT_NAME_LAST in item.name}
+            named = {path for path in super()._find_last_checkpoints(trainer) if os.path.exists(path)}
+        else:
+            found = list_checkpoints(open_store(root, storage_options=self._storage_options)).committed
+            named = {f"{root}/{item.path}/{RECORD_NAME}" for item in found if self.CHECKPOINT_NAME_LAST in item.name}
+        return named or self._newest(root)
+
+    def _newest(self, root: str) -> set[str]:
+        """Return the newest checkpoint, if none is called "last": Lightning would start the run over."""
+        if not root:
+            return set()
+        try:
+            url = open_source(root, storage_options=self._storage_options).url
+        except CheckpointNotFoundError:
+            return set()
+        _log.warning('%s has no checkpoint called "last" (save_last=True): continuing from %s', root, url)
+        return {f"{url}/{RECORD_NAME}" if "://" in url else url}
 
     # --- loading, with one of Lightning's strategies
 

@@ -112,6 +112,14 @@ def test_ckpt_path_accepts_last_and_best_and_the_link_to_the_last_does_not_repla
     assert len(trainer.predict(module, loader(), ckpt_path="last")) == 4
 
 
+@on_ranks(2)
+def test_ckpt_path_last_resumes_from_the_newest_checkpoint_if_none_is_called_last(work):
+    first = First()
+    trained = snapshot(*fit(work, FSDP2Strategy(), saving(work), steps=3))
+    fit(work, FSDP2Strategy(), saving(work), first, steps=5, path="last")
+    assert equal(trained, first.state)
+
+
 class Partly(Lit):
     """Omits frozen weights from its state dict, as Lightning's documentation shows."""
 
