@@ -96,6 +96,7 @@ def linked_step(root: Path, name: str) -> None:
 LOST: dict[str, Callable[[Path], Any]] = {
     "steps deep below": lambda root: trainer_step(root / "a/b/c/d/checkpoint-5", 5),
     "a file deep below": lambda root: script_file(root / "my/lightning_logs/version_0/checkpoints/epoch=1.ckpt", 1),
+    "a hidden folder": lambda root: trainer_step(root / ".checkpoints" / "checkpoint-5", 5),
     "steps below final weights": weights_and_steps_below,
     "steps after 100 folders": many_folders,
     "an unfinished DCP save below": lambda root: dcp_without_metadata(root / "a" / "foo"),

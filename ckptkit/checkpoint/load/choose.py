@@ -484,7 +484,8 @@ def _directory(place: Candidate, name: str) -> Candidate | None:
 
     Returns None for a file, and `place` for a link to a checkpoint that does not exist.
     """
-    if name in place.directories:
+    hidden = place.listing[name].kind == "directory" and name not in place.directories
+    if name in place.directories or (hidden and (_CHECKPOINT.fullmatch(name) or parse_step(name))):
         return Candidate(place.store.child(name))
     if place.listing[name].kind != "symlink" or not is_directory(place.store):
         return None
