@@ -12,6 +12,7 @@ from ckptkit.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     UnsafePickleError,
+    UnsupportedFormatError,
 )
 from ckptkit.formats.hf.shard_files import check_index, numbered_files, read_index
 from ckptkit.formats.hf.side_files import find_side_files, unread_state
@@ -28,6 +29,7 @@ from ckptkit.storage.store import Store
 MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model.ckpt", "model_optim_rng.pt")
 
 TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # endings of torch.save files
+_HDF5 = b"\x89HDF\r\n\x1a\n"
 INDEX_SUFFIX = ".bin.index.json"
 # In the arguments that Megatron saves with the weights: over how many ranks the model is split.
 _SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -143,6 +145,11 @@ def _read_any(store: Store, path: str, unknown: Unknown) -> Any:
         return loads(store.read(path), file=path, unknown=unknown)
     if not head:
         raise CorruptCheckpointError(f"{path} is empty (0 bytes). Was its write interrupted?")
+    if head.startswith(_HDF5):
+        raise UnsupportedFormatError(
+            f"{path} is an HDF5 file, as Keras writes. ckptkit does not read HDF5: load it in Keras, and save the "
+            "weights with torch.save or safetensors."
+        )
     found = f"{len(head)} bytes" if len(head) < 8 else f"bytes {head[:8]!r}"
     raise CorruptCheckpointError(f"{path}: it begins with {found}, unlike any file of torch.save. Is it truncated?")
 

@@ -225,6 +225,12 @@ def test_a_file_that_torch_did_not_write_is_refused(tmp_path, data):
         open_catalog(LocalStore(tmp_path))
 
 
+def test_a_file_of_keras_is_refused_as_hdf5(tmp_path):
+    (tmp_path / "model.weights.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(600))
+    with pytest.raises(UnsupportedFormatError, match=r"model\.weights\.h5 is an HDF5 file, as Keras writes"):
+        open_source(str(tmp_path / "model.weights.h5"))
+
+
 def test_the_error_for_a_class_next_to_the_weights_says_how_to_read_them(tmp_path):
     module = types.ModuleType("trainers_own")
     module.Setting = type("Setting", (), {"__module__": "trainers_own"})  # type: ignore[attr-defined]
