@@ -180,16 +180,23 @@ def _info(
         found = store.info(path)
         files[path] = found.size if found is not None and found.kind == "file" else -1
     producer, step = "torch.save", None
+    notes: list[str] = []
     for value in values.values():
         if isinstance(value, dict):
             if "pytorch-lightning_version" in value:
                 producer = f"lightning {str(value['pytorch-lightning_version'])[:20]}"
+            meta = value.get("meta")
+            if "ema_state_dict" in value and isinstance(meta, dict) and "mmengine_version" in meta:
+                notes.append(  # EMAHook swaps the two before a save, and swaps them back when MMEngine resumes
+                    "state_dict is the moving average of the weights, for inference. MMEngine stores the weights "
+                    "that it trains in ema_state_dict."
+                )
             said = [value[name] for name in STEPS if type(value.get(name)) is int]
             step = said[0] if said else None
     side = find_side_files(store)
     tied = _tied(entries)
     containers = other_containers(values.values())
-    notes = tuple(f"{', '.join(names[1:])} shares its bytes with {names[0]} (tied)." for names in tied)
+    notes += [f"{', '.join(names[1:])} shares its bytes with {names[0]} (tied)." for names in tied]
     return CatalogInfo(
         "torch",
         producer=producer,

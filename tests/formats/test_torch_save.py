@@ -225,6 +225,14 @@ def test_a_file_that_torch_did_not_write_is_refused(tmp_path, data):
         open_catalog(LocalStore(tmp_path))
 
 
+@pytest.mark.parametrize(("meta", "noted"), [({"mmengine_version": "0.10.7"}, 1), ({"epoch": 2}, 0), (None, 0)])
+def test_a_note_says_that_mmengine_swaps_the_weights_and_their_average(tmp_path, meta, noted):
+    weights = {"state_dict": {"w": torch.ones(2)}, "ema_state_dict": {"module.w": torch.zeros(2)}}
+    torch.save({**weights, "meta": meta}, tmp_path / "epoch_2.pth")
+    notes = open_source(str(tmp_path / "epoch_2.pth")).catalog.info.notes
+    assert [note.startswith("state_dict is the moving average") for note in notes] == [True] * noted
+
+
 def test_a_file_of_keras_is_refused_as_hdf5(tmp_path):
     (tmp_path / "model.weights.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(600))
     with pytest.raises(UnsupportedFormatError, match=r"model\.weights\.h5 is an HDF5 file, as Keras writes"):
