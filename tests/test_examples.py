@@ -14,7 +14,7 @@ SCRIPTS = sorted(path for path in EXAMPLES.glob("*.py") if path.name != "train_a
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_example_runs(script: Path, tmp_path: Path) -> None:
+def test_the_example_runs(script, tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     command = [sys.executable, str(script)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
@@ -22,5 +22,5 @@ def test_the_example_runs(script: Path, tmp_path: Path) -> None:
     assert done.stdout.strip(), "an example says what it shows"
 
 
-def test_make_demo_runs_the_main_example() -> None:
+def test_make_demo_runs_the_main_example():
     assert "examples/train_and_export.py" in (EXAMPLES.parent / "Makefile").read_text(encoding="utf-8")

@@ -15,19 +15,19 @@ def run_cli(*args: str) -> str:
     return "\n".join([*lines, "except SystemExit as e:", "    assert not e.code, e.code"])
 
 
-def test_importing_ckptkit_imports_no_framework() -> None:
+def test_importing_ckptkit_imports_no_framework():
     assert not modules_after("import ckptkit, ckptkit.errors, ckptkit.units").intersection(HEAVY)
 
 
-def test_help_imports_no_framework_and_no_numpy() -> None:
+def test_help_imports_no_framework_and_no_numpy():
     assert not modules_after(run_cli("--help")).intersection({*HEAVY, "numpy"})
 
 
 @pytest.mark.parametrize("name", ckptkit.__all__)
-def test_every_public_name_can_be_imported(name: str) -> None:
+def test_every_public_name_can_be_imported(name):
     assert getattr(ckptkit, name) is not None
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="nothing"):
         ckptkit.nothing  # noqa: B018

@@ -7,8 +7,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.ranks import Pool
-
 
 def _sum_of_doubled(groups_before: int) -> float:
     for _ in range(groups_before):
@@ -18,6 +16,6 @@ def _sum_of_doubled(groups_before: int) -> float:
     return float(doubled.full_tensor().sum())
 
 
-def test_a_mesh_is_not_confused_with_an_equal_one_of_the_previous_task(ranks: Pool) -> None:
+def test_a_mesh_is_not_confused_with_an_equal_one_of_the_previous_task(ranks):
     for groups_before in (5, 0):
         assert ranks.run(_sum_of_doubled, 4, groups_before) == [32.0] * 4

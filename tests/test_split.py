@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from tests.split import LONG, NIGHT, at_night, in_order, only_at_night, sweeps
 
 ROOT = Path(__file__).parents[1]
@@ -18,7 +16,7 @@ class Item:
     nodeid: str
 
 
-def test_each_path_of_the_table_exists() -> None:
+def test_each_path_of_the_table_exists():
     assert [place for place in NIGHT if not _exists(place)] == []
     assert not _exists("tests/nothing.py") and not _exists("tests/split.py::at_nigh")
 
@@ -31,17 +29,17 @@ def _exists(place: str) -> bool:
     return all(re.search(rf"^ *(def|class) {name}\b", text, re.MULTILINE) for name in names)
 
 
-def test_each_long_file_exists() -> None:
+def test_each_long_file_exists():
     assert [file for file in LONG if not (ROOT / file).exists()] == []
 
 
-def test_long_files_start_first_in_table_order() -> None:
+def test_long_files_start_first_in_table_order():
     items = [Item(f"{file}::{test}") for file in ("a.py", LONG[1], LONG[0]) for test in "xy"]
     sorted_files = LONG[0], LONG[1], "a.py"
     assert [item.nodeid for item in in_order(items)] == [f"{file}::{test}" for file in sorted_files for test in "xy"]
 
 
-def test_a_file_with_only_nightly_tests_is_not_imported_by_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_only_nightly_tests_is_not_imported_by_day(monkeypatch):
     monkeypatch.setattr("tests.split.NIGHT", {"a": 0, "a/x.py": 2, "a/y.py::f": 3, "b/z.py::f": 0})
     assert [only_at_night(file) for file in ("a/w.py", "a/x.py", "a/y.py", "b/z.py")] == [True, False, False, False]
 
@@ -52,16 +50,16 @@ def _listed(heading: str) -> list[str]:
     return re.findall(r"^\| `(tests/[^`]+)`", section, re.MULTILINE)
 
 
-def test_rules_checked_only_at_night_are_listed() -> None:
+def test_rules_checked_only_at_night_are_listed():
     assert _listed("Rules checked only at night") == [place for place, every in NIGHT.items() if every == 0]
 
 
-def test_slow_tests_that_are_listed_exist_and_run_by_day() -> None:
+def test_slow_tests_that_are_listed_exist_and_run_by_day():
     places = _listed("Tests of the day that take more than 2 s")
     assert places and [place for place in places if not _exists(place) or NIGHT.get(place) == 0] == []
 
 
-def test_every_nth_case_of_each_test_runs_by_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_nth_case_of_each_test_runs_by_day(monkeypatch):
     monkeypatch.setattr("tests.split.NIGHT", {"a": 2, "a/x.py": 3, "a/x.py::T": 0})
     items = [Item(f"a/x.py::f[{n}]") for n in range(4)] + [Item("a/y.py::g[0]"), Item("a/y.py::g[1]")]
     items += [Item("a/x.py::T::m"), Item("a/y.py::one"), Item("b/a/x.py::h[0]"), Item("b/a/x.py::h[1]")]

@@ -40,11 +40,11 @@ def cycle(edges: Mapping[str, set[str]]) -> list[str]:
     return []
 
 
-def test_there_are_no_import_cycles() -> None:
+def test_there_are_no_import_cycles():
     assert " -> ".join(cycle(imports(sources()))) == ""
 
 
-def test_the_check_finds_an_import_cycle() -> None:
+def test_the_check_finds_an_import_cycle():
     modules = {
         "a": ast.parse("from b import f"),
         "b": ast.parse("def f():\n    from c import g"),
@@ -67,7 +67,7 @@ def algorithms(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
-def test_only_digests_names_a_digest_algorithm() -> None:
+def test_only_digests_names_a_digest_algorithm():
     found = {name: list(algorithms(tree)) for name, tree in sources().items() if name != "ckptkit.digests"}
     wire = {"ckptkit.storage.body", "ckptkit.storage.connection", "ckptkit.storage.s3"}  # the checksums of S3 itself
     assert {name: names for name, names in found.items() if names and name not in wire} == {}
@@ -90,7 +90,7 @@ def questions(tree: ast.Module) -> Iterator[str]:
             yield f"line {node.lineno}: RemoteStore"
 
 
-def test_only_storage_checks_the_kind_of_a_store() -> None:
+def test_only_storage_checks_the_kind_of_a_store():
     found = {name: list(questions(tree)) for name, tree in sources().items() if ".storage." not in name}
     assert {name: where for name, where in found.items() if where} == {}
     lines = "isinstance(x, LocalStore)\nx.local_root\nfrom ckptkit.storage.objects import RemoteStore"
@@ -148,7 +148,7 @@ def private_names(tree: ast.Module, attributes: set[str]) -> Iterator[str]:
             yield from (name for name in named if name in attributes)
 
 
-def test_private_names_of_torch_are_used_only_in_formats_dcp() -> None:
+def test_private_names_of_torch_are_used_only_in_formats_dcp():
     attributes = private_attributes()
     modules = {name: tree for name, tree in sources().items() if not name.startswith("ckptkit.formats.dcp.")}
     found = {name: set(private_names(tree, attributes)) for name, tree in modules.items()}
@@ -166,7 +166,7 @@ def classes(tree: ast.Module) -> Iterator[str]:
     return (node.name for node in nodes(tree) if isinstance(node, ast.ClassDef))
 
 
-def test_a_class_name_is_used_once() -> None:
+def test_a_class_name_is_used_once():
     places: dict[str, list[str]] = {}
     for module, tree in sources().items():
         for name in classes(tree):

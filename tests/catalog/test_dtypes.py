@@ -9,7 +9,7 @@ from ckptkit.errors import UnsupportedFormatError, UsageError
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
-def test_sizes_and_kinds_agree_with_torch(name: str) -> None:
+def test_sizes_and_kinds_agree_with_torch(name):
     import torch
 
     if name.endswith("_bytes"):  # FP6, which torch does not have
@@ -22,18 +22,18 @@ def test_sizes_and_kinds_agree_with_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int64", "bool", "float8_e4m3fn", "complex64"])
-def test_an_export_casts_only_plain_floats_and_only_to_floats(name: str) -> None:
+def test_an_export_casts_only_plain_floats_and_only_to_floats(name):
     assert export_dtype(name, "bf16") == name
     assert (export_dtype("float32", "bf16"), export_dtype("float32", "keep")) == ("bfloat16", "float32")
     with pytest.raises(UsageError):
         export_dtype("float32", "int8")
 
 
-def test_dtype_names_are_accepted_with_prefix_and_as_aliases() -> None:
+def test_dtype_names_are_accepted_with_prefix_and_as_aliases():
     assert dtype("torch.bfloat16") is dtype("bf16") is DTYPES["bfloat16"]
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_are_refused():
     with pytest.raises(UnsupportedFormatError, match="float7"):
         dtype("float7")
     with pytest.raises(UnsupportedFormatError, match="F7"):

@@ -47,21 +47,21 @@ NOT_CUT = {
 
 
 @pytest.mark.parametrize("kind", [*CUT, *NOT_CUT])
-def test_only_consecutive_rows_are_row_cuts(kind: str) -> None:
+def test_only_consecutive_rows_are_row_cuts(kind):
     tensor = {**CUT, **NOT_CUT}[kind]
     for others in ([], [ROWS], [NOT_CUT["columns"], NOT_CUT["a gap"]], [CUT["the whole"], CUT["no elements"]]):
         assert row_cuts([*others, tensor]).cut[-1] == (kind in CUT)
         assert row_cuts([tensor, *others]).cut[0] == (kind in CUT)
 
 
-def test_row_cuts_hold_offsets_and_sizes_of_the_first_dimension() -> None:
+def test_row_cuts_hold_offsets_and_sizes_of_the_first_dimension():
     found = row_cuts([ROWS, CUT["a scalar"], CUT["the whole"]])
     assert found.bounds.tolist() == [0, 2, 3, 4]
     assert found.offsets.tolist() == [0, 2, 0, 0]
     assert found.sizes.tolist() == [2, 3, 1, 4]
 
 
-def test_tensors_without_row_cuts_are_checked_in_full() -> None:
+def test_tensors_without_row_cuts_are_checked_in_full():
     check_coverage([ROWS, NOT_CUT["columns"], NOT_CUT["replicas"], NOT_CUT["another order"]])
     with pytest.raises(IncompleteCheckpointError, match="'gap'"):
         check_coverage([ROWS, entry((5,), ((0,), (2,)), ((3,), (2,)), name="gap")])
@@ -70,7 +70,7 @@ def test_tensors_without_row_cuts_are_checked_in_full() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-1, 4), st.integers(-1, 4)), max_size=4), st.integers(0, 5), st.integers(1, 2))
-def test_every_row_cut_tensor_is_covered(slices: list[tuple[int, int]], height: int, width: int) -> None:
+def test_every_row_cut_tensor_is_covered(slices, height, width):
     tensor = entry((height, width), *(((a, 0), (n, width)) for a, n in slices))
     if row_cuts([tensor]).cut[0]:
         tensor.check_coverage()

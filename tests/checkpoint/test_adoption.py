@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ def old_run(zoo: Path, name: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_model_and_optimizer_resume_from_a_directory_of_another_system(zoo: Path, tmp_path: Path, system: str) -> None:
+def test_model_and_optimizer_resume_from_a_directory_of_another_system(zoo, tmp_path, system):
     name = SYSTEMS[system]
     state = run_of(name)
     assert load(old_run(zoo, name, tmp_path), state).step == WITH_OPTIMIZER[name]
@@ -49,7 +48,7 @@ def test_model_and_optimizer_resume_from_a_directory_of_another_system(zoo: Path
     check_optimizer(state.optimizer, state.model, name)
 
 
-def test_the_first_ckptkit_checkpoint_becomes_the_latest(zoo: Path, tmp_path: Path) -> None:
+def test_the_first_ckptkit_checkpoint_becomes_the_latest(zoo, tmp_path):
     root = old_run(zoo, "verl_fsdp2_w2", tmp_path)
     before = sorted(path.name for path in root.iterdir())
     state = run_of("verl_fsdp2_w2")
@@ -60,7 +59,7 @@ def test_the_first_ckptkit_checkpoint_becomes_the_latest(zoo: Path, tmp_path: Pa
     assert set(before) < {path.name for path in root.iterdir()}
 
 
-def test_a_ckptkit_step_without_a_record_is_an_error_next_to_another_systems_run(zoo: Path, tmp_path: Path) -> None:
+def test_a_ckptkit_step_without_a_record_is_an_error_next_to_another_systems_run(zoo, tmp_path):
     root = old_run(zoo, "verl_fsdp2_w2", tmp_path)
     shutil.copytree(zoo / "dcp_fsdp2_uneven_w4" / "ckpt", root / "step_00000009")  # complete, but without its record
     state = run_of("verl_fsdp2_w2")
@@ -71,7 +70,7 @@ def test_a_ckptkit_step_without_a_record_is_an_error_next_to_another_systems_run
     assert report is not None and report.step == 4
 
 
-def test_a_run_does_not_resume_from_weights_alone(zoo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_does_not_resume_from_weights_alone(zoo, tmp_path, caplog):
     shutil.copytree(zoo / "hf_ref_llama_untied", tmp_path / "base")
     state = run_of("verl_fsdp2_w2")
     with CheckpointManager(tmp_path) as manager:
@@ -79,7 +78,7 @@ def test_a_run_does_not_resume_from_weights_alone(zoo: Path, tmp_path: Path, cap
     assert "optimizer='skip'" in caplog.text
 
 
-def test_a_run_resumes_from_its_newest_step_and_not_from_the_final_weights_beside_it(tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_newest_step_and_not_from_the_final_weights_beside_it(tmp_path):
     model, optimizer = trained()
     for step in (2, 10):
         folder = tmp_path / f"checkpoint-{step}"
@@ -92,7 +91,7 @@ def test_a_run_resumes_from_its_newest_step_and_not_from_the_final_weights_besid
     assert load(tmp_path, TrainState(model=live, optimizer=other)).step == 10
 
 
-def test_an_optimizer_without_moments_is_restored(tmp_path: Path) -> None:
+def test_an_optimizer_without_moments_is_restored(tmp_path):
     save(tmp_path / "run", optimized(torch.nn.Linear(2, 2)), 3)
     shutil.copytree(tmp_path / "run" / "step_00000003", tmp_path / "copied")
     live = optimized(torch.nn.Linear(2, 2), lr=0.5)
@@ -100,13 +99,13 @@ def test_an_optimizer_without_moments_is_restored(tmp_path: Path) -> None:
     assert live.optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_a_damaged_foreign_checkpoint_is_an_error_and_not_a_new_start(zoo: Path, tmp_path: Path) -> None:
+def test_a_damaged_foreign_checkpoint_is_an_error_and_not_a_new_start(zoo, tmp_path):
     shutil.copytree(zoo / "broken_missing_shard" / "ckpt", tmp_path / "step-3")
     with pytest.raises(CorruptCheckpointError):
         load(tmp_path, run_of("dcp_fsdp2_uneven_w4"))
 
 
-def test_what_dcpwriter_saved_resumes_like_any_dcp(tmp_path: Path) -> None:
+def test_what_dcpwriter_saved_resumes_like_any_dcp(tmp_path):
     saved = torch.nn.Linear(4, 4)
     writer = DCPWriter(str(tmp_path / "run" / "step_7"))
     dcp.save({"model": saved.state_dict(), "step": 7}, storage_writer=writer, planner=DCPSavePlanner(), no_dist=True)
@@ -117,7 +116,7 @@ def test_what_dcpwriter_saved_resumes_like_any_dcp(tmp_path: Path) -> None:
     assert load(tmp_path / "run", state).step == 8
 
 
-def test_a_directory_of_other_files_is_a_new_run(tmp_path: Path) -> None:
+def test_a_directory_of_other_files_is_a_new_run(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "events.out").write_bytes(b"x" * 100)
     (tmp_path / "notes.txt").write_text("hello")
@@ -132,7 +131,7 @@ def adopted(root: str, name: str) -> int | None:
     return step
 
 
-def test_all_ranks_resume_from_the_same_checkpoint(ranks: Any, zoo: Path, tmp_path: Path) -> None:
+def test_all_ranks_resume_from_the_same_checkpoint(ranks, zoo, tmp_path):
     root = old_run(zoo, "steps_dir_lightrft", tmp_path)
     assert ranks.run(adopted, 2, str(root), "steps_dir_lightrft") == [10, 10]
 
@@ -172,7 +171,7 @@ TORCH_SAVE = {
 
 @pytest.mark.parametrize("grouped", ["as saved", "otherwise"])
 @pytest.mark.parametrize("layout", TORCH_SAVE)
-def test_numbered_parameters_of_an_optimizer_are_matched_to_names(tmp_path: Path, layout: str, grouped: str) -> None:
+def test_numbered_parameters_of_an_optimizer_are_matched_to_names(tmp_path, layout, grouped):
     files, step = TORCH_SAVE[layout]
     model, optimizer = trained()
     write(tmp_path, files, model, optimizer)
@@ -190,7 +189,7 @@ def test_numbered_parameters_of_an_optimizer_are_matched_to_names(tmp_path: Path
         assert torch.equal(optimizer.state[old]["exp_avg"], state.optimizer.state[new]["exp_avg"])
 
 
-def test_ambiguous_parameter_numbers_are_refused(tmp_path: Path) -> None:
+def test_ambiguous_parameter_numbers_are_refused(tmp_path):
     def alike() -> torch.nn.Module:
         return torch.nn.Sequential(*[torch.nn.Linear(3, 3, bias=False) for _ in range(3)])
 
@@ -211,7 +210,7 @@ NEVER_A_FRESH_START = {
 
 
 @pytest.mark.parametrize("case", NEVER_A_FRESH_START)
-def test_a_checkpoint_that_cannot_be_resumed_from_is_refused(zoo: Path, tmp_path: Path, case: str) -> None:
+def test_a_checkpoint_that_cannot_be_resumed_from_is_refused(zoo, tmp_path, case):
     name, kind, words = NEVER_A_FRESH_START[case]
     check_misfit(old_run(zoo, name, tmp_path), optimized(net(), torch.optim.AdamW), words, error=kind)
 
@@ -219,7 +218,7 @@ def test_a_checkpoint_that_cannot_be_resumed_from_is_refused(zoo: Path, tmp_path
 @pytest.mark.parametrize(
     "layout", ["two directories", "files that belong together", "two models in a step", "two runs of Lightning"]
 )
-def test_several_checkpoints_in_unknown_order_are_refused(zoo: Path, tmp_path: Path, layout: str) -> None:
+def test_several_checkpoints_in_unknown_order_are_refused(zoo, tmp_path, layout):
     model, optimizer = trained()
     if layout == "two directories":
         for name in ("good", "better"):

@@ -101,7 +101,7 @@ ALONE: dict[str, tuple[Callable[[str, bool], Any], str]] = {
 
 @pytest.mark.parametrize("name", ALONE)
 @on_ranks(2)
-def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_written(tmp_path: Path, name: str) -> None:
+def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_written(tmp_path, name):
     act, said = ALONE[name]
     text = on_all(refusal(lambda: act(str(tmp_path / "run"), dist.get_rank() == 1)))
     assert "rank 1" in text and said in text
@@ -109,7 +109,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_written(tmp_path: 
 
 
 @on_ranks(2)
-def test_a_rank_that_can_start_no_thread_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+def test_a_rank_that_can_start_no_thread_does_not_leave_the_others_waiting(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         threading.stack_size(1 << 46 if dist.get_rank() == 1 else 0)  # an impossible stack size: no thread starts
         try:
@@ -120,7 +120,7 @@ def test_a_rank_that_can_start_no_thread_does_not_leave_the_others_waiting(tmp_p
 
 
 @on_ranks(2)
-def test_training_that_fails_on_one_rank_ends_the_saves_on_the_other_ranks_at_once(tmp_path: Path) -> None:
+def test_training_that_fails_on_one_rank_ends_the_saves_on_the_other_ranks_at_once(tmp_path):
     text = ""
     with contextlib.suppress(ValueError), CheckpointManager(tmp_path) as manager:
         manager.save(1, jobs.make("1d").state())

@@ -132,7 +132,7 @@ def verified(url: str) -> tuple[bool, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_no_damage_is_missed_or_loaded_as_good(ranks: Any, saved: Path, tmp_path: Path, kind: str, part: int) -> None:
+def test_no_damage_is_missed_or_loaded_as_good(ranks, saved, tmp_path, kind, part):
     folder = copied(saved / kind, tmp_path) / "step_00000002"
     *cases, (_, _, fine, _, loads_well, content) = ranks.run(loads, 2, str(folder), part, timeout=120)[0]
     assert fine and loads_well
@@ -163,7 +163,7 @@ def faults(case: tuple[str, str, bool, tuple[str, ...], bool, str], content: str
     return found
 
 
-def test_verify_finds_flips_in_the_records_of_a_dcp_checkpoint_of_torch(saved: Path, tmp_path: Path) -> None:
+def test_verify_finds_flips_in_the_records_of_a_dcp_checkpoint_of_torch(saved, tmp_path):
     """Found by the CRC-32 that torch writes and does not check."""
     folder = tmp_path / "dcp"
     shutil.copytree(saved / "dcp" / "2", folder)
@@ -209,7 +209,7 @@ def falls_back(url: str) -> tuple[list[str], list[tuple[str, tuple[int, str], tu
     return sound, found
 
 
-def test_damage_falls_back_only_on_request(ranks: Any, saved: Path, tmp_path: Path, kind: str) -> None:
+def test_damage_falls_back_only_on_request(ranks, saved, tmp_path, kind):
     (one, two), found = ranks.run(falls_back, 2, str(copied(saved / kind, tmp_path)), timeout=120)[0]
     assert one != two
     kinds = set()
@@ -225,7 +225,7 @@ def test_damage_falls_back_only_on_request(ranks: Any, saved: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_damage_in_a_slice_read_in_parts_by_ranks_is_found(ranks: Any, saved: Path, tmp_path: Path, kind: str) -> None:
+def test_damage_in_a_slice_read_in_parts_by_ranks_is_found(ranks, saved, tmp_path, kind):
     run = str(copied(saved / kind, tmp_path))
     folder = Path(run) / "step_00000002"
     good, plain = ranks.run(resumed, 4, run), ranks.run(partial(resumed, verify=False), 4, run)

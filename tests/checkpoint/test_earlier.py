@@ -18,7 +18,6 @@ from ckptkit import CheckpointManager, TrainState, reshard
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 from tests.checkpoint import states
-from tests.ranks import Pool
 
 SIZES = {"sharded": 2, "full": 2, "local": 2, "masters": 2, "remote": 1}
 KEPT = Path(__file__).parent / "kept_0.1"
@@ -111,7 +110,7 @@ def _loaded(url: str, case: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("case", "size"), CASES)
-def test_checkpoints_of_an_earlier_version_load_bit_for_bit(case: str, size: int, ranks: Pool, tmp_path: Path) -> None:
+def test_checkpoints_of_an_earlier_version_load_bit_for_bit(case, size, ranks, tmp_path):
     kept = KEPT / case
     run = tmp_path / "run"
     shutil.copytree(kept / "run", run)

@@ -38,7 +38,7 @@ def _limited(say: Any, root: str) -> None:
     save(root, 3, nbytes=10_000)
 
 
-def test_exceeding_a_file_size_limit_fails_the_save_and_smaller_saves_work(tmp_path: Path) -> None:
+def test_exceeding_a_file_size_limit_fails_the_save_and_smaller_saves_work(tmp_path):
     save(tmp_path, 1)
     code, said = fork(_limited, str(tmp_path))
     assert code == 0 and b"File too large" in said
@@ -57,7 +57,7 @@ def _with_error(say: Any, root: str, nth: int, code: int) -> None:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.usefixtures("no_grace")
-def test_an_error_of_any_operation_fails_the_save_or_has_no_effect(tmp_path: Path, code: int) -> None:
+def test_an_error_of_any_operation_fails_the_save_or_has_no_effect(tmp_path, code):
     outcomes = set()
     for nth in range(1 + code % 3, 200, 3):
         root = tmp_path / str(nth)
@@ -90,7 +90,7 @@ class CheckpointError(BaseException):
 
 
 @on_ranks(2)
-def test_a_base_exception_on_one_rank_fails_all_ranks(tmp_path: Path) -> None:
+def test_a_base_exception_on_one_rank_fails_all_ranks(tmp_path):
     c = Coordinator(timeout_s=20)
     save(tmp_path, 1, coordinator=c)
 
@@ -121,7 +121,7 @@ def _one_dies(root: str, victim: int, notes: str) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_dead_rank_fails_all_others_soon(tmp_path: Path, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_rank_fails_all_others_soon(tmp_path, victim, monkeypatch):
     monkeypatch.setattr("tests.ranks._GRACE_S", 15.0)
     with pytest.raises(RankError):
         run_ranks(_one_dies, 3, str(tmp_path / "run"), victim, str(tmp_path), timeout=40)
@@ -141,7 +141,7 @@ def _one_hangs(root: str) -> Any:
     return found, quick
 
 
-def test_a_hanging_rank_fails_all_ranks_in_bounded_time_and_the_next_save_works(tmp_path: Path) -> None:
+def test_a_hanging_rank_fails_all_ranks_in_bounded_time_and_the_next_save_works(tmp_path):
     results, quick = zip(*run_ranks(_one_hangs, 3, str(tmp_path), timeout=40), strict=True)
     text, causes = results[0]
     assert results == (results[0],) * 3 and causes == [1] and all(quick)
@@ -157,7 +157,7 @@ def _fails_at(root: str, nth: int, victim: int) -> str:
 
 
 @pytest.mark.parametrize(("victim", "nth"), [(0, 2), (0, 9), (0, 30), (1, 3), (1, 7), (1, 14)])
-def test_an_error_on_any_rank_at_any_operation_is_raised_on_all_ranks(tmp_path: Path, victim: int, nth: int) -> None:
+def test_an_error_on_any_rank_at_any_operation_is_raised_on_all_ranks(tmp_path, victim, nth):
     (text,) = set(run_ranks(_fails_at, 2, str(tmp_path / "run"), nth, victim))
     assert check(tmp_path / "run") == ([] if text else [1])
 
@@ -221,7 +221,7 @@ def each_call(when: str, *steps: int) -> Iterator[tuple[Store, Any]]:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_one_failing_call_leaves_a_complete_checkpoint_or_none(when: str) -> None:
+def test_one_failing_call_leaves_a_complete_checkpoint_or_none(when):
     seen = set()
     for store, flaky in each_call(when, 1):
         error = refusal(lambda flaky=flaky: save(flaky, 2))
@@ -233,7 +233,7 @@ def test_one_failing_call_leaves_a_complete_checkpoint_or_none(when: str) -> Non
 
 
 @pytest.mark.parametrize("every", [3, 7])
-def test_a_store_that_always_fails_never_shows_an_incomplete_checkpoint(every: int) -> None:
+def test_a_store_that_always_fails_never_shows_an_incomplete_checkpoint(every):
     store = fresh()
     flaky = Flaky(store, lambda n: ("before", "after")[n % 2] if n % every == 0 else "")
     saved = [step for step in range(1, 25) if not refusal(lambda step=step: save(flaky, step))]
@@ -244,7 +244,7 @@ def test_a_store_that_always_fails_never_shows_an_incomplete_checkpoint(every: i
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_one_failing_call_of_a_rotation_leaves_no_half_deleted_checkpoint(when: str) -> None:
+def test_one_failing_call_of_a_rotation_leaves_no_half_deleted_checkpoint(when):
     for store, flaky in each_call(when, 1, 2, 3):
         with contextlib.suppress(OSError):  # listing may fail too
             rotate(flaky, RetentionPolicy(max_num=1))
@@ -317,7 +317,7 @@ def kill_everywhere(name: str, folder: Path, *, stride: int, offset: int = 1) ->
 
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.usefixtures("no_grace")
-def test_a_kill_at_any_file_operation_loses_nothing(name: str, tmp_path: Path) -> None:
+def test_a_kill_at_any_file_operation_loses_nothing(name, tmp_path):
     kills = kill_everywhere(name, tmp_path, stride=5, offset=1 + random.Random(name).randrange(5))
     assert kills > 20
 
@@ -347,5 +347,5 @@ def kill_at_random(root: Path, *, kills: int, seed: int) -> int:
     return returned
 
 
-def test_a_kill_at_any_instant_loses_nothing(tmp_path: Path) -> None:
+def test_a_kill_at_any_instant_loses_nothing(tmp_path):
     assert kill_at_random(tmp_path, kills=20, seed=5) > 0

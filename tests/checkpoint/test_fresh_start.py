@@ -63,7 +63,7 @@ def linked(root: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [without_record, empty_step, renamed, linked])
-def test_a_run_without_a_committed_step_is_an_error_unless_start_fresh_allows_it(tmp_path: Path, harm: Any) -> None:
+def test_a_run_without_a_committed_step_is_an_error_unless_start_fresh_allows_it(tmp_path, harm):
     root = run(tmp_path / "run", 1)
     harm(root)
     for ask in (lambda manager: manager.load(linear()), lambda manager: manager.latest()):
@@ -74,7 +74,7 @@ def test_a_run_without_a_committed_step_is_an_error_unless_start_fresh_allows_it
     assert load(root, start_fresh="if_none_committed") is None
 
 
-def test_a_tag_whose_record_is_missing_or_damaged_is_an_error(tmp_path: Path) -> None:
+def test_a_tag_whose_record_is_missing_or_damaged_is_an_error(tmp_path):
     root = run(tmp_path / "run", 1, tag="last")
     record = root / "last" / "checkpoint.json"
     record.write_bytes(record.read_bytes()[:100])
@@ -90,13 +90,13 @@ def asked_on_each_rank(root: str) -> list[str]:
         return [refusal(lambda: manager.load(linear())), refusal(manager.latest)]
 
 
-def test_all_ranks_raise_the_same_error_for_a_run_without_a_committed_step(tmp_path: Path, ranks: Any) -> None:
+def test_all_ranks_raise_the_same_error_for_a_run_without_a_committed_step(tmp_path, ranks):
     without_record(run(tmp_path, 1))
     first, second = ranks.run(asked_on_each_rank, 2, str(tmp_path))
     assert first == second and all(text.startswith("IncompleteCheckpointError") for text in first)
 
 
-def test_a_save_after_a_fresh_start_moves_a_half_copy_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_after_a_fresh_start_moves_a_half_copy_aside(tmp_path, caplog):
     root = run(tmp_path, 1)
     without_record(root)
     before = {path.name: path.read_bytes() for path in (root / "step_00000001").iterdir()}
@@ -108,7 +108,7 @@ def test_a_save_after_a_fresh_start_moves_a_half_copy_aside(tmp_path: Path, capl
     assert open_checkpoint(str(root)).url == str(root / "step_00000001")  # commands do not treat the other as newer
 
 
-def test_loading_an_older_checkpoint_names_a_half_copied_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_an_older_checkpoint_names_a_half_copied_one(tmp_path, caplog):
     root = run(tmp_path, 1, 2)
     (root / "step_00000002" / "checkpoint.json").unlink()
     assert load(root) == 1
@@ -127,7 +127,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any]:
     return f"s3://bucket/{request.node.originalname}", request.getfixturevalue("s3")
 
 
-def test_after_a_fallback_the_damaged_step_can_be_saved_again(place: tuple[str, Any]) -> None:
+def test_after_a_fallback_the_damaged_step_can_be_saved_again(place):
     url, options = place
     run(url, 1, 2, options=options)
     open_store(url, storage_options=options).write("step_00000002/checkpoint.json", b"{", overwrite=True)
@@ -137,7 +137,7 @@ def test_after_a_fallback_the_damaged_step_can_be_saved_again(place: tuple[str, 
     assert load(url, storage_options=options) == 2
 
 
-def test_an_unreadable_newest_checkpoint_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_newest_checkpoint_is_not_called_damaged(tmp_path, monkeypatch):
     root = run(tmp_path, 1, 2)
     read = LocalStore.read
 
@@ -152,7 +152,7 @@ def test_an_unreadable_newest_checkpoint_is_not_called_damaged(tmp_path: Path, m
             load(root, fallback)
 
 
-def test_leftovers_of_a_killed_first_save_are_no_error(place: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_leftovers_of_a_killed_first_save_are_no_error(place, caplog):
     def die(store: Store) -> None:
         store.settle()  # waits for pending writes
         os.kill(os.getpid(), 9)
@@ -169,7 +169,7 @@ def test_leftovers_of_a_killed_first_save_are_no_error(place: Any, caplog: pytes
     assert load(url, storage_options=options) == 1
 
 
-def test_a_root_that_is_a_file_or_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_root_that_is_a_file_or_a_link_to_nothing_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for root in (tmp_path / "file", tmp_path / "file" / "run", tmp_path / "link"):
@@ -177,7 +177,7 @@ def test_a_root_that_is_a_file_or_a_link_to_nothing_is_refused(tmp_path: Path) -
             load(root)
 
 
-def test_a_new_run_beside_similar_names_logs_a_suggestion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_run_beside_similar_names_logs_a_suggestion(tmp_path, caplog):
     run(tmp_path / "all" / "first_run", 1)
     run(tmp_path / "all" / "second_run", 1)
     assert load(tmp_path / "all" / "first_rum") is None
@@ -187,7 +187,7 @@ def test_a_new_run_beside_similar_names_logs_a_suggestion(tmp_path: Path, caplog
     assert "first_run" in caplog.text and "second_run" in caplog.text
 
 
-def test_start_fresh_never_raises_in_an_empty_run(tmp_path: Path) -> None:
+def test_start_fresh_never_raises_in_an_empty_run(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="never"):
         load(tmp_path / "run", start_fresh="never")
     assert load(run(tmp_path / "run", 1), start_fresh="never") == 1
@@ -205,7 +205,7 @@ def copied(options: dict[str, Any], source: str, target: str, *, but: str) -> St
 
 
 @pytest.mark.parametrize("but", ["checkpoint.json", ".ckptkit"])
-def test_a_copy_without_its_records_is_an_error_on_an_object_store(s3: dict[str, Any], but: str) -> None:
+def test_a_copy_without_its_records_is_an_error_on_an_object_store(s3, but):
     source, target = f"s3://bucket/from{len(but)}", f"s3://bucket/to{len(but)}"
     run(source, 1, options=s3)
     store = copied(s3, source, target, but=but)
@@ -216,7 +216,7 @@ def test_a_copy_without_its_records_is_an_error_on_an_object_store(s3: dict[str,
     assert load(target, storage_options=s3, start_fresh="if_none_committed") is None
 
 
-def test_a_fresh_start_on_s3_deletes_no_half_copy(s3: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fresh_start_on_s3_deletes_no_half_copy(s3, caplog):
     url = "s3://bucket/halves"
     run("s3://bucket/whole", 1, 2, options=s3)
     store = copied(s3, "s3://bucket/whole", url, but="checkpoint.json")
@@ -232,7 +232,7 @@ def test_a_fresh_start_on_s3_deletes_no_half_copy(s3: dict[str, Any], caplog: py
     assert len(said) == 2 and "/step_00000001/" in said[0] + said[1] and "/step_00000002 " in said[0] + said[1]
 
 
-def test_a_bucket_that_does_not_exist_is_an_error_and_an_empty_prefix_a_new_run(s3: dict[str, Any]) -> None:
+def test_a_bucket_that_does_not_exist_is_an_error_and_an_empty_prefix_a_new_run(s3):
     assert load("s3://bucket/nothing", storage_options=s3) is None
     with pytest.raises(RankFailedError, match="bucket does not exist"):
         load("s3://nobucket/run", storage_options=s3)

@@ -51,12 +51,12 @@ def in_extra(value: Any) -> TrainState:
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_a_model_with_a_tensor_that_hides_its_values_is_not_saved(tmp_path: Path, name: str, kind: str) -> None:
+def test_a_model_with_a_tensor_that_hides_its_values_is_not_saved(tmp_path, name, kind):
     make, said = HIDDEN[name]
     check_refused(tmp_path, in_model(make()), rf"(?s)model\.odd .*{said}", state_dict_type=kind)
 
 
-def test_a_model_with_a_tensor_that_hides_its_values_is_not_saved_in_the_background(tmp_path: Path) -> None:
+def test_a_model_with_a_tensor_that_hides_its_values_is_not_saved_in_the_background(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(SaveError, match=r"model\.odd .*Opaque"):
             manager.save_async(1, in_model(scaled(Opaque))).result()
@@ -65,13 +65,13 @@ def test_a_model_with_a_tensor_that_hides_its_values_is_not_saved_in_the_backgro
 
 @pytest.mark.parametrize("place", [in_optimizer, in_extra])
 @pytest.mark.parametrize("name", sorted(HIDDEN.keys() - {"sparse", "csr", "quantized"}))
-def test_optimizer_states_and_values_that_hide_their_values_are_refused(tmp_path: Path, name: str, place: Any) -> None:
+def test_optimizer_states_and_values_that_hide_their_values_are_refused(tmp_path, name, place):
     make, said = HIDDEN[name]
     where = "exp_avg" if place is in_optimizer else r"extra\.ema\.deep"
     check_refused(tmp_path, place(make()), rf"(?s){where}.*{said}")
 
 
-def test_an_error_names_every_tensor_that_hides_its_values(tmp_path: Path) -> None:
+def test_an_error_names_every_tensor_that_hides_its_values(tmp_path):
     state = TrainState(model={"a": net(scaled(Opaque)), "b": net(torch.eye(3).to_sparse())}, rng=False)
     state.model["a"].register_buffer("other", scaled(Opaque))
     check_refused(tmp_path, state, r"model_a\.odd(?s:.*)model_a\.other")
@@ -79,7 +79,7 @@ def test_an_error_names_every_tensor_that_hides_its_values(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("atomic", [False, True])
 @pytest.mark.parametrize("name", MADE_OF_PARTS)
-def test_subclasses_with_tensor_flatten_load_in_place(tmp_path: Path, kind: str, name: str, atomic: bool) -> None:
+def test_subclasses_with_tensor_flatten_load_in_place(tmp_path, kind, name, atomic):
     source, live = in_model(ALL[name][0]()), in_model(ALL[name][0]())
     odd = live.model.odd
     source.model.odd.scale.fill_(0.25)
@@ -88,7 +88,7 @@ def test_subclasses_with_tensor_flatten_load_in_place(tmp_path: Path, kind: str,
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_different_class_or_setting_is_refused_and_both_are_shown(tmp_path: Path, strict: bool) -> None:
+def test_a_different_class_or_setting_is_refused_and_both_are_shown(tmp_path, strict):
     class Other(Scaled):
         pass
 
@@ -102,7 +102,7 @@ def test_a_different_class_or_setting_is_refused_and_both_are_shown(tmp_path: Pa
         check_misfit(tmp_path, in_model(here), said, which=step, strict=strict)
 
 
-def test_include_selects_all_parts_of_a_subclass(tmp_path: Path) -> None:
+def test_include_selects_all_parts_of_a_subclass(tmp_path):
     state, live = in_model(scaled()), in_model(scaled())
     before = bits(live.model["w"])
     load(save(tmp_path, state), live, include=["odd"])
@@ -110,20 +110,20 @@ def test_include_selects_all_parts_of_a_subclass(tmp_path: Path) -> None:
     assert bits(live.model["w"]) == before
 
 
-def test_a_name_that_equals_the_key_of_a_part_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_equals_the_key_of_a_part_is_refused(tmp_path):
     state = in_model(scaled())
     state.model.register_buffer("odd::scale", torch.ones(2))
     check_refused(tmp_path, state, r"model\.odd .*odd::scale")
 
 
 @on_ranks(2)
-def test_ranks_with_different_classes_under_one_name_are_refused(tmp_path: Path, kind: str) -> None:
+def test_ranks_with_different_classes_under_one_name_are_refused(tmp_path, kind):
     state = in_model(scaled() if dist.get_rank() == 1 else torch.ones(4, 4))
     said = r"model\.odd: it is a plain tensor here, but Scaled.*on rank 1"
     check_refused(tmp_path, state, said, state_dict_type=kind)
 
 
-def test_an_export_of_tensors_stored_in_parts_is_refused(tmp_path: Path, kind: str) -> None:
+def test_an_export_of_tensors_stored_in_parts_is_refused(tmp_path, kind):
     save(tmp_path / "run", in_model(scaled()), state_dict_type=kind)
     for target in ("hf", "dcp", "torch"):
         with pytest.raises(UnsupportedFormatError, match=r"model\.odd is a \S*Scaled, which is stored in parts"):
@@ -132,7 +132,7 @@ def test_an_export_of_tensors_stored_in_parts_is_refused(tmp_path: Path, kind: s
     convert(str(tmp_path / "run"), str(tmp_path / "out"), exclude=["odd*"])
 
 
-def test_a_full_checkpoint_of_weights_in_parts_has_no_config_json(tmp_path: Path) -> None:
+def test_a_full_checkpoint_of_weights_in_parts_has_no_config_json(tmp_path):
     class Config:
         def to_json_string(self) -> str:
             return "{}"
@@ -145,7 +145,7 @@ def test_a_full_checkpoint_of_weights_in_parts_has_no_config_json(tmp_path: Path
     assert found == {"whole"}
 
 
-def test_a_subclass_without_hidden_values_loads_into_the_live_tensor(tmp_path: Path, kind: str) -> None:
+def test_a_subclass_without_hidden_values_loads_into_the_live_tensor(tmp_path, kind):
     value, live = torch.randn(4, 4).as_subclass(Tagged), torch.zeros(4, 4).as_subclass(Tagged)
     value.note, live.note = "kept", "its own"
     state = in_model(live)
@@ -154,29 +154,29 @@ def test_a_subclass_without_hidden_values_loads_into_the_live_tensor(tmp_path: P
     assert torch.equal(live, value)
 
 
-def test_a_subclass_as_a_value_is_refused(tmp_path: Path) -> None:
+def test_a_subclass_as_a_value_is_refused(tmp_path):
     check_refused(tmp_path, in_extra(torch.ones(3).as_subclass(Tagged)), r"extra\.ema.*plain torch\.Tensor")
 
 
 @pytest.mark.parametrize("kind", ["full", "local"])
-def test_a_dtype_that_safetensors_lacks_is_refused_before_anything_is_written(tmp_path: Path, kind: str) -> None:
+def test_a_dtype_that_safetensors_lacks_is_refused_before_anything_is_written(tmp_path, kind):
     state, said = in_model(torch.zeros(3, dtype=torch.complex32)), r"model\.odd.*complex32.*SHARDED"
     check_refused(tmp_path / "run", state, said, error=UnsupportedFormatError, state_dict_type=kind)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_load_into_a_tensor_that_hides_its_values_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_load_into_a_tensor_that_hides_its_values_is_refused_by_name(tmp_path):
     root = save(tmp_path, in_model(torch.ones(4, 4)))
     check_misfit(root, in_model(scaled(Opaque)), r"odd here is a .*Opaque", strict=False)
 
 
-def test_state_that_belongs_to_no_parameter_of_the_optimizer_is_refused(tmp_path: Path) -> None:
+def test_state_that_belongs_to_no_parameter_of_the_optimizer_is_refused(tmp_path):
     state = in_optimizer(torch.ones(4, 4))
     state.optimizer.state[7] = {"a": 1}
     check_refused(tmp_path, state, "it has state for 7, which is in none")
 
 
-def test_keys_of_an_optimizer_that_are_not_strings_are_refused_by_name(tmp_path: Path) -> None:
+def test_keys_of_an_optimizer_that_are_not_strings_are_refused_by_name(tmp_path):
     state = in_optimizer(torch.ones(4, 4))
     weight = state.model.weight
     state.optimizer.state[weight][0] = torch.ones(4)
@@ -193,7 +193,7 @@ def test_keys_of_an_optimizer_that_are_not_strings_are_refused_by_name(tmp_path:
 
 @pytest.mark.parametrize("per_rank", [False, True])
 @on_ranks(2)
-def test_plain_quantized_parameters_that_differ_are_refused_unless_declared(tmp_path: Path, per_rank: bool) -> None:
+def test_plain_quantized_parameters_that_differ_are_refused_unless_declared(tmp_path, per_rank):
     torch.manual_seed(0)
     made = Scaled(torch.full((4, 4), dist.get_rank(), dtype=torch.int8), torch.tensor(0.5))
     state = in_model(nn.Parameter(made, requires_grad=False))
@@ -208,13 +208,13 @@ def test_plain_quantized_parameters_that_differ_are_refused_unless_declared(tmp_
 
 
 @on_ranks(2)
-def test_a_sharded_parameters_state_that_is_a_list_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_sharded_parameters_state_that_is_a_list_is_refused_by_name(tmp_path):
     state = optimized(fully_shard(nn.Linear(4, 4)))
     state.optimizer.state[state.model.weight] = [torch.ones(2)]
     check_refused(tmp_path, state, "the state of weight is a list")
 
 
-def test_a_quantized_state_of_another_shape_than_its_parameter_is_refused(tmp_path: Path) -> None:
+def test_a_quantized_state_of_another_shape_than_its_parameter_is_refused(tmp_path):
     odd = Scaled(torch.ones(2, 4, dtype=torch.int8), torch.tensor(0.5))
     check_refused(tmp_path, in_optimizer(odd), r"weight.exp_avg has the shape \[2, 4\], but its parameter has \[4, 4\]")
 
@@ -268,7 +268,7 @@ class Offloaded(torch.optim.SGD):
 
 
 @wrapped
-def test_an_optimizer_with_additional_state_dict_keys_is_refused(tmp_path: Path, wrap: Any) -> None:
+def test_an_optimizer_with_additional_state_dict_keys_is_refused(tmp_path, wrap):
     state, _ = wrapped_state(wrap, Offloaded, lr=0.1)
     check_refused(tmp_path, state, "Offloaded has 'offloaded', but only 'state'")
 
@@ -307,27 +307,27 @@ def copied(_: Any, given: dict[str, Any]) -> dict[str, Any]:
         (added_key, "has 'more', but only 'state'"),  # runs by day
     ],
 )
-def test_what_a_hook_changes_in_an_optimizers_state_dict_is_refused(tmp_path: Path, hook: Any, said: str) -> None:
+def test_what_a_hook_changes_in_an_optimizers_state_dict_is_refused(tmp_path, hook, said):
     state = in_optimizer(torch.ones(4, 4))
     state.optimizer.register_state_dict_post_hook(hook)
     check_refused(tmp_path, state, f"the state_dict of SGD {said}")
 
 
 @wrapped
-def test_what_a_hook_changes_in_a_wrapped_optimizers_state_dict_is_refused(tmp_path: Path, wrap: Any) -> None:
+def test_what_a_hook_changes_in_a_wrapped_optimizers_state_dict_is_refused(tmp_path, wrap):
     state, inner = wrapped_state(wrap, torch.optim.SGD, lr=0.1)
     inner.register_state_dict_post_hook(changed_rate)
     check_refused(tmp_path, state, "the state_dict of SGD returns other values than the optimizer has: 'lr' of group 0")
 
 
-def test_what_a_hook_changes_in_a_master_optimizers_state_dict_is_refused(tmp_path: Path) -> None:
+def test_what_a_hook_changes_in_a_master_optimizers_state_dict_is_refused(tmp_path):
     state, _ = wrapped_state(in_masters, torch.optim.SGD, lr=0.1)
     state.optimizer.register_state_dict_post_hook(changed_rate)
     check_refused(tmp_path, state, "returns other values than the optimizer has")
 
 
 @pytest.mark.parametrize("wrap", [*WRAPPERS, in_accelerates])  # the first and the last run by day
-def test_hooks_around_saves_and_loads_are_called(tmp_path: Path, wrap: Any) -> None:
+def test_hooks_around_saves_and_loads_are_called(tmp_path, wrap):
     """An optimizer may unpack its state before `state_dict`, and pack it after `load_state_dict`."""
     packed: list[float] = []
 
@@ -360,7 +360,7 @@ class Deriving(torch.optim.SGD):
 
 
 @wrapped
-def test_an_overridden_load_state_dict_is_called_and_changes_no_restored_value(tmp_path: Path, wrap: Any) -> None:
+def test_an_overridden_load_state_dict_is_called_and_changes_no_restored_value(tmp_path, wrap):
     (source, _), (live, inner) = (wrapped_state(wrap, Deriving) for _ in range(2))
     source.optimizer.param_groups[0]["lr"].fill_(0.25)
     source.optimizer.state.setdefault(source.model.weight, {}).update(exp_avg=torch.full((2, 2), 0.1), steps=3)
@@ -395,7 +395,7 @@ def row_major(_: Any, given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("hook", [copied, as_lists, with_numbers, with_tensors, row_major])
-def test_a_hook_that_returns_equal_values_in_another_form_is_accepted(tmp_path: Path, hook: Any) -> None:
+def test_a_hook_that_returns_equal_values_in_another_form_is_accepted(tmp_path, hook):
     state = optimized(nn.Linear(4, 4), torch.optim.AdamW)
     nested = [torch.full((300,), torch.nan), {"count": 2}]
     for parameter in state.model.parameters():
@@ -415,14 +415,14 @@ class Updating(torch.optim.SGD):
 
 
 @wrapped
-def test_a_state_dict_that_updates_the_state_is_called_before_the_state_is_read(tmp_path: Path, wrap: Any) -> None:
+def test_a_state_dict_that_updates_the_state_is_called_before_the_state_is_read(tmp_path, wrap):
     (source, _), (live, _) = (wrapped_state(wrap, Updating, lr=0.1) for _ in range(2))
     source.optimizer.state.setdefault(source.model.weight, {})["fresh"] = torch.zeros(2)
     load_all(save(tmp_path, source), live)
     assert live.optimizer.state[live.model.weight]["fresh"].tolist() == [1.0, 1.0]
 
 
-def test_state_that_belongs_to_no_parameter_is_refused_if_several_optimizers_are_joined(tmp_path: Path) -> None:
+def test_state_that_belongs_to_no_parameter_is_refused_if_several_optimizers_are_joined(tmp_path):
     model = nn.Linear(2, 2)
     optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
     optimizers[1].state["all"] = {"count": 7}
@@ -438,14 +438,14 @@ def test_state_that_belongs_to_no_parameter_is_refused_if_several_optimizers_are
 
 
 @pytest.mark.parametrize("given", [None, [1], {"state": None}, {"param_groups": None}, {"param_groups": [1]}])
-def test_a_state_dict_that_is_no_dict_like_torchs_is_refused_by_name(tmp_path: Path, given: Any) -> None:
+def test_a_state_dict_that_is_no_dict_like_torchs_is_refused_by_name(tmp_path, given):
     state = in_optimizer(torch.ones(4, 4))
     state.optimizer.__class__ = type("Odd", (torch.optim.SGD,), {"state_dict": lambda _: given})
     check_refused(tmp_path, state, "optimizer: the state_dict of Odd is .*, expected a dict with a dict 'state'")
 
 
 @pytest.mark.parametrize(("hook", "where"), [(changed_rate, "returns other values"), (added_setting, "has 'more'")])
-def test_what_a_hook_changes_in_the_state_dict_of_flashoptim_is_refused(tmp_path: Path, hook: Any, where: str) -> None:
+def test_what_a_hook_changes_in_the_state_dict_of_flashoptim_is_refused(tmp_path, hook, where):
     flashoptim = pytest.importorskip("flashoptim", reason="it needs a newer numpy than the lowest")
 
     settings = {"quantize": False, "fused": False, "master_weight_bits": None}
@@ -463,7 +463,7 @@ def emptied(_: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("hook", [copied, emptied])
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-def test_a_state_dict_that_omits_states_or_has_a_tied_weight_twice_is_accepted(tmp_path: Path, hook: Any) -> None:
+def test_a_state_dict_that_omits_states_or_has_a_tied_weight_twice_is_accepted(tmp_path, hook):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     optimizer = torch.optim.AdamW([*model[0].parameters(), *model[1].parameters()])
@@ -474,7 +474,7 @@ def test_a_state_dict_that_omits_states_or_has_a_tied_weight_twice_is_accepted(t
 
 
 @on_ranks(2)
-def test_a_tensor_refused_on_one_rank_is_saved_by_no_rank(tmp_path: Path, kind: str) -> None:
+def test_a_tensor_refused_on_one_rank_is_saved_by_no_rank(tmp_path, kind):
     state = in_model(scaled(Opaque) if dist.get_rank() == 1 else torch.ones(4, 4))
     said = r"rank 1(?s:.*)model\.odd is a tests\.checkpoint\.hidden\.Opaque"
     check_refused(tmp_path, state, said, state_dict_type=kind)
@@ -485,7 +485,7 @@ def test_a_tensor_refused_on_one_rank_is_saved_by_no_rank(tmp_path: Path, kind: 
     check_refused(tmp_path, sharded, said, state_dict_type=kind)
 
 
-def test_a_quantization_map_of_an_optimizer_is_restored(tmp_path: Path, kind: str) -> None:
+def test_a_quantization_map_of_an_optimizer_is_restored(tmp_path, kind):
     """8-bit optimizers keep a table of 256 values with each parameter, also with a flat one."""
 
     def made(table: torch.Tensor | None) -> TrainState:
@@ -516,7 +516,7 @@ def wide_strides(url: str, kind: str) -> None:
     assert live.optimizer.state[live.model["w"].bias]["column"].tolist() == [1.0]
 
 
-def test_a_tensor_of_one_element_is_saved_whatever_its_stride_is(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_a_tensor_of_one_element_is_saved_whatever_its_stride_is(ranks, tmp_path, kind):
     for number in (1, 2):
         ranks.run(wide_strides, number, str(tmp_path / str(number)), kind)
 
@@ -527,14 +527,14 @@ def early(tmp_path: Path) -> Path:
     return shutil.copytree(Path(__file__).with_name("states_as_objects"), tmp_path / "run")
 
 
-def test_a_load_names_optimizer_states_that_it_cannot_restore(early: Path) -> None:
+def test_a_load_names_optimizer_states_that_it_cannot_restore(early):
     state = optimized(nn.Linear(64, 64, bias=False), torch.optim.AdamW)
     check_misfit(early, state, r"unexpected: weight\.exp_avg \(was stored.*weight\.exp_avg_sq")
     lost = [name.partition(" ")[0] for name in load(early, state, strict=False).unexpected]
     assert lost == ["optimizer.weight.exp_avg", "optimizer.weight.exp_avg_sq"]
 
 
-def test_verify_names_lost_optimizer_states_and_reshard_refuses_them(early: Path, tmp_path: Path) -> None:
+def test_verify_names_lost_optimizer_states_and_reshard_refuses_them(early, tmp_path):
     url = str(early / "step_00000001")
     report = verify(url)
     assert report.ok
@@ -568,7 +568,7 @@ class Taking(Packed):
         super()._load_from_state_dict(state, prefix, *rest)
 
 
-def test_state_dict_hook_output_that_no_load_accepts_is_refused(tmp_path: Path, kind: str) -> None:
+def test_state_dict_hook_output_that_no_load_accepts_is_refused(tmp_path, kind):
     versioned = nn.Linear(2, 2)
     versioned.register_state_dict_post_hook(lambda _, state, prefix, meta: state.update({f"{prefix}version": 3}))
     for model, name in ((Packed(), "scale"), (nn.Sequential(versioned), "0.version")):
@@ -582,6 +582,6 @@ def test_state_dict_hook_output_that_no_load_accepts_is_refused(tmp_path: Path, 
     assert torch.equal(live.w, source.w) and live.scale == 6
 
 
-def test_a_load_names_keys_that_the_modules_own_load_rejects(tmp_path: Path) -> None:
+def test_a_load_names_keys_that_the_modules_own_load_rejects(tmp_path):
     root = save(tmp_path, TrainState(model=Taking(), rng=False))
     check_misfit(root, TrainState(model=Packed(), rng=False), r"scale .*does not accept it")

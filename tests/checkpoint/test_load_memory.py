@@ -94,7 +94,7 @@ def save_is_refused(manager: CheckpointManager, state: TrainState, step: int = 2
 
 @pytest.mark.parametrize("atomic", [True, False])
 @pytest.mark.parametrize("trained", [True, False])
-def test_loads_with_and_without_a_second_copy_agree(tmp_path: Path, kind: str, atomic: bool, trained: bool) -> None:
+def test_loads_with_and_without_a_second_copy_agree(tmp_path, kind, atomic, trained):
     state = state_of(2, trained=trained)
     report = check_round_trip(tmp_path, state_of(1), state, kind, atomic=atomic)
     weights = sum(tensor.nbytes for tensor in state.model.state_dict().values())
@@ -102,7 +102,7 @@ def test_loads_with_and_without_a_second_copy_agree(tmp_path: Path, kind: str, a
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_masters_and_casts_load_with_and_without_a_second_copy(tmp_path: Path, atomic: bool) -> None:
+def test_masters_and_casts_load_with_and_without_a_second_copy(tmp_path, atomic):
     source = state_of(1, masters=True)
     check_round_trip(tmp_path, source, state_of(2, masters=True), "sharded", atomic=atomic)
     cast = TrainState(model=state_of(2).model)
@@ -112,7 +112,7 @@ def test_masters_and_casts_load_with_and_without_a_second_copy(tmp_path: Path, a
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_load_reads_into_the_memory_of_live_tensors(sharded: CheckpointManager, dtype: torch.dtype) -> None:
+def test_a_load_reads_into_the_memory_of_live_tensors(sharded, dtype):
     state = state_of(2)
     state.model.to(dtype)
 
@@ -131,7 +131,7 @@ def test_a_load_reads_into_the_memory_of_live_tensors(sharded: CheckpointManager
 
 
 @pytest.mark.parametrize("verify", [True, "read"])
-def test_damage_is_found_before_anything_changes_with_atomic(run: CheckpointManager, verify: Any) -> None:
+def test_damage_is_found_before_anything_changes_with_atomic(run, verify):
     damage(run)
     state = state_of(2)
     check_misfit(run.url, state, r"model\.2\.weight", error=IntegrityError, atomic=True, verify=verify)
@@ -140,13 +140,13 @@ def test_damage_is_found_before_anything_changes_with_atomic(run: CheckpointMana
 
 @pytest.mark.parametrize("verify", [True, "read", False])
 @pytest.mark.parametrize("harm", ["truncated", "missing"])
-def test_a_short_or_missing_file_is_found_before_any_change(sharded: CheckpointManager, harm: str, verify: Any) -> None:
+def test_a_short_or_missing_file_is_found_before_any_change(sharded, harm, verify):
     (file,) = Path(sharded.url).rglob("*.distcp")
     os.truncate(file, file.stat().st_size // 2) if harm == "truncated" else file.unlink()
     check_misfit(sharded.url, state_of(2), file.name, error=CorruptCheckpointError, verify=verify)
 
 
-def test_damage_found_in_reading_leaves_a_state_that_save_refuses(sharded: CheckpointManager, tmp_path: Path) -> None:
+def test_damage_found_in_reading_leaves_a_state_that_save_refuses(sharded, tmp_path):
     good = save(tmp_path / "good", state_of(1)) + "/step_00000001"
     state = half_loaded(sharded)
     save_is_refused(sharded, state)
@@ -158,7 +158,7 @@ def test_damage_found_in_reading_leaves_a_state_that_save_refuses(sharded: Check
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer": "skip"}])
-def test_a_fallback_completes_a_half_loaded_state(sharded: CheckpointManager, options: dict[str, str]) -> None:
+def test_a_fallback_completes_a_half_loaded_state(sharded, options):
     sharded.save(2, state_of(1))
     damage(sharded, 2)
     state = state_of(2)
@@ -168,7 +168,7 @@ def test_a_fallback_completes_a_half_loaded_state(sharded: CheckpointManager, op
     sharded.save(3, state)
 
 
-def test_a_fallback_that_lacks_tensors_leaves_the_state_half_loaded(tmp_path: Path) -> None:
+def test_a_fallback_that_lacks_tensors_leaves_the_state_half_loaded(tmp_path):
     model = state_of(1).model
     state = TrainState(model=model, rng=False)
     with CheckpointManager(tmp_path) as manager:
@@ -190,7 +190,7 @@ class Refuses(Kept):
         raise KeyError("epochs")
 
 
-def test_the_objects_of_a_half_loaded_state_are_not_saved_in_another_one(run: CheckpointManager) -> None:
+def test_the_objects_of_a_half_loaded_state_are_not_saved_in_another_one(run):
     state = half_loaded(run)
     wrapped: Any = torch.compile(state.model)
     for other in (
@@ -205,7 +205,7 @@ def test_the_objects_of_a_half_loaded_state_are_not_saved_in_another_one(run: Ch
     run.save(3, TrainState(model=wrapped))
 
 
-def test_a_half_loaded_optimizer_is_refused_after_its_model_was_loaded(sharded: CheckpointManager) -> None:
+def test_a_half_loaded_optimizer_is_refused_after_its_model_was_loaded(sharded):
     state = half_loaded(sharded)
     sharded.save(2, state_of(3))
     sharded.load(TrainState(model=state.model), 2, optimizer="skip")
@@ -216,7 +216,7 @@ def test_a_half_loaded_optimizer_is_refused_after_its_model_was_loaded(sharded: 
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_an_object_that_refuses_its_state_leaves_the_state_half_loaded(tmp_path: Path, atomic: bool) -> None:
+def test_an_object_that_refuses_its_state_leaves_the_state_half_loaded(tmp_path, atomic):
     source, state = state_of(1), state_of(2)
     source.extra, state.extra = ({"first": number, "second": Refuses(1)} for number in (1, 2))
     with CheckpointManager(tmp_path) as manager:
@@ -229,7 +229,7 @@ def test_an_object_that_refuses_its_state_leaves_the_state_half_loaded(tmp_path:
         save_is_refused(manager, state)
 
 
-def test_a_damaged_optimizer_that_was_deferred_is_not_saved(sharded: CheckpointManager) -> None:
+def test_a_damaged_optimizer_that_was_deferred_is_not_saved(sharded):
     state = state_of(2)
     report = sharded.load(state, optimizer="deferred")
     flip(sharded.url, state_of(1).optimizer.state_dict()["state"][4]["exp_avg"])
@@ -241,7 +241,7 @@ def test_a_damaged_optimizer_that_was_deferred_is_not_saved(sharded: CheckpointM
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
 @on_ranks(2)
-def test_damage_in_one_ranks_file_leaves_every_rank_half_loaded(tmp_path: Path, kind: str) -> None:
+def test_damage_in_one_ranks_file_leaves_every_rank_half_loaded(tmp_path, kind):
     job = jobs.make("1d")
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         manager.save(1, job.state())
@@ -255,7 +255,7 @@ def test_damage_in_one_ranks_file_leaves_every_rank_half_loaded(tmp_path: Path, 
 
 
 @on_ranks(2)
-def test_a_rank_that_fails_while_tensors_are_set_leaves_every_rank_half_loaded(tmp_path: Path) -> None:
+def test_a_rank_that_fails_while_tensors_are_set_leaves_every_rank_half_loaded(tmp_path):
     job = jobs.make("1d")
     with CheckpointManager(tmp_path) as manager, pytest.MonkeyPatch.context() as patch:
         manager.save(1, job.state())
@@ -273,8 +273,8 @@ def test_a_rank_that_fails_while_tensors_are_set_leaves_every_rank_half_loaded(t
     ("51kB", 0, 1, False), (None, 51_000, 1, False), (None, None, 1, False),
 ])  # fmt: skip
 def test_a_second_copy_above_the_memory_limit_is_refused_before_anything_is_read(
-    sharded: CheckpointManager, monkeypatch: pytest.MonkeyPatch, limit: Any, free: Any, ranks: int, refused: bool
-) -> None:
+    sharded, monkeypatch, limit, free, ranks, refused
+):
     monkeypatch.setattr(read, "free_memory", lambda: free)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     state = state_of(2)
@@ -288,7 +288,7 @@ def test_a_second_copy_above_the_memory_limit_is_refused_before_anything_is_read
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the most memory in use cannot be reset")
-def test_a_default_load_needs_no_second_copy(tmp_path: Path) -> None:
+def test_a_default_load_needs_no_second_copy(tmp_path):
     def status(name: str) -> int:
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
         return int(line.split()[1]) << 10
@@ -308,7 +308,7 @@ def test_a_default_load_needs_no_second_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_memory_limit_of_a_container_counts(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_limit_of_a_container_counts(version, tmp_path, monkeypatch):
     names = ("memory.max", "memory.current", "inactive_file")
     if version == 1:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -328,7 +328,7 @@ def test_the_memory_limit_of_a_container_counts(version: int, tmp_path: Path, mo
     assert read.free_memory() is None
 
 
-def test_an_invalid_max_memory_is_wrong_usage(sharded: CheckpointManager) -> None:
+def test_an_invalid_max_memory_is_wrong_usage(sharded):
     with pytest.raises(UsageError):
         sharded.load(state_of(2), atomic=True, max_memory="much")
 
@@ -352,7 +352,7 @@ def returned() -> int:
     return int(fields["rchar"])
 
 
-def test_a_save_does_not_read_its_own_files(tmp_path: Path, kind: str) -> None:
+def test_a_save_does_not_read_its_own_files(tmp_path, kind):
     saved = weight_of(whole())
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         manager.save(1, saved)  # imports also read files
@@ -376,14 +376,14 @@ def load_rows(url: str, verify: Any) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("verify", ["read", False])
-def test_verify_read_reads_only_the_rows_needed_by_a_row_reshard(ranks: Any, tmp_path: Path, verify: Any) -> None:
+def test_verify_read_reads_only_the_rows_needed_by_a_row_reshard(ranks, tmp_path, verify):
     save(tmp_path, weight_of(whole()))
     for ratio, right in ranks.run(load_rows, 3, str(tmp_path), verify):
         assert right
         assert 1.0 <= ratio <= 1.05
 
 
-def test_by_default_ranks_together_check_every_slice_once(ranks: Any, tmp_path: Path) -> None:
+def test_by_default_ranks_together_check_every_slice_once(ranks, tmp_path):
     save(tmp_path, weight_of(whole()))
     ratios, right = zip(*ranks.run(load_rows, 3, str(tmp_path), True), strict=True)
     assert all(right)
@@ -392,7 +392,7 @@ def test_by_default_ranks_together_check_every_slice_once(ranks: Any, tmp_path: 
 
 @pytest.mark.parametrize("atomic", [True, False])
 @pytest.mark.parametrize("sizes", [(1 << 10, 3 << 19), (3 << 19, 1 << 10), (64, 32)])
-def test_a_truncated_file_names_a_tensor_that_lacks_bytes(tmp_path: Path, sizes: tuple[int, int], atomic: bool) -> None:
+def test_a_truncated_file_names_a_tensor_that_lacks_bytes(tmp_path, sizes, atomic):
     def state(value: float) -> TrainState:
         model = torch.nn.ParameterDict({f"of{size}": torch.full((size,), value) for size in sizes})
         return TrainState(model=model, rng=False)
@@ -406,6 +406,6 @@ def test_a_truncated_file_names_a_tensor_that_lacks_bytes(tmp_path: Path, sizes:
     check_misfit(tmp_path, state(0.0), f"'{last}'", error=IncompleteCheckpointError, atomic=atomic)
 
 
-def test_an_unknown_value_of_verify_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_value_of_verify_is_refused(tmp_path):
     with pytest.raises(UsageError, match="'full'"):
         load(tmp_path, weight_of(torch.zeros(1)), verify="full")

@@ -7,7 +7,6 @@ import operator
 import random
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -124,7 +123,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_malformed_object_is_a_named_error_and_changes_nothing(sound: str, tmp_path: Path, name: str) -> None:
+def test_a_malformed_object_is_a_named_error_and_changes_nothing(sound, tmp_path, name):
     change, named = CHANGES[name]
     shutil.copytree(f"{sound}/step_00000001", tmp_path / "step_00000001")
     edit_json(tmp_path / "step_00000001/objects.json", lambda body: change(body["objects"]))
@@ -135,7 +134,7 @@ def test_a_malformed_object_is_a_named_error_and_changes_nothing(sound: str, tmp
     assert (rng(), state.step) == (before, 5)
 
 
-def test_the_unmodified_checkpoint_loads(sound: str) -> None:
+def test_the_unmodified_checkpoint_loads(sound):
     """A control: the others fail only because of their changes."""
     state = made(5)
     load(sound, state)

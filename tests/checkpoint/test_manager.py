@@ -30,14 +30,14 @@ BEST = RetentionPolicy(max_num=1, keep_best=("loss", "min"))
 NEWEST = RetentionPolicy(max_num=1)
 
 
-def test_an_empty_run_has_nothing_to_load(tmp_path: Path) -> None:
+def test_an_empty_run_has_nothing_to_load(tmp_path):
     with CheckpointManager(tmp_path / "run") as manager:
         assert manager.load(linear()) is None
         assert manager.latest() is None
         assert manager.list() == []
 
 
-def test_ranks_of_torchrun_that_are_not_connected_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_torchrun_that_are_not_connected_are_refused(tmp_path, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=r"torchrun started 2 ranks.*init_process_group"):
@@ -46,7 +46,7 @@ def test_ranks_of_torchrun_that_are_not_connected_are_refused(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("which", "value"), [("latest", 3), ("latest~1", 2), (1, 1), ("best", 2), ("final", 3)])
-def test_a_checkpoint_can_be_named_by_step_tag_latest_and_best(tmp_path: Path, which: Any, value: int) -> None:
+def test_a_checkpoint_can_be_named_by_step_tag_latest_and_best(tmp_path, which, value):
     with CheckpointManager(tmp_path, retention=RetentionPolicy(keep_best=("loss", "min", 1))) as manager:
         for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9)):
             manager.save(step, linear(step), metrics={"loss": loss}, tag="final" if step == 3 else None)
@@ -55,7 +55,7 @@ def test_a_checkpoint_can_be_named_by_step_tag_latest_and_best(tmp_path: Path, w
 
 
 @pytest.mark.parametrize(("tag", "step"), [(None, 1), ("final", 2)])
-def test_saving_an_existing_step_or_tag_needs_overwrite(tmp_path: Path, tag: str | None, step: int) -> None:
+def test_saving_an_existing_step_or_tag_needs_overwrite(tmp_path, tag, step):
     with CheckpointManager(tmp_path, retention=NEWEST) as manager:
         manager.save(1, linear(1), tag=tag)
         with pytest.raises(CheckpointExistsError):
@@ -70,7 +70,7 @@ def test_saving_an_existing_step_or_tag_needs_overwrite(tmp_path: Path, tag: str
 # --- what is logged
 
 
-def test_a_save_logs_an_info_line_and_a_debug_line_of_phases(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_logs_an_info_line_and_a_debug_line_of_phases(tmp_path, caplog):
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=2)) as manager:
         for step in (100, 200, 300):
             caplog.clear()
@@ -94,8 +94,8 @@ def test_a_save_logs_an_info_line_and_a_debug_line_of_phases(tmp_path: Path, cap
     ],
 )
 def test_the_log_line_counts_newest_exempt_and_undeletable_checkpoints(
-    tmp_path: Path, caplog: Any, monkeypatch: Any, saved: Any, policy: dict[str, int], denied: bool, said: str
-) -> None:
+    tmp_path, caplog, monkeypatch, saved, policy, denied, said
+):
     if denied:
         monkeypatch.setattr("ckptkit.checkpoint.run.delete.drop", failing(PermissionError(13, "Permission denied")))
     caplog.set_level(logging.INFO, logger=manager_module.__name__)
@@ -106,7 +106,7 @@ def test_the_log_line_counts_newest_exempt_and_undeletable_checkpoints(
     assert steps(tmp_path) == list(saved)
 
 
-def test_a_save_and_a_load_log_a_line_with_what_was_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_and_a_load_log_a_line_with_what_was_skipped(tmp_path, caplog):
     state = linear()
     state.optimizer = torch.optim.AdamW(state.model.parameters())
     with CheckpointManager(tmp_path) as manager, caplog.at_level(logging.INFO, "ckptkit"):
@@ -123,7 +123,7 @@ def test_a_save_and_a_load_log_a_line_with_what_was_skipped(tmp_path: Path, capl
 # --- what is kept
 
 
-def test_the_checkpoint_that_a_run_was_resumed_from_is_never_deleted(tmp_path: Path) -> None:
+def test_the_checkpoint_that_a_run_was_resumed_from_is_never_deleted(tmp_path):
     save(tmp_path, linear())
     with CheckpointManager(tmp_path, retention=NEWEST) as manager:
         manager.load(linear())
@@ -137,7 +137,7 @@ def test_the_checkpoint_that_a_run_was_resumed_from_is_never_deleted(tmp_path: P
             manager.delete(3)
 
 
-def test_keep_best_without_metrics_is_refused_at_the_first_save(tmp_path: Path) -> None:
+def test_keep_best_without_metrics_is_refused_at_the_first_save(tmp_path):
     with CheckpointManager(tmp_path / "run", retention=BEST) as manager:
         with pytest.raises(UsageError, match=r"by 'loss', but this save has no metrics\. Pass metrics=\{'loss'"):
             manager.save(1, linear())
@@ -147,7 +147,7 @@ def test_keep_best_without_metrics_is_refused_at_the_first_save(tmp_path: Path) 
         manager.save(3, linear())  # the metrics are known: a job that ends may have none
 
 
-def test_a_missing_keep_best_metric_is_warned_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_keep_best_metric_is_warned_about_once(tmp_path, caplog):
     with CheckpointManager(tmp_path, retention=BEST) as manager, caplog.at_level(logging.WARNING, "ckptkit"):
         for step in (1, 2):
             manager.save(step, linear(), metrics={"val_loss": 1.0})
@@ -185,14 +185,14 @@ CALLS: dict[str, Callable[[CheckpointManager, Any], Any]] = {
     (changed("model", torch.nn.Sequential(linear().model).state_dict()), "Pass the model itself, not its class"),
     (changed("optimizer", torch.optim.AdamW), "Pass the optimizer itself, not its class"),
 ], ids=["dict", "module", "state dict", "swapped", "dict of tensors", "class"])  # fmt: skip
-def test_a_state_that_is_not_a_train_state_is_refused(tmp_path: Path, call: str, state: Any, words: str) -> None:
+def test_a_state_that_is_not_a_train_state_is_refused(tmp_path, call, state, words):
     with CheckpointManager(tmp_path / "run") as manager, pytest.raises(UsageError, match=words):
         CALLS[call](manager, state)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_closed_manager_refuses_every_call(tmp_path: Path, call: str) -> None:
+def test_a_closed_manager_refuses_every_call(tmp_path, call):
     manager = CheckpointManager(save(tmp_path / "run", linear()))
     manager.close()
     manager.close()
@@ -200,7 +200,7 @@ def test_a_closed_manager_refuses_every_call(tmp_path: Path, call: str) -> None:
         CALLS[call](manager, linear())
 
 
-def test_arguments_are_checked_when_the_manager_is_made(tmp_path: Path) -> None:
+def test_arguments_are_checked_when_the_manager_is_made(tmp_path):
     with pytest.raises(UsageError, match="full, sharded or local"):
         CheckpointManager(tmp_path, state_dict_type="half")
     with pytest.raises(UsageError, match="wait"):
@@ -209,7 +209,7 @@ def test_arguments_are_checked_when_the_manager_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "low", True, [1.0], torch.ones(2), 1j])
-def test_a_metric_that_is_not_a_number_is_refused_before_any_write(tmp_path: Path, value: Any, kind: str) -> None:
+def test_a_metric_that_is_not_a_number_is_refused_before_any_write(tmp_path, value, kind):
     with CheckpointManager(tmp_path / "run", state_dict_type=kind) as manager:
         for call in (manager.save, manager.save_async):
             with pytest.raises(UsageError, match=r"metric 'val_loss' is .*expected a number"):
@@ -218,7 +218,7 @@ def test_a_metric_that_is_not_a_number_is_refused_before_any_write(tmp_path: Pat
 
 
 @pytest.mark.parametrize("value", [object(), {"x": math.nan}, {1: 2}, threading.Lock()])
-def test_client_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path, value: Any) -> None:
+def test_client_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path, value):
     with CheckpointManager(tmp_path / "run") as manager, pytest.raises(UsageError, match="client_state"):
         manager.save_async(1, linear(), client_state=value)
     assert not list(tmp_path.rglob("*step*"))
@@ -242,7 +242,7 @@ def shelf() -> Iterator[dict[str, Any]]:
     Shelf.store.clear()
 
 
-def test_a_custom_storage_receives_all_writes(shelf: dict[str, Any], kind: str) -> None:
+def test_a_custom_storage_receives_all_writes(shelf, kind):
     state, fresh = linear(1), linear()
     state.optimizer = torch.optim.AdamW(state.model.parameters())
     with CheckpointManager("shelf://runs/a", state_dict_type=kind) as manager:
@@ -273,13 +273,13 @@ def signalled(url: str, number: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGRTMIN + 3], ids=["named", "unnamed"])
-def test_a_signal_on_one_rank_is_seen_by_all_at_the_same_step(tmp_path: Path, number: int) -> None:
+def test_a_signal_on_one_rank_is_seen_by_all_at_the_same_step(tmp_path, number):
     assert run_ranks(signalled, 2, str(tmp_path), number) == [[False, True, True]] * 2
 
 
 @pytest.mark.parametrize(("what", "rank"), [("extra.bad", "rank 1"), ("client_state", "")])
 @on_ranks(3)
-def test_a_state_that_one_rank_cannot_save_fails_on_all_before_any_write(tmp_path: Path, what: str, rank: str) -> None:
+def test_a_state_that_one_rank_cannot_save_fails_on_all_before_any_write(tmp_path, what, rank):
     alone = dist.get_rank() == 1
     extra = {"bad": object() if alone and what == "extra.bad" else 1}
     client_state = threading.Lock() if not alone and what == "client_state" else None
@@ -291,7 +291,7 @@ def test_a_state_that_one_rank_cannot_save_fails_on_all_before_any_write(tmp_pat
 
 @pytest.mark.parametrize("half_loaded", [False, True])
 @on_ranks(2)
-def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(tmp_path: Path, half_loaded: bool) -> None:
+def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(tmp_path, half_loaded):
     if half_loaded:  # left by another object of this process
         TrainState(model=(_kept := torch.nn.Linear(1, 1))).half_loaded = "file:///elsewhere"
     save(tmp_path, jobs.make("1d").state())
@@ -316,7 +316,7 @@ def die(url: str) -> None:
     Path(url, f"seen-{dist.get_rank()}").write_text(text)
 
 
-def test_a_rank_that_dies_fails_all_others_in_bounded_time(tmp_path: Path) -> None:
+def test_a_rank_that_dies_fails_all_others_in_bounded_time(tmp_path):
     with pytest.raises(AssertionError):
         run_ranks(die, 3, str(tmp_path), timeout=60)
     (text,) = {path.read_text() for path in tmp_path.glob("seen-*")}
@@ -325,7 +325,7 @@ def test_a_rank_that_dies_fails_all_others_in_bounded_time(tmp_path: Path) -> No
 
 
 @on_ranks(2)
-def test_a_closed_manager_does_not_use_the_training_group(tmp_path: Path) -> None:
+def test_a_closed_manager_does_not_use_the_training_group(tmp_path):
     job = jobs.make("1d")
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, job.state())
@@ -344,7 +344,7 @@ def over_a_file_of_others(root: str, kind: str) -> str:
     ("kind", "name"),
     [("sharded", "__1_3.distcp"), ("full", "model-00001-of-00001.safetensors"), ("local", "local_00001.safetensors")],
 )
-def test_a_save_that_would_replace_a_foreign_file_is_refused(tmp_path: Path, ranks: Any, kind: str, name: str) -> None:
+def test_a_save_that_would_replace_a_foreign_file_is_refused(tmp_path, ranks, kind, name):
     step = tmp_path / "step_00000001"
     save(tmp_path, linear(), state_dict_type="local" if kind == "sharded" else "sharded")
     (step / name).write_bytes(b"mine")

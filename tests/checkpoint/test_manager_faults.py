@@ -54,7 +54,7 @@ def failure(manager: CheckpointManager, mode: str, step: int, saved: Any) -> tup
 
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
-def test_a_disk_fault_of_one_rank_is_the_same_error_on_all_ranks(tmp_path: Path, mode: str) -> None:
+def test_a_disk_fault_of_one_rank_is_the_same_error_on_all_ranks(tmp_path, mode):
     """The disk fails in another way each time, and the next save works."""
     armed: list[Fault] = []
     with failing(armed), CheckpointManager(tmp_path, timeout_s=20, async_policy="wait") as manager:
@@ -94,7 +94,7 @@ def waiting_for(sign: Path) -> Callable[[int, Any], int]:
 
 
 @on_ranks(2)
-def test_a_raising_rank_fails_all_ranks_and_a_slow_rank_does_not(tmp_path: Path) -> None:
+def test_a_raising_rank_fails_all_ranks_and_a_slow_rank_does_not(tmp_path):
     """Rank 1 raises, then its writes are short, then it writes late."""
     real, run = os.write, tmp_path / "run"
 
@@ -126,7 +126,7 @@ def test_a_raising_rank_fails_all_ranks_and_a_slow_rank_does_not(tmp_path: Path)
 
 @pytest.mark.parametrize("early_s", [0.0, 0.1])
 @on_ranks(2)
-def test_a_hanging_disk_fails_all_ranks_in_bounded_time(tmp_path: Path, early_s: float) -> None:
+def test_a_hanging_disk_fails_all_ranks_in_bounded_time(tmp_path, early_s):
     """Rank 1's disk does not respond until rank 0 has given up, `early_s` before its deadline."""
     wait, run = Coordinator._wait, tmp_path / "run"
     with CheckpointManager(run, timeout_s=30) as manager:
@@ -168,7 +168,7 @@ def fill_up(url: str, kind: str, mode: str) -> tuple[str, list[int]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_disk_that_fills_up_fails_one_save_and_not_the_next(ranks: Any, tmp_path: Path, kind: str, mode: str) -> None:
+def test_a_disk_that_fills_up_fails_one_save_and_not_the_next(ranks, tmp_path, kind, mode):
     with disk(tmp_path / "disk", kib=4096) as place:
         first, second = ranks.run(fill_up, 2, str(place / "run"), kind, mode)
         assert first == second and "No space left on device" in first[0] and first[1] == [1, 3]
@@ -176,7 +176,7 @@ def test_a_disk_that_fills_up_fails_one_save_and_not_the_next(ranks: Any, tmp_pa
 
 
 @pytest.mark.parametrize(("filesystem", "workers"), list(zip(FILESYSTEMS, (2, 4), strict=True)))
-def test_a_disk_full_at_any_point_fails_all_ranks(ranks: Any, tmp_path: Path, filesystem: str, workers: int) -> None:
+def test_a_disk_full_at_any_point_fails_all_ranks(ranks, tmp_path, filesystem, workers):
     with disk(tmp_path / "disk", filesystem) as place:
         results = ranks.run(full_disk.fill_up, 2, str(place), workers, sizes(4, NEED))
     assert agreed(results) == []
@@ -184,7 +184,7 @@ def test_a_disk_full_at_any_point_fails_all_ranks(ranks: Any, tmp_path: Path, fi
     assert failed[0] is not None and failed[1] is not None and failed[-1] is None
 
 
-def test_a_disk_with_too_little_free_space_is_an_error_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
+def test_a_disk_with_too_little_free_space_is_an_error_before_anything_is_written(ranks, tmp_path):
     with disk(tmp_path / "disk") as place:
         results = ranks.run(full_disk.fill_up, 2, str(place), 1, [0, NEED // 2], True)
     assert agreed(results) == []
@@ -192,14 +192,14 @@ def test_a_disk_with_too_little_free_space_is_an_error_before_anything_is_writte
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_one_writing_thread_that_finds_the_disk_full_fails_all_ranks(ranks: Any, tmp_path: Path, workers: int) -> None:
+def test_one_writing_thread_that_finds_the_disk_full_fails_all_ranks(ranks, tmp_path, workers):
     points = [("write", 1), ("fsync", 1)][: 3 - workers // 2]
     with disk(tmp_path / "disk") as place:  # a separate disk, whose free space nobody else changes
         results = ranks.run(fail_worker, 2, str(place), workers, points)
     assert agreed(results) == []
 
 
-def test_a_file_system_that_became_read_only_fails_saves_and_still_loads(tmp_path: Path) -> None:
+def test_a_file_system_that_became_read_only_fails_saves_and_still_loads(tmp_path):
     with disk(tmp_path / "disk", kib=4096) as place, CheckpointManager(place / "run") as manager:
         manager.save(1, state(1))
         subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
@@ -215,7 +215,7 @@ def test_a_file_system_that_became_read_only_fails_saves_and_still_loads(tmp_pat
         assert manager.latest() == 2
 
 
-def test_the_error_of_a_full_disk_is_an_enospc_oserror() -> None:
+def test_the_error_of_a_full_disk_is_an_enospc_oserror():
     error = NoSpaceError(28, "/x: No space left on device")
     assert error.errno == 28 and str(error) == "[Errno 28] /x: No space left on device"
     assert str(NoSpaceError("just text")) == "just text"
@@ -223,12 +223,12 @@ def test_the_error_of_a_full_disk_is_an_enospc_oserror() -> None:
 
 @pytest.mark.usefixtures("no_grace")
 @pytest.mark.parametrize(("mode", "keep"), list(zip(MODES, (1, 3), strict=True)))
-def test_a_manager_killed_at_any_file_operation_loses_nothing(tmp_path: Path, mode: str, keep: int) -> None:
+def test_a_manager_killed_at_any_file_operation_loses_nothing(tmp_path, mode, keep):
     plan = Plan(mode, "all", 0, ranks=1, keep=keep)
     assert kill_everywhere(tmp_path, plan, stride=97, offset=1 + random.Random(mode).randrange(97)) >= 3
 
 
 @pytest.mark.usefixtures("no_grace")
 @pytest.mark.parametrize(("mode", "victim", "offset"), [("sync", "1", 25), ("async", "0", 180)])
-def test_a_killed_rank_ends_the_others_and_loses_nothing(tmp_path: Path, mode: str, victim: str, offset: int) -> None:
+def test_a_killed_rank_ends_the_others_and_loses_nothing(tmp_path, mode, victim, offset):
     assert kill_everywhere(tmp_path, Plan(mode, victim, 0), stride=5000, offset=offset, most=1) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,7 +165,7 @@ def on(ranks: Any, mesh: str, fn: Any, *args: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_any_mesh_loads_what_any_other_saved(ranks: Any, tmp_path: Path, source: str, target: str) -> None:
+def test_any_mesh_loads_what_any_other_saved(ranks, tmp_path, source, target):
     kind = "full" if PAIRS.index((source, target)) % 3 == 2 else "sharded"
     on(ranks, source, save, str(tmp_path), source, kind)
     on(ranks, target, load, str(tmp_path), target)
@@ -179,7 +178,7 @@ def save_and_load_interleaved(url: str, mesh: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["pp2", "pp2 fsdp2", "pp2 fsdp2 ep2", "pp2 fsdp2=ep2 tp2"])
-def test_several_pipeline_stages_on_a_rank_form_one_model(ranks: Any, tmp_path: Path, mesh: str) -> None:
+def test_several_pipeline_stages_on_a_rank_form_one_model(ranks, tmp_path, mesh):
     for kind in ("sharded", "full"):
         url = str(tmp_path / kind)
         on(ranks, mesh, save_and_load_interleaved, url, mesh, kind)
@@ -187,20 +186,20 @@ def test_several_pipeline_stages_on_a_rank_form_one_model(ranks: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("mesh", ["pp2", "pp2 fsdp2 ep2"])
-def test_interleaved_stages_load_what_one_rank_saved(ranks: Any, tmp_path: Path, mesh: str) -> None:
+def test_interleaved_stages_load_what_one_rank_saved(ranks, tmp_path, mesh):
     ranks.run(save, 1, str(tmp_path), "one")
     on(ranks, mesh, load, str(tmp_path), mesh, True)
 
 
 @on_ranks(2)
-def test_local_checkpoints_load_only_on_their_mesh(tmp_path: Path) -> None:
+def test_local_checkpoints_load_only_on_their_mesh(tmp_path):
     save(str(tmp_path), "ep2", "local")
     load(str(tmp_path), "ep2")
     assert "was placed" in refusal(lambda: states.load(tmp_path, model_on("fsdp2")[0]))
 
 
 @pytest.mark.parametrize("mesh", ["ep2", "pp2 fsdp2 ep2", "fsdp2 ep2 tp2"])  # the first runs by day
-def test_plain_torch_and_exports_see_whole_tensors(ranks: Any, tmp_path: Path, mesh: str) -> None:
+def test_plain_torch_and_exports_see_whole_tensors(ranks, tmp_path, mesh):
     on(ranks, mesh, save, str(tmp_path / "run"), mesh)
     url = str(tmp_path / "run" / "step_00000001")
     convert(url, str(tmp_path / "hf"))
@@ -231,7 +230,7 @@ def declared(model: nn.Module, **moments: torch.Tensor) -> TrainState:
 
 
 @on_ranks(2)
-def test_shards_that_do_not_match_their_layout_are_refused_by_name(tmp_path: Path) -> None:
+def test_shards_that_do_not_match_their_layout_are_refused_by_name(tmp_path):
     """Five experts over two ranks, three and two."""
     rank, mesh = dist.get_rank(), ep_mesh()
 
@@ -247,7 +246,7 @@ def test_shards_that_do_not_match_their_layout_are_refused_by_name(tmp_path: Pat
 
 
 @on_ranks(2)
-def test_a_tensor_declared_over_a_mesh_that_already_shards_it_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_tensor_declared_over_a_mesh_that_already_shards_it_is_refused_by_name(tmp_path):
     model = experts_of(2)
     model.experts = nn.Parameter(distribute_tensor(torch.zeros(4, 2), ep_mesh(), [DTensorShard(0)]))
     said = r"model\.experts is sharded or declared over the meshes \('ep',\), \('ep',\), which cannot be joined"
@@ -255,7 +254,7 @@ def test_a_tensor_declared_over_a_mesh_that_already_shards_it_is_refused_by_name
 
 
 @on_ranks(4)
-def test_ranks_that_disagree_about_the_same_part_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_ranks_that_disagree_about_the_same_part_are_refused_by_name(tmp_path, kind):
     """Ranks 0 and 2 are declared to have the same experts, and ranks 1 and 3."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     differ = "differ between ranks that have the same part"
@@ -288,11 +287,11 @@ def unmatched(url: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_glob_that_matches_no_tensor_is_refused(ranks: Any, tmp_path: Path, kind: str, world_size: int) -> None:
+def test_a_glob_that_matches_no_tensor_is_refused(ranks, tmp_path, kind, world_size):
     ranks.run(unmatched, world_size, str(tmp_path), kind)
 
 
-def test_a_layout_with_values_other_than_shards_is_refused() -> None:
+def test_a_layout_with_values_other_than_shards_is_refused():
     with pytest.raises(UsageError, match="of type list, expected a dict of globs"):
         TrainState(layout=[1])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"expected ckptkit.Shard\(dim, mesh=...\)"):
@@ -302,12 +301,12 @@ def test_a_layout_with_values_other_than_shards_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_states_of_another_shape_than_their_declared_parameter_are_refused(tmp_path: Path) -> None:
+def test_states_of_another_shape_than_their_declared_parameter_are_refused(tmp_path):
     check_refused(tmp_path, declared(experts_of(2), row=torch.zeros(2)), r"state 'row' of 'experts' has shape \[2\]")
 
 
 @on_ranks(2)
-def test_moments_that_a_rank_lacks_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_moments_that_a_rank_lacks_are_refused_by_name(tmp_path, kind):
     """An optimizer that has never updated a rank's experts has no state for them."""
     moments = {"momentum_buffer": torch.ones(2, 2)} if dist.get_rank() == 0 else {}
     said = r"optimizer\.state\.experts\.momentum_buffer.*4 of 8 elements.*optimizer states of the same parameters\?"
@@ -325,7 +324,7 @@ def one_each(url: str, kind: str) -> None:
     assert state.optimizer.state[experts]["momentum_buffer"].tolist() == [1.0 + dist.get_rank()]
 
 
-def test_experts_of_one_element_have_global_moments(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_experts_of_one_element_have_global_moments(ranks, tmp_path, kind):
     """A state with the parameter's shape is a part of a global state, even if it is a single number."""
     ranks.run(one_each, 2, str(tmp_path), kind)
     url = tmp_path
@@ -351,7 +350,7 @@ def with_quantized(config: str, value: float, *, glob: str = "", rows: int = 4) 
 @pytest.mark.parametrize("glob", ["*", "0.weight"])
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
 @on_ranks(2)
-def test_declared_quantized_weights_are_parts_of_a_whole(tmp_path: Path, kind: str, config: str, glob: str) -> None:
+def test_declared_quantized_weights_are_parts_of_a_whole(tmp_path, kind, config, glob):
     source = with_quantized(config, 1.0 + dist.get_rank(), glob=glob)
     live = with_quantized(config, 9.0, glob=glob)
     states.check_round_trip(tmp_path, source, live, kind)
@@ -363,7 +362,7 @@ def test_declared_quantized_weights_are_parts_of_a_whole(tmp_path: Path, kind: s
 
 
 @on_ranks(2)
-def test_declared_weights_whose_scale_has_no_place_in_the_global_weight_are_refused(tmp_path: Path, kind: str) -> None:
+def test_declared_weights_whose_scale_has_no_place_in_the_global_weight_are_refused(tmp_path, kind):
     odd = Scaled(torch.ones(4, 4, dtype=torch.int8), torch.tensor(0.5))
     model = nn.ParameterDict({"odd": nn.Parameter(odd, requires_grad=False)})
     state = TrainState(model=model, layout={"odd": Shard(0, mesh=ep_mesh())})
@@ -373,7 +372,7 @@ def test_declared_weights_whose_scale_has_no_place_in_the_global_weight_are_refu
 
 
 @on_ranks(2)
-def test_strided_shards_are_saved_exactly(tmp_path: Path, kind: str) -> None:
+def test_strided_shards_are_saved_exactly(tmp_path, kind):
     """A rank holds the first quarter of each half: rows that are not adjacent."""
 
     def state(rows: torch.Tensor) -> TrainState:
@@ -418,7 +417,7 @@ def train_on(url: str) -> None:
     assert states.bits(stepped(state, 1).optimizer) == states.bits(scalar(False, 3).optimizer)
 
 
-def test_a_replicated_scalar_parameter_has_replicated_moments(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_a_replicated_scalar_parameter_has_replicated_moments(ranks, tmp_path, kind):
     for world_size in (1, 2) if kind != "local" else (2,):
         url = str(tmp_path / str(world_size))
         ranks.run(save_scalar, world_size, url, kind)
@@ -448,7 +447,7 @@ ORDERS: dict[str, tuple[list[Any], list[Any]]] = {
 
 
 @on_ranks(4)
-def test_states_of_own_shards_load_only_if_each_rank_has_the_same_one(tmp_path: Path, kind: str) -> None:
+def test_states_of_own_shards_load_only_if_each_rank_has_the_same_one(tmp_path, kind):
     for saved, order in ORDERS.items():
         states.save(tmp_path / saved, with_factors(*order, True), state_dict_type=kind)
     same = {"in order", "with a dimension of one rank"}
@@ -464,7 +463,7 @@ def test_states_of_own_shards_load_only_if_each_rank_has_the_same_one(tmp_path: 
 
 
 @on_ranks(4)
-def test_states_of_a_ranks_own_shard_do_not_load_if_stages_are_on_other_ranks(tmp_path: Path, kind: str) -> None:
+def test_states_of_a_ranks_own_shard_do_not_load_if_stages_are_on_other_ranks(tmp_path, kind):
     """Two stages, each on two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
 
@@ -507,13 +506,13 @@ def load_untied(url: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_the_names_of_a_tied_weight_load_into_stages_on_different_ranks(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_the_names_of_a_tied_weight_load_into_stages_on_different_ranks(ranks, tmp_path, kind):
     (saved,) = ranks.run(save_tied, 1, str(tmp_path), kind)
     assert ranks.run(load_untied, 2, str(tmp_path)) == [saved, saved]
 
 
 @on_ranks(2)
-def test_an_error_names_tensors_that_no_rank_has(tmp_path: Path) -> None:
+def test_an_error_names_tensors_that_no_rank_has(tmp_path):
     save(str(tmp_path), "pp2")
     state, _ = model_on("pp2")
     if dist.get_rank() == 1:

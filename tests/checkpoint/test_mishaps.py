@@ -66,14 +66,14 @@ def interrupted_save(root: Path) -> None:
     assert steps(root) == [3]
 
 
-def test_a_signal_during_the_save_of_the_same_step_saves_once(tmp_path: Path, before: Before) -> None:
+def test_a_signal_during_the_save_of_the_same_step_saves_once(tmp_path, before):
     signalled = threading.Event()
     before(Saver, "publish", lambda: signalled.wait(30))
     before(SignalWatch, "agreed", signalled.set)
     interrupted_save(tmp_path)
 
 
-def test_a_signal_after_a_failed_background_save_saves(tmp_path: Path, before: Before) -> None:
+def test_a_signal_after_a_failed_background_save_saves(tmp_path, before):
     left = [OSError(5, "the disk had a moment")]
 
     def fail_once() -> None:
@@ -85,7 +85,7 @@ def test_a_signal_after_a_failed_background_save_saves(tmp_path: Path, before: B
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_signal_during_a_load_is_handled_later(tmp_path: Path, before: Before, times: int) -> None:
+def test_a_signal_during_a_load_is_handled_later(tmp_path, before, times):
     states.save(tmp_path, linear(1))
     before(loader_module, "load_checkpoint", lambda: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(times)])
     with CheckpointManager(tmp_path, on_signal="save") as manager:
@@ -97,7 +97,7 @@ def test_a_signal_during_a_load_is_handled_later(tmp_path: Path, before: Before,
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_is_seen_at_the_next_step_until_it_is_cleared(number: int) -> None:
+def test_a_signal_is_seen_at_the_next_step_until_it_is_cleared(number):
     with SignalWatch(Coordinator()) as watch:
         assert not watch.agreed()
         os.kill(os.getpid(), number)
@@ -106,7 +106,7 @@ def test_a_signal_is_seen_at_the_next_step_until_it_is_cleared(number: int) -> N
         assert not watch.agreed()
 
 
-def test_closing_restores_the_previous_signal_handlers() -> None:
+def test_closing_restores_the_previous_signal_handlers():
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
     try:
@@ -119,7 +119,7 @@ def test_closing_restores_the_previous_signal_handlers() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_only_the_main_thread_can_install_handlers() -> None:
+def test_only_the_main_thread_can_install_handlers():
     caught: list[BaseException] = []
 
     def make() -> None:
@@ -152,7 +152,7 @@ def interrupted(url: str) -> tuple[list[bool], list[int]]:
     return seen, saves
 
 
-def test_a_signal_on_one_rank_saves_once_on_all_at_the_same_step(tmp_path: Path) -> None:
+def test_a_signal_on_one_rank_saves_once_on_all_at_the_same_step(tmp_path):
     assert run_ranks(interrupted, 2, str(tmp_path)) == [([False, False, True, True], [2, 3])] * 2
 
 
@@ -169,13 +169,13 @@ def ask_late(url: str) -> str:
     return "all ranks answered"
 
 
-def test_the_time_limit_of_the_manager_is_also_that_of_its_question_for_signals(tmp_path: Path) -> None:
+def test_the_time_limit_of_the_manager_is_also_that_of_its_question_for_signals(tmp_path):
     waited, late = run_ranks(ask_late, 2, str(tmp_path))
     assert "no answer within 0.5 s: it hangs, or needs a longer timeout_s" in waited
     assert "the connection to a rank was lost" in late
 
 
-def test_a_forked_child_dies_of_sigterm_and_survives_sigusr1() -> None:
+def test_a_forked_child_dies_of_sigterm_and_survives_sigusr1():
     with SignalWatch(Coordinator()) as watch:
         pid = os.fork()
         if pid == 0:
@@ -191,7 +191,7 @@ def test_a_forked_child_dies_of_sigterm_and_survives_sigusr1() -> None:
         assert watch.agreed()  # the parent still notices it
 
 
-def test_a_signal_before_a_child_has_run_its_fork_hooks_ends_the_child() -> None:
+def test_a_signal_before_a_child_has_run_its_fork_hooks_ends_the_child():
     """Python loses a signal that a forked child gets before its hooks have run."""
     with SignalWatch(Coordinator()):
         for _ in range(50):
@@ -203,7 +203,7 @@ def test_a_signal_before_a_child_has_run_its_fork_hooks_ends_the_child() -> None
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
-def test_two_watches_do_not_keep_a_child_alive() -> None:
+def test_two_watches_do_not_keep_a_child_alive():
     with SignalWatch(Coordinator()), SignalWatch(Coordinator()):
         worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         worker.start()
@@ -216,7 +216,7 @@ def test_two_watches_do_not_keep_a_child_alive() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_load_of_latest_retries_after_a_rotation(tmp_path: Path, before: Before, times: int) -> None:
+def test_a_load_of_latest_retries_after_a_rotation(tmp_path, before, times):
     """Before the load pins a checkpoint, another job saves the next one and rotates it away."""
     left = list(range(1 + times, 1, -1))
 
@@ -231,7 +231,7 @@ def test_a_load_of_latest_retries_after_a_rotation(tmp_path: Path, before: Befor
     assert value_of(loaded) == 1.0 + times
 
 
-def test_a_listing_during_a_rotation_is_never_empty(tmp_path: Path, before: Before) -> None:
+def test_a_listing_during_a_rotation_is_never_empty(tmp_path, before):
     turns, busy = [4, 3, 2], list[int]()
 
     def move_on() -> None:
@@ -249,9 +249,7 @@ def test_a_listing_during_a_rotation_is_never_empty(tmp_path: Path, before: Befo
 # --- nothing fails a save after its commit
 
 
-def test_a_listing_that_fails_after_the_commit_does_not_fail_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_listing_that_fails_after_the_commit_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
     def publish(self: Saver, *args: Any) -> Any:
         record = real(self, *args)
         monkeypatch.setattr(LocalStore, "list", states.failing(OSError(5, "Input/output error")))
@@ -267,7 +265,7 @@ def test_a_listing_that_fails_after_the_commit_does_not_fail_the_save(
     assert "rotat" in caplog.text
 
 
-def test_a_trace_that_cannot_be_written_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_that_cannot_be_written_fails_no_save(tmp_path, caplog):
     (tmp_path / "file").touch()
     with CheckpointManager(tmp_path / "run", trace=tmp_path / "file" / "traces") as manager:
         assert manager.save(1, linear()).step == 1
@@ -283,7 +281,7 @@ def delete_leases(root: Path) -> None:
 
 
 @pytest.mark.parametrize("delete", [delete_leases, lambda root: shutil.rmtree(root / ".ckptkit")])
-def test_a_manually_deleted_lease_is_acquired_again(tmp_path: Path, delete: Callable[[Path], None]) -> None:
+def test_a_manually_deleted_lease_is_acquired_again(tmp_path, delete):
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, linear())
         delete(tmp_path)
@@ -293,7 +291,7 @@ def test_a_manually_deleted_lease_is_acquired_again(tmp_path: Path, delete: Call
     assert steps(tmp_path) == [1, 2]
 
 
-def test_after_its_lease_was_deleted_a_job_loses_the_root_to_the_next_owner(tmp_path: Path) -> None:
+def test_after_its_lease_was_deleted_a_job_loses_the_root_to_the_next_owner(tmp_path):
     root = open_store(str(tmp_path))
     ours = acquire_lease(root)
     delete_leases(tmp_path)
@@ -303,7 +301,7 @@ def test_after_its_lease_was_deleted_a_job_loses_the_root_to_the_next_owner(tmp_
     theirs.release()
 
 
-def test_a_recreated_root_is_not_written_to(tmp_path: Path) -> None:
+def test_a_recreated_root_is_not_written_to(tmp_path):
     run = tmp_path / "run"
     with CheckpointManager(run) as manager:
         manager.save(1, linear())
@@ -315,7 +313,7 @@ def test_a_recreated_root_is_not_written_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_root_replaced_by_a_link_is_written_only_if_it_is_the_same(tmp_path: Path, same: bool) -> None:
+def test_a_root_replaced_by_a_link_is_written_only_if_it_is_the_same(tmp_path, same):
     run, moved, other = (tmp_path / name for name in ("run", "moved", "other"))
     other.mkdir()
     with CheckpointManager(run) as manager:
@@ -329,7 +327,7 @@ def test_a_root_replaced_by_a_link_is_written_only_if_it_is_the_same(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["a file", "a broken link", "a link to a directory", "a directory"])
-def test_the_file_called_latest_decides_nothing(tmp_path: Path, kind: str) -> None:
+def test_the_file_called_latest_decides_nothing(tmp_path, kind):
     latest = tmp_path / "run" / "latest"
     latest.parent.mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -350,7 +348,7 @@ def test_the_file_called_latest_decides_nothing(tmp_path: Path, kind: str) -> No
 # --- rotation
 
 
-def test_a_nan_metric_is_never_the_best(tmp_path: Path) -> None:
+def test_a_nan_metric_is_never_the_best(tmp_path):
     policy = RetentionPolicy(max_num=1, keep_best=("loss", "min", 1))
     with CheckpointManager(tmp_path, retention=policy) as manager:
         for step, loss in enumerate((math.nan, 0.5, math.nan, math.inf, math.nan), 1):
@@ -360,7 +358,7 @@ def test_a_nan_metric_is_never_the_best(tmp_path: Path) -> None:
     assert value_of(loaded) == 2.0
 
 
-def test_two_managers_of_one_process_keep_what_the_other_needs(tmp_path: Path) -> None:
+def test_two_managers_of_one_process_keep_what_the_other_needs(tmp_path):
     states.save(tmp_path, linear(1))
     keep = RetentionPolicy(max_num=1)
     with CheckpointManager(tmp_path, retention=keep) as first, CheckpointManager(tmp_path, retention=keep) as second:

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import tarfile
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ LOST: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("case", LOST)
-def test_what_may_be_a_checkpoint_is_refused_and_not_ignored(tmp_path: Path, case: str) -> None:
+def test_what_may_be_a_checkpoint_is_refused_and_not_ignored(tmp_path, case):
     LOST[case](tmp_path / "run")
     with (
         CheckpointManager(tmp_path / "run") as manager,
@@ -130,7 +131,7 @@ def test_what_may_be_a_checkpoint_is_refused_and_not_ignored(tmp_path: Path, cas
         manager.load(state())
 
 
-def test_a_directory_called_latest_resumes_like_any_other(tmp_path: Path) -> None:
+def test_a_directory_called_latest_resumes_like_any_other(tmp_path):
     script_file(tmp_path / "latest" / "state.pt", 5)
     assert load(tmp_path, state()).step == 5
 
@@ -155,37 +156,38 @@ NEW: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("case", NEW)
-def test_other_files_do_not_prevent_a_new_run(tmp_path: Path, case: str) -> None:
+def test_other_files_do_not_prevent_a_new_run(tmp_path, case):
     NEW[case](tmp_path / "run")
     with CheckpointManager(tmp_path / "run") as manager:
         assert manager.load(state()) is None
 
 
-def test_an_unreadable_folder_is_refused_unless_it_is_lost_and_found(tmp_path: Path) -> None:
-    (tmp_path / "lost+found").mkdir()
-    (tmp_path / "lost+found").chmod(0)
+@pytest.fixture
+def as_a_user():
+    """Yield a directory of a user who is not root, because root may read everything."""
     user = os.geteuid()
-    if user == 0:  # root may read everything
-        for folder in (tmp_path, *tmp_path.parents[:2]):
-            folder.chmod(0o777)
-        os.seteuid(65534)
-    try:
-        with CheckpointManager(tmp_path) as manager:
-            assert manager.load(linear()) is None
-        (tmp_path / "checkpoints").mkdir()
-        (tmp_path / "checkpoints").chmod(0)
-        with (
-            CheckpointManager(tmp_path) as manager,
-            pytest.raises((StorageError, RankFailedError), match="checkpoints"),
-        ):
-            manager.load(linear())
-    finally:
-        os.seteuid(user)
-        for name in ("lost+found", "checkpoints"):
-            (tmp_path / name).chmod(0o700)
+    with tempfile.TemporaryDirectory() as folder:  # above `tmp_path`, directories are root's own
+        Path(folder).chmod(0o777)
+        os.seteuid(65534 if user == 0 else user)
+        try:
+            yield Path(folder)
+        finally:
+            os.seteuid(user)
+            for path in Path(folder).iterdir():
+                path.chmod(0o700)
 
 
-def test_a_lost_hint_is_refused_unless_the_manager_deleted_its_checkpoint(tmp_path: Path) -> None:
+def test_an_unreadable_folder_is_refused_unless_it_is_lost_and_found(as_a_user):
+    (as_a_user / "lost+found").mkdir(0)
+    with CheckpointManager(as_a_user) as manager:
+        assert manager.load(linear()) is None
+    (as_a_user / "checkpoints").mkdir(0)
+    refused = pytest.raises((StorageError, RankFailedError), match="checkpoints")
+    with CheckpointManager(as_a_user) as manager, refused:
+        manager.load(linear())
+
+
+def test_a_lost_hint_is_refused_unless_the_manager_deleted_its_checkpoint(tmp_path):
     root = Path(save(tmp_path / "run", linear(), 5))
     with CheckpointManager(root) as manager:
         manager.delete(5)
@@ -221,9 +223,7 @@ NEWEST: dict[str, tuple[Callable[[Path], Any], int]] = {
 
 
 @pytest.mark.parametrize("case", NEWEST)
-def test_the_newest_checkpoint_is_loaded_and_named_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
-) -> None:
+def test_the_newest_checkpoint_is_loaded_and_named_in_the_log(tmp_path, caplog, case):
     caplog.set_level(logging.INFO)
     make, step = NEWEST[case]
     make(tmp_path)
@@ -231,7 +231,7 @@ def test_the_newest_checkpoint_is_loaded_and_named_in_the_log(
     assert any("continuing from" in text for text in caplog.messages)
 
 
-def test_the_newest_checkpoint_is_loaded_from_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_checkpoint_is_loaded_from_a_relative_path(tmp_path, monkeypatch):
     (tmp_path / "step_3").mkdir()
     monkeypatch.chdir(tmp_path / "step_3")
     script_file(Path("run") / "step_5.pt", 5)
@@ -248,14 +248,14 @@ UNCLEAR: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("case", UNCLEAR)
-def test_a_checkpoint_that_may_be_newer_than_the_newest_step_is_refused(tmp_path: Path, case: str) -> None:
+def test_a_checkpoint_that_may_be_newer_than_the_newest_step_is_refused(tmp_path, case):
     script_file(tmp_path / "run" / "step_5.pt", 5)
     UNCLEAR[case](tmp_path / "run")
     with CheckpointManager(tmp_path / "run") as manager, pytest.raises(UsageError, match="not clear which is newer"):
         manager.load(state())
 
 
-def test_a_skipped_newer_step_is_named_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_skipped_newer_step_is_named_in_a_warning(tmp_path, caplog):
     trainer_step(tmp_path / "checkpoint-5", 5)
     (tmp_path / "checkpoint-9").mkdir()
     assert load(tmp_path, state()).step == 5
@@ -265,12 +265,12 @@ def test_a_skipped_newer_step_is_named_in_a_warning(tmp_path: Path, caplog: pyte
 @pytest.mark.parametrize(
     "url", ["$SCRATCH/run", "${SCRATCH}/run", "x/run-$JOB_ID", "file:/run", "s3:/b/run", "run\n", " run"]
 )
-def test_a_url_that_is_not_what_the_user_meant_is_refused(url: str) -> None:
+def test_a_url_that_is_not_what_the_user_meant_is_refused(url):
     with pytest.raises(UsageError, match=r"not expanded|one slash|white space"):
         CheckpointManager(url)
 
 
-def test_file_urls_may_name_the_host(tmp_path: Path) -> None:
+def test_file_urls_may_name_the_host(tmp_path):
     save(tmp_path, linear(), 5)
     assert load(f"file://localhost{tmp_path}", linear()).step == 5
 
@@ -280,7 +280,7 @@ def asked(root: str) -> str:
 
 
 @pytest.mark.parametrize("case", ["an empty step", "steps deep below", "a pointer to a lost step"])
-def test_all_ranks_refuse(ranks: Any, tmp_path: Path, case: str) -> None:
+def test_all_ranks_refuse(ranks, tmp_path, case):
     LOST[case](tmp_path / "run")
     first, second = ranks.run(asked, 2, str(tmp_path / "run"))
     assert first == second != ""
@@ -289,7 +289,7 @@ def test_all_ranks_refuse(ranks: Any, tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(
     "case", ["steps deep below", "truncated files", "an archive of a step", "a pointer to a lost step"]
 )
-def test_an_object_store_refuses_like_a_disk(s3: dict[str, Any], tmp_path: Path, case: str) -> None:
+def test_an_object_store_refuses_like_a_disk(s3, tmp_path, case):
     LOST[case](tmp_path / "run")
     url = f"s3://bucket/{case.replace(' ', '-')}"
     store = open_store(url, storage_options=s3)

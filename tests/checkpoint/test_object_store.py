@@ -59,7 +59,7 @@ def record_of(save_id: str, step: int) -> bytes:
 fail = failing(OSError(5, "Input/output error"))
 
 
-def test_a_save_is_a_record_and_files_under_its_own_id(root: Store) -> None:
+def test_a_save_is_a_record_and_files_under_its_own_id(root):
     record = save(root, 7)
     assert record.data == record.save_id
     base = f"step_00000007/{record.save_id}"
@@ -69,7 +69,7 @@ def test_a_save_is_a_record_and_files_under_its_own_id(root: Store) -> None:
     assert check(root) == [7]
 
 
-def test_saving_again_is_refused_and_overwrite_is_one_put(root: Store) -> None:
+def test_saving_again_is_refused_and_overwrite_is_one_put(root):
     first = save(root, 7)
     with pytest.raises(CheckpointExistsError):
         save(root, 7)
@@ -78,7 +78,7 @@ def test_saving_again_is_refused_and_overwrite_is_one_put(root: Store) -> None:
     assert resolve(root, "7").record.save_id == second.save_id
 
 
-def test_a_failed_save_that_leaves_files_says_why_it_failed(root: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_save_that_leaves_files_says_why_it_failed(root, caplog):
     def spoil(store: Store) -> None:
         root.write("step_00000007/checkpoint.json", b"{")  # it does not say whose files are below it
         fail(store)
@@ -99,7 +99,7 @@ def _killed(say: Any, url: str, options: Options) -> None:
     save(open_store(url, storage_options=options), 8, before=die)
 
 
-def test_uploads_of_a_dead_save_are_listed_as_abandoned_and_removed_by_the_next(root: Store, s3: Options) -> None:
+def test_uploads_of_a_dead_save_are_listed_as_abandoned_and_removed_by_the_next(root, s3):
     save(root, 7)
     assert fork(_killed, root.url, s3) == (-9, b"dying")
     found = list_checkpoints(root)
@@ -109,7 +109,7 @@ def test_uploads_of_a_dead_save_are_listed_as_abandoned_and_removed_by_the_next(
     assert check(root) == [7, 9] and not any("step_00000008" in key for key in keys(root))
 
 
-def test_an_upload_of_a_living_writer_is_kept(root: Store) -> None:
+def test_an_upload_of_a_living_writer_is_kept(root):
     seen: list[Any] = []
 
     def look(store: Store) -> None:
@@ -119,7 +119,7 @@ def test_an_upload_of_a_living_writer_is_kept(root: Store) -> None:
     assert seen == [([], ["step_00000007"])] and check(root) == [7]
 
 
-def test_one_of_two_writers_of_a_step_wins_and_the_other_leaves_nothing(root: Store) -> None:
+def test_one_of_two_writers_of_a_step_wins_and_the_other_leaves_nothing(root):
     places = [RemotePlace(root, "step_00000007", nonce * 16) for nonce in "ab"]
     for place in places:
         place.open()
@@ -138,7 +138,7 @@ def test_one_of_two_writers_of_a_step_wins_and_the_other_leaves_nothing(root: St
     assert keys(root) == [f"step_00000007/{wins[0]}/__0_0.distcp", "step_00000007/checkpoint.json"]
 
 
-def test_a_second_job_is_refused_with_the_name_of_the_first(root: Store, lease: Lease) -> None:
+def test_a_second_job_is_refused_with_the_name_of_the_first(root, lease):
     with pytest.raises(LeaseHeldError, match=str(os.getpid())):
         save(root, 7)
     save(root, 7, lease=lease)
@@ -147,7 +147,7 @@ def test_a_second_job_is_refused_with_the_name_of_the_first(root: Store, lease: 
     assert check(root) == [7, 8]
 
 
-def test_rotation_removes_the_record_before_everything_else(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotation_removes_the_record_before_everything_else(root, monkeypatch):
     deleted: list[str] = []
     delete = type(root).delete
 
@@ -171,7 +171,7 @@ def _deleting(say: Any, url: str, options: Options, nth: int) -> None:
 
 
 @pytest.mark.parametrize("left", [(), ("step_00000001/notes.txt", "step_00000001/{}/eval/x.json")])
-def test_a_killed_deletion_is_finished_later(root: Store, s3: Options, left: tuple[str, ...]) -> None:
+def test_a_killed_deletion_is_finished_later(root, s3, left):
     for nth in range(2, 40):
         record = save(root, 1, overwrite=True)
         save(root, 2, overwrite=True)
@@ -193,7 +193,7 @@ def test_a_killed_deletion_is_finished_later(root: Store, s3: Options, left: tup
     assert nth > 6
 
 
-def test_a_step_that_lost_its_record_is_not_removed(root: Store, s3: Options, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_lost_its_record_is_not_removed(root, s3, caplog):
     for step in (1, 2):
         save(root, step)
     root.delete(["step_00000001/checkpoint.json"])
@@ -213,7 +213,7 @@ def test_a_step_that_lost_its_record_is_not_removed(root: Store, s3: Options, ca
     assert len(said) == 1 and "checkpoint.json" in said[0]
 
 
-def test_a_cleanup_keeps_files_that_no_save_writes(root: Store, s3: Options, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cleanup_keeps_files_that_no_save_writes(root, s3, caplog):
     fork(_killed, root.url, s3)
     (dead,) = list_checkpoints(root).abandoned
     theirs = [f"{dead.path}/notes.txt", "step_00000008/0123456789abcdef/__0_0.distcp"]
@@ -230,7 +230,7 @@ def test_a_cleanup_keeps_files_that_no_save_writes(root: Store, s3: Options, cap
     assert set(theirs) <= set(keys(root))
 
 
-def test_a_reader_pins_on_an_object_store_too(root: Store) -> None:
+def test_a_reader_pins_on_an_object_store_too(root):
     save(root, 1)
     with pin_while_reading(root, "step_00000001"):
         assert delete_checkpoint(root, "step_00000001", reason="test") is False
@@ -247,14 +247,14 @@ def test_a_reader_pins_on_an_object_store_too(root: Store) -> None:
     ],
     ids=["failed", "truncated", "missing", "unreported"],
 )
-def test_a_save_that_fails_or_whose_objects_differ_leaves_no_object(root: Store, spoil: Any, said: str) -> None:
+def test_a_save_that_fails_or_whose_objects_differ_leaves_no_object(root, spoil, said):
     with pytest.raises(SaveError, match=said):
         save(root, 3, before=spoil)
     assert keys(root) == []
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-def test_objects_of_unconfirmed_puts_are_listed(root: Store, arrives: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_of_unconfirmed_puts_are_listed(root, arrives, monkeypatch):
     put = S3Api.put
 
     def mute(api: Any, name: str, data: Any, **options: Any) -> str:
@@ -276,7 +276,7 @@ def take_over(root: Store, number: int) -> None:
     root.write(state.path, state.to_json(root), overwrite=True)
 
 
-def test_a_long_save_checks_its_lease_before_the_commit(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_save_checks_its_lease_before_the_commit(root, monkeypatch):
     def expire(store: Store) -> None:
         later = leases._now() + leases.TTL_S
         monkeypatch.setattr(leases, "_now", lambda: later)
@@ -287,21 +287,21 @@ def test_a_long_save_checks_its_lease_before_the_commit(root: Store, monkeypatch
     assert keys(root) == []
 
 
-def test_two_writers_without_conditional_puts_only_one_commits(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_writers_without_conditional_puts_only_one_commits(root, monkeypatch):
     monkeypatch.setattr(RemoteStore, "has_conditional_writes", False)
     with pytest.raises(LeaseHeldError, match="is now being written by"):
         save(root, 3, before=lambda store: take_over(root, 1))
     assert keys(root) == []
 
 
-def test_a_foreign_object_called_latest_is_never_overwritten(root: Store, lease: Lease) -> None:
+def test_a_foreign_object_called_latest_is_never_overwritten(root, lease):
     root.write("latest", b"my notes")
     for step in (1, 2):
         save(root, step, lease=lease)
     assert root.read("latest") == b"my notes" and check(root) == [1, 2]
 
 
-def test_a_step_saved_under_the_same_lease_is_refused_before_anything_is_sent(root: Store, lease: Lease) -> None:
+def test_a_step_saved_under_the_same_lease_is_refused_before_anything_is_sent(root, lease):
     save(root, 1, lease=lease)
     before = keys(root)
     with pytest.raises(CheckpointExistsError, match="exists already"):
@@ -310,7 +310,7 @@ def test_a_step_saved_under_the_same_lease_is_refused_before_anything_is_sent(ro
     assert check(root) == [1, 2] and set(before) < set(keys(root))
 
 
-def test_the_next_save_cleans_up_a_failed_one(root: Store, lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_save_cleans_up_a_failed_one(root, lease, monkeypatch):
     def fail_for_good(store: Any) -> None:
         store.settle()
         monkeypatch.setattr(RemoteStore, "delete", failing(PermissionError(13, "denied")))
@@ -325,7 +325,7 @@ def test_the_next_save_cleans_up_a_failed_one(root: Store, lease: Lease, monkeyp
     assert check(root) == [1, 3] and not any("step_00000002" in key for key in keys(root))
 
 
-def test_an_attempt_is_abandoned_once_its_lease_is_released(root: Store, lease: Lease) -> None:
+def test_an_attempt_is_abandoned_once_its_lease_is_released(root, lease):
     path = f"step_00000003/{lease.new_attempt()}"
     root.write(f"{path}/__0_0.distcp", b"1")
     assert [item.name for item in list_checkpoints(root).in_progress] == ["step_00000003"]
@@ -336,9 +336,7 @@ def test_an_attempt_is_abandoned_once_its_lease_is_released(root: Store, lease: 
 
 
 @pytest.mark.parametrize("which", ["first", "next"])
-def test_without_conditional_puts_an_old_listing_is_checked_again_before_the_commit(
-    root: Store, lease: Lease, monkeypatch: pytest.MonkeyPatch, which: str
-) -> None:
+def test_without_conditional_puts_an_old_listing_is_checked_again_before_the_commit(root, lease, monkeypatch, which):
     monkeypatch.setitem(root._connection.conditional, root._bucket, False)
     if which == "first":
         monkeypatch.setattr("ckptkit.checkpoint.run.attempt.LOOK_S", 0.0)
@@ -354,7 +352,7 @@ def test_without_conditional_puts_an_old_listing_is_checked_again_before_the_com
 # --- stage
 
 
-def test_names_that_readers_look_for_are_published_last(root: Store, s3: Options) -> None:
+def test_names_that_readers_look_for_are_published_last(root, s3):
     with stage(root.url, last=["index.json"], storage_options=s3) as store:
         store.write("index.json", b"{}")
         store.child("sub").write("a", b"1")
@@ -365,7 +363,7 @@ def test_names_that_readers_look_for_are_published_last(root: Store, s3: Options
     assert keys(root) == ["b", "index.json", "sub/a"]
 
 
-def test_a_failed_stage_leaves_no_object_and_an_existing_one_is_refused(root: Store, s3: Options) -> None:
+def test_a_failed_stage_leaves_no_object_and_an_existing_one_is_refused(root, s3):
     with pytest.raises(ValueError), stage(root.url, storage_options=s3) as store:
         store.write("a", b"1")
         raise ValueError
@@ -380,7 +378,7 @@ def test_a_failed_stage_leaves_no_object_and_an_existing_one_is_refused(root: St
     assert keys(root) == ["b"]
 
 
-def test_an_object_added_in_an_overwrite_is_kept(root: Store, s3: Options, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_object_added_in_an_overwrite_is_kept(root, s3, caplog):
     def late(store: Store, path: str, known: Any) -> None:
         asked.append(path)
         if len(asked) == 2:
@@ -393,7 +391,7 @@ def test_an_object_added_in_an_overwrite_is_kept(root: Store, s3: Options, caplo
     assert keys(root) == ["b", "notes.txt"] and "were added while it was replaced: notes.txt" in caplog.text
 
 
-def test_a_single_object_that_changed_during_the_write_is_not_replaced(root: Store, s3: Options) -> None:
+def test_a_single_object_that_changed_during_the_write_is_not_replaced(root, s3):
     def rule(store: Store, path: str, known: Any) -> None:
         if store.read(path) == b"mine":
             raise CheckpointExistsError("theirs")
@@ -412,7 +410,7 @@ def _killed_stage(say: Any, url: str, options: Options) -> None:
         os.kill(os.getpid(), 9)
 
 
-def test_the_leftovers_of_a_killed_stage_are_removed_by_the_next(root: Store, s3: Options) -> None:
+def test_the_leftovers_of_a_killed_stage_are_removed_by_the_next(root, s3):
     assert fork(_killed_stage, root.url, s3)[0] == -9
     assert "half" in keys(root)
     with stage(root.url, storage_options=s3) as store:
@@ -456,7 +454,7 @@ def strays(root: Store) -> set[str]:
 
 @pytest.mark.parametrize("nth", range(1, MOST + 1))
 @pytest.mark.usefixtures("no_grace")
-def test_a_kill_at_any_request_loses_nothing_and_leaves_nothing(root: Store, s3: Options, nth: int) -> None:
+def test_a_kill_at_any_request_loses_nothing_and_leaves_nothing(root, s3, nth):
     url = root.url
     states.save(url, linear(1), storage_options=s3)
     for path, data in THEIRS.items():

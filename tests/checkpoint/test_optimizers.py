@@ -538,25 +538,25 @@ def check(ranks: Any, tmp_path: Path, name: str, size: int, sharded: bool, named
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", SHARDED)
-def test_an_optimizer_under_fully_shard_resumes_bit_exactly(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
+def test_an_optimizer_under_fully_shard_resumes_bit_exactly(ranks, tmp_path, name, size):
     check(ranks, tmp_path, name, size, True, SHARDED[name].get(size, ""))
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", REPLICATED)
-def test_an_optimizer_on_replicas_resumes_bit_exactly(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
+def test_an_optimizer_on_replicas_resumes_bit_exactly(ranks, tmp_path, name, size):
     check(ranks, tmp_path, name, size, False, REPLICATED[name].get(size, ""))
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NOT_SAVED)
-def test_state_that_no_load_could_restore_is_refused_by_all(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
+def test_state_that_no_load_could_restore_is_refused_by_all(ranks, tmp_path, name, size):
     for _, text in ranks.run(run, size, name, str(tmp_path), name == "queue"):
         assert NOT_SAVED[name] in text
 
 
 @needs_flashoptim
-def test_reshard_keeps_the_quantized_states_of_flashoptim(ranks: Any, tmp_path: Path) -> None:
+def test_reshard_keeps_the_quantized_states_of_flashoptim(ranks, tmp_path):
     name, url = "FlashAdamW of flashoptim", str(tmp_path / "run")
     (saved, text), _ = ranks.run(run, 2, name, url, True)
     assert text == ""
@@ -582,7 +582,7 @@ def exact_weights(name: str, url: str) -> dict[str, torch.Tensor]:
 
 @needs_flashoptim
 @pytest.mark.parametrize("name", ["FlashAdamW of flashoptim", "FlashAdamW of flashoptim, split runs"])
-def test_an_export_has_the_exact_weights_of_flashoptim(ranks: Any, tmp_path: Path, name: str) -> None:
+def test_an_export_has_the_exact_weights_of_flashoptim(ranks, tmp_path, name):
     exact = ranks.run(exact_weights, 2, name, str(tmp_path / "run"))[0]
     cases: list[tuple[dict[str, Any], torch.dtype]] = [
         ({"weights": "master"}, torch.float32), ({"dtype": "fp32"}, torch.float32), ({"dtype": "fp16"}, torch.float16)
@@ -615,7 +615,7 @@ def load_as(
 @needs_flashoptim
 @pytest.mark.parametrize("name", ["FlashAdamW of flashoptim", "FlashAdamW of flashoptim, split runs"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_load_into_another_dtype_has_exact_weights(ranks: Any, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_a_load_into_another_dtype_has_exact_weights(ranks, tmp_path, name, dtype):
     exact = ranks.run(exact_weights, 2, name, str(tmp_path / "run"))[0]
     for size, optimizer in ((2, "restore"), (3, "skip")):
         found, notes = ranks.run(load_as, size, name, str(tmp_path / "run"), dtype, optimizer)[0]
@@ -629,7 +629,7 @@ def test_a_load_into_another_dtype_has_exact_weights(ranks: Any, tmp_path: Path,
 @pytest.mark.parametrize("held", [torch.int8, torch.int16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @on_ranks(1)
-def test_every_weight_gets_the_lower_bits_of_flashoptim(dtype: torch.dtype, held: torch.dtype) -> None:
+def test_every_weight_gets_the_lower_bits_of_flashoptim(dtype, held):
     made("FlashAdamW of flashoptim", 0, False)  # lets the library's kernels run here
     from flashoptim import reconstruct_fp32_param
 
@@ -652,7 +652,7 @@ def test_every_weight_gets_the_lower_bits_of_flashoptim(dtype: torch.dtype, held
 
 @needs_flashoptim
 @on_ranks(2)
-def test_states_in_the_form_of_flashoptims_state_dict_are_refused_by_name(tmp_path: Path) -> None:
+def test_states_in_the_form_of_flashoptims_state_dict_are_refused_by_name(tmp_path):
     """A new optimizer would take them for other states, and start without moments."""
     first, again = (made("FlashAdamW of flashoptim", seed, True) for seed in (0, 1))
     train(*first, range(2))
@@ -665,7 +665,7 @@ def test_states_in_the_form_of_flashoptims_state_dict_are_refused_by_name(tmp_pa
 
 @needs_flashoptim
 @on_ranks(2)
-def test_masters_of_flashoptim_take_the_values_of_weights_that_are_loaded_alone(tmp_path: Path) -> None:
+def test_masters_of_flashoptim_take_the_values_of_weights_that_are_loaded_alone(tmp_path):
     first, again = (made("FlashAdamW of flashoptim", seed, True) for seed in (0, 1))
     train(*first, range(2))
     train(*again, range(2))
@@ -678,7 +678,7 @@ def test_masters_of_flashoptim_take_the_values_of_weights_that_are_loaded_alone(
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon", "Lion"])
 @on_ranks(2)
-def test_torch_loads_a_managers_states_like_those_that_it_saved(tmp_path: Path, name: str) -> None:
+def test_torch_loads_a_managers_states_like_those_that_it_saved(tmp_path, name):
     """For a parameter without a gradient, torch's `get_state_dict` creates states that no checkpoint has."""
     first = made(name, 0, True)
     train(*first, range(2))

@@ -164,7 +164,7 @@ def published(events: list[Event], kinds: tuple[str, ...], root: Path) -> int:
 
 
 @pytest.mark.parametrize("swap", [True, False])
-def test_files_are_durable_before_the_commit_and_the_commit_before_the_return(tmp_path: Path, swap: bool) -> None:
+def test_files_are_durable_before_the_commit_and_the_commit_before_the_return(tmp_path, swap):
     events = trace(tmp_path, swap=swap)
     assert sum(kind == "fsync" for kind, _, _ in events) > 20
     assert published(events, ("rename", "exchange"), tmp_path) >= 3
@@ -177,7 +177,7 @@ def test_files_are_durable_before_the_commit_and_the_commit_before_the_return(tm
     [(_of_a_manager, kind) for kind in ("sharded", "full", "local")]
     + [(_of_a_command, kind) for kind in ("hf", "dcp", "reshard")],
 )
-def test_files_are_durable_before_the_rename_and_the_directory_after(tmp_path: Path, job: Job, kind: str) -> None:
+def test_files_are_durable_before_the_rename_and_the_directory_after(tmp_path, job, kind):
     if job is _of_a_command:
         states.save(tmp_path / "source", state(1))
     events = trace(tmp_path / "run", job, kind)
@@ -186,12 +186,12 @@ def test_files_are_durable_before_the_rename_and_the_directory_after(tmp_path: P
 
 
 @pytest.mark.parametrize(("forget", "rule"), [("__0_0.distcp", "R1"), ("/shards", "R2"), ("checkpoint.json", "R1")])
-def test_the_rules_find_a_forgotten_fsync(tmp_path: Path, forget: str, rule: str) -> None:
+def test_the_rules_find_a_forgotten_fsync(tmp_path, forget, rule):
     found = violations(trace(tmp_path, forget=forget), str(tmp_path))
     assert any(text.startswith(rule) for text in found), found
 
 
-def test_the_rules_find_a_root_that_is_not_synced(tmp_path: Path) -> None:
+def test_the_rules_find_a_root_that_is_not_synced(tmp_path):
     events = [event for event in trace(tmp_path) if event != ("fsync", str(tmp_path), "")]
     found = {text[:2] for text in violations(events, str(tmp_path))}
     assert found == {"R3", "R4", "R5"}

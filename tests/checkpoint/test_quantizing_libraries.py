@@ -178,7 +178,7 @@ def dcp_state(made: Made) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_manager_restores_quantized_tensors_or_refuses_them_by_name(tmp_path: Path, name: str, kind: str) -> None:
+def test_a_manager_restores_quantized_tensors_or_refuses_them_by_name(tmp_path, name, kind):
     source, live = seeded(name, 0), seeded(name, 1)
     assert all_of(live) != all_of(source)
     if name == "8-bit layer":
@@ -197,7 +197,7 @@ WRITERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("name", CASES)
-def test_torch_and_dcp_reader_read_each_others_quantized_tensors(tmp_path: Path, name: str, writer: str) -> None:
+def test_torch_and_dcp_reader_read_each_others_quantized_tensors(tmp_path, name, writer):
     source, url, resharded = seeded(name, 0), tmp_path / "theirs", tmp_path / "resharded" / "step_00000001"
     options = WRITERS[writer](url)
     if name == "int4 weights" and writer != "our planner's":  # torch's planner reads attributes that they lack
@@ -257,7 +257,7 @@ def as_stored(tensors: dict[str, torch.Tensor]) -> Any:
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
 @pytest.mark.parametrize("name", BY_TORCH)
-def test_convert_exports_weights_that_torch_wrote_or_refuses_them_by_name(tmp_path: Path, name: str, to: Any) -> None:
+def test_convert_exports_weights_that_torch_wrote_or_refuses_them_by_name(tmp_path, name, to):
     source = seeded(name, 0)
     url, result = str(tmp_path / "theirs"), tmp_path / "result"
     dcp.save(dcp_state(source), checkpoint_id=url, no_dist=True)
@@ -285,7 +285,7 @@ def test_convert_exports_weights_that_torch_wrote_or_refuses_them_by_name(tmp_pa
     assert bits(found) == bits(saved)
 
 
-def test_convert_skips_a_weight_that_is_stored_in_parts_by_its_name(tmp_path: Path) -> None:
+def test_convert_skips_a_weight_that_is_stored_in_parts_by_its_name(tmp_path):
     source = seeded("int8 weights", 0)
     save(tmp_path / "run", TrainState(model=source[0]))
     with pytest.raises(UnsupportedFormatError, match=r"model\.0\.weight is a torchao(?s:.*)--exclude"):
@@ -298,7 +298,7 @@ def test_convert_skips_a_weight_that_is_stored_in_parts_by_its_name(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", [*IN_CLASSES, "int4 weights"])
-def test_weights_of_torchao_go_from_a_run_to_its_safetensors_layout_and_into_a_job(tmp_path: Path, name: str) -> None:
+def test_weights_of_torchao_go_from_a_run_to_its_safetensors_layout_and_into_a_job(tmp_path, name):
     source, live = seeded(name, 0), seeded(name, 1)
     run, export = str(tmp_path / "run"), tmp_path / "export"
     save(run, state_of(source))
@@ -320,7 +320,7 @@ def exported(folder: Path, name: str, seed: int = 0) -> Made:
 
 
 @pytest.mark.parametrize("name", ["int8 weights", "float8 weights of torchao"])
-def test_merge_refuses_weights_of_torchao_whose_codes_it_cannot_average(tmp_path: Path, name: str) -> None:
+def test_merge_refuses_weights_of_torchao_whose_codes_it_cannot_average(tmp_path, name):
     for seed in (0, 1):
         exported(tmp_path / f"{seed}", name, seed)
     for kind in ("run", "export"):
@@ -331,7 +331,7 @@ def test_merge_refuses_weights_of_torchao_whose_codes_it_cannot_average(tmp_path
     assert not (tmp_path / "merged").exists()
 
 
-def test_diff_names_weights_of_torchao_that_differ_only_in_their_description(tmp_path: Path) -> None:
+def test_diff_names_weights_of_torchao_that_differ_only_in_their_description(tmp_path):
     exported(tmp_path, "float8 weights of torchao")
     file = tmp_path / "export/model.safetensors"
     changed = file.read_bytes().replace(b'\\"AUTO\\"', b'\\"MSLK\\"')
@@ -342,7 +342,7 @@ def test_diff_names_weights_of_torchao_that_differ_only_in_their_description(tmp
     assert found.differs and list(found.values) == ["0.weight"]
 
 
-def test_transformers_reads_weights_of_torchao_after_every_way_through_ckptkit(tmp_path: Path) -> None:
+def test_transformers_reads_weights_of_torchao_after_every_way_through_ckptkit(tmp_path):
     """Without the headers' description, transformers would silently use random weights."""
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TorchAoConfig
@@ -374,7 +374,7 @@ def test_transformers_reads_weights_of_torchao_after_every_way_through_ckptkit(t
     assert not (tmp_path / "four").exists()
 
 
-def test_a_file_that_lacks_an_inner_tensor_of_torchao_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_lacks_an_inner_tensor_of_torchao_is_refused_by_name(tmp_path):
     exported(tmp_path, "int8 weights")
     file = tmp_path / "export/model.safetensors"
     with safe_open(file, "pt") as opened:
@@ -418,20 +418,20 @@ def described_file(folder: Path, described: dict[str, Any], name: str = "model.s
     ],
     ids=str,
 )  # fmt: skip
-def test_a_malformed_description_of_torchao_is_refused_by_name(tmp_path: Path, described: dict[str, Any]) -> None:
+def test_a_malformed_description_of_torchao_is_refused_by_name(tmp_path, described):
     source = described_file(tmp_path / "a", dict(described))
     with pytest.raises(CorruptCheckpointError, match=r"description of 'a\.weight"):
         convert(source, str(tmp_path / "b"))
 
 
-def test_files_of_torchao_may_each_describe_only_their_own_weights(tmp_path: Path) -> None:
+def test_files_of_torchao_may_each_describe_only_their_own_weights(tmp_path):
     for index, at in enumerate(("a", "b"), 1):
         source = described_file(tmp_path / "two", {}, f"model-0000{index}-of-00002.safetensors", at)
     convert(source, str(tmp_path / "one"))
     assert of_torchao_file(tmp_path / "one").keys() == {"a.weight", "b.weight"}
 
 
-def test_torchao_weights_with_more_dimensions_inside_than_outside_are_read(tmp_path: Path) -> None:
+def test_torchao_weights_with_more_dimensions_inside_than_outside_are_read(tmp_path):
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.quantization import Int4TilePackedTo4dTensor
 
@@ -500,9 +500,7 @@ ALL_QUANTIZED = {"columns": 384}  # both weights are quantized on one, two and t
 
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized_states_load_if_no_block_is_split(
-    ranks: Any, tmp_path: Path, name: str, kind: str, steps: int
-) -> None:
+def test_quantized_states_load_if_no_block_is_split(ranks, tmp_path, name, kind, steps):
     resharded = kind != "local" and steps == 0  # a live state may be unquantized on other numbers of ranks
     for source, targets in ((1, [1]), (2, [1, 2, 3] if resharded else [2])):
         url = str(tmp_path / str(source))
@@ -513,7 +511,7 @@ def test_quantized_states_load_if_no_block_is_split(
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_a_number_of_ranks_that_would_split_a_block_is_refused(ranks: Any, tmp_path: Path, name: str) -> None:
+def test_a_number_of_ranks_that_would_split_a_block_is_refused(ranks, tmp_path, name):
     run, theirs, options = str(tmp_path / "run"), str(tmp_path / "theirs"), {"rows": 392}
     saved = ranks.run(save_on_ranks, 2, run, name, "sharded", options)
     assert "OptimState" in str(saved[0][2])
@@ -526,7 +524,7 @@ def test_a_number_of_ranks_that_would_split_a_block_is_refused(ranks: Any, tmp_p
 
 
 @on_ranks(3)
-def test_ranks_whose_shards_are_not_all_quantized_are_refused_by_name(tmp_path: Path) -> None:
+def test_ranks_whose_shards_are_not_all_quantized_are_refused_by_name(tmp_path):
     """torchao quantizes from 4,096 elements on: with 23 rows of 512, the last of three ranks has fewer."""
     state = state_of(made("AdamW8bit", rows=23, columns=512))
     check_refused(tmp_path, state, r"optimizer\.state\.1\.weight\.exp_avg and 1 more.*a plain tensor")
@@ -553,7 +551,7 @@ def round_trips(url: str, name: str, kind: str, mesh: tuple[int, ...], placement
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_a_mesh_dimension_of_one_rank_splits_no_block(ranks: Any, tmp_path: Path, name: str, kind: str) -> None:
+def test_a_mesh_dimension_of_one_rank_splits_no_block(ranks, tmp_path, name, kind):
     cases: list[tuple[tuple[int, ...], Any]] = [
         ((1,), [Shard(1)]),
         ((2, 1), [Shard(0), Shard(1)]),
@@ -576,7 +574,7 @@ def of_8192_columns(steps: int) -> TrainState:
     return placed("AdamW8bit", (2, 8192), (dist.get_world_size(),), [Shard(0)], steps)
 
 
-def test_an_empty_shard_of_a_quantized_state_is_refused_by_that_reason(ranks: Any, tmp_path: Path) -> None:
+def test_an_empty_shard_of_a_quantized_state_is_refused_by_that_reason(ranks, tmp_path):
     two, three = str(tmp_path / "two"), str(tmp_path / "three")
     empty = "it is an empty shard (use fewer ranks) here, but OptimState8bit"
     for said in ranks.run(refused_save, 3, three, of_8192_columns, 1):
@@ -620,7 +618,7 @@ def plain(parameter: Any) -> DTensor:
     return DTensor.from_local(local, mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride())
 
 
-def test_weights_gathered_in_float8_are_saved_as_their_values(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_weights_gathered_in_float8_are_saved_as_their_values(ranks, tmp_path, kind):
     saved = ranks.run(float8_round_trip, 2, str(tmp_path / "run"), kind)[0]
     if kind != "local":
         model = net(64)
@@ -632,7 +630,7 @@ def test_weights_gathered_in_float8_are_saved_as_their_values(ranks: Any, tmp_pa
 
 
 @on_ranks(2)
-def test_dcp_writer_saves_weights_gathered_in_float8_for_any_reader(tmp_path: Path) -> None:
+def test_dcp_writer_saves_weights_gathered_in_float8_for_any_reader(tmp_path):
     source = float8(0)
     dcp.save({"model": source.state_dict()}, storage_writer=DCPWriter(str(tmp_path)))
     for seed, reader in enumerate((DCPReader(str(tmp_path)), dcp.FileSystemReader(tmp_path)), 1):
@@ -649,7 +647,7 @@ def command(*args: str) -> Any:
     return done.value.code
 
 
-def test_commands_treat_the_parts_of_a_subclass_as_tensors(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_commands_treat_the_parts_of_a_subclass_as_tensors(ranks, tmp_path, kind):
     source = str(tmp_path / "run" / "step_00000001")
     saved = ranks.run(save_on_ranks, 2, str(tmp_path / "run"), "AdamW8bit", kind, {})[0]
     assert command("verify", source) == command("inspect", source, "--tensors", "*exp_avg::scale") == 0
@@ -664,7 +662,7 @@ def test_commands_treat_the_parts_of_a_subclass_as_tensors(ranks: Any, tmp_path:
 
 
 @on_ranks(2)
-def test_a_4bit_weight_sharded_by_fsdp2_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_a_4bit_weight_sharded_by_fsdp2_is_refused_on_every_rank(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import bitsandbytes as bnb
@@ -703,7 +701,7 @@ def load_by_dcp(url: str, name: str, reader: str, options: dict[str, int]) -> An
 
 @pytest.mark.parametrize("by_ours", [False, True])
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_records_of_a_class_load_on_any_number_of_ranks(ranks: Any, tmp_path: Path, name: str, by_ours: bool) -> None:
+def test_records_of_a_class_load_on_any_number_of_ranks(ranks, tmp_path, name, by_ours):
     """`DCPWriter` writes such shards like torch."""
     url = str(tmp_path / "theirs")
     saved = ranks.run(save_by_torch, 2, url, name, ALL_QUANTIZED, by_ours)
@@ -727,7 +725,7 @@ def test_records_of_a_class_load_on_any_number_of_ranks(ranks: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_dcp_reader_fills_the_parts_of_a_class_that_ckptkit_saved(ranks: Any, tmp_path: Path, name: str) -> None:
+def test_dcp_reader_fills_the_parts_of_a_class_that_ckptkit_saved(ranks, tmp_path, name):
     saved = ranks.run(save_on_ranks, 2, str(tmp_path), name, "sharded", ALL_QUANTIZED)
     for number in (1, 3):
         found = ranks.run(load_by_dcp, number, str(tmp_path / "step_00000001"), name, "of ckptkit's", ALL_QUANTIZED)
@@ -735,7 +733,7 @@ def test_dcp_reader_fills_the_parts_of_a_class_that_ckptkit_saved(ranks: Any, tm
 
 
 @pytest.mark.parametrize("reader", ["ours", "our planner's"])
-def test_another_class_than_the_saved_one_is_refused_by_name(ranks: Any, tmp_path: Path, reader: str) -> None:
+def test_another_class_than_the_saved_one_is_refused_by_name(ranks, tmp_path, reader):
     ranks.run(save_by_torch, 2, str(tmp_path), "AdamW8bit", {})
     for said in ranks.run(load_by_dcp, 2, str(tmp_path), "AdamWFp8", reader, {}):
         assert "1.weight.exp_avg is OptimStateFp8" in said and "but OptimState8bit" in said
@@ -760,7 +758,7 @@ def save_shards_of_float8(url: str) -> None:
     save(Path(f"{url}/run"), TrainState(model=model, rng=False))
 
 
-def test_an_export_of_shards_with_a_scale_each_has_a_block_for_each(ranks: Any, tmp_path: Path) -> None:
+def test_an_export_of_shards_with_a_scale_each_has_a_block_for_each(ranks, tmp_path):
     ranks.run(save_shards_of_float8, 2, str(tmp_path))
     expected = torch.cat([shard_of_float8(rank).dequantize() for rank in range(2)])
     for name in ("theirs", "run"):
@@ -779,7 +777,7 @@ def of_two_rows(seed: int) -> TrainState:
     return TrainState(model=nn.ParameterDict({"w": nn.Parameter(weight, requires_grad=False)}), rng=False)
 
 
-def test_an_empty_shard_of_a_class_is_refused_by_that_reason(ranks: Any, tmp_path: Path) -> None:
+def test_an_empty_shard_of_a_class_is_refused_by_that_reason(ranks, tmp_path):
     two, three = str(tmp_path / "two"), str(tmp_path / "three")
     empty = "w is sharded, and its local part is a MXTensor of shape [0, 64], which is empty: use fewer ranks"
     assert ranks.run(refused_save, 2, two, of_two_rows, 0) == ["", ""]
@@ -819,7 +817,7 @@ def load_experts(url: str, name: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized_states_of_experts_load_on_other_ranks(ranks: Any, tmp_path: Path, name: str, kind: str) -> None:
+def test_quantized_states_of_experts_load_on_other_ranks(ranks, tmp_path, name, kind):
     for source, target in ((2, 2), (2, 4), (2, 1), (4, 2)) if kind != "local" else ((2, 2),):
         url = str(tmp_path / f"{source}-{target}")
         assert set(ranks.run(partial(refused_save, kind=kind), source, url, of_rank, name, 2)) == {""}
@@ -827,13 +825,13 @@ def test_quantized_states_of_experts_load_on_other_ranks(ranks: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized_states_declared_over_one_rank_are_whole(ranks: Any, tmp_path: Path, name: str, kind: str) -> None:
+def test_quantized_states_declared_over_one_rank_are_whole(ranks, tmp_path, name, kind):
     assert ranks.run(partial(refused_save, kind=kind), 1, str(tmp_path), of_rank, name, 2, 2) == [""]
     for target in (1, 2) if kind != "local" else (1,):
         assert ranks.run(load_experts, target, str(tmp_path), name) == [[True, True]] * target
 
 
 @on_ranks(2)
-def test_quantized_states_of_declared_experts_whose_blocks_are_split_are_refused(tmp_path: Path) -> None:
+def test_quantized_states_of_declared_experts_whose_blocks_are_split_are_refused(tmp_path):
     said = r"optimizer\.state\.w\.exp_avg has the shape \[4, 64, 64\].*blocks must not be split between ranks"
     check_refused(tmp_path, of_rank("AdamW8bit", 2, 2), said)

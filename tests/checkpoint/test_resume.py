@@ -57,16 +57,16 @@ def check(ranks: Any, url: Path, size: int, kind: str, *how: str, background: bo
 
 
 @pytest.mark.parametrize("precision", ["fp32", "mixed", "master"])
-def test_training_resumes_bit_exactly(ranks: Any, tmp_path: Path, kind: str, precision: str) -> None:
+def test_training_resumes_bit_exactly(ranks, tmp_path, kind, precision):
     check(ranks, tmp_path, 2, kind, "1d", precision)
 
 
-def test_a_save_in_the_background_resumes_bit_exactly(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_a_save_in_the_background_resumes_bit_exactly(ranks, tmp_path, kind):
     check(ranks, tmp_path, 2, kind, "1d", "master", background=True)
 
 
 @pytest.mark.parametrize("layout", ["hsdp", "tp"])
-def test_every_mesh_resumes_bit_exactly(ranks: Any, tmp_path: Path, kind: str, layout: str) -> None:
+def test_every_mesh_resumes_bit_exactly(ranks, tmp_path, kind, layout):
     check(ranks, tmp_path, 4, kind, layout)
 
 
@@ -87,7 +87,7 @@ def epochs(loader: Any, count: int) -> list[Any]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("position", [0, 2, 6])
-def test_a_torchdata_loader_resumes_with_the_same_batches(tmp_path: Path, workers: int, position: int) -> None:
+def test_a_torchdata_loader_resumes_with_the_same_batches(tmp_path, workers, position):
     """Positions at the start, in the middle and at the end of an epoch."""
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -61,17 +60,17 @@ DAYS = [record(step, created=NOON + hours * 3600) for step, hours in enumerate((
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_limits_delete_the_oldest_not_exempt(run: list[CommitRecord], policy: dict[str, Any], steps: list[int]) -> None:
+def test_limits_delete_the_oldest_not_exempt(run, policy, steps):
     assert [d.step for d in decide(run, RetentionPolicy(**policy)) if d.keep] == steps
 
 
-def test_a_newest_checkpoint_above_max_mem_is_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_newest_checkpoint_above_max_mem_is_kept_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="ckptkit"):
         assert [d.step for d in decide(RUN, RetentionPolicy(max_mem=5)) if d.keep] == [50]
     assert "max_mem" in caplog.text and "step_00000050: the newest" in caplog.text
 
 
-def test_every_decision_has_a_reason() -> None:
+def test_every_decision_has_a_reason():
     decisions = decide(RUN, RetentionPolicy(max_num=2, max_mem=15, keep_every=50))
     assert [d.keep for d in decisions] == [False, False, False, False, True]
     assert decisions[0].reason == "older than the 2 newest (max_num)"
@@ -82,24 +81,24 @@ def test_every_decision_has_a_reason() -> None:
     assert decisions[1].reason == "the newest of 2024-10-04 (keep_daily)"
 
 
-def test_given_limits_keep_the_recorded_exemptions() -> None:
+def test_given_limits_keep_the_recorded_exemptions():
     own = RetentionPolicy(max_num=9, keep_every=10, keep_daily=7)
     given = RetentionPolicy(max_num=1, keep_every=20)
     assert given.with_exemptions_of(own) == RetentionPolicy(max_num=1, keep_every=20, keep_daily=7)
 
 
-def test_a_recorded_policy_is_read_back() -> None:
+def test_a_recorded_policy_is_read_back():
     policy = RetentionPolicy(max_mem="1GB", keep_best=("loss", "min"), keep_daily=7)
     assert policy.max_mem == 10**9
     assert RetentionPolicy.recorded(json.loads(json.dumps(dataclasses.asdict(policy)))) == policy
 
 
-def test_each_exemption_is_described_in_words() -> None:
+def test_each_exemption_is_described_in_words():
     policy = RetentionPolicy(keep_every=10, keep_best=("loss", "min"), keep_daily=7)
     assert len(policy.exemptions) == sum(name.startswith("keep_") for name in RetentionPolicy.__slots__)
 
 
-def test_protected_checkpoints_are_kept_with_their_reason() -> None:
+def test_protected_checkpoints_are_kept_with_their_reason():
     decisions = decide(RUN, RetentionPolicy(max_num=1), protected={"step_00000010": "resumed from", "gone": "x"})
     assert [(d.step, d.reason) for d in decisions if d.keep] == [(10, "resumed from"), (50, "the newest")]
 
@@ -114,7 +113,7 @@ def test_protected_checkpoints_are_kept_with_their_reason() -> None:
         {"keep_best": "loss"},
     ],
 )  # fmt: skip
-def test_an_invalid_policy_is_refused(policy: dict[str, Any]) -> None:
+def test_an_invalid_policy_is_refused(policy):
     with pytest.raises(UsageError):
         RetentionPolicy(**policy)
 
@@ -133,9 +132,7 @@ policies = st.fixed_dictionaries(
 
 
 @given(runs, policies, st.sets(st.integers(0, 60)))
-def test_the_newest_and_the_protected_are_always_kept_and_the_rest_obeys_the_limits(
-    run: list[tuple[int, int, float]], policy: dict[str, Any], pinned: set[int]
-) -> None:
+def test_the_newest_and_the_protected_are_always_kept_and_the_rest_obeys_the_limits(run, policy, pinned):
     records = [record(step, nbytes, created=9e8 + step * 3e4, loss=loss) for step, nbytes, loss in run]
     protected = {item.name: "pinned" for item in records if item.step in pinned}
     decisions = decide(records, RetentionPolicy(**policy), protected=protected)
@@ -154,7 +151,7 @@ def test_the_newest_and_the_protected_are_always_kept_and_the_rest_obeys_the_lim
 
 
 @given(runs, policies)
-def test_deciding_again_deletes_nothing(run: list[tuple[int, int, float]], policy: dict[str, Any]) -> None:
+def test_deciding_again_deletes_nothing(run, policy):
     records = [record(step, nbytes, created=9e8 + step * 3e4, loss=loss) for step, nbytes, loss in run]
     stay = {d.name for d in decide(records, RetentionPolicy(**policy)) if d.keep}
     again = decide([item for item in records if item.name in stay], RetentionPolicy(**policy))

@@ -89,7 +89,7 @@ def weights(run: str) -> nn.Module:
     return model
 
 
-def test_a_matching_state_is_restored_completely(run: str) -> None:
+def test_a_matching_state_is_restored_completely(run):
     state = trained()
     report = load(run, state)
     assert not (report.missing or report.unexpected or report.skipped)
@@ -97,7 +97,7 @@ def test_a_matching_state_is_restored_completely(run: str) -> None:
     assert (report.metrics, report.client_state) == ({"loss": 1.0}, {"note": "x"})
 
 
-def test_all_differences_are_listed_at_once_and_nothing_changes(run: str) -> None:
+def test_all_differences_are_listed_at_once_and_nothing_changes(run):
     model = net(width=6)
     model["new"] = nn.Linear(2, 2)
     model["lora"] = nn.Linear(4, 8, bias=False, dtype=torch.bfloat16)
@@ -170,9 +170,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
 @pytest.mark.parametrize(("section", "fault", "with_strict", "without"), TABLE, ids=lambda value: str(value)[:12])
-def test_every_difference_is_refused_or_reported_as_documented(
-    saved: str, section: str, fault: str, with_strict: str, without: str, strict: bool
-) -> None:
+def test_every_difference_is_refused_or_reported_as_documented(saved, section, fault, with_strict, without, strict):
     expected = with_strict if strict else without
     state = shelved(section, fault)
     which = {"model": "skip"} if section == "optimizer" else {}
@@ -191,7 +189,7 @@ def test_every_difference_is_refused_or_reported_as_documented(
 
 
 @pytest.mark.parametrize("options", [{}, {"atomic": True}], ids=["in_place", "atomic"])
-def test_an_expanded_view_is_refused_before_anything_changes(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_an_expanded_view_is_refused_before_anything_changes(tmp_path, options):
     def model(value: float) -> nn.Module:
         module = nn.Module()
         module.register_buffer("first", torch.full((3, 4), value))
@@ -207,13 +205,13 @@ def test_an_expanded_view_is_refused_before_anything_changes(tmp_path: Path, opt
     assert float(state.model.first.sum()) == 12.0
 
 
-def test_a_model_alone_loads_and_the_rest_is_reported_as_skipped(run: str) -> None:
+def test_a_model_alone_loads_and_the_rest_is_reported_as_skipped(run):
     report = load(run, TrainState(model=net()))
     assert report.skipped["optimizer"] == "not in the training state"
     assert report.extra == {"epoch": 3}
 
 
-def test_an_optimizer_that_the_checkpoint_lacks_is_an_error_unless_skipped(tmp_path: Path) -> None:
+def test_an_optimizer_that_the_checkpoint_lacks_is_an_error_unless_skipped(tmp_path):
     state = trained()
     root = save(tmp_path, TrainState(model=net(), extra={"epoch": 3}))
     check_misfit(root, state, r"optimizer: 1 missing.*the whole optimizer")
@@ -224,7 +222,7 @@ def test_an_optimizer_that_the_checkpoint_lacks_is_an_error_unless_skipped(tmp_p
 
 
 @pytest.mark.parametrize("include", [["lora.*"], lambda fqn: fqn.startswith("lora")], ids=["glob", "predicate"])
-def test_adapters_alone_are_loaded_by_glob_or_predicate(run: str, include: Any) -> None:
+def test_adapters_alone_are_loaded_by_glob_or_predicate(run, include):
     model = net()
     base = model["base"].weight.detach().clone()
     report = load(run, TrainState(model=model), include=include)
@@ -233,7 +231,7 @@ def test_adapters_alone_are_loaded_by_glob_or_predicate(run: str, include: Any) 
     assert report.skipped["model.base.weight"] == "not included"
 
 
-def test_dtypes_are_converted_only_when_asked(run: str) -> None:
+def test_dtypes_are_converted_only_when_asked(run):
     model = net().to(torch.bfloat16)
     check_misfit(run, TrainState(model=model), "convert_dtype=True casts")
     report = load(run, TrainState(model=model), convert_dtype=True)
@@ -241,12 +239,12 @@ def test_dtypes_are_converted_only_when_asked(run: str) -> None:
     assert any("cast from float32 to bfloat16" in note for note in report.notes)
 
 
-def test_an_unknown_option_is_a_usage_error(run: str) -> None:
+def test_an_unknown_option_is_a_usage_error(run):
     with pytest.raises(UsageError, match="no option 'stict'"):
         load(run, trained(), stict=False)
 
 
-def test_settings_follow_the_checkpoint_and_new_ones_keep_their_default(tmp_path: Path) -> None:
+def test_settings_follow_the_checkpoint_and_new_ones_keep_their_default(tmp_path):
     source, state = trained(), trained()
     source.optimizer.param_groups[0].update(lr=0.5, dropped_by_a_newer_torch=1)
     del source.optimizer.param_groups[0]["amsgrad"]
@@ -257,7 +255,7 @@ def test_settings_follow_the_checkpoint_and_new_ones_keep_their_default(tmp_path
     assert any("added dropped_by_a_newer_torch=1 from the checkpoint" in note for note in report.notes)
 
 
-def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path: Path) -> None:
+def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path):
     source = grouped("base", "lora", base=1.0, lora=2.0)
     trained(source.model, source.optimizer)
     state = grouped("lora", "base")
@@ -268,7 +266,7 @@ def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("names", [("lora", "base"), ("base",)], ids=["other order", "fewer"])
-def test_a_scheduler_with_values_per_group_is_refused_if_groups_moved(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_a_scheduler_with_values_per_group_is_refused_if_groups_moved(tmp_path, names):
     rates = {"base": 0.1, "lora": 0.2}
     made = functools.partial(grouped, scheduler=lambda of: schedulers.LambdaLR(of, lambda _: 0.5), **rates)
     root, state = save(tmp_path, made("base", "lora")), made(*names)
@@ -278,17 +276,17 @@ def test_a_scheduler_with_values_per_group_is_refused_if_groups_moved(tmp_path: 
     load(root, made("base", "lora"))
 
 
-def test_reordered_groups_accept_a_scheduler_with_equal_values(tmp_path: Path) -> None:
+def test_reordered_groups_accept_a_scheduler_with_equal_values(tmp_path):
     made = functools.partial(grouped, scheduler=lambda of: schedulers.StepLR(of, 2))
     assert load(save(tmp_path, made("base", "lora")), made("lora", "base")).skipped == {}
 
 
-def test_a_group_that_merges_different_learning_rates_is_refused(tmp_path: Path) -> None:
+def test_a_group_that_merges_different_learning_rates_is_refused(tmp_path):
     root = save(tmp_path, grouped("base", "lora", base=1.0, lora=2.0))
     check_misfit(root, made_by(optim.SGD, momentum=0.9), "which differ in lr")
 
 
-def test_settings_that_become_equal_because_a_saved_group_was_split_are_noted(tmp_path: Path) -> None:
+def test_settings_that_become_equal_because_a_saved_group_was_split_are_noted(tmp_path):
     live = grouped("base", "lora", base=7.0, lora=7.0)
     for group, decay in zip(live.optimizer.param_groups, (0.5, 0.0), strict=True):
         group["weight_decay"] = decay
@@ -304,7 +302,7 @@ def test_settings_that_become_equal_because_a_saved_group_was_split_are_noted(tm
     assert load(save(tmp_path / "same", source), grouped("base", "lora", base=3.0, lora=3.0)).notes == []
 
 
-def test_settings_that_become_equal_because_a_parameter_moved_between_groups_are_noted(tmp_path: Path) -> None:
+def test_settings_that_become_equal_because_a_parameter_moved_between_groups_are_noted(tmp_path):
     def made(*groups: tuple[str, ...], decays: tuple[float, ...]) -> TrainState:
         model = net()
         named = dict(model.named_parameters())
@@ -319,14 +317,14 @@ def test_settings_that_become_equal_because_a_parameter_moved_between_groups_are
     assert "weight_decay=0.01 replaces 0.5, 0.0" in note
 
 
-def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor(tmp_path: Path) -> None:
+def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor(tmp_path):
     state = with_rate(rate := torch.tensor(0.25))
     load(save(tmp_path, with_rate(torch.tensor(0.5))), state)
     assert state.optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == 0.5
 
 
-def test_groups_that_share_a_tensor_but_were_saved_with_different_values_are_refused(tmp_path: Path) -> None:
+def test_groups_that_share_a_tensor_but_were_saved_with_different_values_are_refused(tmp_path):
     """torch puts one tensor into all groups if it is passed as the default."""
     state = grouped("base", "lora")
     for group in state.optimizer.param_groups:
@@ -353,13 +351,13 @@ def with_rate(rate: Any) -> TrainState:
     ],
     ids=["truncated", "repeated", "a bool", "rounded"],
 )
-def test_a_setting_that_a_live_tensor_cannot_hold_is_refused(tmp_path: Path, saved: Any, live: Any, shown: str) -> None:
+def test_a_setting_that_a_live_tensor_cannot_hold_is_refused(tmp_path, saved, live, shown):
     check_misfit(save(tmp_path, with_rate(saved)), with_rate(live), rf"group 0: lr is {shown}.* in the checkpoint, but")
     load(save(tmp_path / "whole", with_rate(2.0)), with_rate(torch.tensor(1)))
 
 
 @pytest.mark.parametrize(("saved", "notes"), [(torch.tensor(0.5, dtype=torch.float64), 0), (0.5, 0), (0.1, 1)])
-def test_the_report_names_a_learning_rate_that_is_rounded(tmp_path: Path, saved: Any, notes: int) -> None:
+def test_the_report_names_a_learning_rate_that_is_rounded(tmp_path, saved, notes):
     state = with_rate(torch.tensor(0.25))
     report = load(save(tmp_path, with_rate(saved)), state)
     found = [note for note in report.notes if "lr=" in note]
@@ -367,7 +365,7 @@ def test_the_report_names_a_learning_rate_that_is_rounded(tmp_path: Path, saved:
     assert torch.equal(state.optimizer.param_groups[0]["lr"], torch.as_tensor(saved, dtype=torch.float32))
 
 
-def test_large_tensors_in_groups_are_restored(tmp_path: Path, kind: str) -> None:
+def test_large_tensors_in_groups_are_restored(tmp_path, kind):
     def made(value: float) -> TrainState:
         state = made_by(optim.AdamW)
         state.optimizer.param_groups[0].update(scales=torch.full((5000,), value), rows=[torch.full((5000,), -value)])
@@ -381,7 +379,7 @@ def test_large_tensors_in_groups_are_restored(tmp_path: Path, kind: str) -> None
         assert found["optimizer"]["param_groups"][0]["rows"][0].unique().tolist() == [-2.0]
 
 
-def test_empty_state_and_empty_groups_survive(tmp_path: Path) -> None:
+def test_empty_state_and_empty_groups_survive(tmp_path):
     source, state = TrainState(model=net(), extra={"epoch": 3}), trained()
     source.optimizer = optim.AdamW(source.model.parameters(), lr=0.1)
     for each in (source, state):
@@ -411,9 +409,7 @@ def rates_of(state: TrainState) -> list[float]:
     ],
     ids=["fewer", "more"],
 )
-def test_a_group_without_parameters_that_one_side_lacks_is_listed(
-    tmp_path: Path, saved: Any, live: Any, said: str, after: list[float]
-) -> None:
+def test_a_group_without_parameters_that_one_side_lacks_is_listed(tmp_path, saved, live, said, after):
     root, state = save(tmp_path, with_empty_groups(*saved)), with_empty_groups(*live)
     check_misfit(root, state, f"optimizer: 1 {said}")
     report = load(root, state, strict=False)
@@ -421,14 +417,14 @@ def test_a_group_without_parameters_that_one_side_lacks_is_listed(
     assert rates_of(state) == after
 
 
-def test_a_group_without_parameters_is_found_at_another_position(tmp_path: Path) -> None:
+def test_a_group_without_parameters_is_found_at_another_position(tmp_path):
     state = with_empty_groups(5.0)
     state.optimizer.param_groups.reverse()
     load(save(tmp_path, with_empty_groups(2.0)), state)
     assert rates_of(state) == [2.0, 0.1]
 
 
-def test_state_that_low_precision_parameters_keep_in_fp32_stays_fp32(tmp_path: Path) -> None:
+def test_state_that_low_precision_parameters_keep_in_fp32_stays_fp32(tmp_path):
     source, state = low(), low()
     check_round_trip(tmp_path, source, state, "sharded")
     mine = state.optimizer.state[state.model["base"].weight]
@@ -437,7 +433,7 @@ def test_state_that_low_precision_parameters_keep_in_fp32_stays_fp32(tmp_path: P
     assert torch.equal(state.model["base"].weight, mine["master"].to(torch.bfloat16))
 
 
-def test_masters_of_weights_that_are_not_loaded_stay_unchanged(run: str) -> None:
+def test_masters_of_weights_that_are_not_loaded_stay_unchanged(run):
     state = low()
     before = master(state, "lora").clone()
     load(run, state, include=["base.*"], optimizer="skip", convert_dtype=True)
@@ -445,7 +441,7 @@ def test_masters_of_weights_that_are_not_loaded_stay_unchanged(run: str) -> None
     assert torch.equal(master(state, "base"), state.model["base"].weight.float())
 
 
-def test_masters_come_from_fp32_weights_of_a_checkpoint_without_masters(run: str) -> None:
+def test_masters_come_from_fp32_weights_of_a_checkpoint_without_masters(run):
     state = low(steps=False)
     load(run, state, convert_dtype=True)
     assert torch.equal(master(state, "base"), weights(run)["base"].weight)
@@ -453,9 +449,7 @@ def test_masters_come_from_fp32_weights_of_a_checkpoint_without_masters(run: str
 
 @pytest.mark.parametrize("options", [{}, {"atomic": True}], ids=["in_place", "atomic"])
 @pytest.mark.parametrize("with_optimizer", [True, False])
-def test_weights_that_need_a_cast_come_from_the_masters(
-    tmp_path: Path, kind: str, options: dict[str, Any], with_optimizer: bool
-) -> None:
+def test_weights_that_need_a_cast_come_from_the_masters(tmp_path, kind, options, with_optimizer):
     source = low(1e-3, steps=False)
     if kind != "sharded":  # SHARDED stores a tied weight under each name, without recording the tie
         source.model["lora"].weight = source.model["base"].weight
@@ -482,12 +476,12 @@ def test_weights_that_need_a_cast_come_from_the_masters(
             assert optimizer.follow_weights() == 0
 
 
-def test_masters_are_refused_by_a_bf16_optimizer_without_any(tmp_path: Path) -> None:
+def test_masters_are_refused_by_a_bf16_optimizer_without_any(tmp_path):
     state = optimized(net().to(torch.bfloat16), optim.AdamW)
     check_misfit(save(tmp_path, low()), state, r"unexpected: master\.base\.weight")
 
 
-def test_a_deferred_optimizer_of_an_fp32_model_leaves_out_the_masters(tmp_path: Path) -> None:
+def test_a_deferred_optimizer_of_an_fp32_model_leaves_out_the_masters(tmp_path):
     source, state = low(), optimized(net(), optim.AdamW)
     with CheckpointManager(save(tmp_path, source)) as manager:
         report = manager.load(state, optimizer="deferred")
@@ -518,20 +512,20 @@ def counted(kept: Any) -> TrainState:
     return TrainState(model=module)
 
 
-def test_extra_state_of_the_modules_of_a_compiled_model_is_restored(tmp_path: Path) -> None:
+def test_extra_state_of_the_modules_of_a_compiled_model_is_restored(tmp_path):
     live = counted({"scale": 0})
     load(save(tmp_path, counted({"scale": 7})), TrainState(model=torch.compile(live.model)))
     assert live.model[0].kept == {"scale": 7}
 
 
-def test_large_tensors_of_module_extra_state_are_restored_and_are_no_weights(tmp_path: Path, kind: str) -> None:
+def test_large_tensors_of_module_extra_state_are_restored_and_are_no_weights(tmp_path, kind):
     source = counted({"history": torch.randn(600), "table": torch.arange(3)})
     live = counted({"history": torch.zeros(600), "table": torch.zeros(3)})
     check_round_trip(tmp_path, source, live, kind)
     assert set(open_checkpoint(f"{tmp_path}/step_00000001").catalog.by_role(Role.MODEL)) == {"0.weight", "0.bias"}
 
 
-def test_extra_state_that_one_side_lacks_is_listed_before_anything_changes(tmp_path: Path) -> None:
+def test_extra_state_that_one_side_lacks_is_listed_before_anything_changes(tmp_path):
     plain, live = TrainState(model=nn.Sequential(nn.Linear(2, 2))), counted(8)
     root = save(tmp_path / "counted", counted(7))
     check_misfit(root, plain, r"model\.extra_state: 1 unexpected: 0\._extra_state")
@@ -542,7 +536,7 @@ def test_extra_state_that_one_side_lacks_is_listed_before_anything_changes(tmp_p
     assert live.model[0].kept == 8
 
 
-def test_extra_state_that_torch_saved_is_reported_as_unchanged(tmp_path: Path) -> None:
+def test_extra_state_that_torch_saved_is_reported_as_unchanged(tmp_path):
     dcp.save({"model": counted({"n": 7}).model.state_dict()}, checkpoint_id=tmp_path / "torch", no_dist=True)
     live = counted({"n": 8})
     report = load(tmp_path / "run", live, str(tmp_path / "torch"))
@@ -550,7 +544,7 @@ def test_extra_state_that_torch_saved_is_reported_as_unchanged(tmp_path: Path) -
     assert "are left unchanged" in report.skipped["model.extra_state"]
 
 
-def test_torch_loads_a_model_with_extra_state_without_ckptkit(tmp_path: Path) -> None:
+def test_torch_loads_a_model_with_extra_state_without_ckptkit(tmp_path):
     source, target = counted(7), counted(8)
     save(tmp_path, source)
     state = {name: value for name, value in target.model.state_dict().items() if not name.endswith("_extra_state")}
@@ -558,7 +552,7 @@ def test_torch_loads_a_model_with_extra_state_without_ckptkit(tmp_path: Path) ->
     assert torch.equal(target.model[0].weight, source.model[0].weight)
 
 
-def test_values_added_by_a_models_state_dict_are_restored_by_its_load_state_dict(tmp_path: Path) -> None:
+def test_values_added_by_a_models_state_dict_are_restored_by_its_load_state_dict(tmp_path):
     class Own(nn.Linear):
         def __init__(self, calls: int) -> None:
             super().__init__(2, 2)
@@ -574,21 +568,21 @@ def test_values_added_by_a_models_state_dict_are_restored_by_its_load_state_dict
     check_round_trip(tmp_path, TrainState(model=Own(7)), TrainState(model=Own(0)), "sharded")
 
 
-def test_a_parameter_whose_name_ends_with_extra_state_is_a_parameter(tmp_path: Path, kind: str) -> None:
+def test_a_parameter_whose_name_ends_with_extra_state_is_a_parameter(tmp_path, kind):
     def state(lr: float) -> TrainState:
         return optimized(nn.ParameterDict({"my_extra_state": torch.randn(3)}), lr=lr)
 
     check_round_trip(tmp_path, state(0.1), state(0.2), kind)
 
 
-def test_a_state_of_an_optimizer_may_have_dots_in_its_name(tmp_path: Path, kind: str) -> None:
+def test_a_state_of_an_optimizer_may_have_dots_in_its_name(tmp_path, kind):
     source = trained()
     for number, state in enumerate(source.optimizer.state.values()):
         state["factors.0.left"] = torch.full((2, 3), float(number))
     check_round_trip(tmp_path, source, trained(), kind)
 
 
-def test_optimizer_state_of_a_parameter_in_no_saved_group_is_listed(tmp_path: Path) -> None:
+def test_optimizer_state_of_a_parameter_in_no_saved_group_is_listed(tmp_path):
     step = Path(save(tmp_path, trained()), "step_00000001")
 
     def forget(body: dict[str, Any]) -> None:
@@ -601,14 +595,14 @@ def test_optimizer_state_of_a_parameter_in_no_saved_group_is_listed(tmp_path: Pa
     check_misfit(tmp_path, state, r"3 unexpected: lora\.weight\.(step|exp_avg)")
 
 
-def test_damaged_objects_are_found_by_their_digest(run: str) -> None:
+def test_damaged_objects_are_found_by_their_digest(run):
     path = Path(run, "step_00000005", "objects.json")
     path.write_bytes(path.read_bytes().replace(b'"extra.epoch":3', b'"extra.epoch":4'))
     with pytest.raises(IntegrityError):
         load(run, trained())
 
 
-def test_an_optimizer_can_be_loaded_without_the_model(run: str) -> None:
+def test_an_optimizer_can_be_loaded_without_the_model(run):
     state, exact = trained(), trained()
     before = bits(state.model)
     report = load(run, state, model="skip")
@@ -622,14 +616,14 @@ def test_an_optimizer_can_be_loaded_without_the_model(run: str) -> None:
     "rule",
     [{"include": ["nosuch*"]}, {"include": lambda _: False}, {"exclude": "nosuch*"}, {"include": ["weight", "wight"]}],
 )
-def test_a_filter_that_matches_nothing_is_refused_by_name_or_noted(tmp_path: Path, rule: dict[str, Any]) -> None:
+def test_a_filter_that_matches_nothing_is_refused_by_name_or_noted(tmp_path, rule):
     state = TrainState(model=nn.Linear(2, 2))
     run = save(tmp_path, state)
     check_misfit(run, state, r"(include|exclude)='(nosuch\*|<lambda>|wight)' matches no tensor", **rule)
     assert any("matches no tensor" in note for note in load(run, state, strict=False, **rule).notes)
 
 
-def test_an_error_names_a_saved_model_without_a_live_one(tmp_path: Path) -> None:
+def test_an_error_names_a_saved_model_without_a_live_one(tmp_path):
     root = save(tmp_path, TrainState(model={"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}))
     report = load(root, TrainState(model={"actor": nn.Linear(2, 2)}))
     assert report.skipped == {"model_critic": "not in the training state"}
@@ -642,7 +636,7 @@ def test_an_error_names_a_saved_model_without_a_live_one(tmp_path: Path) -> None
     ("was", "now"), [(optim.AdamW, optim.SGD), (optim.SGD, optim.AdamW), (optim.Adam, optim.AdamW)]
 )
 @pytest.mark.parametrize("masters", [False, True])
-def test_an_optimizer_of_another_class_does_not_fit(tmp_path: Path, was: Any, now: Any, masters: bool) -> None:
+def test_an_optimizer_of_another_class_does_not_fit(tmp_path, was, now, masters):
     root, state = save(tmp_path, made_by(was)), made_by(now)
     if masters:
         state.optimizer = MasterWeightOptimizer(state.optimizer)
@@ -653,14 +647,14 @@ def test_an_optimizer_of_another_class_does_not_fit(tmp_path: Path, was: Any, no
     trained(state.model, state.optimizer)
 
 
-def test_an_optimizer_of_the_same_class_loads_into_one_with_masters(tmp_path: Path) -> None:
+def test_an_optimizer_of_the_same_class_loads_into_one_with_masters(tmp_path):
     root, state = save(tmp_path, trained()), trained()
     state.optimizer = MasterWeightOptimizer(optim.AdamW(state.model.parameters()))
     assert not load(root, state).missing
 
 
 @pytest.mark.parametrize("was", [False, True])
-def test_a_changed_optimizer_option_does_not_fit(tmp_path: Path, was: bool) -> None:
+def test_a_changed_optimizer_option_does_not_fit(tmp_path, was):
     root = save(tmp_path, made_by(optim.AdamW, amsgrad=was))
     state = made_by(optim.AdamW, amsgrad=not was)
     check_misfit(root, state, rf"amsgrad={was} of group 0 \(here it is {not was}\)")
@@ -669,7 +663,7 @@ def test_a_changed_optimizer_option_does_not_fit(tmp_path: Path, was: bool) -> N
     trained(state.model, state.optimizer)
 
 
-def test_a_scheduler_of_another_class_does_not_fit(tmp_path: Path) -> None:
+def test_a_scheduler_of_another_class_does_not_fit(tmp_path):
     def joined(second: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda of: schedulers.SequentialLR(of, [schedulers.ConstantLR(of), second(of)], [2])
 
@@ -691,13 +685,13 @@ def test_a_scheduler_of_another_class_does_not_fit(tmp_path: Path) -> None:
             assert load(root, state, strict=False).missing and bits(state.scheduler) == before
 
 
-def test_classes_that_a_checkpoint_does_not_record_are_not_compared() -> None:
+def test_classes_that_a_checkpoint_does_not_record_are_not_compared():
     optimizer = optim.SGD(net().parameters())
     for objects in ({}, {"classes": None}, {"classes": {}}, {"classes": {"optimizer": "SGD"}}):
         assert of_another_class("optimizer", optimizer, objects) == ""
 
 
-def test_a_model_in_extra_is_compared_before_anything_changes(tmp_path: Path) -> None:
+def test_a_model_in_extra_is_compared_before_anything_changes(tmp_path):
     def state(ema: Any) -> TrainState:
         return TrainState(model=net(), extra={"ema": ema})
 
@@ -715,7 +709,7 @@ def test_a_model_in_extra_is_compared_before_anything_changes(tmp_path: Path) ->
 
 
 @on_ranks(2)
-def test_parameters_in_extra_remain_parameters(tmp_path: Path) -> None:
+def test_parameters_in_extra_remain_parameters(tmp_path):
     mesh = init_device_mesh("cpu", (2,))
 
     def made(value: float) -> TrainState:
@@ -734,7 +728,7 @@ def test_parameters_in_extra_remain_parameters(tmp_path: Path) -> None:
     assert [item.requires_grad for item in found] == [True, True, True, False]
 
 
-def test_a_column_major_weight_of_a_model_in_extra_is_restored(tmp_path: Path, kind: str) -> None:
+def test_a_column_major_weight_of_a_model_in_extra_is_restored(tmp_path, kind):
     def made() -> TrainState:
         ema = nn.Linear(30, 20)
         ema.weight = nn.Parameter(torch.randn(30, 20).T)
@@ -745,7 +739,7 @@ def test_a_column_major_weight_of_a_model_in_extra_is_restored(tmp_path: Path, k
     assert bits(live.extra["ema"]) == bits(source.extra["ema"])
 
 
-def test_the_state_of_a_disabled_scaler_does_not_fit_an_enabled_one(tmp_path: Path) -> None:
+def test_the_state_of_a_disabled_scaler_does_not_fit_an_enabled_one(tmp_path):
     def state(enabled: bool) -> TrainState:
         return TrainState(model=net(), grad_scaler=torch.amp.GradScaler("cpu", enabled=enabled))
 
@@ -781,7 +775,7 @@ def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
         yield made
 
 
-def test_a_deferred_optimizer_applies_once_to_a_changed_model(manager: CheckpointManager) -> None:
+def test_a_deferred_optimizer_applies_once_to_a_changed_model(manager):
     source, state = base(), fresh()
     handle = manager.load(state, optimizer="deferred").deferred
     assert bits(state.model) == bits(source.model)
@@ -800,7 +794,7 @@ def test_a_deferred_optimizer_applies_once_to_a_changed_model(manager: Checkpoin
     assert not handle.pending
 
 
-def test_applying_a_deferred_optimizer_frees_its_memory(manager: CheckpointManager) -> None:
+def test_applying_a_deferred_optimizer_frees_its_memory(manager):
     state = fresh()
     handle = manager.load(state, optimizer="deferred").deferred
     handle.apply()
@@ -810,7 +804,7 @@ def test_applying_a_deferred_optimizer_frees_its_memory(manager: CheckpointManag
     assert model() is None
 
 
-def test_a_deferred_optimizer_that_does_not_fit_can_be_applied_again(manager: CheckpointManager) -> None:
+def test_a_deferred_optimizer_that_does_not_fit_can_be_applied_again(manager):
     state = fresh(adapters=True)
     handle = manager.load(state, optimizer="deferred", strict=False).deferred
     with pytest.raises(CheckpointMismatchError, match=r"lora\.weight"):
@@ -819,7 +813,7 @@ def test_a_deferred_optimizer_that_does_not_fit_can_be_applied_again(manager: Ch
     assert handle.apply(strict=False) is not None
 
 
-def test_applying_without_an_optimizer_is_an_error_that_says_what_to_pass(manager: CheckpointManager) -> None:
+def test_applying_without_an_optimizer_is_an_error_that_says_what_to_pass(manager):
     state = fresh()
     state.optimizer = None
     handle = manager.load(state, optimizer="deferred").deferred
@@ -827,7 +821,7 @@ def test_applying_without_an_optimizer_is_an_error_that_says_what_to_pass(manage
         handle.apply()
 
 
-def test_the_optimizer_of_any_url_can_be_deferred(manager: CheckpointManager, tmp_path: Path) -> None:
+def test_the_optimizer_of_any_url_can_be_deferred(manager, tmp_path):
     state = fresh()
     handle = manager.load(state, f"{tmp_path}/step_00000001", optimizer="deferred").deferred
     handle.apply()

@@ -83,7 +83,7 @@ def save_one_tensor(url: str) -> Entered:
     return found
 
 
-def test_a_save_of_one_tensor_has_few_of_our_frames_above_its_write_and_calls_few_functions() -> None:
+def test_a_save_of_one_tensor_has_few_of_our_frames_above_its_write_and_calls_few_functions():
     # In a process of its own, because the number depends on what ran before.
     line = [sys.executable, "-m", "tests.checkpoint.test_ways"]
     told = subprocess.run(line, capture_output=True, text=True, check=True).stdout
@@ -93,7 +93,7 @@ def test_a_save_of_one_tensor_has_few_of_our_frames_above_its_write_and_calls_fe
     assert 0 < int(told.splitlines()[-1].split()[0]) <= 245, told
 
 
-def test_a_save_lists_the_run_once_and_reports_how_many_checkpoints_it_has(tmp_path: Path) -> None:
+def test_a_save_lists_the_run_once_and_reports_how_many_checkpoints_it_has(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, linear())
         with Entered() as found:
@@ -103,7 +103,7 @@ def test_a_save_lists_the_run_once_and_reports_how_many_checkpoints_it_has(tmp_p
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_a_load_has_few_of_our_frames_above_each_read_and_calls_few_functions(tmp_path: Path, atomic: bool) -> None:
+def test_a_load_has_few_of_our_frames_above_each_read_and_calls_few_functions(tmp_path, atomic):
     def state() -> TrainState:
         return TrainState(model=torch.nn.Linear(4, 4, bias=False))
 
@@ -145,7 +145,7 @@ class Messages:
 
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
-def test_later_saves_exchange_no_plans(tmp_path: Path, background: bool) -> None:
+def test_later_saves_exchange_no_plans(tmp_path, background):
     mesh = init_device_mesh("cpu", (2,))
     wholes = {f"block_{i}_weight": torch.full((8, 4), float(i)) for i in range(300)}
     sharded = {key: distribute_tensor(whole, mesh, (Shard(0),), src_data_rank=None) for key, whole in wholes.items()}

@@ -55,7 +55,7 @@ def check(ranks: Any, url: Path, kind: str, source: Any, target: Any, precision:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_sharded_checkpoints_load_on_any_number_of_ranks(ranks: Any, tmp_path: Path, source: Any, target: Any) -> None:
+def test_sharded_checkpoints_load_on_any_number_of_ranks(ranks, tmp_path, source, target):
     check(ranks, tmp_path, "sharded", source, target)
 
 
@@ -63,17 +63,17 @@ def test_sharded_checkpoints_load_on_any_number_of_ranks(ranks: Any, tmp_path: P
     ("source", "target"),
     [((4, "tp"), (3, "1d")), ((3, "1d"), (4, "hsdp")), ((1, "plain"), (4, "tp")), ((4, "hsdp"), (1, "plain"))],
 )
-def test_a_full_checkpoint_loads_on_any_number_of_ranks(ranks: Any, tmp_path: Path, source: Any, target: Any) -> None:
+def test_a_full_checkpoint_loads_on_any_number_of_ranks(ranks, tmp_path, source, target):
     check(ranks, tmp_path, "full", source, target)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_masters_load_on_any_number_of_ranks(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_masters_load_on_any_number_of_ranks(ranks, tmp_path, kind):
     check(ranks, tmp_path, kind, (3, "1d"), (4, "hsdp"), "master")
 
 
 @on_ranks(4)
-def test_a_local_checkpoint_of_another_mesh_names_the_command_that_reshards_it(tmp_path: Path) -> None:
+def test_a_local_checkpoint_of_another_mesh_names_the_command_that_reshards_it(tmp_path):
     save(str(tmp_path), "local", "1d")
     command = f"reshard {tmp_path}/step_00000002 DST --world-size 4 --mesh replicate=2,shard=2 --type local"
     states.check_misfit(tmp_path, jobs.make("hsdp", start=7).state(), re.escape(command))
@@ -92,7 +92,7 @@ def load_without_ckptkit(url: str, layout: str) -> Any:
 
 
 @pytest.mark.parametrize("target", [(1, "1d"), (3, "1d"), (4, "tp")])
-def test_plain_torch_loads_model_and_optimizer(ranks: Any, tmp_path: Path, target: Any) -> None:
+def test_plain_torch_loads_model_and_optimizer(ranks, tmp_path, target):
     saved = ranks.run(save, 2, str(tmp_path), "sharded", "1d")[0]
     for loaded in ranks.run(load_without_ckptkit, target[0], f"{tmp_path}/step_00000002", target[1]):
         assert set(different(loaded, saved)) <= {"groups", "scheduler"}
@@ -124,19 +124,19 @@ def spread(given: Any, rank: int, world_size: int) -> Any:
     return {"value": sum(s["value"] for s in given) * 100 + rank} if isinstance(given[0], dict) else given
 
 
-def test_each_rank_gets_its_own_state_back(ranks: Any, tmp_path: Path) -> None:
+def test_each_rank_gets_its_own_state_back(ranks, tmp_path):
     drawn = ranks.run(save_own, 3, str(tmp_path), True)
     found = ranks.run(load_own, 3, str(tmp_path), {})
     assert [item[:3] for item in found] == [(10 + rank, rank, drawn[rank]) for rank in range(3)]
 
 
-def test_differing_dataloader_state_is_refused_on_another_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
+def test_differing_dataloader_state_is_refused_on_another_number_of_ranks(ranks, tmp_path):
     ranks.run(save_own, 3, str(tmp_path), True)
     for text in ranks.run(load_own, 2, str(tmp_path), {}):
         assert "dataloader has one state per rank, saved at world size 3; the world size is now 2" in text
 
 
-def test_per_rank_state_equal_on_all_ranks_loads_on_any_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
+def test_per_rank_state_equal_on_all_ranks_loads_on_any_number_of_ranks(ranks, tmp_path):
     ranks.run(save_own, 3, str(tmp_path), False)
     for position, value, _, _, notes in ranks.run(load_own, 2, str(tmp_path), {}):
         assert (position, value) == (10, 0)
@@ -145,7 +145,7 @@ def test_per_rank_state_equal_on_all_ranks_loads_on_any_number_of_ranks(ranks: A
         assert not any("dataloader" in note for note in notes)
 
 
-def test_a_per_rank_function_may_merge_the_states_of_several_ranks(ranks: Any, tmp_path: Path) -> None:
+def test_a_per_rank_function_may_merge_the_states_of_several_ranks(ranks, tmp_path):
     for differing, expected in (
         (True, [(3300, [0, 1, 2]), (3301, [0, 1, 2])]),
         (False, [(3000, [0, 0, 0]), (3001, [0, 0, 0])]),  # equal states are merged too
@@ -194,7 +194,7 @@ def load_shards(url: str, shards: list[int], resize: Any) -> Any:
 
 
 @pytest.mark.parametrize("resize", ["error", "keep", spread])
-def test_an_object_finds_its_own_state_among_all_ranks(ranks: Any, tmp_path: Path, resize: Any) -> None:
+def test_an_object_finds_its_own_state_among_all_ranks(ranks, tmp_path, resize):
     ranks.run(save_shards, 4, str(tmp_path), [0, 0, 1, 1])
     assert ranks.run(load_shards, 4, str(tmp_path), [0, 1, 0, 1], resize) == [(10, 20), (11, 21)] * 2
     assert ranks.run(load_shards, 2, str(tmp_path), [1, 0], resize) == [(11, 21), (10, 20)]
@@ -206,7 +206,7 @@ def refuse_shards(url: str, shards: list[int], storage_options: dict[str, Any]) 
         return states.refusal(lambda: manager.load(state))
 
 
-def test_an_object_that_refuses_ranks_states_changes_nothing(ranks: Any, tmp_path: Path, s3: dict[str, Any]) -> None:
+def test_an_object_that_refuses_ranks_states_changes_nothing(ranks, tmp_path, s3):
     expected = "CheckpointMismatchError: the data had 2 shards, now it has 1"
     for url, options in ((str(tmp_path), {}), ("s3://bucket/shards", s3)):
         ranks.run(save_shards, 2, url, [0, 1], options)
@@ -215,7 +215,7 @@ def test_an_object_that_refuses_ranks_states_changes_nothing(ranks: Any, tmp_pat
 
 
 @pytest.mark.parametrize("where", ["dataloader", "extra"])
-def test_an_objects_own_rule_for_the_ranks_states_must_be_callable(where: str) -> None:
+def test_an_objects_own_rule_for_the_ranks_states_must_be_callable(where):
     loader = Shards(0, 1)
     loader.merge_ranks = {}  # type: ignore[assignment]
     given: dict[str, Any] = {"dataloader": loader} if where == "dataloader" else {"extra": {"mine": PerRank(loader)}}
@@ -223,7 +223,7 @@ def test_an_objects_own_rule_for_the_ranks_states_must_be_callable(where: str) -
         TrainState(**given)
 
 
-def test_ranks_are_reseeded_from_the_saved_state_if_their_number_changes(ranks: Any, tmp_path: Path) -> None:
+def test_ranks_are_reseeded_from_the_saved_state_if_their_number_changes(ranks, tmp_path):
     drawn = ranks.run(save_own, 3, str(tmp_path), True)
     first, again = (ranks.run(load_own, 2, str(tmp_path), {"per_rank_on_resize": "keep"}) for _ in range(2))
     numbers = [tuple(item[2]) for item in first]
@@ -233,7 +233,7 @@ def test_ranks_are_reseeded_from_the_saved_state_if_their_number_changes(ranks: 
     assert any("reseeded" in note for note in first[0][4])
 
 
-def test_rng_on_resize_keeps_or_refuses_random_state(ranks: Any, tmp_path: Path) -> None:
+def test_rng_on_resize_keeps_or_refuses_random_state(ranks, tmp_path):
     ranks.run(save_own, 3, str(tmp_path), True)
     torch.manual_seed(77)
     unchanged = torch.rand(3).tolist()
@@ -245,7 +245,7 @@ def test_rng_on_resize_keeps_or_refuses_random_state(ranks: Any, tmp_path: Path)
 
 
 @on_ranks(2)
-def test_a_warning_names_extra_state_that_differs_between_ranks(tmp_path: Path) -> None:
+def test_a_warning_names_extra_state_that_differs_between_ranks(tmp_path):
     seen: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())
@@ -275,7 +275,7 @@ def load_average(url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_an_averaged_copy_of_sharded_weights_is_restored_sharded(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_an_averaged_copy_of_sharded_weights_is_restored_sharded(ranks, tmp_path, kind):
     saved = ranks.run(save_average, 2, str(tmp_path), kind)[0]
     assert ranks.run(load_average, 3, str(tmp_path)) == [saved] * 3
 
@@ -294,7 +294,7 @@ def narrow(seed: int) -> TrainState:
 
 
 @on_ranks(4)
-def test_a_weight_with_fewer_rows_than_tp_ranks_is_restored(tmp_path: Path, kind: str) -> None:
+def test_a_weight_with_fewer_rows_than_tp_ranks_is_restored(tmp_path, kind):
     source = narrow(0)
     states.check_round_trip(tmp_path, source, narrow(1), kind)
     parts = [parameter.to_local().numel() for parameter in source.model.parameters()]
@@ -412,9 +412,7 @@ def load_odd(url: str, layout: str, optimizers: str) -> tuple[dict[str, Any], li
         ("local", (4, "hsdp-tp"), (4, "hsdp-tp"), "master"),
     ],
 )
-def test_an_odd_sized_model_loads_on_any_number_of_ranks(
-    ranks: Any, tmp_path: Path, kind: str, source: Any, target: Any, optimizers: str
-) -> None:
+def test_an_odd_sized_model_loads_on_any_number_of_ranks(ranks, tmp_path, kind, source, target, optimizers):
     saved, losses = ranks.run(save_odd, source[0], str(tmp_path), kind, source[1], optimizers, timeout=300)[0]
     for loaded, resumed in ranks.run(load_odd, target[0], str(tmp_path), target[1], optimizers, timeout=300):
         assert different(loaded, saved) == []

@@ -25,7 +25,7 @@ DCP = "dcp_fsdp2_uneven_w4/ckpt"
 
 
 @pytest.mark.parametrize("command", _COMMANDS)
-def test_every_command_has_help(command: str) -> None:
+def test_every_command_has_help(command):
     page = ran(command, "--help")
     assert "Usage: " in page
     tried = re.findall(rf"^ +ckptkit ({command} .*)$", page, re.MULTILINE)
@@ -38,14 +38,14 @@ def test_every_command_has_help(command: str) -> None:
     assert more and (Path(__file__).parents[2] / "docs" / more[1]).is_file()
 
 
-def test_a_program_that_calls_main_keeps_its_sigint_handler() -> None:
+def test_a_program_that_calls_main_keeps_its_sigint_handler():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit):
         main(["--version"])
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_no_command_imports_torch(zoo: Path, tmp_path: Path) -> None:
+def test_no_command_imports_torch(zoo, tmp_path):
     lines = [run_cli(command, str(zoo / DCP)) for command in ("inspect", "verify")]
     for line in ("convert --verify", "convert --dry-run", "convert --dtype bf16", "convert --to torch",
                  "convert --to dcp --world-size 3", "reshard --world-size 3"):  # fmt: skip
@@ -53,17 +53,17 @@ def test_no_command_imports_torch(zoo: Path, tmp_path: Path) -> None:
     assert not modules_after("\n".join(lines)) & {*HEAVY, "fsspec", "safetensors", "huggingface_hub"}
 
 
-def test_ls_imports_no_framework_and_no_numpy(root: Path) -> None:
+def test_ls_imports_no_framework_and_no_numpy(root):
     assert not modules_after(run_cli("ls", str(root))).intersection({*HEAVY, "numpy", "fsspec"})
 
 
-def test_a_destination_that_exists_is_refused_and_left_alone(zoo: Path, tmp_path: Path) -> None:
+def test_a_destination_that_exists_is_refused_and_left_alone(zoo, tmp_path):
     (tmp_path / "mine").write_text("keep")
     assert "--overwrite" in ran("convert", zoo / DCP, tmp_path, code=1)
     assert names(tmp_path) == ["mine"]
 
 
-def test_a_proof_states_the_numbers_of_the_result(zoo: Path, tmp_path: Path) -> None:
+def test_a_proof_states_the_numbers_of_the_result(zoo, tmp_path):
     said = ran("convert", zoo / DCP, tmp_path / "out", "--include", "*.norm.weight", "--verify")
     assert said.strip().splitlines()[-1] == (
         "proved: 2 tensors, 20 elements, each covered once; 8 source digests checked; "
@@ -79,7 +79,7 @@ def test_a_proof_states_the_numbers_of_the_result(zoo: Path, tmp_path: Path) -> 
     assert f"; {digests} source digests checked; committed as step 0 of 3 ranks" in said
 
 
-def test_verify_finds_a_flipped_bit_in_every_file_of_our_own_checkpoint(zoo: Path, tmp_path: Path) -> None:
+def test_verify_finds_a_flipped_bit_in_every_file_of_our_own_checkpoint(zoo, tmp_path):
     ran("reshard", zoo / DCP, tmp_path / "good", "--world-size", "2")
     ran("verify", tmp_path / "good")
     for file in sorted((tmp_path / "good").iterdir()):
@@ -88,21 +88,21 @@ def test_verify_finds_a_flipped_bit_in_every_file_of_our_own_checkpoint(zoo: Pat
         flip(file)
 
 
-def test_inspect_lists_slices_with_their_owners(zoo: Path) -> None:
+def test_inspect_lists_slices_with_their_owners(zoo):
     found = document("inspect", zoo / DCP, "--tensors", "*")
     assert found["schema"] == "ckptkit.inspect/1"
     tensor = max(found["tensors"], key=lambda t: t["nbytes"])
     assert sorted(s["rank"] for s in tensor["slices"]) == [0, 1, 2, 3]
 
 
-def test_diff_of_a_checkpoint_and_its_export_is_equal_and_quiet_prints_only_that(zoo: Path, tmp_path: Path) -> None:
+def test_diff_of_a_checkpoint_and_its_export_is_equal_and_quiet_prints_only_that(zoo, tmp_path):
     result = run("convert", zoo / DCP, tmp_path / "out", "--quiet")
     assert result.stderr == "" and [line.split(":")[0] for line in result.stdout.splitlines()] == ["proved"]
     assert ran("diff", zoo / DCP, tmp_path / "out").strip().splitlines()[-1].startswith("equal")
     assert len(ran("diff", zoo / DCP, tmp_path / "out", "--quiet").splitlines()) == 1
 
 
-def test_diff_shows_a_cast_by_layer_or_tensor_and_exits_with_1(zoo: Path, tmp_path: Path) -> None:
+def test_diff_shows_a_cast_by_layer_or_tensor_and_exits_with_1(zoo, tmp_path):
     both = zoo / DCP, tmp_path / "out"
     ran("convert", *both, "--dtype", "bf16")
     brief, every = (ran("diff", *both, *more, code=1) for more in ((), ("--verbose",)))
@@ -113,7 +113,7 @@ def test_diff_shows_a_cast_by_layer_or_tensor_and_exits_with_1(zoo: Path, tmp_pa
     assert not any("norm" in row["name"] for row in found["different"])
 
 
-def test_diff_accepts_the_names_that_inspect_shows(zoo: Path, root: Path, tmp_path: Path) -> None:
+def test_diff_accepts_the_names_that_inspect_shows(zoo, root, tmp_path):
     """Its error says: see the names with `ckptkit inspect`."""
     ran("convert", root, tmp_path / "out")
     assert "model.weight" in ran("inspect", root, "--tensors", "*")
@@ -146,20 +146,20 @@ def saved(root: Path, kind: str) -> Path:
     return root
 
 
-def test_a_save_reports_the_bytes_of_the_files_that_the_rank_wrote(tmp_path: Path) -> None:
+def test_a_save_reports_the_bytes_of_the_files_that_the_rank_wrote(tmp_path):
     for kind in ("sharded", "full", "local"):
         saved(tmp_path / kind, kind)
 
 
 @pytest.mark.parametrize("kind", ["full", "local"])
 @pytest.mark.parametrize("line", [*(f"convert --to {to}" for to in ("dcp", "torch", "local", "hf")), "merge --last 2"])
-def test_a_result_names_the_tied_tensors_that_it_lacks(kind: str, line: str, tmp_path: Path) -> None:
+def test_a_result_names_the_tied_tensors_that_it_lacks(kind, line, tmp_path):
     command, *options = line.split()
     said = ran(command, saved(tmp_path / "RUN", kind), tmp_path / "out", *options)
     assert "written under one name only: head.weight is embed.weight" in said
 
 
-def test_convert_does_not_name_a_tied_tensor_whose_holder_is_excluded(tmp_path: Path) -> None:
+def test_convert_does_not_name_a_tied_tensor_whose_holder_is_excluded(tmp_path):
     source = saved(tmp_path / "RUN", "full")
     assert "tied in the source" not in run("convert", source, tmp_path / "out", "--include", "nothing*").output
 
@@ -172,7 +172,7 @@ def test_prune_limits_keep_the_exemptions_of_the_run_unless_told_to_forget_them(
     assert ran("ls", "-q", root).split() == kept
 
 
-def test_unpinning_a_run_unpins_its_newest_checkpoint(root: Path) -> None:
+def test_unpinning_a_run_unpins_its_newest_checkpoint(root):
     ran("pin", root / "300", "--why", "first")
     assert "step_00000300" in ran("unpin", root)
 
@@ -181,16 +181,16 @@ def shell(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "ckptkit", *words], capture_output=True, text=True, check=False)
 
 
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+def test_debug_shows_the_traceback(tmp_path):
     done = shell("inspect", tmp_path / "nothing", "--debug")
     assert done.returncode == 1 and "Traceback" in done.stderr
 
 
 @pytest.mark.parametrize("error", [OSError(None), OSError(5, None), OSError(5, "")])
-def test_a_system_error_without_a_message_gets_one(error: OSError) -> None:
+def test_a_system_error_without_a_message_gets_one(error):
     assert _message(error) == "Error: OSError without a message."
 
 
-def test_a_library_warning_reads_like_a_warning(root: Path) -> None:
+def test_a_library_warning_reads_like_a_warning(root):
     done = shell("ls", root, "--max-mem", "1kB")
     assert done.returncode == 0 and done.stderr.startswith("Warning: ") and "ckptkit.checkpoint" not in done.stderr

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -46,7 +45,7 @@ SHELLS = {
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_commands_options_choices_and_paths(shell: str, tmp_path: Path) -> None:
+def test_a_shell_completes_commands_options_choices_and_paths(shell, tmp_path):
     program = shutil.which(shell)
     if program is None:
         pytest.skip(f"no {shell} here")

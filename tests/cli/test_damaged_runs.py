@@ -32,7 +32,7 @@ def unreadable_record(data: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "checkpoint.json", "manifest.safetensors"])
-def test_verify_of_a_damaged_newest_checkpoint_names_the_previous_one(root: Path, file: str) -> None:
+def test_verify_of_a_damaged_newest_checkpoint_names_the_previous_one(root, file):
     (root / NEWEST / file).write_bytes(b"{")
     lines = ran("verify", root, code=1).splitlines()
     assert any(line.endswith(f"{root}/{NEWEST}") for line in lines)
@@ -41,13 +41,13 @@ def test_verify_of_a_damaged_newest_checkpoint_names_the_previous_one(root: Path
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
-def test_the_output_names_the_chosen_checkpoint_unless_it_is_quiet(root: Path, command: str) -> None:
+def test_the_output_names_the_chosen_checkpoint_unless_it_is_quiet(root, command):
     note = f"{NEWEST} is the newest of 3 step directories in {root}."
     assert note in ran(command, root) and note not in ran(command, root, "-q")
     assert f"{root}/{BEFORE}" in ran(command, root / "latest~1")
 
 
-def test_a_damaged_oldest_checkpoint_has_no_previous_one(root: Path) -> None:
+def test_a_damaged_oldest_checkpoint_has_no_previous_one(root):
     (root / "step_00000100" / DATA).unlink()
     assert "check the previous one" not in ran("verify", root / "100", code=1)
 
@@ -55,12 +55,12 @@ def test_a_damaged_oldest_checkpoint_has_no_previous_one(root: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["broken_missing_shard/ckpt", "broken_missing_metadata/ckpt", "broken_verl_missing_rank"]
 )
-def test_verify_prints_json_for_a_checkpoint_that_cannot_be_opened(zoo: Path, name: str) -> None:
+def test_verify_prints_json_for_a_checkpoint_that_cannot_be_opened(zoo, name):
     found = document("verify", zoo / name, code=1)
     assert found["ok"] is False and "missing" in found["problems"][0]["message"]
 
 
-def test_a_file_with_many_damages_prints_few_lines(tmp_path: Path) -> None:
+def test_a_file_with_many_damages_prints_few_lines(tmp_path):
     save_file({f"layers.{i}.weight": np.full((2, 2), i, np.float32) for i in range(40)}, tmp_path / "model.safetensors")
     reshard(str(tmp_path / "model.safetensors"), str(tmp_path / "many"), world_size=1)
     every_bit(tmp_path / "many" / DATA, 200)
@@ -69,7 +69,7 @@ def test_a_file_with_many_damages_prints_few_lines(tmp_path: Path) -> None:
     assert len(document("verify", tmp_path / "many", code=1)["problems"]) > 35
 
 
-def test_an_unreadable_file_is_one_problem(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_one_problem(root, monkeypatch):
     read = LocalStore.read
 
     def fail(self: Any, path: str, *place: Any) -> Any:
@@ -83,12 +83,12 @@ def test_an_unreadable_file_is_one_problem(root: Path, monkeypatch: pytest.Monke
     assert [line.count("Input/output error") for line in lines if "__0_0.distcp" in line] == [1]
 
 
-def test_a_dcp_without_its_metadata_may_be_a_copy_that_left_it_out(zoo: Path, tmp_path: Path) -> None:
+def test_a_dcp_without_its_metadata_may_be_a_copy_that_left_it_out(zoo, tmp_path):
     shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", tmp_path / "copy", ignore=shutil.ignore_patterns(".metadata"))
     assert "or a copy left out this hidden file" in ran("verify", tmp_path / "copy", code=1)
 
 
-def test_ls_shows_step_directories_without_a_record(root: Path) -> None:
+def test_ls_shows_step_directories_without_a_record(root):
     (root / NEWEST / "checkpoint.json").unlink()
     (root / "copy").mkdir()
     shutil.copy(root / BEFORE / "checkpoint.json", root / "copy")
@@ -97,20 +97,20 @@ def test_ls_shows_step_directories_without_a_record(root: Path) -> None:
     assert "copy" in ran("ls", "--all", root)
 
 
-def test_ls_calls_neither_a_copy_nor_an_export_of_ckptkit_foreign(root: Path) -> None:
+def test_ls_calls_neither_a_copy_nor_an_export_of_ckptkit_foreign(root):
     shutil.copytree(root / BEFORE, root / "backup")
     ran("convert", root, root / "export", "--to", "torch")
     assert f"1 other directory is skipped; to see why: ckptkit ls --all {root}" in ran("ls", root)
     assert "not checkpoints of this run, never touched: export" in ran("ls", "--all", root)
 
 
-def test_ls_says_that_its_list_of_entries_is_cut_off(tmp_path: Path) -> None:
+def test_ls_says_that_its_list_of_entries_is_cut_off(tmp_path):
     for name in "abcdef":
         (tmp_path / name).mkdir()
     assert "It contains a, b, c, d, e and 1 more." in ran("ls", tmp_path, code=1)
 
 
-def test_a_run_whose_records_are_damaged_is_not_called_empty(root: Path) -> None:
+def test_a_run_whose_records_are_damaged_is_not_called_empty(root):
     (root / "step_00000100").rename(root / "before-decay")
     for record in root.glob("*/checkpoint.json"):
         record.write_bytes(record.read_bytes()[:-20])
@@ -139,20 +139,20 @@ def test_an_error_names_the_damage_and_what_to_do_next(root, tmp_path, damage, l
     assert [words for words in said if words.format(root=root) not in shown] == [], shown
 
 
-def test_a_copy_of_a_run_does_not_say_that_nothing_was_copied(root: Path, tmp_path: Path) -> None:
+def test_a_copy_of_a_run_does_not_say_that_nothing_was_copied(root, tmp_path):
     (root / NEWEST / DATA).unlink()
     said = ran("copy", root, tmp_path / "new", code=1)
     assert (tmp_path / "new" / "step_00000100").is_dir() and "Nothing was copied" not in said
     assert f"{NEWEST} was not copied" in said and "has 2 other complete checkpoints." in said
 
 
-def test_the_command_that_lists_all_damage_ends_where_its_sentence_ends(root: Path) -> None:
+def test_the_command_that_lists_all_damage_ends_where_its_sentence_ends(root):
     (root / NEWEST / DATA).unlink()
     said = run("diff", root, root / BEFORE).output
     assert said.count("ckptkit verify") == 1 and f"To see all damage: ckptkit verify {root}/{NEWEST}\n" in said
 
 
-def test_a_proof_without_digests_says_so(root: Path, tmp_path: Path) -> None:
+def test_a_proof_without_digests_says_so(root, tmp_path):
     for name, *options in (("convert", "--to", "torch"), ("reshard", "--world-size", "2")):
         found = document(name, root, tmp_path / name, *options, "--no-check")
         assert "source digests not checked (--no-check)" in found["proved"]

@@ -35,7 +35,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_help_has_a_heading_for_each_group_of_options() -> None:
+def test_help_has_a_heading_for_each_group_of_options():
     page = ran("convert", "--help")
     headings = [line for line in page.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings == ["What:", "Model:", "Names:", "Files:", "Safety:", "Resources:", "Output:"]
@@ -55,14 +55,14 @@ SAID: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command line, 
 
 
 @pytest.mark.parametrize("rule", SAID)
-def test_a_command_prints_what_is_so(zoo: Path, root: Path, tmp_path: Path, rule: str) -> None:
+def test_a_command_prints_what_is_so(zoo, root, tmp_path, rule):
     code, line, words = SAID[rule]
     assert words in ran(*line.format(zoo=zoo, dcp=zoo / DCP, root=root, out=tmp_path / "out").split(), code=code)
 
 
 @pytest.mark.parametrize("name", ["latest", "300", "step_00000300"])
 @pytest.mark.parametrize("verb", ["inspect", "verify", "convert", "reshard", "diff", "pin"])
-def test_every_command_accepts_names_of_checkpoints(root: Path, tmp_path: Path, verb: str, name: str) -> None:
+def test_every_command_accepts_names_of_checkpoints(root, tmp_path, verb, name):
     more: dict[str, list[str | Path]] = {
         "convert": [tmp_path / "o", "--dry-run"],
         "reshard": [tmp_path / "o", "--world-size", "2", "--dry-run"],
@@ -72,7 +72,7 @@ def test_every_command_accepts_names_of_checkpoints(root: Path, tmp_path: Path, 
     ran(verb, root / name, *more.get(verb, []))
 
 
-def test_a_symlink_called_latest_of_another_system_is_followed(zoo: Path, tmp_path: Path) -> None:
+def test_a_symlink_called_latest_of_another_system_is_followed(zoo, tmp_path):
     shutil.copytree(zoo / DCP, tmp_path / "step-2")
     os.symlink("step-2", tmp_path / "latest")
     assert document("inspect", tmp_path / "latest")["url"].endswith("/step-2")
@@ -81,13 +81,13 @@ def test_a_symlink_called_latest_of_another_system_is_followed(zoo: Path, tmp_pa
     assert "there is no 'latest'" in run("inspect", tmp_path / "latest").output
 
 
-def test_an_export_with_a_config_prints_the_serve_command(zoo: Path, tmp_path: Path) -> None:
+def test_an_export_with_a_config_prints_the_serve_command(zoo, tmp_path):
     last = ran("convert", zoo / "verl_fsdp2_w2", tmp_path / "out put", "--verify").strip().splitlines()
     assert last[-1] == f"serve it with: vllm serve '{tmp_path}/out put'"
     assert "equal to the source" in last[-2]
 
 
-def test_a_dry_run_that_would_fail_lists_five_faults_of_a_kind_unless_verbose(zoo: Path, tmp_path: Path) -> None:
+def test_a_dry_run_that_would_fail_lists_five_faults_of_a_kind_unless_verbose(zoo, tmp_path):
     words = ("convert", zoo / DCP, tmp_path / "out", "--base", zoo / "hf_ref_llama_untied", "--dry-run")
     short, long = ran(*words, code=1), ran(*words, "--verbose", code=1)
     assert "would fail: missing: lm_head.weight" in short and "nothing was written" in short
@@ -97,7 +97,7 @@ def test_a_dry_run_that_would_fail_lists_five_faults_of_a_kind_unless_verbose(zo
     assert "--verbose" not in long
 
 
-def test_an_adapter_config_from_a_file_is_written_into_the_export(zoo: Path, tmp_path: Path) -> None:
+def test_an_adapter_config_from_a_file_is_written_into_the_export(zoo, tmp_path):
     lora = {f"base_model.model.q.lora_{x}.weight": np.ones(s, np.float32) for x, s in (("A", (2, 8)), ("B", (8, 2)))}
     save_file(lora, tmp_path / "weights.safetensors")
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q"], "base_model_name_or_path": "x/y"}
@@ -106,7 +106,7 @@ def test_an_adapter_config_from_a_file_is_written_into_the_export(zoo: Path, tmp
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_alpha"] == 4
 
 
-def test_inspect_prints_equal_layers_on_one_line(tmp_path: Path) -> None:
+def test_inspect_prints_equal_layers_on_one_line(tmp_path):
     weight = np.zeros((2, 2), np.float32)
     layers = {f"model.layers.{i}.w": weight[: 1 + (i != 11)] for i in (*range(12), 20, 21)}
     save_file({**layers, **{f"model.z{i}.w": weight for i in range(30)}}, tmp_path / "model.safetensors")
@@ -117,14 +117,14 @@ def test_inspect_prints_equal_layers_on_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["²", "9" * 5000])
-def test_inspect_prints_modules_whose_digits_are_no_number(tmp_path: Path, name: str) -> None:
+def test_inspect_prints_modules_whose_digits_are_no_number(tmp_path, name):
     weight = np.zeros(2, np.float32)
     save_file({f"model.{part}.w": weight for part in (name, "0")}, tmp_path / "model.safetensors")
     modules = ran("inspect", tmp_path).partition("  modules\n")[2]
     assert [line.split()[0] for line in modules.splitlines()] == ["model", name, "0"]
 
 
-def test_a_narrow_terminal_prints_reasons_on_separate_lines() -> None:
+def test_a_narrow_terminal_prints_reasons_on_separate_lines():
     table = [["name", "rotation"], ["step_00000100", "keep: the newest; a multiple of 400 (keep_every)"]]
     assert len(ls._aligned(table, 0)) == len(ls._aligned(table, 100)) == 2
     narrow = ls._aligned(table, 40)
@@ -147,7 +147,7 @@ def with_bar(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, quiet: boo
     return stream.getvalue()
 
 
-def test_a_terminal_sees_bytes_rate_and_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_sees_bytes_rate_and_file(monkeypatch):
     drawn = with_bar(monkeypatch, Terminal())
     assert all(words in drawn for words in ("4.00M", "B/s", "model-00001.safetensors"))
     assert drawn.index("convert: ") < drawn.index("verify: ")
@@ -160,13 +160,13 @@ def test_a_pipe_a_quiet_command_and_less_than_a_second_of_work_show_no_progress(
     assert with_bar(monkeypatch, stream(), **options) == ""
 
 
-def test_colours_are_for_terminals_without_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_are_for_terminals_without_no_color(monkeypatch):
     for stream, no_color, coloured in ((Terminal(), "", True), (Terminal(), "1", False), (io.StringIO(), "", False)):
         monkeypatch.setenv("NO_COLOR", no_color)
         assert frame._colour(stream) is coloured
 
 
-def test_progress_names_the_current_file(zoo: Path, tmp_path: Path) -> None:
+def test_progress_names_the_current_file(zoo, tmp_path):
     seen: list[tuple[int, int, str]] = []
     convert(str(zoo / DCP), str(tmp_path / "out"), verify=True, progress=lambda *call: seen.append(call))
     named = {Path(name).suffix for _, _, name in seen}
@@ -174,7 +174,7 @@ def test_progress_names_the_current_file(zoo: Path, tmp_path: Path) -> None:
     assert seen[-1][0] == seen[-1][1]
 
 
-def test_the_message_of_an_interrupted_conversion_names_what_is_left(tmp_path: Path) -> None:
+def test_the_message_of_an_interrupted_conversion_names_what_is_left(tmp_path):
     dst = str(tmp_path / "out")
     assert "start over" in outcome.interrupted_words(dst, overwrite=False)
     staging = open_staging(LocalStore(tmp_path), "out", new_nonce())
@@ -188,7 +188,7 @@ def test_the_message_of_an_interrupted_conversion_names_what_is_left(tmp_path: P
     assert "is unchanged, or its complete replacement is in" in remote
 
 
-def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch):
     def pressed(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -215,11 +215,11 @@ def test_warnings_are_printed_only_if_the_program_has_not_configured_logging(con
 
 
 @pytest.mark.parametrize("command", [ls.command, prune.command])
-def test_each_retention_rule_has_an_option(command: click.Command) -> None:
+def test_each_retention_rule_has_an_option(command):
     assert {field.name for field in dataclasses.fields(RetentionPolicy)} <= {param.name for param in command.params}
 
 
-def test_the_options_make_a_policy() -> None:
+def test_the_options_make_a_policy():
     given = ["--max-num=3", "--max-mem=1GB", "--keep-every=10", "--keep-daily=7", "--keep-best=loss:min:2"]
     made = prune.command.make_context("prune", ["RUN", *given]).params
     assert take_policy(made) == RetentionPolicy(3, "1GB", 10, ("loss", "min", 2), 7)

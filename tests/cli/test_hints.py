@@ -73,7 +73,7 @@ def _filled(part: ast.expr) -> str:
     return "(a whole line)" if made else "a b"
 
 
-def test_every_command_line_in_a_message_is_quoted_or_parses_unchanged() -> None:
+def test_every_command_line_in_a_message_is_quoted_or_parses_unchanged():
     root, seen = Path(ckptkit.__file__).parent, 0
     for path in sorted(root.rglob("*.py")):
         for line, text in _literals(path):
@@ -162,7 +162,7 @@ OPTIONS = ("use_listings_cache=false", "secret=hunter2", 'client_kwargs={"region
 
 
 @pytest.mark.parametrize("command", [("ls",), ("inspect",), ("pin", "--why", "x"), ("prune", "--max-num", "1")])
-def test_commands_that_errors_propose_repeat_storage_options_without_secrets(command: tuple[str, ...]) -> None:
+def test_commands_that_errors_propose_repeat_storage_options_without_secrets(command):
     url = f"memory://bucket/{command[0]}/step_00000001"
     with fsspec.open(f"{url}/model.safetensors", "wb") as file:
         file.write(b"\x02\0\0\0\0\0\0\0{}")
@@ -177,7 +177,7 @@ def test_commands_that_errors_propose_repeat_storage_options_without_secrets(com
         assert given == ["use_listings_cache=false", "secret=***", masked], hint
 
 
-def test_proposed_commands_keep_the_storage_options_of_two_urls_apart() -> None:
+def test_proposed_commands_keep_the_storage_options_of_two_urls_apart():
     open_store("s3://a/run", storage_options={"endpoint_url": "http://one"})
     open_store("s3://a/other", storage_options={"endpoint_url": "http://two"})
     line = command_line("copy", "s3://a/run/step_1", "s3://a/other/step_1")
@@ -186,7 +186,7 @@ def test_proposed_commands_keep_the_storage_options_of_two_urls_apart() -> None:
     check(line)
 
 
-def test_commands_that_a_load_proposes_can_be_pasted(made: Path) -> None:
+def test_commands_that_a_load_proposes_can_be_pasted(made):
     with CheckpointManager(made / "damaged") as manager, pytest.raises(CkptkitError) as caught:
         manager.load(state(0))
     found = hints(str(caught.value))
@@ -197,7 +197,7 @@ def test_commands_that_a_load_proposes_can_be_pasted(made: Path) -> None:
 
 @pytest.mark.parametrize("url", ["webdav://localhost:9/x", "dav://localhost:9/x", "sftp://localhost/x", "hdfs:x"])
 @pytest.mark.parametrize("verb", ["inspect", "ls", "verify"])
-def test_an_error_names_an_unusable_protocol_and_does_not_call_it_a_bug(url: str, verb: str) -> None:
+def test_an_error_names_an_unusable_protocol_and_does_not_call_it_a_bug(url, verb):
     result = run(verb, url)
     assert result.exit_code in (1, 2)
     assert url.partition(":")[0] in result.output and "bug in ckptkit" not in result.output, result.output

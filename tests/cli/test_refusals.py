@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -101,7 +99,7 @@ MISSING = (
 
 
 @pytest.mark.parametrize("line", MISSING)
-def test_a_missing_path_is_one_message_and_exit_code_1(line: str, tmp_path: Path) -> None:
+def test_a_missing_path_is_one_message_and_exit_code_1(line, tmp_path):
     verb, *words = line.split()
     result = run(verb, tmp_path / "nosuch", *words)
     assert result.exit_code == 1, result.output
@@ -110,7 +108,7 @@ def test_a_missing_path_is_one_message_and_exit_code_1(line: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["77", "step_00000077", "latest~1"])
-def test_an_unknown_name_in_a_run_of_one_checkpoint_names_that_checkpoint(root: Path, name: str) -> None:
+def test_an_unknown_name_in_a_run_of_one_checkpoint_names_that_checkpoint(root, name):
     for step in ("step_00000100", "step_00000200"):
         shutil.rmtree(root / step)
     result = run("inspect", root / name)
@@ -118,7 +116,7 @@ def test_an_unknown_name_in_a_run_of_one_checkpoint_names_that_checkpoint(root: 
     assert f"has no checkpoint '{name}'. It has only step_00000300." in result.stderr
 
 
-def test_an_error_that_lists_many_names_shows_five_unless_verbose(zoo: Path, tmp_path: Path) -> None:
+def test_an_error_that_lists_many_names_shows_five_unless_verbose(zoo, tmp_path):
     words = ("convert", zoo / HF, tmp_path / "out", "--key-map", "torchtitan-llama3")
     short, long = run(*words).stderr, run(*words, "--verbose").stderr
     assert short.count("  no rule matches ") == 5
@@ -127,7 +125,7 @@ def test_an_error_that_lists_many_names_shows_five_unless_verbose(zoo: Path, tmp
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///run", "gs://"])
-def test_a_url_without_a_bucket_is_wrong_usage(url: str) -> None:
+def test_a_url_without_a_bucket_is_wrong_usage(url):
     for command in (["ls"], ["verify"], ["inspect"], ["prune", "--max-num", "1"]):
         result = run(*command, url)
         assert result.exit_code == 2 and f"Error: {url} has no bucket. Write {url[:2]}://BUCKET/" in result.output
@@ -150,6 +148,6 @@ def test_an_empty_path_or_option_is_refused(zoo, tmp_path, line, monkeypatch):
 
 
 @pytest.mark.parametrize("call", [CheckpointManager, open_checkpoint, verify, lambda url: convert(url, "out")])
-def test_an_empty_path_is_refused_in_python(call: Callable[[str], object]) -> None:
+def test_an_empty_path_is_refused_in_python(call):
     with pytest.raises(UsageError, match="The path is empty"):
         call("")

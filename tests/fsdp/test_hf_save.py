@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,7 +90,7 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_peft_reads_an_exported_adapter(tmp_path: Path, kind: str) -> None:
+def test_peft_reads_an_exported_adapter(tmp_path, kind):
     model = ADAPTERS[kind]()
     save_hf(model, str(tmp_path / "out"))
     assert not (tmp_path / "out" / "model.safetensors").exists()
@@ -110,7 +109,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_model_is_exported_without_the_names_of_wrappers(tmp_path: Path, kind: str) -> None:
+def test_a_model_is_exported_without_the_names_of_wrappers(tmp_path, kind):
     model = MODELS[kind]()
     save_hf(model, str(tmp_path / "out"))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -145,7 +144,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_an_export_that_from_pretrained_would_not_read_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_an_export_that_from_pretrained_would_not_read_is_refused_by_name(tmp_path, kind):
     make, words = REFUSED[kind]
     with pytest.raises(SaveError, match=words):
         save_hf(make(), str(tmp_path / "out"))
@@ -159,19 +158,19 @@ def sharded_adapter(folder: str) -> torch.Tensor:
     return logits(model)
 
 
-def test_a_sharded_adapter_is_exported_whole(ranks: Any, tmp_path: Path) -> None:
+def test_a_sharded_adapter_is_exported_whole(ranks, tmp_path):
     expected = ranks.run(sharded_adapter, 2, str(tmp_path / "out"))[0]
     again = peft.PeftModel.from_pretrained(llama(), tmp_path / "out").eval()
     assert torch.allclose(logits(again), expected, atol=1e-5)  # sums in another order
 
 
 @on_ranks(2)
-def test_a_refused_export_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_refused_export_is_an_error_on_every_rank(tmp_path):
     with pytest.raises(SaveError, match=r"missing: 'model\.layers\.1"):
         save_hf(FSDPStrategy().prepare_model(pruned()), str(tmp_path / "out"))
 
 
-def test_an_adapter_config_names_its_base_model(tmp_path: Path) -> None:
+def test_an_adapter_config_names_its_base_model(tmp_path):
     model = lora()
     model.base_model.model.name_or_path = model.peft_config["default"].base_model_name_or_path = "some/base"
     save_hf(model, str(tmp_path / "out"))

@@ -331,7 +331,7 @@ def test_a_rank_that_waits_for_missing_ranks_fails_in_bounded_time(monkeypatch, 
     refused(RankFailedError, said, convert, SOURCE, tmp_path / "out")
 
 
-def test_a_config_next_to_a_plain_dcp_chooses_the_map(tmp_path: Path) -> None:
+def test_a_config_next_to_a_plain_dcp_chooses_the_map(tmp_path):
     moe = ZOO / "hf_ref_qwen3moe"
     convert(str(moe), str(tmp_path / "live"), to="dcp", key_map="inverse:hf5-experts")
     assert any(name.endswith(".experts.gate_up_proj") for name in fqns_of(tmp_path / "live"))

@@ -82,7 +82,7 @@ def check_copy(source: Path | str, out: Path, original: Path | None = None, **op
 
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("check", [True, False])
-def test_a_checkpoint_of_any_format_is_copied_byte_for_byte(zoo: Path, tmp_path: Path, name: str, check: bool) -> None:
+def test_a_checkpoint_of_any_format_is_copied_byte_for_byte(zoo, tmp_path, name, check):
     source = zoo / name  # for verl, DeepSpeed and Megatron: the directory around the one step
     item, files = check_copy(source, tmp_path / "out", check=check, verify=True), tree(source)
     assert (item.files, item.nbytes) == (len(files), sum(map(len, files.values())))
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_a_run_is_copied_with_its_record_and_every_byte_is_prove
     assert [pin.owner for pin in list_pins(open_store(str(run)))] == [None]  # no pin of ours is left
 
 
-def test_large_slices_and_the_bytes_between_them_are_checked(tmp_path: Path) -> None:
+def test_large_slices_and_the_bytes_between_them_are_checked(tmp_path):
     source = Path(save(tmp_path / "RUN", TrainState(model=torch.nn.Linear(300, 300))), "step_00000001")
     assert check_copy(source, tmp_path / "out").unproved == 0
     data = largest(source)
@@ -111,25 +111,25 @@ def test_large_slices_and_the_bytes_between_them_are_checked(tmp_path: Path) -> 
         flip(data, at)
 
 
-def test_a_dcp_writer_checkpoint_without_a_commit_record_is_copied(tmp_path: Path) -> None:
+def test_a_dcp_writer_checkpoint_without_a_commit_record_is_copied(tmp_path):
     dcp.save({"a": torch.arange(9.0)}, storage_writer=DCPWriter(str(tmp_path / "in")))
     assert check_copy(tmp_path / "in", tmp_path / "out").digests
 
 
-def test_damage_names_file_and_tensor_and_nothing_is_published(run: Path, tmp_path: Path) -> None:
+def test_damage_names_file_and_tensor_and_nothing_is_published(run, tmp_path):
     data = largest(run / "step_00000002")
     flip(data)
     refused(IntegrityError, rf"(?s){data.name}.*(weight|the whole file)", copy, f"{run}/2", tmp_path / "out")
     check_copy(f"{run}/2", tmp_path / "out", run / "step_00000002", check=False)
 
 
-def test_an_incomplete_checkpoint_is_never_copied(run: Path, tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_never_copied(run, tmp_path):
     next((run / "step_00000002").glob("*.distcp")).unlink()
     for check in (True, False):
         refused(IncompleteCheckpointError, "missing", copy, f"{run}/2", tmp_path / "out", check=check)
 
 
-def test_files_missing_from_the_record_are_reported_and_not_copied(run: Path, tmp_path: Path) -> None:
+def test_files_missing_from_the_record_are_reported_and_not_copied(run, tmp_path):
     (run / "step_00000002" / "eval").mkdir()
     (run / "step_00000002" / "eval" / "results.json").write_text("{}")
     done = copy(f"{run}/2", str(tmp_path / "out"))
@@ -139,7 +139,7 @@ def test_files_missing_from_the_record_are_reported_and_not_copied(run: Path, tm
     check_copy(f"{run}/2", tmp_path / "all", run / "step_00000002", all_files=True)
 
 
-def test_a_directory_of_another_step_is_refused(run: Path, tmp_path: Path) -> None:
+def test_a_directory_of_another_step_is_refused(run, tmp_path):
     refused(UsageError, "another step", copy, f"{run}/2", tmp_path / "step_00000007")
     copy(f"{run}/2", str(tmp_path / "step_00000002"))
     copy(f"{run}/2", str(tmp_path / "best so far"))
@@ -147,7 +147,7 @@ def test_a_directory_of_another_step_is_refused(run: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("target", ["model.bin", "folder", "folder/other.bin"])
-def test_a_single_file_is_copied_to_a_file_or_into_a_directory(zoo: Path, tmp_path: Path, target: str) -> None:
+def test_a_single_file_is_copied_to_a_file_or_into_a_directory(zoo, tmp_path, target):
     source = zoo / "torchsave_pytorch_model_bin" / "pytorch_model.bin"
     (tmp_path / "folder").mkdir()
     copy(str(source), str(tmp_path / target))
@@ -156,7 +156,7 @@ def test_a_single_file_is_copied_to_a_file_or_into_a_directory(zoo: Path, tmp_pa
     refused(CheckpointExistsError, "", copy, source, tmp_path / target)
 
 
-def test_links_of_a_hub_cache_are_copied_as_files(zoo: Path, tmp_path: Path) -> None:
+def test_links_of_a_hub_cache_are_copied_as_files(zoo, tmp_path):
     snapshot, blobs = tmp_path / "snap" / "snapshots" / "x", tmp_path / "snap" / "blobs"
     snapshot.mkdir(parents=True)
     shutil.copytree(zoo / "hf_ref_llama_tied", blobs)
@@ -166,14 +166,14 @@ def test_links_of_a_hub_cache_are_copied_as_files(zoo: Path, tmp_path: Path) -> 
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
-def test_copying_a_run_of_another_system_proposes_to_copy_one_checkpoint(zoo: Path, tmp_path: Path) -> None:
+def test_copying_a_run_of_another_system_proposes_to_copy_one_checkpoint(zoo, tmp_path):
     with pytest.raises(UsageError, match="several checkpoints of another system") as caught:
         copy(str(zoo / "steps_dir_lightrft"), str(tmp_path / "out"))
     ran(*str(caught.value).splitlines()[-1].split()[1:])
     assert (tmp_path / "out").exists()
 
 
-def test_copy_overwrites_under_the_same_rules_as_convert(run: Path, tmp_path: Path) -> None:
+def test_copy_overwrites_under_the_same_rules_as_convert(run, tmp_path):
     out = tmp_path / "out"
     copy(f"{run}/1", str(out))
     refused(CheckpointExistsError, "--overwrite", copy, f"{run}/2", out)
@@ -191,13 +191,13 @@ def _limited(say: Callable[[bytes], None], src: str, dst: str) -> None:
     say(str(caught.value).encode())
 
 
-def test_an_error_names_a_file_that_the_file_system_refuses(run: Path, tmp_path: Path) -> None:
+def test_an_error_names_a_file_that_the_file_system_refuses(run, tmp_path):
     code, said = fork(_limited, f"{run}/step_00000003", str(tmp_path / "out"))
     assert code == 0 and re.search(rf"{tmp_path}/\S+/\S+: File too large", said.decode()), said
     assert not (tmp_path / "out").exists() and leftovers(tmp_path) == []
 
 
-def test_a_run_is_copied_with_its_pins_and_latest_and_loads(run: Path, tmp_path: Path) -> None:
+def test_a_run_is_copied_with_its_pins_and_latest_and_loads(run, tmp_path):
     told: list[tuple[int, int]] = []
     done = copy(str(run), str(tmp_path / "new"), progress=lambda at, total, what: told.append((at, total)))
     for name in ("step_00000001", "step_00000002", "step_00000003"):
@@ -214,7 +214,7 @@ def test_a_run_is_copied_with_its_pins_and_latest_and_loads(run: Path, tmp_path:
     assert steps(tmp_path / "new") == [1, 2, 3, 4]
 
 
-def test_running_a_copy_again_copies_only_new_checkpoints(run: Path, new: Path) -> None:
+def test_running_a_copy_again_copies_only_new_checkpoints(run, new):
     before = {p: p.stat().st_mtime_ns for p in new.rglob("*.distcp")}
     with CheckpointManager(run) as manager:
         manager.save(4, state(4))
@@ -226,7 +226,7 @@ def test_running_a_copy_again_copies_only_new_checkpoints(run: Path, new: Path) 
     assert done.nbytes == done.checkpoints[-1].nbytes
 
 
-def test_uncommitted_entries_are_named_and_skipped(run: Path, tmp_path: Path) -> None:
+def test_uncommitted_entries_are_named_and_skipped(run, tmp_path):
     uncommitted = (".tmp-step_00000010-0123456789abcdef", "step_00000009", "notes")
     for name in uncommitted:
         (run / name).mkdir()
@@ -240,7 +240,7 @@ def test_uncommitted_entries_are_named_and_skipped(run: Path, tmp_path: Path) ->
     refused(CheckpointNotFoundError, "no committed checkpoint", copy, run, tmp_path / "none")
 
 
-def test_a_linked_run_is_copied_through_its_link(run: Path, tmp_path: Path) -> None:
+def test_a_linked_run_is_copied_through_its_link(run, tmp_path):
     (tmp_path / "link").symlink_to(run)
     copy(str(tmp_path / "link"), str(tmp_path / "new"))
     assert steps(tmp_path / "new") == [1, 2, 3]
@@ -248,14 +248,14 @@ def test_a_linked_run_is_copied_through_its_link(run: Path, tmp_path: Path) -> N
     assert all(item.there for item in copy(str(run), str(tmp_path / "to")).checkpoints)
 
 
-def test_damage_in_one_checkpoint_is_an_error_but_the_others_are_copied(run: Path, tmp_path: Path) -> None:
+def test_damage_in_one_checkpoint_is_an_error_but_the_others_are_copied(run, tmp_path):
     flip(largest(run / "step_00000002"))
     with pytest.raises(IntegrityError, match=r"step_00000002 was not copied; .* has 2 other complete checkpoints"):
         copy(str(run), str(tmp_path / "new"))
     assert steps(tmp_path / "new") == [1, 3] and leftovers(tmp_path / "new") == []
 
 
-def test_a_checkpoint_of_another_save_is_replaced_only_on_request_and_if_not_pinned(run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_save_is_replaced_only_on_request_and_if_not_pinned(run, tmp_path):
     new = tmp_path / "new"
     with CheckpointManager(new) as manager:
         manager.save(2, state(2, 1))
@@ -271,7 +271,7 @@ def test_a_checkpoint_of_another_save_is_replaced_only_on_request_and_if_not_pin
     assert any("step_00000009" in note for note in done.notes)
 
 
-def test_obstacles_to_a_run_are_reported_before_anything_is_written(run: Path, tmp_path: Path) -> None:
+def test_obstacles_to_a_run_are_reported_before_anything_is_written(run, tmp_path):
     new = tmp_path / "new"
     (new / "step_00000002").mkdir(parents=True)
     (new / "step_00000002" / "thesis.txt").write_text("mine")
@@ -282,7 +282,7 @@ def test_obstacles_to_a_run_are_reported_before_anything_is_written(run: Path, t
 
 
 @pytest.mark.parametrize("what", ["file", "link", "state"])
-def test_an_unusable_destination_is_reported_once(run: Path, tmp_path: Path, what: str) -> None:
+def test_an_unusable_destination_is_reported_once(run, tmp_path, what):
     new = tmp_path / "new"
     if what == "file":
         new.write_text("mine")
@@ -302,7 +302,7 @@ def test_an_unusable_destination_is_reported_once(run: Path, tmp_path: Path, wha
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_an_incomplete_copy_does_not_count_as_copied(run: Path, new: Path, damage: str) -> None:
+def test_an_incomplete_copy_does_not_count_as_copied(run, new, damage):
     file = largest(new / "step_00000002")
     file.unlink() if damage == "missing" else os.truncate(file, 10)
     said = f"step_00000002 already exists, but it is incomplete: {file.name}"
@@ -314,13 +314,13 @@ def test_an_incomplete_copy_does_not_count_as_copied(run: Path, new: Path, damag
     assert tree(new / "step_00000002") == tree(run / "step_00000002")
 
 
-def test_verify_reads_existing_copies_too(run: Path, new: Path) -> None:
+def test_verify_reads_existing_copies_too(run, new):
     assert "3 there already, verified" in copy(str(run), str(new), verify=True).proof()
     flip(largest(new / "step_00000002"))
     refused(IntegrityError, "step_00000002 already exists, but is damaged", copy, run, new, verify=True)
 
 
-def test_all_files_skips_and_names_what_is_not_a_readable_file(run: Path, tmp_path: Path) -> None:
+def test_all_files_skips_and_names_what_is_not_a_readable_file(run, tmp_path):
     step = run / "step_00000003"
     (step / "notes.txt").write_text("mine")
     (step / "gone").symlink_to("nowhere")
@@ -331,7 +331,7 @@ def test_all_files_skips_and_names_what_is_not_a_readable_file(run: Path, tmp_pa
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine" and verify(str(tmp_path / "out")).ok
 
 
-def test_a_run_in_use_by_a_job_is_refused_as_destination(run: Path, tmp_path: Path) -> None:
+def test_a_run_in_use_by_a_job_is_refused_as_destination(run, tmp_path):
     new = tmp_path / "new"
     lease = acquire_lease(open_store(str(new)))
     try:  # by another process
@@ -388,7 +388,7 @@ def _killed(say: Any, src: str, dst: str, nth: int) -> None:
     copy(src, dst)
 
 
-def test_a_dry_run_writes_nothing_and_refuses_like_the_real_run(run: Path, tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing_and_refuses_like_the_real_run(run, tmp_path):
     line = ("copy", run, tmp_path / "new", "--dry-run")
     said = ran(*line)
     assert "nothing was written" in said and said.count("would be") == 3
@@ -402,7 +402,7 @@ def test_a_dry_run_writes_nothing_and_refuses_like_the_real_run(run: Path, tmp_p
     ran("copy", f"{run}/1", run / "step_00000003", "--dry-run", code=2)
 
 
-def test_the_copy_command_prints_what_was_proved_or_one_json_document(run: Path, tmp_path: Path) -> None:
+def test_the_copy_command_prints_what_was_proved_or_one_json_document(run, tmp_path):
     assert "the copy is equal to the source" in ran("copy", run, tmp_path / "a", "--verify").splitlines()[-1]
     found = document("copy", run, tmp_path / "b")
     assert found["schema"] == "ckptkit.copy/1" and len(found["checkpoints"]) == 3 and found["run"] is True

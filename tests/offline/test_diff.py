@@ -34,7 +34,7 @@ def saved(path: Path, **values: Any) -> str:
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8]
 )
-def test_difference_measures_follow_their_definitions(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_difference_measures_follow_their_definitions(tmp_path, dtype):
     torch.manual_seed(0)
     a = (torch.randn(50, 7) * 20).to(dtype)
     b = a.clone()
@@ -66,23 +66,23 @@ PAIRS: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = {  # that 
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_one_different_element_is_measured(tmp_path: Path, pair: str) -> None:
+def test_one_different_element_is_measured(tmp_path, pair):
     a, b, measures = PAIRS[pair]
     (found,) = diff(saved(tmp_path / "a.pt", w=a), saved(tmp_path / "b.pt", w=b)).different
     assert found.elements == 1
     assert {name: getattr(found, name) for name in measures} == measures
 
 
-def test_nan_at_the_same_position_is_equal(tmp_path: Path) -> None:
+def test_nan_at_the_same_position_is_equal(tmp_path):
     assert compare(tmp_path, {"w": torch.tensor([NAN, 1.0])}, {"w": torch.tensor([NAN, 1.0])}).equal
 
 
-def test_a_difference_that_is_not_finite_is_text_in_json(tmp_path: Path) -> None:
+def test_a_difference_that_is_not_finite_is_text_in_json(tmp_path):
     report = compare(tmp_path, {"w": torch.tensor([1.0])}, {"w": torch.tensor([INF])})
     assert report.to_json()["different"][0]["max_abs"] == "inf"
 
 
-def test_names_shapes_and_dtypes_are_listed(tmp_path: Path) -> None:
+def test_names_shapes_and_dtypes_are_listed(tmp_path):
     a = {"x": torch.ones(2), "s": torch.ones(2, 3), "d": torch.ones(2)}
     b = {"y": torch.ones(2), "s": torch.ones(3, 2), "d": torch.ones(2, dtype=torch.bfloat16)}
     report = compare(tmp_path, a, b)
@@ -91,7 +91,7 @@ def test_names_shapes_and_dtypes_are_listed(tmp_path: Path) -> None:
     assert not report.equal
 
 
-def test_a_layer_shows_its_largest_change_and_the_cosine_of_its_tensors_as_one_vector(tmp_path: Path) -> None:
+def test_a_layer_shows_its_largest_change_and_the_cosine_of_its_tensors_as_one_vector(tmp_path):
     torch.manual_seed(0)
     a = {f"layers.{i}.{name}": torch.randn(5, 3) for i in range(3) for name in ("q", "k")}
     b = {name: value + 0.1 * torch.randn(5, 3) * ("layers.0" not in name) for name, value in a.items()}
@@ -104,12 +104,12 @@ def test_a_layer_shows_its_largest_change_and_the_cosine_of_its_tensors_as_one_v
     assert (layer.max_abs, layer.max_rel) == pytest.approx(((x - y).abs().max().item(), relative))
 
 
-def test_names_that_match_nothing_are_wrong_usage(tmp_path: Path) -> None:
+def test_names_that_match_nothing_are_wrong_usage(tmp_path):
     with pytest.raises(UsageError, match="nothing"):
         compare(tmp_path, {"w": torch.ones(1)}, {"w": torch.ones(1)}, include=["nothing*"])
 
 
-def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_tensor(tmp_path):
     peaks = []
     for megabytes in (16, 128):
         for side in "ab":
@@ -129,12 +129,12 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dcp_serialization_safetensors_w2", "dcp_zstd_w2", "dcp_dtensor_2d"])
-def test_records_of_every_kind_are_read_where_they_are(zoo: Path, name: str) -> None:
+def test_records_of_every_kind_are_read_where_they_are(zoo, name):
     report = diff(str(zoo / name / "ckpt"), str(zoo / name / "EXPECTED.safetensors"))
     assert not report.differs and report.same
 
 
-def test_an_export_is_compared_by_weights_and_missing_tensors_are_named(zoo: Path, tmp_path: Path) -> None:
+def test_an_export_is_compared_by_weights_and_missing_tensors_are_named(zoo, tmp_path):
     source = str(zoo / "dcp_torchtitan_like_w2")
     convert(source, str(tmp_path / "out"), to="dcp")
     report = diff(source, str(tmp_path / "out"))
@@ -162,7 +162,7 @@ def test_values_other_than_tensors_are_compared_and_named(tmp_path, a, b, places
     assert report.to_json()["values"] == {place: list(texts) for place, texts in places.items()}
 
 
-def test_the_settings_of_an_optimizer_are_compared(tmp_path: Path) -> None:
+def test_the_settings_of_an_optimizer_are_compared(tmp_path):
     for name, lr in (("a", 0.1), ("b", 0.2)):
         model = torch.nn.Linear(2, 2)
         save(tmp_path / name, TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr)))
@@ -189,14 +189,14 @@ def tied_runs(tmp_path: Path, **heads: float | None) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["full", "local"])
-def test_the_same_state_is_equal_in_every_checkpoint_type(tmp_path: Path, kind: str) -> None:
+def test_the_same_state_is_equal_in_every_checkpoint_type(tmp_path, kind):
     urls = tied_runs(tmp_path, **{"sharded": None, kind: None})
     assert diff(*urls).equal
     assert diff(*reversed(urls)).equal
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-def test_a_checkpoint_that_lacks_a_file_is_not_equal_by_its_digests(tmp_path: Path, truncated: bool) -> None:
+def test_a_checkpoint_that_lacks_a_file_is_not_equal_by_its_digests(tmp_path, truncated):
     (url,) = tied_runs(tmp_path, sharded=None)
     other = copied(Path(url), tmp_path / "other" / "step_00000001")
     data = other / "__0_0.distcp"
@@ -205,18 +205,18 @@ def test_a_checkpoint_that_lacks_a_file_is_not_equal_by_its_digests(tmp_path: Pa
         diff(url, str(other))
 
 
-def test_an_untied_head_differs_from_a_tied_one(tmp_path: Path) -> None:
+def test_an_untied_head_differs_from_a_tied_one(tmp_path):
     report = diff(*tied_runs(tmp_path, sharded=9.0, full=None))
     assert [item.name for item in report.different] == ["head.weight"]
     assert not report.equal
 
 
-def test_the_report_names_a_value_that_only_one_side_has(tmp_path: Path) -> None:
+def test_the_report_names_a_value_that_only_one_side_has(tmp_path):
     report = diff(saved(tmp_path / "a.pt", epoch=1, note=2), saved(tmp_path / "b.pt", epoch=1))
     assert (report.only_a, report.only_b, report.same_values) == (("note",), (), 1)
 
 
-def test_many_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_tensors_are_read_together(tmp_path, monkeypatch):
     reads, real = [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda *args: reads.append(1) or real(*args))
     tensors = {f"t{i:04}": torch.full((4,), float(i)) for i in range(2000)}

@@ -41,7 +41,7 @@ def both_refuse(name: str, source: Path, dst: Path, match: str, **more: Any) -> 
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_dry_run_refuses_an_existing_destination(source: Path, tmp_path: Path, name: str) -> None:
+def test_a_dry_run_refuses_an_existing_destination(source, tmp_path, name):
     run, options = RUNS[name]
     run(str(source), str(tmp_path / "out"), **options)
     both_refuse(name, source, tmp_path / "out", "exists already")
@@ -50,7 +50,7 @@ def test_a_dry_run_refuses_an_existing_destination(source: Path, tmp_path: Path,
     both_refuse(name, source, tmp_path / "out", r"notes\.txt", overwrite=True)
 
 
-def test_a_dry_run_refuses_an_existing_single_file(source: Path, tmp_path: Path) -> None:
+def test_a_dry_run_refuses_an_existing_single_file(source, tmp_path):
     (tmp_path / "out.pt").write_bytes(b"mine")
     both_refuse("torch", source, tmp_path / "out.pt", "exists already")
     both_refuse("torch", source, tmp_path / "out.pt", "is not overwritten", overwrite=True)
@@ -71,7 +71,7 @@ def test_a_dry_run_finds_a_disk_that_is_too_small(source, tmp_path, name, monkey
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_dry_run_refuses_a_destination_below_a_file(source: Path, tmp_path: Path, name: str) -> None:
+def test_a_dry_run_refuses_a_destination_below_a_file(source, tmp_path, name):
     (tmp_path / "file").write_bytes(b"1")
     both_refuse(name, source, tmp_path / "file" / "out", "is not a directory")
 
@@ -88,7 +88,7 @@ def test_both_runs_name_an_unwritable_directory(source, tmp_path, monkeypatch, n
     assert names(tmp_path) == ["in"]
 
 
-def test_a_dry_run_names_a_missing_file_of_a_committed_checkpoint_once(source: Path, tmp_path: Path) -> None:
+def test_a_dry_run_names_a_missing_file_of_a_committed_checkpoint_once(source, tmp_path):
     committed = tmp_path / "step_00000001"
     reshard(str(source), str(committed), world_size=2)
     data = largest(committed)
@@ -98,7 +98,7 @@ def test_a_dry_run_names_a_missing_file_of_a_committed_checkpoint_once(source: P
     refused(CkptkitError, f"^{re.escape(fault)}", convert, committed, tmp_path / "out")
 
 
-def test_a_dry_prune_of_an_unwritable_run_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_prune_of_an_unwritable_run_reports_it(tmp_path, monkeypatch):
     for step in (1, 2):
         save(tmp_path, step)
     assert not prune(str(tmp_path), policy=RetentionPolicy(max_num=1), dry_run=True).failed
@@ -108,5 +108,5 @@ def test_a_dry_prune_of_an_unwritable_run_reports_it(tmp_path: Path, monkeypatch
     assert "would FAIL to delete" in ran("prune", tmp_path, "--max-num", "1", "--dry-run", code=1)
 
 
-def test_a_push_from_a_remote_destination_is_refused_before_the_conversion(source: Path) -> None:
+def test_a_push_from_a_remote_destination_is_refused_before_the_conversion(source):
     ran("convert", source, "memory://out", "--push", "me/model", "--dry-run", code=2)

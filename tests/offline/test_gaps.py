@@ -62,7 +62,7 @@ def _found(url: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ONLY)
-def test_an_incomplete_checkpoint_is_not_ok_and_every_command_refuses_it(zoo: Path, tmp_path: Path, name: str) -> None:
+def test_an_incomplete_checkpoint_is_not_ok_and_every_command_refuses_it(zoo, tmp_path, name):
     copy = _copy(zoo / name, tmp_path / Path(name).name)
     kept = {path for pattern in ONLY[name] for path in copy.glob(pattern)}
     for path in [path for path in copy.rglob("*") if path.is_file() and path not in kept]:
@@ -73,7 +73,7 @@ def test_an_incomplete_checkpoint_is_not_ok_and_every_command_refuses_it(zoo: Pa
 
 
 @pytest.mark.parametrize(("name", "pattern", "words"), WITHOUT)
-def test_verify_names_a_missing_file(zoo: Path, tmp_path: Path, name: str, pattern: str, words: str) -> None:
+def test_verify_names_a_missing_file(zoo, tmp_path, name, pattern, words):
     copy = _copy(zoo / name, tmp_path / Path(name).name)
     (gone,) = copy.glob(pattern)
     gone.unlink()
@@ -81,34 +81,34 @@ def test_verify_names_a_missing_file(zoo: Path, tmp_path: Path, name: str, patte
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_an_error_names_an_empty_or_truncated_file_next_to_the_tensors(zoo: Path, tmp_path: Path, name: str) -> None:
+def test_an_error_names_an_empty_or_truncated_file_next_to_the_tensors(zoo, tmp_path, name):
     copy, (pattern, lost) = _copy(zoo / name, tmp_path / Path(name).name), CUT[name]
     (file,) = copy.glob(pattern)
     os.truncate(file, file.stat().st_size - lost if lost else 0)
     assert file.name + ("" if lost else " is empty") in _found(copy)
 
 
-def test_a_reshard_refuses_half_an_optimizer(zoo: Path, tmp_path: Path) -> None:
+def test_a_reshard_refuses_half_an_optimizer(zoo, tmp_path):
     copy = _copy(zoo / "verl_fsdp2_w2", tmp_path / "verl")
     next(copy.rglob("optim_world_size_2_rank_1.pt")).unlink()
     said = r"optim_world_size_2_rank_1\.pt is missing"
     refused(IncompleteCheckpointError, said, reshard, copy, tmp_path / "new", world_size=2)
 
 
-def test_no_sample_of_a_real_library_is_called_incomplete(zoo: Path) -> None:
+def test_no_sample_of_a_real_library_is_called_incomplete(zoo):
     for case in sorted(zoo.iterdir()):
         if case.is_dir() and not case.name.startswith(("broken", "hostile", "fsdp1_local", "peft")):
             report = verify(str(case))
             assert report.ok, (case.name, report.problems)
 
 
-def test_an_unrecorded_number_of_ranks_is_reported_as_not_proved(zoo: Path, tmp_path: Path) -> None:
+def test_an_unrecorded_number_of_ranks_is_reported_as_not_proved(zoo, tmp_path):
     copy = _copy(zoo / "hf_dcp_sharded_w2", tmp_path / "sharded")
     next(copy.rglob("shard-00002*")).unlink()
     assert "how many ranks" in verify(str(copy)).summary()
 
 
-def test_a_rank_file_behind_a_link_is_not_missing(zoo: Path, tmp_path: Path) -> None:
+def test_a_rank_file_behind_a_link_is_not_missing(zoo, tmp_path):
     copy = _copy(zoo / "verl_fsdp2_w2", tmp_path / "verl")
     for path in [*copy.rglob("model_*.pt"), *copy.rglob("optim_*.pt")]:
         path.rename(path.with_suffix(".target"))
@@ -118,12 +118,12 @@ def test_a_rank_file_behind_a_link_is_not_missing(zoo: Path, tmp_path: Path) -> 
     assert reshard(str(copy), str(tmp_path / "new"), world_size=3, verify=True).verified
 
 
-def test_checkpoints_without_tensors_are_not_called_equal(tmp_path: Path, zoo: Path) -> None:
+def test_checkpoints_without_tensors_are_not_called_equal(tmp_path, zoo):
     with pytest.raises(CkptkitError):
         diff(str(tmp_path), str(zoo / "hf_ref_llama_tied"))
 
 
-def test_an_optimizer_without_a_model_can_be_opened_by_name(zoo: Path) -> None:
+def test_an_optimizer_without_a_model_can_be_opened_by_name(zoo):
     folder = zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint" / "optimizer_0"
     assert verify(str(folder)).ok
     assert open_source(str(folder)).catalog.tensors

@@ -35,7 +35,7 @@ def weights(*beyond: int, dtype: torch.dtype = torch.float32) -> dict[str, torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("to", ["hf", "dcp", "local", "torch"])
-def test_elements_that_a_cast_makes_infinite_are_counted_by_tensor(tmp_path: Path, to: Any, dtype: torch.dtype) -> None:
+def test_elements_that_a_cast_makes_infinite_are_counted_by_tensor(tmp_path, to, dtype):
     source = write_model(tmp_path / "in", {**weights(5, 0, 3, dtype=dtype), "scalar": torch.tensor(7e4, dtype=dtype)})
     ranks = {"world_size": 3} if to in ("dcp", "local") else {}
     report = convert(source, str(tmp_path / "out"), to=to, dtype="fp16", **ranks)
@@ -60,14 +60,14 @@ def test_the_overflow_warning_gives_count_tensor_and_a_sufficient_dtype(tmp_path
     )
 
 
-def test_the_command_prints_the_overflow_warning(tmp_path: Path) -> None:
+def test_the_command_prints_the_overflow_warning(tmp_path):
     line = ("convert", write_model(tmp_path / "in", weights(0, 1)), tmp_path / "out", "--dtype", "fp16", "--overwrite")
     words = "1 element is beyond the range of float16 and became infinite: w1 (1). Use --dtype bf16"
     assert all(f"warning: {words}" in ran(*line, *quiet) for quiet in ((), ("--quiet",)))
     assert words in document(*line)["warnings"][0]
 
 
-def test_a_sum_beyond_the_range_of_the_dtype_is_counted(tmp_path: Path) -> None:
+def test_a_sum_beyond_the_range_of_the_dtype_is_counted(tmp_path):
     most = (MOST, MOST, -MOST)
     sources = [write_model(tmp_path / f"m{i}", {"w": torch.tensor([x, 1.0]).half()}) for i, x in enumerate(most)]
     assert merge(sources[:2], str(tmp_path / "out"), weights=[2.0, -1.0]).infinite == {}
@@ -91,7 +91,7 @@ COUNTED: dict[str, tuple[dict[str, torch.Tensor], Any, dict[str, Any], dict[str,
 
 
 @pytest.mark.parametrize("what", COUNTED)
-def test_elements_beyond_the_range_are_counted_in(tmp_path: Path, what: str) -> None:
+def test_elements_beyond_the_range_are_counted_in(tmp_path, what):
     tensors, config, options, infinite = COUNTED[what]
     source = write_model(tmp_path / "in", tensors, config)
     report = convert(source, str(tmp_path / "out"), **{"dtype": "fp16", **options})

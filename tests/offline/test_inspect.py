@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ WHOLE = sorted(p.name for p in ZOO.iterdir() if p.is_dir() and not p.name.starts
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_every_format_can_be_inspected(name: str) -> None:
+def test_every_format_can_be_inspected(name):
     place = ZOO / name
     inner, layout = place / "ckpt", place / "flat_param_layout_NOT_ON_DISK_NORMALLY.json"
     options = ReadOptions(layout=str(layout) if layout.exists() else None)
@@ -34,7 +33,7 @@ def test_every_format_can_be_inspected(name: str) -> None:
         assert report.tree.nbytes == next(s.nbytes for s in report.sections if s.role == "model")
 
 
-def test_inspect_reads_only_metadata_of_every_format(tmp_path: Path) -> None:
+def test_inspect_reads_only_metadata_of_every_format(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"a.w": np.ones((64, 64), np.float32)}, file)
     before = inspect(str(file)).to_json()
@@ -68,17 +67,17 @@ def _tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]
         yield from _tensors_in(item, f"{name}.{key}" if name else str(key))
 
 
-def test_a_file_whose_names_share_bytes_shows_them_as_tied(tmp_path: Path) -> None:
+def test_a_file_whose_names_share_bytes_shows_them_as_tied(tmp_path):
     weight = torch.ones(8, 4)
     torch.save({"embed.weight": weight, "head.weight": weight, "other": torch.ones(8, 4)}, tmp_path / "tied.pt")
     assert inspect(str(tmp_path / "tied.pt")).tied == {"head.weight": "embed.weight"}
 
 
-def test_compressed_tensors_of_one_file_are_not_tied(zoo: Path) -> None:
+def test_compressed_tensors_of_one_file_are_not_tied(zoo):
     assert inspect(str(zoo / "dcp_zstd_w2")).tied == {}
 
 
-def test_the_tree_is_limited_by_depth(zoo: Path) -> None:
+def test_the_tree_is_limited_by_depth(zoo):
     tree = inspect(str(zoo / "hf_ref_llama_untied"), depth=1).tree
     assert tree is not None
     assert {child.name for child in tree.children} == {"model", "lm_head"}

@@ -107,5 +107,5 @@ def kill_prune(run: Path, folder: Path, *, stride: int, offset: int) -> int:
     raise AssertionError("prune never ends")
 
 
-def test_a_prune_killed_at_any_file_operation_is_finished_by_the_next(run: Path, tmp_path: Path) -> None:
+def test_a_prune_killed_at_any_file_operation_is_finished_by_the_next(run, tmp_path):
     assert kill_prune(run, tmp_path, stride=9, offset=4) > 2

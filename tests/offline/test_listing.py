@@ -40,7 +40,7 @@ def save(root: Path, *steps: int, **options: Any) -> Path:
     return root
 
 
-def test_each_listed_state_has_a_reason(root: Path) -> None:
+def test_each_listed_state_has_a_reason(root):
     listing = list_run(str(root))
     rows = {row.name: row for row in listing.checkpoints}
     assert rows["step_00000004"].state == "committed"
@@ -50,7 +50,7 @@ def test_each_listed_state_has_a_reason(root: Path) -> None:
     assert listing.foreign == ("notes",)
 
 
-def test_ls_shows_that_a_resumed_checkpoint_is_released_when_its_job_ends(tmp_path: Path) -> None:
+def test_ls_shows_that_a_resumed_checkpoint_is_released_when_its_job_ends(tmp_path):
     keep = RetentionPolicy(max_num=1)
     with CheckpointManager(save(tmp_path, 1, retention=keep), retention=keep) as manager:
         manager.load(state(0))
@@ -61,7 +61,7 @@ def test_ls_shows_that_a_resumed_checkpoint_is_released_when_its_job_ends(tmp_pa
     assert (over.name, over.keep, "that job has ended" in over.why) == ("step_00000001", False, True)
 
 
-def test_prune_without_limits_deletes_only_leftovers_and_asks_for_limits(root: Path) -> None:
+def test_prune_without_limits_deletes_only_leftovers_and_asks_for_limits(root):
     before, plan = committed(root), prune(str(root), dry_run=True)
     assert plan.cleaned
     assert set(plan.cleaned) <= set(prune(str(root)).cleaned)
@@ -70,7 +70,7 @@ def test_prune_without_limits_deletes_only_leftovers_and_asks_for_limits(root: P
         prune(str(root))
 
 
-def test_missing_saves_are_counted_at_their_position(tmp_path: Path) -> None:
+def test_missing_saves_are_counted_at_their_position(tmp_path):
     save(tmp_path, 10, 20, 30, 40, 50, retention=RetentionPolicy(max_num=2, keep_every=20))
     listing = list_run(str(tmp_path))
     assert {row.step: row.absent_before for row in listing.checkpoints} == {20: 1, 40: 1, 50: 0}
@@ -88,7 +88,7 @@ def test_limits_are_not_applied_to_a_run_with_an_unknown_policy(tmp_path, monkey
     assert prune(str(tmp_path), policy=RetentionPolicy(max_num=1), recorded=False, dry_run=True).deleted == ()
 
 
-def test_a_run_that_begins_with_a_reshard_counts_no_absent_saves(tmp_path: Path) -> None:
+def test_a_run_that_begins_with_a_reshard_counts_no_absent_saves(tmp_path):
     save(tmp_path / "run", 1, 2, 3)
     reshard(str(tmp_path / "run" / "step_00000003"), str(tmp_path / "new" / "step_00000003"), world_size=2)
     assert list_run(str(tmp_path / "new")).absent == 0
@@ -129,7 +129,7 @@ POLICIES: dict[str, tuple[dict[str, Any], list[int]]] = {  # with the steps that
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_ls_and_a_dry_prune_predict_what_prune_does(full: Path, tmp_path: Path, name: str) -> None:
+def test_ls_and_a_dry_prune_predict_what_prune_does(full, tmp_path, name):
     run = tmp_path / "RUN"
     shutil.copytree(full, run, symlinks=True)
     options, kept = POLICIES[name]

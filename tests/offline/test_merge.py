@@ -74,7 +74,7 @@ def test_a_sum_has_the_bits_of_torch_for_any_workers_and_memory(sources, tmp_pat
     assert_same(found.tensors, sum_of_three())
 
 
-def test_sums_are_rounded_and_cast_once(sources: list[str], tmp_path: Path) -> None:
+def test_sums_are_rounded_and_cast_once(sources, tmp_path):
     merge(sources, str(tmp_path / "wide"), weights=WEIGHTS, sum_dtype="fp64", include=["cube", "double"])
     expected = sum_of_three(torch.float64)
     assert_same(read_model(tmp_path / "wide"), {name: expected[name] for name in ("cube", "double")})
@@ -114,7 +114,7 @@ def test_sums_of_any_bits_across_blocks_are_those_of_torch(tmp_path, dtype, weig
 
 
 @pytest.mark.parametrize("count", [2, 14, 40])
-def test_a_tile_of_many_sources_fits_into_a_workers_share_of_the_memory(count: int) -> None:
+def test_a_tile_of_many_sources_fits_into_a_workers_share_of_the_memory(count):
     shape, share = (8192, 4096), 64 << 20
     parts = [(Part(Box.whole(shape), f"s{i}", Box.whole(shape)),) for i in range(count)]
     terms = [Target("w", "bfloat16", shape, part, "bfloat16") for part in parts]
@@ -159,7 +159,7 @@ def test_the_checkpoints_of_a_run_are_chosen_by_number_or_by_step(run, tmp_path,
     assert_same(read_model(tmp_path / "out"), expected)
 
 
-def test_a_damaged_source_is_an_error_and_not_skipped(run: str, tmp_path: Path) -> None:
+def test_a_damaged_source_is_an_error_and_not_skipped(run, tmp_path):
     data = next(Path(run, "step_00000030").glob("*.distcp"))
     flip(data, data.read_bytes().index(weights_at(3)["weight"].numpy().tobytes()))
     refused(IntegrityError, "weight", merge, [run], tmp_path / "out", last=2)
@@ -167,7 +167,7 @@ def test_a_damaged_source_is_an_error_and_not_skipped(run: str, tmp_path: Path) 
     refused(CorruptCheckpointError, "step_00000030", merge, [run], tmp_path / "out", last=2)
 
 
-def test_metrics_of_the_sources_are_not_copied(tmp_path: Path) -> None:
+def test_metrics_of_the_sources_are_not_copied(tmp_path):
     run = str(tmp_path / "run")
     with CheckpointManager(run) as manager:
         for step in (1, 2):
@@ -184,7 +184,7 @@ def test_metrics_of_the_sources_are_not_copied(tmp_path: Path) -> None:
     ("minus-sqrt", (0.5, 0.20710678118654757, 0.1589186225978911, 0.1339745962155614)),
     ("ema:0.5", (0.125, 0.125, 0.25, 0.5)),
 ])  # fmt: skip
-def test_weights_are_given_by_rule_or_by_numbers(given: Any, expected: tuple[float, ...]) -> None:
+def test_weights_are_given_by_rule_or_by_numbers(given, expected):
     assert weights_of(given, 4) == pytest.approx(expected, abs=1e-12)
 
 
@@ -197,7 +197,7 @@ def test_weights_are_given_by_rule_or_by_numbers(given: Any, expected: tuple[flo
     ("mean", "expected uniform, minus-sqrt, ema:DECAY, or numbers"),
     ("ema:1", "between 0 and 1"),
 ])  # fmt: skip
-def test_wrong_weights_are_refused(given: str, said: str) -> None:
+def test_wrong_weights_are_refused(given, said):
     with pytest.raises(UsageError, match=said):
         weights_of(given, 4)
 
@@ -232,7 +232,7 @@ def test_a_choice_that_cannot_name_two_checkpoints_is_refused(run, tmp_path, pla
     refused(error, said, merge, [run + place], tmp_path / "out", **which)
 
 
-def test_a_head_in_only_one_source_is_refused_with_a_command_that_keeps_it(tmp_path: Path) -> None:
+def test_a_head_in_only_one_source_is_refused_with_a_command_that_keeps_it(tmp_path):
     tied = {"model.embed_tokens.weight": torch.ones(2, 2), "lm_head.weight": torch.ones(2, 2)}
     own = {**tied, "lm_head.weight": torch.zeros(2, 2)}
     config = {"model_type": "llama", "tie_word_embeddings": True}
@@ -240,7 +240,7 @@ def test_a_head_in_only_one_source_is_refused_with_a_command_that_keeps_it(tmp_p
     refused(CheckpointMismatchError, "`convert --untie` keeps both", merge, sources, tmp_path / "out")
 
 
-def test_a_source_is_neither_given_twice_nor_replaced(sources: list[str], tmp_path: Path) -> None:
+def test_a_source_is_neither_given_twice_nor_replaced(sources, tmp_path):
     refused(UsageError, "is given twice", merge, [*sources, sources[0]], tmp_path / "out")
     said = "is the source: the result would replace it"
     refused(UsageError, said, merge, sources, Path(sources[0]), overwrite=True)
@@ -268,14 +268,14 @@ def test_an_interrupted_merge_is_not_continued_with_other_weights(sources, tmp_p
         shutil.rmtree(tmp_path / "out")
 
 
-def test_the_command_merges_and_lists_its_sources(sources: list[str], tmp_path: Path) -> None:
+def test_the_command_merges_and_lists_its_sources(sources, tmp_path):
     said = ran("merge", *sources, tmp_path / "out", "--weights", "0.2,0.3,0.5")
     assert "merged from 0.2 * m0, 0.3 * m1, 0.5 * m2" in said
     assert "1 tensor is not floating point and copied from the last source: count" in said
     assert "merged from" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_dry_run_writes_nothing_and_finds_what_the_real_run_refuses(sources: list[str], tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing_and_finds_what_the_real_run_refuses(sources, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("")
     said = ran("merge", *sources, tmp_path / "out", "--dry-run", code=1)
@@ -283,7 +283,7 @@ def test_a_dry_run_writes_nothing_and_finds_what_the_real_run_refuses(sources: l
     assert names(tmp_path / "out") == ["mine.txt"]
 
 
-def test_mismatches_with_the_base_are_refused(sources: list[str], tmp_path: Path) -> None:
+def test_mismatches_with_the_base_are_refused(sources, tmp_path):
     base = write_model(tmp_path / "base", {**tensors(0), "absent": torch.ones(1)})
     refused(CheckpointMismatchError, "missing: absent", merge, sources, tmp_path / "out", base=base)
 
@@ -318,7 +318,7 @@ def test_quantized_weights_are_dequantized_summed_and_rounded_once(tmp_path, kin
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_a_quantized_checkpoint_merges_with_one_that_is_not(tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_merges_with_one_that_is_not(tmp_path):
     made, exact = quantized_sources(tmp_path, "fp8")
     plain = {**exact[2], "a.weight": exact[2]["a.weight"].bfloat16()}
     for at in (0, 2):
@@ -330,7 +330,7 @@ def test_a_quantized_checkpoint_merges_with_one_that_is_not(tmp_path: Path) -> N
         assert_same(bits(read_model(tmp_path / f"out{at}")), bits(expected))
 
 
-def test_a_quantized_source_without_its_scale_is_refused(tmp_path: Path) -> None:
+def test_a_quantized_source_without_its_scale_is_refused(tmp_path):
     made, _ = quantized_sources(tmp_path, "fp8")
     state = read_model(made[1])
     del state["a.weight_scale_inv"]

@@ -65,7 +65,7 @@ def refused(dst: Path, name: str) -> None:
 
 @pytest.mark.parametrize("new", TARGETS)
 @pytest.mark.parametrize("old", TARGETS)
-def test_every_command_may_replace_the_result_of_another(tmp_path: Path, old: str, new: str) -> None:
+def test_every_command_may_replace_the_result_of_another(tmp_path, old, new):
     write(tmp_path / "out", TARGETS[old])
     replace(tmp_path / "out", TARGETS[new])
     write(tmp_path / "new" / "out", TARGETS[new])
@@ -74,7 +74,7 @@ def test_every_command_may_replace_the_result_of_another(tmp_path: Path, old: st
 
 
 @pytest.mark.parametrize("case", ["hf_ref_llama_tied", "hf_ref_llama_untied", "hf_ref_qwen3moe"])
-def test_a_model_saved_by_transformers_is_replaced(tmp_path: Path, case: str) -> None:
+def test_a_model_saved_by_transformers_is_replaced(tmp_path, case):
     source, out = model_of(case), tmp_path / "out"
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("README.md", "*.py"))
     (out / "training_args.bin").write_bytes(b"PK\x03\x04")
@@ -84,7 +84,7 @@ def test_a_model_saved_by_transformers_is_replaced(tmp_path: Path, case: str) ->
     assert not (tmp_path / "out" / "training_args.bin").exists() and not verify(str(tmp_path / "out")).problems
 
 
-def test_a_model_saved_by_transformers_with_its_tokenizer_is_replaced(tmp_path: Path) -> None:
+def test_a_model_saved_by_transformers_with_its_tokenizer_is_replaced(tmp_path):
     transformers, tokenizers = map(pytest.importorskip, ("transformers", "tokenizers"))
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
@@ -97,7 +97,7 @@ def test_a_model_saved_by_transformers_with_its_tokenizer_is_replaced(tmp_path: 
     assert "tokenizer.json" not in tree(tmp_path / "out")
 
 
-def test_an_export_with_the_files_of_a_base_is_replaced(tmp_path: Path) -> None:
+def test_an_export_with_the_files_of_a_base_is_replaced(tmp_path):
     source, base, options = model_of(LLAMA), tmp_path / "base", {"to": "hf", "base": str(tmp_path / "base")}
     shutil.copytree(source, base)
     config = json.loads((base / "config.json").read_text())
@@ -150,7 +150,7 @@ def _of_two_adapters(out: Path) -> None:
     (_with_a_link, "config.json"),
     (_of_two_adapters, "other/scores.json"),
 ])  # fmt: skip
-def test_a_directory_with_files_of_the_user_is_refused_by_name(tmp_path: Path, made: Any, said: str) -> None:
+def test_a_directory_with_files_of_the_user_is_refused_by_name(tmp_path, made, said):
     made(tmp_path / "out")
     refused(tmp_path / "out", said)
 
@@ -164,7 +164,7 @@ RESEMBLING = ("train-00000-of-00010.bin", "model.backup.safetensors", "pytorch_m
     ("reshard", "model.safetensors"),  # the commit record does not name it
     *(("hf", name) for name in RESEMBLING),  # weights
 ])  # fmt: skip
-def test_a_foreign_file_in_an_export_is_refused_by_name(tmp_path: Path, target: str, name: str) -> None:
+def test_a_foreign_file_in_an_export_is_refused_by_name(tmp_path, target, name):
     write(tmp_path / "out", TARGETS[target])
     refused(tmp_path / "out", add(tmp_path / "out", name))
 
@@ -184,7 +184,7 @@ def _npz(place: Path) -> None:
     lambda place: place.write_bytes(b"a firmware image, or whatever ends in .pt"),
 ], ids=["zip", "npz", "pickle", "firmware"])  # fmt: skip
 @pytest.mark.parametrize("to", ["torch", "hf"])
-def test_a_single_file_that_torch_did_not_write_is_refused(tmp_path: Path, written: Any, to: str) -> None:
+def test_a_single_file_that_torch_did_not_write_is_refused(tmp_path, written, to):
     dst = tmp_path / "out.pt"
     written(dst)
     before = dst.read_bytes()
@@ -195,14 +195,14 @@ def test_a_single_file_that_torch_did_not_write_is_refused(tmp_path: Path, writt
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("to", ["torch", "hf"])
-def test_a_single_torch_file_is_replaced(tmp_path: Path, zipped: bool, to: str) -> None:
+def test_a_single_torch_file_is_replaced(tmp_path, zipped, to):
     torch.save({"w": torch.zeros(3)}, tmp_path / "out.pt", _use_new_zipfile_serialization=zipped)
     replace(tmp_path / "out.pt", {"to": to})
     assert (tmp_path / "out.pt").is_dir() == (to == "hf") and os.listdir(tmp_path) == ["out.pt"]
 
 
 @pytest.mark.parametrize("way", ["run/ckpt", "run/ckpt/", "run", "link/ckpt"])
-def test_a_destination_that_is_or_holds_the_source_is_refused(tmp_path: Path, way: str) -> None:
+def test_a_destination_that_is_or_holds_the_source_is_refused(tmp_path, way):
     shutil.copytree(SOURCE, tmp_path / "run" / "ckpt")
     (tmp_path / "link").symlink_to(tmp_path / "run")
     before = tree(tmp_path / "run")

@@ -102,7 +102,7 @@ def heights(page: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_complete_html_without_scripts_links_or_requests(page: str, name: str) -> None:
+def test_a_page_is_complete_html_without_scripts_links_or_requests(page, name):
     found = _Tags()
     found.feed(page)
     assert not found.open
@@ -119,7 +119,7 @@ def test_a_browser_shows_every_bar_and_sends_no_request(pages, page, tmp_path, n
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_no_rectangle_exceeds_its_picture_and_no_picture_a_page(page: str, name: str) -> None:
+def test_no_rectangle_exceeds_its_picture_and_no_picture_a_page(page, name):
     assert max(heights(page)) <= PAGE + 6
     for box, body in re.findall(r'<svg viewBox="0 0 ([\d. ]+)"(.*?)</svg>', page, re.S):
         width, height = map(float, box.split())
@@ -132,7 +132,7 @@ def test_no_rectangle_exceeds_its_picture_and_no_picture_a_page(page: str, name:
                 assert float(y) + float(thickness) / 2 <= height + 0.1
 
 
-def test_a_page_prints_on_paper(pages: dict[str, Path], tmp_path: Path) -> None:
+def test_a_page_prints_on_paper(pages, tmp_path):
     browse(pages["two"], tmp_path, f"--print-to-pdf={tmp_path}/page.pdf", "--no-pdf-header-footer")
     pdf = (tmp_path / "page.pdf").read_bytes()
     assert pdf.startswith(b"%PDF-") and len(pdf) > 20_000  # a blank page has 1 kB
@@ -142,7 +142,7 @@ def test_a_page_prints_on_paper(pages: dict[str, Path], tmp_path: Path) -> None:
     ("one", "&lt;script&gt;"),  # the hostile name
     ("two", "scalar tensors are hidden"), ("many", "The 300 largest of 2000 tensors are drawn."),
 ])  # fmt: skip
-def test_a_page_escapes_names_and_says_what_it_does_not_draw(page: str, name: str, said: str) -> None:
+def test_a_page_escapes_names_and_says_what_it_does_not_draw(page, name, said):
     assert said in page and len(page) < 1_000_000
 
 
@@ -165,7 +165,7 @@ def bars(picture: str) -> dict[str, float]:
     return found
 
 
-def test_layers_with_equal_sharding_share_a_bar_and_others_do_not() -> None:
+def test_layers_with_equal_sharding_share_a_bar_and_others_do_not():
     layers = {i: f"model.layers.{i}.w" for i in range(80)}
     odd = {50: entry(layers[50], 8, (1, 0)), 60: entry(layers[60], 6)}
     panel = shard_maps(odd.get(i) or entry(name, 8) for i, name in layers.items())[-1]
@@ -173,21 +173,21 @@ def test_layers_with_equal_sharding_share_a_bar_and_others_do_not() -> None:
     assert "78 of 8x4 float32" in panel.picture and "share a bar" in panel.explanation
 
 
-def test_the_length_of_a_bar_is_proportional_to_the_size_of_its_tensors() -> None:
+def test_the_length_of_a_bar_is_proportional_to_the_size_of_its_tensors():
     names = ["a.w", "b.0.w", "b.1.w", "tiny.w"]
     drawn = bars(shard_maps(entry(name, 8 if name == "tiny.w" else 4096) for name in names)[-1].picture)
     assert drawn["b.{0-1}.w"] == pytest.approx(2 * drawn["a.w"], abs=0.1)
     assert 0 < drawn["tiny.w"] < drawn["a.w"] / 10
 
 
-def test_the_maps_of_the_optimizer_are_behind_one_click() -> None:
+def test_the_maps_of_the_optimizer_are_behind_one_click():
     states = ["exp_avg", "exp_avg_sq"]
     panels = shard_maps([entry("a.w", 8), *(entry("a.w", 8, state=state) for state in states)])
     assert [bool(panel.behind) for panel in panels] == [False, False, True]
     assert list(bars(panels[-1].picture)) == ["a.w · exp_avg, exp_avg_sq"]
 
 
-def test_step_counters_are_not_drawn_and_other_moments_open_with_a_click() -> None:
+def test_step_counters_are_not_drawn_and_other_moments_open_with_a_click():
     names = ["layers.0.w", "layers.1.w"]
     states = {f"optimizer: {n} {state}": 0.5 for n in names for state in ("exp_avg", "step")}
     panels = heat_maps(dict.fromkeys(names, 0.0) | states | {"rng.0.torch": 1.0})
@@ -197,13 +197,13 @@ def test_step_counters_are_not_drawn_and_other_moments_open_with_a_click() -> No
     assert "2 step counters are hidden" in panels[0].explanation
 
 
-def test_the_totals_of_the_ranks_are_the_bytes_of_the_slices(zoo: Path) -> None:
+def test_the_totals_of_the_ranks_are_the_bytes_of_the_slices(zoo):
     catalog = open_source(str(zoo / "verl_fsdp2_w2")).catalog
     totals = rank_totals(catalog.tensors.values())
     assert sorted(totals) == [0, 1] and sum(totals.values()) == sum(entry.nbytes for entry in catalog.tensors.values())
 
 
-def test_the_ribbons_of_a_reshard_count_every_byte_once(zoo: Path, tmp_path: Path) -> None:
+def test_the_ribbons_of_a_reshard_count_every_byte_once(zoo, tmp_path):
     reshard(str(zoo / "verl_fsdp2_w2"), str(tmp_path / "w3"), world_size=3)
     urls = str(zoo / "verl_fsdp2_w2"), str(tmp_path / "w3")
     before, after = (open_source(url).catalog.tensors.values() for url in urls)
@@ -211,12 +211,12 @@ def test_the_ribbons_of_a_reshard_count_every_byte_once(zoo: Path, tmp_path: Pat
     assert matrix.shape == (2, 3) and matrix.sum() == sum(entry.nbytes for entry in after)
 
 
-def test_areas_are_in_proportion_to_sizes() -> None:
+def test_areas_are_in_proportion_to_sizes():
     placed = squarify([6.0, 3.0, 1.0], (0.0, 0.0, 100.0, 50.0))
     assert [round(w * h) for _, _, w, h in placed] == [3000, 1500, 500]
 
 
-def test_the_timeline_draws_each_limit_at_its_position() -> None:
+def test_the_timeline_draws_each_limit_at_its_position():
     items = [replace(item, keep=i > 6) for i, item in enumerate(kept(10))]
     picture = timeline(items, RetentionPolicy(max_num=3, max_mem=500)).picture
     lines = [float(x) for x in re.findall(r'class="limit" d="M([\d.]+) ', picture)]
@@ -224,14 +224,14 @@ def test_the_timeline_draws_each_limit_at_its_position() -> None:
     assert lines == pytest.approx([LEFT + 7 * slot, LEFT + 5 * slot], abs=0.1)
 
 
-def test_a_timeline_shows_where_checkpoints_are_absent() -> None:
+def test_a_timeline_shows_where_checkpoints_are_absent():
     items = [kept(1)[0], replace(kept(1)[0], step=5, absent_before=3)]
     picture = timeline(items, RetentionPolicy(max_num=1)).picture
     assert "3 saved in between, now gone" in picture
     assert (picture.count('class="gone"'), picture.count('class="limit"')) == (2, 1)  # two: the mark, and the legend
 
 
-def test_the_timeline_draws_metrics_above_the_bars_with_gaps_for_nan() -> None:
+def test_the_timeline_draws_metrics_above_the_bars_with_gaps_for_nan():
     picture = timeline(with_metric(3.0, 2.0, float("nan"), 1.0)).picture
     ys = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([\d.]+)"', picture)]
     assert ys[0] < ys[1] < ys[3] < min(float(y) for y in re.findall(r'<rect [^>]*y="([\d.]+)"', picture))
@@ -239,44 +239,44 @@ def test_the_timeline_draws_metrics_above_the_bars_with_gaps_for_nan() -> None:
     assert "loss nan" in picture
 
 
-def test_a_diff_page_says_if_nothing_is_in_common() -> None:
+def test_a_diff_page_says_if_nothing_is_in_common():
     assert "no tensor in common" in heat_maps({})[0].explanation
 
 
-def test_a_timeline_shows_the_name_of_a_checkpoint_without_a_step() -> None:
+def test_a_timeline_shows_the_name_of_a_checkpoint_without_a_step():
     assert "half-made" in timeline([Listed("half-made", "in progress", why="by host")]).picture
 
 
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0], [float("inf")], [-1e308, 1e308], [5e-324, 0.0]])
-def test_the_line_of_any_metric_fits_its_picture(values: list[float]) -> None:
+def test_the_line_of_any_metric_fits_its_picture(values):
     picture = timeline(with_metric(*values)).picture
     ys = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([^"]+)"', picture)]
     assert len(ys) == len(values) and all(0 <= y <= 110 for y in ys)
 
 
-def test_the_timeline_describes_the_exemptions_of_the_policy() -> None:
+def test_the_timeline_describes_the_exemptions_of_the_policy():
     policy = RetentionPolicy(max_num=3, keep_every=500)
     assert f"Policy: max_num 3, {policy.exemptions[0]}." in timeline(kept(1), policy).explanation
 
 
-def test_the_labels_of_two_limits_do_not_overlap() -> None:
+def test_the_labels_of_two_limits_do_not_overlap():
     picture = timeline(kept(100), RetentionPolicy(max_num=30, max_mem=3500)).picture
     assert re.search(r'text-anchor="end">max_mem', picture)
     assert re.search(r'text-anchor="start">max_num', picture)
 
 
-def test_a_grid_of_many_layers_fits_on_a_page() -> None:
+def test_a_grid_of_many_layers_fits_on_a_page():
     (height,) = heights(heat_maps({f"model.layers.{i}.mlp.w": 0.5 for i in range(200)})[0].picture)
     assert height <= PAGE
 
 
-def test_equal_small_and_infinite_changes_have_distinct_colours() -> None:
+def test_equal_small_and_infinite_changes_have_distinct_colours():
     picture = heat_maps({"layers.0.a": 0.0, "layers.0.b": 1e-5, "layers.0.c": float("inf")})[0].picture
     looks = re.findall(r'<g ([^>]+) stroke-width="[\d.]+"><path [^>]*><title>', picture)
     assert len(looks) == len(set(looks)) == 3
 
 
-def test_a_large_grid_folds_experts_and_then_layers_and_shows_the_largest_change() -> None:
+def test_a_large_grid_folds_experts_and_then_layers_and_shows_the_largest_change():
     changes = {f"layers.{i}.experts.{j}.up": 1e-6 for i in range(40) for j in range(60)}
     changes["layers.3.experts.7.up"] = 0.5
     (panel,) = heat_maps(changes)
@@ -291,7 +291,7 @@ def test_a_large_grid_folds_experts_and_then_layers_and_shows_the_largest_change
     assert "layers.1000.b\nequal<" in panel.picture
 
 
-def test_the_rows_of_a_grid_are_in_the_order_of_the_layers_numbers() -> None:
+def test_the_rows_of_a_grid_are_in_the_order_of_the_layers_numbers():
     names = sorted(f"model.layers.{i}.w" for i in range(12))  # as in a safetensors file
     picture = heat_maps(dict.fromkeys(["embed.w", *names, "layers.²2.w"], 0.5))[0].picture
     rows = re.findall(r'text-anchor="end">([^<]+)<', picture)
@@ -299,11 +299,11 @@ def test_the_rows_of_a_grid_are_in_the_order_of_the_layers_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", ["9" * 1_000_000, "a." + "1" * 1_000_000 + "-", "1." * 500_000])
-def test_a_long_name_of_digits_is_drawn_at_once(name: str) -> None:
+def test_a_long_name_of_digits_is_drawn_at_once(name):
     assert "0.5<" in heat_maps({name: 0.5})[0].picture
 
 
-def test_the_page_of_a_large_diff_is_small(tmp_path: Path) -> None:
+def test_the_page_of_a_large_diff_is_small(tmp_path):
     names = [f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(1250) for name in "qkvo"]
     changes = {**dict.fromkeys(names, 0.25), **{f"optimizer: {name} exp_avg": 0.25 for name in names}}
     write_diff_page(DiffReport("A", "B", 0, 0, (), (), (), changes=changes), str(tmp_path / "page.html"))
@@ -315,5 +315,5 @@ def test_the_page_of_a_large_diff_is_small(tmp_path: Path) -> None:
     ("optimizer: model.layers.3.mlp.w exp_avg", (1, "optimizer: exp_avg")),
     ("optimizer: lm_head.weight step", (1, "optimizer: step")),
     ("master: model.layers.3.mlp.w", (1, "master")), ("rng.0.torch", (2, "rng.0.torch"))])  # fmt: skip
-def test_layer_of_assigns_tensor_names_to_layers(name: str, layer: tuple[int, str]) -> None:
+def test_layer_of_assigns_tensor_names_to_layers(name, layer):
     assert layer_of(name) == layer

@@ -96,7 +96,7 @@ def test_reading_a_foreign_source_writes_nothing(zoo, tmp_path, monkeypatch, com
     assert sorted(source.parent.rglob("*")) == before
 
 
-def test_a_pin_leaves_no_files_in_a_directory_without_a_run(run: Path) -> None:
+def test_a_pin_leaves_no_files_in_a_directory_without_a_run(run):
     alone = copied(run / "step_00000004", run.parent / "archive" / "step_00000004")
     verify(str(alone))
     assert names(alone.parent) == ["step_00000004"]
@@ -111,7 +111,7 @@ def refuse_writing(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_read_only_run_can_be_read(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_a_read_only_run_can_be_read(run, tmp_path, monkeypatch, command):
     refuse_writing(monkeypatch, run)
     COMMANDS[command](str(run), str(tmp_path / "out"))
 

@@ -53,7 +53,7 @@ MESHES = {"1d": None, "hsdp": "replicate=2,shard=2", "tp": "shard=2,tp=2"}
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(MESHES, 2)))
-def test_a_mesh_change_keeps_every_value(ranks: Any, runs: Any, tmp_path: Path, before: str, after: str) -> None:
+def test_a_mesh_change_keeps_every_value(ranks, runs, tmp_path, before, after):
     folder, numbers = runs(before, 4)
     plan = TP_PLAN if after == "tp" else None
     for kind in TYPES:
@@ -63,7 +63,7 @@ def test_a_mesh_change_keeps_every_value(ranks: Any, runs: Any, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_reshard_keeps_the_masters(ranks: Any, runs: Any, tmp_path: Path, kind: str) -> None:
+def test_a_reshard_keeps_the_masters(ranks, runs, tmp_path, kind):
     folder, numbers = runs("1d", 2, "master")
     made = str(tmp_path / "step_00000002")
     reshard(at(folder, "local"), made, world_size=3, type=kind)
@@ -71,7 +71,7 @@ def test_a_reshard_keeps_the_masters(ranks: Any, runs: Any, tmp_path: Path, kind
 
 
 @pytest.mark.parametrize(("layout", "world_size"), [("1d", 3), ("hsdp", 4), ("tp", 4)])
-def test_a_rank_reads_little_more_than_it_needs(ranks: Any, tmp_path: Path, layout: str, world_size: int) -> None:
+def test_a_rank_reads_little_more_than_it_needs(ranks, tmp_path, layout, world_size):
     ranks.run(reshard_jobs.save_wide, 2, str(tmp_path / "run"), "1d")
     made = str(tmp_path / "new" / "step_00000001")
     plan = TP_PLAN if layout == "tp" else None
@@ -80,7 +80,7 @@ def test_a_rank_reads_little_more_than_it_needs(ranks: Any, tmp_path: Path, layo
         assert all(500_000 < needed <= read <= 1.05 * needed for read, needed in counted.values())
 
 
-def test_an_error_names_a_missing_rank_file_and_its_rank(runs: Any, tmp_path: Path) -> None:
+def test_an_error_names_a_missing_rank_file_and_its_rank(runs, tmp_path):
     copy = copied(Path(at(runs("1d", 3)[0], "local")), tmp_path / "step_00000002")
     (copy / "local_00001.safetensors").unlink()
     said = r"local_00001.safetensors \(written by rank 1\) is missing"
@@ -88,7 +88,7 @@ def test_an_error_names_a_missing_rank_file_and_its_rank(runs: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_an_error_names_the_tensor_of_a_flipped_bit_in_the_source(runs: Any, tmp_path: Path, kind: str) -> None:
+def test_an_error_names_the_tensor_of_a_flipped_bit_in_the_source(runs, tmp_path, kind):
     copy = copied(Path(at(runs("1d", 3)[0], kind)), tmp_path / "step_00000002")
     part = next(s for s in open_source(str(copy)).catalog.tensors["model.up.weight"].slices if s.rank == 1)
     flip(copy / part.path, part.start + 5, bit=2)
@@ -96,7 +96,7 @@ def test_an_error_names_the_tensor_of_a_flipped_bit_in_the_source(runs: Any, tmp
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_the_result_passes_verify_and_keeps_the_fields_of_the_record(runs: Any, tmp_path: Path, kind: str) -> None:
+def test_the_result_passes_verify_and_keeps_the_fields_of_the_record(runs, tmp_path, kind):
     made = str(tmp_path / "step_00000002")
     reshard(at(runs("1d", 2)[0], "sharded"), made, world_size=3, type=kind)
     assert verify(made).ok
@@ -105,7 +105,7 @@ def test_the_result_passes_verify_and_keeps_the_fields_of_the_record(runs: Any, 
     assert record.state_dict_type == kind
 
 
-def test_a_local_result_loads_only_on_its_mesh(ranks: Any, runs: Any, tmp_path: Path) -> None:
+def test_a_local_result_loads_only_on_its_mesh(ranks, runs, tmp_path):
     made = str(tmp_path / "step_00000002")
     reshard(at(runs("1d", 2)[0], "local"), made, world_size=4, mesh="replicate=2,shard=2", type="local")
     with pytest.raises(AssertionError, match="CheckpointMismatchError"):
@@ -130,18 +130,18 @@ def test_a_reshard_is_listed_at_the_position_of_its_source_or_of_its_step(ranks,
 
 
 @pytest.mark.parametrize("name", ["step_00000003", "3", "latest", "with space"])
-def test_a_destination_name_of_another_step_is_refused(runs: Any, tmp_path: Path, name: str) -> None:
+def test_a_destination_name_of_another_step_is_refused(runs, tmp_path, name):
     source = at(runs("1d", 2)[0], "sharded")
     refused(UsageError, "step 3|refused", reshard, source, tmp_path / name, world_size=2)
 
 
 @pytest.mark.parametrize(("plan", "said"), [(None, "--tp-plan"), ({"upp.*": 0}, "'upp")])
-def test_a_tp_mesh_needs_a_plan_that_matches(runs: Any, tmp_path: Path, plan: Any, said: str) -> None:
+def test_a_tp_mesh_needs_a_plan_that_matches(runs, tmp_path, plan, said):
     options = {"world_size": 2, "mesh": "tp=2", "tp_plan": plan}
     refused(UsageError, said, reshard, at(runs("1d", 2)[0], "sharded"), tmp_path / "new", **options)
 
 
-def test_per_rank_state_keeps_its_keys(runs: Any, tmp_path: Path) -> None:
+def test_per_rank_state_keeps_its_keys(runs, tmp_path):
     made = str(tmp_path / "step_00000002")
     report = reshard(at(runs("1d", 3)[0], "local"), made, world_size=2)
     objects = open_source(made).catalog.objects
@@ -149,7 +149,7 @@ def test_per_rank_state_keeps_its_keys(runs: Any, tmp_path: Path) -> None:
     assert any("rng_on_resize" in note for note in report.notes)
 
 
-def test_plain_torch_finds_the_optimizer_settings_of_a_resharded_local_checkpoint(runs: Any, tmp_path: Path) -> None:
+def test_plain_torch_finds_the_optimizer_settings_of_a_resharded_local_checkpoint(runs, tmp_path):
     made = str(tmp_path / "step_00000002")
     reshard(at(runs("1d", 2)[0], "local"), made, world_size=2)
     known = FileSystemReader(made).read_metadata().state_dict_metadata

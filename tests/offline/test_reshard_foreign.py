@@ -65,7 +65,7 @@ def _check(source: Source, role: Role, found: dict[str, torch.Tensor], *, suffix
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_run_of_another_system_continues_with_its_state(ranks: Any, zoo: Path, tmp_path: Path, name: str) -> None:
+def test_a_run_of_another_system_continues_with_its_state(ranks, zoo, tmp_path, name):
     source = open_source(str(zoo / name))
     made = str(tmp_path / "new")
     reshard(str(zoo / name), made, world_size=2, verify=True)
@@ -79,7 +79,7 @@ def test_a_run_of_another_system_continues_with_its_state(ranks: Any, zoo: Path,
     assert ("scheduler" in open_source(str(tmp_path / "groups")).catalog.objects) is SOURCES[name]
 
 
-def test_masters_of_lightrft_are_proved_to_belong_to_their_weights(ranks: Any, zoo: Path, tmp_path: Path) -> None:
+def test_masters_of_lightrft_are_proved_to_belong_to_their_weights(ranks, zoo, tmp_path):
     source = open_source(str(zoo / "lightrft_mp_optim_w2"))
     made = str(tmp_path / "new")
     report = reshard(source.url, made, world_size=3)
@@ -90,7 +90,7 @@ def test_masters_of_lightrft_are_proved_to_belong_to_their_weights(ranks: Any, z
 
 
 @pytest.mark.parametrize("run", [partial(reshard, world_size=2), partial(convert, weights="master")])
-def test_masters_that_do_not_match_the_weights_are_refused(run: Any, zoo: Path, tmp_path: Path) -> None:
+def test_masters_that_do_not_match_the_weights_are_refused(run, zoo, tmp_path):
     copy = copied(zoo / "lightrft_mp_optim_w2" / "global_step7", tmp_path / "global_step7")
     source = open_source(str(copy))
     part = next(iter(_by_fqn(source, Role.MASTER)["layers.0.norm.weight"].slices))
@@ -99,20 +99,20 @@ def test_masters_that_do_not_match_the_weights_are_refused(run: Any, zoo: Path, 
     refused(IntegrityError, said, run, copy, tmp_path / "new")
 
 
-def test_fsdp1_local_without_a_layout_is_refused_with_advice(zoo: Path, tmp_path: Path) -> None:
+def test_fsdp1_local_without_a_layout_is_refused_with_advice(zoo, tmp_path):
     source = zoo / "fsdp1_local_state_dict_nomesh_w2"
     refused(UnsupportedFormatError, "layout", reshard, source, tmp_path / "new", world_size=2)
 
 
 @pytest.mark.parametrize("name", ["verl_fsdp2_w2", "accelerate_fsdp2_nodcp_llama_untied_w2", "deepspeed_zero2_bf16_w2"])
-def test_local_files_of_a_reshard_export_as_the_source_does(zoo: Path, tmp_path: Path, name: str) -> None:
+def test_local_files_of_a_reshard_export_as_the_source_does(zoo, tmp_path, name):
     reshard(str(zoo / name), str(tmp_path / "local"), world_size=3, type="local")
     for source, target in ((str(zoo / name), "a"), (str(tmp_path / "local"), "b")):
         convert(source, str(tmp_path / target), to="torch")
     assert_same(*(torch.load(tmp_path / t / "pytorch_model.bin", weights_only=True) for t in "ab"))
 
 
-def test_side_files_that_lead_out_or_are_too_large_are_named_and_not_copied(zoo: Path, tmp_path: Path) -> None:
+def test_side_files_that_lead_out_or_are_too_large_are_named_and_not_copied(zoo, tmp_path):
     source = copied(zoo / "hf_ref_llama_untied", tmp_path / "source")
     (tmp_path / "secret").write_text("{}")
     (source / "vocab.json").symlink_to(tmp_path / "secret")
@@ -130,13 +130,13 @@ def of_a_trainer(zoo: Path, tmp_path: Path) -> tuple[Any, Any]:
     return report, open_source(str(tmp_path / "new")).catalog.objects
 
 
-def test_skipped_objects_are_named_with_the_reason(zoo: Path, tmp_path: Path) -> None:
+def test_skipped_objects_are_named_with_the_reason(zoo, tmp_path):
     report, objects = of_a_trainer(zoo, tmp_path)
     assert any("rng_state_0" in note and "reseeded" in note for note in report.notes)
     assert objects["extra.trainer_state"].value["global_step"] == 2
 
 
-def test_a_scheduler_of_another_system_loads_into_a_torch_scheduler(zoo: Path, tmp_path: Path) -> None:
+def test_a_scheduler_of_another_system_loads_into_a_torch_scheduler(zoo, tmp_path):
     _, objects = of_a_trainer(zoo, tmp_path)
     groups = [{"params": [torch.zeros(1)]} for _ in range(2)]
     scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(groups, lr=1.0), lambda step: 1.0)
@@ -145,7 +145,7 @@ def test_a_scheduler_of_another_system_loads_into_a_torch_scheduler(zoo: Path, t
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
-def test_a_reshard_does_not_import_torch(zoo: Path, tmp_path: Path, kind: str) -> None:
+def test_a_reshard_does_not_import_torch(zoo, tmp_path, kind):
     source, made = str(zoo / "deepspeed_zero2_bf16_w2"), str(tmp_path / "new")
     call = f"reshard({source!r}, {made!r}, world_size=3, type={kind!r}, verify=True)"
     assert "torch" not in modules_after(f"from ckptkit.offline.reshard import reshard; {call}")
@@ -183,7 +183,7 @@ def _all_equal(source: str, made: str) -> None:
 
 @pytest.mark.parametrize("name", DCPS)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_torch_loads_the_same_values_from_source_and_result(zoo: Path, tmp_path: Path, name: str, ranks: int) -> None:
+def test_torch_loads_the_same_values_from_source_and_result(zoo, tmp_path, name, ranks):
     source, made, again = open_source(str(zoo / name)).url, str(tmp_path / "made"), str(tmp_path / "again")
     reshard(source, made, world_size=ranks, verify=True)
     _all_equal(source, made)
@@ -199,7 +199,7 @@ BESIDE = {  # systems whose model and optimizer are two DCPs
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_torch_loads_a_result_whose_source_had_two_directories(zoo: Path, tmp_path: Path, name: str) -> None:
+def test_torch_loads_a_result_whose_source_had_two_directories(zoo, tmp_path, name):
     source, made = open_source(str(zoo / name)).url, str(tmp_path / "made")
     reshard(source, made, world_size=3)
     for part in BESIDE[name]:
@@ -220,7 +220,7 @@ def _nested(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mesh", [None, "replicate=2,shard=2"])
-def test_a_nested_state_keeps_its_values(tmp_path: Path, mesh: str | None) -> None:
+def test_a_nested_state_keeps_its_values(tmp_path, mesh):
     source, made = str(tmp_path / "any"), str(tmp_path / "made")
     dcp.save(_nested(1), checkpoint_id=source, no_dist=True)
     reshard(source, made, world_size=4, mesh=mesh)
@@ -230,7 +230,7 @@ def test_a_nested_state_keeps_its_values(tmp_path: Path, mesh: str | None) -> No
         assert same(state, _nested(1))
 
 
-def test_the_step_comes_from_the_checkpoint_or_its_name_or_is_reported_unknown(tmp_path: Path) -> None:
+def test_the_step_comes_from_the_checkpoint_or_its_name_or_is_reported_unknown(tmp_path):
     cases = {
         "any": ({"step": 12}, 12), "train": ({"train_state": {"step": torch.tensor(7)}}, 7), "step-31": ({}, 31),
         "unknown": ({}, 0),
@@ -242,7 +242,7 @@ def test_the_step_comes_from_the_checkpoint_or_its_name_or_is_reported_unknown(t
         assert any("does not record its step" in note for note in report.notes) is (name == "unknown")
 
 
-def test_a_job_continues_from_a_state_with_custom_names(tmp_path: Path) -> None:
+def test_a_job_continues_from_a_state_with_custom_names(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     model(torch.ones(1, 3)).sum().backward()
@@ -262,7 +262,7 @@ def test_a_job_continues_from_a_state_with_custom_names(tmp_path: Path) -> None:
     assert same(list(other.state.values()), list(optimizer.state.values()))
 
 
-def test_a_flipped_bit_in_a_value_is_found_before_the_commit(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_value_is_found_before_the_commit(tmp_path):
     source = tmp_path / "any"
     dcp.save({"w": torch.ones(4), "name": "a" * 400}, checkpoint_id=str(source), no_dist=True)
     (file,) = source.glob("*.distcp")
@@ -274,9 +274,7 @@ def test_a_flipped_bit_in_a_value_is_found_before_the_commit(tmp_path: Path) -> 
 @pytest.mark.parametrize("widths", [(3, 4, 2), (3, 3, 3)])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_numbered_optimizer_keeps_its_state_if_order_and_shapes_prove_the_names(
-    tmp_path: Path, widths: tuple[int, int, int], frozen: bool, tied: bool
-) -> None:
+def test_a_numbered_optimizer_keeps_its_state_if_order_and_shapes_prove_the_names(tmp_path, widths, frozen, tied):
     """With a frozen layer, layers of equal shapes cannot be told apart. The optimizer has a tied weight where it is
     first."""
     proved = not (frozen and widths == (3, 3, 3))

@@ -64,7 +64,7 @@ def planned(store: Store, catalog: Catalog, mesh: TargetMesh, kind: str = "shard
     return plan, sealing
 
 
-def test_seventy_billion_parameters_go_to_256_ranks_and_on_to_24(nothing: Store) -> None:
+def test_seventy_billion_parameters_go_to_256_ranks_and_on_to_24(nothing):
     catalog = whole(shapes())
     total = sum(entry.nbytes for entry in catalog.tensors.values())
     for mesh in (TargetMesh(1, 256, 1), TargetMesh(1, 24, 1)):
@@ -74,7 +74,7 @@ def test_seventy_billion_parameters_go_to_256_ranks_and_on_to_24(nothing: Store)
         assert catalog.info.world_size == mesh.size
 
 
-def test_a_plan_for_three_dimensions_puts_each_slice_with_its_rank(nothing: Store) -> None:
+def test_a_plan_for_three_dimensions_puts_each_slice_with_its_rank(nothing):
     mesh = TargetMesh(2, 8, 4)
     plan, sealing = planned(nothing, whole(shapes(layers=2)), mesh)
     entry = planned_catalog(plan, sealing).tensors["model.model.layers.1.mlp.down_proj.weight"]
@@ -83,7 +83,7 @@ def test_a_plan_for_three_dimensions_puts_each_slice_with_its_rank(nothing: Stor
     assert (part.path, part.box.offsets, part.box.sizes) == ("__13_0.distcp", (3072, 7168), (1024, 7168))
 
 
-def test_local_files_divide_the_replicas(nothing: Store) -> None:
+def test_local_files_divide_the_replicas(nothing):
     mesh = TargetMesh(4, 2, 1)
     plan, sealing = planned(nothing, whole(shapes(layers=4)), mesh, "local")
     nbytes = [file.nbytes for file in plan.files if file.path.startswith("local_")]

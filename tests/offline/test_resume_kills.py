@@ -193,7 +193,7 @@ def test_a_run_killed_at_any_file_operation_can_be_continued(source, tmp_path, f
     assert any(again is not None for again in found)
 
 
-def test_an_upload_killed_at_any_request_can_be_continued(tmp_path: Path) -> None:
+def test_an_upload_killed_at_any_request_can_be_continued(tmp_path):
     source = make_source(tmp_path, tensors=10, rows=1536, ranks=2)
     options = {"max_shard_size": "16MB", "workers": 1}
     with servers.moto() as s3, proxy_of(s3["endpoint_url"]) as proxy:

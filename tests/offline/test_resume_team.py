@@ -68,7 +68,7 @@ def run_again(ranks: int, source: Path, out: Path, options: Options = MANY) -> l
 
 
 @pytest.mark.parametrize("ranks", [3, 2, 1])
-def test_any_number_of_ranks_continues_after_killed_ranks(source: Path, tmp_path: Path, ranks: int) -> None:
+def test_any_number_of_ranks_continues_after_killed_ranks(source, tmp_path, ranks):
     killed(source, tmp_path / "out", 3, (0, 1, 2), 1, **MANY)
     _, nbytes_read, checked = run_again(ranks, source, tmp_path / "out")[0]
     whole = assert_whole(source, tmp_path, **MANY)
@@ -84,7 +84,7 @@ def test_work_of_runs_with_different_rank_counts_adds_up(source, tmp_path, kills
     assert_whole(source, tmp_path, **MANY)
 
 
-def test_a_reshard_continues_after_killed_ranks(source: Path, tmp_path: Path) -> None:
+def test_a_reshard_continues_after_killed_ranks(source, tmp_path):
     options = {"world_size": 6, **COLUMNS, "type": "local"}
     killed(source, tmp_path / "out", 3, (0, 1, 2), 1, **options)
     run_again(2, source, tmp_path / "out", options)
@@ -145,14 +145,14 @@ def _on_two_machines(src: str, dst: str, options: Options, kill: bool) -> tuple[
     return None
 
 
-def test_a_run_on_two_machines_continues_if_both_take_part_again(source: Path, tmp_path: Path) -> None:
+def test_a_run_on_two_machines_continues_if_both_take_part_again(source, tmp_path):
     with pytest.raises(RankError):
         run_ranks(_on_two_machines, 2, str(source), str(tmp_path / "out"), MANY, True)
     assert run_ranks(_on_two_machines, 2, str(source), str(tmp_path / "out"), MANY, False)[0][0]
     assert names(tmp_path) == ["in", "out"]
 
 
-def test_work_of_a_machine_that_is_gone_is_not_reused(source: Path, tmp_path: Path) -> None:
+def test_work_of_a_machine_that_is_gone_is_not_reused(source, tmp_path):
     killed(source, tmp_path / "out", 2, (0, 1), 1, **MANY)
     statement = next(path for path in tmp_path.iterdir() if path.name.endswith(".1.owner"))
     statement.write_text(statement.read_text().replace('"machine": "', '"machine": "other'))
@@ -160,7 +160,7 @@ def test_work_of_a_machine_that_is_gone_is_not_reused(source: Path, tmp_path: Pa
     assert names(tmp_path) == ["in", "out"]
 
 
-def test_a_restarted_file_does_not_count_as_written_by_an_earlier_run(source: Path, tmp_path: Path) -> None:
+def test_a_restarted_file_does_not_count_as_written_by_an_earlier_run(source, tmp_path):
     first = {"max_shard_size": "3kB"}
     killed(source, tmp_path / "out", 1, (0,), 2, **first)
     left = next(path for path in tmp_path.glob(".tmp-*") if path.is_dir())
@@ -171,7 +171,7 @@ def test_a_restarted_file_does_not_count_as_written_by_an_earlier_run(source: Pa
     assert_whole(source, tmp_path, **first)
 
 
-def test_files_of_another_plan_are_not_reused(source: Path, tmp_path: Path) -> None:
+def test_files_of_another_plan_are_not_reused(source, tmp_path):
     killed(source, tmp_path / "out", 1, (0,), 2)
     killed(source, tmp_path / "out", 1, (0,), 1, exclude=["embed.*"])  # the same file name, started again
     report = convert(str(source), str(tmp_path / "out"))

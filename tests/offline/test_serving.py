@@ -60,7 +60,7 @@ def test_a_model_that_generates_is_servable_with_known_names_and_a_tokenizer(con
     ({"rank_pattern": {"q_proj": 4}}, ""), ({"alpha_pattern": {"q_proj": 4}}, ""),
     ({"alora_invocation_tokens": [1]}, ""),
 ])  # fmt: skip
-def test_an_adapter_is_servable_if_it_is_plain_lora_with_rank_and_base(config: dict[str, Any], found: str) -> None:
+def test_an_adapter_is_servable_if_it_is_plain_lora_with_rank_and_base(config, found):
     files = {"adapter_config.json": json.dumps({**LORA, **config}).encode()}
     line = f"serve it with: vllm serve {found}" if found else ""
     assert serving(files, {"base_model.model.q_proj.lora_A.weight"}, "OUT", compared=False) == line

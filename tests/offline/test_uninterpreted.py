@@ -49,7 +49,7 @@ def flipped(url: str, what: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_verify_reports_an_uninterpreted_tensor_as_intact_but_not_interpreted(tmp_path: Path, name: str) -> None:
+def test_verify_reports_an_uninterpreted_tensor_as_intact_but_not_interpreted(tmp_path, name):
     report, why = verify(saved(tmp_path / "c", name)), "quantized" if name == "quantized" else "Scaled"
     assert report.ok and "1 record could not be interpreted" in report.summary()
     assert list(report.uninterpreted) == ["model.odd"] and why in report.uninterpreted["model.odd"]
@@ -58,13 +58,13 @@ def test_verify_reports_an_uninterpreted_tensor_as_intact_but_not_interpreted(tm
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
-def test_verify_finds_a_flipped_bit_in_an_uninterpreted_tensor(tmp_path: Path, name: str) -> None:
+def test_verify_finds_a_flipped_bit_in_an_uninterpreted_tensor(tmp_path, name):
     url = saved(tmp_path / "c", name)
     flipped(url, bytes(range(16)) if name == "small" else b"\1" * 64)
     assert [problem.tensor for problem in verify(url).problems] == ["model.odd"]
 
 
-def test_verify_refuses_a_plain_tensor_with_too_few_bytes(tmp_path: Path) -> None:
+def test_verify_refuses_a_plain_tensor_with_too_few_bytes(tmp_path):
     url = saved(tmp_path / "c", torch.zeros(4, 4))
     file = Path(url) / ".metadata"
     file.write_bytes(file.read_bytes().replace(b"K\x04K\x04\x86", b"M\x00\x01K\x04\x86"))
@@ -72,7 +72,7 @@ def test_verify_refuses_a_plain_tensor_with_too_few_bytes(tmp_path: Path) -> Non
         verify(url)
 
 
-def test_verify_of_uninterpreted_tensors_exits_with_0_and_proposes_nothing(tmp_path: Path) -> None:
+def test_verify_of_uninterpreted_tensors_exits_with_0_and_proposes_nothing(tmp_path):
     save(tmp_path, linear())
     url = saved(tmp_path / "single", "large")
     assert "not interpreted: model.odd is a tests.checkpoint.hidden.Scaled" in ran("verify", url)
@@ -82,7 +82,7 @@ def test_verify_of_uninterpreted_tensors_exits_with_0_and_proposes_nothing(tmp_p
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_inspect_names_an_uninterpreted_tensor_and_shows_the_others(tmp_path: Path, name: str) -> None:
+def test_inspect_names_an_uninterpreted_tensor_and_shows_the_others(tmp_path, name):
     url = saved(tmp_path / "c", name)
     report = inspect(url, tensors="*")
     assert "model.w" in [tensor.name for tensor in report.tensors] and list(report.uninterpreted) == ["model.odd"]
@@ -90,13 +90,13 @@ def test_inspect_names_an_uninterpreted_tensor_and_shows_the_others(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_diff_compares_records_of_uninterpreted_tensors_byte_for_byte(tmp_path: Path, name: str) -> None:
+def test_diff_compares_records_of_uninterpreted_tensors_byte_for_byte(tmp_path, name):
     report = diff(*(saved(tmp_path / key, name) for key in "ab"))
     assert report.equal and report.same == 2 and report.by_record == 1
 
 
 @pytest.mark.parametrize("other", [torch.eye(4), scaled(torch.ones(4, 4))])
-def test_diff_names_an_uninterpreted_tensor_that_differs(tmp_path: Path, other: Any) -> None:
+def test_diff_names_an_uninterpreted_tensor_that_differs(tmp_path, other):
     report = diff(saved(tmp_path / "a", "small"), saved(tmp_path / "b", other))
     assert not report.equal and list(report.records) == ["model.odd"]
     assert "not interpreted: model.odd" in ran("diff", report.a, report.b, code=1)
@@ -104,19 +104,19 @@ def test_diff_names_an_uninterpreted_tensor_that_differs(tmp_path: Path, other: 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
 @pytest.mark.parametrize("name", ODD)
-def test_convert_omits_an_uninterpreted_tensor_only_if_it_is_excluded(tmp_path: Path, name: str, to: Any) -> None:
+def test_convert_omits_an_uninterpreted_tensor_only_if_it_is_excluded(tmp_path, name, to):
     url = saved(tmp_path / "c", name)
     refused(UnsupportedFormatError, r"model\.odd is .*(?s:.*)--exclude", convert, url, tmp_path / "out", to=to)
     assert convert(url, str(tmp_path / "out"), to=to, exclude=["odd"]).tensors == 1
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
-def test_reshard_refuses_an_uninterpreted_tensor_by_name(tmp_path: Path, name: str) -> None:
+def test_reshard_refuses_an_uninterpreted_tensor_by_name(tmp_path, name):
     url = saved(tmp_path / "c", name)
     refused(UnsupportedFormatError, r"model\.odd is a tests", reshard, url, tmp_path / "out", world_size=2)
 
 
-def test_reshard_copies_a_quantized_tensor_unchanged(tmp_path: Path) -> None:
+def test_reshard_copies_a_quantized_tensor_unchanged(tmp_path):
     url = saved(tmp_path / "c", "quantized")
     reshard(url, str(tmp_path / "out"), world_size=2)
     state = {"model": {"w": torch.zeros(4, 4), "odd": torch.quantize_per_tensor(torch.zeros(4, 4), 1, 0, torch.qint8)}}

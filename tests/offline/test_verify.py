@@ -30,13 +30,13 @@ def ours(zoo: Path, tmp_path: Path) -> Path:
     return target
 
 
-def test_zip_records_of_other_systems_are_checked_by_their_crc(zoo: Path) -> None:
+def test_zip_records_of_other_systems_are_checked_by_their_crc(zoo):
     report = verify(str(zoo / "dcp_fsdp2_uneven_w4" / "ckpt"))
     assert report.ok and report.algorithms == ("crc32",)
 
 
 @pytest.mark.parametrize("left", [None, 1000])
-def test_a_truncated_or_missing_file_is_reported_with_its_tensors(ours: Path, left: int | None) -> None:
+def test_a_truncated_or_missing_file_is_reported_with_its_tensors(ours, left):
     lost = [name for name, e in open_source(str(ours)).catalog.tensors.items() if "__1_0.distcp" in e.slices.paths]
     file = ours / "__1_0.distcp"
     file.unlink() if left is None else os.truncate(file, left)
@@ -45,7 +45,7 @@ def test_a_truncated_or_missing_file_is_reported_with_its_tensors(ours: Path, le
     assert any(name in problem.message for name in lost) and "tensors)" in problem.message
 
 
-def test_verify_changes_nothing(ours: Path) -> None:
+def test_verify_changes_nothing(ours):
     before = {path: path.stat().st_mtime_ns for path in ours.rglob("*")}
     verify(str(ours))
     assert {path: path.stat().st_mtime_ns for path in ours.rglob("*")} == before
@@ -58,7 +58,7 @@ def saved(ranks: Any, tmp_path: Path) -> Path:
     return tmp_path / "step_00000003"
 
 
-def test_the_bytes_of_an_outline_are_read_once(saved: Path) -> None:
+def test_the_bytes_of_an_outline_are_read_once(saved):
     report = verify(str(saved))
     assert report.ok and report.unproved_bytes == 0 and report.unproved_files == ()
     files = sum(path.stat().st_size for path in saved.iterdir() if path.name != "checkpoint.json")
@@ -66,7 +66,7 @@ def test_the_bytes_of_an_outline_are_read_once(saved: Path) -> None:
     assert report.checked_bytes == files + sum(nbytes for nbytes in slices if nbytes < LEAST)
 
 
-def test_one_flipped_bit_is_found_at_any_position(saved: Path) -> None:
+def test_one_flipped_bit_is_found_at_any_position(saved):
     catalog = open_source(str(saved)).catalog
     slices = {path: [(0, 0)] for path in catalog.info.files}
     for entry in catalog.tensors.values():
@@ -85,7 +85,7 @@ def test_one_flipped_bit_is_found_at_any_position(saved: Path) -> None:
         assert any(words in message for message in messages), (path, at, messages)
 
 
-def test_digests_of_whole_files_are_compared(saved: Path) -> None:
+def test_digests_of_whole_files_are_compared(saved):
     record = read_record(LocalStore(saved))
     files = {name: (saved / name).read_bytes() for name in record.files}
     plain = {name: FileRecord(len(data), xxhash.xxh3_64_hexdigest(data)) for name, data in files.items()}
@@ -128,7 +128,7 @@ def failures(step: Path, out: Path, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("change", ["swap", "remove", "truncate", "append"])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.safetensors", "objects.json"])
-def test_each_file_of_another_save_is_found(pair: tuple[Path, Path], tmp_path: Path, name: str, change: str) -> None:
+def test_each_file_of_another_save_is_found(pair, tmp_path, name, change):
     ours, other = (step / name for step in pair)
     data = ours.read_bytes()
     if change == "remove":
@@ -142,12 +142,12 @@ def test_each_file_of_another_save_is_found(pair: tuple[Path, Path], tmp_path: P
         assert name in quick and name in planned
 
 
-def test_with_no_check_unneeded_files_may_be_missing(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_with_no_check_unneeded_files_may_be_missing(pair, tmp_path):
     (pair[0] / ".metadata").unlink()
     assert failures(pair[0], tmp_path / "out", check=False)[2:] == ["", ""]
 
 
-def test_a_file_that_may_not_be_read_is_not_called_damaged(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_read_is_not_called_damaged(ours, monkeypatch):
     opened = LocalStore.open_file
 
     def refused(store: LocalStore, path: str) -> int:

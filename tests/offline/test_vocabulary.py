@@ -69,7 +69,7 @@ def by_fqn(url: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("rows", [1, 300, 301, 302, 384])
-def test_an_export_gets_the_requested_number_of_rows(tmp_path: Path, rows: int, dtype: torch.dtype) -> None:
+def test_an_export_gets_the_requested_number_of_rows(tmp_path, rows, dtype):
     state = weights(dtype=dtype)
     found = converted(model(tmp_path / "in", state), tmp_path / "out", vocab_size=rows, verify=True)
     for name in (EMBEDDING, HEAD, "lm_head.bias"):
@@ -79,7 +79,7 @@ def test_an_export_gets_the_requested_number_of_rows(tmp_path: Path, rows: int, 
     assert any(note.startswith("vocabulary: ") and EMBEDDING in note for note in found.report.notes)
 
 
-def test_new_rows_are_the_same_for_any_workers_memory_and_sharding(tmp_path: Path) -> None:
+def test_new_rows_are_the_same_for_any_workers_memory_and_sharding(tmp_path):
     generator = torch.Generator().manual_seed(1)
     state = {EMBEDDING: torch.randn(9001, 257, generator=generator), "model.norm.weight": torch.ones(257)}
     source = model(tmp_path / "in", state, vocab_size=9001)
@@ -91,7 +91,7 @@ def test_new_rows_are_the_same_for_any_workers_memory_and_sharding(tmp_path: Pat
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch", "local"])
-def test_every_format_gets_new_rows_and_zeros_on_request(tmp_path: Path, to: Any) -> None:
+def test_every_format_gets_new_rows_and_zeros_on_request(tmp_path, to):
     state = weights()
     convert(model(tmp_path / "in", state), tmp_path / "out", to=to, new_rows="zeros", verify=True)
     made = by_fqn(str(tmp_path / "out"))
@@ -101,7 +101,7 @@ def test_every_format_gets_new_rows_and_zeros_on_request(tmp_path: Path, to: Any
         assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 320
 
 
-def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
+def test_a_tied_head_stays_tied(tmp_path):
     state = weights(tied=True)
     source = model(tmp_path / "in", {**state, HEAD: state[EMBEDDING].clone()}, tie_word_embeddings=True)
     assert HEAD not in converted(source, tmp_path / "hf", vocab_size=310).tensors
@@ -110,13 +110,13 @@ def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
     assert both[EMBEDDING].shape == (310, WIDTH) and torch.equal(both[EMBEDDING], both[HEAD])
 
 
-def test_new_rows_are_cast_and_quantized_layers_are_unchanged(tmp_path: Path) -> None:
+def test_new_rows_are_cast_and_quantized_layers_are_unchanged(tmp_path):
     state = weights(dtype=torch.float32)
     made = converted(model(tmp_path / "in", state), tmp_path / "out", vocab_size=310, dtype="bf16").tensors
     assert torch.equal(made[EMBEDDING], padded(state[EMBEDDING], 310, mean(state[EMBEDDING])).bfloat16())
 
 
-def test_a_dry_run_shows_the_rows_and_reads_no_tensor(tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_rows_and_reads_no_tensor(tmp_path):
     source = model(tmp_path / "in")
     report = convert(source, tmp_path / "out", dry_run=True)
     assert any(f"[320, {WIDTH}]" in line and "rows of its mean" in line for line in report.plan_lines())
@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]
 
 
 @pytest.mark.parametrize("rule", REFUSED)
-def test_an_uncertain_vocabulary_or_an_option_without_effect_is_refused(tmp_path: Path, rule: str) -> None:
+def test_an_uncertain_vocabulary_or_an_option_without_effect_is_refused(tmp_path, rule):
     state, config, options, error, said = REFUSED[rule]
     refused(error, said, convert, model(tmp_path / "in", state, **config), tmp_path / "out", **options)
 
@@ -170,7 +170,7 @@ def test_an_uncertain_vocabulary_or_an_option_without_effect_is_refused(tmp_path
     ("generation_config.json", {"eos_token_id": [3, 250]}),
     ("config.json", {"vocab_size": ROWS, "text_config": {"pad_token_id": 250}}),
 ])  # fmt: skip
-def test_rows_of_tokens_in_use_are_not_cut_off(tmp_path: Path, name: str, content: dict[str, Any]) -> None:
+def test_rows_of_tokens_in_use_are_not_cut_off(tmp_path, name, content):
     source = model(tmp_path / "in")
     (tmp_path / "in" / name).write_text(json.dumps(content))
     said = rf"--vocab-size 250 would remove .* in {name}"
@@ -179,7 +179,7 @@ def test_rows_of_tokens_in_use_are_not_cut_off(tmp_path: Path, name: str, conten
         convert(source, tmp_path / "out", vocab_size=251)
 
 
-def test_rows_beyond_the_vocab_size_of_the_config_are_trimmed(tmp_path: Path) -> None:
+def test_rows_beyond_the_vocab_size_of_the_config_are_trimmed(tmp_path):
     """Padded as by Megatron: the config has the tokenizer's number."""
     source = model(tmp_path / "in", vocab_size=290)
     found = converted(source, tmp_path / "out", vocab_size=290)
@@ -233,13 +233,13 @@ def other_programs(path: Path, key: str, state: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("key", [f"optimizer.state.{EMBEDDING}.row_var", "extra.counts"])
-def test_an_optimizer_state_of_unknown_rows_is_refused(tmp_path: Path, key: str) -> None:
+def test_an_optimizer_state_of_unknown_rows_is_refused(tmp_path, key):
     source = other_programs(tmp_path / "in", key, torch.ones(ROWS, 1))
     options = {"world_size": 2, "vocab_size": 320}
     refused(CheckpointMismatchError, key.rpartition(".")[2], ckptkit.reshard, source, tmp_path / "out", **options)
 
 
-def test_states_of_other_programs_follow_their_parameter(tmp_path: Path) -> None:
+def test_states_of_other_programs_follow_their_parameter(tmp_path):
     key, state = f"optimizer.state.{EMBEDDING}.exp_avg", torch.ones(ROWS, WIDTH)
     source = other_programs(tmp_path / "in", key, state)
     ckptkit.reshard(source, str(tmp_path / "out"), world_size=2, vocab_size=320)
@@ -248,7 +248,7 @@ def test_states_of_other_programs_follow_their_parameter(tmp_path: Path) -> None
     assert made[f"model.{EMBEDDING}"].shape == (320, WIDTH)
 
 
-def test_the_command_line_accepts_vocab_size(tmp_path: Path) -> None:
+def test_the_command_line_accepts_vocab_size(tmp_path):
     options = ("--vocab-size", "310", "--new-rows", "zeros", "--verify")
     assert "the 9 new rows are zeros" in ran("convert", model(tmp_path / "in"), tmp_path / "out", *options)
     assert not read_model(tmp_path / "out")[EMBEDDING][ROWS:].any()

@@ -199,7 +199,7 @@ for step in itertools.count(1):
 """
 
 
-def test_a_listing_is_never_empty_while_another_process_replaces_each_file_by_the_next(tmp_path: Path) -> None:
+def test_a_listing_is_never_empty_while_another_process_replaces_each_file_by_the_next(tmp_path):
     (tmp_path / "0").touch()
     process = subprocess.Popen([sys.executable, "-S", "-c", _REPLACE, str(tmp_path)])
     try:

@@ -250,7 +250,7 @@ class Counting(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("kind", [Counting, torch.optim.AdamW])
-def test_optimizer_states_that_are_plain_numbers_are_restored(kind: Any, tmp_path: Path) -> None:
+def test_optimizer_states_that_are_plain_numbers_are_restored(kind, tmp_path):
     model, optimizer = stepped(5, kind)
     saved = optimizer.state_dict()
     for state in saved["state"].values():
@@ -267,7 +267,7 @@ def test_optimizer_states_that_are_plain_numbers_are_restored(kind: Any, tmp_pat
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_an_error_names_a_moment_that_one_parameter_lacks(steps: int, tmp_path: Path) -> None:
+def test_an_error_names_a_moment_that_one_parameter_lacks(steps, tmp_path):
     model, optimizer = stepped(2)
     saved = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
     del saved["optim"]["state"]["0.weight"]["exp_avg"]
@@ -281,7 +281,7 @@ def test_an_error_names_a_moment_that_one_parameter_lacks(steps: int, tmp_path: 
     assert any("0.weight.exp_avg" in key for key in report.missing)
 
 
-def test_the_adapter_of_a_trainer_is_restored_with_its_optimizer(tmp_path: Path) -> None:
+def test_the_adapter_of_a_trainer_is_restored_with_its_optimizer(tmp_path):
     peft = pytest.importorskip("peft")
 
     def made(seed: int) -> tuple[Any, Any]:
@@ -336,7 +336,7 @@ def averaged_run(path: Path, saved: Averaged, average: Averaged) -> None:
     torch.save(content, path)
 
 
-def test_training_continues_with_the_weights_that_were_averaged_and_not_with_the_average(tmp_path: Path) -> None:
+def test_training_continues_with_the_weights_that_were_averaged_and_not_with_the_average(tmp_path):
     trained, average = Averaged(1.0), Averaged(7.0)
     averaged_run(tmp_path / "last.ckpt", trained, average)
     reshard(str(tmp_path / "last.ckpt"), str(tmp_path / "step_00000001"), world_size=1)
@@ -348,7 +348,7 @@ def test_training_continues_with_the_weights_that_were_averaged_and_not_with_the
         assert source != "last.ckpt" or any("current_model_state" in note for note in report.notes)
 
 
-def test_a_note_names_the_tensors_that_are_neither_weights_nor_optimizer_state(tmp_path: Path) -> None:
+def test_a_note_names_the_tensors_that_are_neither_weights_nor_optimizer_state(tmp_path):
     model = nn.Linear(2, 2)
     callbacks = {"best": {"score": torch.zeros(1 << 19), "path": "x"}}  # too large to be returned as an extra
     torch.save({"state_dict": model.state_dict(), "global_step": 3, "callbacks": callbacks}, tmp_path / "a.ckpt")
@@ -357,7 +357,7 @@ def test_a_note_names_the_tensors_that_are_neither_weights_nor_optimizer_state(t
 
 
 @pytest.mark.parametrize("key", ["opt", "adam"])
-def test_an_optimizer_is_recognized_under_any_key(key: str, tmp_path: Path) -> None:
+def test_an_optimizer_is_recognized_under_any_key(key, tmp_path):
     saved, live = nn.Linear(3, 2), nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(saved.parameters(), lr=0.25)
     saved(torch.ones(3)).sum().backward()
@@ -377,7 +377,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_several_models_of_accelerate_are_matched_by_order(kind: str, tmp_path: Path) -> None:
+def test_several_models_of_accelerate_are_matched_by_order(kind, tmp_path):
     """Accelerate numbers models, optimizers and schedulers in the order in which `prepare` got them."""
 
     def job(lr: float) -> TrainState:
@@ -412,7 +412,7 @@ def test_several_models_of_accelerate_are_matched_by_order(kind: str, tmp_path: 
         assert live.scheduler[name].last_epoch == saved.scheduler[name].last_epoch
 
 
-def test_models_of_the_same_class_are_converted_and_resharded_under_their_own_names(tmp_path: Path) -> None:
+def test_models_of_the_same_class_are_converted_and_resharded_under_their_own_names(tmp_path):
     folder = tmp_path / "state"
     folder.mkdir()
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
@@ -434,7 +434,7 @@ def test_models_of_the_same_class_are_converted_and_resharded_under_their_own_na
 
 
 @pytest.mark.parametrize("keys", [("sched", "scale"), ("lr_scheduler", "MixedPrecision")])
-def test_a_scheduler_and_a_grad_scaler_are_recognized_under_any_key(keys: tuple[str, str], tmp_path: Path) -> None:
+def test_a_scheduler_and_a_grad_scaler_are_recognized_under_any_key(keys, tmp_path):
     def job(lr: float, scale: float) -> TrainState:
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ def saved(request: Any, tmp_path_factory: Any) -> tuple[str, torch.nn.Module]:
 
 
 @pytest.mark.parametrize("name", ["latest", "7", "step_00000007", ""])
-def test_a_checkpoint_of_a_run_is_opened_and_loaded_by_its_name(saved: tuple[str, torch.nn.Module], name: str) -> None:
+def test_a_checkpoint_of_a_run_is_opened_and_loaded_by_its_name(saved, name):
     root, model = saved
     assert open_checkpoint(f"{root}/{name}").step == 7
     fresh = TrainState(model=torch.nn.Linear(100, 50), rng=False)
@@ -45,19 +44,19 @@ def test_a_checkpoint_of_a_run_is_opened_and_loaded_by_its_name(saved: tuple[str
     [..., slice(0, 10), (slice(3, 5), slice(10, 20)), (4,), (4, 7), (slice(None, None, 3), -1), (..., slice(1, 99, 2)),
      (slice(9, 2), ...)],
 )  # fmt: skip
-def test_any_part_of_a_tensor_is_read(saved: Any, index: Any) -> None:
+def test_any_part_of_a_tensor_is_read(saved, index):
     root, model = saved
     part = open_checkpoint(root)["model.weight"][index]
     assert np.array_equal(part, model.weight.detach().numpy()[index])
 
 
-def test_dtypes_that_numpy_lacks_are_returned_as_torch_tensors(saved: Any) -> None:
+def test_dtypes_that_numpy_lacks_are_returned_as_torch_tensors(saved):
     root, model = saved
     assert torch.equal(open_checkpoint(root)["model.coarse"][2:4], model.coarse[2:4])
     assert open_checkpoint(root)["model.scalar"][...] == 2.5
 
 
-def test_an_opened_checkpoint_has_step_metrics_and_objects(saved: Any) -> None:
+def test_an_opened_checkpoint_has_step_metrics_and_objects(saved):
     opened = open_checkpoint(saved[0])
     assert opened.step == 7
     assert opened.metrics == {"val_loss": 1.25}
@@ -67,7 +66,7 @@ def test_an_opened_checkpoint_has_step_metrics_and_objects(saved: Any) -> None:
     assert set(opened) >= {"model.weight", "extra.best", "step"}
 
 
-def test_a_slice_reads_only_its_bytes(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_reads_only_its_bytes(saved, monkeypatch):
     opened = open_checkpoint(saved[0])
     read = []
     original = SourceReader.read_many
@@ -82,16 +81,16 @@ def test_a_slice_reads_only_its_bytes(saved: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("index", [(50,), (0, 0, 0), (slice(None, None, -1),)])
-def test_an_index_out_of_range_is_an_index_error(saved: Any, index: Any) -> None:
+def test_an_index_out_of_range_is_an_index_error(saved, index):
     with pytest.raises(IndexError):
         open_checkpoint(saved[0])["model.weight"][index]
 
 
-def test_opening_a_directory_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+def test_opening_a_directory_without_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         open_checkpoint(str(tmp_path))
 
 
-def test_reading_a_float_tensor_does_not_import_torch(saved: Any) -> None:
+def test_reading_a_float_tensor_does_not_import_torch(saved):
     read = f"import ckptkit\nassert ckptkit.open_checkpoint({saved[0]!r})['model.weight'][:2].shape == (2, 100)"
     assert "torch" not in modules_after(read)

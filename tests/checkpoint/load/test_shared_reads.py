@@ -71,13 +71,13 @@ def numbers_read(url: Path, replicas: str | None) -> tuple[int, int]:
 
 @pytest.mark.parametrize("more", [{}, {"atomic": True}], ids=["in_place", "atomic"])
 @on_ranks(3)
-def test_shared_reads_restore_every_kind_of_tensor(run: Path, more: dict[str, Any]) -> None:
+def test_shared_reads_restore_every_kind_of_tensor(run, more):
     module = Held()
     load(run, module, replicas="broadcast", **more)
     assert bits(module) == bits(Held(1))
 
 
-def test_each_rank_reads_only_its_share(ranks: Any, run: Path) -> None:
+def test_each_rank_reads_only_its_share(ranks, run):
     shared = ranks.run(numbers_read, 3, run, "broadcast")
     whole, received = numbers_read(run, "broadcast")
     assert received == 0
@@ -87,7 +87,7 @@ def test_each_rank_reads_only_its_share(ranks: Any, run: Path) -> None:
 
 
 @on_ranks(2)
-def test_every_rank_reads_local_files_itself(run: Path) -> None:
+def test_every_rank_reads_local_files_itself(run):
     nbytes, received = numbers_read(run, None)
     assert nbytes > 4_000_000
     assert received == 0
@@ -109,7 +109,7 @@ def load_job(url: Path, layout: str) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize(("layout", "shares"), [("hsdp", True), ("1d", False)])
-def test_ranks_with_the_same_shards_share_reads(ranks: Any, tmp_path: Path, layout: str, shares: bool) -> None:
+def test_ranks_with_the_same_shards_share_reads(ranks, tmp_path, layout, shares):
     saved = ranks.run(save_job, 4, tmp_path, "1d")[0]
     for loaded, received in ranks.run(load_job, 4, tmp_path, layout):
         assert states.different(loaded, saved) == []
@@ -124,7 +124,7 @@ def remote(s3: dict[str, Any]) -> dict[str, Any]:
 
 
 @on_ranks(2)
-def test_from_an_object_store_replicas_are_read_once(remote: dict[str, Any]) -> None:
+def test_from_an_object_store_replicas_are_read_once(remote):
     module = Held()
     report = load("s3://bucket/replicas", module, {"storage_options": remote})
     assert bits(module) == bits(Held(1))
@@ -138,7 +138,7 @@ def damaged(run: Path) -> Path:
 
 
 @on_ranks(3)
-def test_damage_in_one_share_fails_all_ranks_and_changes_nothing(damaged: Path) -> None:
+def test_damage_in_one_share_fails_all_ranks_and_changes_nothing(damaged):
     module = Held()
     with pytest.raises(CorruptCheckpointError, match="large"):
         load(damaged, module, replicas="broadcast", atomic=True)
@@ -155,7 +155,7 @@ def die_while_sending(url: Path, said: Path) -> None:
     os._exit(0)
 
 
-def test_a_rank_that_dies_while_it_sends_fails_the_others(run: Path, tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_it_sends_fails_the_others(run, tmp_path):
     with pytest.raises(RankError):
         run_ranks(die_while_sending, 3, run, tmp_path)
     assert all("rank 1" in (tmp_path / str(rank)).read_text() for rank in (0, 2))
@@ -174,7 +174,7 @@ def packed(tmp_path: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
-def test_compressed_tensors_with_equal_beginnings_are_not_shared(packed: Path, tmp_path: Path) -> None:
+def test_compressed_tensors_with_equal_beginnings_are_not_shared(packed, tmp_path):
     own, wanted = str(dist.get_rank()), dict(two_layers().state_dict())
     dcp.load({"model": wanted}, checkpoint_id=packed)
     expected = {name: tensor.clone() for name, tensor in wanted.items() if name.startswith(own)}
@@ -202,7 +202,7 @@ def seen(tmp_path: Path) -> Path:
 
 
 @on_ranks(3)
-def test_ranks_with_other_memory_layouts_get_the_same_values(seen: Path) -> None:
+def test_ranks_with_other_memory_layouts_get_the_same_values(seen):
     module = Seen(9.0, dist.get_rank() == 1)
     load(seen, module, replicas="broadcast")
     saved = dict(Seen(1.0, False).named_buffers())
@@ -220,22 +220,22 @@ def fail_while_others_send(url: Path) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_fails_while_others_send_fails_all_and_ends_no_process(run: Path) -> None:
+def test_a_rank_that_fails_while_others_send_fails_all_and_ends_no_process(run):
     first, second = run_ranks(fail_while_others_send, 2, run)
     assert first == second
 
 
-def test_ranks_without_a_signature_do_not_share_reads() -> None:
+def test_ranks_without_a_signature_do_not_share_reads():
     assert groups_of([b"a", b"b", b"a", b"", b""]) == [[0, 2], [1], [0, 2], [3], [4]]
 
 
-def test_a_share_is_sent_to_at_most_63_ranks() -> None:
+def test_a_share_is_sent_to_at_most_63_ranks():
     found = groups_of([b"a"] * 130)
     assert found[0] == list(range(64))
     assert found[64] == list(range(64, 128))
     assert found[129] == [128, 129]
 
 
-def test_an_unknown_value_of_replicas_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_value_of_replicas_is_refused(tmp_path):
     with CheckpointManager(str(tmp_path / "run")) as manager, pytest.raises(UsageError, match="replicas='all'"):
         manager.load(TrainState(model=torch.nn.Linear(1, 1)), replicas="all")

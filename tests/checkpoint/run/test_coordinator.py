@@ -16,7 +16,7 @@ from tests.ranks import on_ranks, run_ranks
 # --- one process
 
 
-def test_a_single_process_does_not_import_torch() -> None:
+def test_a_single_process_does_not_import_torch():
     code = (
         "from ckptkit.checkpoint.run.coordinator import Coordinator\nc = Coordinator()\n"
         "assert (c.rank, c.world_size, c.all_gather(3), c.any(True)) == (0, 1, [3], True)\n"
@@ -25,7 +25,7 @@ def test_a_single_process_does_not_import_torch() -> None:
     assert "torch" not in modules_after(code)
 
 
-def test_a_base_exception_is_reported_too() -> None:
+def test_a_base_exception_is_reported_too():
     class CheckpointError(BaseException):
         pass
 
@@ -36,7 +36,7 @@ def test_a_base_exception_is_reported_too() -> None:
         Coordinator().all_ok(fail, "a save")
 
 
-def test_a_timeout_must_be_positive() -> None:
+def test_a_timeout_must_be_positive():
     with pytest.raises(UsageError):
         Coordinator(timeout_s=0)
 
@@ -45,7 +45,7 @@ def test_a_timeout_must_be_positive() -> None:
 
 
 @on_ranks(3)
-def test_all_ranks_get_all_values() -> None:
+def test_all_ranks_get_all_values():
     c = Coordinator(timeout_s=20)
     assert c.all_gather(c.rank * 10) == [0, 10, 20]
     assert c.run_on_all(lambda: c.rank, "x") == c.rank
@@ -56,7 +56,7 @@ def test_all_ranks_get_all_values() -> None:
 
 
 @on_ranks(3)
-def test_messages_of_every_length_arrive() -> None:
+def test_messages_of_every_length_arrive():
     c = Coordinator(timeout_s=20)
     for nbytes in (0, 1, *range(1900, 2100, 7), 5000, 300_000):
         told = c.settle(Outcome(bytes([c.rank]) * nbytes), "x", then=lambda all_: all_)
@@ -74,7 +74,7 @@ def _error(fn: Any) -> tuple[str, str, Any]:
 
 @pytest.mark.parametrize("kind", [StorageError, NoSpaceError])
 @on_ranks(2)
-def test_a_failure_on_rank_0_names_the_rank_and_a_refusal_does_not(kind: Any) -> None:
+def test_a_failure_on_rank_0_names_the_rank_and_a_refusal_does_not(kind):
     c = Coordinator(timeout_s=20)
 
     def of_publishing(error: Exception) -> Any:
@@ -90,7 +90,7 @@ def test_a_failure_on_rank_0_names_the_rank_and_a_refusal_does_not(kind: Any) ->
 
 
 @on_ranks(3)
-def test_an_error_of_several_ranks_is_told_once() -> None:
+def test_an_error_of_several_ranks_is_told_once():
     c = Coordinator(timeout_s=20)
     for failing, told in ((3, "on ranks 0, 1, 2: KeyError: 'a'"), (2, "on ranks 0, 1: KeyError: 'a'")):
 
@@ -105,14 +105,14 @@ def test_an_error_of_several_ranks_is_told_once() -> None:
 
 
 @on_ranks(3)
-def test_an_error_about_disagreeing_ranks_names_their_values() -> None:
+def test_an_error_about_disagreeing_ranks_names_their_values():
     c = Coordinator(timeout_s=20)
     with pytest.raises(UsageError, match="the step: rank 0 has 5, rank 2 has 6"):
         c.settle(Outcome(5 + (c.rank == 2)), "x", then=lambda steps: check_equal(steps, "the step"))
 
 
 @on_ranks(3)
-def test_a_coordinator_of_a_subgroup_numbers_its_own_ranks() -> None:
+def test_a_coordinator_of_a_subgroup_numbers_its_own_ranks():
     group = dist.new_group([1, 2])
     if (rank := dist.get_rank()) > 0:
         c = Coordinator(group, timeout_s=20)
@@ -135,7 +135,7 @@ def _one_misses_a_step() -> Any:
     return [first, _error(lambda: c.all_gather(None))[0]]
 
 
-def test_rank_0_does_not_wait_for_a_rank_that_has_failed() -> None:
+def test_rank_0_does_not_wait_for_a_rank_that_has_failed():
     main, other = run_ranks(_one_misses_a_step, 2, timeout=60)
     assert other == ["RankFailedError", "RankFailedError"]
     assert main[1] == "RankFailedError"

@@ -31,7 +31,7 @@ def names(root: Path) -> list[str]:
 @pytest.mark.parametrize(
     "tag", ["x.owner", "x.part", "final.json", "_", "0.1", "global_step100", "x" * 128, "best-1.0", "1"]
 )
-def test_every_allowed_tag_can_be_listed_and_deleted(tmp_path: Path, tag: str) -> None:
+def test_every_allowed_tag_can_be_listed_and_deleted(tmp_path, tag):
     save(tmp_path, 1, tag=tag)
     save(tmp_path, 2)
     assert names(tmp_path) == [tag, "step_00000002"]
@@ -39,17 +39,17 @@ def test_every_allowed_tag_can_be_listed_and_deleted(tmp_path: Path, tag: str) -
     assert names(tmp_path) == ["step_00000002"]
 
 
-def test_a_root_that_does_not_exist_is_empty(tmp_path: Path) -> None:
+def test_a_root_that_does_not_exist_is_empty(tmp_path):
     assert ls(tmp_path / "nowhere") == Inventory(str(tmp_path / "nowhere"))
 
 
-def test_checkpoints_are_ordered_by_number_not_by_spelling(tmp_path: Path) -> None:
+def test_checkpoints_are_ordered_by_number_not_by_spelling(tmp_path):
     for step in (9, 10, 100_000_000, 1_000_000_000):
         save(tmp_path, step)
     assert check(tmp_path) == [9, 10, 100_000_000, 1_000_000_000]
 
 
-def test_mtimes_have_no_influence(tmp_path: Path) -> None:
+def test_mtimes_have_no_influence(tmp_path):
     for step in range(1, 7):
         save(tmp_path, step)
     chance = random.Random(3)
@@ -59,7 +59,7 @@ def test_mtimes_have_no_influence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skew", [-365 * 86400.0, 365 * 86400.0])
-def test_clocks_have_no_influence(tmp_path: Path, skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_have_no_influence(tmp_path, skew, monkeypatch):
     save(tmp_path, 1)
     real = commit.time.time
     monkeypatch.setattr(commit.time, "time", lambda: real() + skew)
@@ -69,7 +69,7 @@ def test_clocks_have_no_influence(tmp_path: Path, skew: float, monkeypatch: pyte
     assert check(tmp_path) == [1, 2, 3]
 
 
-def test_an_incomplete_checkpoint_is_skipped_with_the_reason(tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_skipped_with_the_reason(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "step_00000002" / "shards").mkdir(parents=True)
     (tmp_path / "step_00000002" / ".metadata").write_bytes(b"x")
@@ -79,7 +79,7 @@ def test_an_incomplete_checkpoint_is_skipped_with_the_reason(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("damage", ["empty", "zeros", "half", "flip", "link", "directory"])
-def test_a_damaged_record_is_skipped_with_its_reason(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_record_is_skipped_with_its_reason(tmp_path, damage):
     save(tmp_path, 1)
     save(tmp_path, 2)
     record = tmp_path / "step_00000002" / "checkpoint.json"
@@ -95,7 +95,7 @@ def test_a_damaged_record_is_skipped_with_its_reason(tmp_path: Path, damage: str
     assert "checkpoint.json" in found.skipped[0].reason
 
 
-def test_foreign_folders_files_and_links_are_only_listed_as_foreign(tmp_path: Path) -> None:
+def test_foreign_folders_files_and_links_are_only_listed_as_foreign(tmp_path):
     save(tmp_path, 1)
     shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_5_best")
     (tmp_path / "tensorboard").mkdir()
@@ -108,14 +108,14 @@ def test_foreign_folders_files_and_links_are_only_listed_as_foreign(tmp_path: Pa
     assert "copied or renamed" in found.skipped[0].reason and "symlink" in found.skipped[1].reason
 
 
-def test_a_running_save_is_listed_with_its_writer_and_not_as_a_checkpoint(tmp_path: Path) -> None:
+def test_a_running_save_is_listed_with_its_writer_and_not_as_a_checkpoint(tmp_path):
     seen: list[Inventory] = []
     save(tmp_path, 4, before=lambda store: seen.append(ls(tmp_path)))
     assert [(a.name, a.owner.pid if a.owner else 0) for a in seen[0].in_progress] == [("step_00000004", os.getpid())]
     assert seen[0].committed == () and ls(tmp_path).in_progress == ()
 
 
-def test_a_save_whose_writer_died_is_abandoned(tmp_path: Path) -> None:
+def test_a_save_whose_writer_died_is_abandoned(tmp_path):
     owner = {"nonce": "0" * 16, "host": "h", "pid": 1, "started": "never", "machine": this_process().machine}
     (tmp_path / ".tmp-step_00000004-0000000000000000").mkdir()
     (tmp_path / ".tmp-step_00000004-0000000000000000.owner").write_text(json.dumps(owner))
@@ -123,7 +123,7 @@ def test_a_save_whose_writer_died_is_abandoned(tmp_path: Path) -> None:
     assert [a.name for a in found.abandoned] == ["step_00000004"] and found.foreign == ()
 
 
-def test_checkpoints_of_a_rolled_back_branch_are_listed_as_older(tmp_path: Path) -> None:
+def test_checkpoints_of_a_rolled_back_branch_are_listed_as_older(tmp_path):
     for step in (10, 20, 30, 15, 18):
         save(tmp_path, step)
     assert [(i.step, i.superseded) for i in ls(tmp_path).committed] == [
@@ -151,30 +151,30 @@ def run(tmp_path: Path) -> Path:
         ("step_00000020", "step_00000020"),
     ],
 )  # fmt: skip
-def test_a_name_resolves_to_one_checkpoint(run: Path, name: str, expected: str) -> None:
+def test_a_name_resolves_to_one_checkpoint(run, name, expected):
     assert resolve(open_store(str(run)), name).name == expected
 
 
 @pytest.mark.parametrize("name", ["latest~4", "99", "nope", "../step_00000010", "", "step_10", "latest~x", "٣"])
-def test_an_unknown_name_is_an_error_that_lists_the_checkpoints(run: Path, name: str) -> None:
+def test_an_unknown_name_is_an_error_that_lists_the_checkpoints(run, name):
     with pytest.raises(CheckpointNotFoundError, match="It has step_00000010"):
         resolve(open_store(str(run)), name)
 
 
-def test_an_error_about_an_empty_run_says_what_was_skipped_and_why(tmp_path: Path) -> None:
+def test_an_error_about_an_empty_run_says_what_was_skipped_and_why(tmp_path):
     (tmp_path / "step_00000002").mkdir()
     with pytest.raises(CheckpointNotFoundError, match=r"no committed checkpoint\. Skipped: step_00000002: it has no"):
         resolve(open_store(str(tmp_path)))
 
 
-def test_best_without_a_recorded_metric_is_an_error(tmp_path: Path) -> None:
+def test_best_without_a_recorded_metric_is_an_error(tmp_path):
     save(tmp_path, 1, fields={"metrics": {"loss": 1.0}})
     with pytest.raises(UsageError, match="best:METRIC:min"):
         resolve(open_store(str(tmp_path)), "best")
     assert resolve(open_store(str(tmp_path)), "best", best=("loss", "min")).step == 1
 
 
-def test_listing_imports_neither_torch_nor_numpy(run: Path) -> None:
+def test_listing_imports_neither_torch_nor_numpy(run):
     code = (
         "from ckptkit.checkpoint.run.inventory import list_checkpoints\n"
         "from ckptkit.storage.open import open_store\n"

@@ -30,7 +30,7 @@ def one_checkpoint(run: Path) -> Store:
     return open_store(str(run))
 
 
-def test_a_pin_protects_the_checkpoint_while_it_is_read(tmp_path: Path) -> None:
+def test_a_pin_protects_the_checkpoint_while_it_is_read(tmp_path):
     root = one_checkpoint(tmp_path)
     with pin_while_reading(root, "step_00000001", why="convert"):
         (pin,) = list_pins(root)
@@ -38,7 +38,7 @@ def test_a_pin_protects_the_checkpoint_while_it_is_read(tmp_path: Path) -> None:
     assert list_pins(root) == []
 
 
-def test_pinning_a_deleted_checkpoint_is_an_error_and_leaves_no_pin(tmp_path: Path) -> None:
+def test_pinning_a_deleted_checkpoint_is_an_error_and_leaves_no_pin(tmp_path):
     root = one_checkpoint(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="List again"), pin_while_reading(root, "step_00000002"):
         pass
@@ -51,16 +51,14 @@ def _read_and_die(say: Any, root: str) -> None:
         os.kill(os.getpid(), 9)
 
 
-def test_the_pin_of_a_dead_reader_has_no_effect(tmp_path: Path) -> None:
+def test_the_pin_of_a_dead_reader_has_no_effect(tmp_path):
     save(tmp_path, 1)
     assert fork(_read_and_die, str(tmp_path)) == (-9, b"reading")
     assert list_pins(open_store(str(tmp_path))) == []
 
 
 @pytest.mark.parametrize(("age_s", "holds"), [(10.0, True), (pins.TTL_S + 10, False)])
-def test_the_pin_of_a_reader_on_another_machine_counts_until_it_expires(
-    tmp_path: Path, age_s: float, holds: bool
-) -> None:
+def test_the_pin_of_a_reader_on_another_machine_counts_until_it_expires(tmp_path, age_s, holds):
     path = tmp_path / ".ckptkit" / "pins" / "read-1.json"
     path.parent.mkdir(parents=True)
     owner = {"host": "far", "pid": 1, "started": "1", "machine": "m/n/o"}
@@ -69,7 +67,7 @@ def test_the_pin_of_a_reader_on_another_machine_counts_until_it_expires(
     assert bool(list_pins(open_store(str(tmp_path)))) is holds
 
 
-def test_a_deletion_removes_day_old_pins_of_killed_readers(tmp_path: Path) -> None:
+def test_a_deletion_removes_day_old_pins_of_killed_readers(tmp_path):
     root = one_checkpoint(tmp_path)
     folder = tmp_path / ".ckptkit" / "pins"
     folder.mkdir(exist_ok=True)
@@ -83,7 +81,7 @@ def test_a_deletion_removes_day_old_pins_of_killed_readers(tmp_path: Path) -> No
         assert sorted(path.stem for path in folder.iterdir()) == ["keep-step_00000001", "read-new"]
 
 
-def test_a_reader_waits_for_a_running_deletion(tmp_path: Path) -> None:
+def test_a_reader_waits_for_a_running_deletion(tmp_path):
     root = one_checkpoint(tmp_path)
     began, may_end = threading.Event(), threading.Event()
 
@@ -102,7 +100,7 @@ def test_a_reader_waits_for_a_running_deletion(tmp_path: Path) -> None:
     thread.join()
 
 
-def test_a_killed_deletion_does_not_delay_readers(tmp_path: Path) -> None:
+def test_a_killed_deletion_does_not_delay_readers(tmp_path):
     save(tmp_path, 1)
     path = tmp_path / ".ckptkit" / "deleting" / "step_00000001.json"
     path.parent.mkdir()
@@ -112,9 +110,7 @@ def test_a_killed_deletion_does_not_delay_readers(tmp_path: Path) -> None:
         assert time.monotonic() - start < 5
 
 
-def test_a_read_only_root_is_read_without_a_pin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_read_only_root_is_read_without_a_pin(tmp_path, monkeypatch, caplog):
     root = one_checkpoint(tmp_path)
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -128,13 +124,13 @@ def test_a_read_only_root_is_read_without_a_pin(
     assert caplog.messages == [f"{tmp_path}: {what}"]
 
 
-def test_only_a_committed_checkpoint_can_be_pinned(tmp_path: Path) -> None:
+def test_only_a_committed_checkpoint_can_be_pinned(tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         pin_forever(str(tmp_path / "step_00000001"), "x")
     assert not (tmp_path / ".ckptkit").exists()
 
 
-def test_a_damaged_pin_of_a_user_still_counts(tmp_path: Path) -> None:
+def test_a_damaged_pin_of_a_user_still_counts(tmp_path):
     save(tmp_path, 1)
     pin_forever(str(tmp_path / "step_00000001"), "paper")
     (tmp_path / ".ckptkit" / "pins" / "keep-step_00000001.json").write_bytes(b"")
@@ -142,7 +138,7 @@ def test_a_damaged_pin_of_a_user_still_counts(tmp_path: Path) -> None:
     assert not delete_checkpoint(open_store(str(tmp_path)), "step_00000001", reason="x")
 
 
-def test_pinning_again_changes_the_reason(tmp_path: Path) -> None:
+def test_pinning_again_changes_the_reason(tmp_path):
     save(tmp_path, 1)
     for why in ("first", "second"):
         pin_forever(str(tmp_path / "step_00000001") + "/", why)
@@ -153,7 +149,7 @@ def test_pinning_again_changes_the_reason(tmp_path: Path) -> None:
     ("url", "root", "name"),
     [("/a/b", "/a", "b"), ("/a/b/", "/a", "b"), ("/b", "/", "b"), ("s3://bucket/run/x", "s3://bucket/run", "x")],
 )
-def test_a_checkpoint_url_is_split_into_run_and_name(url: str, root: str, name: str) -> None:
+def test_a_checkpoint_url_is_split_into_run_and_name(url, root, name):
     store, found = split_checkpoint_url(url)
     assert (store.url, found) == (root, name)
     for other in ("", "/", ".", "..", "s3://bucket"):
@@ -161,7 +157,7 @@ def test_a_checkpoint_url_is_split_into_run_and_name(url: str, root: str, name: 
             split_checkpoint_url(other)
 
 
-def test_reading_the_latest_never_fails_while_another_saves_with_max_num_1(tmp_path: Path) -> None:
+def test_reading_the_latest_never_fails_while_another_saves_with_max_num_1(tmp_path):
     root = one_checkpoint(tmp_path)
     stop = threading.Event()
 

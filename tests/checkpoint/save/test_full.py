@@ -35,7 +35,7 @@ def save(url: Path) -> Any:
     return whole(job.model.state_dict())
 
 
-def test_the_model_part_is_plain_safetensors_with_an_index(ranks: Any, tmp_path: Path) -> None:
+def test_the_model_part_is_plain_safetensors_with_an_index(ranks, tmp_path):
     expected = ranks.run(save, 3, tmp_path)[0]
     root = tmp_path / "step_00000002"
     index = json.loads((root / "model.safetensors.index.json").read_text())
@@ -61,7 +61,7 @@ def sharded(*shapes: tuple[int, int]) -> nn.Module:
 
 
 @on_ranks(3)
-def test_files_are_distributed_over_the_ranks(tmp_path: Path) -> None:
+def test_files_are_distributed_over_the_ranks(tmp_path):
     model = sharded(*[(5, 9)] * 7)
     states.save(tmp_path, TrainState(model=model, rng=False), state_dict_type="full", max_shard_size=300)
     expected = whole(model.state_dict())
@@ -72,7 +72,7 @@ def test_files_are_distributed_over_the_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_from_pretrained_loads_a_full_checkpoint(tmp_path: Path, tie: bool) -> None:
+def test_from_pretrained_loads_a_full_checkpoint(tmp_path, tie):
     transformers = pytest.importorskip("transformers")
     model = llama(tie).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -86,7 +86,7 @@ def test_from_pretrained_loads_a_full_checkpoint(tmp_path: Path, tie: bool) -> N
     assert whole(loaded.state_dict()) == whole(model.state_dict())
 
 
-def test_each_of_several_models_has_its_own_folder(tmp_path: Path) -> None:
+def test_each_of_several_models_has_its_own_folder(tmp_path):
     models, again = ({"actor": nn.Linear(2, 3), "critic": nn.Linear(3, 1)} for _ in range(2))
     states.load(states.save(tmp_path, TrainState(model=models), state_dict_type="full"), TrainState(model=again))
     for name, model in models.items():
@@ -124,14 +124,14 @@ def _memory(field: str) -> int:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak memory reset")
-def test_no_rank_holds_more_than_twice_the_largest_tensor(tmp_path: Path) -> None:
+def test_no_rank_holds_more_than_twice_the_largest_tensor(tmp_path):
     peaks = run_ranks(peak_of_a_save, 2, str(tmp_path))
     assert max(peaks) <= 2 * LARGEST + (64 << 20), [peak >> 20 for peak in peaks]
 
 
 @pytest.mark.parametrize("where", ["write", "_part"])
 @on_ranks(3)
-def test_a_failing_rank_fails_all_ranks_at_once_and_the_next_save_works(tmp_path: Path, where: str) -> None:
+def test_a_failing_rank_fails_all_ranks_at_once_and_the_next_save_works(tmp_path, where):
     model, broken = sharded(*[(4, 4)] * 6), states.failing(OSError(28, "No space left on device"))
     with CheckpointManager(tmp_path, state_dict_type="full", timeout_s=80, max_shard_size=100) as manager:
         with pytest.MonkeyPatch.context() as patch:
@@ -144,7 +144,7 @@ def test_a_failing_rank_fails_all_ranks_at_once_and_the_next_save_works(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["full", "local"])
-def test_a_tensor_name_that_is_not_utf8_is_refused_and_nothing_is_published(tmp_path: Path, kind: str) -> None:
+def test_a_tensor_name_that_is_not_utf8_is_refused_and_nothing_is_published(tmp_path, kind):
     model = nn.Linear(2, 2)
     model.register_buffer("half\ud800", torch.zeros(2))
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:

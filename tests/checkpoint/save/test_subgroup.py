@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,12 +36,12 @@ def of_the_last_two(url: str, kind: str) -> bool:
     return right
 
 
-def test_the_last_two_of_three_ranks_save_and_load_what_they_shard_again_and_again(tmp_path: Path, kind: str) -> None:
+def test_the_last_two_of_three_ranks_save_and_load_what_they_shard_again_and_again(tmp_path, kind):
     assert run_ranks(of_the_last_two, 3, str(tmp_path), kind) == [True] * 3
 
 
 @on_ranks(2)
-def test_a_rank_that_holds_half_of_a_tensor_does_not_save_alone(tmp_path: Path, kind: str) -> None:
+def test_a_rank_that_holds_half_of_a_tensor_does_not_save_alone(tmp_path, kind):
     rank = dist.get_rank()
     mine = [dist.new_group([each]) for each in range(2)][rank]
     model = sharded(torch.ones(2, 6), init_device_mesh("cpu", (2,)))

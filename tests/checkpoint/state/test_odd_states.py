@@ -6,7 +6,6 @@ import collections
 import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,7 +72,7 @@ def holding(state: Any) -> TrainState:
 
 @pytest.mark.parametrize("live", [True, False], ids=["live", "fresh"])
 @pytest.mark.parametrize("name", KEPT)
-def test_a_state_comes_back_with_its_types(tmp_path: Path, name: str, live: bool, kind: str) -> None:
+def test_a_state_comes_back_with_its_types(tmp_path, name, live, kind):
     source = holding(KEPT[name]())
     again = holding(KEPT[name]() if live else None)
     load_all(save(tmp_path, source, state_dict_type=kind), again)
@@ -81,7 +80,7 @@ def test_a_state_comes_back_with_its_types(tmp_path: Path, name: str, live: bool
     assert found == expected
 
 
-def test_a_live_state_that_requires_gradients_is_replaced_by_one_that_does_not(tmp_path: Path) -> None:
+def test_a_live_state_that_requires_gradients_is_replaced_by_one_that_does_not(tmp_path):
     source, live = holding({"a": square()}), holding({"a": square().requires_grad_()})
     load_all(save(tmp_path, source), live)
     assert not live.optimizer.state[live.model.weight]["a"].requires_grad
@@ -102,7 +101,7 @@ class Named(dict):  # type: ignore[type-arg]
     ({"a": with_attributes(square(), mean=3)}, "'mean' contains tensors or replaces one of torch's"),
     ({"a": with_attributes(square(), owner=Named)}, "optimizer.state.weight.a.owner: a value of type"),
 ])  # fmt: skip
-def test_a_state_that_would_lose_its_type_is_refused_by_name(tmp_path: Path, state: Any, said: str) -> None:
+def test_a_state_that_would_lose_its_type_is_refused_by_name(tmp_path, state, said):
     with pytest.raises(SaveError, match=said):
         save(tmp_path, holding(state))
     assert not list(tmp_path.rglob("step_*"))
@@ -191,7 +190,7 @@ def in_order(state: TrainState) -> Any:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", SHARDED)
 @on_ranks("size")
-def test_a_state_beside_sharded_parameters_comes_back_with_its_types(tmp_path: Path, name: str, size: int) -> None:
+def test_a_state_beside_sharded_parameters_comes_back_with_its_types(tmp_path, name, size):
     """It does in each type, with and without such states in the live optimizer."""
     for kind in KINDS:
         source = sharded(name, 1)
@@ -203,7 +202,7 @@ def test_a_state_beside_sharded_parameters_comes_back_with_its_types(tmp_path: P
 
 
 @on_ranks(2)
-def test_a_partial_sum_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_a_partial_sum_is_refused_by_name(tmp_path, kind):
     state = sharded("", 1)
     weight = state.model.weight
     state.optimizer.state[weight]["sum"] = DTensor.from_local(torch.ones(4), weight.device_mesh, [Partial()])
@@ -215,7 +214,7 @@ def tree_of(fqn: str, **parts: Any) -> dict[str, Any]:
     return {"param_groups": [{"lr": 0.1, "params": [fqn]}], "values": {fqn: {}}, "shared": {}, **parts}
 
 
-def test_the_descriptions_of_states_of_all_pipeline_stages_are_united() -> None:
+def test_the_descriptions_of_states_of_all_pipeline_stages_are_united():
     trees = [
         tree_of("a", held={"a.x": "plain"}, own={"layouts": [1], "states": ["a.x"]}),
         tree_of("b", held={"b.x": "shard"}, own={"layouts": [1], "states": ["b.x"]}, kinds={"b": {"x": 1}}),

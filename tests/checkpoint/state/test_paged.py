@@ -5,7 +5,6 @@ It does so on an accelerator. Here, a function takes its place that returns mark
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,7 +57,7 @@ def of_paged(states: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("options", [{}, {"atomic": True}], ids=["", "atomic"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_optimizer_allocates_its_states(tmp_path: Path, name: str, kind: str, options: dict[str, Any]) -> None:
+def test_the_optimizer_allocates_its_states(tmp_path, name, kind, options):
     source, live = made(name), made(name, pages=True)
     step(source)
     load_all(save(tmp_path, source, state_dict_type=kind), live, **options)
@@ -68,7 +67,7 @@ def test_the_optimizer_allocates_its_states(tmp_path: Path, name: str, kind: str
 
 @pytest.mark.parametrize("options", [{}, {"atomic": True}], ids=["", "atomic"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_paged_states_are_filled_in_place(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+def test_paged_states_are_filled_in_place(tmp_path, name, options):
     source, live = made(name), made(name)
     for state in (source, live):
         step(state)
@@ -82,7 +81,7 @@ def test_paged_states_are_filled_in_place(tmp_path: Path, name: str, options: di
 
 
 @pytest.mark.parametrize("wrap", [MasterWeightOptimizer, lambda inner: _joined([inner])], ids=["masters", "joined"])
-def test_an_optimizer_inside_another_allocates_its_states(tmp_path: Path, wrap: Any) -> None:
+def test_an_optimizer_inside_another_allocates_its_states(tmp_path, wrap):
     source, live = made("PagedAdamW8bit", wrap), made("PagedAdamW8bit", wrap, pages=True)
     step(source)
     load_all(save(tmp_path, source), live)

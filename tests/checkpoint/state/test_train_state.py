@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import inspect
-from typing import Any
 
 import pytest
 import torch
@@ -43,11 +42,11 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> li
     (TorchStateDictType.LOCAL_STATE_DICT, StateDictType.LOCAL),
     (StateDictType.LOCAL, StateDictType.LOCAL),
 ])  # fmt: skip
-def test_every_spelling_of_a_state_dict_type_is_accepted(spelling: Any, wanted: StateDictType) -> None:
+def test_every_spelling_of_a_state_dict_type_is_accepted(spelling, wanted):
     assert StateDictType.parse(spelling) is wanted
 
 
-def test_sharded_is_the_default_everywhere() -> None:
+def test_sharded_is_the_default_everywhere():
     from ckptkit.fsdp import FSDPConfig
 
     default = inspect.signature(CheckpointManager).parameters["state_dict_type"].default
@@ -55,7 +54,7 @@ def test_sharded_is_the_default_everywhere() -> None:
     assert StateDictType.parse(FSDPConfig().state_dict_type) is StateDictType.SHARDED
 
 
-def test_only_parameters_and_persistent_buffers_are_captured() -> None:
+def test_only_parameters_and_persistent_buffers_are_captured():
     model = net()
     model.register_buffer("scratch", torch.zeros(3), persistent=False)
     captured = capture(TrainState(model=model))
@@ -63,7 +62,7 @@ def test_only_parameters_and_persistent_buffers_are_captured() -> None:
     assert "scratch" not in captured.models["model"]
 
 
-def test_names_have_no_prefixes_of_wrappers() -> None:
+def test_names_have_no_prefixes_of_wrappers():
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -74,7 +73,7 @@ def test_names_have_no_prefixes_of_wrappers() -> None:
     assert names == {f"{block}.module.{leaf}" for block in "ab" for leaf in ("weight", "bias")}
 
 
-def test_optimizer_keys_are_the_same_with_and_without_wrappers() -> None:
+def test_optimizer_keys_are_the_same_with_and_without_wrappers():
     model = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 8)), torch.compile(nn.Linear(8, 2), backend="eager"))
     optimizer = torch.optim.AdamW(model.parameters())
     losses(model, optimizer, 1)
@@ -84,7 +83,7 @@ def test_optimizer_keys_are_the_same_with_and_without_wrappers() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
-def test_capturing_before_the_first_step_changes_no_losses_and_draws_no_random_number(kind: Any) -> None:
+def test_capturing_before_the_first_step_changes_no_losses_and_draws_no_random_number(kind):
     def run(take: bool) -> list[float]:
         model = net()
         optimizer = kind(model.parameters(), lr=0.1)
@@ -96,7 +95,7 @@ def test_capturing_before_the_first_step_changes_no_losses_and_draws_no_random_n
     assert run(True) == run(False)
 
 
-def test_an_error_names_an_optimizer_parameter_that_no_model_has() -> None:
+def test_an_error_names_an_optimizer_parameter_that_no_model_has():
     model = net()
     stranger = nn.Parameter(torch.ones(3, 5))
     optimizer = torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
@@ -104,7 +103,7 @@ def test_an_error_names_an_optimizer_parameter_that_no_model_has() -> None:
         capture(TrainState(model=model, optimizer=optimizer))
 
 
-def test_optimizer_state_without_tensor_or_parameter_is_captured() -> None:
+def test_optimizer_state_without_tensor_or_parameter_is_captured():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model[0].weight] = {"count": 3, "big": torch.zeros(8, 4)}
@@ -115,7 +114,7 @@ def test_optimizer_state_without_tensor_or_parameter_is_captured() -> None:
     assert set(taken.tensors) == {("0.weight", "big")}
 
 
-def test_several_models_and_optimizers_are_distinguished_by_name() -> None:
+def test_several_models_and_optimizers_are_distinguished_by_name():
     actor, critic = net(), net()
     state = TrainState(
         model={"actor": actor, "critic": critic},
@@ -131,7 +130,7 @@ def test_several_models_and_optimizers_are_distinguished_by_name() -> None:
     assert captured.objects["optimizer_both"]["param_groups"][0]["params"] == ["critic.0.weight", "actor.0.weight"]
 
 
-def test_names_that_would_break_keys_are_refused() -> None:
+def test_names_that_would_break_keys_are_refused():
     with pytest.raises(UsageError, match="letters"):
         capture(TrainState(model={"a.b": net()}))
 
@@ -140,7 +139,7 @@ class _Kind(enum.Enum):
     A = 1
 
 
-def test_extra_state_that_would_run_code_is_refused_with_its_path() -> None:
+def test_extra_state_that_would_run_code_is_refused_with_its_path():
     with pytest.raises(SaveError, match=r"extra\.sampler\.mode"):
         capture(TrainState(extra={"sampler": {"mode": _Kind.A}}))
 

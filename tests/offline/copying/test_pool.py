@@ -12,7 +12,7 @@ from ckptkit.offline.copying.pool import Pool, Worker
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_interrupt_waits_for_running_jobs_and_begins_no_further_one(workers: int) -> None:
+def test_an_interrupt_waits_for_running_jobs_and_begins_no_further_one(workers):
     pool = Pool(workers)
     begun: list[int] = []
     ended: list[int] = []
@@ -29,7 +29,7 @@ def test_an_interrupt_waits_for_running_jobs_and_begins_no_further_one(workers: 
     assert begun == ended == [0]
 
 
-def test_the_first_failure_is_raised_and_stops_the_rest() -> None:
+def test_the_first_failure_is_raised_and_stops_the_rest():
     begun: list[int] = []
 
     def bad(item: int, _worker: Worker) -> None:
@@ -42,7 +42,7 @@ def test_the_first_failure_is_raised_and_stops_the_rest() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
-def test_every_job_is_done_with_any_number_of_threads(workers: int) -> None:
+def test_every_job_is_done_with_any_number_of_threads(workers):
     done: list[int] = []
     Pool(workers).run(lambda item, _worker: done.append(item), range(5))
     assert sorted(done) == list(range(5))

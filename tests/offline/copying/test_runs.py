@@ -135,7 +135,7 @@ def test_every_row_shard_gets_a_digest_and_every_byte_is_read_once(tmp_path, all
     assert sum(read) == report.nbytes_read == len(NAMES) * 60 * 5 * 4
 
 
-def test_every_column_shard_gets_a_digest(tmp_path: Path, all_runs: None) -> None:
+def test_every_column_shard_gets_a_digest(tmp_path, all_runs):
     made = make_source(tmp_path / "in", {name: ("float32", (60, 6), [Box((0, 0), (60, 6))]) for name in NAMES})
     halves = [Box((0, 0), (60, 3)), Box((0, 3), (60, 3))]
     plan = placed(made, halves, [0, 1], 2)
@@ -144,7 +144,7 @@ def test_every_column_shard_gets_a_digest(tmp_path: Path, all_runs: None) -> Non
 
 
 @pytest.mark.parametrize("kind", ["crc32", "xxh3_64"])
-def test_a_flipped_bit_in_a_resharded_slice_names_the_tensor(tmp_path: Path, all_runs: None, kind: str) -> None:
+def test_a_flipped_bit_in_a_resharded_slice_names_the_tensor(tmp_path, all_runs, kind):
     made = make_source(tmp_path / "in", by_rows(4), digest=kind)
     part = made.catalog.tensors["b"].slices[2]
     flip(tmp_path / "in" / part.path, part.start + 7, bit=3)
@@ -152,7 +152,7 @@ def test_a_flipped_bit_in_a_resharded_slice_names_the_tensor(tmp_path: Path, all
         run(made, placed(made, rows(60, 6), list(range(6)), 6), tmp_path / "out")
 
 
-def test_a_slice_shared_by_two_tensors_is_checked(tmp_path: Path, all_runs: None) -> None:
+def test_a_slice_shared_by_two_tensors_is_checked(tmp_path, all_runs):
     made = make_source(tmp_path / "in", by_rows(4, ["a"]))
     entry = made.catalog.tensors["a"]
     made.catalog = replace(made.catalog, tensors={"a": entry, "b": replace(entry, name="b")})
@@ -162,7 +162,7 @@ def test_a_slice_shared_by_two_tensors_is_checked(tmp_path: Path, all_runs: None
     assert digests_of(tmp_path / "out", plan, report) == boxes_of(plan)
 
 
-def test_partly_needed_slices_are_checked_completely(tmp_path: Path, all_runs: None) -> None:
+def test_partly_needed_slices_are_checked_completely(tmp_path, all_runs):
     made = make_source(tmp_path / "in", by_rows(4))
     plan = placed(made, rows(60, 6), list(range(6)), 6)
     report = run(made, plan, tmp_path / "out", files=[1])
@@ -209,7 +209,7 @@ def torchrun(source: str, target: str) -> int:
     return sum(counted)
 
 
-def test_digests_computed_by_other_ranks_are_used(ranks: Any, large: str, tmp_path: Path) -> None:
+def test_digests_computed_by_other_ranks_are_used(ranks, large, tmp_path):
     done = ranks.run(torchrun, 2, large, str(tmp_path / "new"))
     nbytes = sum(path.stat().st_size for path in (tmp_path / "new").iterdir())
     assert sum(done) <= nbytes + (64 << 10)
@@ -268,7 +268,7 @@ def test_slices_used_twice_or_in_part_are_copied(tmp_path):
     check_copied(made, plan, read_placed(tmp_path / "out", plan))
 
 
-def test_runs_read_together_are_limited_in_number_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_read_together_are_limited_in_number_and_size(tmp_path, monkeypatch):
     sizes: list[int] = []
     buffer = Worker.buffer
     monkeypatch.setattr(Worker, "buffer", lambda self, nbytes: (sizes.append(nbytes), buffer(self, nbytes))[1])

@@ -165,14 +165,14 @@ def merge_into(base: Path | str, adapter: Path, **options: Any) -> Result:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "kasa"])
-def test_an_adapter_is_merged_into_a_base_at_another_url(tmp_path: Path, case: str) -> None:
+def test_an_adapter_is_merged_into_a_base_at_another_url(tmp_path, case):
     adapted, adapter, base = apart(tmp_path, case)
     found = merge_into(base, adapter, verify=True)
     assert "base weights: base" in found.report.notes
     assert_same(found.tensors, expected(adapted))
 
 
-def test_an_adapter_file_may_contain_the_base_weight_of_its_embedding(tmp_path: Path) -> None:
+def test_an_adapter_file_may_contain_the_base_weight_of_its_embedding(tmp_path):
     adapted, adapter, base = apart(tmp_path, "linear and embedding")  # saved if the embedding is called embed_tokens
     name = "base_model.model.embed.base_layer.weight"
     write_model(adapter, {**read_model(adapter), name: adapted.state_dict()[name]})
@@ -180,7 +180,7 @@ def test_an_adapter_file_may_contain_the_base_weight_of_its_embedding(tmp_path: 
     assert_same(merge_into(base, adapter, verify=True).tensors, expected(adapted))
 
 
-def test_the_base_may_have_another_format_and_storage(tmp_path: Path) -> None:
+def test_the_base_may_have_another_format_and_storage(tmp_path):
     adapted, adapter, base = apart(tmp_path, "modules to save")
     convert(str(base), "memory://adapters/base/step_00000007", to="local", world_size=3)
     assert_same(merge_into("memory://adapters/base/step_00000007", adapter).tensors, expected(adapted))
@@ -195,7 +195,7 @@ def test_a_base_that_may_not_match_the_adapter_is_refused(tmp_path, case, settin
         merge_into(base, adapter)
 
 
-def test_a_base_without_the_adapted_weights_is_refused(tmp_path: Path) -> None:
+def test_a_base_without_the_adapted_weights_is_refused(tmp_path):
     _, adapter, base = apart(tmp_path, "dora")
     weights = base / "model.safetensors"
     (base / "config.json").write_text("{}")
@@ -210,7 +210,7 @@ def test_a_base_without_the_adapted_weights_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["linear and embedding", "rslora and patterns", "fan in", "attention", "experts",
                                   "blocks of A", "experts transposed", "tokens", "linear bias", "kasa"])  # fmt: skip
-def test_rows_merged_separately_equal_a_merge_of_the_whole_tensor(tmp_path: Path, case: str) -> None:
+def test_rows_merged_separately_equal_a_merge_of_the_whole_tensor(tmp_path, case):
     trained(of(case), tmp_path, dtype="bfloat16")
     plan = merged(tmp_path, of(case))
 
@@ -230,7 +230,7 @@ def test_rows_merged_separately_equal_a_merge_of_the_whole_tensor(tmp_path: Path
         assert not difference[whole == 0].any()
 
 
-def test_key_maps_are_applied_to_merged_tensors(tmp_path: Path) -> None:
+def test_key_maps_are_applied_to_merged_tensors(tmp_path):
     config = of(target_modules=["q", "k", "square"], use_dora=True)
     adapted = trained(config, tmp_path, dtype="bfloat16")
     rules = (
@@ -245,7 +245,7 @@ def test_key_maps_are_applied_to_merged_tensors(tmp_path: Path) -> None:
     assert torch.equal(found["square.weight"], whole["square.weight"].T)
 
 
-def test_dora_and_convolutions_are_not_merged_by_rows(tmp_path: Path) -> None:
+def test_dora_and_convolutions_are_not_merged_by_rows(tmp_path):
     config = of(target_modules=["embed", "conv2", "q"], use_dora=True)
     trained(config, tmp_path, dtype="bfloat16")
     tensors = merged(tmp_path, config).export.tensors
@@ -304,7 +304,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     ("llama", {"target_modules": ["embed_tokens"], "use_dora": True}),
     ("llama", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
 ], ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else value)  # fmt: skip
-def test_a_merge_of_a_trained_model_equals_what_peft_saves(tmp_path: Path, kind: str, case: dict[str, Any]) -> None:
+def test_a_merge_of_a_trained_model_equals_what_peft_saves(tmp_path, kind, case):
     pytest.importorskip("transformers")
     wanted = run_of(kind, tmp_path, of(**case))
     found = of_run(tmp_path, of(**case), verify=True)
@@ -313,7 +313,7 @@ def test_a_merge_of_a_trained_model_equals_what_peft_saves(tmp_path: Path, kind:
     assert_same(found.tensors, wanted)
 
 
-def test_an_adapter_of_a_tied_head_is_noted_and_untie_separates_it(tmp_path: Path) -> None:
+def test_an_adapter_of_a_tied_head_is_noted_and_untie_separates_it(tmp_path):
     config = of(target_modules=["lm_head"])
     together = run_of("llama", tmp_path, config)["model.embed_tokens.weight"]
     assert any("also changes model.embed_tokens.weight" in note for note in of_run(tmp_path, config).report.notes)
@@ -323,7 +323,7 @@ def test_an_adapter_of_a_tied_head_is_noted_and_untie_separates_it(tmp_path: Pat
     assert torch.equal(found["model.embed_tokens.weight"], before)
 
 
-def test_tensors_larger_than_the_memory_limit_are_merged_by_rows(tmp_path: Path) -> None:
+def test_tensors_larger_than_the_memory_limit_are_merged_by_rows(tmp_path):
     config = of(target_modules=["big"])
     torch.manual_seed(1)
     adapted = adapted_by(config, nn.ModuleDict({"big": nn.Linear(512, 16384)}).to(torch.bfloat16))
@@ -332,7 +332,7 @@ def test_tensors_larger_than_the_memory_limit_are_merged_by_rows(tmp_path: Path)
     assert_same(found.tensors, expected(adapted))
 
 
-def test_the_error_for_dora_above_the_memory_limit_says_how_much_it_needs(tmp_path: Path) -> None:
+def test_the_error_for_dora_above_the_memory_limit_says_how_much_it_needs(tmp_path):
     config = of(target_modules=["embed"], use_dora=True)
     trained(config, tmp_path / "run", dtype="bfloat16")
     export, store, catalog = merged(tmp_path / "run", config)
@@ -386,7 +386,7 @@ def test_a_config_that_peft_cannot_merge_or_that_contradicts_the_tensors_is_refu
         changes_of(config, **{**LINEAR_Q, **more})
 
 
-def test_experts_are_merged_only_if_the_owner_of_each_factor_is_certain() -> None:
+def test_experts_are_merged_only_if_the_owner_of_each_factor_is_certain():
     square = {"base_layer__up": (3, 4, 4), "lora_A__weight": (6, 4), "lora_B__weight": (4, 6)}
     square = {f"experts__{name}": shape for name, shape in square.items()}
     one, both = {"target_parameters": ["experts.up"]}, {"target_parameters": ["experts.up", "experts.gate"]}

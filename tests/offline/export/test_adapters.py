@@ -34,7 +34,7 @@ def exported(config: dict[str, Any], **more: tuple[int, ...]) -> dict[str, Targe
     return export_adapter(lora(**more), config)[0]
 
 
-def test_the_zoos_adapter_is_exported_as_peft_stores_it(zoo: Path) -> None:
+def test_the_zoos_adapter_is_exported_as_peft_stores_it(zoo):
     given = json.loads((zoo / CASE / "peft_config.json").read_text())
     found = planned(zoo / CASE / "ckpt", adapter_config=given)
     assert found.export.kind == "adapter"
@@ -57,7 +57,7 @@ def test_the_zoos_adapter_is_exported_as_peft_stores_it(zoo: Path) -> None:
     {"target_modules": ["q"], "monteclora_config": "MontecloraConfig"},
     {"target_modules": ["q"], "velora_config": "VeloraConfig"},
 ], ids=lambda case: "-".join(map(str, case)))  # fmt: skip
-def test_an_adapter_file_equals_what_peft_saves(tmp_path: Path, case: dict[str, Any]) -> None:
+def test_an_adapter_file_equals_what_peft_saves(tmp_path, case):
     adapted = trained(of(**case), tmp_path / "run", dtype="float32")
     with quiet():
         adapted.save_pretrained(tmp_path / "adapter")
@@ -66,7 +66,7 @@ def test_an_adapter_file_equals_what_peft_saves(tmp_path: Path, case: dict[str, 
     assert_same(planned(tmp_path / "adapter").tensors, found.tensors)
 
 
-def test_rows_that_head_and_embedding_share_are_stored_once() -> None:
+def test_rows_that_head_and_embedding_share_are_stored_once():
     both = ("embed_tokens", "lm_head")
     rows = {f"{name}__token_adapter__trainable_tokens_delta__default": (2, 4) for name in both}
     for indices, stored_for in (([1, 2], ["embed_tokens"]), ({name: [1, 2] for name in both}, list(both))):
@@ -74,7 +74,7 @@ def test_rows_that_head_and_embedding_share_are_stored_once() -> None:
         assert sorted(name.split(".")[2] for name in made if "token_adapter" in name) == stored_for
 
 
-def test_a_config_above_the_checkpoint_is_found_and_named(zoo: Path) -> None:
+def test_a_config_above_the_checkpoint_is_found_and_named(zoo):
     found = planned(zoo / CASE / "ckpt")
     assert found.json(CONFIG)["lora_alpha"] == 16
     assert f"adapter config: {CASE}/peft_config.json" in found.export.notes
@@ -86,11 +86,11 @@ def bare(zoo: Path, tmp_path: Path) -> Path:
     return copied(zoo / CASE / "ckpt", tmp_path / "ckpt")
 
 
-def test_the_adapter_config_may_be_in_the_base(bare: Path, zoo: Path) -> None:
+def test_the_adapter_config_may_be_in_the_base(bare, zoo):
     assert planned(bare, zoo / CASE / "EXPECTED_adapter").json(CONFIG)["lora_alpha"] == 16
 
 
-def test_the_adapter_settings_that_verl_records_are_enough(bare: Path) -> None:
+def test_the_adapter_settings_that_verl_records_are_enough(bare):
     meta = {"r": 4, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
     (bare / "lora_train_meta.json").write_text(json.dumps(meta))
     config = planned(bare).json(CONFIG)
@@ -114,7 +114,7 @@ def test_a_local_base_path_is_noted_and_can_be_replaced_by_a_repo(zoo, named, re
     assert len(noted) == bool(note) and all(note in text for text in noted)
 
 
-def test_dora_magnitudes_and_trained_tokens_keep_their_names_in_an_adapter() -> None:
+def test_dora_magnitudes_and_trained_tokens_keep_their_names_in_an_adapter():
     dora = {"q__lora_magnitude_vector__default__weight": (6,)}
     assert "base_model.model.q.lora_magnitude_vector" in exported({}, **dora)
     tokens = {"base_layer__weight": (9, 4), "trainable_tokens_delta__default": (2, 4)}
@@ -123,7 +123,7 @@ def test_dora_magnitudes_and_trained_tokens_keep_their_names_in_an_adapter() -> 
     assert "e.weight" in lora(**tokens).base
 
 
-def test_fully_trained_modules_are_exported_with_the_lora_factors() -> None:
+def test_fully_trained_modules_are_exported_with_the_lora_factors():
     more = {"head__original_module__weight": (3, 4), "head__modules_to_save__default__weight": (3, 4)}
     made = exported({}, **more)
     assert sorted(made) == [f"base_model.model.{name}.weight" for name in ("head", "q.lora_A", "q.lora_B")]
@@ -131,14 +131,14 @@ def test_fully_trained_modules_are_exported_with_the_lora_factors() -> None:
     assert list(lora(**more).dropped) == ["head.original_module.weight"]
 
 
-def test_an_attribute_before_the_prefix_of_peft_is_removed_from_names() -> None:
+def test_an_attribute_before_the_prefix_of_peft_is_removed_from_names():
     split = split_adapter({f"actor.base_model.model.{name}": target for name, target in stored(**PLAIN).items()})
     assert split is not None and list(split.base) == ["q.weight"]
     names = [f"base_model.model.q.lora_{half}.weight" for half in "AB"]
     assert sorted(export_adapter(split, {})[0]) == names
 
 
-def test_an_unknown_alpha_is_refused(bare: Path) -> None:
+def test_an_unknown_alpha_is_refused(bare):
     with pytest.raises(UsageError, match=r"rank 4, on down_proj, q_proj, v_proj\).*but not its alpha"):
         planned(bare)
     with pytest.raises(UsageError, match="has no lora_alpha"):
@@ -157,29 +157,29 @@ def test_factors_that_do_not_fit_each_other_or_the_config_are_refused(config, mo
         adapter_config(config, lora(**more), base=None)
 
 
-def test_splitting_names_without_adapters_returns_none() -> None:
+def test_splitting_names_without_adapters_returns_none():
     assert split_adapter(stored(model__lora_head__weight=(2, 2))) is None
 
 
-def test_merging_without_an_adapter_is_refused(zoo: Path) -> None:
+def test_merging_without_an_adapter_is_refused(zoo):
     with pytest.raises(UsageError, match="contains no adapter"):
         planned(zoo / "hf_ref_llama_tied", merge_adapter=True)
 
 
-def test_rank_and_alpha_patterns_match_as_in_peft() -> None:
+def test_rank_and_alpha_patterns_match_as_in_peft():
     config = {"r": 8, "lora_alpha": 16, "alpha_pattern": {"mlp.down_proj": 32}, "rank_pattern": {"q_proj": 4}}
     assert scaling(config, "model.layers.0.mlp.down_proj") == 4.0
     assert scaling(config, "model.layers.0.self_attn.q_proj") == 4.0
     assert scaling(config, "model.layers.0.xq_proj") == 2.0
 
 
-def test_initializations_that_change_the_base_are_noted() -> None:
+def test_initializations_that_change_the_base_are_noted():
     (note,) = export_adapter(lora(), {"init_lora_weights": "pissa_niter_16"})[1]
     assert "only fits the changed weights" in note
 
 
 @pytest.mark.parametrize("state", ["ia3_l.default", "vera_lambda_b.default", "hada_w1_a.default", "base_layer.bias"])
-def test_an_adapter_of_another_kind_is_refused_and_its_base_is_exported_on_request(state: str, tmp_path: Path) -> None:
+def test_an_adapter_of_another_kind_is_refused_and_its_base_is_exported_on_request(state, tmp_path):
     module = "base_model.model.layers.0.q_proj"
     tensors = {f"{module}.{name}": np.zeros((6, 4), np.float32) for name in ("base_layer.weight", state)}
     write_model(tmp_path, tensors)

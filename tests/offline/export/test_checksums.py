@@ -32,7 +32,7 @@ def _found(export: Path, name: str) -> list[str]:
         return [str(error)]
 
 
-def test_every_file_of_an_export_has_its_sha256_only_on_request(export: Path, tmp_path: Path) -> None:
+def test_every_file_of_an_export_has_its_sha256_only_on_request(export, tmp_path):
     files = tree(export, SUMS_NAME)
     sums = [f"{hashlib.sha256(data).hexdigest()}  {name}" for name, data in sorted(files.items())]
     assert (export / SUMS_NAME).read_text().splitlines() == sums
@@ -41,7 +41,7 @@ def test_every_file_of_an_export_has_its_sha256_only_on_request(export: Path, tm
     assert SUMS_NAME not in names(tmp_path / "again")
 
 
-def test_each_flipped_bit_of_an_export_is_found_with_its_file_and_tensors(export: Path) -> None:
+def test_each_flipped_bit_of_an_export_is_found_with_its_file_and_tensors(export):
     rng = random.Random(0)
     for path in sorted(path for path in export.rglob("*") if path.is_file() and path.name != SUMS_NAME):
         good = path.read_bytes()
@@ -57,7 +57,7 @@ def test_each_flipped_bit_of_an_export_is_found_with_its_file_and_tensors(export
     assert verify(str(export)).ok
 
 
-def test_an_export_in_a_hub_cache_is_proved_through_its_links(export: Path, tmp_path: Path) -> None:
+def test_an_export_in_a_hub_cache_is_proved_through_its_links(export, tmp_path):
     blobs, snapshot = tmp_path / "models--a/blobs", tmp_path / "models--a/snapshots/1234"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -70,12 +70,12 @@ def test_an_export_in_a_hub_cache_is_proved_through_its_links(export: Path, tmp_
     assert not verify(str(snapshot)).ok
 
 
-def test_verify_quick_names_a_listed_file_that_is_missing(export: Path) -> None:
+def test_verify_quick_names_a_listed_file_that_is_missing(export):
     os.unlink(export / "config.json")
     assert "config.json" in [problem.path for problem in verify(str(export), quick=True).problems]
 
 
-def test_a_truncated_checksum_list_is_found(export: Path) -> None:
+def test_a_truncated_checksum_list_is_found(export):
     lines = (export / SUMS_NAME).read_text().splitlines(keepends=True)
     kept = [line for line in lines if "model-00002" not in line]
     (export / SUMS_NAME).write_text("".join(kept))
@@ -89,7 +89,7 @@ BAD_LINES = (
 
 
 @pytest.mark.parametrize("line", [*BAD_LINES, None])
-def test_an_invalid_checksum_list_or_a_fifo_in_its_place_is_a_problem(export: Path, line: str | None) -> None:
+def test_an_invalid_checksum_list_or_a_fifo_in_its_place_is_a_problem(export, line):
     if line is None:
         os.unlink(export / SUMS_NAME)
         os.mkfifo(export / SUMS_NAME)
@@ -98,5 +98,5 @@ def test_an_invalid_checksum_list_or_a_fifo_in_its_place_is_a_problem(export: Pa
     assert [problem.path for problem in verify(str(export)).problems] == [SUMS_NAME]
 
 
-def test_checksums_need_a_hugging_face_export(zoo: Path, tmp_path: Path) -> None:
+def test_checksums_need_a_hugging_face_export(zoo, tmp_path):
     refused(UsageError, "--sha256", convert, zoo / SOURCE, tmp_path / "out", to="dcp", sha256=True)

@@ -67,7 +67,7 @@ SCALES = {
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("code", [E4M3, E5M2])
-def test_fp8_blocks_have_the_values_of_transformers(tmp_path: Path, kind: str, code: torch.dtype, dtype: str) -> None:
+def test_fp8_blocks_have_the_values_of_transformers(tmp_path, kind, code, dtype):
     torch.manual_seed(0)
     weight, scale, norm = codes(256, 384, dtype=code), SCALES[kind](2, 3), torch.rand(8).bfloat16()
     tensors = {"a.weight": weight, "a.weight_scale_inv": scale, "norm.weight": norm}
@@ -81,7 +81,7 @@ def test_fp8_blocks_have_the_values_of_transformers(tmp_path: Path, kind: str, c
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (2, 2)])  # looked up in a table, and computed
-def test_elements_that_become_infinite_are_counted(tmp_path: Path, shape: tuple[int, int]) -> None:
+def test_elements_that_become_infinite_are_counted(tmp_path, shape):
     weight = torch.full(shape, 400.0).to(E4M3)
     weight[0, 0] = 1.0
     tensors = {"a.weight": weight, "a.weight_scale": torch.tensor([200.0])}
@@ -90,7 +90,7 @@ def test_elements_that_become_infinite_are_counted(tmp_path: Path, shape: tuple[
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (128, 1), (1, 129), (129, 128), (5, 300, 130)])
-def test_edge_blocks_have_the_block_size_of_the_config(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_edge_blocks_have_the_block_size_of_the_config(tmp_path, shape):
     torch.manual_seed(0)
     grid = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
     weight, scale = codes(*shape), torch.rand(grid)
@@ -100,7 +100,7 @@ def test_edge_blocks_have_the_block_size_of_the_config(tmp_path: Path, shape: tu
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (40,), (40, 1)])
-def test_a_scale_may_belong_to_the_tensor_or_to_a_row(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_a_scale_may_belong_to_the_tensor_or_to_a_row(tmp_path, shape):
     torch.manual_seed(0)
     weight, scale = codes(40, 64), torch.rand(shape).bfloat16()
     tensors = {"a.weight": weight, "a.weight_scale": scale, "a.input_scale": torch.ones(1)}
@@ -110,7 +110,7 @@ def test_a_scale_may_belong_to_the_tensor_or_to_a_row(tmp_path: Path, shape: tup
     same(found.tensors["a.weight"], (weight.float() * factor.float()).bfloat16())
 
 
-def test_the_bits_do_not_depend_on_memory_or_workers(tmp_path: Path) -> None:
+def test_the_bits_do_not_depend_on_memory_or_workers(tmp_path):
     torch.manual_seed(0)
     src = export(tmp_path / "src", {"a.weight": codes(4096, 1024), "a.weight_scale_inv": torch.rand(32, 8)})
     one = converted(src, tmp_path / "one", dtype="bf16", workers=1)
@@ -119,7 +119,7 @@ def test_the_bits_do_not_depend_on_memory_or_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch"])
-def test_checkpoints_of_other_formats_are_dequantized(tmp_path: Path, to: Any) -> None:
+def test_checkpoints_of_other_formats_are_dequantized(tmp_path, to):
     tensors = {"a.weight": codes(128, 128), "a.weight_scale_inv": torch.full((1, 1), 0.5)}
     converted(export(tmp_path / "src", tensors), tmp_path / "out", dtype="bf16", to=to)
     assert to == "torch" or "quantization_config" not in (tmp_path / "out/config.json").read_text()
@@ -127,14 +127,14 @@ def test_checkpoints_of_other_formats_are_dequantized(tmp_path: Path, to: Any) -
     same(back.tensors["a.weight"], (tensors["a.weight"].float() * 0.5).bfloat16())
 
 
-def test_without_dtype_weights_and_scales_are_copied(tmp_path: Path) -> None:
+def test_without_dtype_weights_and_scales_are_copied(tmp_path):
     tensors = {"a.weight": codes(128, 128), "a.weight_scale_inv": torch.rand(1, 1)}
     found = converted(export(tmp_path / "src", tensors), tmp_path / "out")
     assert_same(found.tensors, tensors)
     assert found.config["quantization_config"] == BLOCKS
 
 
-def test_a_parameter_called_scale_is_not_a_quantization_scale(tmp_path: Path) -> None:
+def test_a_parameter_called_scale_is_not_a_quantization_scale(tmp_path):
     tensors = {"logit_scale": torch.rand(()), "a.weight": torch.rand(2, 2)}
     found = converted(export(tmp_path / "src", tensors, None), tmp_path / "out", dtype="bf16")
     assert_same(found.tensors, {name: tensor.bfloat16() for name, tensor in tensors.items()})
@@ -151,7 +151,7 @@ def mxfp4(name: str, experts: int = 3) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
-def test_mxfp4_has_the_values_of_transformers(tmp_path: Path, dtype: str) -> None:
+def test_mxfp4_has_the_values_of_transformers(tmp_path, dtype):
     reference = pytest.importorskip("transformers.integrations.mxfp4")
     if Version(transformers.__version__) < Version("5.20"):
         pytest.skip("this transformers makes NaN of the largest exponents")
@@ -166,13 +166,13 @@ def test_mxfp4_has_the_values_of_transformers(tmp_path: Path, dtype: str) -> Non
 @pytest.mark.parametrize(
     "tensors", [mxfp4("m.gate_up_proj"), {"a.weight": codes(8, 8), "a.weight_scale": torch.ones(1)}]
 )
-def test_a_base_with_the_same_quantization_has_the_same_names(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_a_base_with_the_same_quantization_has_the_same_names(tmp_path, tensors):
     src = export(tmp_path / "src", tensors, {"quant_method": "any"})
     report = convert(src, str(tmp_path / "out"), dtype="bf16", base=src)
     assert any("names and shapes match" in fact for fact in report.proved)
 
 
-def test_transformers_loads_dequantized_experts_with_its_own_values(tmp_path: Path) -> None:
+def test_transformers_loads_dequantized_experts_with_its_own_values(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GptOssConfig(
         num_hidden_layers=1, num_local_experts=2, vocab_size=16, hidden_size=64, intermediate_size=32, head_dim=16,
@@ -231,7 +231,7 @@ def test_packed_integers_have_the_values_of_compressed_tensors(tmp_path, bits, s
     assert_same(found.tensors, {"a.weight": expected.float(), "a.bias": tensors["a.bias"]})
 
 
-def test_int8_weights_have_the_values_of_compressed_tensors(tmp_path: Path) -> None:
+def test_int8_weights_have_the_values_of_compressed_tensors(tmp_path):
     q, scale = torch.arange(-128, 128, dtype=torch.int8).reshape(4, 64), (torch.rand(4, 1) * 0.01).bfloat16()
     tensors, settings = {"a.weight": q, "a.weight_scale": scale}, by_groups(num_bits=8, strategy="channel")
     assert_same(dequantized(tmp_path, tensors, settings, verify=True).tensors, {"a.weight": q.bfloat16() * scale})
@@ -255,7 +255,7 @@ def fp4_values(pairs: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_nvfp4_has_the_values_of_compressed_tensors(tmp_path: Path, dtype: str) -> None:
+def test_nvfp4_has_the_values_of_compressed_tensors(tmp_path, dtype):
     tensors = nvfp4()
     note = f"1 NVFP4 weight dequantized to {dtype}"
     found = dequantized(tmp_path, tensors, by_groups(**FP4_WEIGHTS), note=note, dtype=dtype, verify=True)
@@ -264,7 +264,7 @@ def test_nvfp4_has_the_values_of_compressed_tensors(tmp_path: Path, dtype: str) 
     same(found.tensors["a.weight"], expected.bfloat16().to(DTYPES[dtype]))
 
 
-def test_mxfp4_of_compressed_tensors_has_its_values(tmp_path: Path) -> None:
+def test_mxfp4_of_compressed_tensors_has_its_values(tmp_path):
     exponents = (torch.arange(32 * 16) % 256).to(torch.uint8).reshape(32, 16)
     tensors = {"a.weight_packed": nvfp4()["a.weight_packed"], "a.weight_scale": exponents}
     settings = by_groups(**{**FP4_WEIGHTS, "strategy": "group", "group_size": 32})
@@ -316,7 +316,7 @@ def test_what_cannot_be_dequantized_is_refused_by_name_and_can_be_copied(tmp_pat
     assert_same(converted(src, tmp_path / "out").tensors, tensors)
 
 
-def test_a_quantization_group_that_names_a_module_is_preferred(tmp_path: Path) -> None:
+def test_a_quantization_group_that_names_a_module_is_preferred(tmp_path):
     settings = by_groups(num_bits=8, type="int", symmetric=True, strategy="channel")
     settings["config_groups"]["h"] = {"targets": ["re:.*mlp$"], "weights": OF_INT4}
     tensors = {**{f"x.mlp.{key[2:]}": tensor for key, tensor in INT4.items()}, "b.weight": torch.ones(2, 4).char()}
@@ -339,7 +339,7 @@ QUANTIZED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_dequantizing_does_not_import_torch(tmp_path: Path, kind: str) -> None:
+def test_dequantizing_does_not_import_torch(tmp_path, kind):
     src = export(tmp_path / "src", *QUANTIZED[kind])
     code = (
         "import shutil, sys; from ckptkit import convert, merge;"

@@ -32,7 +32,7 @@ def exported(src: Path) -> Result:
 
 
 @pytest.mark.parametrize("kind", ["extra", "models"])
-def test_the_average_in_a_ckptkit_checkpoint_is_exported(tmp_path: Path, kind: str) -> None:
+def test_the_average_in_a_ckptkit_checkpoint_is_exported(tmp_path, kind):
     net = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.LayerNorm(1024))
     ema = average(net)
     state = TrainState(model=net, extra={"ema": ema}) if kind == "extra" else TrainState(model={"a": net, "ema": ema})
@@ -43,7 +43,7 @@ def test_the_average_in_a_ckptkit_checkpoint_is_exported(tmp_path: Path, kind: s
     assert_same(exported(tmp_path / "run").tensors, expected)
 
 
-def test_averages_stored_as_plain_values_are_refused_by_name(tmp_path: Path) -> None:
+def test_averages_stored_as_plain_values_are_refused_by_name(tmp_path):
     net = torch.nn.Sequential(torch.nn.Linear(1024, 2))
     save(tmp_path / "run", TrainState(model=net, extra={"ema": average(net)}))
     with pytest.raises(UnsupportedFormatError, match=r"0\.bias.*so small"):
@@ -57,7 +57,7 @@ FORMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_average_in_a_torch_file_is_exported(tmp_path: Path, form: str) -> None:
+def test_the_average_in_a_torch_file_is_exported(tmp_path, form):
     net = model()
     ema = average(net).module.state_dict()
     torch.save(FORMS[form](net, ema), tmp_path / "x.pt")
@@ -65,7 +65,7 @@ def test_the_average_in_a_torch_file_is_exported(tmp_path: Path, form: str) -> N
     assert_same({name.removeprefix("model.").removeprefix("state_dict."): t for name, t in found.items()}, ema)
 
 
-def test_dotless_names_of_averages_are_matched_and_other_tensors_come_from_the_model(tmp_path: Path) -> None:
+def test_dotless_names_of_averages_are_matched_and_other_tensors_come_from_the_model(tmp_path):
     net = model()
     weights, parameters = net.state_dict(), dict(net.named_parameters())
     # The format of latent-diffusion: parameters only, names without dots, next to the model's.
@@ -77,7 +77,7 @@ def test_dotless_names_of_averages_are_matched_and_other_tensors_come_from_the_m
     assert_same(found.tensors, {f"model.{name}": t + 1 if name in parameters else t for name, t in weights.items()})
 
 
-def test_the_average_of_lightning_is_its_state_dict(tmp_path: Path) -> None:
+def test_the_average_of_lightning_is_its_state_dict(tmp_path):
     callbacks = pytest.importorskip("lightning.pytorch.callbacks")
     net = model()
     callback = callbacks.WeightAveraging()

@@ -54,14 +54,14 @@ def export(
     return planned(place / "src", place / "base" if (place / "base").exists() else None, **options)
 
 
-def test_a_hub_model_is_converted_to_torchtitan_bit_for_bit(zoo: Path) -> None:
+def test_a_hub_model_is_converted_to_torchtitan_bit_for_bit(zoo):
     case = zoo / "torchtitan_llama3_names_w2"
     found = planned(case / "EXPECTED_hf", key_map=builtin_map("inverse:torchtitan-llama3"))
     assert_same(found.tensors, read_model(case / "EXPECTED.safetensors"))
     assert found.export.leftovers == ()
 
 
-def test_stacked_experts_become_the_experts_of_the_base_bit_for_bit(zoo: Path) -> None:
+def test_stacked_experts_become_the_experts_of_the_base_bit_for_bit(zoo):
     case = zoo / "accelerate_fsdp2_sharded_qwen3moe_w2"
     found = planned(case / "checkpoint" / "pytorch_model_fsdp_0", zoo / "hf_ref_qwen3moe").tensors
     stacked = read_model(case / "EXPECTED.safetensors")
@@ -76,12 +76,12 @@ def test_stacked_experts_become_the_experts_of_the_base_bit_for_bit(zoo: Path) -
     assert len(found) == 45
 
 
-def test_experts_without_a_base_stay_stacked_and_a_note_says_so(zoo: Path) -> None:
+def test_experts_without_a_base_stay_stacked_and_a_note_says_so(zoo):
     found = planned(zoo / "accelerate_fsdp2_sharded_qwen3moe_w2" / "checkpoint" / "pytorch_model_fsdp_0")
     assert any("stacked experts were kept" in note for note in found.export.notes)
 
 
-def test_the_config_is_enough_to_give_a_vision_model_the_prefixes_of_the_hub(tmp_path: Path) -> None:
+def test_the_config_is_enough_to_give_a_vision_model_the_prefixes_of_the_hub(tmp_path):
     write_model(tmp_path, ones("model.language_model.norm.weight", "lm_head.weight"), {"model_type": "llava"})
     assert planned(tmp_path).names == {"language_model.model.norm.weight", "language_model.lm_head.weight"}
 
@@ -122,15 +122,15 @@ _HUB = ("model.a", "lm_head.w")
     (("model", "ref"), {"include": ("ref.*",)}, "ref"),
 ])  # fmt: skip
 def test_of_several_models_that_match_the_base_the_main_or_selected_one_gets_its_names(
-    tmp_path: Path, others: Names, options: dict[str, Names], chosen: str
-) -> None:
+    tmp_path, others, options, chosen
+):
     found = export(tmp_path, _models(*others), _HUB, **options)
     sources = {tensor.name: tensor.sources for tensor in found.export.tensors if tensor.name in _HUB}
     assert sources == {name: (f"{chosen}.{name}",) for name in _HUB}
     assert any(f"the prefix '{chosen}.' was stripped" in note for note in found.export.notes)
 
 
-def test_the_model_with_most_of_the_bases_names_gets_them(tmp_path: Path) -> None:
+def test_the_model_with_most_of_the_bases_names_gets_them(tmp_path):
     layers = tuple(f"l.{i}" for i in range(39))
     parts = {"b": layers, "a": (*layers, "head"), "c": layers}
     found = export(tmp_path, tuple(f"{m}.{n}" for m, names in parts.items() for n in names), parts["a"])
@@ -138,13 +138,13 @@ def test_the_model_with_most_of_the_bases_names_gets_them(tmp_path: Path) -> Non
     assert {name: sources[name] for name in parts["a"]} == {name: (f"a.{name}",) for name in parts["a"]}
 
 
-def test_several_models_that_match_the_base_equally_are_refused_with_the_options_that_choose(tmp_path: Path) -> None:
+def test_several_models_that_match_the_base_equally_are_refused_with_the_options_that_choose(tmp_path):
     with pytest.raises(UsageError, match=r"'actor\.', 'ref\.'.*--strip-prefix actor or --include 'actor\.\*'"):
         export(tmp_path, _models("actor", "ref"), _HUB)
     assert export(tmp_path, _models("actor", "ref"), _HUB, strip_prefix="ref").names == {*_HUB}
 
 
-def test_an_export_of_several_models_without_a_base_is_noted(tmp_path: Path) -> None:
+def test_an_export_of_several_models_without_a_base_is_noted(tmp_path):
     def noted(source: Path, **options: Any) -> list[str]:
         return [note for note in planned(source, **options).export.notes if "2 models" in note]
 
@@ -161,27 +161,27 @@ def test_an_export_of_several_models_without_a_base_is_noted(tmp_path: Path) -> 
     assert not noted(tmp_path / "one.pt")
 
 
-def test_a_glob_that_matches_nothing_is_noted(tmp_path: Path) -> None:
+def test_a_glob_that_matches_nothing_is_noted(tmp_path):
     notes = export(tmp_path, ("a.x", "a.y", "b.x"), include=("a.*", "c.*"), exclude=("a.z",)).export.notes
     assert {"--include 'c.*' matches no tensor", "--exclude 'a.z' matches no tensor"} <= {*notes}
     assert not any("'a.*'" in note for note in notes)
 
 
-def test_only_tensors_that_globs_exclude_may_be_missing(tmp_path: Path) -> None:
+def test_only_tensors_that_globs_exclude_may_be_missing(tmp_path):
     with pytest.raises(CheckpointMismatchError, match="missing: c") as caught:
         export(tmp_path, ("a", "b"), ("a", "b", "c"), exclude=("b",))
     assert "missing: b" not in str(caught.value)
     assert export(tmp_path, ("a", "b"), exclude=("b", "c")).names == {"a"}
 
 
-def test_an_empty_export_is_an_error(tmp_path: Path) -> None:
+def test_an_empty_export_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="nothing to export"):
         export(tmp_path, ("a",), include=("b",))
     with pytest.raises(UsageError, match=r"nothing to export: the key map mine drops all tensors \(1\)"):
         export(tmp_path, ("a",), key_map=NameMap("mine", (Drop(NamePattern("{x:*}")),)))
 
 
-def test_an_explicit_key_map_is_applied_and_its_unused_rules_are_named(tmp_path: Path) -> None:
+def test_an_explicit_key_map_is_applied_and_its_unused_rules_are_named(tmp_path):
     experts = {"l.mlp.experts.down_proj": np.arange(8.0).reshape(2, 2, 2)}
     found = export(tmp_path, experts, key_map=builtin_map("hf5-experts"))
     assert found.names == {f"l.mlp.experts.{i}.down_proj.weight" for i in range(2)}
@@ -189,7 +189,7 @@ def test_an_explicit_key_map_is_applied_and_its_unused_rules_are_named(tmp_path:
 
 
 @pytest.mark.parametrize(("dtype", "written"), [("keep", "float16"), ("fp16", "float16"), ("bf16", "bfloat16")])
-def test_a_dtype_that_overrides_a_cast_of_the_key_map_is_noted(tmp_path: Path, dtype: str, written: str) -> None:
+def test_a_dtype_that_overrides_a_cast_of_the_key_map_is_noted(tmp_path, dtype, written):
     cast = NameMap("mine", (Cast(NamePattern("norm"), "float16"),))
     made = export(tmp_path, ("norm", "w"), dtype=dtype, key_map=cast).export
     assert next(t.dtype for t in made.tensors if t.name == "norm") == written
@@ -197,7 +197,7 @@ def test_a_dtype_that_overrides_a_cast_of_the_key_map_is_noted(tmp_path: Path, d
     assert len(noted) == (dtype == "bf16")
 
 
-def test_all_differences_from_the_base_are_listed_at_once(tmp_path: Path) -> None:
+def test_all_differences_from_the_base_are_listed_at_once(tmp_path):
     source = {**ones("a", "extra"), "b": np.ones((2, 3), np.float32)}
     with pytest.raises(CheckpointMismatchError) as caught:
         export(tmp_path, source, {**ones("a", "gone"), "b": np.ones((3, 2), np.float32)})
@@ -219,7 +219,7 @@ def test_layers_that_the_config_counts_and_the_checkpoint_lacks_are_missing(tmp_
     assert len(export(tmp_path, source).names) == 3
 
 
-def test_a_missing_head_of_an_untied_model_is_an_error(tmp_path: Path, zoo: Path) -> None:
+def test_a_missing_head_of_an_untied_model_is_an_error(tmp_path, zoo):
     tensors = read_model(zoo / "hf_ref_llama_untied")
     del tensors["lm_head.weight"]
     write_model(tmp_path, tensors)
@@ -227,27 +227,27 @@ def test_a_missing_head_of_an_untied_model_is_an_error(tmp_path: Path, zoo: Path
         planned(tmp_path, zoo / "hf_ref_llama_untied")
 
 
-def test_a_missing_head_of_a_tied_model_is_accepted_even_if_the_base_stores_it(tmp_path: Path) -> None:
+def test_a_missing_head_of_a_tied_model_is_accepted_even_if_the_base_stores_it(tmp_path):
     embed = {"model.embed_tokens.weight": np.ones((4, 2), np.float32)}
     both = {**embed, "lm_head.weight": embed["model.embed_tokens.weight"]}
     write_model(tmp_path / "base", both, {"tie_word_embeddings": True})
     assert export(tmp_path, embed).names == {"model.embed_tokens.weight"}
 
 
-def test_tensors_that_the_base_lacks_are_kept_and_named(tmp_path: Path) -> None:
+def test_tensors_that_the_base_lacks_are_kept_and_named(tmp_path):
     found = export(tmp_path, {**ones("a"), "probe": np.ones(3, np.int64)}, ("a",))
     assert found.names == {"a", "probe"} and found.export.checked.endswith("(except 1 additional tensor)")
     assert any("kept, although the base has no such tensors: probe." in note for note in found.export.notes)
 
 
-def test_a_dtype_that_differs_from_the_base_is_kept_and_noted(tmp_path: Path) -> None:
+def test_a_dtype_that_differs_from_the_base_is_kept_and_noted(tmp_path):
     write_model(tmp_path / "base", ones("a", dtype=np.float16), {"dtype": "float16"})
     found = export(tmp_path, ("a",))
     assert found.export.tensors[0].dtype == found.json()["dtype"] == "float32"
     assert any("1 tensor is float32 in the checkpoint and float16 in the base" in n for n in found.export.notes)
 
 
-def test_the_index_of_a_base_without_weights_gives_its_names(tmp_path: Path) -> None:
+def test_the_index_of_a_base_without_weights_gives_its_names(tmp_path):
     index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors", "b": "x.safetensors"}}
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -255,7 +255,7 @@ def test_the_index_of_a_base_without_weights_gives_its_names(tmp_path: Path) -> 
         export(tmp_path, ("a",))
 
 
-def test_complex_tensors_are_refused_by_name(zoo: Path) -> None:
+def test_complex_tensors_are_refused_by_name(zoo):
     with pytest.raises(UnsupportedFormatError, match=r"c64 \(complex64\)\. Skip them with --exclude"):
         planned(zoo / "dcp_dtypes_w2" / "ckpt")
     found = planned(zoo / "dcp_dtypes_w2" / "ckpt", exclude=("c64",))
@@ -276,7 +276,7 @@ def with_masters(path: Path, names: Mapping[str, str], **options: Any) -> HFExpo
     return plan_export(store, Catalog(tensors, info=CatalogInfo("hf")), options=ExportOptions(**options))
 
 
-def test_masters_are_exported_on_request(tmp_path: Path) -> None:
+def test_masters_are_exported_on_request(tmp_path):
     export = with_masters(tmp_path, {"0": "a", "1": "b", "alias": "a"}, weights="master")
     assert {t.name: (t.dtype, t.sources) for t in export.tensors} == {
         "a": ("float32", ("m.0",)), "alias": ("float32", ("m.0",)),  # another name of a tied parameter
@@ -285,25 +285,25 @@ def test_masters_are_exported_on_request(tmp_path: Path) -> None:
     assert "1 tensor has no fp32 master (buffers, frozen parameters): the model's values are used" in export.notes
 
 
-def test_model_weights_and_not_masters_are_the_default(tmp_path: Path) -> None:
+def test_model_weights_and_not_masters_are_the_default(tmp_path):
     export = with_masters(tmp_path, {"0": "a", "1": "b"})
     assert {t.dtype for t in export.tensors} == {"float16", "int32"}
     assert dict(export.leftovers)["m.0"] == "master state, not part of the model weights"
 
 
 @pytest.mark.parametrize(("dtype", "source"), [("fp32", "m.0"), ("bf16", "m.0"), ("fp16", "a"), ("keep", "a")])
-def test_a_cast_starts_from_the_masters_and_not_from_rounded_weights(tmp_path: Path, dtype: str, source: str) -> None:
+def test_a_cast_starts_from_the_masters_and_not_from_rounded_weights(tmp_path, dtype, source):
     for options, wanted in (({}, source), ({"weights": "model"}, "a")):
         export = with_masters(tmp_path, {"0": "a", "1": "b"}, dtype=dtype, **options)
         assert {t.name: t.sources for t in export.tensors}["a"] == (wanted,)
 
 
-def test_masters_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_masters_of_another_model_are_refused(tmp_path):
     with pytest.raises(CheckpointMismatchError, match="no model weight: elsewhere"):
         with_masters(tmp_path, {"0": "a", "1": "elsewhere"}, weights="master")
 
 
-def test_missing_masters_are_an_error_that_repeats_why_they_could_not_be_read(tmp_path: Path) -> None:
+def test_missing_masters_are_an_error_that_repeats_why_they_could_not_be_read(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="no fp32 masters: 1 model tensor"):
         export(tmp_path, ("a",), weights="master")
     store, said = open_store(str(tmp_path / "src")), "whose the masters are is not recorded"
@@ -313,7 +313,7 @@ def test_missing_masters_are_an_error_that_repeats_why_they_could_not_be_read(tm
         plan_export(store, catalog, options=ExportOptions(weights="master"))
 
 
-def test_weights_and_unrelated_files_of_the_base_are_not_copied(tmp_path: Path) -> None:
+def test_weights_and_unrelated_files_of_the_base_are_not_copied(tmp_path):
     write_model(tmp_path / "base", ones("a"), {"model_type": "llama"})
     for stray in ("model.gguf", "pytorch_model.bin", "tokenizer.bin", "tokenizer.safetensors.index.json", "notes.txt",
                   "README.md", "train.py", ".env", "tokenizer.pkl"):  # fmt: skip
@@ -322,7 +322,7 @@ def test_weights_and_unrelated_files_of_the_base_are_not_copied(tmp_path: Path) 
     assert sorted(files) == ["README.md", "config.json"] and b"stray" not in files["README.md"]
 
 
-def test_symlinks_are_not_followed(tmp_path: Path) -> None:
+def test_symlinks_are_not_followed(tmp_path):
     (tmp_path / "secret").write_text("{}")
     write_model(tmp_path / "base", ones("a"))
     (tmp_path / "base" / "tokenizer.json").symlink_to(tmp_path / "secret")
@@ -346,7 +346,7 @@ def hub_cache(root: Path) -> Path:
     return snapshot
 
 
-def test_a_snapshot_in_the_hub_cache_is_accepted_as_base(tmp_path: Path) -> None:
+def test_a_snapshot_in_the_hub_cache_is_accepted_as_base(tmp_path):
     found = planned(write_model(tmp_path / "src", ones("a")), hub_cache(tmp_path))
     assert found.files["tokenizer.json"] == b"{}" and found.json()["model_type"] == "llama"
 
@@ -370,7 +370,7 @@ def test_a_repo_id_is_resolved_from_the_cache_without_a_network(tmp_path, monkey
             open_base(name)
 
 
-def test_side_files_of_the_checkpoint_are_used_without_a_base(tmp_path: Path) -> None:
+def test_side_files_of_the_checkpoint_are_used_without_a_base(tmp_path):
     write_model(tmp_path / "huggingface", {}, {"model_type": "llama", "torch_dtype": "bfloat16"})
     (tmp_path / "huggingface" / "tokenizer.json").write_text("{}")
     store = open_store(write_model(tmp_path, ones("a")))
@@ -381,7 +381,7 @@ def test_side_files_of_the_checkpoint_are_used_without_a_base(tmp_path: Path) ->
     assert found.json() == {"model_type": "llama", "torch_dtype": "float32"}
 
 
-def test_the_base_takes_precedence_over_side_files_of_the_checkpoint(tmp_path: Path) -> None:
+def test_the_base_takes_precedence_over_side_files_of_the_checkpoint(tmp_path):
     for name in ("src", "base"):
         write_model(tmp_path / name, ones("a"), {"model_type": f"of {name}"})
     assert planned(tmp_path / "src", tmp_path / "base").json()["model_type"] == "of base"
@@ -399,12 +399,12 @@ def test_the_config_describes_the_weights(tmp_path, names, config, written):
     assert {key: value for key, value in found.items() if key in config} == written
 
 
-def test_a_diffusers_config_changes_the_file_names(tmp_path: Path) -> None:
+def test_a_diffusers_config_changes_the_file_names(tmp_path):
     write_model(tmp_path, ones("a"), {"_class_name": "UNet2DModel", "_diffusers_version": "0.42.1"})
     assert any("diffusion_pytorch_model*.safetensors" in note for note in planned(tmp_path).export.notes)
 
 
-def test_an_error_names_a_broken_config(tmp_path: Path) -> None:
+def test_an_error_names_a_broken_config(tmp_path):
     base = write_model(tmp_path, ones("a"))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CorruptCheckpointError, match=r"config\.json is not JSON"):
@@ -419,25 +419,25 @@ def card(**facts: Any) -> str:
     return model_card(Catalog({}, info=CatalogInfo("dcp", step=7)), CardFacts(**{**plain, **facts}))
 
 
-def test_the_card_shows_no_credentials() -> None:
+def test_the_card_shows_no_credentials():
     text = card(source="s3://user:hunter2@bucket/run/step_7?X-Amz-Signature=abcd#frag")
     assert "step\\_7" in text
     assert not any(secret in text for secret in ("hunter2", "abcd", "bucket", "user", "frag"))
 
 
-def test_the_card_escapes_markdown() -> None:
+def test_the_card_escapes_markdown():
     text = card(source="/x/a|b<script>\n# h", notes=["<img src=x>\n---\n[a](b)"])
     assert "<" not in text.split("---", 2)[2].replace("&lt;", "").replace("<!-- ckptkit: xxh3_64", "")
     assert "\n# h" not in text
     assert "a\\|b" in text and "\\[a\\]\\(b\\)" in text
 
 
-def test_an_invalid_repo_does_not_reach_the_front_matter() -> None:
+def test_an_invalid_repo_does_not_reach_the_front_matter():
     assert "base_model" not in card(base_repo="a/b\nlicense: mit")
     assert 'base_model:\n- "org/name"' in card(base_repo="org/name")
 
 
-def test_the_fingerprint_changes_with_a_digest(zoo: Path) -> None:
+def test_the_fingerprint_changes_with_a_digest(zoo):
     catalog = dcp.open_catalog(open_store(str(zoo / "dcp_hsdp_2x2" / "ckpt")))
     name, entry = next(iter(catalog.tensors.items()))
     before = source_fingerprint(catalog)

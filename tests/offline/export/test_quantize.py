@@ -49,7 +49,7 @@ def weights(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_codes_and_scales_have_the_bits_of_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_codes_and_scales_have_the_bits_of_transformers(tmp_path, dtype):
     weight = weights(dtype)
     weight = torch.where(weight.isfinite(), weight, torch.zeros_like(weight))  # float16 cannot hold these
     norm = torch.rand(4).to(dtype)
@@ -64,14 +64,14 @@ def test_codes_and_scales_have_the_bits_of_transformers(tmp_path: Path, dtype: t
     assert found.config["dtype"] == str(dtype).removeprefix("torch.")
 
 
-def test_the_bits_do_not_depend_on_memory(tmp_path: Path) -> None:
+def test_the_bits_do_not_depend_on_memory(tmp_path):
     torch.manual_seed(0)
     one = quantized(tmp_path, {LAYER: torch.randn(4096, 1024)}, max_memory="512MB")
     two = converted(tmp_path / "src", tmp_path / "two", quantize="fp8-block", max_memory="16MB")
     assert_same(one.tensors, two.tensors)
 
 
-def test_values_too_small_for_a_scale_become_zeros(tmp_path: Path) -> None:
+def test_values_too_small_for_a_scale_become_zeros(tmp_path):
     quantized(tmp_path, {LAYER: torch.full((128, 128), 1e-38)})
     assert not converted(tmp_path / "out", tmp_path / "back", dtype="fp32").tensors[LAYER].any()
 
@@ -83,7 +83,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_transformers_loads_the_export_as_its_own_quantization(tmp_path: Path, kind: str) -> None:
+def test_transformers_loads_the_export_as_its_own_quantization(tmp_path, kind):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{kind}Config")(
         num_hidden_layers=1, vocab_size=64, hidden_size=128, intermediate_size=256, head_dim=64, num_attention_heads=2,
@@ -105,7 +105,7 @@ def test_transformers_loads_the_export_as_its_own_quantization(tmp_path: Path, k
     assert_same(*(load(tmp_path / name).state_dict() for name in ("back", "out")))
 
 
-def test_weights_that_servers_fuse_are_quantized_together_or_not_at_all(tmp_path: Path) -> None:
+def test_weights_that_servers_fuse_are_quantized_together_or_not_at_all(tmp_path):
     fused = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
     tensors = {name: torch.rand(64 if "k_proj" in name else 128, 128) for name in fused}
     found = quantized(tmp_path, {**tensors, "model.layers.0.mlp.gate.weight": torch.rand(128, 128)})
@@ -121,9 +121,7 @@ def test_weights_that_servers_fuse_are_quantized_together_or_not_at_all(tmp_path
     assert kept(found) == others
 
 
-def test_a_note_names_the_first_weights_that_keep_their_dtype_and_the_debug_log_names_all(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_note_names_the_first_weights_that_keep_their_dtype_and_the_debug_log_names_all(tmp_path, caplog):
     odd = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(1, 6)]
     with caplog.at_level("DEBUG", "ckptkit"):
         found = quantized(tmp_path, {LAYER: torch.rand(128, 128), **{name: torch.rand(64, 128) for name in odd}})
@@ -154,7 +152,7 @@ def adapter(path: Path, module: str) -> str:
     return str(path)
 
 
-def test_stacked_experts_are_kept_and_named(tmp_path: Path) -> None:
+def test_stacked_experts_are_kept_and_named(tmp_path):
     stacked = torch.randn(2, 128, 256).bfloat16()
     experts = [f"model.layers.0.mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")]
     found = quantized(tmp_path, {LAYER: torch.randn(128, 128).bfloat16(), **dict.fromkeys(experts, stacked)})
@@ -167,7 +165,7 @@ def test_stacked_experts_are_kept_and_named(tmp_path: Path) -> None:
     assert all(name in note for name in experts)
 
 
-def test_an_adapter_is_merged_into_a_dequantized_fp8_base(tmp_path: Path) -> None:
+def test_an_adapter_is_merged_into_a_dequantized_fp8_base(tmp_path):
     module = "model.layers.0.mlp.up_proj"
     torch.manual_seed(0)
     tensors = {f"{module}.weight": torch.randn(256, 128).bfloat16(), LAYER: torch.randn(128, 256).bfloat16()}
@@ -186,7 +184,7 @@ def test_an_adapter_is_merged_into_a_dequantized_fp8_base(tmp_path: Path) -> Non
     assert_same(eight, converted(tmp_path / "want", tmp_path / "again", quantize="fp8-block").tensors)
 
 
-def test_merging_into_an_fp8_base_needs_dtype(tmp_path: Path) -> None:
+def test_merging_into_an_fp8_base_needs_dtype(tmp_path):
     module = "model.layers.0.mlp.up_proj"
     quantized(tmp_path, {f"{module}.weight": torch.randn(256, 128)})
     with pytest.raises(Exception, match="--dtype bf16"):

@@ -47,24 +47,24 @@ def test_a_head_is_written_unless_it_is_equal_and_the_config_ties_it(tmp_path, c
     assert config is not UNTIED or found.export.notes == ()
 
 
-def test_an_equal_head_of_a_tied_config_is_left_over(tmp_path: Path) -> None:
+def test_an_equal_head_of_a_tied_config_is_left_over(tmp_path):
     assert export(tmp_path, TIED).export.leftovers == ((HEAD, f"tied: the same bytes as {EMBED!r}"),)
     assert export(tmp_path / "untied", None).names == {EMBED, HEAD, NORM}
 
 
-def test_a_head_that_differs_in_one_element_is_an_error(tmp_path: Path) -> None:
+def test_a_head_that_differs_in_one_element_is_an_error(tmp_path):
     with pytest.raises(CheckpointMismatchError, match=r"'lm_head\.weight' differs.*--untie"):
         export(tmp_path, TIED, head=1.0)
 
 
-def test_heads_of_another_dtype_are_not_equal(tmp_path: Path) -> None:
+def test_heads_of_another_dtype_are_not_equal(tmp_path):
     embed = np.zeros((4, 3), np.float32)
     write_model(tmp_path, {EMBED: embed, HEAD: embed.astype(np.float16)}, TIED)
     with pytest.raises(CheckpointMismatchError, match="differs"):
         planned(tmp_path)
 
 
-def test_an_embedding_stored_only_as_the_head_is_exported_under_its_own_name(tmp_path: Path) -> None:
+def test_an_embedding_stored_only_as_the_head_is_exported_under_its_own_name(tmp_path):
     write_model(tmp_path, {HEAD: np.ones((4, 3), np.float32)})
     base = BaseModel("base", TIED, {}, {EMBED: WantedTensor("float32", (4, 3))})
     assert planned(tmp_path, base).names == {EMBED}
@@ -95,7 +95,7 @@ def test_the_names_that_transformers_ties_are_paired(names, pairs):
     assert sorted(tied_pairs(dict.fromkeys(names, (8, 4)))) == sorted(pairs)
 
 
-def test_embeddings_of_another_shape_are_not_paired() -> None:
+def test_embeddings_of_another_shape_are_not_paired():
     assert tied_pairs({HEAD: (9, 4), EMBED: (8, 4)}) == []
 
 
@@ -118,7 +118,7 @@ def test_recorded_digests_decide_equality_without_reading(tmp_path, first, secon
     assert same_values(open_store(str(tmp_path)), entry("a", first), entry("b", second)) is equal
 
 
-def test_equal_crc32_is_not_enough_and_bytes_are_compared(tmp_path: Path) -> None:
+def test_equal_crc32_is_not_enough_and_bytes_are_compared(tmp_path):
     (tmp_path / "a").write_bytes(bytes(48))
     (tmp_path / "b").write_bytes(bytes(47) + b"\1")
     store = open_store(str(tmp_path))
@@ -126,7 +126,7 @@ def test_equal_crc32_is_not_enough_and_bytes_are_compared(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_tensors_sharded_differently_are_compared_element_by_element(tmp_path: Path, changed: bool) -> None:
+def test_tensors_sharded_differently_are_compared_element_by_element(tmp_path, changed):
     values = np.arange(5000 * 600, dtype=np.float32).reshape(5000, 600)  # more than one tile
     (tmp_path / "rows").write_bytes(values.tobytes())
     other = values.copy()

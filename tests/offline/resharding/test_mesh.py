@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -93,18 +92,18 @@ def test_boxes_and_placements_equal_those_of_fsdp2(shape, style):
     (None, (1, 8, 1)), ("tp=2", (1, 4, 2)), ("replicate=2,shard=2,tp=2", (2, 2, 2)),
     ("dp_replicate=2,dp_shard=4", (2, 4, 1)), ({"tp": 4}, (1, 2, 4)),
 ])  # fmt: skip
-def test_ranks_not_named_in_a_mesh_become_shards(text: Any, sizes: tuple[int, int, int]) -> None:
+def test_ranks_not_named_in_a_mesh_become_shards(text, sizes):
     mesh = TargetMesh.parse(text, world_size=8)
     assert (mesh.replicate, mesh.shard, mesh.tp) == sizes
 
 
 @pytest.mark.parametrize("text", ["shard=3", "pp=2", "tp=0", "tp=x", "tp=2,tp=2", "tp=3", "tp=-1", "shard"])
-def test_a_mesh_that_does_not_fit_is_refused(text: str) -> None:
+def test_a_mesh_that_does_not_fit_is_refused(text):
     with pytest.raises(UsageError):
         TargetMesh.parse(text, world_size=8)
 
 
-def test_a_named_dimension_of_size_one_exists() -> None:
+def test_a_named_dimension_of_size_one_exists():
     mesh = TargetMesh.parse("replicate=1,fsdp=4", world_size=4)
     assert mesh.describe() == {"shape": [1, 4], "names": ["replicate", "fsdp"], "ranks": [0, 1, 2, 3]}
     assert mesh.placement(Cut(0)) == (("replicate", "shard"), ("R", "S(0)"))
@@ -115,11 +114,11 @@ def test_a_named_dimension_of_size_one_exists() -> None:
     (("shard", "tp"), ("S(0)", "R"), Cut(0, None, ("tp",))), (("dim0", "dim1"), ("S(0)", "S(1)"), Cut(0, 1)),
     (("dim0",), ("S(1)",), Cut(1)), (("tp",), ("S(0)",), Cut(None, 0)),
 ])  # fmt: skip
-def test_placements_determine_the_sharded_dimensions(names: tuple[str, ...], texts: tuple[str, ...], cut: Cut) -> None:
+def test_placements_determine_the_sharded_dimensions(names, texts, cut):
     assert cut_of_placements(names, texts) == cut
 
 
-def test_the_tp_plan_of_a_model_family_splits_outputs_and_inputs() -> None:
+def test_the_tp_plan_of_a_model_family_splits_outputs_and_inputs():
     names = [f"model.layers.0.{n}.weight" for n in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "norm")]
     plan = TPPlan.of_config({"model_type": "llama"}, names)
     assert plan is not None
@@ -128,7 +127,7 @@ def test_the_tp_plan_of_a_model_family_splits_outputs_and_inputs() -> None:
     assert TPPlan.of_config({"model_type": "llama"}, ["wq"]) is None
 
 
-def test_an_invalid_tp_plan_is_refused(tmp_path: Any) -> None:
+def test_an_invalid_tp_plan_is_refused(tmp_path):
     bad = tmp_path / "plan.json"
     for text in ("[]", "{}", '{"a": "0"}', '{"a": -1}', "{"):
         bad.write_text(text)
@@ -138,7 +137,7 @@ def test_an_invalid_tp_plan_is_refused(tmp_path: Any) -> None:
         TPPlan.of({"*": 1}).dim("bias", (4,))
 
 
-def test_replicas_are_the_outermost_dimension_of_the_rank_order() -> None:
+def test_replicas_are_the_outermost_dimension_of_the_rank_order():
     mesh = TargetMesh(2, 2, 2)
     for turn, (a, b) in enumerate(itertools.product(range(2), range(2))):
         boxes = mesh.boxes((4, 4), Cut(None, 1), turn=turn)

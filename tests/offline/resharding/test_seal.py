@@ -26,7 +26,7 @@ def made(zoo: Path, tmp_path: Path, kind: str = "sharded", **options: Any) -> Pa
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
-def test_every_slice_and_file_has_the_digest_of_its_bytes(zoo: Path, tmp_path: Path, kind: str) -> None:
+def test_every_slice_and_file_has_the_digest_of_its_bytes(zoo, tmp_path, kind):
     folder = made(zoo, tmp_path, kind)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     slices = [part for entry in open_source(str(folder)).catalog.tensors.values() for part in entry.slices]
@@ -39,7 +39,7 @@ def test_every_slice_and_file_has_the_digest_of_its_bytes(zoo: Path, tmp_path: P
     assert {name: item["xxh3_64"] for name, item in record["files"].items()} == digests
 
 
-def test_every_object_has_a_digest(zoo: Path, tmp_path: Path) -> None:
+def test_every_object_has_a_digest(zoo, tmp_path):
     folder = made(zoo, tmp_path)
     objects = open_source(str(folder)).catalog.objects
     records = [entry for entry in objects.values() if entry.encoding == "torch_save"]
@@ -63,7 +63,7 @@ def converts_what_rank_0_chose(run: str, target: str) -> list[str]:
     return [hf.opened, dcp.opened]
 
 
-def test_ranks_of_torchrun_read_the_checkpoint_that_rank_0_has_chosen(ranks: Any, tmp_path: Path) -> None:
+def test_ranks_of_torchrun_read_the_checkpoint_that_rank_0_has_chosen(ranks, tmp_path):
     run = str(tmp_path / "run")
     for step in (1, 2):
         save(run, killed.state(step), step)
@@ -74,7 +74,7 @@ def test_ranks_of_torchrun_read_the_checkpoint_that_rank_0_has_chosen(ranks: Any
     assert list_pins(open_store(run)) == []
 
 
-def test_a_reshard_can_write_to_an_object_store(zoo: Path) -> None:
+def test_a_reshard_can_write_to_an_object_store(zoo):
     target = "memory://reshard-seal/step_00000000"
     reshard(str(zoo / "dcp_fsdp2_uneven_w4"), target, world_size=3, verify=True)
     assert verify(target).ok
