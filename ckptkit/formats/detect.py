@@ -23,13 +23,14 @@ from ckptkit.errors import (
     command_line,
 )
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.own.record import find_record
+from ckptkit.formats.own.record import CommitRecord, find_record
 from ckptkit.formats.torch_save import MODEL_FILES, TORCH_ENDINGS
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage import FileInfo, Store, open_store
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import refuse_credentials
+from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import FILE_SYSTEM_FOLDERS, split_url
 
 # --- the supported formats in detection order, each with the test that recognizes it and its reader
@@ -472,19 +473,26 @@ def _newest_committed(place: Candidate, steps: Sequence[str]) -> str | None:
     The newest is the one that was saved last. After a rollback, its step may be lower than others. A directory whose
     record is damaged is returned if its step is higher still, because it may have been the newest.
     """
-    if all(place.store.info(f"{name}/{RECORD}") is None for name in steps[:_MAX_STEPS]):
+    seen: dict[str, CommitRecord | CkptkitError | None] = {}
+
+    def look(name: str) -> bool:
+        try:
+            seen[name] = find_record(place.store, f"{name}/{RECORD}")
+        except CkptkitError as error:
+            seen[name] = error
+        return seen[name] is not None
+
+    if not any(map(look, steps[:_MAX_STEPS])):
         return None
-    place.store.fetch(f"{name}/{RECORD}" for name in place.directories)
+    with WorkerPool(16, thread_name_prefix="ckptkit-open") as pool:
+        list(pool.map(look, [name for name in place.directories if name not in seen]))
     newest: tuple[int, int, str] | None = None  # sequence, step, directory
     damaged: list[tuple[int, str]] = []
-    for name in place.directories:
-        try:
-            record = find_record(place.store, f"{name}/{RECORD}")
-        except CkptkitError:
+    for name, record in seen.items():
+        if isinstance(record, CkptkitError):
             step = parse_step(name)
             damaged += [(step.step, name)] if step is not None else []
-            continue
-        if record is not None and name.partition("@")[0] == record.name:  # not a copy under another name
+        elif record is not None and name.partition("@")[0] == record.name:  # not a copy under another name
             newest = max(newest or (-1, -1, ""), (record.sequence, record.step, name))
     last = max(damaged, default=(-1, ""))
     if newest is None or last[0] > newest[1]:
