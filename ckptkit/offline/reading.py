@@ -255,7 +255,7 @@ def watch(source: Source) -> Source:
 
 def check_still_there(source: Source) -> None:
     """Raise if a ckptkit source was deleted or replaced since `open_pinned`."""
-    if any(item is source for _, item in _current.get().ours) and not _is_there(source):
+    if any(item.store is source.store for _, item in _current.get().ours) and not _is_there(source):
         raise IncompleteCheckpointError("its files are missing, or belong to another save.")
 
 
@@ -265,7 +265,7 @@ def check_read_as_seen(source: Source) -> None:
     After a replacement, the result might mix two checkpoints. ckptkit's own files need no check, because they have
     unique names and digests.
     """
-    for seen in [seen for item, seen in _current.get().seen if item is source]:
+    for seen in [seen for item, seen in _current.get().seen if item.store is source.store]:
         now = look_at(source)
         changed = [path for path in seen if _differs(now, seen, path)]
         if changed and source.store.asking_costs:
