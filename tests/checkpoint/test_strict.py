@@ -640,7 +640,7 @@ def test_an_optimizer_of_another_class_does_not_fit(tmp_path, was, now, masters)
     root, state = save(tmp_path, made_by(was)), made_by(now)
     if masters:
         state.optimizer = MasterWeightOptimizer(state.optimizer)
-    check_misfit(root, state, rf"whole optimizer \(saved from a {was.__name__}, here it is a {now.__name__}\)")
+    check_misfit(root, state, rf"whole optimizer \(saved from {was.__name__}, here it is {now.__name__}\)")
     before = bits(state.optimizer)
     assert any(was.__name__ in text for text in load(root, state, strict=False).missing)
     assert bits(state.optimizer) == before
@@ -681,7 +681,7 @@ def test_a_scheduler_of_another_class_does_not_fit(tmp_path):
             if was == now:
                 load(root, state)
                 continue
-            check_misfit(root, state, f"saved from a {was}, here it is a {now}")
+            check_misfit(root, state, f"saved from {was}, here it is {now}")
             assert load(root, state, strict=False).missing and bits(state.scheduler) == before
 
 

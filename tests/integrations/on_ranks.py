@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.ranks import logged
 
 
 def on_ranks(*world_sizes: int) -> Callable[[Any], Any]:
@@ -37,21 +38,8 @@ def _run(module: str, name: str, work: Path, cases: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def logged(name: str) -> Iterator[list[str]]:
-    """Yield the warnings of a logger, also on ranks, where pytest captures nothing."""
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger(name).removeHandler(handler)
-
-
-@contextlib.contextmanager
 def rank_0_warns(name: str, text: str) -> Iterator[None]:
     """Check that the block logs one warning, with this text, on rank 0 only."""
-    with logged(name) as texts:
+    with logged(name=name) as texts:
         yield
     assert [text in line for line in texts] == [True] * (os.environ["RANK"] == "0"), texts

@@ -14,7 +14,8 @@ from ckptkit import open_checkpoint
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from tests.checkpoint.states import bits
 from tests.fsdp import models
-from tests.integrations.on_ranks import logged, on_ranks
+from tests.integrations.on_ranks import on_ranks
+from tests.ranks import logged
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not find_spec("lightning"), reason="no lightning")]
 STRATEGIES = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_full", "fsdp2_cpu_offload"])
@@ -229,7 +230,7 @@ def test_what_a_load_leaves_unchanged_is_warned_about(work):
             next(batches)
         fabric.save(f"{work}/data", state)
     fabric, state, loader = _with_data(2)
-    with logged("ckptkit.integrations.lightning_state") as said:
+    with logged(name="ckptkit.integrations.lightning_state") as said:
         fabric.load(f"{work}/data", state)
         fabric.load(f"{work}/data", {"model": state["model"], "other": 7}, strict=False)
     expected = [] if fabric.global_rank else ["1 missing (extra.extra.other)"]

@@ -33,7 +33,8 @@ from tests.integrations.lightning_runs import (
     snapshot,
     trainer_of,
 )
-from tests.integrations.on_ranks import logged, on_ranks, rank_0_warns
+from tests.integrations.on_ranks import on_ranks, rank_0_warns
+from tests.ranks import logged
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -261,7 +262,7 @@ def test_a_stopped_trainer_can_fit_and_test_again(work):
 @on_ranks(2)
 def test_a_signal_after_the_last_batch_is_reported_and_the_next_one_ends_the_process(work):
     before = signal.getsignal(signal.SIGTERM)
-    with logged("ckptkit.integrations.lightning_signals") as texts:
+    with logged(name="ckptkit.integrations.lightning_signals") as texts:
         late = At("on_train_end", 1, ranks=[1])
         _, trainer, did = run(work, "ddp", stopping(work / "c"), late, max_epochs=1)
     assert did[-1] == ("epoch ends", 0) and signal.getsignal(signal.SIGTERM) is before

@@ -923,7 +923,7 @@ def of_another_class(key: str, item: Any, objects: Mapping[str, JSON]) -> str:
     """
     classes, here = objects.get("classes"), class_name(item)
     saved = classes.get(key, here) if isinstance(classes, Mapping) else here
-    return "" if saved == here else f"saved from a {saved}, here it is a {here}"
+    return "" if saved == here else f"saved from {saved}, here it is {here}"
 
 
 def _owner(entry: TensorEntry) -> str:
