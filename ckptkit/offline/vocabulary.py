@@ -27,7 +27,7 @@ from ckptkit.catalog.targets import NO_SOURCE, Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
 from ckptkit.formats.sources import SourceReader
 from ckptkit.offline.copying.gather import Gatherer
-from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor, Placement, Plan
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement, Plan
 from ckptkit.offline.copying.runs import prepare
 from ckptkit.offline.export.tied import ends_like, is_embedding, is_head, tied_pairs
 from ckptkit.offline.resharding.own_state import OwnState, OwnTensor
@@ -276,16 +276,13 @@ def _filled(target: Target, row: Bytes, kind: NewRows) -> ComputedTensor:
     def cut(start: int, stop: int) -> ComputedTensor:
         return _filled(target.rows(start, stop), row, kind)
 
-    nbytes = target.numel * dtype_of(target.dtype).itemsize
-
-    def compute(data: Sequence[Bytes]) -> Computed:
-        out = np.empty(nbytes, np.uint8)
+    def compute(data: Sequence[Bytes], out: Bytes) -> int:
         end = len(data[0]) if data else 0
         if data:
             out[:end] = data[0]
-        if nbytes > end:
+        if len(out) > end:
             out[end:].reshape(-1, len(row))[...] = row
-        return out, 0
+        return 0
 
     return ComputedTensor(
         target.name, target.dtype, target.shape, (target.rows(0, known),) if known else (),

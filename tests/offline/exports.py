@@ -134,5 +134,6 @@ def _bits(store: Store, catalog: Catalog, tensor: Target | ComputedTensor) -> An
             sources[key] = data.view(UNITS[dtype_of(entry.dtype).itemsize]).reshape(entry.shape)
         return materialize(tensor, sources)
     inputs = [np.ascontiguousarray(_bits(store, catalog, item)).reshape(-1).view(np.uint8) for item in tensor.inputs]
-    made = np.asarray(tensor.compute(inputs)[0])
+    made = np.empty(tensor.numel * dtype_of(tensor.dtype).itemsize, np.uint8)
+    tensor.compute(inputs, made)
     return made.view(UNITS[dtype_of(tensor.dtype).itemsize]).reshape(tensor.shape)

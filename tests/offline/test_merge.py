@@ -58,7 +58,11 @@ def summed(states: Sequence[dict[str, torch.Tensor]], weights: Sequence[float], 
             found[name] = newest
             continue
         kind = torch.promote_types(dtype, newest.dtype)
-        parts = [state[name].to(kind) * torch.tensor(w, dtype=kind) for w, state in zip(weights, states, strict=True)]
+        parts = [state[name].to(kind) for state in states]
+        if len(set(weights)) == 1:
+            found[name] = (functools.reduce(torch.add, parts) / len(parts)).to(newest.dtype)
+            continue
+        parts = [part * torch.tensor(weight, dtype=kind) for part, weight in zip(parts, weights, strict=True)]
         found[name] = functools.reduce(torch.add, parts).to(newest.dtype)
     return found
 

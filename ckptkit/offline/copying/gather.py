@@ -19,7 +19,7 @@ from ckptkit.catalog.targets import Target
 from ckptkit.catalog.tiles import pieces
 from ckptkit.errors import UsageError
 from ckptkit.formats.sources import UNITS, EntryMap, Range, SourceReader, strided
-from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.units import format_size
 
 Bytes = npt.NDArray[np.uint8]
@@ -75,8 +75,7 @@ class Gatherer:
         Return the number of elements that became infinite in the cast to that dtype.
         """
         if isinstance(tensor, ComputedTensor):
-            out[:], infinite = self._computed(tensor, box)
-            return infinite
+            return self._compute(tensor, box, out)
         infinite = 0
         itemsize = dtype_of(tensor.dtype).itemsize
         for part in [piece for whole in tensor.parts for piece in whole.cut(box)]:
@@ -121,8 +120,8 @@ class Gatherer:
         # Use multiples of a block, because matrix kernels may round the rows of a partial block differently.
         return step if step == rows or step < _BLOCK else step // _BLOCK * _BLOCK
 
-    def _computed(self, tensor: ComputedTensor, box: Box) -> Computed:
-        """Return a box of a computed tensor, row-major.
+    def _compute(self, tensor: ComputedTensor, box: Box, out: Bytes) -> int:
+        """Fill `out` with a box of a computed tensor, row-major.
 
         Computes only the box's rows, or the whole tensor if rows cannot be computed separately.
         """
@@ -137,18 +136,18 @@ class Gatherer:
             )
         alone = not tensor.by_element or _taken(tensor) > self.big  # several at once could exceed the memory limit
         with self._computing if alone else contextlib.nullcontext():
-            if tensor.in_pieces:
-                made, infinite = self._in_pieces(tensor)
-            else:
-                made, infinite = self._values(tensor)
-        itemsize = dtype_of(tensor.dtype).itemsize
-        whole: Array = np.frombuffer(made, np.uint8).view(UNITS[itemsize]).reshape(tensor.shape)
-        offsets = (box.offsets[0] - first, *box.offsets[1:]) if box.offsets else ()
-        part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, box.sizes, strict=True))]
-        data: Bytes = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        return data, infinite
+            make = self._in_pieces if tensor.in_pieces else self._values
+            if box.numel == tensor.numel:
+                return make(tensor, out)
+            made = np.empty(_nbytes(tensor), np.uint8)
+            infinite = make(tensor, made)
+        unit = UNITS[dtype_of(tensor.dtype).itemsize]
+        offsets = (box.offsets[0] - first, *box.offsets[1:])
+        part = tuple(slice(o, o + n) for o, n in zip(offsets, box.sizes, strict=True))
+        out.view(unit).reshape(box.sizes)[...] = made.view(unit).reshape(tensor.shape)[part]
+        return infinite
 
-    def _in_pieces(self, tensor: ComputedTensor) -> Computed:
+    def _in_pieces(self, tensor: ComputedTensor, out: Bytes) -> int:
         """Compute a tensor piece by piece, so that each piece is still in the cache when it is used."""
         itemsizes = [dtype_of(target.dtype).itemsize for target in tensor.inputs]
         size, numel = dtype_of(tensor.dtype).itemsize, tensor.numel
@@ -162,7 +161,6 @@ class Gatherer:
             whole = np.empty(_nbytes(target), np.uint8)
             infinite += self.make_box(target, Box.whole(target.shape), whole)
             sources.append(whole)
-        out = np.empty(numel * size, np.uint8)
         buffers = [np.empty(min(numel, PIECE) * itemsize, np.uint8) for itemsize in itemsizes]
         for start in range(0, numel, PIECE):
             stop = min(start + PIECE, numel)
@@ -176,9 +174,8 @@ class Gatherer:
                     piece = source[start * itemsize : stop * itemsize]
                 data.append(piece)
             self.reader.read_many(ranges)
-            out[start * size : stop * size], more = tensor.compute(data)
-            infinite += more
-        return out, infinite
+            infinite += tensor.compute(data, out[start * size : stop * size])
+        return infinite
 
     def _run_of(self, target: OutputTensor) -> Range | None:
         """Return the range of a local file that contains all of a target's bytes, consecutively.
@@ -200,14 +197,14 @@ class Gatherer:
             return None
         return Range(int(where.origins[row]), int(found.starts[0]), memoryview(b""), int(where.records[row]))
 
-    def _values(self, tensor: ComputedTensor) -> Computed:
+    def _values(self, tensor: ComputedTensor, out: Bytes) -> int:
         """Compute a whole tensor from its inputs. `compute` may overwrite the inputs."""
         found: list[Bytes] = []
         infinite = 0
         for target in tensor.inputs:
             if isinstance(target, ComputedTensor):
-                data, more = self._values(target)
-                infinite += more
+                data = np.empty(_nbytes(target), np.uint8)
+                infinite += self._values(target, data)
                 found.append(data)
                 continue
             # Element-wise tensors are computed in several threads at once, which must not share the dictionary.
@@ -223,8 +220,7 @@ class Gatherer:
                 self._kept[target] = data.copy()
                 while sum(map(len, self._kept.values())) > self.max_bytes // 8:
                     self._kept.popitem(last=False)
-        made, more = tensor.compute(found)
-        return made, infinite + more
+        return infinite + tensor.compute(found, out)
 
 
 def _nbytes(tensor: OutputTensor) -> int:

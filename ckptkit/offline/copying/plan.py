@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 _Int64 = npt.NDArray[np.int64]
-# The row-major bytes of a result, and how many finite elements its last cast made infinite.
-Computed: TypeAlias = tuple[Bytes, int]
+# Fills a buffer with a tensor's row-major bytes, and returns how many finite elements its last cast made infinite.
+Compute: TypeAlias = Callable[[Sequence[Bytes], Bytes], int]
 _NAMED = 8  # maximum number of leftovers listed by name per reason; if there are more, only the first is named
 
 
@@ -41,7 +41,7 @@ class ComputedTensor:
     Attributes:
         inputs: The tensors that `compute` takes, in order. An input is a whole tensor, which is read or is itself
             computed. It is passed as row-major bytes in its own dtype.
-        compute: A function that returns the tensor in `dtype`. May be called from any thread.
+        compute: A function that fills a buffer with the tensor in `dtype`. May be called from any thread.
         label: The formula that the plan shows: "W + 2.0 * B @ A".
         scratch: How many bytes `compute` needs in addition to the inputs and the result.
         cut: A function that returns the tensor for only the rows [start, stop). None if rows cannot be computed
@@ -55,7 +55,7 @@ class ComputedTensor:
     dtype: str
     shape: tuple[int, ...]
     inputs: tuple[OutputTensor, ...]
-    compute: Callable[[Sequence[Bytes]], Computed]
+    compute: Compute
     label: str
     scratch: int = 0
     cut: Callable[[int, int], ComputedTensor] | None = None

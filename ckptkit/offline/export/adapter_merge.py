@@ -18,7 +18,7 @@ from ckptkit.catalog.targets import Part, Target
 from ckptkit.digests import crc32
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
 from ckptkit.formats.sources import UNITS
-from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.offline.export import merge_formulas
 from ckptkit.offline.export.adapters import AdapterSplit, LoraPair, is_of_parameter, scaling, target_parameters
 from ckptkit.offline.export.merge_formulas import Formula
@@ -134,7 +134,7 @@ def _assembled(target: Target, changes: Mapping[str, Change], whole: Mapping[str
     if same and isinstance(rows, ComputedTensor):
         return _named(rows, target.name)
 
-    def compute(data: Sequence[Bytes]) -> Computed:
+    def compute(data: Sequence[Bytes], out: Bytes) -> int:
         made: dict[str, tuple[npt.NDArray[Any], int]] = {}
         at = infinite = 0
         for step in steps:
@@ -143,11 +143,12 @@ def _assembled(target: Target, changes: Mapping[str, Change], whole: Mapping[str
             infinite += more
             at += len(step.inputs)
         if plain:
-            return made[steps[0].source][0].reshape(-1).view(np.uint8), infinite
-        out: npt.NDArray[Any] = np.empty(target.shape, UNITS[dtype_of(target.dtype).itemsize])
+            out[:] = made[steps[0].source][0].reshape(-1).view(np.uint8)
+            return infinite
+        values = out.view(UNITS[dtype_of(target.dtype).itemsize]).reshape(target.shape)
         for part in target.parts:
-            out[_slices(part.target_box)] = _part(part, *made[part.source])
-        return out.reshape(-1).view(np.uint8), infinite
+            values[_slices(part.target_box)] = _part(part, *made[part.source])
+        return infinite
 
     def cut(start: int, stop: int) -> ComputedTensor:
         return _assembled(target.rows(start, stop), changes, whole)

@@ -20,7 +20,7 @@ from ckptkit.catalog.entry import TensorEntry
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
 from ckptkit.formats.dcp.subclasses import ERROR_BITS
-from ckptkit.offline.copying.plan import Bytes, Computed, ComputedTensor, OutputTensor
+from ckptkit.offline.copying.plan import Bytes, ComputedTensor, OutputTensor
 from ckptkit.offline.export import dequantize_formulas as formulas
 from ckptkit.offline.export.adapter_merge import assembled
 from ckptkit.offline.export.dequantize_formulas import Stored
@@ -182,9 +182,9 @@ def _weight(
         if shape != made.shape:
             inputs = (*(item.rows(start, stop) for item in whole[: 1 + aligned]), *whole[1 + aligned :])
 
-        def compute(data: Sequence[Bytes]) -> Computed:
+        def compute(data: Sequence[Bytes], out: Bytes) -> int:
             stored = [Stored(raw, item.dtype, item.shape) for raw, item in zip(data, inputs, strict=True)]
-            return formula(stored[0], stored[1:], start)
+            return formula(stored[0], stored[1:], start, out)
 
         return ComputedTensor(
             made.name, made.dtype, shape, inputs, compute, label, Box.whole(shape).numel * scratch,

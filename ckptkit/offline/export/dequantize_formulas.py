@@ -1,8 +1,9 @@
 """Computes dequantized weights in numpy, as transformers and compressed-tensors do on a CPU, operation by operation.
 
-Each formula is a function (stored weight, inputs, first row) -> weight in the wanted dtype, once `functools.partial`
-has bound its keywords. The stored weight may be only some rows, starting at `first`. Inputs are complete, with one
-exception: scales with one row per row of the weight are sliced like the weight.
+Each formula is a function (stored weight, inputs, first row, out), once `functools.partial` has bound its keywords. It
+fills `out` with the weight in the wanted dtype, and returns how many finite elements became infinite. The stored weight
+may be only some rows, starting at `first`. Inputs are complete, with one exception: scales with one row per row of the
+weight are sliced like the weight.
 
 All formulas share one mechanism, `_decoded`. A quantized element is a code of a few bits, and belongs to a group that
 shares a scale. The values of all possible codes are computed once for each group, and then each element is looked up.
@@ -26,9 +27,9 @@ from ckptkit.catalog.casts import cast, cast_into, float_values
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats.sources import UNITS
-from ckptkit.offline.copying.plan import Computed
 
 Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 Indices: TypeAlias = npt.NDArray[np.intp]
 
@@ -62,20 +63,20 @@ class Stored:
         return self.data.view(self.dtype).reshape(self.shape)
 
 
-Dequantization: TypeAlias = Callable[[Stored, Sequence[Stored], int], Computed]
+Dequantization: TypeAlias = Callable[[Stored, Sequence[Stored], int, Bytes], int]
 
 
-def whole(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Computed:
+def whole(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes, *, dtype: str) -> int:
     """Return W * scale. Inputs: the tensor's scale."""
-    return _scaled(w, inputs[0], np.zeros((len(w.rows()), 1), np.intp), _ONE_COLUMN, dtype)
+    return _scaled(w, inputs[0], np.zeros((len(w.rows()), 1), np.intp), _ONE_COLUMN, out, dtype)
 
 
-def by_row(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Computed:
+def by_row(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes, *, dtype: str) -> int:
     """Return W with each row multiplied by its scale. Inputs: the scales of all rows."""
-    return _scaled(w, inputs[0], np.arange(first, first + w.shape[0])[:, None], _ONE_COLUMN, dtype)
+    return _scaled(w, inputs[0], np.arange(first, first + w.shape[0])[:, None], _ONE_COLUMN, out, dtype)
 
 
-def by_block(w: Stored, inputs: Sequence[Stored], first: int, *, high: int, wide: int, dtype: str) -> Computed:
+def by_block(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes, *, high: int, wide: int, dtype: str) -> int:
     """Return W with each block of `high` x `wide` elements multiplied by its scale.
 
     Inputs: scales, [..., blocks down, blocks across]. If blocks span several rows, all scales are given; otherwise only
@@ -86,10 +87,10 @@ def by_block(w: Stored, inputs: Sequence[Stored], first: int, *, high: int, wide
     down, across = inputs[0].shape[-2:]
     row = np.arange(math.prod(w.shape[:-1]))
     block_row = row // height * down + (start + row % height) // high
-    return _scaled(w, inputs[0], block_row[:, None] * across, np.arange(width)[None] // wide, dtype)
+    return _scaled(w, inputs[0], block_row[:, None] * across, np.arange(width)[None] // wide, out, dtype)
 
 
-def with_lower_bits(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Computed:
+def with_lower_bits(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes, *, dtype: str) -> int:
     """Return W + bits / largest bits * half the distance from W to the next number. Inputs: the bits.
 
     Follows `reconstruct_fp32_param` in flashoptim.
@@ -99,13 +100,11 @@ def with_lower_bits(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: s
     exponent = np.maximum(np.where(values == 0, least, np.frexp(values)[1] - 1), least) - digits - 1
     part = bits.astype(np.float32) / np.float32(np.iinfo(bits.dtype).max)
     half = exponent // 2  # in two steps, because two to the power of `exponent` may be below the smallest float32
-    out = np.empty(values.size * dtype_of(dtype).itemsize, np.uint8)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        infinite = _round_into(out, values + np.ldexp(np.ldexp(part, half), exponent - half), "", dtype)
-    return out, infinite
+        return _round_into(out, values + np.ldexp(np.ldexp(part, half), exponent - half), "", dtype)
 
 
-def mxfp4(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Computed:
+def mxfp4(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes, *, dtype: str) -> int:
     """Return MXFP4 blocks [experts, out, groups, 16] as weights [experts, groups * 32, out].
 
     Each byte contains two FP4 codes, with the first code in the lower bits. Each value is multiplied by two to the
@@ -113,24 +112,26 @@ def mxfp4(w: Stored, inputs: Sequence[Stored], first: int, *, dtype: str) -> Com
 
     Follows `convert_moe_packed_tensors` in transformers (integrations/mxfp4.py).
     """
-    experts, out, groups, _ = w.shape
+    experts, rows, groups, _ = w.shape
     powers = np.ldexp(1.0, np.arange(256) - 127)  # in float64, because the last one exceeds float32's range
     exponents = inputs[0].data.reshape(-1, 1).astype(np.intp)
-    made, infinite = _decoded(
-        w.rows(), exponents, _ONE_COLUMN, _pairs().astype(np.float64), lambda v, group: v * powers[group], dtype
+    made = np.empty_like(out)
+    infinite = _decoded(
+        w.rows(), exponents, _ONE_COLUMN, _pairs().astype(np.float64), lambda v, group: v * powers[group], made, dtype
     )
     unit = UNITS[dtype_of(dtype).itemsize]
-    values = made.view(unit).reshape(experts, out, groups * 32)
-    turned = np.empty((experts, groups * 32, out), unit)
-    for start in range(0, out, _ROWS):  # by blocks of rows, because otherwise each element would be a cache miss
+    values = made.view(unit).reshape(experts, rows, groups * 32)
+    turned = out.view(unit).reshape(experts, groups * 32, rows)
+    for start in range(0, rows, _ROWS):  # by blocks of rows, because otherwise each element would be a cache miss
         turned[:, :, start : start + _ROWS] = values[:, start : start + _ROWS].transpose(0, 2, 1)
-    return turned.reshape(-1).view(np.uint8), infinite
+    return infinite
 
 
 def integers(
     w: Stored,
     inputs: Sequence[Stored],
     first: int,
+    out: Bytes,
     *,
     name: str,
     bits: int,
@@ -142,7 +143,7 @@ def integers(
     has_zero: bool,
     has_shape: bool,
     dtype: str,
-) -> Computed:
+) -> int:
     """Return (W - zero point) * scale for a matrix of integers, rounded to the scale's dtype.
 
     Follows `dequantize` in compressed-tensors (quantization/lifecycle/forward.py). Inputs: scales, then zero points and
@@ -183,10 +184,10 @@ def integers(
         made: Floats = (values if zero is None else values - zero[groups]) * scales[groups]
         return made
 
-    return _decoded(codes, groups, _ONE_COLUMN[None], values, product, dtype, held=inputs[0].dtype)
+    return _decoded(codes, groups, _ONE_COLUMN[None], values, product, out, dtype, held=inputs[0].dtype)
 
 
-def fp4(w: Stored, inputs: Sequence[Stored], first: int, *, group: int, dtype: str) -> Computed:
+def fp4(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes, *, group: int, dtype: str) -> int:
     """Return W * scale for FP4 (two codes per byte, with the first code in the lower bits), rounded to bfloat16.
 
     Inputs: one scale for every `group` columns, in FP8 or as a byte (the exponent plus 127). For NVFP4, a second input
@@ -204,7 +205,7 @@ def fp4(w: Stored, inputs: Sequence[Stored], first: int, *, group: int, dtype: s
     codes = w.data.reshape(w.shape[0], -1, group // 2)
     groups = inputs[0].data.reshape(*codes.shape[:2], 1).astype(np.intp)
     values = _pairs().astype(scales.dtype)
-    return _decoded(codes, groups, _ONE_COLUMN[None], values, lambda v, at: v * scales[at], dtype, held="bfloat16")
+    return _decoded(codes, groups, _ONE_COLUMN[None], values, lambda v, at: v * scales[at], out, dtype, held="bfloat16")
 
 
 # --- what the formulas share
@@ -213,11 +214,11 @@ _ROWS = 64
 _ONE_COLUMN: Indices = np.zeros((1, 1), np.intp)
 
 
-def _scaled(w: Stored, scale: Stored, rows: Indices, columns: Indices, dtype: str) -> Computed:
-    """Return W (8-bit floats) * scale, computed in float32 and rounded to `dtype`."""
+def _scaled(w: Stored, scale: Stored, rows: Indices, columns: Indices, out: Bytes, dtype: str) -> int:
+    """Compute W (8-bit floats) * scale in float32, rounded to `dtype`."""
     scales = _scales(scale).reshape(-1)
     values = float_values(np.arange(256, dtype=np.uint8), w.dtype)
-    return _decoded(w.rows(), rows, columns, values, lambda v, group: v * scales[group], dtype)
+    return _decoded(w.rows(), rows, columns, values, lambda v, group: v * scales[group], out, dtype)
 
 
 def _decoded(
@@ -226,10 +227,11 @@ def _decoded(
     columns: Indices,
     values: Floats,
     product: Callable[[Floats, Indices], Floats],
+    out: Bytes,
     dtype: str,
     held: str = "",
-) -> Computed:
-    """Return the values of the codes in `dtype`, and how many finite elements became infinite.
+) -> int:
+    """Fill `out` with the values of the codes in `dtype`, and return how many finite elements became infinite.
 
     Args:
         codes: [rows, ...] the codes. A code stands for one element, or for two neighbouring elements.
@@ -240,9 +242,8 @@ def _decoded(
         held: The dtype to which products are rounded before `dtype`. "" means no such rounding.
     """
     each, itemsize = values.size // len(values), dtype_of(dtype).itemsize
-    out = np.empty(codes.size * each * itemsize, np.uint8)
     if not codes.size:
-        return out, 0
+        return 0
     step, infinite = max(1, _BLOCK // codes[0].size), 0
     blocks = [slice(start, start + step) for start in range(0, len(codes), step)]
     nbytes = step * codes[0].size * each * itemsize
@@ -253,7 +254,7 @@ def _decoded(
             with np.errstate(invalid="ignore", over="ignore", under="ignore"):
                 found = product(found, rows[block] + columns)
             infinite += _round_into(out[i * nbytes : (i + 1) * nbytes], found, held, dtype)
-        return out, infinite
+        return infinite
     groups = np.arange(first, last + 1)[:, None]
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         products = product(values.reshape(1, -1), groups)
@@ -275,10 +276,10 @@ def _decoded(
         np.take(table, at, out=made[block], mode="clip")
         if beyond is not None:
             infinite += int(np.take(beyond, at).sum())
-    return out, infinite
+    return infinite
 
 
-def _round_into(out: npt.NDArray[np.uint8], values: Floats, held: str, dtype: str) -> int:
+def _round_into(out: Bytes, values: Floats, held: str, dtype: str) -> int:
     """Round values to `held`, if given, then to `dtype`. Return how many finite values became infinite."""
     infinite = 0
     if held not in ("", dtype) and dtype_of(held).itemsize == 2:

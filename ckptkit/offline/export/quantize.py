@@ -20,14 +20,14 @@ import numpy.typing as npt
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.errors import CheckpointMismatchError, UsageError
-from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.units import counted, first_few
 
 if TYPE_CHECKING:
     import torch
 
 Bytes = npt.NDArray[np.uint8]
-Compute = Callable[["torch.Tensor", str], Bytes]
+Formula = Callable[["torch.Tensor", str], Bytes]
 
 _log = logging.getLogger(__name__)
 _SHOWN = 3  # how many weights a note names
@@ -151,9 +151,11 @@ def _codes(tensor: OutputTensor) -> ComputedTensor:
         whole = _codes(tensor.rows(first, last))
         wide = tensor.shape[1]
 
-        def compute(data: Any) -> Computed:
-            made, _ = whole.compute(data)
-            return made[(start - first) * wide : (stop - first) * wide], 0
+        def compute(data: Sequence[Bytes], out: Bytes) -> int:
+            made = np.empty(whole.numel, np.uint8)
+            whole.compute(data, made)
+            out[:] = made[(start - first) * wide : (stop - first) * wide]
+            return 0
 
         return replace(whole, shape=(stop - start, wide), compute=compute)
 
@@ -176,7 +178,7 @@ def _made(
     dtype: str,
     shape: tuple[int, ...],
     what: str,
-    formula: Compute,
+    formula: Formula,
     cut: Callable[[int, int], ComputedTensor],
 ) -> ComputedTensor:
     label = f"{what} in FP8 by blocks of {BLOCK} x {BLOCK}"
@@ -189,13 +191,16 @@ def _made(
     return ComputedTensor(name, dtype, shape, (tensor,), compute, label, scratch, cut if by_rows else None, few)
 
 
-def _computed(data: Any, *, dtype: str, shape: tuple[int, ...], formula: Compute, name: str) -> Computed:
+def _computed(
+    data: Sequence[Bytes], out: Bytes, *, dtype: str, shape: tuple[int, ...], formula: Formula, name: str
+) -> int:
     import torch
 
     raw = np.frombuffer(data[0], np.uint8)
     if not raw.flags.writeable:
         raw = raw.copy()
-    return formula(torch.from_numpy(raw).view(getattr(torch, dtype)).reshape(shape), name), 0
+    out[:] = formula(torch.from_numpy(raw).view(getattr(torch, dtype)).reshape(shape), name)
+    return 0
 
 
 def _encoded(weight: torch.Tensor, name: str) -> Bytes:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry
@@ -37,7 +38,7 @@ from ckptkit.formats.trainers.merge import model_of
 from ckptkit.formats.trainers.optimizer_files import is_state_dicts, names_by_key
 from ckptkit.formats.trainers.param_order import Param, assign
 from ckptkit.keymaps.wrappers import strip_infixes
-from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.units import counted
 
 if TYPE_CHECKING:
@@ -554,8 +555,7 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
         name = f"{section}.state.{fqn}.step"
         if name in used:
             continue
-        made = np.array([count], np.float32).view(np.uint8), 0
-        tensor = ComputedTensor(name, "float32", (), (), partial(_constant, made), f"step {count:g}")
+        tensor = ComputedTensor(name, "float32", (), (), partial(_constant, count), f"step {count:g}")
         empty = np.zeros(0, np.int64)
         nothing = SliceArray([], empty.astype(np.int32), empty, empty, empty.reshape(0, 0), empty.reshape(0, 0))
         entry = TensorEntry(name, "float32", (), nothing, Role.OPTIMIZER, fqn, "step")
@@ -646,5 +646,6 @@ def _weights_are_masters(catalog: Catalog) -> set[str]:
     return found
 
 
-def _constant(made: Computed, _: Sequence[Any]) -> Computed:
-    return made
+def _constant(value: float, _: Sequence[Any], out: npt.NDArray[np.uint8]) -> int:
+    out.view(np.float32)[:] = value
+    return 0
