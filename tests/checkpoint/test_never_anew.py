@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit import CheckpointManager, TrainState
+from ckptkit.checkpoint.load import choose
 from ckptkit.errors import (
     CkptkitError,
     IncompleteCheckpointError,
@@ -26,7 +27,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.storage.open import open_store
-from tests.checkpoint.states import linear, load, optimized, refusal, save
+from tests.checkpoint.states import Kept, linear, load, optimized, refusal, save
 from tests.checkpoint.test_adoption import trained
 
 
@@ -45,10 +46,10 @@ def trainer_step(folder: Path, step: int, *, optimizer: bool = True) -> None:
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
 
 
-def script_file(path: Path, step: int | None) -> None:
+def script_file(path: Path, step: int | None, **more: Any) -> None:
     """Write a file as a training script does with torch.save."""
     model, optimizer = trained()
-    values = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    values = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(values if step is None else {**values, "step": step}, path)
 
@@ -105,6 +106,9 @@ LOST: dict[str, Callable[[Path], Any]] = {
     "a step with only a config": lambda root: put(root / "runs" / "global_step5" / "config.json"),
     "truncated files": lambda root: [truncated(root / name) for name in ("last.ckpt", "best.ckpt")],
     "a file without ending": lambda root: script_file(root / "snapshot", 1),
+    "a file without ending that has an object of an unknown class": lambda root: script_file(
+        root / "snapshot", 1, settings=Kept(1)
+    ),
     "a pickle": lambda root: script_file(root / "state.pkl", 1),
     "a NeMo archive below": lambda root: put(root / "checkpoints" / "m-step=5-last.nemo"),
     "an archive of a step": lambda root: archive(root / "checkpoint-5.tar.gz"),
@@ -244,6 +248,8 @@ UNCLEAR: dict[str, Callable[[Path], Any]] = {
     "last without a step": lambda root: script_file(root / "last.pth.tar", None),
     "a link to a newer step": lambda root: linked_step(root, "checkpoint-50"),
     "an epoch without a step": lambda root: script_file(root / "epoch_9.pt", None),
+    "a damaged last": lambda root: truncated(root / "last.ckpt"),
+    "a damaged epoch": lambda root: truncated(root / "epoch_9.pt"),
 }
 
 
@@ -252,6 +258,51 @@ def test_a_checkpoint_that_may_be_newer_than_the_newest_step_is_refused(tmp_path
     script_file(tmp_path / "run" / "step_5.pt", 5)
     UNCLEAR[case](tmp_path / "run")
     with CheckpointManager(tmp_path / "run") as manager, pytest.raises(UsageError, match="not clear which is newer"):
+        manager.load(state())
+
+
+def test_an_epoch_without_a_step_is_not_older_than_any_step(tmp_path):
+    for name, step in (("epoch_1.pt", None), ("epoch_3.pt", None), ("start.pt", 0)):
+        script_file(tmp_path / name, step)
+    with CheckpointManager(tmp_path) as manager, pytest.raises(UsageError, match="not clear which is newer"):
+        manager.load(state())
+
+
+def test_a_step_below_which_the_checkpoint_lies_is_compared(tmp_path):
+    script_file(tmp_path / "step_90" / "model" / "checkpoint.pt", None)
+    script_file(tmp_path / "best.pt", 80)
+    report = load(tmp_path, state())
+    assert report.url == str(tmp_path / "step_90" / "model")
+
+
+def test_a_file_that_is_deleted_while_a_run_begins_is_ignored(tmp_path, monkeypatch):
+    put(tmp_path / "x.log")
+    listed = choose.list_checkpoints
+
+    def list_and_delete(root):
+        put(tmp_path / "gone.tmp")
+        found = listed(root)
+        (tmp_path / "gone.tmp").unlink()
+        return found
+
+    monkeypatch.setattr(choose, "list_checkpoints", list_and_delete)
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.load(state()) is None
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "a.pt"])
+def test_a_file_that_the_store_does_not_return_is_not_ignored(tmp_path, monkeypatch, name):
+    script_file(tmp_path / "run" / name, 9)
+    script_file(tmp_path / "run" / ("step=5.ckpt" if name == "last.ckpt" else "b.pt"), 5)
+    opened = choose.open_source
+
+    def open_others(url, **options):
+        if url.endswith(name):
+            raise StorageError(f"{url}: no answer")
+        return opened(url, **options)
+
+    monkeypatch.setattr(choose, "open_source", open_others)
+    with CheckpointManager(tmp_path / "run") as manager, pytest.raises(StorageError, match="no answer"):
         manager.load(state())
 
 

@@ -7,7 +7,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -33,6 +33,7 @@ from ckptkit.errors import (
     IncompleteCheckpointError,
     StorageError,
     UnsafePathError,
+    UnsafePickleError,
     UnsupportedFormatError,
     UsageError,
     command_line,
@@ -359,7 +360,7 @@ def _with_newer(chosen: Source, top: str, storage_options: Mapping[str, Any] | N
     For example, Lightning's last.ckpt may be newer than step=90.ckpt, which it keeps as the best.
 
     Raises:
-        UsageError: Only the name of such a checkpoint says that it is the last one. It contains no step.
+        UsageError: Such a checkpoint may be newer, but it is damaged, or only one of the two has a step.
     """
     parts = chosen.url.removeprefix(top).strip("/").split("/")
     at = next((at for at, part in enumerate(parts) if parse_step(part)), None)
@@ -367,6 +368,7 @@ def _with_newer(chosen: Source, top: str, storage_options: Mapping[str, Any] | N
         return chosen
     parent, named = "/".join([top, *parts[:at]]), parse_step(parts[at])
     place, newest = Candidate(open_store(parent, storage_options=storage_options)), chosen
+    highest = _step_of(chosen, named)
     for name in [*place.files, *place.directories][:_MAX_BESIDE]:
         other, is_folder = parse_step(name), name in place.directories
         both_steps = named is not None and other is not None and _has_step(other) == _has_step(named)
@@ -378,22 +380,33 @@ def _with_newer(chosen: Source, top: str, storage_options: Mapping[str, Any] | N
             continue
         if not (identify(place.store.child(name)) if is_folder else name.endswith(TORCH_ENDINGS)):
             continue
+        may_be_newest = other is not None or _NEWEST.fullmatch(name) is not None
         try:
             found = open_source(f"{parent}/{name}", storage_options=storage_options)
-            step = found.catalog.info.step
             if not _is_trained(found):
                 continue
+        except StorageError:
+            raise
         except CkptkitError as error:
+            if may_be_newest and (is_folder or _may_be_state(f"{parent}/{name}", place, name, storage_options)):
+                raise _unclear(parent, parts[at], name, f" ({error})") from error
             _log.warning("%s/%s is ignored: %s", parent, name, error)
             continue
-        if step is None and (other is not None or _NEWEST.fullmatch(name)):
-            raise _unclear(parent, parts[at], name)
-        if step is None:
+        step = _step_of(found, other)
+        if step is None and not may_be_newest:
             _log.warning("%s/%s is ignored: it records no step", parent, name)
             continue
-        if step > (newest.catalog.info.step or -1):
-            newest = found
+        if step is None or highest is None:
+            raise _unclear(parent, parts[at], name)
+        if step > highest:
+            newest, highest = found, step
     return newest
+
+
+def _step_of(source: Source, name: StepName | None) -> int | None:
+    """Return the step that a checkpoint records, or else the step in its name."""
+    named = name.step if name is not None and _has_step(name) else None
+    return named if source.catalog.info.step is None else source.catalog.info.step
 
 
 def _has_step(name: StepName) -> bool:
@@ -401,10 +414,10 @@ def _has_step(name: StepName) -> bool:
     return name.step > 0 or name.epoch < 0
 
 
-def _unclear(parent: str, first: str, second: str) -> UsageError:
+def _unclear(parent: str, first: str, second: str, why: str = "") -> UsageError:
     return UsageError(
-        f"{parent} contains {first} and {second}, and it is not clear which is newer. Name one of them, for example "
-        f"load(state, '{parent}/{second}'). {_ANEW}"
+        f"{parent} contains {first} and {second}, and it is not clear which is newer{why}. Name one of them, for "
+        f"example load(state, '{parent}/{first}'). {_ANEW}"
     )
 
 
@@ -424,7 +437,9 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
         UsageError: It is unclear which checkpoint is the newest.
     """
     top = url.rstrip("/")
-    found = list(islice(_unread(top, Candidate(root), inventory.foreign, storage_options), 5))
+    place = Candidate(root)
+    names = [name for name in inventory.foreign if name in place.listing]  # others were deleted meanwhile
+    found = list(islice(_unread(top, place, names, storage_options), 5))
     if found:
         listing = ", ".join(found[:4]) + ", ..." * (len(found) > 4)
         raise UsageError(
@@ -472,7 +487,7 @@ def _unread(
                 elif above == "" or form.name != "ckptkit" or not inner.store.url.startswith(root.store.url):
                     yield path  # unless it is of another run of ckptkit below, which a log message suggests
         try:
-            refuse_unsupported([name for name in place.files if name in names])
+            refuse_unsupported([name for name in names if place.listing[name].kind in ("file", "symlink")])
         except UnsupportedFormatError as error:
             raise UnsupportedFormatError(f"cannot resume from {where}: {error} {_ANEW}") from error
     if left:
@@ -484,10 +499,10 @@ def _directory(place: Candidate, name: str) -> Candidate | None:
 
     Returns None for a file, and `place` for a link to a checkpoint that does not exist.
     """
-    hidden = place.listing[name].kind == "directory" and name not in place.directories
-    if name in place.directories or (hidden and (_CHECKPOINT.fullmatch(name) or parse_step(name))):
+    kind = place.listing[name].kind
+    if kind == "directory" and (not name.startswith(".") or _CHECKPOINT.fullmatch(name) or parse_step(name)):
         return Candidate(place.store.child(name))
-    if place.listing[name].kind != "symlink" or not is_directory(place.store):
+    if kind != "symlink" or not is_directory(place.store):
         return None
     target = os.path.realpath(os.path.join(place.store.url, name))
     if os.path.isdir(target):
@@ -508,17 +523,22 @@ def _may_be_state(url: str, place: Candidate, name: str, storage_options: Mappin
         return _has(open_source(url, storage_options=storage_options).catalog, Role.OPTIMIZER)
     except (UnsafePathError, FileNotFoundError):  # a link to a file elsewhere
         return usual
+    except UnsafePickleError:
+        return start == b"PK"
     except CorruptCheckpointError:
         return usual and start in (b"", b"PK")
-    except CkptkitError:  # a .pt file may contain anything
+    except UnsupportedFormatError:  # a .pt file may contain anything
         return False
 
 
 def _resumable(place: Candidate, storage_options: Mapping[str, Any] | None) -> bool:
     """Return whether weights have an optimizer with them."""
-    with suppress(CkptkitError):
+    try:
         return _is_trained(open_source(place.store.url, storage_options=storage_options))
-    return False
+    except StorageError:
+        raise
+    except CkptkitError:  # its files are looked at one by one
+        return False
 
 
 def _refuse_lost_step(where: str, place: Candidate) -> None:
