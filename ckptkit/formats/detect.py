@@ -18,6 +18,7 @@ from ckptkit.errors import (
     CkptkitError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    StorageError,
     UnsafePathError,
     UnsupportedFormatError,
     command_line,
@@ -107,8 +108,11 @@ def reader(module: str) -> Any:
 
 
 def _only_torch_file(place: Candidate) -> bool:
-    names = [name for name in place.files if name.endswith(TORCH_ENDINGS) and _may_be_torch_file(place, name)]
-    return any(name in MODEL_FILES for name in names) or (len(names) == 1 and parse_step(names[0]) is None)
+    names = [name for name in place.files if name.endswith(TORCH_ENDINGS)]
+    many = sum(name.endswith(".bin") for name in names) > _MAX_BIN  # then those with other names are data
+    looked = [name for name in names if not name.endswith(".bin") or name in MODEL_FILES or not many]
+    found = [name for name in looked if _may_be_torch_file(place, name)]
+    return any(name in MODEL_FILES for name in found) or (not many and len(found) == 1 and parse_step(found[0]) is None)
 
 
 def _may_be_torch_file(place: Candidate, name: str) -> bool:
@@ -206,6 +210,7 @@ def refuse_unsupported(names: Sequence[str]) -> None:
 
 _MAX_DEPTH = 3
 _MAX_CHILDREN = 32  # of the directories without a step, at most this many are searched
+_MAX_BIN = 16  # how many .bin files of a directory are looked into
 _MAX_LISTINGS = 10
 _MAX_STEPS = 64  # how many of the newest step directories to search
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_universal", "LATEST.txt")
@@ -380,8 +385,11 @@ def _open_file(store: Store, name: str, url: str, options: ReadOptions) -> Sourc
             return Source(store, form.open(store, options), parent, f"{name} is a part of the checkpoint in {parent}.")
     if name.endswith(".safetensors"):
         return Source(store, reader("hf.safetensors").open_file(store, name), url)
-    if store.read(name, 0, 2) not in _TORCH_STARTS:
+    try:
         refuse_unsupported([name])
+    except UnsupportedFormatError:
+        if store.read(name, 0, 2) not in _TORCH_STARTS:
+            raise
     return Source(store, _torch_file(name).open(store, options), url)
 
 
@@ -478,13 +486,15 @@ def _newest_committed(place: Candidate, steps: Sequence[str]) -> str | None:
     def look(name: str) -> bool:
         try:
             seen[name] = find_record(place.store, f"{name}/{RECORD}")
+        except StorageError:
+            raise
         except CkptkitError as error:
             seen[name] = error
         return seen[name] is not None
 
-    if not any(map(look, steps[:_MAX_STEPS])):
-        return None
     with WorkerPool(16, thread_name_prefix="ckptkit-open") as pool:
+        if not (any(map(look, steps[:1])) or any(list(pool.map(look, steps[1:_MAX_STEPS])))):
+            return None
         list(pool.map(look, [name for name in place.directories if name not in seen]))
     newest: tuple[int, int, str] | None = None  # sequence, step, directory
     damaged: list[tuple[int, str]] = []

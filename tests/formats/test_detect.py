@@ -21,6 +21,7 @@ from ckptkit.formats.detect import identify, open_source
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage import open_store
+from ckptkit.storage.local import LocalStore
 from tests.conftest import ZOO
 from tests.formats.damages import lay
 
@@ -176,6 +177,14 @@ def test_rank_files_of_ckptkit_are_read_without_a_record(tmp_path):
 def test_the_only_torch_file_of_a_directory_is_read_whatever_its_name(tmp_path, name):
     lay(tmp_path, {name: WEIGHTS})
     assert list(open_source(str(tmp_path)).catalog.by_role(Role.MODEL)) == ["w"]
+
+
+def test_data_in_many_bin_files_is_not_read(tmp_path, monkeypatch):
+    lay(tmp_path, {f"train_{number:06}.bin": b"tokens" for number in range(40)})
+    reads = []
+    monkeypatch.setattr(LocalStore, "read", lambda store, path, *args: reads.append(path) or b"to")
+    assert identify(open_store(str(tmp_path))) is None
+    assert reads == []
 
 
 @pytest.mark.parametrize("name", ["weights_rank{}.pt", "model_{}.pt", "checkpoint_{}.pt"])

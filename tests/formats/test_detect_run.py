@@ -9,7 +9,10 @@ import pytest
 
 from ckptkit import CheckpointManager, RetentionPolicy
 from ckptkit.checkpoint.run.address import resolve_url
+from ckptkit.errors import StorageError
+from ckptkit.formats import detect
 from ckptkit.formats.detect import open_source
+from ckptkit.formats.own.record import find_record
 from tests.checkpoint.states import linear
 
 
@@ -47,6 +50,21 @@ def test_the_root_of_a_run_is_opened_as_latest(tmp_path, change):
             manager.save(step, linear())
     change(tmp_path)
     assert open_source(str(tmp_path)).url == resolve_url(f"{tmp_path}/latest")
+
+
+def test_a_record_that_the_store_does_not_return_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
+    with CheckpointManager(tmp_path) as manager:
+        for step in (10, 20):
+            manager.save(step, linear())
+
+    def find(store, path):
+        if path.startswith("step_00000010"):
+            raise StorageError(f"{path}: no answer")
+        return find_record(store, path)
+
+    monkeypatch.setattr(detect, "find_record", find)
+    with pytest.raises(StorageError, match="no answer"):
+        open_source(str(tmp_path))
 
 
 def test_the_root_of_a_run_can_always_be_opened_while_a_job_saves_with_max_num_1(tmp_path):
