@@ -87,6 +87,22 @@ def test_a_meta_buffer_that_nothing_initializes_is_refused():
     assert sorted(meta.uninitialized(model)) == ["frequencies"]
 
 
+def test_a_buffer_that_takes_the_place_of_one_without_values_has_values():
+    class Indices(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in "abcdef":
+                self.register_buffer(name, torch.arange(4))
+
+    with torch.device("meta"):
+        model = Indices()
+    meta.materialize(model, "cpu")
+    assert meta.uninitialized(model) == {*"abcdef"}
+    for name in "abcdef":  # the new tensors get the ids of deleted ones
+        setattr(model, name, torch.arange(4))
+    assert not meta.uninitialized(model)
+
+
 def _from_directory(url, context):
     from transformers import AutoConfig, AutoModelForCausalLM
 

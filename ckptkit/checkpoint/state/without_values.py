@@ -15,9 +15,9 @@ _NEVER_FILLED = (
     "was built on the meta device and never given values. Load a checkpoint, or call load_hf or reset_parameters"
 )
 
-# The version of each tensor when it was marked, by id: tensors compare element by element, and `Module.to` refuses to
-# change tensors that have weak references.
-_marked: dict[int, int] = {}
+# By the tensor's id: its version when it was marked, and its memory. Not weak references to the tensors: `Module.to`
+# refuses to change tensors that have some. A later tensor may have the same id, but not the same memory.
+_marked: dict[int, tuple[int, weakref.ref[torch.UntypedStorage] | None]] = {}
 
 
 def mark_without_values(model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> None:
@@ -30,9 +30,10 @@ def mark_without_values(model: torch.nn.Module, tensors: Iterable[torch.Tensor])
     ids = []
     for tensor in tensors:
         local = local_part(tensor).detach()
-        if type(local) is torch.Tensor and _can_be_nan(local):
+        plain = type(local) is torch.Tensor
+        if plain and _can_be_nan(local):
             local.fill_(torch.nan)
-        _marked[id(tensor)] = _version(tensor)
+        _marked[id(tensor)] = _version(tensor), weakref.ref(local.untyped_storage()) if plain else None
         ids.append(id(tensor))
     weakref.finalize(model, _forget, ids).atexit = False
 
@@ -54,11 +55,15 @@ def never_filled(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def without_values(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is on the meta device, or was marked and has not been written to since."""
-    if id(tensor) not in _marked or _marked[id(tensor)] != _version(tensor):
+    version, memory = _marked.get(id(tensor), (-1, None))
+    if version != _version(tensor):
         return tensor.is_meta
     local = local_part(tensor).detach()
-    # A write through `.data` does not change the version, but it replaces the NaN.
-    return bool(local.numel()) and (not _can_be_nan(local) or bool(local.flatten()[0].isnan()))
+    if not local.numel():
+        return False
+    if _can_be_nan(local):  # a write through `.data` does not change the version, but it replaces the NaN
+        return bool(local.flatten()[0].isnan())
+    return memory is None or memory() is local.untyped_storage()
 
 
 def _forget(ids: Iterable[int]) -> None:
