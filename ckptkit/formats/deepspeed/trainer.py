@@ -2,7 +2,7 @@
 
 DeepSpeed's files are in a directory, `global_step<N>/` or `pytorch_model/`. Beside it are the scheduler, the random
 states, and config.json. If one rank has all weights, or those of an adapter, the Trainer also writes them as
-safetensors.
+safetensors. Other safetensors files there are a script's own, such as an export or an average.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, StorageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers.steps import ordered
 from ckptkit.storage import Store
+from ckptkit.units import first_few
 
 _ACCELERATE = re.compile(r"pytorch_model(?:_(\d+))?")
 _RANDOM = re.compile(r"random_states_\d+\.pkl")
+_WEIGHTS = re.compile(r"(?:adapter_)?model(?:-\d+-of-\d+)?\.safetensors")
 
 
 def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bool:
@@ -38,8 +40,8 @@ def _of_models(directories: Iterable[str]) -> dict[int, str]:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read DeepSpeed's files and those beside them. Weights in safetensors are preferred to DeepSpeed's fp32 weights,
-    which then are only the masters.
+    """Read DeepSpeed's files and those beside them. Weights that the Trainer wrote as safetensors are preferred to
+    DeepSpeed's fp32 weights, which then are only the masters.
 
     If there are such weights, but DeepSpeed's files can't be read, a note says why.
     """
@@ -53,10 +55,14 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     if not directories:
         raise CheckpointNotFoundError(f"{store.url} has no global_step<N>/ and no pytorch_model/.")
     files = file_names(listing)
-    writer = "transformers Trainer" if "trainer_state.json" in files else "accelerate"
-    info = CatalogInfo("deepspeed", producer=writer, step=step_in(store, "trainer_state.json"))
+    is_trainer = "trainer_state.json" in files
+    writer = "transformers Trainer" if is_trainer else "accelerate"
+    has_file = is_trainer and any(map(_WEIGHTS.fullmatch, files))
+    unread = [name for name in files if name.endswith(".safetensors") and not has_file]
+    notes: tuple[str, ...] = (f"not read: {first_few(unread)}.",) if unread else ()
+    info = CatalogInfo("deepspeed", producer=writer, step=step_in(store, "trainer_state.json"), notes=notes)
     parts = []
-    if any(name.endswith(".safetensors") for name in files):
+    if has_file:
         weights = safetensors.open_weights(store)
         # With ZeRO-3, the Trainer may write an adapter's file without tensors, or with empty ones.
         if weights.tensors and all(0 not in entry.shape for entry in weights.tensors.values()):
@@ -66,9 +72,10 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         try:
             state = open_part(zero.open_catalog, store, directory, options)
         except CkptkitError as error:
-            if not has_weights:
+            if not has_weights or isinstance(error, StorageError):
                 raise
-            info = replace(info, format=parts[0].info.format, notes=(f"the optimizer was not read: {error}",))
+            notes = (*info.notes, f"the optimizer was not read: {error}")
+            info = replace(info, format=parts[0].info.format, notes=notes)
             continue
         info = replace(info, producer=f"{writer}, {state.info.producer}")
         if has_weights:

@@ -298,6 +298,22 @@ def test_a_file_without_weights_does_not_hide_those_of_deepspeed(tmp_path, shape
     assert contents(source.store, source.catalog.by_role(Role.MODEL)) == contents_of_file(EXPECTED)
 
 
+@pytest.mark.parametrize("name", ["pytorch_lora_weights.safetensors", "value_head.safetensors", "model.safetensors"])
+def test_a_scripts_own_weights_do_not_hide_those_of_deepspeed(tmp_path, name):
+    import torch
+    from safetensors.torch import save_file
+
+    written_by = "trainer_state.json" if name.startswith("value") else "random_states_0.pkl"
+    folder = _beside(tmp_path / "checkpoint-2", written_by)
+    if name != "value_head.safetensors":  # accelerate's name of the directory
+        (folder / "global_step2").rename(folder / "pytorch_model")
+        (folder / "latest").write_text("pytorch_model")
+    save_file({"unet.lora.down.weight": torch.ones(2, 2)}, folder / name, metadata={"format": "pt"})
+    source = open_source(str(folder))
+    assert contents(source.store, source.catalog.by_role(Role.MODEL)) == contents_of_file(EXPECTED)
+    assert f"not read: {name}." in source.catalog.info.notes
+
+
 def test_accelerates_state_lies_beside_deepspeeds_directory(tmp_path):
     folder = _beside(tmp_path / "state", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl")
     (folder / "global_step2").rename(folder / "pytorch_model")
