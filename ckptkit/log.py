@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -40,7 +41,8 @@ class RankHandler(logging.NullHandler):
         if record.exc_info:  # formatters print exc_text if it is set, instead of formatting exc_info
             record.exc_text = without_secrets(record.exc_text or logging.Formatter().formatException(record.exc_info))
         if record.levelno >= logging.WARNING and not _is_handled(record.name) and sys.stderr is not None:
-            sys.stderr.write(f"ckptkit: {clean}\n" + (f"{record.exc_text}\n" if record.exc_text else ""))
+            with contextlib.suppress(OSError, ValueError):  # a closed stderr must not end a save
+                sys.stderr.write(f"ckptkit: {clean}\n" + (f"{record.exc_text}\n" if record.exc_text else ""))
         return True
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckptkit import RetentionPolicy, convert
+from ckptkit import RetentionPolicy, convert, log
 from ckptkit.cli import frame, ls, outcome, prune
 from ckptkit.cli import main as commands
 from ckptkit.cli.retention import take_policy
@@ -212,6 +212,14 @@ def test_warnings_are_printed_only_if_the_program_has_not_configured_logging(con
     code += "; log.warning('disk at %s', '%90%'); log.info('quiet')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "" and done.stderr == (printed or "WARNING:ckptkit.x:disk at %90%\n")
+
+
+def test_a_warning_raises_no_error_if_stderr_is_closed(monkeypatch):
+    monkeypatch.setattr(log, "_is_handled", lambda name: False)
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    logging.getLogger("ckptkit.x").warning("disk at 90%")
 
 
 @pytest.mark.parametrize("command", [ls.command, prune.command])
