@@ -180,7 +180,10 @@ def insert(tree: dict[Any, Any], path: Path, value: Any) -> None:
         if not isinstance(inner, _Node):  # a name such as "a.b" beside "a"
             inner = tree[part] = _Node({"": inner})
         tree = inner
-    tree[path[-1]] = value
+    last = path[-1]
+    if isinstance(tree.get(last), _Node):  # "a" after "a.b"
+        tree, last = tree[last], ""
+    tree[last] = value
 
 
 def with_lists(tree: Mapping[Any, Any], containers: Mapping[str, Sequence[Sequence[str | int]]] = {}) -> dict[str, Any]:

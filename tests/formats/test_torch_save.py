@@ -22,6 +22,7 @@ from ckptkit.errors import (
     UnsupportedFormatError,
 )
 from ckptkit.formats.detect import open_source
+from ckptkit.formats.nested import insert, with_lists
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.torch_save import open_catalog, open_file
 from ckptkit.storage.local import LocalStore
@@ -208,6 +209,14 @@ def test_shards_are_joined_with_and_without_an_index_and_a_missing_one_is_named(
     (shards / SHARD.format(1)).unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"missing: pytorch_model-00001-of-00002\.bin"):
         open_source(str(shards))
+
+
+@pytest.mark.parametrize("paths", [[("a",), ("a", "b")], [("a", "b"), ("a",)]])
+def test_a_value_and_one_below_its_name_are_both_kept(paths):
+    tree: dict[Any, Any] = {}
+    for path in paths:
+        insert(tree, path, ".".join(path))
+    assert with_lists(tree) == {"a": {"": "a", "b": "a.b"}}
 
 
 def test_several_files_without_an_index_are_refused(tmp_path):
