@@ -30,7 +30,7 @@ def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: 
 
 @dataclass(slots=True)
 class Window:
-    """Counts the backward passes of one model that belong to one step (a window).
+    """Counts the backward passes of one model for one optimizer step. These passes are called a window.
 
     Attributes:
         size: Number of passes in a full window.
@@ -48,7 +48,7 @@ class Window:
 
     @property
     def divisor(self) -> float | None:
-        """The divisor that unscales the gradients and averages them over the passes so far. None if unknown."""
+        """The divisor that unscales the gradients and averages them over the passes so far. None if `scale` is None."""
         return None if self.scale is None else self.scale * (self.count / self.size)
 
 
@@ -88,8 +88,8 @@ class Windows:
     def step(self, root: nn.Module, size: int, optimizer: Optimizer) -> Window:
         """Return the window to which a step of `optimizer` belongs.
 
-        If no pass was counted since the optimizer's previous step, one pass ran outside `backward` (for example, for a
-        loss of two models). This pass is counted now.
+        A pass that runs without this class's `backward` (for example, for a loss of two models) is not counted when it
+        runs. So if no pass was counted since the optimizer's previous step, this method counts one pass.
         """
         window = self._of.get(root)
         if window is None or optimizer in window.seen:
@@ -98,7 +98,7 @@ class Windows:
         return window
 
     def open(self, *roots: nn.Module) -> int:
-        """Return how many backward passes of the models `roots` (default: all models) no step has used yet."""
+        """Return the number of backward passes that no step has used yet, for the models `roots` (default: all)."""
         windows = [window for root, window in self._of.items() if not roots or root in roots]
         return sum(window.count for window in windows if not window.closed)
 
@@ -125,13 +125,13 @@ class StepCounter:
         self._base = 0
 
     def start(self, optimizer: Optimizer) -> None:
-        """Count a new optimizer's steps from the current total, because it may replace an earlier optimizer."""
+        """Count a new optimizer's steps from the current total. The new optimizer may replace an earlier one."""
         self._of[optimizer] = self.total
 
     def count(self, optimizer: Optimizer) -> None:
         """Count one step of `optimizer`."""
-        # An optimizer that was created elsewhere has no count yet. Its count starts from the total at the last restart
-        # if other optimizers have stepped since, and otherwise from the current total.
+        # An optimizer that was created outside FSDPStrategy has no count yet. If other optimizers have stepped since
+        # the last restart, its count starts from the total at that restart. If not, it starts from the current total.
         before = self._of.get(optimizer, self._base if self._of else self.total)
         self._of[optimizer] = before + 1
         self.total = max(self.total, before + 1)

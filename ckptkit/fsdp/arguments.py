@@ -40,7 +40,7 @@ def _is_location(value: Any) -> bool:
     return isinstance(value, (str, os.PathLike)) and value != ""
 
 
-# What an argument of this name must be, in words and as a check.
+# For each argument name: what the argument must be, in words and as a check.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "loss": ("a tensor", lambda value: isinstance(value, torch.Tensor)),
     "model": ("a module", _is_model),
@@ -59,7 +59,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def checked(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that checks these arguments of a method. An argument whose default is None may be None."""
+    """Return a decorator that checks the arguments `names` of a method. Arguments with default None may be None."""
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(method)

@@ -48,7 +48,7 @@ class ShardingStrategy(str, enum.Enum):
 class WrapPolicy(str, enum.Enum):
     """Selects how modules are chosen to become units. A unit's parameters are gathered and freed together."""
 
-    AUTO = "AUTO"  # the block classes named by the model, otherwise the elements of its ModuleLists
+    AUTO = "AUTO"  # modules of the block classes that the model names; if it names none, as BLOCKS
     TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"  # modules of the classes in `transformer_layer_cls`
     SIZE_BASED_WRAP = "SIZE_BASED_WRAP"  # modules that have at least `min_num_params` parameters of their own
     BLOCKS = "BLOCKS"  # every element of every outermost ModuleList
@@ -80,7 +80,7 @@ class FSDPConfig:
     """What is sharded, and whether parameters are freed after forward."""
 
     replicate: Size = "auto"
-    """Number of copies of each shard group.
+    """Number of copies of the parameters. Each copy has its own group of ranks.
 
     "auto" means the number of nodes for HYBRID_*, the number of ranks for NO_SHARD, and 1 for all other strategies.
     """
@@ -174,7 +174,7 @@ class FSDPConfig:
     ignored_params: tuple[str, ...] = ()
     """FQN globs of parameters that FSDP ignores.
 
-    Each rank keeps the full values of these parameters, in their original dtype, and the gradients are not reduced. To
+    Each rank keeps the full values of these parameters, in their original dtype. Their gradients are not reduced. To
     pass parameters instead of globs, use `prepare_model(ignored_params=)`.
     """
 
@@ -185,9 +185,9 @@ class FSDPConfig:
     """True makes the embedding and the output head separate units, or a single unit if they are tied."""
 
     forward_methods: tuple[str, ...] = ("generate",)
-    """Methods besides `forward` that need gathered parameters.
+    """Methods of the model or of its units, besides `forward`, that need gathered parameters.
 
-    These methods belong to the model or to a unit. Names of missing methods are ignored.
+    Names of missing methods are ignored.
     """
 
     activation_checkpointing: bool = False
@@ -209,8 +209,8 @@ class FSDPConfig:
     device: str = "auto"
     """The device to train on: "cpu", "cuda", ...
 
-    "auto" means the model's accelerator. If the model is not on an accelerator, "auto" means the machine's accelerator
-    if the process group supports that, and otherwise "cpu".
+    "auto" means the accelerator that the model is on. If the model is on the CPU, "auto" means the machine's
+    accelerator. If the machine has none, or the process group does not support it, "auto" means "cpu".
     """
 
     def __post_init__(self) -> None:
@@ -255,7 +255,7 @@ class FSDPConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> FSDPConfig:
-        """Return the config in a YAML file's `fsdp` section or, if there is none, at the top level.
+        """Return the config from a YAML file: from its section `fsdp`, or from its top level if it has no such section.
 
         Raises:
             UsageError: The file is not YAML or not a mapping of fields, or a value is invalid.
@@ -376,9 +376,9 @@ def _flag(name: str, value: Any) -> Any:
 
 
 def _choice(table: Mapping[str, Any]) -> _Check:
-    """Return a check that replaces a key of `table`, in any case, with the key's value.
+    """Return a check that takes a key of `table` and returns the key's value.
 
-    The check also accepts torch's enum member or dtype of the same name.
+    The check ignores upper and lower case. It also accepts torch's enum member or dtype of the same name.
     """
     values = {key.upper(): value for key, value in table.items()}
 

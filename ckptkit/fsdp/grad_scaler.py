@@ -20,8 +20,8 @@ class DynamicGradScaler:
     | overflow | growth count = 0, hysteresis count + 1; if >= `hysteresis`: scale * backoff_factor               |
     | finite   | growth count + 1; if = `growth_interval`: both counts = 0, scale * growth_factor                 |
 
-    The scale stays within [min_scale, max_scale]. A backoff does not reset the hysteresis count. Once the limit is
-    reached, every further overflow reduces the scale again, until the next growth.
+    The scale stays within [min_scale, max_scale]. A backoff does not reset the hysteresis count. So after the first
+    backoff, every further overflow reduces the scale again, until the scale grows.
     """
 
     def __init__(
@@ -96,7 +96,10 @@ class DynamicGradScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state from `state_dict()`, LightRFT (same keys, with tensors) or a constant scaler ("scale").
+        """Load a state.
+
+        The state may come from `state_dict()`, from LightRFT (the same keys, with tensors as values), or from a scaler
+        with a constant scale (only the key "scale").
 
         Raises:
             CheckpointMismatchError: Keys are missing, or the scale is not a positive number. The scaler is unchanged.

@@ -41,9 +41,9 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0)
     """Return the p-norm (1 <= p <= inf) of all gradients as one scalar, the same on all ranks and in a single process.
 
     The result is fp64 if any parameter or gradient is fp64, otherwise fp32. It is NaN on every rank if any rank has a
-    NaN. Replicated shards count once, and so do plain gradients, which must be equal on all ranks. Parameters without a
-    gradient count as zero. All ranks must call this with the same parameters in the same order. There is one small
-    all-reduce for each kind of sharding.
+    NaN. A gradient that is replicated over ranks counts once. A plain gradient must be equal on all ranks, and also
+    counts once. Parameters without a gradient count as zero. All ranks must call this with the same parameters in the
+    same order. There is one small all-reduce for each kind of sharding.
     """
     p = checked_norm_type(p)
     parameters = _listed(parameters)
@@ -53,7 +53,7 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0)
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(parameter, DTensor):
-            # The parameter decides the group, not its gradient: a rank without a gradient must join the all-reduce too.
+            # Group by the parameter, not by its gradient: a rank without a gradient must also join the all-reduce.
             key, local = _place(parameter, gradient)
             bucket = sharded.setdefault(key, [])
             if local is not None:

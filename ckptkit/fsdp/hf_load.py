@@ -42,13 +42,13 @@ def load_hf(model: nn.Module, url: Location, *, cast: bool = False, strict: bool
 
     All ranks must call this; if one rank fails, all raise its error. The host holds one shard of one tensor at a time.
     If transformers uses different names in memory than in files (stacked experts), the names are mapped. The files may
-    contain a tied weight under any of its names. If they contain several, the tensors must be equal.
+    contain a tied weight under any of its names. If they contain it under several names, the tensors must be equal.
 
     Args:
         model: A model from `prepare_model`. Its parameters are allocated, but need not have values yet.
         url: A directory or a bucket prefix with config.json and *.safetensors.
         cast: Allow lossy casts (fp32 files into bf16 parameters). Widening is always allowed.
-        strict: Raise if names are missing in the files or in the model. Otherwise, only report the missing names.
+        strict: True raises if a name is only in the model or only in the files. False only reports such names.
 
     Raises:
         CheckpointMismatchError: Names, shapes or dtypes do not match. The message lists all mismatches. The model is
@@ -99,7 +99,8 @@ def _targets(model: nn.Module, live: Mapping[str, torch.Tensor], catalog: Catalo
     entries = {name: Target.of(entry, name) for name, entry in catalog.tensors.items()}
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and not set(entries) & set(live):
-        # The files are a base model's and the model has a head, or the reverse; transformers supports both.
+        # Either the files contain only a base model and `model` also has a head, or the reverse. transformers supports
+        # both cases.
         dot = prefix + "."
         inside = any(name.startswith(dot) for name in live)
         entries = {dot + name if inside else name.removeprefix(dot): target for name, target in entries.items()}
@@ -116,9 +117,9 @@ def _names_by_tensor(live: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:
 
 
 def _matched(live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]) -> tuple[dict[str, str], list[str]]:
-    """Return a mapping from live names to names in `targets`, and the live names without a target.
+    """Return a mapping from names in `live` to names in `targets`, and the names in `live` that have no target.
 
-    A live tensor with several names appears under the first of them.
+    Both contain only the first name of a tied tensor.
     """
     chosen: dict[str, str] = {}
     missing: list[str] = []
@@ -134,10 +135,9 @@ def _matched(live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]) ->
 def _several_names(
     live: Mapping[str, torch.Tensor], targets: Mapping[str, Target], catalog: Catalog
 ) -> list[list[Claim]]:
-    """Return the tensors that the files contain under the names of each tied tensor.
+    """Return a group of stored tensors for each tied tensor that the files contain under several names.
 
-    Whole tensors are returned, so that every rank compares the same bytes. Omits tied tensors that the files contain
-    under one name only.
+    All groups contain whole tensors, so that every rank compares the same bytes.
     """
     groups = []
     for names in _names_by_tensor(live).values():

@@ -43,7 +43,9 @@ class Exported:
 
 
 def exported(model: nn.Module) -> Exported:
-    """Return the model inside its wrappers, with its live tensors. Collective if FSDP1 must gather the tensors.
+    """Return the model inside the wrappers of `model`, with its live tensors.
+
+    If FSDP1 wraps the model, all ranks must call this, because FSDP1 gathers the tensors.
 
     Raises:
         SaveError: Some parameters are outside the transformers model (for example, a value head). `from_pretrained`
@@ -187,7 +189,7 @@ def prove(source: Exported, targets: Sequence[Target]) -> None:
                 None, config=config, state_dict=state, device_map="meta", ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )  # fmt: skip
-    except Exception as error:  # noqa: BLE001  from a custom constructor or a quantizer: not about the names
+    except Exception as error:  # noqa: BLE001  a custom constructor or a quantizer failed: this is not about the names
         _log.warning("the export of %s could not be checked: from_pretrained failed: %s", kind.__name__, error)
         return
     problems = [f"{what}: {_some(sorted(map(str, info[key])))}" for key, what in _PROBLEMS.items() if info.get(key)]

@@ -162,7 +162,7 @@ def _shards(targets: list[Target], max_bytes: int) -> Files:
 def _write_file(store: Store | None, path: str, targets: Sequence[Target], tensors: Mapping[str, torch.Tensor]) -> None:
     """Gather the file's tensors one by one on all ranks, and write the tensors on rank 0.
 
-    If writing fails, rank 0 continues to gather, because the other ranks would otherwise wait for it.
+    If writing fails, rank 0 still takes part in all gathers, because the other ranks wait for it.
     """
     error: Exception | None = None
     name, whole = "", torch.empty(0)

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 MASTER = "master"
 _TORCHS = ("state", "param_groups")  # the keys of torch's state dicts
 # Optimizers that work elementwise, so they can step a shard without the rest of the parameter. Their subclasses are not
-# included, because a subclass may not work elementwise.
+# included, because a subclass need not work elementwise.
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -90,7 +90,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @property
     def inner_optimizers(self) -> tuple[Optimizer]:
-        """The wrapped optimizers: only `base`. `lend_state` gives `base` its state."""
+        """The wrapped optimizers: only `base`. Outside of `lend_state`, `base` has no state."""
         return (self.base,)
 
     @contextlib.contextmanager
@@ -116,9 +116,9 @@ class MasterWeightOptimizer(Optimizer):
         torch.autograd.backward(tensor, grad)
 
     def clip_grad_norm(self, max_norm: float | None, p: float = 2.0) -> torch.Tensor:
-        """Clip the gradients to one joint norm over all groups. They must already be unscaled.
+        """Clip the joint norm of the gradients of all groups. Return the norm before clipping.
 
-        Returns the norm before clipping.
+        The gradients must already be unscaled.
         """
         return clip_grad_norm(list(self._parameters()), max_norm, p)
 
@@ -186,7 +186,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _lent(self, part: Callable[[Any], Any]) -> Iterator[list[_Loan]]:
-        """Lend the state as `lend_state` does, but give `base` only `part` of each tensor."""
+        """Lend the state as `lend_state` does, but give `base` the tensor `part(t)` instead of each tensor `t`."""
         base = self.base
         lent = [[self._lend(parameter, part) for parameter in group["params"]] for group in self.param_groups]
         loans = [loan for group in lent for loan in group]
@@ -212,7 +212,7 @@ class MasterWeightOptimizer(Optimizer):
                 group.update({key: value for key, value in seen.items() if key != "params"})
 
     def _take_back(self, loan: _Loan, now: Mapping[str, Any], part: Callable[[Any], Any]) -> None:
-        """Copy the state that `base` has left for a parameter back to this optimizer."""
+        """Copy one parameter's state from `base` back to this optimizer."""
         if MASTER in now:
             raise UsageError(
                 f"{type(self.base).__name__} has a state named {MASTER!r}, which is the name of the fp32 copies here."
@@ -228,7 +228,7 @@ class MasterWeightOptimizer(Optimizer):
         state = self.state[parameter]
         if MASTER not in state and _needs_master(parameter):  # the state was cleared, so start again from the parameter
             state[MASTER] = parameter.detach().to(torch.float32)
-        # Leave out the master, because `base` initializes a state only if it is empty.
+        # Leave out the master, because `base` initializes a parameter's state only if this state is empty.
         seen = {key: part(value) for key, value in state.items() if key != MASTER}
         return _Loan(parameter, state, part(state.get(MASTER, parameter)), seen)
 
@@ -255,8 +255,7 @@ class MasterWeightOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state without narrowing its dtypes, then round the masters into the parameters.
 
-        Also calls the load hooks of `base`, and the `load_state_dict` method of its class if that overrides torch's
-        method.
+        Also calls the load hooks of `base`. If the class of `base` overrides `load_state_dict`, calls this method, too.
 
         Raises:
             CheckpointMismatchError: Groups, counts, shapes or masters do not match. Nothing was loaded.
@@ -288,9 +287,9 @@ class MasterWeightOptimizer(Optimizer):
     def follow_weights(self) -> int:
         """Update the masters of weights that were changed outside this optimizer (a load, an edit).
 
-        Return how many parameters were changed. An element that differs from its rounded master overwrites the master,
-        so code that writes weights need not know about masters. `step`, `state_dict` and every save call this first.
-        Does not communicate.
+        Return how many parameters were changed. If an element of a parameter differs from its rounded master, the
+        element replaces the master's value. So code that writes weights need not know about masters. `step`,
+        `state_dict` and every save call this first. Does not communicate.
         """
         held = [
             (index, _local(parameter).detach(), _local(self.state[parameter][MASTER]))
@@ -385,7 +384,7 @@ class _Loan:
 
 
 def _lend_gradients(loans: Sequence[_Loan], factor: float, part: Callable[[Any], Any]) -> None:
-    """Give all masters their gradients in fp32. Casts gradients of other dtypes with one buffer and one kernel."""
+    """Give all masters their gradients in fp32. Gradients of other dtypes are cast together in one buffer."""
     have = []
     for loan in loans:
         gradient = loan.parameter.grad

@@ -95,9 +95,9 @@ class TrainingMesh:
 def plan_for(config: FSDPConfig, world_size: int, *, local_world_size: int | None = None) -> ParallelPlan:
     """Return the mesh plan that `config` describes for `world_size` ranks.
 
-    If a HYBRID_* strategy has both sizes set to "auto", parameters are sharded inside a node and replicated across
-    nodes, as in FSDP1. `local_world_size` is the number of ranks per node. It defaults to the variable LOCAL_WORLD_SIZE
-    or, if that is not set, to `world_size`.
+    If `replicate` and `shard` of a HYBRID_* strategy are both "auto", parameters are sharded inside a node and
+    replicated across nodes, as in FSDP1. `local_world_size` is the number of ranks per node. If it is None, the
+    environment variable LOCAL_WORLD_SIZE is used. If this variable is not set, all ranks count as one node.
     """
     replicate, shard = config.replicate, config.shard
     if config.sharding_strategy is ShardingStrategy.NO_SHARD:
@@ -138,7 +138,7 @@ def configured(
     shard_size: int | str | None,
     reshard_after_forward: bool | int | None,
 ) -> FSDPConfig:
-    """Return `config` with the changes that `prepare_model`'s arguments make for one model.
+    """Return a copy of `config` in which the arguments of `prepare_model` replace settings.
 
     Raises:
         UsageError: `shard_size` does not divide the number of data-parallel ranks.
@@ -193,7 +193,7 @@ def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
 def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
     """Return this rank's 1-D mesh "dp", whose ranks have different samples. All ranks must call this.
 
-    `inside` consecutive ranks work on the same samples.
+    Groups of `inside` consecutive ranks work on the same samples.
 
     Raises:
         UsageError: `inside` does not divide the number of ranks. Nothing was communicated.
@@ -214,8 +214,12 @@ def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
 def device_type_of(model: torch.nn.Module | None, *, preferred: str = "auto") -> str:
     """Return the type of the device on which `model` will train.
 
-    If `preferred` is not "auto", return `preferred`. Otherwise, if the model is on an accelerator, return that
-    accelerator. Otherwise, return the machine's accelerator if the process group has a backend for it, or else "cpu".
+    This is the first of the following that exists:
+
+    1. `preferred`, if it is not "auto".
+    2. The accelerator that the model's parameters are on.
+    3. The machine's accelerator, if there is no process group yet or the group has a backend for the accelerator.
+    4. The CPU.
     """
     import torch
     import torch.distributed as dist
@@ -236,7 +240,8 @@ def device_type_of(model: torch.nn.Module | None, *, preferred: str = "auto") ->
 def ensure_process_group(device_type: str, *, timeout: datetime.timedelta | None = None) -> bool:
     """Create the default process group if there is none. Return whether it was created.
 
-    With torchrun's variables, the group spans the job. Without them, it contains only this process.
+    If torchrun has set its environment variables, the group contains all processes of the job. If not, it contains only
+    this process.
     """
     import torch
     import torch.distributed as dist

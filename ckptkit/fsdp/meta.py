@@ -14,10 +14,10 @@ from ckptkit.fsdp.groups import clean_fqn
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Put the parameters of modules that are built inside the block on the meta device.
+    """Inside the block, move the parameters of every new module to the meta device.
 
-    Buffers keep their values, because non-persistent buffers are in no checkpoint. At most one parameter is allocated
-    at a time, and its memory is never written.
+    Buffers are not moved, because checkpoints do not contain non-persistent buffers. At most one parameter is allocated
+    at a time. Its memory is never written to.
     """
     register = nn.Module.register_parameter
 
@@ -54,9 +54,11 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 
 def restore_buffers(model: nn.Module) -> None:
-    """Recompute non-persistent buffers that have no values, because no checkpoint contains them.
+    """Recompute the non-persistent buffers that have no values.
 
-    This works for transformers models (`_init_weights`) and for modules that have a method `reset_buffers`.
+    A load cannot fill these buffers, because checkpoints do not contain them. They are recomputed by the module's
+    method `reset_buffers`. For modules without this method and without parameters, the transformers model's
+    `_init_weights` recomputes them.
     """
     init_weights = getattr(model, "_init_weights", None)
     for module in model.modules():

@@ -31,7 +31,7 @@ def mixed_precision_policy(
     if not is_training:
         return MixedPrecisionPolicy(output_dtype=output, cast_forward_inputs=casts)
     reduce = _TORCH[config.reduce_dtype] if config.reduce_dtype else None
-    # Also set for "master": trainable parameters already have this dtype, but frozen ones are cast when gathered.
+    # Also set for "master". Trainable parameters already have this dtype, but frozen parameters are cast when gathered.
     compute = _TORCH[config.mixed_precision] if config.mixed_precision else None
     if stored == torch.float64 and compute is None and reduce == torch.float32:
         reduce = torch.float64
@@ -57,8 +57,8 @@ def storage_dtype(config: FSDPConfig) -> torch.dtype | None:
 def set_storage_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
     """Cast the trainable floating-point parameters to `dtype`, in place.
 
-    Frozen parameters keep their dtype, because they are never updated, so a wider dtype has no advantage. Buffers also
-    keep their dtype, because rotary frequencies and running statistics would lose too much precision in bf16.
+    Frozen parameters keep their dtype: they are never updated, so a wider dtype has no advantage. Buffers also keep
+    their dtype: rotary frequencies and running statistics would lose too much precision in bf16.
     """
     for parameter in parameters:
         if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype:
@@ -69,7 +69,8 @@ def check_unit_dtypes(name: str, parameters: Iterable[tuple[str, nn.Parameter]],
     """Check that FSDP2 can gather and reduce the unit as one buffer.
 
     Raises:
-        UsageError: This is impossible. The message names the unit, the dtypes, and one parameter of each dtype.
+        UsageError: The dtypes do not allow this. The message names the unit, the dtypes, and one parameter of each
+            dtype.
     """
     unit = f"The unit {name!r}" if name else "The root unit"
     first: dict[torch.dtype, str] = {}

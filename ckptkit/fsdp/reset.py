@@ -1,4 +1,4 @@
-"""Initializes a sharded model with the same values as a single process. Holds one full module at a time in memory."""
+"""Initializes a sharded model with the values that a single process would draw. Holds one full module at a time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
 
     Every rank draws one module's full parameters at a time on the host, and keeps only its own shards. All ranks draw
     from the same random state (`seed`, or rank 0's state), so they need not communicate parameters. Drawing directly
-    into DTensors would give every rank the same numbers.
+    into DTensors would be wrong: every rank would put the same numbers into a different shard.
 
-    Children come before their parents. A module is initialized by transformers' `_init_weights` or by its own
-    `reset_parameters`. If it has neither method, it keeps its values. A tied weight is drawn once per name and keeps
-    the first result, as if it had been tied after construction.
+    Children are initialized before their parents, by transformers' `_init_weights` or by their own `reset_parameters`.
+    A module with neither method keeps its values. A tied weight is drawn once for each of its names, but only the
+    values for the first name are kept. A model that ties its weights after construction has the same values.
     """
     done: dict[int, tuple[int, str]] = {}
     with torch.random.fork_rng(devices=[]):
@@ -34,8 +34,8 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
             draw = _method(module, init_weights)
             if draw is None:
                 continue
-            # `_init_weights` writes only the module's own parameters. torch's attention is an exception: it also writes
-            # its projection's parameters.
+            # `_init_weights` writes only the module's own parameters. For nn.MultiheadAttention, it also writes those
+            # of the child `out_proj`.
             own_only = init_weights is not None and not isinstance(module, nn.MultiheadAttention)
             with _full_parameters([module] if own_only else list(module.modules()), done):
                 draw()
@@ -85,7 +85,7 @@ def _method(module: nn.Module, init_weights: Any) -> Callable[[], object] | None
 def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]]) -> Iterator[None]:
     """Inside the block, replace the parameters in `owners` with full, uninitialized host tensors.
 
-    On exit, copy this rank's shards of the tensors that were written.
+    On exit, put the parameters back. If a full tensor was written to, copy this rank's shard of it into the parameter.
     """
     swapped: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     whole: dict[int, nn.Parameter] = {}

@@ -107,8 +107,8 @@ class FSDPStrategy:
         last_grad_norm: The joint `norm_type`-norm of the gradients at the last step, before clipping.
 
     Raises:
-        UsageError: An argument is invalid, or the batch sizes do not divide evenly (checked once the
-            world size is known).
+        UsageError: An argument is invalid, or the batch sizes do not divide evenly. The batch sizes are checked once
+            the world size is known.
     """
 
     def __init__(
@@ -295,11 +295,11 @@ class FSDPStrategy:
             shard_size: Number of ranks that share one copy of the model. -1 means all ranks, "auto" chooses by the
                 model's size, and None uses the configuration.
             reshard_after_forward: Overrides the configuration.
-            policy: Chooses the units. Overrides the configuration.
+            policy: Chooses the modules that become units. Overrides the configuration.
             tp_plan: A mapping from module globs to tensor-parallel styles.
             ignored_params: Parameters that FSDP ignores, in addition to those that the configuration names.
-            shard_placement_fn: Returns the dimension on which to shard a parameter, as `Shard(1)`, or None for
-                `Shard(0)`.
+            shard_placement_fn: A function that takes a parameter and returns the dimension to shard, for example
+                `Shard(1)`. None means `Shard(0)`.
         """
         if not isinstance(model, nn.Module) or self._is_prepared(model):
             return model
@@ -339,7 +339,7 @@ class FSDPStrategy:
     def reset_parameters(self, model: nn.Module, *, seed: int | None = None) -> None:
         """Initialize a model that was built on the meta device, with the values that a single process would draw.
 
-        All ranks must call this. `seed` defaults to the strategy's.
+        All ranks must call this. `seed` defaults to the strategy's seed.
         """
         reset_parameters(model, seed=self.seed if seed is None else seed)
 
@@ -353,7 +353,7 @@ class FSDPStrategy:
 
         Args:
             url: A Hugging Face directory or a bucket prefix, with config.json and *.safetensors.
-            strict: Raise if names are missing in the files or in the model. Otherwise, only report the missing names.
+            strict: True raises if a name is only in the model or only in the files. False only reports such names.
 
         Raises:
             CheckpointMismatchError: Names, shapes or dtypes do not match. The message lists all mismatches. The model
@@ -386,8 +386,8 @@ class FSDPStrategy:
         Args:
             model: A prepared model.
             lr, betas, eps: Arguments of AdamW (defaults: 1e-3, (0.9, 0.999) and 1e-8). Not allowed with a factory.
-            weight_decay: Applies to all parameters that `no_decay` does not exclude. For a factory, the groups contain
-                the value.
+            weight_decay: Applies to all parameters that `no_decay` does not exclude. The groups that are passed to a
+                factory contain this value.
             no_decay: Name components, module classes or functions (see `param_groups`). The default is biases and
                 norms.
             factory: Creates an optimizer of your choice from the groups.
@@ -429,18 +429,18 @@ class FSDPStrategy:
 
     @checked("optimizer")
     def grad_scaler(self, optimizer: Optimizer) -> DynamicGradScaler | None:
-        """Return the optimizer's loss scaler. Returns None without fp16, which alone needs a scaler."""
+        """Return the optimizer's loss scaler, or None if it has no scaler. Only fp16 needs a scaler."""
         if isinstance(optimizer, MasterWeightOptimizer):
             return optimizer.grad_scaler
         return self._scalers.get(optimizer)
 
     @checked("loss", "model", "optimizer")
     def backward(self, loss: torch.Tensor, model: nn.Module, optimizer: Optimizer, *, last: bool = False) -> None:
-        """Run backward from `loss`, after dividing it by the number of accumulated passes and applying the loss scale.
+        """Divide `loss` by the number of passes per step, apply the loss scale, and run backward.
 
         Gradients are reduced over the ranks only in the last pass before a step. This is the pass that completes the
-        batch, or an earlier pass with `last=True` (at the end of an epoch). A step after fewer passes uses their mean.
-        `last` must be equal on all ranks.
+        batch. To step after fewer passes (for example, at the end of an epoch), set `last=True` in the last of them.
+        The step then uses the mean over these passes. `last` must be equal on all ranks.
 
         Raises:
             UsageError: An argument has the wrong type, for example because two are swapped.
@@ -461,9 +461,9 @@ class FSDPStrategy:
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Return a context in which backward passes accumulate gradients without communication, and no optimizer steps.
 
-        The next `backward` outside the context reduces the sum. The step after it takes the mean over all these passes,
-        as with `train_batch_size`. Passes that you run with `loss.backward()` are not counted, so the step uses the sum
-        of their gradients. All ranks must enter the context at the same pass.
+        The next `backward` outside the context reduces the accumulated gradients. The step then uses the mean over all
+        passes, including that one. Passes that you run with `loss.backward()` are not counted: their gradients are
+        added up, not averaged. All ranks must enter the context at the same pass.
         """
         root = _fsdp_root(model)
         if root in self._windows.held:
@@ -565,8 +565,8 @@ class FSDPStrategy:
             save_latest: Has no effect. "latest" always means the newest committed checkpoint.
             optimizer: An optimizer from `create_optimizer`, or any other optimizer.
             scheduler: Any object with a `state_dict` method.
-            step: The step. None uses the number at the end of `tag` or, if there is none, the number of steps taken so
-                far.
+            step: The step. None uses the number at the end of `tag`. If `tag` has no such number, None uses the number
+                of steps taken so far.
             metrics: Metrics to record with the checkpoint. Rotation can keep the best checkpoints by a metric.
 
         Raises:
@@ -609,12 +609,12 @@ class FSDPStrategy:
 
         Args:
             load_dir: The root of the run's checkpoints: a path or a URL.
-            load_module_strict: Raise if parameters are missing or unexpected. Otherwise, only report such parameters.
+            load_module_strict: True raises if parameters are missing or unexpected. False only reports such parameters.
             load_optimizer_states, load_lr_scheduler_states: Restore the given optimizer or scheduler. If the checkpoint
                 lacks the state, the load raises. False leaves the optimizer or scheduler unchanged.
             key_map: Maps the checkpoint's names to the model's names. If given, only weights are loaded, as in
                 `CheckpointManager.load`.
-            start_fresh: The cases in which (None, {}) is returned instead of raising, as in `CheckpointManager`.
+            start_fresh: When to return (None, {}) instead of raising an error, as in `CheckpointManager`.
 
         Raises:
             CheckpointMismatchError: The checkpoint does not match. The message lists all mismatches. Nothing was
@@ -779,7 +779,7 @@ class FSDPStrategy:
 def _fsdp_root(model: nn.Module) -> nn.Module:
     """Return the outermost sharded module in `model`, or `model` itself if there is none.
 
-    An actor may have the sharded module as an attribute.
+    For example, LightRFT's actors hold the sharded module in an attribute.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

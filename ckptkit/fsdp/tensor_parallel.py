@@ -26,7 +26,9 @@ TPPlan = Mapping[str, "ParallelStyle | str"]
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TPPlan | None = None) -> None:
-    """Split the modules that the globs in `plan` match over `mesh`, in place. Call this before fully_shard.
+    """Split modules over the ranks of `mesh`, in place. Call this before fully_shard.
+
+    The modules are those that match a glob of `plan` (default: the model's own plan).
 
     Raises:
         UsageError: There is no plan, a style is unknown, a glob matches no module, or a size does not divide evenly.

@@ -36,21 +36,20 @@ _LEAVES = (nn.MultiheadAttention,)
 
 
 Units = list[tuple[str, ...]]
-"""A model's units, innermost first. A unit is a tuple of the names of modules, which are gathered together."""
+"""A model's units, innermost first. A unit is a tuple of module names. These modules are gathered together."""
 
 ROOT = ("",)
-"""The last unit: the root module, for all parameters that no other unit contains."""
+"""The last unit: the root module. It contains all parameters that are in no other unit."""
 
 
 def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (), heads: bool = False) -> Units:
     """Return the units that `policy` chooses in `model`. Tied parameters are always in the same unit.
 
-    Units that share a parameter are merged. A unit that shares a parameter with the root or with an enclosing unit
-    becomes part of it.
+    Units that share a parameter are merged. If one of them is inside the other, only the outer unit remains.
 
     Args:
         exclude: Class names or FQN globs. Matching modules and their children never become units.
-        heads: Also make units of the embeddings and the output head.
+        heads: True also makes units of the embeddings and the output head.
 
     Raises:
         UsageError: The policy names a module that does not exist or cannot be wrapped.
@@ -123,7 +122,7 @@ def by_class(*classes: type[nn.Module] | str) -> Policy:
     def policy(model: nn.Module) -> list[str]:
         wanted = tuple(kind if isinstance(kind, type) else _resolve(kind, model) for kind in classes)
         found = [name for name, module in model.named_modules() if name and isinstance(module, wanted)]
-        if not found and not isinstance(model, wanted):  # or the whole model would silently become one unit
+        if not found and not isinstance(model, wanted):  # without this, the whole model would silently be one unit
             raise UsageError(
                 f"No module of {type(model).__name__} is a {' or '.join(kind.__name__ for kind in wanted)}. "
                 "Its classes: " + ", ".join(sorted({type(module).__name__ for module in model.modules()}))

@@ -77,15 +77,16 @@ def shard(
         config: The settings for sharding (default: `FSDPConfig()`).
         mesh: The ranks to shard over. The default is all ranks, arranged by `config`. A plain DeviceMesh is used as the
             data-parallel mesh.
-        policy: Chooses the units (see `units`). Overrides `config`.
+        policy: Chooses the modules that become units (see `units`). Overrides the policy in `config`.
         tp_plan: A mapping from module globs to tensor-parallel styles (default: the model's own plan).
         ignored_params: Parameters that FSDP ignores, in addition to those that `config.ignored_params` names.
-        shard_placement_fn: A function that returns the dimension on which to shard a parameter, as `Shard(1)`. None
-            means `Shard(0)`. Dimensions other than 0 must be divisible by the number of ranks.
+        shard_placement_fn: A function that takes a parameter and returns the dimension to shard, for example
+            `Shard(1)`. If it returns None, dimension 0 is sharded. The size of any other dimension must be divisible by
+            the number of ranks.
         is_training: False computes in the stored dtype and does not reduce gradients.
 
     Raises:
-        NotShardableError: `model` is not a module, or is or contains an FSDP1 module.
+        NotShardableError: `model` is not a module, or FSDP1 has already wrapped the model or a part of it.
         UsageError: A parameter, unit, size or plan cannot be used. The message says which, and why.
     """
     config = config or FSDPConfig()
@@ -230,7 +231,7 @@ def _warn_of_ignored(model: nn.Module, ignored: Set[str], mesh: TrainingMesh, is
 
 
 def _warn_of_different_values(parameters: Mapping[str, torch.Tensor], consequence: str) -> None:
-    """Warn if ranks have different values of a parameter, which would stay different. All ranks must call this."""
+    """Warn if ranks have different values of a parameter. All ranks must call this."""
     # Compare sums as strings, so that NaN equals NaN and no rank has to send a whole parameter.
     mine = [
         (name, repr(parameter.detach().sum(dtype=torch.float64).item()))
@@ -308,7 +309,7 @@ def _check_placements(
         shape, ranks = list(parameter.shape), mesh.data.size(-1)
         if not -len(shape) <= found.dim < len(shape):
             raise UsageError(f"shard_placement_fn returned {found} for {name!r}, which has shape {shape}.")
-        # This checks the size before tensor parallelism is applied. If that makes the size indivisible, torch raises.
+        # Tensor parallelism may split this dimension later. If the smaller size is not divisible, torch raises.
         if found.dim % len(shape) > 0 and shape[found.dim] % ranks:
             raise UsageError(
                 f"shard_placement_fn returned {found} for {name!r} of shape {shape}: FSDP2 shards dimensions other "
@@ -484,7 +485,7 @@ def _fill_unused_gradients(root: Any) -> None:
     if hasattr(root, "set_reduce_scatter_unused_params"):
         root.set_reduce_scatter_unused_params(True)
         return
-    # torch < 2.13: replace them in a hook that runs when the root unit's backward begins
+    # torch < 2.13: replace missing gradients in a hook that runs when the root unit's backward begins
     inner = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
     inside = {id(child) for module in inner for child in module.modules()}  # type: ignore[attr-defined]
     owners = [module for module in root.modules() if id(module) not in inside]
