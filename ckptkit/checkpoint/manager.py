@@ -20,9 +20,8 @@ from ckptkit.checkpoint.load.choose import Loader, load_options
 from ckptkit.checkpoint.load.plan import LoadOptions
 from ckptkit.checkpoint.report import LoadReport, SaveReport, write_trace_file
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.run.attempt import write_hint
 from ckptkit.checkpoint.run.coordinator import Coordinator, is_distributed
-from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
+from ckptkit.checkpoint.run.delete import delete_any, rotate
 from ckptkit.checkpoint.run.hold import RunHold
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
 from ckptkit.checkpoint.save.background import SaveHandle, report_failure
@@ -471,10 +470,8 @@ class CheckpointManager:
             found = resolve(self._root, str(_which(which)))
             if found.name == self._loader.resumed_from:
                 raise UsageError(f"{self.url}/{found.name} is not deleted: this run was resumed from it.")
-            if not delete_checkpoint(self._root, found.name, reason="asked for"):
+            if not delete_any(self._root, found.name, reason="asked for"):
                 raise UsageError(f"{self.url}/{found.name} is not deleted: it is pinned.")
-            newest = list_checkpoints(self._root).latest
-            write_hint(self._root, newest.name if newest is not None else "")
 
         self._coordinator.decide(delete, "deleting a checkpoint")
 

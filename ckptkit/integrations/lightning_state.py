@@ -19,7 +19,7 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.coordinator import Coordinator
-from ckptkit.checkpoint.run.delete import delete_checkpoint
+from ckptkit.checkpoint.run.delete import delete_any
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.state.train_state import PerRank, StateDictType, TrainState, model_tensors, same_memory
 from ckptkit.checkpoint.state.values import encode
@@ -347,7 +347,7 @@ def _remove(filepath: str | Path, storage_options: Mapping[str, Any] | None) -> 
         return
     store = open_store(root, storage_options=storage_options)
     if list_checkpoints(store).find(name) is not None:
-        if not delete_checkpoint(store, name, reason="removed by Lightning"):
+        if not delete_any(store, name, reason="removed by Lightning"):
             _log.warning("%s/%s is pinned; it is not removed.", root, name)
     elif local and place.is_dir():
         foreign = _foreign(place)

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.integrations import lightning_state
 from ckptkit.integrations.lightning_full import scatter_model
+from tests.checkpoint.states import linear, save
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -36,6 +38,12 @@ def test_a_file_that_appears_during_a_removal_is_kept(tmp_path, late, monkeypatc
         assert list(tmp_path.iterdir()) == []
         return
     assert kept[0].parent.name.startswith("last.ckpt.replaced-") and (kept[0].parent / ".metadata").exists()
+
+
+def test_a_run_can_begin_anew_after_the_removal_of_its_only_checkpoint(tmp_path):
+    lightning_state.remove_checkpoint(f"{save(tmp_path, linear(), 5)}/step_00000005")
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.load(linear()) is None
 
 
 def test_a_failed_removal_is_logged_and_not_raised(caplog):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ckptkit.checkpoint.retention import Decision, RetentionPolicy, decide
+from ckptkit.checkpoint.run.attempt import write_hint
 from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.checkpoint.run.inventory import Inventory, list_checkpoints
 from ckptkit.checkpoint.run.pins import deleting, list_pins
@@ -103,6 +104,18 @@ def rotate(
         logger.warning("%s/%s%s could not be deleted: %s. The next save tries again", root.url, name, more, why)
     cleaned = clean_leftovers(root) if clean else []
     return Rotation(tuple(decisions), tuple(deleted), failed, tuple(cleaned), tuple(kept))
+
+
+def delete_any(root: Store, name: str, *, reason: str) -> bool:
+    """Delete one committed checkpoint, which may be the newest, as `delete_checkpoint` does. Correct the hint `latest`.
+
+    Otherwise, a load would report that the checkpoint in the hint is lost.
+    """
+    is_deleted = delete_checkpoint(root, name, reason=reason)
+    if is_deleted:
+        newest = list_checkpoints(root).latest
+        write_hint(root, newest.name if newest is not None else "")
+    return is_deleted
 
 
 @patient()
