@@ -15,7 +15,10 @@ _COLLAPSED = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")  # Path("s3://bucket") is "s
 
 
 def wrong(name: str, value: object, expected: str) -> UsageError:
-    """Return the error for a wrong argument: "retention is of type dict, expected RetentionPolicy(max_num=3, ...)."."""
+    """Return the error for a wrong argument.
+
+    For example, its message is "retention is of type dict, expected RetentionPolicy(max_num=3, ...).".
+    """
     if isinstance(value, type):
         found = f"the class {value.__name__}"
     elif value is None or isinstance(value, (bool, int, float, str)):
@@ -29,7 +32,8 @@ def location(name: str, value: object) -> str:
     """Return a path or URL as a str.
 
     Raises:
-        UsageError: `value` is neither a str nor a path, or is a URL that a conversion to `Path` has damaged.
+        UsageError: `value` is neither a str nor a path, or it is a `Path` that was made from a URL. `Path` changes
+            "s3://" to "s3:/".
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
@@ -52,21 +56,21 @@ def globs(name: str, value: object) -> tuple[str, ...]:
 
 
 def check_flags(**values: object) -> None:
-    """Raise UsageError if any value is not a bool. A truth test would accept the string "no"."""
+    """Raise UsageError if any value is not a bool. The string "no" is an error too: Python would treat it as true."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise wrong(name, value, "True or False")
 
 
 def check_int(name: str, value: object, *, least: int) -> None:
-    """Raise UsageError unless `value` is an integer and at least `least`."""
+    """Raise UsageError unless `value` is an integer of at least `least`."""
     index: Any = getattr(type(value), "__index__", None)
     if index is None or isinstance(value, bool) or index(value) < least:
         raise wrong(name, value, f"an integer of at least {least}")
 
 
 def check_storage_options(**values: object) -> None:
-    """Raise UsageError if any value is neither None nor a mapping."""
+    """Raise UsageError unless each value is a mapping or None."""
     for name, value in values.items():
         if value is not None and not isinstance(value, Mapping):
             raise wrong(name, value, "a dict of options for fsspec")

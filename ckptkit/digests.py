@@ -45,7 +45,7 @@ __all__ = [
 DIGEST = "xxh3_64"
 """The digest that ckptkit records for slices and files: 64 bits, not cryptographic."""
 CRC = "crc32"
-"""The digest in zip archives, and so in the files that `torch.save` writes."""
+"""The digest in zip archives. `torch.save` writes zip archives."""
 SHA256 = "sha256"
 """The digest of whole files in SHA256SUMS."""
 
@@ -55,7 +55,7 @@ except ImportError:
     from zlib import crc32 as _crc32
 
 crc32: Callable[..., int] = _crc32
-"""crc32(data, value=0): the CRC-32 that zip and zlib use. `value` is the CRC-32 of the preceding bytes."""
+"""crc32(data, value=0): the CRC-32 that zip and zlib use. `value` is the CRC-32 of the bytes before `data`."""
 
 
 class Hasher(Protocol):
@@ -75,7 +75,7 @@ class Signer(Hasher, Protocol):
 
 
 class Crc32:
-    """An incremental CRC-32. `value` is the CRC-32 of the preceding bytes."""
+    """An incremental CRC-32. `value` is the CRC-32 of all bytes so far."""
 
     __slots__ = ("value",)
 
@@ -118,15 +118,11 @@ hex_digest_of: Callable[[Any], str] = xxhash.xxh3_64_hexdigest
 """The `DIGEST` of some bytes, as 16 hex digits."""
 new_signer: Callable[[], Signer] = xxhash.xxh3_128
 signature_of: Callable[[Any], bytes] = xxhash.xxh3_128_digest
-"""Return a 16-byte hash of a plan or of data, for comparisons within one version of ckptkit."""
+"""Return a 16-byte hash of a plan or of data. Another version of ckptkit may return another hash."""
 
 
 def new_hasher(algorithm: str = DIGEST) -> Hasher:
-    """Return a new hasher.
-
-    Raises:
-        UnsupportedFormatError: The algorithm is unknown.
-    """
+    """Return a new hasher. Raises UnsupportedFormatError if the algorithm is unknown."""
     if algorithm not in _HASHERS:
         raise UnsupportedFormatError(f"digest algorithm {algorithm!r} is unknown. Known: {CRC}, {DIGEST}.")
     return _HASHERS[algorithm]()
@@ -146,12 +142,15 @@ def sha256_of(data: bytes) -> bytes:
 
 
 def hex_width(algorithm: str) -> int:
-    """Return the minimum number of hex digits that messages show for a digest."""
+    """Return the number of hex digits to which messages pad a digest with zeros. 1 means no padding."""
     return 64 if algorithm == SHA256 else 1
 
 
 def proves_equality(algorithm: str | None) -> bool:
-    """Return whether equal digests prove equal bytes, barring deliberate collisions. A CRC-32 is too short for this."""
+    """Return whether two equal digests prove that the bytes are equal, unless somebody has constructed a collision.
+
+    A CRC-32 is too short to prove this.
+    """
     return algorithm == DIGEST
 
 
@@ -191,15 +190,16 @@ def _shift(nbytes: int) -> int:
 
 
 def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
-    """Return the CRC-32 of two concatenated pieces, given the CRC-32 of each piece."""
+    """Return the CRC-32 of two concatenated pieces. `first` and `second` are the CRC-32s of the pieces."""
     return _multiply(_shift(second_nbytes), first) ^ second if first and second_nbytes else first ^ second
 
 
-# --- A fingerprint of a tensor's bits. It is additive over parts, so it does not depend on the sharding.
+# --- A fingerprint of a tensor's bits. The fingerprints of all shards add up to the fingerprint of the whole tensor, so
+# it does not depend on the sharding.
 #
-# F1 = sum of bits, F2 = sum of bits times the row-major index in the whole tensor, both modulo 2^64, where "bits" is an
-# element read as an unsigned integer. It detects every flipped bit, swapped rows and misplaced shards. It is not a
-# cryptographic digest.
+# Each element is read as an unsigned integer, its bits. F1 is the sum of the bits of all elements. F2 is the sum of
+# bits * index, where index is the element's row-major index in the whole tensor. Both sums are taken modulo 2^64. The
+# fingerprint detects every flipped bit, swapped rows and misplaced shards. It is not a cryptographic digest.
 
 _MODULUS = 1 << 64
 _BLOCK = 1 << 14  # elements; even widened to 64 bits, a block fits in the cache
@@ -214,7 +214,10 @@ def _ramp(count: int) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The sums (f1, f2) over some elements of a tensor. `a + b` is the fingerprint of two disjoint sets of elements."""
+    """The sums (f1, f2) over some elements of a tensor.
+
+    If `a` and `b` are the fingerprints of disjoint sets of elements, `a + b` is the fingerprint of both sets together.
+    """
 
     f1: int = 0
     f2: int = 0
@@ -224,12 +227,12 @@ class Fingerprint:
 
 
 def fingerprint_of_runs(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], run: int) -> Fingerprint:
-    """Return the contribution of several runs of elements to a tensor's fingerprint. All runs have the same length.
+    """Return the fingerprint of several runs of a tensor. A run is a sequence of consecutive elements.
 
     Args:
         bits: The elements as unsigned integers, one run after the other.
-        starts: For each run, the row-major index of the first element in the tensor.
-        run: Number of elements in each run.
+        starts: The row-major index of each run's first element in the whole tensor.
+        run: The number of elements in each run.
     """
     import numpy as np
 

@@ -1,7 +1,7 @@
 """Defines ckptkit's exceptions, in one tree. Each class also derives from the matching built-in exception.
 
-A message says what went wrong, in which file, tensor or rank, what was expected and found, and what to try next. The
-command line prints the message as one paragraph and exits with `exit_code`.
+A message says what went wrong, in which file, tensor or rank, what was expected, what was found, and what to try next.
+The command line prints the message as one paragraph and exits with `exit_code`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
 
 
 def command_line(*words: str) -> str:
-    """Return a ckptkit command line to show in a message.
+    """Return a ckptkit command line for a message.
 
-    It is quoted for the shell, and includes the storage options of the URLs.
+    The words are quoted for the shell. The storage options of the URLs are added.
 
-    Within a sentence, put the command line in backticks, so that users do not copy punctuation with it.
+    Inside a sentence, put the command line in backticks, so that users do not copy the punctuation.
     """
-    import shlex  # imported lazily, because only errors need it
+    import shlex  # imported lazily, because only error messages need it
 
     given = [found for found in map(_options_of, words) if found is not None]
     if not given or all(options == given[0] for options in given):
@@ -64,7 +64,7 @@ _MAX_OPENED = 64
 
 
 def remember_options(url: str, options: Mapping[str, Any]) -> None:
-    """Remember the storage options of `url`, without secrets, for the command lines in messages."""
+    """Remember the storage options of `url` for `command_line`. Secret values are replaced by "***"."""
     _opened.pop(url, None)
     _opened[url] = [f"{name}={_text(value)}" for name, value in masked(options).items()]
     for oldest in list(_opened)[:-_MAX_OPENED]:
@@ -72,7 +72,7 @@ def remember_options(url: str, options: Mapping[str, Any]) -> None:
 
 
 def _text(value: object) -> str:
-    """Format a value for --storage-option: as JSON, or as plain text if that could not be mistaken for JSON."""
+    """Format a value for --storage-option. A str that is not valid JSON stays unchanged. Other values become JSON."""
     try:
         json.loads(str(value))
     except ValueError:
@@ -82,9 +82,9 @@ def _text(value: object) -> str:
 
 
 def _options_of(word: str) -> list[str] | None:
-    """Return the storage options of the opened URL that is closest to `word`.
+    """Return the storage options of the opened URL that has the longest path in common with `word`.
 
-    Returns None if no URL in the same bucket was opened.
+    Returns None if `word` is not a URL, or if no URL in its bucket was opened.
     """
     if "://" not in word:
         return None
@@ -99,8 +99,8 @@ _MAX_LINE = 1000
 class CkptkitError(Exception):
     """Base class of all errors that ckptkit raises deliberately.
 
-    Credentials are removed from the message. Lines longer than a thousand characters are shortened, because names in
-    damaged files may be megabytes long.
+    Credentials are removed from the message. Lines longer than a thousand characters are shortened, because a name in
+    a damaged file may be megabytes long.
     """
 
     exit_code = 1
@@ -120,7 +120,7 @@ def _cut(text: str) -> str:
 
 
 class UsageError(CkptkitError, ValueError):
-    """An argument or option is wrong, regardless of the checkpoint."""
+    """An argument or option is wrong, whatever checkpoint it is used with."""
 
     exit_code = 2
 
@@ -133,7 +133,7 @@ class CheckpointExistsError(CkptkitError, FileExistsError):
     """The destination already exists. Nothing was written.
 
     Attributes:
-        reason: Why the existing content may not be replaced; "" if that content was not examined.
+        reason: Why the existing files may not be replaced. "" if the files were not examined.
     """
 
     reason = ""
@@ -147,7 +147,7 @@ class CorruptCheckpointError(CkptkitError, ValueError):
     """A file of the checkpoint violates its format.
 
     Attributes:
-        checkpoint: The URL of the checkpoint that contains the file; "" if unknown.
+        checkpoint: The URL of the checkpoint that contains the file. "" if unknown.
     """
 
     checkpoint = ""
@@ -182,11 +182,11 @@ class LoadError(CkptkitError, RuntimeError):
 
 
 class RankFailedError(SaveError):
-    """One or more ranks failed. Every rank raises this same error, which names the failed ranks.
+    """One or more ranks failed. Every rank raises this error. The message names the failed ranks.
 
     Attributes:
-        causes: The error that each failed rank reported, by rank.
-        interrupted: True if every failed rank died, hung or was stopped by Ctrl-C.
+        causes: A mapping from each failed rank to the error that it reported.
+        interrupted: Whether every failed rank died, hung or was stopped by Ctrl-C.
     """
 
     def __init__(self, message: str, causes: Mapping[int, str] | None = None, *, interrupted: bool = False) -> None:
@@ -200,20 +200,20 @@ class NoSpaceError(SaveError, OSError):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        if len(args) > 1 and isinstance(args[0], int):  # OSError.__init__ would do this, but RuntimeError precedes it
+        if len(args) > 1 and isinstance(args[0], int):  # RuntimeError comes first in the MRO, so OSError sets neither
             self.errno, self.strerror = args[0], str(args[1])
 
 
 class LeaseHeldError(SaveError):
-    """Another live job writes to this run and holds the run's lease, a lock that expires."""
+    """Another running job holds the lease of this run. A lease is a lock that expires."""
 
 
 class StorageError(CkptkitError, OSError):
-    """The storage failed, and retries did not help or would have been pointless."""
+    """The storage failed. Retries did not help, or the error is one that a retry cannot fix."""
 
 
 class NonFiniteGradientError(CkptkitError, RuntimeError):
-    """A gradient is inf or NaN, and the caller asked for an error. The optimizer did not step."""
+    """A gradient is inf or NaN, and the caller asked for an error in this case. The optimizer did not step."""
 
 
 class MissingExtraError(CkptkitError, ImportError):

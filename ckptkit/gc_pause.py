@@ -18,8 +18,8 @@ _was_on = False
 def collector_paused() -> Iterator[None]:
     """Pause the cyclic garbage collector during short work that creates many objects but no cycles.
 
-    Otherwise, each collection would visit all objects created so far, which takes a quarter of the total time. Contexts
-    may be nested, and may run in several threads. The last context to exit resumes collection.
+    Without the pause, the collector would repeatedly visit all objects created so far, which takes a quarter of the
+    total time. Contexts may be nested, and several threads may enter one. The last context to exit resumes collection.
     """
     global _depth, _was_on
     with _lock:

@@ -1,4 +1,4 @@
-"""Sets up ckptkit's logger: it adds the rank to each record, removes credentials, and prints unhandled warnings."""
+"""Defines the handler of ckptkit's logger. It adds the rank to each record, and removes credentials."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_once(logger: logging.Logger, what: str, text: str, *args: object) -> None:
-    """Log a warning only once per process for each pair of `what` and `text`.
+    """Log a warning, but only once per process for each pair of `what` and `text`.
 
-    Intended for persistent conditions, such as a file that cannot be deleted.
+    Use this for faults that last, such as a file that cannot be deleted.
     """
     if (what, text) not in _warned:
         _warned.add((what, text))
@@ -25,11 +25,12 @@ def warn_once(logger: logging.Logger, what: str, text: str, *args: object) -> No
 
 
 class RankHandler(logging.NullHandler):
-    """Adds `rank` to each record that ckptkit logs, so that later handlers can format it, and removes credentials.
+    """Adds the attribute `rank` to each record that ckptkit logs, and removes credentials from the record.
 
-    If the program has not configured logging, warnings and errors are written to stderr, as Python does for a logger
-    without handlers. This class is a handler rather than a filter, because a logger's filters do not see the records of
-    child loggers.
+    The program's own handlers run later, and can show the rank with "%(rank)s". If the program has not configured
+    logging, this handler writes warnings and errors to stderr, as Python does for a logger without handlers.
+
+    This class is a handler, not a filter, because a logger's filters do not see the records of its child loggers.
     """
 
     def handle(self, record: logging.LogRecord) -> bool:
@@ -47,7 +48,7 @@ class RankHandler(logging.NullHandler):
 
 
 def _is_handled(name: str) -> bool:
-    """Return whether the program has added a handler to the logger called `name`, or to one above it."""
+    """Return whether the program has added a handler to the logger `name` or to one of its parents."""
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):

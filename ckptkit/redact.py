@@ -1,4 +1,4 @@
-"""Removes credentials from all output, and escapes characters that control a terminal or the text direction."""
+"""Removes credentials from output, and escapes characters that control a terminal or change the text direction."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ _known: dict[str, None] = {}  # an ordered set
 
 
 def keep_secret(options: Any) -> None:
-    """Remember the values of options whose names look secret, at any depth.
+    """Remember the values of options whose names look secret. Options may be nested.
 
-    `without_secrets` then removes these values from any text, such as another library's error message.
+    From then on, `without_secrets` removes these values from every text, such as an error message of another library.
     """
     for value in _values(options, secret=False):
         if len(value) >= _SHORTEST_OPTION and value.lower() not in _NO_SECRETS and len(_known) < _MAX_KNOWN:
@@ -73,7 +73,7 @@ def keep_secret(options: Any) -> None:
 
 
 def masked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with "***" in place of values whose names look secret, at any depth."""
+    """Return the options. Values whose names look secret are replaced by "***". Options may be nested."""
     return {
         name: MASK
         if _SECRET_OPTION.search(str(name)) and str(value).lower() not in _NO_SECRETS
@@ -107,7 +107,7 @@ def _values(options: Any, *, secret: bool, depth: int = 0) -> Iterable[str]:
 
 
 def carries_credentials(url: str) -> bool:
-    """Return whether a URL contains a login or a signed query. Also remember the login as a secret."""
+    """Return whether a URL contains a login or a signed query. Also remembers the login as a secret."""
     if "://" not in url or url.partition("://")[0].lower() in _LOCAL:
         return False
     keep_secret({"url": url})
@@ -117,10 +117,10 @@ def carries_credentials(url: str) -> bool:
 
 
 def without_known_secrets(text: str) -> str:
-    """Return `text` without logins, without query values in URLs, and without known secrets.
+    """Replace known secrets, and the logins and query values of URLs, by "***".
 
-    Known secrets are values of options and of environment variables. Harmless query values, such as a region, stay.
-    JSON stays valid JSON.
+    Known secrets are the values that `keep_secret` has remembered, and the values of environment variables whose names
+    look secret. Harmless query values, such as a region, stay. If the text is JSON, it stays valid JSON.
     """
     for value in sorted((*_known, *_of_environment()), key=len, reverse=True):
         for form in _forms(value):
@@ -131,7 +131,7 @@ def without_known_secrets(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` without known secrets, and without values assigned to names that look secret."""
+    """Replace secrets by "***": those of `without_known_secrets`, bearer tokens, and values as in "api_key=..."."""
     text = without_known_secrets(text)
     if "=" in text or ":" in text:
         text = _QUOTED.sub(rf"\1{MASK}", _ASSIGNED.sub(rf"\1{MASK}", text))
@@ -146,7 +146,7 @@ def printable(text: str) -> str:
 
 
 def _forms(value: str) -> set[str]:
-    """Return the spellings of a value to search for: plain and as escaped by `repr`, each also URL-encoded."""
+    """Return the spellings in which a text may contain the value: plain, escaped as in `repr`, and both URL-encoded."""
     plain = {value, value.encode("unicode_escape").decode("ascii")}
     return plain | {quote(form, safe=safe) for form in plain for safe in ("", "/")}
 
@@ -160,8 +160,10 @@ def _of_environment() -> list[str]:
 
 
 def _login(url: str) -> str:
-    """Return the login in a URL; "" if there is none. The login ends at the last "@", because a password may contain
-    "/" and "@"."""
+    """Return the login in a URL, or "" if the URL has no login.
+
+    The login ends at the last "@", because a password may contain "/" and "@".
+    """
     scheme, separator, rest = url.partition("://")
     at = rest.rfind("@")
     if not separator or at < 0:

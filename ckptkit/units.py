@@ -19,8 +19,8 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 864
 def parse_size(text: str | int | float, name: str = "") -> int:
     """Return a size in bytes. Accepts "40GiB", "512MB", "1.5T" or 1024.
 
-    A bare number counts bytes. Prefixes without an "i" are powers of ten: "5G" equals "5GB". `name` is the name
-    of the argument, for the error.
+    A bare number counts bytes. Units without an "i" are powers of ten: "5G" equals "5GB". Error messages show `name`
+    as the name of the argument.
 
     Raises:
         UsageError: `text` is negative, infinite or not a size.
@@ -40,7 +40,7 @@ def parse_size(text: str | int | float, name: str = "") -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """Return `nbytes` as text, in powers of ten: 14_200_000_000 -> "14.2 GB"."""
+    """Return `nbytes` as text with a decimal unit: 14_200_000_000 -> "14.2 GB"."""
     if abs(nbytes) < 1000:
         return f"{nbytes} B"
     value = float(nbytes)
@@ -54,7 +54,7 @@ def format_size(nbytes: int) -> str:
 def parse_duration(text: str | int | float, name: str = "") -> float:
     """Return a duration in seconds. Accepts "90s", "5m", "1.5h", "2d" or 30.
 
-    `name` is the name of the argument, for the error.
+    Error messages show `name` as the name of the argument.
 
     Raises:
         UsageError: `text` is negative, infinite or not a duration.
@@ -94,12 +94,12 @@ def format_count(count: int) -> str:
 
 
 def counted(count: int, noun: str, verb: str = "") -> str:
-    """Return a number with a noun and a verb: "1 tensor is", "2 tensors are". `verb` is given in the plural."""
+    """Return a number with a noun and a verb: counted(1, "tensor", "are") -> "1 tensor is"."""
     if count == 1:
         verb = {"are": "is", "have": "has", "differ": "differs"}.get(verb, verb)
     return f"{count} {noun}{'s' * (count != 1)}{' ' * bool(verb)}{verb}"
 
 
 def first_few(names: Sequence[str], most: int = 5) -> str:
-    """Return names as text. If there are more than `most`, return the first names and the number of the other names."""
+    """Return at most `most` names as text, and count the remaining names: "a, b, c, d, e and 3 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
