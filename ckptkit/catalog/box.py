@@ -77,7 +77,8 @@ class Box:
     def tiles(self, max_numel: int) -> Iterator[Box]:
         """Split the box into tiles of at most `max_numel` elements, in row-major order.
 
-        Each tile is contiguous in a row-major tensor of the box's shape, so a writer can write the tiles sequentially.
+        Each tile is contiguous in a row-major tensor of the box's shape. So a file that holds the box can be written
+        tile by tile.
         """
         if self.numel == 0:
             return
@@ -111,10 +112,9 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Convert the flat range [start, stop) of a row-major tensor to at most 2 * ndim - 1 boxes, in order.
+    """Convert the elements [start, stop) of a flattened row-major tensor to at most 2 * ndim - 1 boxes, in order.
 
-    Each box is contiguous in the tensor and in the flat range. FSDP1's flat parameters and ZeRO's partitions are flat
-    ranges.
+    Each box is contiguous in the flattened tensor. For example, FSDP1 and ZeRO give each rank such a range.
     """
     if start >= stop:
         return []

@@ -27,7 +27,7 @@ _BEYOND_BFLOAT16 = np.array(0x7F7F8000, np.uint32).view(np.float32)[()]  # the s
 
 
 def is_cast(source: str, target: str) -> bool:
-    """Return whether bytes must change to convert one dtype to the other.
+    """Return whether the dtypes differ, so that the elements must be cast.
 
     Raises:
         UnsupportedFormatError: The cast is not supported. Only plain floats can be cast.
@@ -61,7 +61,7 @@ def cast_into(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str
 
 
 def cast(data: Bytes, source_dtype: str, target_dtype: str) -> tuple[Bytes, int]:
-    """Return the elements in another dtype, and how many finite elements became infinite. See `cast_into`."""
+    """Return the elements in the dtype `target_dtype`, and how many finite elements became infinite (`cast_into`)."""
     if source_dtype == target_dtype:
         return data, 0
     out = np.empty(len(data) // dtype_of(source_dtype).itemsize * dtype_of(target_dtype).itemsize, np.uint8)
@@ -69,7 +69,7 @@ def cast(data: Bytes, source_dtype: str, target_dtype: str) -> tuple[Bytes, int]
 
 
 def float_values(data: Bytes, dtype: str) -> Array:
-    """Return the elements as float64 if that is their dtype, otherwise as float32. Decodes 8-bit floats."""
+    """Return the elements as float32. float64 stays float64. 8-bit floats are decoded."""
     if dtype == "float64":
         return data.view(np.float64)
     if dtype in _EIGHT_BITS:
@@ -81,9 +81,10 @@ def float_values(data: Bytes, dtype: str) -> Array:
 
 
 def split_pairs(data: Bytes, out: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Widen an even number of bfloat16 elements into `out`, first the even positions, then the odd positions.
+    """Convert bfloat16 elements to float32: first all elements at even positions, then all elements at odd positions.
 
-    Returns `out`. Two elements are read as one 32-bit word, so this takes half as long as widening in order.
+    Writes to `out` and returns it. The number of elements must be even. Two elements are read as one 32-bit word, which
+    takes half as long as a conversion in order.
     """
     words = data.view(np.uint32)  # little-endian: the first element is in the low half
     even, odd = out.view(np.uint32).reshape(2, -1)

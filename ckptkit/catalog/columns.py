@@ -18,13 +18,13 @@ Bool = npt.NDArray[np.bool_]
 
 
 def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array's distinct values, ascending. Unlike `np.unique`, does not import numpy.ma, which is slow."""
+    """Return an array's distinct values, ascending. `np.unique` would import numpy.ma, which is slow."""
     ordered = np.sort(values, axis=None)
     return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
 
 
 def first_of_equal(table: Int64) -> Int64 | None:
-    """Return the index of the first occurrence of each distinct row, ascending. Returns None if no row repeats."""
+    """Return, for each distinct row, the index of its first occurrence, ascending. None if all rows are distinct."""
     # Compare hashes first: sorting one column of numbers is ten times faster than sorting rows.
     hashes = (table.astype(np.uint64) * _weights(table.shape[1])).sum(axis=1, dtype=np.uint64)
     hashes.sort()
@@ -61,7 +61,10 @@ def _weights(count: int) -> UInt64:
 
 
 def products(values: npt.NDArray[Any], widths: Int64) -> npt.NDArray[Any]:
-    """Return the product of each row's numbers. `values` concatenates the rows; `widths` contains their lengths."""
+    """Return the product of the numbers in each row.
+
+    `values` contains all rows, one after the other. `widths` contains the length of each row.
+    """
     found, begins = np.ones(len(widths), values.dtype), np.cumsum(widths) - widths
     for width in np.flatnonzero(np.bincount(widths)).tolist():
         rows = np.flatnonzero(widths == width)
@@ -78,7 +81,7 @@ def row_major(sizes: Int64) -> Int64:
 
 
 def is_dense(sizes: Int64, strides: Int64) -> Bool:
-    """Return whether a box with these sizes and strides is contiguous in row-major order, for each row."""
+    """Return, for each box, whether it is contiguous in row-major order, [n]. Sizes and strides are [n, ndim]."""
     dense = np.ones(len(sizes), bool)
     expected = np.ones(len(sizes), np.int64)
     for dim in range(sizes.shape[1] - 1, -1, -1):
@@ -91,8 +94,9 @@ def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
     """Return whether these non-empty boxes cover each element of a shape exactly once. Takes linear time.
 
     In a d-dimensional difference array, each box adds +1 or -1 at each of its corners. The boxes cover the shape
-    exactly once if and only if the array equals that of a single box of the whole shape. Hashes of both arrays, with a
-    random key, are compared, so the result is wrong with a probability of 2**-64, even for a malicious file.
+    exactly once if and only if the array equals that of a single box of the whole shape. The function compares hashes
+    of both arrays. The hashes use a random key, so no file can provoke a wrong result. The probability of a wrong
+    result is 2**-64.
     """
     cut = np.flatnonzero(((offsets != 0) | (sizes != shape)).any(axis=0))
     if not len(cut):
@@ -108,7 +112,7 @@ def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
 
 
 def _steps(places: UInt64, key: UInt64) -> UInt64:
-    """Return the sum of the corners' hashes, as an array, because arrays overflow without warnings."""
+    """Return the sum of the corners' hashes. It is an array, because numpy warns of overflow only in scalars."""
     z = (places * (key[:-1] | np.uint64(1))).sum(axis=1, dtype=np.uint64) + key[-1:]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -118,9 +122,9 @@ def _steps(places: UInt64, key: UInt64) -> UInt64:
 def overlapping(offsets: Int64, sizes: Int64) -> bool:
     """Return whether any two of these boxes share an element. The boxes must be distinct and non-empty.
 
-    For grids, this takes O(n log n). If, along some dimension, any two intervals are equal or disjoint, only boxes with
-    the same interval are compared, recursively. Otherwise, a sweep along dimension 0 compares pairs of boxes. This is
-    fast enough for thousands of boxes.
+    The function looks for a dimension along which any two intervals are equal or disjoint. It then compares only boxes
+    that have the same interval, recursively. For grids, this takes O(n log n). If there is no such dimension, a sweep
+    along dimension 0 compares pairs of boxes. The sweep is fast enough for thousands of boxes.
     """
     n, ndim = sizes.shape
     if n < 2:

@@ -17,8 +17,8 @@ class DType:
         itemsize: Bytes per element of a torch tensor.
         kind: "float", "float8" (a float of 8 bits or fewer, which is never cast), "int", "bool" or "complex".
         safetensors: The name in a safetensors header. None if the format lacks this dtype.
-        bits: Bits per number. If there are fewer than 8, several numbers share a byte. The last dimension then counts
-            bytes in torch's shape, and numbers in a safetensors header.
+        bits: Bits per number if these are fewer than 8. 8 for all other dtypes. Numbers of fewer than 8 bits share
+            bytes: the last dimension of torch's shape counts bytes, and that in a safetensors header counts numbers.
     """
 
     name: str
@@ -46,7 +46,7 @@ class DType:
         """Convert torch's shape to the shape in a safetensors header.
 
         Raises:
-            UnsupportedFormatError: The last dimension does not hold a whole number of values.
+            UnsupportedFormatError: The bytes of the last dimension do not hold a whole number of values.
         """
         if self.bits == 8:
             return tuple(shape)
@@ -121,7 +121,7 @@ def from_safetensors(name: str) -> DType:
 
 
 def export_dtype(source: str, wanted: str) -> str:
-    """Return the dtype of a tensor after an export to `wanted`. Only plain floats are cast.
+    """Return the dtype that a tensor has after an export to `wanted`. Only fp64, fp32, fp16 and bf16 are cast.
 
     Integers, bools, complex numbers and 8-bit floats keep their dtype, because a cast would change their meaning.
 

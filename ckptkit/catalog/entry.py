@@ -1,7 +1,8 @@
-"""Describes a checkpoint's contents: tensors (stored as slices, which are byte ranges of files), objects, and origin.
+"""Describes the contents of a checkpoint: its tensors, its other objects, and its origin.
 
-Every format reader returns a `Catalog`, and every offline command works on one. Slices are stored as columns of
-numbers, because a checkpoint may have a million slices. A `TensorSlice` is a view of one row.
+Every format reader returns a `Catalog`, and every offline command works on a `Catalog`. A tensor consists of slices. A
+slice is a box of the tensor that is stored in a byte range of a file. Slices are kept as columns of numbers, because a
+checkpoint may have a million slices. A `TensorSlice` is a view of one row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.digests import proves_equality
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 
-_FEW_SLICES = 2048  # up to this many slices, comparing them in pairs is fast enough
+_FEW_SLICES = 2048  # for at most this many slices, comparing pairs of slices is fast enough
 _ROWS_BY_HAND = 128
 _MOST_CORNERS = 1 << 28
 Int64 = npt.NDArray[np.int64]
@@ -39,7 +40,7 @@ class Role(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A digest of the bytes [start, start + nbytes) of a slice's file or, if there is a codec, of the decoded record.
+    """A digest of the bytes [start, start + nbytes) of a slice's file. For a slice with a codec: of the decoded record.
 
     The range may be larger than the slice. For example, the CRC-32 of a zip record covers a whole torch storage, which
     may contain more than the slice.
@@ -71,11 +72,11 @@ class TensorSlice:
         box: The region of the tensor.
         path: The file, relative to the checkpoint's store.
         start: Byte offset of the box's first element in the file, or in the decoded record if there is a codec.
-        nbytes: Bytes from the start of the first element to the end of the last element: numel * itemsize if
-            contiguous.
+        nbytes: Number of bytes from the start of the first element to the end of the last element. If the slice is
+            contiguous, this is numel * itemsize.
         strides: The strides in elements. None if the box is stored row-major.
         digest: The recorded digest. None if no digest was recorded.
-        codec: The encoding, if the bytes are compressed or their signs must be flipped. Otherwise None.
+        codec: The encoding of the bytes: compressed, or with flipped signs. None if the file has the plain values.
         rank: The rank that wrote the slice. -1 if unknown.
     """
 
@@ -101,13 +102,13 @@ class SliceArray(Sequence[TensorSlice]):
         algorithm: The digest algorithm of all rows. None if there are no digests.
         digests: [n] digest values. None if there are no digests.
         digest_starts, digest_nbytes: [n] the byte range that each digest covers. `digest_nbytes` is 0 for a row without
-            a digest. None if each digest covers exactly its slice.
-        strides, codecs: Mappings from a row's index to its strides and to its codec. Contiguous rows have no strides,
-            and unencoded rows have no codec.
+            a digest. Both are None if each digest covers exactly its slice.
+        strides: A mapping from row index to strides. It omits contiguous rows.
+        codecs: A mapping from row index to codec. It omits rows that are not encoded.
     """
 
     opaque: str = ""
-    """The reason why the tensor's bytes cannot be located, as a predicate ("is a quantized tensor"). Otherwise ""."""
+    """Why the tensor's bytes cannot be located, such as "is a quantized tensor". "" if they can be located."""
 
     __slots__ = (
         "algorithm",
@@ -158,7 +159,7 @@ class SliceArray(Sequence[TensorSlice]):
 
     @classmethod
     def of(cls, slices: Sequence[TensorSlice], ndim: int) -> SliceArray:
-        """Convert slices to columns. Digests must share one algorithm, and are kept only if every slice has one."""
+        """Convert slices to columns. Keeps digests only if every slice has one. All must use the same algorithm."""
         n = len(slices)
         paths = list(dict.fromkeys(s.path for s in slices))
         index = {path: i for i, path in enumerate(paths)}
@@ -225,10 +226,10 @@ class SliceArray(Sequence[TensorSlice]):
         return list(zip(files, self.starts.tolist(), self.nbytes.tolist(), strict=True))
 
     def records(self) -> list[tuple[str, int, int]]:
-        """Return (path, start, nbytes) as the checkpoint's index declares them, even if the tensor is opaque.
+        """Return (path, start, nbytes) of each slice, as the checkpoint's index declares it. Works for opaque tensors.
 
-        A format overrides this method if its index does not say where a slice's bytes are. In that case, the path names
-        the item that contains the bytes, and only the size of the range is valid, not its position.
+        In some formats, the index does not say where a slice's bytes are. These formats override this method. `path` is
+        then the item that contains the bytes, `nbytes` is valid, and `start` is not.
         """
         return self.byte_ranges()
 
@@ -260,29 +261,30 @@ class SliceArray(Sequence[TensorSlice]):
 
     @staticmethod
     def whole(paths: tuple[str], start: int, nbytes: int, shape: tuple[int, ...]) -> SliceArray:
-        """Return the single slice of a contiguous tensor. Creates no columns, because most tensors are contiguous.
+        """Return the slice of a tensor that is stored as one contiguous slice.
 
-        `paths` contains only the tensor's file. All tensors in a file share this tuple.
+        Most tensors are stored like this, so the slice creates its columns only on demand. `paths` contains only the
+        tensor's file. All tensors in a file share this tuple.
         """
         return _WholeSlice(paths, start, nbytes, shape)
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
-        """Return whether this is one row-major slice that covers a tensor of this shape.
+        """Return True if this is known to be one row-major slice that covers a tensor of this shape.
 
-        Also returns False if the answer would require the columns, which are slow to create.
+        False may also mean "unknown": the columns are not examined, because creating columns is slow.
         """
         return False
 
     @staticmethod
     def joined(columns: Sequence[SliceArray]) -> tuple[Int64, Int64]:
-        """Return the concatenated `starts` of several tensors, and the concatenated `nbytes`."""
+        """Return two arrays: the `starts` of several tensors concatenated, and their `nbytes` concatenated."""
         if all(isinstance(item, _WholeSlice) for item in columns):  # creating 300,000 tiny arrays would take seconds
             rows = [item.byte_range(0) for item in columns]
             return np.array([row[1] for row in rows], np.int64), np.array([row[2] for row in rows], np.int64)
         return np.concatenate([item.starts for item in columns]), np.concatenate([item.nbytes for item in columns])
 
     def digest(self, row: int) -> Digest | None:
-        """Return the recorded digest of one row. Returns None if no digest was recorded."""
+        """Return the digest of one row, or None if no digest was recorded."""
         if self.algorithm is None or self.digests is None:
             return None
         starts, lengths = self.digest_starts, self.digest_nbytes
@@ -292,9 +294,9 @@ class SliceArray(Sequence[TensorSlice]):
 
 
 class _WholeSlice(SliceArray):
-    """The single slice of a contiguous tensor.
+    """The only slice of a tensor. It is contiguous.
 
-    Creates the columns only on demand, which makes reading headers faster.
+    Creates the columns only on demand. This makes it faster to read the headers of files with many tensors.
     """
 
     __slots__ = ("_nbytes", "_paths", "_shape", "_start")
@@ -368,11 +370,11 @@ class TensorEntry:
         name: The unique key in the catalog, as the format stores it.
         dtype: torch's name without "torch.".
         shape: The whole tensor's shape.
-        slices: The stored slices. They must cover the whole tensor, and may include replicas.
+        slices: The stored slices. They must cover the whole tensor. Slices may be replicas of each other.
         role: The tensor's purpose in the training run.
         fqn: For MODEL and MASTER: the parameter's name in the model, without wrappers' prefixes. For OPTIMIZER: the
             name of the parameter that the state belongs to, or "". For OTHER: "".
-        state: For OPTIMIZER: the state's name, such as "exp_avg". Otherwise "".
+        state: For OPTIMIZER: the state's name, such as "exp_avg". For other roles: "".
         key: The path in the nested state dict, if the format records it.
     """
 
@@ -391,11 +393,11 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole tensor in bytes, without replicas."""
+        """Size of the whole tensor in bytes. Replicas are not counted."""
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
     def check_coverage(self) -> None:
-        """Check that the slices cover every element, and that only replicas (identical slices) overlap.
+        """Check that the slices cover every element. Only replicas (slices of the same box) may overlap.
 
         Raises:
             CorruptCheckpointError: A slice is outside the shape, or two slices overlap partially.
@@ -405,9 +407,10 @@ class TensorEntry:
             check_boxes(self.name, self.shape, self.slices.offsets, self.slices.sizes)
 
     def _cut_in_rows(self) -> bool:
-        """Return whether the slices split the tensor along dimension 0, in order.
+        """Return whether the slices are consecutive rows that cover the tensor, in order.
 
-        Does not use numpy, which would be slower for a few slices. Also returns False if there are many slices.
+        The check is in plain Python, because numpy is slower for a few slices. False may also mean that there are more
+        than `_ROWS_BY_HAND` slices.
         """
         if self.slices.is_all_of(self.shape):
             return True
@@ -422,7 +425,7 @@ class TensorEntry:
 
 
 def check_boxes(name: str, shape: tuple[int, ...], offsets: Int64, sizes: Int64) -> None:
-    """Check that these slices ([n, ndim] offsets and sizes) cover the tensor, as `TensorEntry.check_coverage` does."""
+    """Do the check of `TensorEntry.check_coverage` for slices with these offsets and sizes (two arrays, [n, ndim])."""
     rows = distinct_boxes(offsets, sizes)
     offsets, sizes, numel, whole = offsets[rows], sizes[rows], math.prod(shape), np.asarray(shape, np.int64)
     if ((offsets < 0) | (sizes < 0) | (sizes > whole) | (offsets > whole - sizes)).any():
@@ -449,10 +452,11 @@ def check_boxes(name: str, shape: tuple[int, ...], offsets: Int64, sizes: Int64)
 
 
 def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
-    """Return whether two tensors have equal bytes, without reading the bytes. Returns None if that is unknown.
+    """Return whether two tensors have equal bytes, by what their entries record. Reads no bytes.
 
-    The tensors are equal if they consist of the same byte ranges of the same files, or if their regions and digests are
-    equal and the digest is strong enough. The tensors differ if the regions are equal but the digests are not.
+    Returns True if both tensors consist of the same byte ranges of the same files. Also returns True if all boxes and
+    digests are equal, and the digest is strong enough to prove equality. Returns False if the boxes are equal but a
+    digest differs. Returns None in all other cases.
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return None
@@ -479,8 +483,8 @@ class ObjectEntry:
     """A value in a checkpoint that is not a tensor.
 
     Attributes:
-        encoding: "torch_save" (to be decoded with the rules of weights_only), "json", or "value" (stored in `value`).
-        value: The value, if `encoding` is "value".
+        encoding: "torch_save" (decoded as by torch.load(weights_only=True)), "json", or "value" (not encoded).
+        value: The value itself if `encoding` is "value".
     """
 
     name: str
@@ -509,7 +513,7 @@ class CatalogInfo:
 
     Attributes:
         format: The reader's name: "dcp", "safetensors", "ckptkit-sharded", "verl", ...
-        producer: The program that wrote the checkpoint, if known: "ckptkit 0.1.0", "accelerate", ...
+        producer: The program that wrote the checkpoint: "ckptkit 0.1.0", "accelerate", ... "" if unknown.
         step: Training step, if recorded.
         world_size: Number of ranks that wrote the checkpoint, if recorded.
         mesh: Device mesh, if recorded.
@@ -531,9 +535,9 @@ class CatalogInfo:
 
 
 class WholeTensors(Mapping[str, TensorEntry]):
-    """A mapping in which every tensor has one slice.
+    """A mapping of tensors that all have exactly one slice.
 
-    Other code checks for this type, because checking up to 300,000 entries would be slower.
+    Callers test for this type, which is faster than examining each of up to 300,000 tensors.
     """
 
 
@@ -546,16 +550,19 @@ class Catalog:
     info: CatalogInfo = field(default_factory=lambda: CatalogInfo("unknown"))
 
     def opaque(self) -> dict[str, str]:
-        """Return the tensors that cannot be read without their Python classes, each with the reason.
+        """Return a mapping from each tensor that cannot be read without its Python class to the reason.
 
-        Goes through all tensors.
+        Examines all tensors.
         """
         found = dict(self.info.extra.get("opaque", {}))
         found.update((e.name, why) for e in self.in_parts() if (why := e.slices.opaque))
         return found
 
     def in_parts(self) -> Iterable[TensorEntry]:
-        """Return the tensors that may have gaps or be opaque: no tensors if each has a single slice, otherwise all."""
+        """Return the tensors that must be checked for gaps and for opaque slices.
+
+        If `tensors` is a `WholeTensors`, no tensor needs these checks. Otherwise, all tensors do.
+        """
         return () if isinstance(self.tensors, WholeTensors) else self.tensors.values()
 
     def paths(self) -> set[str]:

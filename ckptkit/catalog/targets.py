@@ -1,10 +1,10 @@
-"""Describes target tensors as boxes of source tensors: splits, transposes and concatenations. Moves no data.
+"""Describes how target tensors consist of boxes of source tensors, after splits, transposes and concatenations.
 
-A `Part` has this meaning in numpy notation (if `unfold` or `axes` is empty, that step is skipped):
+Moves no data. A `Part` means this in numpy notation:
 
     target[part.target_box] = source[part.source_box].reshape(unfold).transpose(axes).reshape(target_box.sizes)
 
-A plain part (without `unfold` and `axes`) keeps the row-major order, so a contiguous region stays contiguous.
+An empty `unfold` or `axes` leaves out its step. A part without both is plain: the elements keep their row-major order.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NO_SOURCE = ""
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Fills a box of a target from a box of one source with the same number of elements.
+    """Fills a box of a target with the elements of a box of one source.
 
     Attributes:
         target_box: The box of the target to fill.
         source: The source's key in `Catalog.tensors`.
-        source_box: The box of the source. Without `unfold`, permuting its sizes by `axes` gives the sizes of
-            `target_box`, apart from dimensions of size 1.
+        source_box: The box of the source. It has as many elements as `target_box`. If `unfold` is empty, both boxes
+            have the same sizes after `axes` is applied. Dimensions of size 1 do not count here.
         unfold: The shape to which the source box is reshaped before `axes` is applied. () keeps the shape. A part with
             `unfold` is small, because it covers one attention head.
         axes: A permutation as for numpy.transpose. () keeps the order.
@@ -47,11 +47,11 @@ class Part:
         return not self.unfold and not self.axes
 
     def moved(self, target_box: Box) -> Part:
-        """Return the part with another `target_box`, which must have the same elements in the same order."""
+        """Return the part with another target box. Its sizes must be equal, apart from dimensions of size 1."""
         return Part(target_box, self.source, self.source_box, self.unfold, self.axes)
 
     def cut(self, box: Box) -> list[Part]:
-        """Return the parts that fill the intersection with `box`, a box of the target. [] if there is none."""
+        """Return the parts that fill the intersection of `target_box` and `box`. [] if the intersection is empty."""
         shared = self.target_box.intersect(box)
         if shared is None:
             return []
@@ -68,7 +68,7 @@ class Part:
         return [Part(shared, self.source, Box(tuple(offsets), tuple(sizes)), (), self.axes)]
 
     def permuted(self, dims: tuple[int, ...]) -> list[Part]:
-        """Return the parts for the target with permuted dimensions: new dimension d is old dimension dims[d]."""
+        """Return the parts after the target's dimensions are permuted. New dimension d is old dimension dims[d]."""
         if self.unfold:
             return [piece for row in self.rows() for piece in row.permuted(dims)]
         matched = self.source_dims()
@@ -81,9 +81,9 @@ class Part:
         return [Part(box, self.source, self.source_box, (), () if wide == sorted(wide) else tuple(axes))]
 
     def source_dims(self) -> list[int | None]:
-        """Return the matching source dimension of each target dimension. None stands for a dimension of size 1.
+        """Return, for each dimension of the target box, the matching dimension of the source box.
 
-        Can be called only if `unfold` is empty.
+        The item is None for a dimension of size 1. `unfold` must be empty.
         """
         axes = self.axes or tuple(range(self.source_box.ndim))
         wide = iter([d for d in axes if self.source_box.sizes[d] != 1])
@@ -92,8 +92,8 @@ class Part:
     def rows(self) -> Iterator[Part]:
         """Split the part into plain parts of one row each.
 
-        The part must come from `rope_permuted`. So `unfold` is (a, b, *rest), `axes` is (1, 0, *rest), and there are a
-        * b > 1 rows. In each box, the rows are counted along the first dimension that is larger than 1.
+        The part must come from `rope_permuted`. So `unfold` is (a, b, *rest), `axes` is (1, 0, *rest), and the part has
+        a * b > 1 rows. In each box, the rows are counted along the first dimension that is larger than 1.
         """
         a, b = self.unfold[:2]
         row_dim = next(d for d, size in enumerate(self.source_box.sizes) if size != 1)
@@ -147,7 +147,7 @@ class Target:
 
     @property
     def only_part(self) -> Part | None:
-        """The only part, if there is one part and it keeps the row-major order. Otherwise None."""
+        """The part, if the target has exactly one part and this part is plain. None for other targets."""
         return self.parts[0] if len(self.parts) == 1 and self.parts[0].is_plain else None
 
     @property
@@ -166,7 +166,7 @@ class Target:
         return replace(self, shape=box.sizes, parts=parts)
 
     def resized(self, dim: int, size: int) -> Target:
-        """Return the target, truncated or padded at the end to `size` along `dim`."""
+        """Return the target with size `size` along `dim`. The end of the dimension is cut off or padded."""
         if size <= self.shape[dim]:
             return self.split(dim, [size, self.shape[dim] - size])[0]
         box = Box.whole(tuple(size - n if d == dim else n for d, n in enumerate(self.shape)))
@@ -174,7 +174,7 @@ class Target:
         return concatenated(self.name, [self, replace(self, shape=box.sizes, parts=parts)], dim)
 
     def split(self, dim: int, sizes: Sequence[int]) -> list[Target]:
-        """Split the target along `dim`. All pieces keep the name. `sizes` must add up to the size of `dim`."""
+        """Split the target along `dim`. `sizes` must add up to the size of `dim`. All pieces have the target's name."""
         pieces: list[Target] = []
         start = 0
         for size in sizes:
@@ -201,16 +201,17 @@ class Target:
         return Target(self.name, self.dtype, _with(self.shape, dim, 1), parts, self.source_dtype)
 
     def transposed(self, dims: tuple[int, ...]) -> Target:
-        """Return the target with permuted dimensions: new dimension d is old dimension dims[d]."""
+        """Return the target with permuted dimensions. New dimension d is old dimension dims[d]."""
         parts = tuple(piece for part in self.parts for piece in part.permuted(dims))
         return replace(self, shape=tuple(self.shape[d] for d in dims), parts=parts)
 
     def rope_permuted(self, heads: int, *, to_halves: bool) -> Target:
         """Return the target with each head's rows reordered from one RoPE layout to the other.
 
-        Meta's code and torchtitan store the two rows of a rotated pair next to each other. transformers stores one row
-        in each half of the head. `to_halves=True` converts to transformers' layout, like `permute` in the llama
-        conversion script of transformers. False converts back.
+        RoPE rotates pairs of rows. Meta's code and torchtitan store the two rows of a pair next to each other.
+        transformers stores the first row in the first half of the head, and the second row in the second half.
+        `to_halves=True` converts to the layout of transformers, as `permute` in its llama conversion script does.
+        `to_halves=False` converts back.
         """
         rows = self.shape[0] // heads
         a, b = (rows // 2, 2) if to_halves else (2, rows // 2)
@@ -222,7 +223,7 @@ class Target:
 
 
 def concatenated(name: str, targets: Sequence[Target], dim: int) -> Target:
-    """Concatenate targets along `dim`. The other dimensions and the dtypes must agree."""
+    """Concatenate targets along `dim`. Their dtypes and their sizes in all other dimensions must be equal."""
     parts: list[Part] = []
     start = 0
     for target in targets:
@@ -233,7 +234,7 @@ def concatenated(name: str, targets: Sequence[Target], dim: int) -> Target:
 
 
 def _rope_head(head: Target, a: int, b: int) -> list[Part]:
-    """Return the parts of one head whose rows are viewed as (a, b) and then transposed. `head.parts` start at row 0."""
+    """Return the parts of one head after its rows are viewed as (a, b) and transposed. The head starts at row 0."""
     if (only := head.only_part) is not None and a * b > 1:
         order = (1, 0, *range(2, 1 + len(head.shape)))
         return [replace(only, unfold=(a, b, *head.shape[1:]), axes=order)]

@@ -1,7 +1,4 @@
-"""Finds the slices that contain given boxes (regions) of a tensor, and the positions of the boxes in the files.
-
-Uses numpy.
-"""
+"""Finds the slices that contain given boxes (regions) of a tensor, and the positions of their elements in the files."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class Pieces:
 
     Attributes:
         boxes: [n] index of the requested box.
-        rows: [n] row of the slice.
+        rows: [n] row of the slice in the tensor's `SliceArray`.
         offsets, sizes: [n, ndim] the intersection, in elements of the whole tensor.
         starts: [n] byte offset of the first element in the slice's file, or in the decoded record if there is a codec.
         strides: [n, ndim] the strides of the elements in the file or record, in elements.
@@ -49,15 +46,19 @@ class Pieces:
 
 
 def pieces(slices: SliceArray, offsets: Int64, sizes: Int64, itemsize: int | Int64) -> Pieces:
-    """Intersect boxes (two arrays, [m, ndim]) with the tensor's slices, so that each element of a box is filled once.
+    """Return the intersections of boxes with a tensor's slices. They contain each element of a box exactly once.
 
-    Uses the first of several replicas. The slices must cover the tensor without partial overlap
+    Of several replicas, only the first is used. The slices must cover the tensor without partial overlap
     (`TensorEntry.check_coverage`). The boxes may overlap or be empty.
 
-    To search several tensors together, add a dimension in which the offset is the tensor's number.
+    One call can search several tensors. Slices and boxes then need one more dimension: its offset is the number of the
+    tensor, and its size is 1.
 
     Args:
-        itemsize: Bytes per element. For several tensors, an array [m] with the value for each box.
+        slices: The tensor's slices.
+        offsets: The offsets of the boxes, [m, ndim].
+        sizes: The sizes of the boxes, [m, ndim].
+        itemsize: Bytes per element. For several tensors: an array [m] with one value per box.
     """
     rows = distinct_boxes(slices.offsets, slices.sizes)
     if not slices.sizes.shape[1]:
@@ -87,7 +88,10 @@ def pieces(slices: SliceArray, offsets: Int64, sizes: Int64, itemsize: int | Int
 
 
 def _candidates(starts: Int64, stops: Int64, lo: Int64, hi: Int64) -> Iterator[tuple[Int64, Int64]]:
-    """Yield index pairs of a box and a slice that may overlap, by box. Includes every pair that does overlap."""
+    """Yield the indices of boxes and of slices, pair by pair, in the order of the boxes.
+
+    Includes every pair that overlaps, and possibly pairs that do not.
+    """
     n, m = len(starts), len(lo)
     if n * m > 4096:
         split = _splitting_dim(starts, stops)
@@ -107,7 +111,8 @@ def _splitting_dim(starts: Int64, stops: Int64) -> tuple[int, Int64, Int64, Int6
     same interval form a group.
 
     Returns (dim, order, first, begins, ends). `order` sorts the slices along the dimension. `first` contains the index
-    in `order` at which each group starts, then the number of slices. `begins` and `ends` are the groups' intervals.
+    in `order` at which each group starts. Its last item is the number of slices. `begins` and `ends` are the groups'
+    intervals.
     """
     best = None
     for dim in range(starts.shape[1]):
@@ -141,8 +146,8 @@ Bool = npt.NDArray[np.bool_]
 class Boxes(Protocol):
     """Boxes of one tensor: its slices in a checkpoint, or the boxes that a plan writes.
 
-    `offsets` and `sizes` are [n, ndim], in elements. `is_all_of` returns whether a single box covers a tensor of the
-    given shape. It also returns False if the answer would require the columns, which are slow to create.
+    `offsets` and `sizes` are [n, ndim], in elements. `is_all_of` returns True if a single box is known to cover a
+    tensor of the given shape. False may also mean "unknown", as in `SliceArray.is_all_of`.
     """
 
     @property
@@ -155,12 +160,12 @@ class Boxes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowCuts:
-    """Several tensors' boxes, reduced to their intervals along dimension 0.
+    """The boxes of several tensors, reduced to their intervals along dimension 0.
 
     Attributes:
-        cut: [t] whether the tensor's boxes are consecutive rows that cover it exactly. A scalar counts as one row.
-        bounds: [t + 1] row bounds: the boxes of tensor i are in rows [bounds[i], bounds[i + 1]) of `offsets` and
-            `sizes`.
+        cut: [t] whether the boxes of each tensor are consecutive rows that cover the tensor. A scalar counts as one
+            row.
+        bounds: [t + 1] the boxes of tensor i are at [bounds[i], bounds[i + 1]) in `offsets` and `sizes`.
         offsets, sizes: [n] the interval of each box along dimension 0. Undefined where `cut` is False.
     """
 
@@ -171,14 +176,14 @@ class RowCuts:
 
 
 def check_coverage(entries: Sequence[TensorEntry]) -> None:
-    """Run `TensorEntry.check_coverage` on each entry, and raise its errors. Fast even for thousands of entries."""
+    """Do the check of `TensorEntry.check_coverage` for all entries. Fast even for thousands of entries."""
     cuts = row_cuts([entry.shape for entry in entries], [entry.slices for entry in entries])
     for index in np.flatnonzero(~cuts.cut).tolist():
         entries[index].check_coverage()
 
 
 def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCuts:
-    """Return each box's interval along dimension 0, and for each tensor whether its boxes are consecutive rows."""
+    """Return the interval of each box along dimension 0, and whether the boxes of each tensor are consecutive rows."""
     counts = np.fromiter(map(len, boxes), np.int64, len(boxes))
     ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
     bounds = np.concatenate([[0], np.cumsum(counts)])
@@ -207,10 +212,15 @@ def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCu
 
 
 def are_rows(owners: Int64, low: Int64, size: Int64, shapes: Int64) -> Bool:
-    """Return whether the boxes of each tensor are consecutive rows that cover the tensor.
+    """Return, for each tensor, whether its boxes are consecutive rows that cover the tensor, [t].
 
-    All tensors must have the same `ndim`. `owners` is the index of each box's tensor, [n]. `low` and `size` are the
-    offsets and sizes of the boxes, [n, ndim].
+    All tensors must have the same `ndim`.
+
+    Args:
+        owners: The index of each box's tensor, [n].
+        low: The offsets of the boxes, [n, ndim].
+        size: The sizes of the boxes, [n, ndim].
+        shapes: The shapes of the tensors, [t, ndim].
     """
     shape = shapes[owners]
     fits = ((low[:, 1:] == 0) & (size[:, 1:] == shape[:, 1:])).all(axis=1)
