@@ -1,8 +1,8 @@
 """Key maps: rename one system's tensors to another system's names.
 
-A package can provide key maps as entry points of the group `ckptkit.key_maps`. An entry point is a NameMap, or a
-function without arguments that returns a NameMap. The package's code runs only if `--key-map` names neither a built-in
-map nor a file.
+A package can provide key maps as entry points of the group `ckptkit.key_maps`. An entry point refers to a NameMap, or
+to a function without arguments that returns a NameMap. `--key-map NAME` first looks for a built-in map, then for a
+file. Code of packages runs only if it finds neither.
 
 Public names are imported on first use, so a conversion without a key map does not import the submodules.
 """

@@ -1,7 +1,8 @@
 """Defines the built-in key maps, and chooses the map that a checkpoint needs.
 
-Each map changes a training framework's tensor names to the names on the Hub. "inverse:NAME" does the opposite. Experts
-get the layout in which transformers 5 saves the model's `model_type` (see `conversion_mapping` in transformers).
+Each map changes a training framework's tensor names to the names on the Hub. "inverse:NAME" does the opposite. The
+layout of the experts depends on the model type. It is the layout in which transformers 5 saves such a model (see
+`conversion_mapping` in transformers).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _p(template: str) -> NamePattern:
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return rules that split stacked experts, [E, 2I, H] and [E, H, I], into separate tensors for each expert."""
+    """Return rules that split stacked experts, of shapes [E, 2I, H] and [E, H, I], into three tensors per expert."""
     at = f"{{p:*}}.{block}.experts"
     to = f"{{p}}.{block}.experts.{{i}}"
     return (
@@ -89,7 +90,7 @@ _ARIA = _rename(
 
 
 def _attention(at: str, to: str) -> tuple[tuple[str, str], ...]:
-    """Return the pairs (name, Hub name) of the four linear layers in a vision model's attention."""
+    """Return pairs (name, name on the Hub) for the four linear layers of a vision model's attention."""
     hub = {"q": "attention.query", "k": "attention.key", "v": "attention.value", "o": "output.dense"}
     return tuple((f"{at}.attention.{x}_proj.{{leaf}}", f"{to}.attention.{name}.{{leaf}}") for x, name in hub.items())
 
@@ -109,14 +110,14 @@ _DINOV2: tuple[Rule, ...] = (
     ),
     *_rename(("{p:*}.mlp.down_proj.{leaf}", "{p}.mlp.weights_out.{leaf}")),
 )
-# Vision towers that are one module deeper on the Hub than in transformers 5 (CLIP, SigLIP).
+# On the Hub, the vision towers of CLIP and SigLIP are one module deeper than in transformers 5.
 _VISION_MODEL = _rename(("{p:*}vision_tower.{rest:*}", "{p}vision_tower.vision_model.{rest}"))
 _QWEN2_VL = _rename(
     ("model.visual.{rest:*}", "visual.{rest}"),
     ("model.language_model.{rest:*}", "model.{rest}"),
 )
-# These rules change the names in a live PEFT model to the names in an adapter file, which do not include the adapter's
-# name. The names of base weights lose PEFT's wrapper, which distinguishes base weights from the adapter.
+# These rules change the names in a live PEFT model to the names in an adapter file. An adapter file's names do not
+# contain the adapter's name ("default"). Base weights lose the prefix "base_model.model.", and adapters keep it.
 _PEFT: tuple[Rule, ...] = (
     *_rename(
         *(
@@ -132,7 +133,8 @@ _PEFT: tuple[Rule, ...] = (
     ),
     Rename(NamePattern(regex=r"base_model\.model\.((?!.*\.lora_).+)"), "{1}"),
 )
-# torchtitan's names (from its state_dict_adapter modules): the current ones, which the inverse writes, and older ones.
+# torchtitan's names, from its state_dict_adapter modules. _TITAN_OLD* are names of older versions. The inverse maps
+# write only current names.
 _TITAN_DENSE = _rename(
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
     ("norm.weight", "model.norm.weight"),
@@ -181,7 +183,7 @@ _TITAN_DROPS = (
 
 
 def _torchtitan_map(name: str, note: str, lasting: tuple[Rule, ...], old: tuple[Rule, ...]) -> NameMap:
-    """Return a torchtitan model's key map. Rules for old names come first, because later rules rename their results."""
+    """Return a torchtitan model's key map. Old names are renamed first, because later rules apply to the new names."""
     return NameMap(name, (*old, *lasting, *_TITAN_DROPS), "refuse", note, inverse_rules(name, lasting))
 
 
@@ -273,7 +275,7 @@ _STACKED = (".experts.gate_up_proj", ".mixer.experts.up_proj")
 
 
 def builtin_map(name: str) -> NameMap:
-    """Return the built-in map with this name, which may be "inverse:NAME". Raises UsageError if the name is unknown."""
+    """Return the built-in map NAME, or its inverse for "inverse:NAME". Raises UsageError if the name is unknown."""
     if name.startswith("inverse:"):
         return builtin_map(name.removeprefix("inverse:")).inverse()
     if name not in BUILTIN_MAPS:
@@ -283,9 +285,9 @@ def builtin_map(name: str) -> NameMap:
 
 
 def map_for_model_type(model_type: str | None) -> NameMap | None:
-    """Return the map from the names that transformers 5 uses in memory to the Hub's names, for this model type.
+    """Return the map for the experts of this model type, or None if no map is needed.
 
-    Returns None if no map is needed.
+    The map changes the names that transformers 5 uses in memory to the names on the Hub.
     """
     name = _BY_MODEL_TYPE.get(model_type or "")
     return BUILTIN_MAPS[name] if name else None
@@ -296,7 +298,7 @@ class Choice:
     """An automatically chosen map, its result, and the reason for the choice.
 
     Attributes:
-        doubt: A question to the user. Set if names were kept although they look like the names of another layout.
+        doubt: A warning to the user. Set if the names were kept, although they seem to need a map.
     """
 
     key_map: NameMap
@@ -308,11 +310,12 @@ class Choice:
 def choose_map(
     targets: Mapping[str, Target], *, wanted: Collection[str] = (), config: Mapping[str, Any] | None = None
 ) -> Choice:
-    """Choose and apply the map for these names. Keep the names if the choice is ambiguous.
+    """Choose a map for these names, and apply it. Keeps the names if no map is clearly right.
 
-    With `wanted` (a base model's names), chooses the map after which the fewest wanted names are missing. Keeps the
-    names if no map reduces the number of missing names. Without `wanted`, decides by the model type (stacked experts,
-    multimodal models) or by torchtitan's own names.
+    `wanted` are the names of a base model. If they are given, the function chooses the map that leaves the fewest of
+    them missing. It keeps the names if no map reduces the number of missing names.
+
+    Without `wanted`, the model type in `config` decides. torchtitan's names are recognized by "tok_embeddings.weight".
 
     Raises:
         CheckpointMismatchError: The names belong to a known layout, but the layout's map does not match the tensors.
@@ -333,7 +336,10 @@ def choose_map(
 
 
 def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> NameMap | None:
-    """Return the map for the model type (experts, then prefixes), or None if the names need no map."""
+    """Return the map for the model type in `config`, or None if the names need no map.
+
+    For a multimodal model with stacked experts, the map first splits the experts, then renames the prefixes.
+    """
     experts = map_for_model_type(_model_type(config)) if _stacked(targets) else None
     if config.get("model_type") == "gpt_neox" and "lm_head.weight" in targets:
         return BUILTIN_MAPS["hf5-gpt-neox"]
@@ -344,10 +350,10 @@ def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> N
 
 
 def _nearest(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapping[str, Any], as_is: Choice) -> Choice:
-    """Return the candidate, or the combination of two candidates, after which the fewest wanted names are missing.
+    """Return the map, or the combination of two maps, that leaves the fewest wanted names missing.
 
-    For example, the experts in a multimodal model need two maps. A map is chosen only if fewer names are missing with
-    it than without a map.
+    For example, a multimodal model with stacked experts needs two maps. Returns `as_is` if no map reduces the number of
+    missing names.
     """
     first = _better(targets, wanted, config, as_is)
     lost = wanted - set(first.mapped.targets)
@@ -381,17 +387,17 @@ def _better(targets: Mapping[str, Target], wanted: frozenset[str], config: Mappi
 
 
 def _may_give(key_map: NameMap, lost: list[str]) -> bool:
-    """Return whether any of the map's rules can produce one of the missing names."""
+    """Return whether any rule of the map can produce one of the names in `lost`."""
     written = {re.sub(r"\{(\w+)\}", r"{\1:*}", to) for rule in key_map.rules for to in written_templates(rule)}
     looks = [NamePattern(template).matcher() for template in written]
     return any(match(name) is not None for name in lost for match in looks)
 
 
 def _candidates(config: Mapping[str, Any]) -> list[NameMap]:
-    """Return the maps to try.
+    """Return the maps to try: first the model type's own map, then the other built-in maps and their inverses.
 
-    These are the model type's own map, the maps between two layouts of the Hub and their inverses, and the maps from
-    torchtitan's names.
+    Maps that cannot fit, such as torchtitan's map for another model type, are left out. torchtitan's maps are not
+    inverted.
     """
     by_type = map_for_model_type(_model_type(config))
     kind = str(config.get("model_type", ""))

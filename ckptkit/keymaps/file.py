@@ -28,11 +28,11 @@ def parse_key_map(text: str, *, file: str) -> NameMap:
     """Parse a key-map file: JSON if its name ends in .json, otherwise TOML.
 
     Args:
-        file: The file's name, for error messages and as the map's name.
+        file: The file's name, for error messages. Also the map's name if the file contains no `name`.
 
     Raises:
-        UsageError: The file is invalid, or is TOML although the Python version is 3.10, which cannot parse TOML. The
-            message names the file, the rule's number and the key.
+        UsageError: The file is invalid. The message names the file, the rule's number and the key. Also raised for TOML
+            files in Python 3.10, which has no TOML parser.
     """
     data = _load(text, file)
     if not isinstance(data, Mapping):
@@ -84,7 +84,7 @@ def _rule(data: Any, where: str) -> Rule:
     try:
         values = {key: parse(data, key, where) for key, parse in keys.items() if key in data or key in needed}
         if "sizes" in values and values["sizes"] is None:
-            del values["sizes"]  # null in JSON stands for the default: equal parts for a split
+            del values["sizes"]  # null in JSON means the default of the rule; a split then makes equal parts
         sizes, names = values.get("sizes"), "from" if op == "concat" else "to"
         if isinstance(sizes, tuple) and len(sizes) != (count := len(_texts(data, names, where))):
             raise UsageError(f"{where}: expected {count} 'sizes', one per name in {names!r}, found {len(sizes)}.")
@@ -184,7 +184,7 @@ def _kind(value: Any) -> str:
 
 
 def _rule_lines(text: str, file: str) -> list[int]:
-    """Return the line number on which each rule ([[rules]]) in a TOML file starts."""
+    """Return the line numbers on which the rules ([[rules]]) of a TOML file start. [] for JSON."""
     if file.endswith(".json"):
         return []
     return [n for n, line in enumerate(text.splitlines(), start=1) if line.strip().startswith("[[rules]]")]

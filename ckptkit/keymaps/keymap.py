@@ -2,7 +2,7 @@
 
     mapped = key_map.apply({name: Target.of(entry, name) for ...}, config=config)
 
-The result consists of `Target`s. A `Target` lists boxes of source tensors, so that the tensors can be streamed.
+The result consists of `Target`s. A `Target` only lists boxes of source tensors. Applying a map reads no tensor data.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Mapped:
     """The result of applying a key map.
 
     Attributes:
-        targets: The resulting tensors by name, in the order of their sources.
-        dropped: Sources that were left out on purpose, each with the reason.
-        unused: The numbers and descriptions of the rules that matched no tensor.
+        targets: The resulting tensors by name.
+        dropped: The sources that a rule or `rest` dropped, each with the reason.
+        unused: The rules that matched no tensor, as texts such as "rule 2 (drop rope_cache)".
     """
 
     targets: Mapping[str, Target]
@@ -41,8 +41,8 @@ class NameMap:
         rules: See `ckptkit.keymaps.rules`.
         rest: What to do with tensors that no rule matches: "keep" their names, "drop" the tensors, or "refuse" (raise).
         note: A one-sentence description.
-        back: The rules of the inverse map, if these are not simply the inverses of `rules`. For example, a map may read
-            both old and new names, while its inverse writes only new names.
+        back: The rules of the inverse map. () if they can be computed by inverting `rules`. For example, a map that
+            accepts both old and new names needs `back`, because its inverse writes only new names.
     """
 
     name: str
@@ -62,12 +62,12 @@ class NameMap:
         """Apply the rules to these tensors.
 
         Args:
-            config: The model's config.json, if rules use its keys.
+            config: The model's config.json. Needed only if rules use its keys.
 
         Raises:
-            CheckpointMismatchError: Names collide, a tensor that a rule needs is missing, shapes do not match, or no
-                rule matches a tensor although `rest` is "refuse". The message lists all errors.
-            UsageError: A rule needs a config key that is missing.
+            CheckpointMismatchError: The map does not fit the tensors. For example, two names collide, a tensor that a
+                rule needs is missing, or `rest` is "refuse" and no rule matches a tensor. The message lists all errors.
+            UsageError: A rule uses a key that `config` lacks.
         """
         work = RuleState(dict(targets), config or {})
         unused: list[str] = []
@@ -96,7 +96,7 @@ class NameMap:
     def then(self, other: NameMap) -> NameMap:
         """Return a map that applies the rules of this map, then the rules of `other`.
 
-        Tensors that no rule matches are treated according to `other.rest`.
+        `other.rest` says what to do with tensors that no rule of the two maps matches.
         """
         return NameMap(f"{self.name}, then {other.name}", self.rules + other.rules, other.rest)
 
@@ -104,14 +104,13 @@ class NameMap:
 def check_one_to_one(
     before: Mapping[str, Target], after: Mapping[str, Target], dropped: Mapping[str, int] | None = None
 ) -> None:
-    """Check that each source element is either used once or dropped, and that every target is filled.
+    """Check that each source element is either used exactly once or dropped, and that the parts fill every target.
 
     Args:
-        dropped: The number of dropped elements, by source.
+        dropped: The number of dropped elements of each source.
 
     Raises:
-        CheckpointMismatchError: Some elements are used twice or not at all, or a target is not filled. The message
-            lists the sources and targets.
+        CheckpointMismatchError: The check failed. The message lists the sources and targets that are wrong.
     """
     wanted: dict[str, int] = {}
     found = dict(dropped or {})

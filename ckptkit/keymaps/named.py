@@ -12,17 +12,18 @@ from ckptkit.keymaps.file import parse_key_map
 from ckptkit.keymaps.keymap import NameMap
 
 _MAX_FILE = 4 << 20
-ENTRY_POINTS = "ckptkit.key_maps"  # each refers to a NameMap, or to a function that takes no arguments and returns one
+ENTRY_POINTS = "ckptkit.key_maps"  # an entry point is a NameMap, or a function without arguments that returns a NameMap
 
 
 def resolve_key_map(key_map: object) -> NameMap | None:
     """Return the key map that `--key-map` names, or None if `key_map` is None.
 
-    A string is read as a file if it is an existing path, or ends in .toml or .json. Installed packages' entry points
-    are tried last, because looking them up runs the packages' code.
+    Built-in maps are tried first, then files, then the entry points of installed packages. A string is the name of a
+    file if the file exists, or if the string ends in .toml or .json. Entry points come last, because loading an entry
+    point runs the package's code.
 
     Raises:
-        UsageError: There is no such map, or its file is malformed.
+        UsageError: There is no such map, or the file is invalid.
     """
     if key_map is None or isinstance(key_map, NameMap):
         return key_map

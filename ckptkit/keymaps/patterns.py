@@ -1,4 +1,4 @@
-"""Matches tensor names with patterns, and builds new names from the matched parts with templates."""
+"""Matches tensor names with patterns. Fills templates with the matched parts to build new names."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ _KINDS = {"": r"[^.]+", "d": r"[0-9]+", "*": r".*"}
 
 @dataclass(frozen=True, slots=True)
 class NamePattern:
-    """A rule's pattern. It must match the whole name.
+    """A rule's pattern for tensor names. It must match a whole name.
 
-    A pattern is either a `template` or a `regex`. A template is plain text with placeholders, such as
-    "layers.{i:d}.wq.weight". {x} matches one name component (no dots), {x:d} matches digits, and {x:*} matches any
-    string, including dots and the empty string. Only rules with templates can be inverted. A regex is a Python regular
-    expression. Templates for new names refer to the groups of the regex as {1}, {2}... or {name}.
+    Give either a `template` or a `regex`.
+
+    A template is text with placeholders, such as "layers.{i:d}.wq.weight". {x} matches one name component (no dots),
+    {x:d} matches digits, and {x:*} matches any string, including dots and the empty string.
+
+    A regex is a Python regular expression. The template of the new name refers to its groups as {1}, {2}... or {name}.
+    A rule with a regex cannot be inverted.
     """
 
     template: str = ""
@@ -37,11 +40,11 @@ class NamePattern:
         compiled(self)
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Return the parts of `name` that the placeholders match, or None if the pattern does not match."""
+        """Return the part of `name` that each placeholder matches, or None if the pattern does not match `name`."""
         return self.matcher()(name)
 
     def matcher(self) -> Callable[[str], dict[str, str] | None]:
-        """Return a function that gives the same results as `match`, but is faster for many names."""
+        """Return a function that does the same as `match`, but is faster for many names."""
         pattern = compiled(self)
         head, tail = _literal_ends(self.template) if self.template else ("", "")
         numbered = bool(self.regex)
@@ -60,7 +63,7 @@ class NamePattern:
         return match
 
     def names(self) -> frozenset[str]:
-        """Return the names of the placeholders or groups that a match sets."""
+        """Return the names of the template's placeholders or of the regex's groups."""
         if self.template:
             return frozenset(placeholders(self.template))
         pattern = compiled(self)
@@ -81,9 +84,9 @@ def compile_regex(text: str) -> regex.Pattern[str]:
 
 
 def fullmatch(pattern: regex.Pattern[str], name: str) -> regex.Match[str] | None:
-    """Match the whole name, with a timeout against catastrophic backtracking.
+    """Match the whole name. Raises UsageError if the match takes more than a second (catastrophic backtracking).
 
-    Uses the package `regex`, because `re` has no timeout. Raises UsageError if matching takes more than a second.
+    Uses the package `regex`, because `re` has no timeout.
     """
     try:
         return pattern.fullmatch(name, timeout=_TIMEOUT_S)
@@ -95,15 +98,15 @@ def fullmatch(pattern: regex.Pattern[str], name: str) -> regex.Match[str] | None
 
 
 def placeholders(template: str) -> dict[str, str]:
-    """Return a template's placeholders and their kinds: "" (one name component), "d" (digits), "*" (anything)."""
+    """Return the kind of each placeholder in a template: "" (one name component), "d" (digits) or "*" (anything)."""
     return {match[1]: match[2] or "" for match in _PLACEHOLDER.finditer(template)}
 
 
-_MAX_NAME = 1 << 16  # a rule that repeats what it matched could make a name of any length in a few steps
+_MAX_NAME = 1 << 16  # without a limit, a few rules that each double a name could produce a name of any length
 
 
 def render(template: str, bound: Mapping[str, str]) -> str:
-    """Fill in a template's placeholders. Raises UsageError if a placeholder has no value."""
+    """Fill in a template's placeholders. Raises UsageError if `bound` has no value for a placeholder."""
     text = ""
     for literal, name in _parts(template):
         text += literal
@@ -118,7 +121,7 @@ def render(template: str, bound: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _parts(template: str) -> tuple[tuple[str, str], ...]:
-    """Return a template as pairs of a text and the placeholder after it. The last pair has no placeholder."""
+    """Split a template into pairs of a text and the placeholder that follows it. The last placeholder is ""."""
     parts: list[tuple[str, str]] = []
     end = 0
     for match in _PLACEHOLDER.finditer(template):
@@ -128,9 +131,9 @@ def _parts(template: str) -> tuple[tuple[str, str], ...]:
 
 
 def _literal_ends(template: str) -> tuple[str, str]:
-    """Return the text before the first placeholder and the text after the last placeholder.
+    """Return the text before the first placeholder, and the text after the last placeholder.
 
-    Without placeholders, both are the whole template.
+    If the template has no placeholders, both texts are the whole template.
     """
     found = list(_PLACEHOLDER.finditer(template))
     return (template[: found[0].start()], template[found[-1].end() :]) if found else (template, template)
@@ -138,7 +141,7 @@ def _literal_ends(template: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=4096)
 def compiled(pattern: NamePattern) -> regex.Pattern[str]:
-    """Return a pattern's regular expression. Raises UsageError if it is malformed."""
+    """Return the regular expression for a pattern. Raises UsageError if the template or regex is malformed."""
     if pattern.regex:
         return compile_regex(pattern.regex)
     text, end, seen = "", 0, set[str]()

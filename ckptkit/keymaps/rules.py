@@ -12,7 +12,7 @@ from ckptkit.catalog.targets import Target, concatenated
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.keymaps.patterns import NamePattern, placeholders, render
 
-# A number, or a product of numbers and config.json keys, such as "num_key_value_heads" or "2*head_dim".
+# A number, a key of config.json ("num_key_value_heads"), or a product of numbers and keys ("2*head_dim").
 Size = int | str
 Sizes = tuple[Size, ...] | Literal["equal"] | None
 
@@ -27,7 +27,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A rule that drops the tensors that match `source`. The report shows `why`."""
+    """A rule that drops the tensors that match `source`. `why` is the reason that the user sees."""
 
     source: NamePattern
     why: str = "dropped by the key map"
@@ -37,7 +37,7 @@ class Drop:
 class Split:
     """A rule that splits a tensor along `dim`, into one tensor per name in `to`.
 
-    The new tensors have the given sizes. Without `sizes`, all have the same size.
+    `sizes` are the sizes of the new tensors along `dim`. By default, all sizes are equal.
     """
 
     source: NamePattern
@@ -48,9 +48,10 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """A rule that concatenates tensors along `dim`.
+    """A rule that concatenates one tensor per pattern in `source` along `dim`.
 
-    With `sizes`, the tensors must have these sizes. Without them, the rule can't be inverted.
+    `sizes` are the sizes that the source tensors must have along `dim`. None accepts any sizes, but then the rule
+    cannot be inverted.
     """
 
     source: tuple[NamePattern, ...]
@@ -61,7 +62,10 @@ class Concat:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A rule that stacks numbered tensors along a new dimension `dim`. `index` is the placeholder for the number."""
+    """A rule that stacks numbered tensors along a new dimension `dim`.
+
+    `index` names the placeholder in `source` that matches the number: "i" for "experts.{i:d}.w1".
+    """
 
     source: NamePattern
     to: str
@@ -71,7 +75,10 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    """A rule that splits a tensor into one tensor per index along `dim`. {index} in `to` is the index."""
+    """A rule that splits a tensor into one tensor per position along `dim`, and removes this dimension.
+
+    `index` names the placeholder in `to` that stands for the position: "i" for "experts.{i}.w1".
+    """
 
     source: NamePattern
     to: str
@@ -81,7 +88,7 @@ class Unstack:
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """A rule that permutes the dimensions. Without `dims`, it swaps the last two."""
+    """A rule that permutes the dimensions. If `dims` is empty, the rule swaps the last two dimensions."""
 
     source: NamePattern
     dims: tuple[int, ...] = ()
@@ -89,10 +96,10 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class RopePermute:
-    """A rule that reorders each head's rows into the rotary-embedding layout `to`.
+    """A rule that reorders the rows of each attention head into another layout for rotary embeddings (RoPE).
 
-    "halves" is transformers' layout. In "interleaved", the two rows of a pair are adjacent. `heads` is the number of
-    heads.
+    RoPE rotates pairs of rows. With `to="interleaved"`, the two rows of a pair are adjacent, as in Meta's code. With
+    `to="halves"`, each half of the head has one of the two rows, as in transformers. `heads` is the number of heads.
     """
 
     source: NamePattern
@@ -110,24 +117,24 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """A rule that extends `dim` to `size`. The added elements have no source, and a load leaves them unchanged."""
+    """A rule that extends dimension `dim` to `size`. A load does not change the added elements of the model's tensor."""
 
     source: NamePattern
     size: Size
     dim: int = 0
 
 
-_MAX_PIECES = 1 << 16  # per tensor; needed because a tensor without elements may have any number of rows
+_MAX_PIECES = 1 << 16  # per tensor; the limit is needed, because a tensor without elements may have any number of rows
 
 Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermute | Cast | Pad
 
 
 @dataclass(slots=True)
 class RuleState:
-    """The state while a map is applied: the remaining tensors, the dropped tensors, and errors.
+    """The state while a map is applied: the tensors so far, the dropped tensors, and errors.
 
-    `touched` contains the names that a rule has produced or deliberately kept. `dropped_numel` maps each source to the
-    number of its elements that were dropped.
+    `touched` contains the current names of all tensors that a rule has matched. `dropped_numel` contains, for each
+    source, the number of dropped elements.
     """
 
     targets: dict[str, Target]
@@ -138,7 +145,7 @@ class RuleState:
     faults: list[str] = field(default_factory=list)
 
     def drop(self, names: Iterable[str], why: str) -> None:
-        """Drop tensors. All their elements count as dropped, not as missing."""
+        """Drop tensors. Their elements are added to `dropped_numel`."""
         gone = list(names)
         for part in (part for name in gone for part in self.targets[name].parts):
             self.dropped[part.source] = why
@@ -146,7 +153,7 @@ class RuleState:
         self.replaced(gone, [])
 
     def replaced(self, taken: Iterable[str], made: Iterable[tuple[str, Target]]) -> None:
-        """Replace the tensors that a rule consumed by the tensors that it produced. A duplicate name is an error."""
+        """Replace the tensors that a rule matched by the tensors that the rule made. Adds an error if names collide."""
         gone = set(taken)
         if not gone:
             return
@@ -165,12 +172,12 @@ class RuleState:
 
 
 def run(rule: Rule, work: RuleState) -> int:
-    """Apply one rule to all tensors that it matches, and return the number of these tensors. Adds errors to `work`."""
+    """Apply one rule, and return the number of tensors that the rule matches. Adds errors to `work.faults`."""
     return _RUNNERS[type(rule)](rule, work)
 
 
 def size_of(size: Size, config: Mapping[str, Any], rule: str) -> int:
-    """Evaluate `size`. Raises UsageError if it uses a config key that is missing."""
+    """Evaluate `size`. Raises UsageError if it uses a key that `config` lacks."""
     if isinstance(size, int):
         return size
     product = 1
@@ -206,7 +213,7 @@ def _config_value(config: Mapping[str, Any], key: str) -> int | None:
 def _one_by_one(
     pattern: NamePattern, work: RuleState, make: Callable[[Target, Mapping[str, str]], list[tuple[str, Target]]]
 ) -> int:
-    """Replace each matching tensor with the result of `make`. If `make` raises a mismatch, record an error."""
+    """Replace each matching tensor with the result of `make`. Add an error if `make` raises CheckpointMismatchError."""
     taken: list[str] = []
     made: list[tuple[str, Target]] = []
     match = pattern.matcher()
@@ -276,7 +283,7 @@ def _concat(rule: Concat, work: RuleState) -> int:
 
 
 def _put(found: dict[str, dict[int, Target]], to: str, index: int, target: Target, work: RuleState) -> None:
-    """Record `target` as piece `index` of the tensor `to`. Add an error if this piece already exists."""
+    """Add `target` to `found` as piece number `index` of the tensor `to`. Add an error if there already is one."""
     first = found.setdefault(to, {}).setdefault(index, target)
     if first is not target:
         work.faults.append(f"{to!r}: {first.name!r} and {target.name!r} would both be piece {index}")
@@ -398,7 +405,7 @@ def _dim(target: Target, dim: int, verb: str) -> int:
 
 
 def _same_but(to: str, pieces: list[Target], dim: int | None) -> None:
-    """Check that the dtypes are equal, and that the shapes are equal except along `dim`."""
+    """Check that the pieces have equal dtypes, and equal shapes except along `dim`."""
     first = pieces[0]
 
     def rest(target: Target) -> tuple[int, ...]:
@@ -422,14 +429,18 @@ def _origin(target: Target) -> str:
 
 
 def written_templates(rule: Rule) -> tuple[str, ...]:
-    """Return the name templates that a rule writes, or () if the rule keeps names."""
+    """Return the templates of the new names, or () if the rule does not change names."""
     if isinstance(rule, Split):
         return rule.to
     return (rule.to,) if isinstance(rule, (Rename, Concat, Stack, Unstack)) else ()
 
 
 def check_rule(rule: Rule) -> None:
-    """Raise UsageError if a template uses a placeholder that its pattern lacks, or if an index is misplaced."""
+    """Check the placeholders of a rule. Raises UsageError.
+
+    A template may use only the placeholders of its pattern. The `index` of Stack must be in `source` and not in `to`.
+    The `index` of Unstack must be in `to`.
+    """
     patterns = rule.source if isinstance(rule, Concat) else (rule.source,)
     templates = written_templates(rule)
     extra = {rule.index} if isinstance(rule, Unstack) else set[str]()
@@ -463,11 +474,11 @@ _RUNNERS: dict[type, Callable[[Any, RuleState], int]] = {
 
 
 def inverse_rules(name: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Return rules that undo `rules`: each rule's inverse, in reverse order.
+    """Return rules that undo `rules`: the inverse of each rule, in reverse order.
 
     Raises:
-        UsageError: A rule cannot be inverted: a drop, a cast, a rule with a regex, or a concat without sizes, for
-            example.
+        UsageError: A rule cannot be inverted. For example, a drop, a cast, a rule with a regex, and a concat without
+            sizes have no inverse.
     """
     inverted: list[Rule] = []
     for number, rule in enumerate(rules, start=1):
@@ -505,9 +516,9 @@ def _inverse(rule: Rule) -> Rule:
 
 
 def _turned(source: NamePattern, to: str, *, lost: str = "", gained: str = "") -> NamePattern:
-    """Return a pattern for the names that `to` produces. Placeholders have the same kinds as in `source`.
+    """Return a pattern for the names that the template `to` produces. Placeholders have the same kinds as in `source`.
 
-    `lost` is the number placeholder that a stack removes. `gained` is the number placeholder that an unstack adds.
+    `lost` is the placeholder that a stack removes. `gained` is the placeholder that an unstack adds; it matches digits.
     """
     known = placeholders(_template(source))
     gone = set(known) - set(placeholders(to)) - {lost}

@@ -14,10 +14,10 @@ _FRONTS = ("module.", "_forward_module.")
 
 
 def strip_infixes(names: Iterable[str]) -> dict[str, str]:
-    """Return each name without the components that wrappers add.
+    """Return a mapping from each name to the name without the components that wrappers add.
 
-    Removes `_orig_mod.`, `_checkpoint_wrapped_module.` and `_fsdp_wrapped_module.` everywhere in a name. Removes
-    `module.` and `_forward_module.` only at the start, and only if all names have the prefix.
+    Removes `_orig_mod.`, `_checkpoint_wrapped_module.` and `_fsdp_wrapped_module.` everywhere in a name. Removes the
+    prefix `module.` or `_forward_module.` only if all names start with it.
 
     Raises:
         CheckpointMismatchError: Two names would become equal.
