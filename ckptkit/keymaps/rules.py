@@ -117,7 +117,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """A rule that extends dimension `dim` to `size`. A load does not change the added elements of the model's tensor."""
+    """A rule that extends dimension `dim` to `size`. A load does not change the added elements in the model."""
 
     source: NamePattern
     size: Size
