@@ -29,7 +29,7 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
     """Add the options that select the tensors and files to export.
 
     Args:
-        weights: Name of the flag that chooses between model weights and fp32 masters.
+        weights: Name of the option that chooses between model weights and fp32 master weights.
     """
     options = [
         _what(
@@ -107,8 +107,8 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
 def command(src: str, dst: str, *, push: str | None, adapter_config: str | None, as_json: bool, **options: Any) -> None:
     """Convert the checkpoint at SRC and write the result to DST.
 
-    DST appears complete or not at all. No code from SRC is executed. No GPU, process group or model class is needed,
-    and memory stays below --max-memory for any model size.
+    DST is published only when it is complete. No code from SRC is executed. No GPU, process group or model class is
+    needed. For any model size, the tensor data in memory stays below --max-memory.
     """
     from ckptkit.offline.convert import convert
 

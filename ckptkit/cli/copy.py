@@ -27,11 +27,11 @@ from ckptkit.cli.outcome import interrupted_words, outcome_options, prints
 @storage_options_of_both
 @command_frame
 def command(src: str, dst: str, *, as_json: bool, **options: Any) -> None:
-    """Copy the checkpoint or the run at SRC to DST, including optimizer states and commit records. Copying a run copies
-    all its committed checkpoints.
+    """Copy the checkpoint or the run at SRC to DST, including optimizer states and commit records.
 
-    The digests of SRC are checked while it is read. Each checkpoint appears completely or not at all. The checkpoints
-    of a run are copied oldest first; after an interruption, run the same command again to copy the rest.
+    The digests of SRC are checked while it is read. Each checkpoint is published only when it is complete. If SRC is a
+    run, all its committed checkpoints are copied, oldest first. After an interruption, run the same command again to
+    copy the rest.
     """
     from ckptkit.offline.copy import copy, run_at
 

@@ -27,10 +27,10 @@ _FIRST = 5  # differences shown per kind, unless --verbose
 @storage_option
 @command_frame
 def command(a: str, b: str, *, html: str | None, as_json: bool, **options: Any) -> None:
-    """Compare the checkpoints at A and B, whose formats and shardings may differ. The exit code is 1 if a tensor or
-    another value differs.
+    """Compare the tensors and other values of the checkpoints at A and B. The exit code is 1 if they differ.
 
-    Prints a summary by layer. --verbose lists every tensor; --quiet prints only the last line.
+    The formats and shardings of A and B may differ. Prints a summary by layer. --verbose lists every tensor; --quiet
+    prints only the last line.
     """
     from ckptkit.offline.diff import diff
 

@@ -27,11 +27,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 StorageOptions = Mapping[str, Any] | None
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 PROGRESS_DELAY_S = 1.0  # shorter operations show no bar
-_LISTED = 5  # lines of a list that are shown unless --verbose was given
+_LISTED = 5  # maximum lines of a list that are shown without --verbose
 
 
 def command_frame(function: F) -> F:
-    """Add --quiet, --verbose and --debug to a command, and turn its exceptions into a message and an exit code."""
+    """Add --quiet, --verbose and --debug to a command. Turn each exception into an error message and an exit code."""
     output = grouped("Output")
 
     @output("-q", "--quiet", is_flag=True, help="Print results and errors only.")
@@ -72,7 +72,7 @@ def command_frame(function: F) -> F:
 
 
 def _refuse_empty(context: click.Context) -> None:
-    """Raise UsageError if an option is "" (usually an unset shell variable), which commands would silently ignore."""
+    """Raise UsageError if an option is "". The usual cause is a shell variable that is not set."""
     for option in context.command.params:
         value = context.params.get(option.name or "")
         if isinstance(option, click.Option) and (value == "" or (isinstance(value, tuple) and "" in value)):
@@ -80,9 +80,9 @@ def _refuse_empty(context: click.Context) -> None:
 
 
 def if_interrupted(words: str | Callable[[], str]) -> None:
-    """Set the message to print on Ctrl-C, which says what is left and how to continue.
+    """Set the message that Ctrl-C prints: which files remain, and how to continue.
 
-    A callable `words` is called on Ctrl-C and returns the message.
+    If `words` is a function, it is called on Ctrl-C and returns the message.
     """
     click.get_current_context().meta["ckptkit.interrupted"] = words
 
@@ -99,7 +99,7 @@ def _message(error: Exception) -> str:
 
 
 def _older(error: Exception) -> str:
-    """Return a line that names the run's previous checkpoint if the error reports damage; otherwise ""."""
+    """Return a line that names the run's previous checkpoint. "" if there is none, or if `error` reports no damage."""
     if not isinstance(error, CorruptCheckpointError) or not error.checkpoint:
         return ""
     from ckptkit.offline.reading import earlier_checkpoint
@@ -125,9 +125,9 @@ class _Printable:
 
 
 def shortened(lines: Sequence[str], kinds: Sequence[str]) -> list[str]:
-    """Shorten a list of lines: without --verbose, keep at most five consecutive lines of the same kind.
+    """Keep at most five consecutive lines of the same kind, and count the others. With --verbose, keep all lines.
 
-    Lines of the kind "" are always kept.
+    `kinds` contains the kind of each line. Lines of the kind "" are always kept.
     """
     if click.get_current_context().meta.get("ckptkit.verbose"):
         return list(lines)
@@ -142,7 +142,7 @@ def shortened(lines: Sequence[str], kinds: Sequence[str]) -> list[str]:
 
 
 def _shortened(text: str) -> str:
-    """Shorten the lists in an error message. A list is a run of indented lines that begin with the same word."""
+    """Shorten the lists in an error message. A list consists of consecutive indented lines with the same first word."""
     lines = text.splitlines()
     return "\n".join(shortened(lines, [line.split(" ", 3)[2] if line.startswith("  ") else "" for line in lines]))
 
@@ -167,12 +167,12 @@ def _colour(stream: Any) -> bool:
 
 
 def is_quiet() -> bool:
-    """Return whether --quiet was given, so that only results and errors are printed."""
+    """Return whether --quiet was given. If so, print only results and errors."""
     return bool(click.get_current_context().meta.get("ckptkit.quiet", False))
 
 
 def note(text: str) -> None:
-    """Print a note on stderr, unless --quiet was given."""
+    """Print a note on stderr. With --quiet, print nothing."""
     if not is_quiet():
         click.echo(text, err=True)
 
@@ -184,9 +184,9 @@ def print_json(document: Any) -> None:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]:
-    """Yield a callback that draws a progress bar. Yield None with --quiet, or if stderr is not a terminal.
+    """Yield a function that updates a progress bar. Yield None with --quiet, or if stderr is not a terminal.
 
-    The callback takes the bytes done, the total bytes, and "FILE" or "PHASE: FILE".
+    The function takes the number of bytes done, the total number of bytes, and a text: "FILE" or "PHASE: FILE".
     """
     if is_quiet() or not sys.stderr.isatty():
         yield None
@@ -207,7 +207,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
     ) as bar:
 
         def update(done: int, total: int, what: str) -> None:
-            if time.monotonic() < first:  # tqdm's delay does not apply to a new description or phase
+            if time.monotonic() < first:  # tqdm would show the bar at once when the description changes
                 return
             if done < bar.n:  # a new phase has begun, such as reading the result back
                 bar.reset()
@@ -223,10 +223,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
 
 
 def _width_is_known(stream: Any) -> bool:
-    """Return whether the terminal reports its width.
-
-    Some pseudo-terminals report 0 columns, and tqdm's bar has one cell there.
-    """
+    """Return whether the terminal reports its width. Some report 0 columns. tqdm's bar would have one cell there."""
     try:
         return os.get_terminal_size(stream.fileno()).columns > 0
     except OSError:
@@ -234,7 +231,7 @@ def _width_is_known(stream: Any) -> bool:
 
 
 def _parsed(_context: click.Context, option: click.Parameter, pairs: tuple[str, ...]) -> Mapping[str, Any] | None:
-    """Return KEY=VALUE pairs as a mapping; None if there are none. Values that are valid JSON are decoded."""
+    """Return KEY=VALUE pairs as a mapping, or None if there are no pairs. Values that are valid JSON are decoded."""
     options: dict[str, Any] = {}
     for pair in pairs:
         key, separator, value = pair.partition("=")

@@ -15,7 +15,7 @@ from ckptkit.units import counted, first_few, format_count, format_size
 if TYPE_CHECKING:
     from ckptkit.offline.inspect import InspectReport, TreeNode
 
-_SIBLINGS = 20  # lines for the modules of one parent
+_SIBLINGS = 20  # maximum lines for the modules of one parent
 
 
 @click.command("inspect")
@@ -112,21 +112,18 @@ def _lines(report: InspectReport) -> list[str]:
 
 
 def _place(index: int, child: TreeNode) -> int | str:
-    """Return a key for `groupby`. Modules named by consecutive numbers share a key. Other modules have unique keys."""
+    """Return a key for `groupby`. Modules whose names are consecutive numbers share a key. Other keys are unique."""
     number = _number(child)
     return child.name if number < 0 else number - index
 
 
 def _number(child: TreeNode) -> int:
-    """Return a module's name as a number, or -1 for other names.
-
-    Python's int refuses "²" and very long numbers.
-    """
+    """Return a module's name as a number. -1 if the name is not a number, or is longer than 18 digits."""
     return int(child.name) if child.name.isdecimal() and len(child.name) < 19 else -1
 
 
 def _tree_lines(node: TreeNode, indent: str) -> list[str]:
-    """Return a line per module. Modules of equal size with consecutive numbers, such as layers, share a line."""
+    """Return one line per module. Modules of equal size with consecutive numbers (usually layers) share a line."""
     lines = []
     children = sorted(node.children, key=_number)
     runs = groupby(enumerate(children), lambda row: (_place(*row), row[1].nbytes))

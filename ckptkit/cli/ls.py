@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 @storage_option
 @command_frame
 def command(root: str, *, every: bool, as_json: bool, html: str | None, **options: Any) -> None:
-    """List the checkpoints of the run at ROOT: step, age, size, type, ranks, metrics, and why rotation keeps or would
-    delete each one.
+    """List the checkpoints of the run at ROOT: step, age, size, type, ranks and metrics. For each checkpoint, show
+    whether rotation would keep it or delete it, and why.
 
-    Uses the policy that the run recorded; limits given here override its limits. With --quiet, prints only names.
+    Uses the policy that the run recorded. Limits given here override the recorded limits. With --quiet, prints only
+    names.
     """
     from ckptkit.offline.listing import list_run
 
@@ -75,7 +76,8 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
 def _aligned(table: list[list[str]], columns: int) -> list[str]:
     """Return the table as aligned lines.
 
-    If a line would be wider than `columns` (0: no limit), each row's last cell is put on separate lines below the row.
+    If any line would be wider than `columns`, the last cell of each row is put on lines of its own, below the row.
+    `columns` 0 means no limit.
     """
     widths = [max(len(cells[i]) for cells in table) for i in range(len(table[0]) - 1)]
     heads = ["  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=False)) for cells in table]

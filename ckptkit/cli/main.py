@@ -1,6 +1,6 @@
 """Runs the `ckptkit` command.
 
-The module of a subcommand is imported only when the subcommand is called, which keeps --help fast.
+--help is fast, because the module of a subcommand is imported only when the subcommand is called.
 """
 
 from __future__ import annotations
@@ -136,16 +136,17 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 def cli() -> None:
     """Convert, reshard, verify, compare, copy and rotate checkpoints of PyTorch training.
 
-    A URL is a path, or anything that fsspec opens (s3://, gs://). A run's directory means the run's newest committed
-    checkpoint. Exit codes: 0 success, 1 the checkpoint is damaged, missing or does not match, 2 wrong usage, 130
-    interrupted.
+    A URL is a path, or anything that fsspec opens (s3://, gs://). If a command takes a checkpoint and you give the
+    directory of a run, the command takes the run's newest committed checkpoint.
+
+    Exit codes: 0 success; 1 the checkpoint is damaged, missing or does not match; 2 wrong usage; 130 interrupted.
     """
 
 
 class _InterruptOnce:
-    """Raises KeyboardInterrupt on SIGINT, then ignores SIGINT for 5 seconds, so that the cleanup is not stopped.
+    """Raises KeyboardInterrupt on SIGINT. Ignores further SIGINTs for 5 seconds, so that the cleanup can finish.
 
-    Duplicates are common: launchers forward the terminal's signal again, and people press Ctrl-C twice.
+    A second SIGINT is common: launchers forward the terminal's signal again, and people press Ctrl-C twice.
     """
 
     def __init__(self) -> None:

@@ -40,10 +40,10 @@ _what = grouped("What")
 @storage_options_of_both
 @command_frame
 def command(srcs: tuple[str, ...], dst: str, **options: Any) -> None:
-    """Write the weighted average of the checkpoints SRC... (oldest first) to DST.
+    """Write the weighted average of the checkpoints SRC... to DST. Give the oldest checkpoint first.
 
     The sources may have different formats and world sizes, but must have the same tensors. Only model weights are
-    averaged; optimizer states are left out. The result is bit-identical for any --workers and --max-memory.
+    averaged. DST has no optimizer states. The result is bit-identical for any --workers and --max-memory.
     """
     from ckptkit.offline.merge import merge
 

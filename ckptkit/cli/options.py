@@ -1,4 +1,4 @@
-"""Defines click options that --help lists in groups, and choices whose errors suggest the right spelling."""
+"""Defines click options that --help lists in groups, and choices that suggest the right spelling after an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LAST = "Output"
 
 
 class _GroupedOption(click.Option):
-    """An option that knows the heading under which --help lists it."""
+    """An option. --help lists it under the heading `group`."""
 
     def __init__(self, *args: Any, group: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -21,7 +21,7 @@ class _GroupedOption(click.Option):
 
 
 def grouped(group: str) -> Callable[..., Callable[[F], F]]:
-    """Return a variant of `click.option` whose options --help lists under the heading `group`."""
+    """Return a variant of `click.option`. --help lists its options under the heading `group`."""
 
     def option(*names: str, **settings: Any) -> Callable[[F], F]:
         return click.option(*names, cls=_GroupedOption, group=group, **settings)
@@ -30,7 +30,7 @@ def grouped(group: str) -> Callable[..., Callable[[F], F]]:
 
 
 def allow_pickle(group: str = "") -> Callable[[F], F]:
-    """Return the option --allow-pickle, which prints a red warning when used."""
+    """Return the option --allow-pickle. If a user gives it, a red warning is printed."""
 
     def warn(_: click.Context, __: click.Parameter, given: bool) -> bool:
         if given:
@@ -54,7 +54,7 @@ def allow_pickle(group: str = "") -> Callable[[F], F]:
 
 
 class GroupedCommand(click.Command):
-    """A command whose --help lists options under group headings, in order of declaration, with "Output" last."""
+    """A command whose --help lists options under group headings. Groups keep their order, but "Output" comes last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -79,8 +79,8 @@ class OneOf(click.Choice):  # type: ignore[type-arg, unused-ignore]
     """A choice whose error message suggests the closest spelling.
 
     Args:
-        hidden: Values that are accepted but not listed.
-        meant: Maps a known wrong value to the choice to suggest.
+        hidden: Values that are accepted, but not listed in messages and help.
+        meant: The choice to suggest for each known wrong value.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Defines the options and the output that `convert`, `merge`, `reshard` and `copy` share."""
+"""Defines the options and the output that are common to `convert`, `merge`, `reshard` and `copy`."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def vocabulary_options(function: F) -> F:
 
 
 def carry_out(function: Callable[..., ConvertReport], src: Any, dst: str, *, as_json: bool, **options: Any) -> None:
-    """Run `convert`, `merge` or `reshard`, and print its report.
+    """Run `function` (`convert`, `merge` or `reshard`), and print its report.
 
     Raises:
-        SystemExit: This was a dry run, and the real run would fail. The exit code is 1.
+        SystemExit: After a dry run, if a real run would fail. The exit code is 1.
     """
     if_interrupted(lambda: interrupted_words(dst, overwrite=options["overwrite"]))
     with progress_bar(function.__name__) as progress:
@@ -84,7 +84,7 @@ def _plan_lines(report: ConvertReport) -> list[str]:
 
 
 def interrupted_words(dst: str, *, overwrite: bool) -> str:
-    """Return a message that says whether DST changed, what is staged, and how to continue."""
+    """Return a message that says whether DST has changed, where the finished part is, and how to continue."""
     from ckptkit.offline.copying.resume import left_beside
     from ckptkit.storage.store import split_url
 

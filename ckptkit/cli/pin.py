@@ -16,7 +16,7 @@ from ckptkit.cli.frame import StorageOptions, command_frame, json_option, print_
 def command(url: str, why: str, as_json: bool, storage_options: StorageOptions) -> None:
     """Protect the checkpoint at URL from rotation.
 
-    URL is RUN/step_..., RUN/latest, RUN/best or RUN/1200. RUN alone means its newest checkpoint.
+    URL is RUN/step_..., RUN/latest, RUN/best or RUN/1200. RUN alone means the newest checkpoint of the run.
     """
     from ckptkit.checkpoint.run.address import resolve_checkpoint
     from ckptkit.checkpoint.run.pins import pin_forever

@@ -1,4 +1,4 @@
-"""`ckptkit prune`: delete what the retention policy does not keep."""
+"""`ckptkit prune`: delete the checkpoints that the retention policy does not keep."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ckptkit.units import format_size
 @storage_option
 @command_frame
 def command(root: str, *, dry_run: bool, as_json: bool, **options: Any) -> None:
-    """Delete the checkpoints of the run at ROOT that its policy does not keep, and the leftovers of killed saves.
+    """Delete the checkpoints of the run at ROOT that its policy does not keep. Also delete the files of killed saves.
 
-    Never deletes the newest checkpoint, the best, or a pinned one, nor files that ckptkit did not write. Uses the
-    policy that the run recorded; limits given here override its limits.
+    Never deletes the newest checkpoint, the best checkpoint, a pinned checkpoint, or files that ckptkit did not write.
+    Uses the policy that the run recorded. Limits given here override the recorded limits.
     """
     from ckptkit.offline.prune import prune
 

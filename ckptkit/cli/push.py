@@ -15,7 +15,7 @@ from ckptkit.cli.frame import command_frame, if_interrupted, is_quiet, json_opti
 @json_option
 @command_frame
 def command(folder: str, repo: str, private: bool | None, revision: str | None, as_json: bool) -> None:
-    """Upload the export in FOLDER to the Hugging Face model repo REPO, in one commit."""
+    """Upload the export in FOLDER to the Hugging Face model repo REPO. The upload is one commit."""
     from ckptkit.integrations.hub import push_folder
 
     if_interrupted(

@@ -36,8 +36,11 @@ _what = grouped("What")
 @storage_options_of_both
 @command_frame
 def command(src: str, dst: str, **options: Any) -> None:
-    """Rewrite the checkpoint at SRC for a different number of ranks or a different mesh, including optimizer, master
-    weights and schedulers. File r of DST contains exactly what rank r of the new job loads."""
+    """Rewrite the checkpoint at SRC for a different number of ranks or a different mesh. The result is written to DST.
+
+    Optimizer states, master weights and schedulers are included. File r of DST contains exactly the data that rank r of
+    the new job loads.
+    """
     from ckptkit.offline.reshard import reshard
 
     carry_out(reshard, src, dst, **options)

@@ -52,7 +52,7 @@ def policy_options(function: F) -> F:
 
 
 def take_policy(options: dict[str, Any]) -> RetentionPolicy | None:
-    """Remove the rules of a policy from a command's options, and return the policy; None if no rule was given.
+    """Remove the retention options from a command's options. Return them as a policy, or None if none was given.
 
     Raises:
         UsageError: A value is invalid.

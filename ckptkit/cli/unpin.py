@@ -16,7 +16,7 @@ from ckptkit.cli.pin import check_exists
 def command(url: str, as_json: bool, storage_options: StorageOptions) -> None:
     """Unpin the checkpoint at URL, so that rotation may delete it.
 
-    RUN alone means its newest checkpoint.
+    RUN alone means the newest checkpoint of the run.
     """
     from ckptkit.checkpoint.run.address import resolve_checkpoint
     from ckptkit.checkpoint.run.pins import unpin

@@ -38,7 +38,7 @@ SHOWN_OF_A_FILE = 10  # problems shown per file; a failing disk may damage ten t
 def command(url: str, *, layout: str | None, allow_pickle: bool, as_json: bool, **options: Any) -> None:
     """Check that the checkpoint at URL is complete and undamaged. The exit code is 1 if it is damaged.
 
-    For tensors of unknown classes, only checksums are compared. They are listed, and do not count as damage.
+    If a tensor's class is unknown, only its checksum is compared. Such tensors are listed. They do not count as damage.
     """
     from ckptkit.formats.options import ReadOptions
     from ckptkit.offline.verify import Problem, VerifyReport, verify
