@@ -54,8 +54,8 @@ class SignalWatch:
     installed handler also runs, unless it is the default one, which would end the process.
 
     Forked processes (DataLoader workers, multiprocessing pools) get the original handlers back, so SIGTERM ends them.
-    They ignore SIGUSR1 and SIGUSR2. A scheduler may send these to all processes of a job, but training needs its
-    workers until it has saved.
+    They ignore SIGUSR1 and SIGUSR2. A scheduler may send these signals to all processes of a job, but training needs
+    its workers until it has saved.
 
     Args:
         coordinator: Connects the ranks that must agree. No other thread may use it.
@@ -113,7 +113,7 @@ _forking = threading.local()
 def _before_fork() -> None:
     """Block the watched signals in this thread.
 
-    Otherwise Python would lose signals that the child receives before its fork hooks have run.
+    If they were not blocked, Python would lose signals that the child receives before its fork hooks have run.
     """
     numbers = {number for watch in _watches for number in watch._before}
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
@@ -147,7 +147,8 @@ class CheckpointManager:
         state_dict_type: The type of checkpoint that `save` writes. `load` detects the type.
         max_shard_size: Maximum size of one file of a FULL checkpoint: bytes, or a string such as "5GB".
         timeout_s: How long to wait for a rank before all ranks raise: seconds, or a string such as "30min".
-        async_policy: What `save_async` does while another save is running: "wait" for it, or "refuse" and raise.
+        async_policy: What `save_async` does while another save is running. "wait" waits for the other save. "refuse"
+            raises.
         async_mode: How `save_async` writes staged data. "thread" is the only mode.
         on_signal: The signals that `interrupted` and `save_on_signal` react to. "save" means SIGTERM (preemption) and
             SIGUSR1 (`sbatch --signal=USR1@300`).
@@ -257,10 +258,10 @@ class CheckpointManager:
         )
 
     def run_on_all(self, fn: Callable[[], T], what: str) -> T:
-        """Run `fn` on every rank. Return this rank's result once all have succeeded. All ranks must call it.
+        """Run `fn` on every rank. Return this rank's result once all ranks have succeeded.
 
-        Use it for work before a save or load that may fail on some ranks. If such a rank just raised, the others would
-        wait for it in their next call until the timeout.
+        All ranks must call this method. Use it for work that may fail on some ranks, before a save or a load. If a rank
+        failed outside of this method, the other ranks would wait for that rank in their next call, until the timeout.
 
         Args:
             what: Names the work in errors.
@@ -315,7 +316,7 @@ class CheckpointManager:
 
         Takes the arguments of `save`. Later changes to `state` do not affect the checkpoint. If the background work
         fails, the handle's `result` raises the error. If you do not call `result`, the next call to this manager raises
-        it.
+        the error.
 
         Raises:
             SaveError: The previous save failed, or it is still running and `async_policy` is "refuse".
@@ -329,8 +330,8 @@ class CheckpointManager:
                     f"step {step} is not saved: the previous save is still running, and async_policy is 'refuse'."
                 )
         self._settle()
-        # Capturing thousands of tensors creates enough objects to trigger a collection, which takes longer than the
-        # capture.
+        # Capturing thousands of tensors creates enough objects to trigger a garbage collection, which takes longer than
+        # the capture.
         collecting = gc.isenabled()
         gc.disable()
         try:
@@ -368,8 +369,8 @@ class CheckpointManager:
     ) -> bool:
         """Save `state` and return True if any rank has received one of the `on_signal` signals.
 
-        After True, end the job. All ranks must call it between two steps, after the step's regular save, if there is
-        one. It waits for a running save, and does not save a step that this manager has already saved.
+        If it returns True, end the job. All ranks must call it between two steps. Call it after the regular save of the
+        step, because it does not save a step that this manager has already saved. It waits for a running save.
 
         Raises:
             UsageError: The manager was created without `on_signal`.
@@ -401,12 +402,12 @@ class CheckpointManager:
     ) -> LoadReport | None:
         """Restore `state` in place. Return a report, or None if the run is new (see `start_fresh`).
 
-        All ranks must call it; rank 0 chooses the checkpoint. A LOCAL checkpoint loads only on the world size and
-        mesh that saved it; all others load on any. Nothing is changed unless all keys, shapes and dtypes match. Then
-        tensors are read straight into the state, without a second copy. If damage is found while reading, the load
+        All ranks must call it; rank 0 chooses the checkpoint. A LOCAL checkpoint loads only on the world size and mesh
+        that saved it. Other checkpoints load on any mesh. Nothing is changed unless all keys, shapes and dtypes match.
+        Then tensors are read straight into the state, without a second copy. If damage is found while reading, the load
         raises, and the half-loaded state cannot be saved until a load succeeds. With `atomic=True` nothing is changed
-        until everything is read and checked. If the root holds another system's run (Lightning, verl, ...) and
-        no ckptkit checkpoint, the newest checkpoint of that run is loaded.
+        until everything is read and checked. If the root holds another system's run (Lightning, verl, ...) and no
+        ckptkit checkpoint, the newest checkpoint of that run is loaded.
 
         Args:
             which: "latest", "latest~1", "best", a step, a tag, or the URL of a checkpoint in any format that ckptkit
@@ -420,8 +421,8 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: The checkpoint `which` does not exist.
             IncompleteCheckpointError: There are step directories, but none is committed.
-            CheckpointMismatchError: The state does not match; lists all mismatches.
-            CorruptCheckpointError: The checkpoint is damaged; names file and tensor.
+            CheckpointMismatchError: The state does not match. The message lists all mismatches.
+            CorruptCheckpointError: The checkpoint is damaged. The message names the file and the tensor.
         """
         self._settle()
 
@@ -539,12 +540,13 @@ class CheckpointManager:
     def _stage(self, prepared: Prepared) -> None:
         """Copy the data to host memory.
 
-        If the copy fails, `publish` raises the error, because other ranks have already started.
+        If the copy fails, this method does not raise, because other ranks have already started to save. Then `publish`
+        raises the error on every rank.
         """
         started = prepared.clock.seconds()
         try:
             prepared.staged = self._buffers.copy(prepared.plan.tensors)
-        except Exception as error:  # noqa: BLE001  probably out of memory: `publish` raises it on every rank
+        except Exception as error:  # noqa: BLE001  probably out of memory
             prepared.failure = error
             prepared.staged = stand_ins(prepared.plan.tensors)
         prepared.clock.add("stage", prepared.clock.seconds() - started, self._buffers.staged)
@@ -626,7 +628,7 @@ class CheckpointManager:
             gone = tuple((item.step, item.nbytes) for item in done.decisions if item.name in done.deleted)
             older = done.decisions[: -self.retention.max_num] if self.retention.max_num is not None else ()
             return gone, len(done.decisions) - len(done.deleted), sum(item.keep for item in older)
-        except Exception as error:  # noqa: BLE001  the other ranks continue, and would wait for rank 0
+        except Exception as error:  # noqa: BLE001  the other ranks have continued, and would wait for rank 0
             _log.warning("step %d is saved, but rotation failed; the next save retries: %s", record.step, error)
             return (), None, 0
 
@@ -648,7 +650,7 @@ def check_options(
     start_fresh: object = "if_empty",
     storage_options: object = None,
 ) -> tuple[str, StateDictType, int]:
-    """Check a CheckpointManager's arguments without creating one, for integrations that create it later.
+    """Check the arguments of a CheckpointManager that an integration will create later.
 
     Returns three parsed arguments: the URL, the state-dict type, and the maximum file size in bytes.
 

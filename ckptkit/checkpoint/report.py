@@ -146,8 +146,9 @@ class SaveReport(TimedReport):
         seconds: Time from the call to the commit.
         deleted: (step, bytes) of each checkpoint that rotation deleted.
         kept: Number of checkpoints after rotation; None on ranks other than 0, or if rotation failed.
-        limit: The policy's `max_num`, which exempt checkpoints may exceed; None without a limit.
-        exempt: How many of `kept` are older than the `limit` newest, but exempt (best, pinned, ...).
+        limit: The policy's `max_num`; None without a limit. Because of exempt checkpoints, `kept` may be larger.
+        exempt: Number of kept checkpoints that are older than the `limit` newest checkpoints. They are kept because
+            they are exempt (best, pinned, ...).
         phases: Where the time went: plan, stage, write, digest, sync, commit, ...
     """
 
@@ -197,13 +198,13 @@ class LoadReport(TimedReport):
         missing: Keys that the training state needs but the checkpoint lacks (only with strict=False).
         unexpected: Keys of the checkpoint's loaded parts (model, optimizer, ...) that the training state lacks.
         skipped: Parts ("optimizer", "rng", ...) and tensors that were skipped on purpose, each with the reason.
-        notes: Messages about damaged checkpoints that a fallback passed over, hyperparameters that only one side has,
-            casts, and reseeded random number generators.
+        notes: Messages about casts, reseeded random number generators, hyperparameters that only the checkpoint or only
+            the live optimizer has, and damaged checkpoints that a fallback passed over.
         extra: Values in the checkpoint's `extra` that the training state lacks.
         metrics, client_state: From the checkpoint's commit record.
         nbytes: Tensor bytes that this rank read.
-        received: Tensor bytes that other ranks read and sent to this one.
-        held: Size in bytes of the second copy that `atomic` needs.
+        received: Tensor bytes that other ranks read and sent to this rank.
+        held: With atomic=True: size in bytes of the second copy of the state.
         phases: plan, read (includes checking), exchange, apply.
         deferred: With optimizer="deferred": the handle that restores the optimizer later.
     """
@@ -262,7 +263,7 @@ def write_trace_file(folder: Path, what: str, report: SaveReport | LoadReport, *
 
 
 class DeferredOptimizer:
-    """Restores the optimizers later, once, from the checkpoint that the model was loaded from.
+    """Restores the optimizers after a load with optimizer="deferred", from the checkpoint of that load.
 
     Add parameters (adapters) to the model and build the optimizer, then call `apply` before the first step. Nothing is
     read before `apply`. Rotation keeps the checkpoint, because the run was resumed from it.
@@ -285,8 +286,8 @@ class DeferredOptimizer:
 
         Args:
             state: The current model and optimizer, if they are not the objects that were passed to the load.
-            strict: Raise if the checkpoint's optimizer has parameters that the current one lacks. Parameters added
-                since the load always start without state; the report's `missing` lists them.
+            strict: True raises if the checkpoint's optimizer has parameters that the current optimizer lacks.
+                Parameters that were added since the load always start without state. The report's `missing` lists them.
 
         Raises:
             CheckpointMismatchError: The state does not match. Nothing was changed, and `apply` may be called again.

@@ -21,18 +21,18 @@ class RetentionPolicy:
     """The limits of rotation, and what is exempt from them.
 
     `max_num` and `max_mem` are limits; without them, nothing is ever deleted. `keep_every`, `keep_daily` and
-    `keep_best` exempt checkpoints from both limits. The newest checkpoint, pinned ones, and the one that the run was
-    resumed from are always exempt.
+    `keep_best` exempt checkpoints from both limits. The newest checkpoint, pinned checkpoints, and the checkpoint that
+    the run was resumed from are always exempt.
 
     Attributes:
-        max_num: Keep this many of the newest checkpoints, plus older exempt ones.
+        max_num: Keep this many of the newest checkpoints, plus older checkpoints that are exempt.
         max_mem: Keep the total size at or below this: "1TB" is 10^12 bytes, "1TiB" is 2^40. Counts every committed
             checkpoint, including exempt ones. The oldest are deleted first.
-        keep_every: Keep each checkpoint whose step is a multiple of this.
-        keep_best: Keep the `count` best checkpoints by a metric: (metric, "min" or "max", count). `count` may be
-            omitted; it is then 1.
-        keep_daily: Keep the newest checkpoint of each of the last `keep_daily` days that have one. Days are in UTC, by
-            the time in the commit record.
+        keep_every: Keep each checkpoint whose step is a multiple of this number.
+        keep_best: Keep the `count` best checkpoints by a metric: (metric, "min" or "max", count). If `count` is
+            omitted, it is 1.
+        keep_daily: Keep the newest checkpoint of each of the last `keep_daily` days on which a checkpoint was saved.
+            The commit record contains the time of the save. Days are in UTC.
     """
 
     max_num: int | None = None
@@ -71,7 +71,7 @@ class RetentionPolicy:
         return cls(**fields)
 
     def with_exemptions_of(self, other: RetentionPolicy) -> RetentionPolicy:
-        """Return this policy. The exemptions (`keep_...`) that it does not set are taken from `other`."""
+        """Return a copy of this policy in which unset exemptions (`keep_...`) are taken from `other`."""
         silent = [name for name in self.__slots__ if name.startswith("keep_") and getattr(self, name) is None]
         return replace(self, **{name: getattr(other, name) for name in silent})
 
