@@ -403,11 +403,11 @@ class CheckpointManager:
         """Restore `state` in place. Return a report, or None if the run is new (see `start_fresh`).
 
         All ranks must call it; rank 0 chooses the checkpoint. A LOCAL checkpoint loads only on the world size and mesh
-        that saved it. Other checkpoints load on any mesh. Nothing is changed unless all keys, shapes and dtypes match.
-        Then tensors are read straight into the state, without a second copy. If damage is found while reading, the load
-        raises, and the half-loaded state cannot be saved until a load succeeds. With `atomic=True` nothing is changed
-        until everything is read and checked. If the root holds another system's run (Lightning, verl, ...) and no
-        ckptkit checkpoint, the newest checkpoint of that run is loaded.
+        that saved it. Other checkpoints load on any world size and mesh. Nothing is changed unless all keys, shapes and
+        dtypes match. Then tensors are read straight into the state, without a second copy. If damage is found while
+        reading, the load raises, and the half-loaded state cannot be saved until a load succeeds. With `atomic=True`
+        nothing is changed until everything is read and checked. If the root holds another system's run (Lightning,
+        verl, ...) and no ckptkit checkpoint, the newest checkpoint of that run is loaded.
 
         Args:
             which: "latest", "latest~1", "best", a step, a tag, or the URL of a checkpoint in any format that ckptkit

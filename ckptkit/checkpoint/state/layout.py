@@ -1,8 +1,8 @@
-"""Declares that a rank's tensors are parts of global tensors: an expert-parallel rank's experts, for example.
+"""Declares that a rank's tensors are parts of global tensors, for example the experts of an expert-parallel rank.
 
-Captures and loads view such a tensor as a DTensor. The DTensor's mesh combines the declared mesh with the
-tensor's own mesh, if there is one. Saves, loads and exports then treat the tensor like any DTensor, and it loads on any
-other mesh.
+A save or a load presents such a tensor as a DTensor. The mesh of the DTensor combines the declared mesh with the
+tensor's own mesh, if there is one. So the tensor is saved, loaded and exported like any DTensor, and can be loaded on
+any other mesh.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Shard:
     Attributes:
         mesh: A one-dimensional mesh, such as `device_mesh["ep"]`.
         size: Size of the global tensor along `dim`. None: all ranks have parts of equal size.
-        replicas: A mesh whose ranks have equal copies, such as `device_mesh["dp"]`. Then each part is written once.
+        replicas: A mesh whose ranks have equal copies of each part, such as `device_mesh["dp"]`. Then each part is
+            written once.
     """
 
     dim: int
@@ -40,8 +41,8 @@ class Shard:
 Layout = Mapping[str, "Shard | Sequence[Shard] | Literal['per_rank', 'any_replica']"]
 """Maps globs of FQNs to shards (outermost first). A matching tensor is a part of a global tensor.
 
-Two words mean something else. "per_rank": each rank keeps its own plain tensor. "any_replica": replicas of a DTensor,
-and of its optimizer state, may differ; they are not compared, and one replica is saved.
+Two words are allowed instead of shards. "per_rank": each rank keeps its own plain tensor. "any_replica": the replicas
+of a DTensor, and of its optimizer state, may differ. They are not compared, and one replica is saved.
 """
 
 
@@ -141,7 +142,10 @@ def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch
 
 
 def global_state(what: str, value: Any, parameter: torch.Tensor, shards: Sequence[Shard]) -> Any:
-    """Return an optimizer state of a parameter that the layout declares, as a part of a global state."""
+    """Return the optimizer state `value` as a part of a global state, if the layout declares its parameter.
+
+    If `shards` is empty, or the state is a single number such as a step count, returns `value` itself.
+    """
     if not shards or (value.numel() == 1 and value.shape != parameter.shape):
         return value
     if value.shape != parameter.shape:

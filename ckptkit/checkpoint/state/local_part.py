@@ -100,9 +100,9 @@ class PartView:
 
 
 def this_rank() -> int:
-    """Return this process's rank in the default group, by which meshes refer to ranks.
+    """Return this process's rank in the default group. Meshes refer to ranks by this number.
 
-    This number differs from the `Coordinator`'s rank if only some ranks save.
+    The `Coordinator`'s rank is a different number if only some ranks save.
     """
     import torch.distributed as dist
 

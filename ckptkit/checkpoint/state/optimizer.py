@@ -57,7 +57,10 @@ IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differen
 """Settings that affect how a step is computed, but not its result. A load keeps their live values."""
 
 _ONLY_STATE = ("torch.optim.", "bitsandbytes.", "flashoptim.", "ckptkit.")
-"""Modules whose `load_state_dict` restores only state and groups. bitsandbytes' also copies the whole state."""
+"""Prefixes of modules. A `load_state_dict` that is defined in them restores only state and groups.
+
+So a load need not call it. bitsandbytes' method would even copy the whole state.
+"""
 
 UNITED = ("held", "orders", "same", "views", "kinds", "containers", "tied")
 """Keys of an optimizer's tree that describe states.
@@ -123,7 +126,9 @@ def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dic
 def joined(
     what: str, states: Mapping[str, Any], parameter: torch.Tensor, shards: Sequence[Shard]
 ) -> dict[str, torch.Tensor]:
-    """Return torchao's quantized states of a parameter that the layout declares, as parts of global states, by name.
+    """Return a parameter's quantized states (of torchao) by name, as parts of global states.
+
+    Returns {} if `shards` is empty, that is, if the layout does not declare the parameter.
 
     Raises:
         SaveError: A state has a different shape than the parameter.
@@ -143,14 +148,15 @@ def capture_optimizer(
     layout: Layout | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> CapturedOptimizer:
-    """Return the optimizer's state. Its tensors share memory with the live ones. Nothing is stepped, created or moved.
+    """Return the optimizer's state. The captured tensors share memory with the live tensors.
 
-    First, the optimizer's `state_dict` pre-hooks and its own `state_dict` are run; both may update the state. fp32
-    masters are updated if other code has changed the weights.
+    Does not step the optimizer, and creates or moves no state. First, the optimizer's `state_dict` pre-hooks and its
+    own `state_dict` are run, because both may update the state. fp32 masters are updated if other code has changed the
+    weights.
 
     Args:
         names, what: As for `named_parameters`.
-        weights: All tensors of the models by FQN, with which states may share memory.
+        weights: All tensors of the models, by FQN. States may share memory with them.
 
     Raises:
         UsageError: A parameter does not belong to the model.
@@ -218,7 +224,7 @@ def capture_optimizer(
 
 
 def _container(state: Any, what: str) -> JSON:
-    """Return a tree that records the class of a parameter's state dict, and its keys in order, with null values.
+    """Return JSON that describes the class and the order of the keys of a parameter's state dict. All values are null.
 
     Returns {} if the class is dict.
 
@@ -347,7 +353,7 @@ def class_name(item: Any) -> str:
 def refuse_hidden(
     prefix: str, tensors: Mapping[str, torch.Tensor], *, filled: bool = False, reasons: Mapping[str, str] | None = None
 ) -> None:
-    """Raise SaveError if some tensors' values cannot be saved as plain bytes. The error names all of them.
+    """Raise SaveError if the values of some tensors cannot be saved as plain bytes. The error names the tensors.
 
     Args:
         filled: Whether a load fills the live tensors. If True, tensors that cannot be written to are refused, too.
@@ -361,9 +367,10 @@ def refuse_hidden(
 
 
 def _called_before_save(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str) -> Any:
-    """Run the code with which an optimizer, and the optimizers that it combines, may update their state before a save.
+    """Run the hooks and methods with which an optimizer may update its state before a save.
 
-    Returns the result of `own_state_dict`.
+    If the optimizer combines other optimizers, their hooks and methods are run, too. Returns the result of
+    `own_state_dict`.
 
     Raises:
         SaveError: A combined optimizer has state that would not be saved.
@@ -387,9 +394,9 @@ def _called_before_save(optimizer: Any, parameters: Mapping[str, torch.Tensor], 
 
 
 def inner_optimizers(optimizer: Any) -> Sequence[Any]:
-    """Return the optimizers that one of ckptkit's optimizers combines.
+    """Return the optimizers inside an optimizer of ckptkit. Returns () for any other optimizer.
 
-    Its `lend_state` gives them access to their state.
+    The inner optimizers have their state only inside a block of the outer optimizer's `lend_state`.
     """
     found: Sequence[Any] = optimizer.inner_optimizers if hasattr(optimizer, "lend_state") else ()
     return found
@@ -403,10 +410,10 @@ def with_inner(optimizer: Any) -> Iterator[Any]:
 
 
 def own_state_dict(optimizer: Any, what: str) -> Any:
-    """Return the result of the optimizer's `state_dict`; None if the method is torch's or ckptkit's and has no hooks.
+    """Return the result of the optimizer's `state_dict`. Return None if the method returns only state and groups.
 
-    torch's and ckptkit's methods return only state and groups. Call this function before you read the state, because an
-    optimizer's `state_dict` may update the state.
+    This is the case if the method is torch's or ckptkit's and has no hooks. Call this function before you read the
+    state, because an optimizer's `state_dict` may update the state.
 
     Raises:
         SaveError: The method does not return a dict like torch's.
@@ -419,7 +426,7 @@ def own_state_dict(optimizer: Any, what: str) -> Any:
     is_whole = method is torchs or getattr(method, "__module__", "").startswith("ckptkit.")
     if is_whole and not has_state_dict_hooks(optimizer):
         return None
-    # For flashoptim, call torch's method, which calls the hooks, too. Its own adds nothing and fails for uneven shards.
+    # For flashoptim, call torch's method, which calls the hooks, too. flashoptim's method fails for uneven shards.
     given: Any = torchs(optimizer) if keeps_parts(optimizer) else optimizer.state_dict()
     if isinstance(given, Mapping) and isinstance(given.get("state", {}), Mapping):
         groups = given.get("param_groups", ())
@@ -435,7 +442,7 @@ def _check_whole(optimizer: Any, given: Any, parameters: Mapping[str, torch.Tens
     """Raise SaveError if the optimizer has state that is neither in its groups nor in the `state` of its parameters.
 
     Args:
-        given: The result of `_own_state_dict`.
+        given: The result of `own_state_dict`.
     """
     import torch
 
@@ -473,9 +480,9 @@ def _check_whole(optimizer: Any, given: Any, parameters: Mapping[str, torch.Tens
 
 
 def _changed(given: Any, optimizer: Any, parameters: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the (parameter or group, name) of each value in a state dict that differs from the optimizer's own.
+    """Return the (parameter or group, name) of each value in a state dict that differs from the optimizer's value.
 
-    Ignores values of the optimizer that the state dict omits, because saving them is harmless.
+    A value that only the optimizer has does not count, because it is harmless to save such a value.
     """
     names = {id(parameter): fqn for fqn, parameter in parameters.items()}
     # If a parameter is twice in a group, torch numbers it by its last position.
@@ -488,7 +495,8 @@ def _changed(given: Any, optimizer: Any, parameters: Mapping[str, Any]) -> list[
             found += [] if _same(live, state) else [(str(fqn), "state")]
             continue
         for name, value in state.items():
-            packed = {name: value} if name in live or not isinstance(value, Mapping) else value  # as bitsandbytes does
+            # bitsandbytes puts states into an inner dict.
+            packed = {name: value} if name in live or not isinstance(value, Mapping) else value
             if any(key not in live or not _same(live[key], item) for key, item in packed.items()):
                 found.append((str(fqn), str(name)))
     groups = given.get("param_groups", optimizer.param_groups)
@@ -503,7 +511,8 @@ def _changed(given: Any, optimizer: Any, parameters: Mapping[str, Any]) -> list[
 def united(trees: Sequence[JSON]) -> JSON:
     """Merge the trees of an optimizer whose parameters are spread over the ranks (one tree per pipeline stage).
 
-    A group is merged into a group with equal settings: preferably the group at the same position, otherwise the first.
+    A group is merged into a group with equal settings. If the group at the same position does not have equal settings,
+    this is the first group that has.
 
     Raises:
         SaveError: Trees have different values for one parameter.
@@ -559,9 +568,9 @@ def new_state_tensor(
     on_device: bool,
     held: Held | None = None,
 ) -> torch.Tensor:
-    """Return an uninitialized tensor for one of a parameter's states, placed like the parameter.
+    """Return an uninitialized tensor for one of a parameter's states, sharded over ranks like the parameter.
 
-    If the state's shape differs from the parameter's, the state is sharded along only the dimensions of equal size.
+    If the state's shape differs from the parameter's, the state is sharded only along dimensions of equal size.
 
     Args:
         name: The state's name, such as "exp_avg".
@@ -584,7 +593,7 @@ def new_state_tensor(
         same = {dim for dim in range(least) if shape[dim] == parameter.shape[dim]}
         placements = [p if type(p) is Shard and p.dim in same else Replicate() for p in parameter.placements]
         return new_placed(parameter, placements, dtype, shape)
-    # Without dimensions, only the name tells a step count from a moment. torch's load_state_dict goes by it, too.
+    # If the shape is (), only the name tells a step count from a moment. torch's load_state_dict also uses the name.
     if shape != tuple(parameter.shape) or (not shape and name == "step"):
         device = parameter.device if on_device or not single else "cpu"
         return torch.empty(shape, dtype=dtype, device=device)
@@ -602,9 +611,9 @@ def is_paged(state: torch.Tensor) -> bool:
 def new_paged(
     optimizer: Any, parameter: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor | None:
-    """Return a new state in memory that a paged optimizer of bitsandbytes allocates, or None for other states.
+    """Return a new state in bitsandbytes' paged memory, or None if the optimizer would not put this state there.
 
-    Such an optimizer puts only its two moments into paged memory, and only on an accelerator.
+    A paged optimizer puts only its two moments into paged memory, and only on an accelerator.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -629,13 +638,13 @@ class OptimizerTree:
     param_groups: list[dict[str, JSON]]
     values: dict[str, dict[str, JSON]]
     shared: dict[str, JSON]
-    held: dict[str, Held]  # how states are stored, by key. Omits states for which the parameter determines that
-    orders: dict[str, list[int]]  # the memory order of plain states' dimensions; omits those of a new state
+    held: dict[str, Held]  # how states are stored, by key; omitted if a load can derive this from the parameter
+    orders: dict[str, list[int]]  # order of plain states' dimensions in memory, by key; omitted if a new state has it
     layouts: list[JSON]  # how the parameters were sharded, if `states` is not empty
     states: list[str]  # "<fqn>.<name>" of states with plain tensors whose values may differ between ranks
     same: list[list[str]]  # [fqn, name, other fqn, other name]: two parameters' states that are one tensor
     views: list[list[View]]  # states whose memory was allocated as one
-    kinds: dict[str, dict[str, JSON]]  # by FQN and name: trees of tensors that are more than their values
+    kinds: dict[str, dict[str, JSON]]  # by FQN and name: the tags that `described` returns for tensors
     containers: dict[str, JSON]  # by FQN: an OrderedDict or defaultdict without values, if a state is not a plain dict
     tied: dict[str, str]  # other names of tied parameters -> the name in the groups
 
@@ -696,7 +705,7 @@ class OptimizerTree:
         )
 
     def renamed(self, fqn: str, name: str, old: str, new: str) -> OptimizerTree:
-        """Return the tree after renaming a parameter.
+        """Return the tree in which the parameter `fqn` is called `name`.
 
         Args:
             old, new: The prefix of the keys of the parameter's states, before and after the change.
@@ -737,7 +746,7 @@ class GroupChanges:
     unexpected: list[str] = field(default_factory=list)  # parameters and groups that the live optimizer lacks
     notes: list[str] = field(default_factory=list)  # settings that only one side has, or that are kept
     switches: list[str] = field(default_factory=list)  # settings that only one side has switched on
-    conflicts: list[str] = field(default_factory=list)  # saved groups that can't be joined, or values
+    conflicts: list[str] = field(default_factory=list)  # saved groups that can't be merged, values that can't be set
 
 
 def group_changes(
@@ -747,13 +756,12 @@ def group_changes(
     tensor: Callable[[str], Any],
     what: str,
 ) -> GroupChanges:
-    """Return the changes to the live groups.
+    """Return the changes that give each live group the settings of the saved groups with the same parameters.
 
-    Their settings come from saved groups that have the same parameters, by name.
-
-    Groups may be reordered, split or merged. If a live group would need two learning rates, that is a conflict. A live
-    group without parameters gets the settings of a saved group without parameters on this rank: preferably the one at
-    the same position.
+    Parameters are matched by name, so groups may have been reordered, split or merged since the save. If the parameters
+    of one live group come from saved groups with different settings, this is a conflict. A live group without
+    parameters gets the settings of a saved group that has no parameters on this rank. If possible, this is the saved
+    group at the same position.
     """
     live_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     saved_of = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
@@ -785,7 +793,7 @@ def group_changes(
 
 
 def _note_split(changes: GroupChanges, live: Sequence[Mapping[str, Any]], indices: Sequence[int], what: str) -> None:
-    """Note the settings that differ between these live groups, and become equal because they were one saved group."""
+    """Note the settings that differ between these live groups, but get one value because they were one saved group."""
     replaced = []
     for key, value in changes.settings[indices[0]].items():
         ours = [live[index][key] for index in indices if key in live[index]]
@@ -799,7 +807,7 @@ def _note_split(changes: GroupChanges, live: Sequence[Mapping[str, Any]], indice
 
 
 def _check_shared(changes: GroupChanges, live: Sequence[Mapping[str, Any]], what: str) -> None:
-    """Add a conflict for each live tensor that several groups share, but that would get different values."""
+    """Add a conflict for each tensor that several live groups share, if the load would set it to different values."""
     import torch
 
     first: dict[int, tuple[int, Any]] = {}
@@ -863,8 +871,8 @@ def _group_settings(
 def _fits(live: Any, value: Any) -> bool:
     """Return whether a saved setting can replace the live one.
 
-    A number, possibly in a tensor, can replace a number. A tensor can replace one of the same shape whose
-    dtype can hold its values. A sequence can replace one of equal length. Other values are not checked.
+    A number, possibly in a tensor, can replace a number. A tensor can replace a tensor of the same shape, if the live
+    tensor's dtype can hold the values. A sequence can replace a sequence of equal length. Other values are not checked.
     """
     import torch
 
@@ -895,10 +903,10 @@ def _is_real(value: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal. A list may equal a tuple, and a number a tensor of one element.
+    """Return whether two values are equal.
 
-    Other tensors are equal if their dtypes, shapes and bytes are equal. Values of unknown types are equal only if they
-    are the same object.
+    A list can equal a tuple. A number can equal a tensor of one element. Two tensors of several elements are equal if
+    their dtypes, shapes and bytes are equal. Values of unknown types are equal only if they are the same object.
     """
     import torch
 
@@ -923,9 +931,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _number(value: Any, like: Any) -> Any:
-    """Return a number, or the only element of a tensor.
+    """Return `value` if it is a number. If it is a tensor of one element, return the element. Else return None.
 
-    Returns None for other values. If `like` is a tensor, the result is rounded to its dtype.
+    If `like` is a floating-point tensor, a number is rounded to the dtype of `like`.
     """
     import torch
 
@@ -992,12 +1000,12 @@ def apply_state(
 def finish_load(optimizer: Any, added: Mapping[str, Any] | None = None) -> None:
     """Call the optimizer's own `load_state_dict` or its hooks, so that the optimizer updates its derived values.
 
-    An optimizer class may clear a cache in this method, or set a counter. The method also calls torch's, which casts
-    states and replaces the tensors in groups, so the restored values are put back afterwards. If `optimizer` combines
-    other optimizers, these come first.
+    For example, an optimizer class may clear a cache in its `load_state_dict`. Such a method also calls torch's
+    `load_state_dict`, which casts states and replaces the tensors in groups. So the restored values are put back
+    afterwards. If `optimizer` combines other optimizers, this is first done for them.
 
     Args:
-        added: The values that the optimizer's own `state_dict` added to state and groups.
+        added: The entries that the optimizer's own `state_dict` has in addition to "state" and "param_groups".
     """
     if inner := inner_optimizers(optimizer):
         with optimizer.lend_state():

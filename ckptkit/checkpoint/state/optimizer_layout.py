@@ -2,18 +2,19 @@
 
 There are three kinds of states:
 
-- A *shard* is a part of a tensor that is split over the ranks. It is a DTensor, even in a list or dict, or a plain
-  tensor with the shape of the parameter's local shard. It is stored like a weight, and loads on any number of ranks.
+- A *shard* is a part of a tensor that is split over the ranks. It is a DTensor (which may be inside a list or dict), or
+  a plain tensor with the shape of the parameter's local shard. It is stored like a weight, and loads on any number of
+  ranks.
 - A *whole* state is equal on all ranks: numbers, settings, or a plain tensor that each rank computed from the whole
   gradient. It is stored once, and loads on any number of ranks.
-- A rank's *own* state differs between ranks, because it was computed from the local shard (a factor of it, a
-  projector). It is stored for each rank, and loads only where each rank has the same shards. Elsewhere, the load is
-  refused.
+- A rank's *own* state differs between ranks, because it was computed from the local shard. Examples are a factor of the
+  shard, or a projector. It is stored for each rank. A load is refused unless each rank has the same shards as in the
+  saved job.
 
 A plain tensor counts as a shard only if all plain tensors of the optimizer (of more than one element) have the shapes
-of their parameters' local shards. Otherwise a factor that happens to have this shape would count as a shard. With a
-single rank, whole states and own states look the same. So every state that is not a shard is saved as the rank's own,
-and does not load where parameters are sharded.
+of their parameters' local shards. Without this rule, a factor that happens to have such a shape would count as a shard.
+With a single rank, whole states and own states look the same. So every state that is not a shard is saved as the rank's
+own state. Such a state cannot be loaded if parameters are sharded.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def cuts(parameters: Mapping[str, torch.Tensor]) -> dict[str, ShardLayout]:
-    """Return the layouts of those parameters whose parts differ between ranks, by name."""
+    """Return the layouts of the parameters that are split over several ranks, by name."""
     from torch.distributed.tensor import DTensor
 
     return {
@@ -61,8 +62,8 @@ def layouts(cut: Mapping[str, ShardLayout]) -> list[Any]:
 def places(cut: Mapping[str, ShardLayout], rank: int) -> list[Any]:
     """Return the distinct places of a rank in the meshes that shard parameters, as JSON.
 
-    Each is a list of [mesh size, placement, coordinate], for the mesh dimensions that split the parameter. If a
-    rank has the same places in the saved job and in this one, it has the same shards.
+    Each place is a list that contains [size, placement, coordinate] for each mesh dimension that splits the parameter.
+    If a rank has the same places in the saved job and in this job, it has the same shards.
     """
     found = set()
     for one in cut.values():
@@ -93,7 +94,7 @@ def placed(
 ) -> tuple[torch.Tensor, Held | None]:
     """Return the tensor to store for a state, and how it is stored.
 
-    The second value is None if a load can derive it from the parameter and the shapes.
+    The second value is None if a load can derive the storage from the parameter and the shapes.
     """
     from torch.distributed.tensor import DTensor
 
@@ -124,8 +125,8 @@ def has_plain(value: Any) -> bool:
 def new_held(parameter: torch.Tensor, held: Held | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
     """Return an uninitialized tensor for a state that the checkpoint stores as `held`.
 
-    Return None if the caller must place the state like the parameter. This is the case if `held` is None or SHARD, if
-    the parameter is not a DTensor, or if its mesh has a different number of dimensions.
+    Returns None if the state has the placements of the parameter. This is the case if `held` is None or SHARD, if the
+    parameter is not a DTensor, or if the parameter's mesh does not have one dimension for each placement in `held`.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -143,15 +144,17 @@ def new_held(parameter: torch.Tensor, held: Held | None, dtype: torch.dtype, sha
 def held_by_any(
     parameters: Iterable[torch.Tensor], held: Held | None, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Any:
-    """Return an uninitialized DTensor for a state that belongs to no parameter, on the mesh of the first parameter that
-    fits. Return None if no parameter fits, or if the state is a plain tensor.
+    """Return an uninitialized DTensor for a state that belongs to no parameter.
+
+    It is on the mesh of the first parameter for which `new_held` returns a tensor. Returns None if there is no such
+    parameter, or if the state is a plain tensor.
     """
     made = (new_held(parameter, held, dtype, shape) for parameter in parameters if isinstance(held, list))
     return next((tensor for tensor in made if tensor is not None), None)
 
 
 def placed_whole(parameters: Iterable[torch.Tensor], held: Held | None, whole: torch.Tensor) -> torch.Tensor:
-    """Return a state that belongs to no parameter, with the placement of `held`. `whole` has all its values."""
+    """Return a state that belongs to no parameter, with the placements `held`. `whole` contains the state's values."""
     made: torch.Tensor | None = held_by_any(parameters, held, whole.dtype, tuple(whole.shape))
     if made is None:
         return whole
@@ -186,8 +189,8 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 def _plain_in(value: Any, *, in_object: bool = False) -> Iterator[torch.Tensor]:
     """Yield the tensors in a value that are not stored as shards.
 
-    These are plain tensors, and the DTensors of an object (such as a projector), which is stored as one piece with its
-    mesh.
+    These are plain tensors, and DTensors that are attributes of an object such as a projector. Such an object is stored
+    as one piece, including the meshes of its DTensors.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -205,10 +208,7 @@ def _plain_in(value: Any, *, in_object: bool = False) -> Iterator[torch.Tensor]:
 
 
 def _texts(tensor: Any) -> Held | None:
-    """Return a DTensor's placements as strings, or None if any of them has no string.
-
-    Partial sums have none (other code refuses them). Strided shards have none either (only torch creates them).
-    """
+    """Return a DTensor's placements as strings, or None if one is a partial sum or a strided shard."""
     unnamed = any(p.is_partial() or getattr(p, "split_factor", None) is not None for p in tensor.placements)
     return None if unnamed else list(layout_of(tensor).texts())
 

@@ -85,7 +85,7 @@ def restore_rng(state: Mapping[str, Any]) -> list[str]:
     """Set every generator in `state`. Return the names of generators that this process lacks.
 
     Raises:
-        CorruptCheckpointError: As for `check_rng`; no generator was changed.
+        CorruptCheckpointError: A saved state is invalid. No generator was changed.
     """
     settings = _settings(state, "rng")
     for setting in settings.values():

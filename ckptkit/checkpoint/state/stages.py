@@ -12,7 +12,7 @@ from ckptkit.errors import UsageError
 
 
 class Stages(nn.Module):
-    """Presents several stages of a model as one module, in which parameters have their names in the model."""
+    """Presents several stages of a model as one module. Parameters have the same names as in the whole model."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()

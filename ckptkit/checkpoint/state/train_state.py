@@ -77,7 +77,7 @@ class StateDictType(str, enum.Enum):
 class PerRank:
     """Marks a value in `TrainState.extra` that differs between ranks. Each rank saves and restores its own value.
 
-    If the value has a method `merge_ranks`, a load calls it, as for a dataloader; see `TrainState`.
+    If the value has a method `merge_ranks`, a load calls this method, as for a dataloader (see `TrainState`).
     """
 
     value: Any
@@ -100,8 +100,8 @@ _EXPECTED = {
     "dataloader": "an object with state_dict(), such as torchdata's StatefulDataLoader",
 }
 
-# The objects that a failed load left half loaded, even if they are moved to a different `TrainState`, and the URL of
-# the checkpoint. Keyed by id, because tensors compare element by element.
+# Objects that a failed load has filled only partly, each with the URL of the checkpoint. They stay marked if they are
+# put into a different `TrainState`. Keyed by id, because tensors compare element by element.
 _half_loaded: dict[int, tuple[weakref.ref[object], str]] = {}
 
 
@@ -133,8 +133,8 @@ class TrainState:
         optimizer, scheduler, grad_scaler, dataloader: One object, or several by name. Each needs `state_dict` and
             `load_state_dict`; an optimizer needs `state` and `param_groups`. See below for an optimizer's hooks. A
             dataloader's state is saved per rank. If the dataloader has a method `merge_ranks(states of all saved ranks,
-            rank, world size)`, every load calls it to get this rank's state. Otherwise each rank gets its own, or
-            `per_rank_on_resize` applies.
+            rank, world size)`, every load calls it to get this rank's state. Without this method, each rank gets its
+            own saved state. If the number of ranks has changed, `per_rank_on_resize` applies.
         extra: More state by name: objects with `state_dict` and `load_state_dict`, or plain values, which a load
             replaces in this dict. Only rank 0's values are saved; wrap values that differ between ranks in `PerRank`.
         layout: Declares that a rank's tensors are parts of global tensors. For the experts of an expert-parallel rank:
@@ -145,12 +145,13 @@ class TrainState:
             objects; otherwise "". Such a state cannot be saved. A successful load clears this field. Clear it yourself
             only after you have set all values in some other way.
 
-    A save reads an optimizer's state directly, so it refuses a hook or an override that changes the values that
-    `state_dict()` returns. Saves run `state_dict` pre-hooks, and loads run `load_state_dict` post-hooks. If a class
-    overrides `load_state_dict`, a load calls the override, and then restores the values that it changed (by a cast, for
-    example). This includes optimizers inside `MasterWeightOptimizer`, and torchtitan's, one per pipeline stage. A load
-    fills the tensors in parameter groups (`lr=torch.tensor(...)`) in place. It refuses values of another shape, or that
-    the tensor's dtype can't hold.
+    A save reads an optimizer's state directly. So a save raises if a hook or an override changes the values that
+    `state_dict()` returns. A save runs `state_dict` pre-hooks, and a load runs `load_state_dict` post-hooks. If a class
+    overrides `load_state_dict`, a load calls the override. If the override changes restored values (for example, by a
+    cast), the load then sets these values again. All this also applies to the optimizer inside a
+    `MasterWeightOptimizer`, and to each of torchtitan's optimizers (one per pipeline stage). A load fills tensors in
+    parameter groups (`lr=torch.tensor(...)`) in place. It refuses a value that has another shape, or that the tensor's
+    dtype can't hold.
     """
 
     model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module] | None = None
@@ -200,7 +201,8 @@ class TrainState:
     def parts(self, kind: str) -> dict[str, Any]:
         """Return the objects of one kind ("model", "optimizer", ...) by name. A single object has the name "".
 
-        For one of accelerate's wrappers, returns the object inside it, because a wrapper hides that object's hooks.
+        If an object is one of accelerate's wrappers, the wrapped object is returned, because the wrapper hides its
+        hooks.
         """
         value = getattr(self, kind)
         if value is None:
@@ -235,8 +237,8 @@ class Captured:
     rank_objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key; the key contains the rank
     own: set[str] = field(default_factory=set)  # the keys in `loose` that belong to `rank_objects`
     alike: set[str] = field(default_factory=set)  # plain parameters that must be equal on all ranks
-    declared: set[str] = field(default_factory=set)  # tensors that are parts of a global one because the layout says so
-    unlike: set[str] = field(default_factory=set)  # tensors whose replicas may differ because the layout says so
+    declared: set[str] = field(default_factory=set)  # tensors that the layout declares as parts of global tensors
+    unlike: set[str] = field(default_factory=set)  # tensors that the layout declares as "any_replica"
     globs: dict[str, bool] = field(default_factory=dict)  # layout glob -> whether it matches a tensor here
 
     def places(self) -> Iterator[tuple[str, str, dict[Any, torch.Tensor], Any]]:
@@ -265,9 +267,9 @@ class Captured:
 
 
 def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Captured:
-    """Capture this rank's part of `state`. Its tensors share memory with the live ones; nothing is changed.
+    """Capture this rank's part of `state`. The captured tensors share memory with the live tensors.
 
-    Does not communicate. (FSDP2 reshards a model's unsharded parameters, but that is local.)
+    Does not change values, and does not communicate. (If parameters are unsharded, FSDP2 reshards them locally.)
 
     Raises:
         UsageError: The optimizer has parameters that are in none of the models.
@@ -359,7 +361,8 @@ def _by_fqn(live: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.T
 def joined_weights(name: str, live: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
     """Return a global tensor for each quantized weight that the layout declares, by FQN.
 
-    The tensors have shapes but no values, because not every tensor class can be the local part of a DTensor.
+    The global tensors have no values: they only describe shapes and placements. The quantized weight itself may be of a
+    class that cannot be the local part of a DTensor.
 
     Args:
         name: The model's name.
@@ -376,7 +379,7 @@ def joined_weights(name: str, live: Mapping[str, torch.Tensor], layout: Layout) 
 def _plain_parameters(
     key: str, tensors: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]
 ) -> dict[str, str]:
-    """Return the captured tensors that are not sharded and belong to parameters, each with its parameter's FQN."""
+    """Return the names of the captured plain tensors that belong to parameters, each with its parameter's FQN."""
     from torch.distributed.tensor import DTensor
     from torch.nn import Parameter
 
@@ -391,7 +394,10 @@ def _other_names(
     names: Mapping[int, str],
     taken: CapturedOptimizer,
 ) -> dict[str, dict[str, str]]:
-    """Return {"tied": {other name: FQN}} for tied parameters, whose optimizer state is saved under the FQN only."""
+    """Return {"tied": {other name: FQN}}. A tied parameter's optimizer state is saved only under the FQN.
+
+    Returns {} if no optimizer has a tied parameter.
+    """
     if not any(captured.aliases.values()):
         return {}
     own = {fqn for group in taken.tree["param_groups"] for fqn in group["params"]}
@@ -406,11 +412,9 @@ def _other_names(
 
 
 def _globalize(captured: Captured, state: TrainState, live: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Replace tensors that the layout declares.
+    """Replace each tensor that the layout declares by a DTensor that presents it as a part of a global tensor.
 
-    Each replacement is a DTensor that presents its tensor as a part of a global tensor.
-
-    Runs after the lookups by identity, because the DTensors are new objects.
+    Call this after all lookups by identity, because the DTensors are new objects.
 
     Args:
         live: The models' tensors, by section.
@@ -425,7 +429,7 @@ def _globalize(captured: Captured, state: TrainState, live: Mapping[str, Mapping
         tensors, prefix = captured.models[section("model", name)], f"{name}." if name else ""
         parameters.update((prefix + fqn, tensor) for fqn, tensor in tensors.items())
         for fqn, tensor in tensors.items():
-            if (key := f"{section('model', name)}.{fqn}") not in captured.declared:  # joined before it was split
+            if (key := f"{section('model', name)}.{fqn}") not in captured.declared:  # `joined_weights` did the others
                 tensors[fqn] = as_global(key, tensor, shards_of(state.layout, prefix + fqn))
     for key, taken in captured.optimizers.items():
         for (fqn, name), value in taken.tensors.items():
@@ -456,8 +460,9 @@ def _any_replica(captured: Captured, state: TrainState) -> Iterator[str]:
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:
     """Raise SaveError if a state_dict hook adds entries that no load would restore.
 
-    Such entries are values other than tensors, and tensors of which no enclosing module overrides loading. Overrides
-    are not called, because loading could change the live module.
+    A load restores an added tensor if it has the name of a parameter or buffer, or if a module around it overrides
+    loading. A load restores no other added values. Overrides are not tried out here, because that could change the live
+    module.
     """
     from torch import Tensor
     from torch.nn import Module, Parameter
@@ -491,11 +496,14 @@ def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]
 
 
 def check_state(state: object, call: str) -> None:
-    """Check that a call such as "load(state)" got a TrainState of modules and optimizers.
+    """Check that `state` is a TrainState whose fields contain objects of the expected types.
+
+    Args:
+        call: The caller, for example "load(state)". Error messages name it.
 
     Raises:
-        UsageError: `state` is something else; or a field has a class, a state dict or a plain value where an object is
-            needed; or a name contains characters other than letters, digits, "_" and "-".
+        UsageError: `state` is not a TrainState. Or a field contains a class, a state dict or a plain value instead of
+            an object. Or a name contains characters other than letters, digits, "_" and "-".
     """
     if not isinstance(state, TrainState):
         given = "model=model, optimizer=optimizer"
@@ -561,8 +569,8 @@ def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
     """Return a model's live parameters and persistent buffers by canonical FQN, and its extra state other than tensors.
 
     Under FSDP2 the tensors are sharded. Canonical names lack the prefixes that torch.compile, activation checkpointing,
-    DDP, DataParallel and FSDP1 add. Entries that a state_dict hook removes are omitted, and entries that a hook
-    computes are included (see `computed_state`).
+    DDP, DataParallel and FSDP1 add. If a state_dict hook removes an entry, the result does not contain it. If a hook
+    computes an entry, the result contains it (see `computed_state`).
     """
     return _by_canonical_name(module, _live_state(module))
 
@@ -657,7 +665,7 @@ def _canonical_prefixes(module: torch.nn.Module) -> dict[str, str]:
 
 def _canonical(key: str, prefixes: Mapping[str, str]) -> str:
     parent, _, leaf = key.rpartition(".")
-    while parent and parent not in prefixes:  # a state-dict hook added a level, or removed a wrapper's
+    while parent and parent not in prefixes:  # a state-dict hook added a level, or removed the level of a wrapper
         parent, _, head = parent.rpartition(".")
         leaf = leaf if head in _WRAPPERS else f"{head}.{leaf}"
     return f"{prefixes[parent]}.{leaf}".lstrip(".")
@@ -697,7 +705,7 @@ def _aliases(
     """Map all other names of each tied tensor to the name under which the tensor is stored.
 
     A tied tensor is stored under its first name that the model does not list as tied (transformers'
-    `_tied_weights_keys`). Tied tensor subclasses are replaced by the plain tensors that they contain.
+    `_tied_weights_keys`). A tensor subclass is stored as plain tensors, so the result maps the names of these tensors.
     """
     names: dict[int, list[str]] = {}
     for fqn, tensor in tensors.items():

@@ -7,10 +7,11 @@ JSON values represent themselves. Everything else is an object with one key that
     {"$defaultdict": ["list", [[key, value], ...]]}  a defaultdict with that factory
     {"$tensor": {"dtype", "shape", "data"}} a small plain tensor, row-major bytes in base64
     {"$ref": "extra.ema.w"}                 a tensor of the checkpoint, stored like every other
-    {"$order": [[1, 0], value]}             that tensor, with its dimensions in this order in memory, slowest first
-    {"$parameter": [requires_grad, value]}  that tensor, as an nn.Parameter
-    {"$leaf": value}  {"$attributes": [{name: value}, value]}  that tensor, which requires gradients or has attributes
-    {"$ndarray": value}  {"$npscalar": value}  a numpy array or scalar, as the tensor of the same bytes
+    {"$order": [[1, 0], tensor]}            a tensor with its dimensions in this order in memory, slowest first
+    {"$parameter": [requires_grad, tensor]} an nn.Parameter
+    {"$leaf": tensor}                       a tensor that requires gradients
+    {"$attributes": [{name: value}, tensor]} a tensor with these attributes
+    {"$ndarray": tensor}  {"$npscalar": tensor}  a numpy array or scalar with the bytes of the tensor
     {"$dtype": "float32"}  {"$device": "cuda"}  {"$size": [2, 3]}
     {"$torch_save": base64}                 any value that torch.load(weights_only=True) reads
 """
@@ -50,7 +51,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> JSON:
         path: The path of the value in the state, for example "extra.ema". Error messages name it.
 
     Raises:
-        SaveError: A value's type cannot be loaded safely; names the value's path.
+        SaveError: A value's type cannot be loaded safely. The message names the value's path.
     """
     return _Encoder(tensors).encode(value, path, 0)
 
@@ -137,7 +138,7 @@ class _Encoder:
         from torch.distributed.tensor import DTensor
 
         if is_sparse_or_quantized(value):
-            return _torch_save(value.detach(), path)  # not one run of bytes, so it could not be read in part
+            return _torch_save(value.detach(), path)  # several runs of bytes, so a load could not read a part
         why, plain = why_not_dense(value), type(value) in (torch.Tensor, torch.nn.Parameter)
         if why:
             raise SaveError(f"{path}: the tensor {why}.")
@@ -168,7 +169,9 @@ class _Encoder:
 
 
 def described(value: torch.Tensor, tree: JSON, path: str) -> JSON:
-    """Return `tree`, a tensor's encoded values, extended by `requires_grad`, attributes, and the mark of a parameter.
+    """Return `tree`, which contains the encoded values of the tensor `value`, inside of additional tags.
+
+    The tags say whether the tensor is a parameter, whether it requires gradients, and which attributes it has.
 
     Args:
         path: As for `encode`.
@@ -204,8 +207,9 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 def order_of(tensor: torch.Tensor) -> list[int] | None:
     """Return the order of a tensor's dimensions in memory, slowest first, or None if it is row-major.
 
-    The factors of a matrix are often column-major. Products of a row-major copy would be rounded differently, so a
-    resumed run would not be bit-exact. A tensor with gaps or repeated elements counts as row-major.
+    For example, the factors of a matrix are often column-major. If a load made them row-major, products would be
+    rounded differently, and the resumed run would not be bit-exact. A tensor with gaps or repeated elements counts as
+    row-major.
     """
     if tensor.dim() < 2 or tensor.is_contiguous():
         return None
@@ -283,7 +287,7 @@ def _torch_save(value: Any, path: str) -> JSON:
 
 
 def decode(tree: JSON, tensor: Callable[[str], Any]) -> Any:
-    """Return the value that was encoded as `tree`. `tensor(key)` must return tensors that are not in the JSON.
+    """Return the value that was encoded as `tree`. `tensor(key)` must return the tensor that was stored as `key`.
 
     Raises:
         CorruptCheckpointError: `encode` did not write the tree.

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     import torch
 
 View = tuple[str, str]
-"""A tensor's FQN and state name, with the keys inside the state ("factors.0"). The name is "" for the parameter itself.
-The FQN is "" for other state ("shared.count") and settings ("param_groups.0.lr").
+"""Identifies a tensor of an optimizer by a parameter's FQN and a name.
+
+The name consists of a state's name and the keys inside the state ("factors.0"). The name is "" for the parameter
+itself. The FQN is "" for state that belongs to no parameter ("shared.count") and for settings ("param_groups.0.lr").
 """
 
 
@@ -60,7 +62,7 @@ def shared_views(memory: Mapping[View, int], same: Iterable[Sequence[str]]) -> l
 
 
 def separated(groups: Iterable[Sequence[View]], memory: Mapping[View, int]) -> list[list[str]]:
-    """Return the tensors' names of each group whose tensors are now in several allocations."""
+    """Return the groups whose tensors no longer share one allocation. Each group is a list of the tensors' names."""
     here = ([view for view in group if view in memory] for group in groups)
     return [[".".join(filter(None, view)) for view in group] for group in here if len({memory[v] for v in group}) > 1]
 

@@ -15,15 +15,16 @@ _NEVER_FILLED = (
     "was built on the meta device and never given values. Load a checkpoint, or call load_hf or reset_parameters"
 )
 
-# By the tensor's id: its version when it was marked, and its memory. Not weak references to the tensors: `Module.to`
-# refuses to change tensors that have some. A later tensor may have the same id, but not the same memory.
+# Maps a tensor's id to its version when it was marked, and its memory. Weak references to the tensors are not used,
+# because `Module.to` refuses to change a tensor that has weak references. A later tensor may have the same id, but not
+# the same memory.
 _marked: dict[int, tuple[int, weakref.ref[torch.UntypedStorage] | None]] = {}
 
 
 def mark_without_values(model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> None:
     """Remember, while `model` exists, that the given tensors of the model have no values yet.
 
-    Fills floating-point tensors with NaN, so that a run that uses them does not go unnoticed.
+    Fills floating-point tensors with NaN, so that the results of a run that uses them are NaN.
     """
     import torch
 
@@ -41,7 +42,7 @@ def mark_without_values(model: torch.nn.Module, tensors: Iterable[torch.Tensor])
 def mark_filled(tensors: Iterable[torch.Tensor]) -> None:
     """Remember that the given tensors have values now.
 
-    Needed only after writes to their memory that torch does not count.
+    This is needed only after writes that do not change a tensor's version (see `_version`).
     """
     if _marked:
         _forget(map(id, tensors))
