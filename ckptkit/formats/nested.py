@@ -15,6 +15,7 @@ from ckptkit.catalog.entry import ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.dcp.roles import EntryRole, RoleTable
 from ckptkit.formats.pickles.tensors import DTensorRecord, StoredTensor, is_tensor
+from ckptkit.formats.state_names import PARAM_GROUPS
 
 Path = tuple[str | int, ...]
 
@@ -64,15 +65,19 @@ def _leaves(value: Any, path: Path, file: str, known: dict[int, bool], levels: i
         levels: How many levels of dicts are opened even if they contain no tensors.
     """
     # An optimizer may have no tensors, and a parameter's state may consist of numbers.
-    is_optimizer = isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
-    opened = is_optimizer or (levels > 0 and isinstance(value, dict) and value)
+    opened = is_optimizer(value) or (levels > 0 and isinstance(value, dict) and value)
     if is_tensor(value) or not isinstance(value, (dict, list, tuple)) or not (opened or has_tensor(value, known)):
         yield _Leaf(path, file, value)
         return
     items: Sequence[tuple[Any, Any]] = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
     for key, item in items:
-        below = 2 * (key == "state") if is_optimizer else levels - 1
+        below = 2 * (key == "state") if is_optimizer(value) else levels - 1
         yield from _leaves(item, (*path, key if type(key) in (str, int) else str(key)), file, known, below)
+
+
+def is_optimizer(value: Any) -> bool:
+    """Return whether a value is what `Optimizer.state_dict()` returned, whatever its key is."""
+    return isinstance(value, dict) and {"state", PARAM_GROUPS} <= value.keys()
 
 
 def has_tensor(value: Any, known: dict[int, bool]) -> bool:
@@ -144,7 +149,7 @@ def _parameter_names(leaves: Mapping[str, _Leaf]) -> dict[Path, dict[str, str]]:
     """Return the parameter names of each optimizer by number, from `param_names` in its groups (torch >= 2.6)."""
     found: dict[Path, dict[str, str]] = {}
     for leaf in leaves.values():
-        if leaf.path[-1:] != ("param_groups",) or not isinstance(leaf.value, list):
+        if leaf.path[-1:] != (PARAM_GROUPS,) or not isinstance(leaf.value, list):
             continue
         for group in leaf.value:
             params, names = (group.get("params"), group.get("param_names")) if isinstance(group, dict) else (None, None)
@@ -232,7 +237,7 @@ def other_containers(values: Iterable[Any]) -> dict[str, list[list[str | int]]]:
         if not has_tensor(value, known) or not isinstance(value, (dict, list, tuple)):
             return
         if isinstance(value, dict):
-            if {"state", "param_groups"} <= value.keys():
+            if is_optimizer(value):
                 return
             if value.keys() == set(range(len(value))):
                 found.setdefault("dict", []).append(path)

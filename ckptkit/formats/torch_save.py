@@ -23,6 +23,7 @@ from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.tensors import is_tensor
 from ckptkit.formats.pickles.walk import Unknown, loads
 from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.formats.state_names import STEPS
 from ckptkit.storage.store import Store
 
 # Names that torch.save's users give only to models.
@@ -33,7 +34,6 @@ _HDF5 = b"\x89HDF\r\n\x1a\n"
 INDEX_SUFFIX = ".bin.index.json"
 # In the arguments that Megatron saves with the weights: over how many ranks the model is split.
 _SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-STEPS = ("global_step", "step", "iteration", "iter", "iter_num")  # keys under which scripts save the step
 
 
 def open_catalog(

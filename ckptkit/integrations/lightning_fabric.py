@@ -20,6 +20,7 @@ from ckptkit.checkpoint.manager import SignalWatch, parse_signals
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, section
 from ckptkit.errors import UsageError
+from ckptkit.formats.state_names import STEPS
 from ckptkit.fsdp.config import FSDPConfig, MixedPrecision
 from ckptkit.fsdp.gradients import clip_grad_norm
 from ckptkit.fsdp.mesh import make_mesh, plan_for
@@ -28,7 +29,6 @@ from ckptkit.integrations.lightning_state import LightningCheckpoints, StateView
 from ckptkit.integrations.lightning_strategy import fill_meta
 
 _TIMEOUT = timedelta(minutes=30)
-_STEPS = ("global_step", "step", "iteration", "iter_num")
 
 
 class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's types are not followed
@@ -146,7 +146,7 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
 
         own = self._own()
         collected = own.run_on_all(collect, "collecting the checkpoint")
-        step = next((state[key] for key in _STEPS if isinstance(state.get(key), int)), 0)
+        step = next((state[key] for key in STEPS if isinstance(state.get(key), int)), 0)
         own.save(url, {"global_step": step}, collected)
 
     def load_checkpoint(

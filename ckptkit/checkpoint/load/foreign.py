@@ -20,12 +20,21 @@ from ckptkit.checkpoint.state.train_state import (
 from ckptkit.checkpoint.state.values import JSON, encode
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
 from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes
-from ckptkit.formats.dcp.roles import PARAM_GROUPS, Path, setting_place, state_place
+from ckptkit.formats.dcp.roles import Path, setting_place, state_place
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.nested import dicts_with, insert, with_lists
 from ckptkit.formats.pickles.objects import TensorValue, read_object
-from ckptkit.formats.torch_save import STEPS, open_file
+from ckptkit.formats.state_names import (
+    ACCELERATE_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    PARAM_GROUPS,
+    SCALER_STATE,
+    SCHEDULER_STATE,
+    STEPS,
+)
+from ckptkit.formats.torch_save import open_file
 from ckptkit.formats.trainers.lightning import with_trained_weights
 from ckptkit.formats.trainers.merge import assembled, model_of, numbered, renamed, state_files
 from ckptkit.formats.trainers.param_order import Param, assign
@@ -36,15 +45,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# transformers and accelerate store the optimizer, the scheduler and the random state next to an unsharded model.
-_OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:bin|pt)")
-_MODEL = re.compile(r"(?:pytorch_)?model_(\d+)\.(?:safetensors|bin)")  # accelerate's further models
-_ACCELERATE = re.compile(r"random_states_\d+\.pkl")  # accelerate always writes these
 _OF_MODEL = re.compile(r"model_(\d+)\.(.+)")  # their parameters' names
 _RNG_FILE = re.compile(r"(?:random_states|rng_state|extra_state)(?:[._](\d+))?")
 _SCHEDULER_FILE = re.compile(r"scheduler(?:[._](\d+))?")
-_SCHEDULER = ("last_epoch", "_last_lr")  # keys in every torch scheduler's state
-_SCALER = ("scale", "growth_factor", "backoff_factor")  # keys in the state of a GradScaler that is enabled
 _SPLIT = re.compile(r"(?:(?:lr_)?scheduler|(?:grad_|amp_)?scaler)s?(?:_states?|_state_dict)?")  # keys of these
 _NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _OWNER = re.compile(r"(.*?)\.?(?<![^.])(?:state|master|param_groups)(?:\.|$)")  # group 1: the optimizer's prefix
@@ -74,9 +77,9 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
         return catalog
     files = {item.path: item.size for item in store.list() if item.kind == "file"}
     parts = [catalog]
-    models = {int(match[1]): name for name in files if (match := _MODEL.fullmatch(name))}
-    optimizers = {int(match[1] or 0): name for name in sorted(files) if (match := _OPTIMIZER.fullmatch(name))}
-    if not any(map(_ACCELERATE.fullmatch, files)):  # the numbers of other programs are steps or epochs
+    models = {int(match[1]): name for name in files if (match := MODEL_FILE.fullmatch(name))}
+    optimizers = {int(match[1] or 0): name for name in sorted(files) if (match := OPTIMIZER_FILE.fullmatch(name))}
+    if not any(map(ACCELERATE_FILE.fullmatch, files)):  # the numbers of other programs are steps or epochs
         models, optimizers = {}, {index: name for index, name in optimizers.items() if not index}
     for index, name in sorted(models.items()):
         open_model = safetensors.open_file if name.endswith(".safetensors") else open_file
@@ -123,9 +126,9 @@ def _matched(values: Mapping[str, Any], catalog: Catalog, state: TrainState, not
     for name, value in values.items():
         insert(tree, (catalog.objects[name].key if name in catalog.objects else ()) or (name,), value)
     whole = with_lists(tree)
-    schedulers = _schedulers(values) or _with_keys(whole, _SCHEDULER)
+    schedulers = _schedulers(values) or _with_keys(whole, SCHEDULER_STATE)
     found: dict[str, Any] = {}
-    for kind, saved in (("scheduler", schedulers), ("grad_scaler", _with_keys(whole, _SCALER))):
+    for kind, saved in (("scheduler", schedulers), ("grad_scaler", _with_keys(whole, SCALER_STATE))):
         live = list(state.parts(kind))
         if len(live) != len(saved):
             continue

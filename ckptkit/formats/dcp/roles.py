@@ -7,26 +7,16 @@ accelerate's path ("model", "model.embed_tokens.weight"), but part of the name i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ckptkit.catalog.entry import Role
+from ckptkit.formats.state_names import MODEL_KEYS, OPTIMIZER_KEY, PARAM_GROUPS, is_other_key
 
 Path = tuple[str | int, ...]
 
-_MODEL_KEYS = frozenset(
-    ("model", "state_dict", "module", "model_state_dict", "model_state", "models", "actor", "policy", "network", "net")
-)
-_OPTIMIZER_KEY = re.compile(r"(?:optim|optimizer)s?(?:_states?|_state_dict)?(?:_?\d+)?")
-_OTHER_KEYS = frozenset(
-    ("lr_scheduler", "lr_schedulers", "scheduler", "schedulers", "lr_scheduler_states", "dataloader", "dataloaders",
-     "train_state", "trainer_state", "rng", "rng_state", "rng_states", "random_states", "extra", "extra_state",
-     "callbacks", "loops", "sampler", "grad_scaler", "scaler", "scalers", "client_state", "step", "epoch",
-     "global_step", "metrics", "train_dataloader", "random", "custom_states", "hyper_parameters")
-)  # fmt: skip
+_MODEL_KEYS = frozenset(MODEL_KEYS)
 _MASTER_STATES = frozenset(("master", "master_param", "master_weight", "fp32_master", "fp32_param", "fp32"))
-PARAM_GROUPS = "param_groups"
 _PARTS = ("state", "master", PARAM_GROUPS)
 _STATES = _MASTER_STATES | {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step", "square_avg"}
 
@@ -54,7 +44,7 @@ class RoleTable:
         alone = "state" in tops and tops <= {"state", PARAM_GROUPS}
         # If the key "state" holds a model and optimizers, it is not one optimizer's state.
         inner = {str(path[1]) for path in paths.values() if len(path) > 2 and path[0] == "state"}
-        self._bare_optimizer = alone and not any(p in _MODEL_KEYS or _OPTIMIZER_KEY.fullmatch(p) for p in inner)
+        self._bare_optimizer = alone and not any(p in _MODEL_KEYS or OPTIMIZER_KEY.fullmatch(p) for p in inner)
         self._optimizers = _optimizers(paths.values())
         self._depths = sorted({len(path) for path in self._optimizers})
         wrappers = {
@@ -103,7 +93,7 @@ class RoleTable:
         for i, part in enumerate(path[:-1]):
             if isinstance(part, str) and part in _MODEL_KEYS:
                 return None
-            if isinstance(part, str) and _OPTIMIZER_KEY.fullmatch(part):
+            if isinstance(part, str) and OPTIMIZER_KEY.fullmatch(part):
                 return optimizer_role(path[i + 1 :])
         at = self._optimizer_at(path)
         if at is not None:
@@ -111,7 +101,7 @@ class RoleTable:
         only = path[0]
         if len(path) == 1 and isinstance(only, str):
             head, _, rest = only.partition(".")
-            if rest.startswith(("state.", "param_groups.", "master.")) and _OPTIMIZER_KEY.fullmatch(head):
+            if rest.startswith(("state.", "param_groups.", "master.")) and OPTIMIZER_KEY.fullmatch(head):
                 return optimizer_role((rest,))
         return None
 
@@ -216,10 +206,10 @@ def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
             while stop < len(path) - 1 and path[stop] in ("state_dict", "module"):
                 stop += 1
             return path[:stop]
-        if part in _OTHER_KEYS or _OPTIMIZER_KEY.fullmatch(part):
+        if is_other_key(part) or OPTIMIZER_KEY.fullmatch(part):
             return None
     if len(path) == 1:
-        return None if path[0] in _OTHER_KEYS else ()
+        return None if is_other_key(str(path[0])) else ()
     return path[:-1] if isinstance(path[-1], str) else path[:1]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.formats.own.json import check_density
+from ckptkit.formats.state_names import OPTIMIZER_FILE
 from ckptkit.storage import FileInfo, Store
 from ckptkit.storage.store import is_safe_name
 
@@ -39,7 +39,6 @@ _CARRIED = (
     "USE_POLICY*",
 )
 _CODE = ("*.py",)
-_OPTIMIZER = re.compile(r"optimizer(?:_\d+)?\.(?:pt|bin)")
 _STATE = (".pt", ".pth", ".bin", ".ckpt", ".pkl", "trainer_state.json")
 _NAMED = 16
 _MAX_JSON_BYTES = 32 << 20
@@ -143,7 +142,7 @@ def unread_state(names: Iterable[str]) -> tuple[str, ...]:
     the parameters.
     """
     found = sorted(name for name in names if name.endswith(_STATE))
-    optimizers = [name for name in found if _OPTIMIZER.fullmatch(name)][:1]
+    optimizers = [name for name in found if OPTIMIZER_FILE.fullmatch(name)][:1]
     others = [name for name in found if name not in optimizers]
     more = f", ... ({len(others)} files)" * (len(others) > _NAMED)
     return (

@@ -11,13 +11,10 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, TensorEntry
 from ckptkit.errors import CkptkitError, CorruptCheckpointError
 from ckptkit.formats.hf.side_files import read_json
 from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.state_names import STATE_FILE
 from ckptkit.storage import Store
 
 Open = Callable[..., Catalog]
-_STATE = re.compile(
-    r"scheduler(?:_\d+)?\.(?:bin|pt)|random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth|trainer_state\.json|"
-    r"sampler(?:_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt|dl_state_dict(?:_\d+)?\.bin"
-)
 
 
 def open_part(open_catalog: Open, store: Store, directory: str, options: ReadOptions | None) -> Catalog:
@@ -78,7 +75,7 @@ def assembled(store: Store, parts: Sequence[Catalog], info: CatalogInfo, objects
 
 def state_files(names: Iterable[str]) -> dict[str, str]:
     """Return the files that the Trainer or accelerate writes beside the weights and the optimizer, by object name."""
-    return {name.rpartition(".")[0]: name for name in names if _STATE.fullmatch(name)}
+    return {name.rpartition(".")[0]: name for name in names if STATE_FILE.fullmatch(name)}
 
 
 def step_in(store: Store, file: str, key: str = "global_step") -> int | None:

@@ -12,7 +12,7 @@ from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, is_tensor
 from ckptkit.formats.pickles.zip import read_archive
-from ckptkit.formats.torch_save import STEPS
+from ckptkit.formats.state_names import MODEL_KEYS, OPTIMIZER_KEY, STEPS
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.trainers.rank_files import join_model, read_ranks, recorded_ranks
@@ -21,8 +21,7 @@ from ckptkit.units import first_few
 
 _RANK = re.compile(r"(.*(?:rank|shard|checkpoint|consolidated|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
 _KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # only in directories with torch_checkpointing's metadata.pkl
-_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "app")
-_OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
+_MODEL_KEYS = (*MODEL_KEYS, "app")
 
 
 def is_rank_directory(files: Sequence[str]) -> bool:
@@ -41,7 +40,7 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
     if template is None or sorted(groups[template]) != list(range(len(groups[template]))):
         return False
     try:
-        value = _below(read_archive(store, groups[template][0]), _MODEL_KEYS)
+        value = _model_in(read_archive(store, groups[template][0]))
     except CkptkitError:
         return False  # unreadable: treat the numbers as steps, so that file 0 is not opened
     tensors = value.values() if isinstance(value, dict) else ()
@@ -65,25 +64,24 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     ranks = groups[template]
     values = read_ranks(store, ranks, template)
     names = [ranks[rank] for rank in sorted(ranks)]
-    models = [_below(value, _MODEL_KEYS) for value in values]
+    models = [_model_in(value) for value in values]
     if fsdp1_local.is_flat(models):
         return fsdp1_local.read(store, names, models, sizes, None, options)
     model = join_model(models, what=template, where=", at the top level or below a known key")
     optimizer = OptimizerState()
-    for key in _OPTIMIZER_KEYS:
-        if all(isinstance(value, dict) and isinstance(value.get(key), dict) for value in values):
-            optimizer = read_optimizer([value[key] for value in values], model.params, what=template)
-            break
+    key = _optimizer_key(values[0])
+    if key is not None and all(isinstance(value.get(key), dict) for value in values):
+        optimizer = read_optimizer([value[key] for value in values], model.params, what=template)
     else:
         apart = next((name for name in groups if name != template and "optim" in name.lower()), "")
         if groups.get(apart, {}).keys() == ranks.keys():
-            states = [_below(value, _OPTIMIZER_KEYS) for value in read_ranks(store, groups[apart], apart)]
+            states = [_optimizer_in(value) for value in read_ranks(store, groups[apart], apart)]
             optimizer = read_optimizer(states, model.params, what=apart)
             names += [groups[apart][rank] for rank in sorted(ranks)]
     unread = sorted({name for files in groups.values() for name in files.values()} - {*names})
     notes = [f"not read: {', '.join(unread[:4])}{', ...' * (len(unread) > 4)}."] if unread else []
     beside = values[0] if models[0] is not values[0] and isinstance(values[0], dict) else {}
-    left = [str(key) for key in beside if key not in (*_MODEL_KEYS, *_OPTIMIZER_KEYS, *STEPS)]
+    left = [str(name) for name in beside if name not in (_model_key(beside), key, *STEPS)]
     notes += [f"not read: {first_few(left)} of {template.format(rank='*')}."] if left else []
     info = CatalogInfo(
         "rank-files",
@@ -120,10 +118,25 @@ def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
     return next(iter(named or rest or groups), None)
 
 
-def _below(value: Any, keys: Sequence[str]) -> Any:
-    """Go down nested dicts by `keys`, and return the first dict that contains a tensor or none of the keys."""
-    if isinstance(value, dict) and not any(is_tensor(item) for item in value.values()):
-        for key in keys:
-            if isinstance(value.get(key), dict):
-                return _below(value[key], keys)
+def _model_in(value: Any) -> Any:
+    """Go down nested dicts by known keys, and return the first dict that contains a tensor or none of the keys."""
+    while (key := _model_key(value)) is not None:
+        value = value[key]
     return value
+
+
+def _model_key(value: Any) -> str | None:
+    if not isinstance(value, dict) or any(is_tensor(item) for item in value.values()):
+        return None
+    return next((key for key in _MODEL_KEYS if isinstance(value.get(key), dict)), None)
+
+
+def _optimizer_in(value: Any) -> Any:
+    while (key := _optimizer_key(value)) is not None:
+        value = value[key]
+    return value
+
+
+def _optimizer_key(value: Any) -> Any:
+    items = value.items() if isinstance(value, dict) else ()
+    return next((key for key, item in items if OPTIMIZER_KEY.fullmatch(str(key)) and isinstance(item, dict)), None)

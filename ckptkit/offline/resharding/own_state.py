@@ -34,6 +34,7 @@ from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
 from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
 from ckptkit.formats.pickles.zip import Archive, memory_store
 from ckptkit.formats.sources import read_box
+from ckptkit.formats.state_names import PARAM_GROUPS, SCALER_STATE, SCHEDULER_STATE
 from ckptkit.formats.trainers.merge import model_of
 from ckptkit.formats.trainers.optimizer_files import is_state_dicts, names_by_key
 from ckptkit.formats.trainers.param_order import Param, assign
@@ -52,8 +53,6 @@ _MAX_TREE_BYTES = 1 << 20
 _MAX_STEP = 2**63  # maximum step count, because a hostile checkpoint may contain integers too large for a float
 _RANDOM = re.compile(r"(random_states?|rng_states?|rng)(_\d+)?")
 _SCHEDULER = re.compile(r"(lr_)?schedulers?(_states?)?(_\d+)?")
-_SCALER = {"scale", "growth_factor", "backoff_factor"}  # keys in the state of a GradScaler that is enabled
-_GROUPS = "param_groups"
 _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")  # buffers, some with the shape of a weight
 
 
@@ -119,7 +118,7 @@ def _take_group(found: _Groups, name: str, key: Key, value: Any) -> bool:
 
     The key contains the group's index or, in a flattened state dict, the parameter's name.
     """
-    at = name.find(_GROUPS)
+    at = name.find(PARAM_GROUPS)
     if at < 0:
         return False
     groups = found.setdefault(name[:at].rstrip("."), {})
@@ -137,7 +136,7 @@ def _take_group(found: _Groups, name: str, key: Key, value: Any) -> bool:
 
 def _is_setting(entry: TensorEntry) -> bool:
     """Return whether a tensor is an optimizer's setting, such as a learning rate."""
-    return entry.role is Role.OPTIMIZER and not entry.state and f".{_GROUPS}" in f".{entry.name}"
+    return entry.role is Role.OPTIMIZER and not entry.state and f".{PARAM_GROUPS}" in f".{entry.name}"
 
 
 def _take_state(
@@ -176,7 +175,7 @@ def _take_state(
 
 
 def _optimizer(found: OwnState, section: str) -> dict[str, Any]:
-    fresh: dict[str, Any] = {_GROUPS: [], "values": {}, "shared": {}}
+    fresh: dict[str, Any] = {PARAM_GROUPS: [], "values": {}, "shared": {}}
     tree: dict[str, Any] = found.trees.setdefault(section, fresh)
     return tree
 
@@ -212,7 +211,7 @@ def _add_groups(
                     "the optimizer numbers its parameters, and their shapes do not prove which is which. A job can "
                     "load the source instead, because its optimizer shows the order"
                 )
-            found.leftovers.append((f"{prefix}.{_GROUPS}", reason))
+            found.leftovers.append((f"{prefix}.{PARAM_GROUPS}", reason))
             continue
         tree = _optimizer(found, section)
         for index, group in enumerate(listed):
@@ -221,20 +220,21 @@ def _add_groups(
                 try:
                     made[setting] = [fqn_of(p, front) for p in value] if setting == "params" else _tree(value)
                 except _NoTree as error:
-                    found.leftovers.append((f"{prefix}.{_GROUPS}.{index}.{setting}", str(error)))
-            tree[_GROUPS].append(made)
+                    found.leftovers.append((f"{prefix}.{PARAM_GROUPS}.{index}.{setting}", str(error)))
+            tree[PARAM_GROUPS].append(made)
     # Parameters may have state but no settings. If no parameter has settings, drop the tree.
     having: dict[str, set[str]] = {}
     for entry in catalog.tensors.values():
         if entry.role is Role.OPTIMIZER and entry.fqn:
             having.setdefault(sections[_prefix(entry.name)], set()).add(entry.fqn)
     for section in dict.fromkeys(sections.values()):
-        if not found.trees.get(section, {}).get(_GROUPS):
+        if not found.trees.get(section, {}).get(PARAM_GROUPS):
             found.trees.pop(section, None)
             found.notes.append(f"{section}: the source has no settings (lr, betas); the new job's settings stay")
             continue
         loose = sorted(
-            having.get(section, set()) - {fqn for group in found.trees[section][_GROUPS] for fqn in group["params"]}
+            having.get(section, set())
+            - {fqn for group in found.trees[section][PARAM_GROUPS] for fqn in group["params"]}
         )
         if loose:
             found.notes.append(
@@ -301,9 +301,9 @@ def _add_rest(found: OwnState, nested: Mapping[str, Any]) -> None:
     schedulers: dict[str, Any] = {}
     scalers: dict[str, Any] = {}
     for name, value in nested.items():
-        keys = ("last_epoch",) if _SCHEDULER.fullmatch(name) else ("last_epoch", "_last_lr")
+        keys = ("last_epoch",) if _SCHEDULER.fullmatch(name) else SCHEDULER_STATE
         schedulers |= dicts_with(keys, value, name)
-        scalers |= dicts_with(_SCALER, value, name)
+        scalers |= dicts_with(SCALER_STATE, value, name)
     for section, states in (("scheduler", schedulers), ("grad_scaler", scalers)):
         if len(states) == 1:  # several have names that are unknown here
             ((name, state),) = states.items()
@@ -588,9 +588,9 @@ def _numbered(store: Store, catalog: Catalog) -> dict[str, dict[Any, str]]:
             params.setdefault(place, Param(entry.fqn, entry.shape))
     found = {}
     for prefix, known in shapes.items():
-        holder = catalog.objects.get(f"{prefix}.{_GROUPS}")
+        holder = catalog.objects.get(f"{prefix}.{PARAM_GROUPS}")
         groups: Any = read_object(store, holder) if holder is not None else None
-        if not is_state_dicts([{"state": {}, _GROUPS: groups}]):
+        if not is_state_dicts([{"state": {}, PARAM_GROUPS: groups}]):
             continue
         wanted = [[_only(known.get(number)) for number in group["params"]] for group in groups]
         assigned = assign(list(params.values()), wanted, [group.get("weight_decay") == 0 for group in groups])

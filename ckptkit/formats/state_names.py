@@ -1,0 +1,36 @@
+"""Lists the keys and the file names under which training programs save the parts of a training state."""
+
+from __future__ import annotations
+
+import re
+
+# Keys. A rank's or an object's number may follow, as in "rng_state_0" or "extra_state.1".
+MODEL_KEYS = (
+    "model", "state_dict", "module", "model_state_dict", "model_state", "models", "actor", "policy", "network", "net",
+)  # fmt: skip
+OPTIMIZER_KEY = re.compile(r"(?:optim|optimizer)s?(?:_states?|_state_dict)?(?:_?\d+)?")
+SCHEDULER_KEY = re.compile(r"(?:lr_)?schedulers?(?:_states?|_state_dict)?(?:[._]\d+)?")
+RANDOM_KEY = re.compile(r"(?:rng|random|(?:rng|random|extra)_states?)(?:[._](\d{1,9}))?")  # group 1: the rank
+STEPS = ("global_step", "step", "iteration", "iter", "iter_num")
+_OTHER_KEYS = frozenset(
+    ("dataloader", "dataloaders", "train_dataloader", "train_state", "trainer_state", "extra", "callbacks", "loops",
+     "sampler", "grad_scaler", "scaler", "scalers", "client_state", "epoch", "metrics", "custom_states",
+     "hyper_parameters", *STEPS)
+)  # fmt: skip
+PARAM_GROUPS = "param_groups"
+SCHEDULER_STATE = ("last_epoch", "_last_lr")  # keys in every torch scheduler's state
+SCALER_STATE = ("scale", "growth_factor", "backoff_factor")  # keys in the state of a GradScaler that is enabled
+
+# Files that transformers and accelerate write beside the weights. accelerate numbers models, optimizers and schedulers.
+MODEL_FILE = re.compile(r"(?:pytorch_)?model_(\d+)\.(?:safetensors|bin)")  # accelerate's further models
+OPTIMIZER_FILE = re.compile(r"optimizer(?:_(\d+))?\.(?:bin|pt)")
+ACCELERATE_FILE = re.compile(r"random_states_\d+\.pkl")  # accelerate always writes these
+STATE_FILE = re.compile(
+    rf"scheduler(?:_\d+)?\.(?:bin|pt)|{ACCELERATE_FILE.pattern}|rng_state(?:_\d+)?\.pth|trainer_state\.json|"
+    r"sampler(?:_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt|dl_state_dict(?:_\d+)?\.bin"
+)
+
+
+def is_other_key(key: str) -> bool:
+    """Return whether a key is one of training state that is neither a model nor an optimizer."""
+    return key in _OTHER_KEYS or bool(SCHEDULER_KEY.fullmatch(key) or RANDOM_KEY.fullmatch(key))
