@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.arguments import Location, location
-from ckptkit.checkpoint.load.mapping import Checkpoint, TensorView
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, check_tag, find_record, step_name, step_of_name
 from ckptkit.formats.trainers.lightning import with_trained_weights
+from ckptkit.formats.training_state import saved_step
 from ckptkit.offline.conversion import ConvertReport, How, check_source_files, conclude
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import Plan
@@ -142,7 +142,7 @@ def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | N
         UsageError: `dst` is named after a different step, or its name is not valid for a checkpoint.
     """
     head, separator, name = dst.rstrip("/").rpartition("/")
-    step = step_of(source)
+    step = saved_step(source.store, source.catalog)
     stated = int(name) if name.isdecimal() else step_of_name(name)
     known = step is not None
     if step is None:
@@ -158,26 +158,6 @@ def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | N
     parent = head or ("/" if separator else ".")
     record["sequence"] = _sequence(parent, name, step, origin, storage_options)
     return Identity(step, tag, record, known=known or stated is not None)
-
-
-_STEPS = ("step", "global_step", "train_state.step", "train_state.global_step", "trainer_state.global_step")
-
-
-def step_of(source: Source) -> int | None:
-    """Return the step that the checkpoint, the directory's name, or a stored value records. None if unknown."""
-    if source.catalog.info.step is not None:
-        return source.catalog.info.step
-    values = Checkpoint(source.url, source.store, source.catalog)
-    for name in _STEPS:
-        try:
-            value = values.get(name)
-        except CkptkitError:  # the object is not plain Python data
-            continue
-        if isinstance(value, TensorView):
-            value = int(value.numpy()) if value.dtype in ("int64", "int32") and value.shape in ((), (1,)) else None
-        if type(value) is int and 0 <= value < 10**18:
-            return value
-    return None
 
 
 def _sequence(

@@ -31,7 +31,7 @@ SOURCES = {
     "deepspeed_zero1_odd_sizes_w3": False, "deepspeed_zero2_bf16_w2": False, "deepspeed_zero3_bf16_tied_w2": False,
     "accelerate_fsdp2_sharded_llama_tied_w2": False, "accelerate_fsdp2_nodcp_llama_untied_w2": False,
     "hf_trainer_fsdp2_sharded_w2": True, "lightning_trainer_fsdp_w2": True, "lightrft_naive_optim_w2": True,
-    "dcp_torchtitan_like_w2": True, "dcp_appstate_w2": False, "verl_fsdp2_w2": False, "verl_fsdp1_nomesh_w2": False,
+    "dcp_torchtitan_like_w2": True, "dcp_appstate_w2": False, "verl_fsdp2_w2": True, "verl_fsdp1_nomesh_w2": False,
     "fsdp1_dcp_sharded_nomesh_w2": False,
 }  # fmt: skip
 TIED = {"lm_head.weight": "model.embed_tokens.weight", "head.weight": "embed.weight"}
@@ -233,7 +233,7 @@ def test_a_nested_state_keeps_its_values(tmp_path, mesh):
 def test_the_step_comes_from_the_checkpoint_or_its_name_or_is_reported_unknown(tmp_path):
     cases = {
         "any": ({"step": 12}, 12), "train": ({"train_state": {"step": torch.tensor(7)}}, 7), "step-31": ({}, 31),
-        "unknown": ({}, 0),
+        "script": ({"iter_num": 5}, 5), "unknown": ({}, 0),
     }  # fmt: skip
     for name, (state, step) in cases.items():
         dcp.save({"w": torch.ones(4), **state}, checkpoint_id=str(tmp_path / name), no_dist=True)

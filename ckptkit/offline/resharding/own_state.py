@@ -13,8 +13,8 @@ import base64
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,20 +24,18 @@ import numpy.typing as npt
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
-from ckptkit.errors import CkptkitError, UnsupportedFormatError, UsageError
+from ckptkit.errors import UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.class_records import recipes_of, renamed_recipes
 from ckptkit.formats.dcp.records import frame_object
-from ckptkit.formats.dcp.roles import setting_place, state_place
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
-from ckptkit.formats.nested import dicts_with, insert, with_lists
 from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
 from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
 from ckptkit.formats.pickles.zip import Archive, memory_store
 from ckptkit.formats.sources import read_box
-from ckptkit.formats.state_names import PARAM_GROUPS, SCALER_STATE, SCHEDULER_STATE
+from ckptkit.formats.state_names import PARAM_GROUPS
 from ckptkit.formats.trainers.merge import model_of
-from ckptkit.formats.trainers.optimizer_files import is_state_dicts, names_by_key
-from ckptkit.formats.trainers.param_order import Param, assign
+from ckptkit.formats.trainers.param_order import Param
+from ckptkit.formats.training_state import SavedOptimizer, TrainingState, extra_key, read_training_state, without_kind
 from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.units import counted
@@ -49,10 +47,10 @@ if TYPE_CHECKING:
 # --- another program's objects as trees for `objects.json`: settings by parameter name, schedulers
 
 
-_MAX_TREE_BYTES = 1 << 20
+_MAX_TREE_BYTES = 2 << 20  # as JSON, which is larger than the tensors in it
 _MAX_STEP = 2**63  # maximum step count, because a hostile checkpoint may contain integers too large for a float
-_RANDOM = re.compile(r"(random_states?|rng_states?|rng)(_\d+)?")
-_SCHEDULER = re.compile(r"(lr_)?schedulers?(_states?)?(_\d+)?")
+_NAME = re.compile(r"(?!\d+$)[A-Za-z0-9][A-Za-z0-9_-]*")  # of an object that is one of several, not a number
+_Names: TypeAlias = Mapping[str, Mapping[str, str]]  # FQNs by an optimizer's prefix and a parameter's saved name
 _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")  # buffers, some with the shape of a weight
 
 
@@ -61,268 +59,131 @@ class _NoTree(Exception):
 
 
 def _add_trees(
-    found: OwnState,
-    store: Store,
-    catalog: Catalog,
-    sections: Mapping[str, str],
-    numbers: Mapping[str, Mapping[Any, str]],
+    found: OwnState, catalog: Catalog, saved: TrainingState, sections: Mapping[str, str], names: _Names
 ) -> None:
-    """Add the trees for a source that ckptkit did not write. Reads its objects without running their code.
-
-    Args:
-        sections: Maps an optimizer's key prefix (the part before ".state.") to ckptkit's name for the optimizer.
-    """
-    values: dict[str, tuple[ObjectEntry, Any]] = {}
-    for name, entry in catalog.objects.items():
-        if name == SUBCLASSES:
-            continue
-        if entry.role is not Role.OPTIMIZER and _is_random(found, name):
-            continue
-        try:
-            values[name] = (entry, read_object(store, entry, tensor=_tensor_value))
-        except CkptkitError as error:
-            found.leftovers.append((name, f"it can't be read: {str(error)[:160]}"))
-    groups: _Groups = {}
-    for name, (entry, value) in list(values.items()):
-        if entry.role is not Role.OPTIMIZER:
-            continue
-        del values[name]
-        taken = _take_group(groups, name, entry.key, value)
-        taken = taken or _take_state(found, name, entry, value, sections, numbers)
-        if not taken and value != {}:  # an optimizer without momentum has an empty state
-            found.leftovers.append((name, "torch optimizers have no such entry"))
-    for name, tensor in catalog.tensors.items():
-        if _is_setting(tensor):
-            data = bytes(read_box(store, tensor, Box.whole(tensor.shape)))
-            _take_group(groups, name, tensor.key, TensorValue(tensor.dtype, tensor.shape, data))
-    _add_groups(found, groups, sections, catalog, numbers)
-    _add_rest(found, _nested({**values, **_other_tensors(found, store, catalog)}, catalog))
-
-
-def _is_random(found: OwnState, name: str) -> bool:
-    if not _RANDOM.fullmatch(name.split(".", maxsplit=1)[0]):
-        return False
-    found.leftovers.append((name, "random states belong to the old ranks; the new ranks are reseeded"))
-    return True
-
-
-# --- optimizers
-
-
-# Parameter groups' settings: key prefix (before "param_groups") -> group's index or parameter -> settings.
-_Groups: TypeAlias = dict[str, dict[str | int, dict[str, Any]]]
-
-
-def _take_group(found: _Groups, name: str, key: Key, value: Any) -> bool:
-    """Store the value if it is a parameter group's setting, and return whether it is.
-
-    The key contains the group's index or, in a flattened state dict, the parameter's name.
-    """
-    at = name.find(PARAM_GROUPS)
-    if at < 0:
-        return False
-    groups = found.setdefault(name[:at].rstrip("."), {})
-    owner, path = setting_place(key or (name,))
-    if path:
-        insert(groups.setdefault(int(owner) if owner.isdecimal() else owner, {}), path, value)
-    elif isinstance(value, (list, tuple)):  # a single object contains all groups
-        groups.update(enumerate(dict(group) for group in value if isinstance(group, Mapping)))
-    elif owner and isinstance(value, Mapping):
-        groups.setdefault(int(owner) if owner.isdecimal() else owner, {}).update(value)
-    else:
-        return False
-    return True
-
-
-def _is_setting(entry: TensorEntry) -> bool:
-    """Return whether a tensor is an optimizer's setting, such as a learning rate."""
-    return entry.role is Role.OPTIMIZER and not entry.state and f".{PARAM_GROUPS}" in f".{entry.name}"
-
-
-def _take_state(
-    found: OwnState,
-    name: str,
-    entry: ObjectEntry,
-    value: Any,
-    sections: Mapping[str, str],
-    numbers: Mapping[str, Mapping[Any, str]],
-) -> bool:
-    """Store the object if it is optimizer state but not a tensor, and return whether it is.
-
-    A step count becomes a tensor later. Other values are stored unchanged.
-    """
-    at = name.find(".state.")
-    if at < 0:
-        return False
-    fqn, _, state = name[at + len(".state.") :].rpartition(".")
-    place = state_place(entry.key)
-    if place is not None:
-        if len(place[1]) > 1:
-            return False  # a part of a list or a dict
-        fqn, state = place[0], str(place[1][0])
-        if fqn.isdecimal():
-            fqn = numbers.get(name[:at], {}).get(int(fqn), fqn)
-    section = sections.get(name[:at], "optimizer")
-    if state == "step" and type(value) in (int, float) and abs(value) < _MAX_STEP:
-        found.steps[section, fqn] = float(value)
-        return True
-    try:
-        tree = _tree(value)
-    except _NoTree:
-        return False
-    _optimizer(found, section)["values"].setdefault(fqn, {})[state] = tree
-    return True
-
-
-def _optimizer(found: OwnState, section: str) -> dict[str, Any]:
-    fresh: dict[str, Any] = {PARAM_GROUPS: [], "values": {}, "shared": {}}
-    tree: dict[str, Any] = found.trees.setdefault(section, fresh)
-    return tree
-
-
-def _add_groups(
-    found: OwnState,
-    groups: _Groups,
-    sections: Mapping[str, str],
-    catalog: Catalog,
-    numbers: Mapping[str, Mapping[Any, str]],
-) -> None:
+    """Add the trees for a source that ckptkit did not write."""
+    found.leftovers += [(name, f"it can't be read: {why[:160]}") for name, why in saved.unread.items()]
     known = {entry.fqn for entry in catalog.tensors.values() if entry.fqn}
-    stated = catalog.info.extra.get("module_prefix")
-    module = stated if isinstance(stated, str) else ""
-
-    def fqn_of(name: str, front: str) -> str | None:
-        """Return the FQN of a parameter in the catalog. Returns None if there is no such parameter."""
-        plain = strip_infixes([name])[name]
-        candidates = (front + plain, name, plain, name.removeprefix(module), plain.removeprefix(module))
-        return next((candidate for candidate in candidates if candidate in known), None)
-
-    for prefix, by_owner in groups.items():
-        section = sections.get(prefix) or ("optimizer" if len(groups) == 1 else prefix.replace(".", "_"))
-        listed = _joined({owner: with_lists(group) for owner, group in by_owner.items()})
-        front, named = model_of(prefix), numbers.get(prefix, {})
-        for group in listed:
-            group["params"] = [named.get(p, p) for p in group["params"]]
-        unknown = [p for group in listed for p in group["params"] if not isinstance(p, str) or fqn_of(p, front) is None]
-        if unknown:
-            reason = f"the model has no parameter {unknown[0]!r}"
-            if not isinstance(unknown[0], str):
-                reason = (
-                    "the optimizer numbers its parameters, and their shapes do not prove which is which. A job can "
-                    "load the source instead, because its optimizer shows the order"
-                )
-            found.leftovers.append((f"{prefix}.{PARAM_GROUPS}", reason))
-            continue
-        tree = _optimizer(found, section)
-        for index, group in enumerate(listed):
-            made: dict[str, Any] = {}
-            for setting, value in group.items():
-                try:
-                    made[setting] = [fqn_of(p, front) for p in value] if setting == "params" else _tree(value)
-                except _NoTree as error:
-                    found.leftovers.append((f"{prefix}.{PARAM_GROUPS}.{index}.{setting}", str(error)))
-            tree[PARAM_GROUPS].append(made)
-    # Parameters may have state but no settings. If no parameter has settings, drop the tree.
-    having: dict[str, set[str]] = {}
-    for entry in catalog.tensors.values():
-        if entry.role is Role.OPTIMIZER and entry.fqn:
-            having.setdefault(sections[_prefix(entry.name)], set()).add(entry.fqn)
-    for section in dict.fromkeys(sections.values()):
-        if not found.trees.get(section, {}).get(PARAM_GROUPS):
-            found.trees.pop(section, None)
-            found.notes.append(f"{section}: the source has no settings (lr, betas); the new job's settings stay")
-            continue
-        loose = sorted(
-            having.get(section, set())
-            - {fqn for group in found.trees[section][PARAM_GROUPS] for fqn in group["params"]}
-        )
-        if loose:
-            found.notes.append(
-                f"{section}: {len(loose)} parameters with state are in no group of the source: {loose[0]}, ..."
-            )
-
-
-def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups in order. Groups of a single parameter are merged if their settings are equal."""
-    groups: list[dict[str, Any]] = []
-    for index in sorted(o for o in by_owner if isinstance(o, int)):
-        params = by_owner[index].get("params")
-        groups.append({**by_owner[index], "params": list(params) if isinstance(params, (list, tuple)) else []})
-    merged: dict[str, dict[str, Any]] = {}
-    for owner, settings in by_owner.items():
-        if isinstance(owner, str):
-            mine = {key: value for key, value in settings.items() if key != "params"}
-            group = merged.setdefault(repr(sorted(mine.items(), key=repr)), {**mine, "params": []})
-            group["params"].append(owner)
-    return [*groups, *merged.values()]
-
-
-# --- other objects
-
-
-def _other_tensors(found: OwnState, store: Store, catalog: Catalog) -> dict[str, tuple[ObjectEntry | TensorEntry, Any]]:
-    """Return the tensors that are neither weights nor optimizer state, with their values.
-
-    The result keeps them as tensors, too. Objects with large tensors, such as a moving average of the weights, are
-    only named.
-    """
-    objects: dict[str, list[TensorEntry]] = {}
-    for entry in catalog.by_role(Role.OTHER).values():
-        if not _is_random(found, entry.name):
-            objects.setdefault(str((entry.key or (entry.name,))[0]), []).append(entry)
-    read: dict[str, tuple[ObjectEntry | TensorEntry, Any]] = {}
-    large: list[str] = []
-    for top, entries in objects.items():
-        if sum(entry.nbytes for entry in entries) > _MAX_TREE_BYTES // 2:
-            large.append(top)
-            continue
-        for entry in entries:
-            data = bytes(read_box(store, entry, Box.whole(entry.shape)))
-            read[entry.name] = entry, TensorValue(entry.dtype, entry.shape, data)
-    if large:
+    module = str(catalog.info.extra.get("module_prefix", ""))
+    for prefix, section in sections.items():
+        fqn_of = partial(_fqn_of, named=names[prefix], known=known, prefixes=(model_of(prefix), module))
+        _add_optimizer(found, saved.optimizers[prefix], prefix, section, fqn_of)
+        _add_missing_notes(found, saved.optimizers[prefix], section, {*names[prefix].values()})
+    for random in saved.random.values():
+        found.leftovers.append((random.name, "random states belong to the old ranks; the new ranks are reseeded"))
+    if saved.large:
         found.notes.append(
-            f"{', '.join(large)}: neither weights nor optimizer state; a job does not load these tensors. They keep "
-            "their names, so DCPReader reads them"
+            f"{', '.join(saved.large)}: neither weights nor optimizer state; a job does not load these tensors. They "
+            "keep their names, so DCPReader reads them"
         )
-    return read
-
-
-def _nested(values: Mapping[str, tuple[ObjectEntry | TensorEntry, Any]], catalog: Catalog) -> dict[str, Any]:
-    """Return the nested values that DCP flattened, as in {"lr_scheduler": {"last_epoch": 2}}."""
-    nested: dict[Any, Any] = {}
-    for name, (entry, value) in values.items():
-        path = entry.key or (name,)
-        insert(nested, path if ".".join(map(str, path)) == name else tuple(name.split(".")), value)
-    return with_lists(nested, catalog.info.extra.get("containers", {}))
-
-
-def _add_rest(found: OwnState, nested: Mapping[str, Any]) -> None:
-    parts = {f"extra.{name.replace('.', '_')}": (name, value) for name, value in nested.items()}
-    schedulers: dict[str, Any] = {}
-    scalers: dict[str, Any] = {}
-    for name, value in nested.items():
-        keys = ("last_epoch",) if _SCHEDULER.fullmatch(name) else SCHEDULER_STATE
-        schedulers |= dicts_with(keys, value, name)
-        scalers |= dicts_with(SCALER_STATE, value, name)
-    for section, states in (("scheduler", schedulers), ("grad_scaler", scalers)):
-        if len(states) == 1:  # several have names that are unknown here
-            ((name, state),) = states.items()
-            top = name.removesuffix(".0")
-            if nested.get(top) is state or (isinstance(nested.get(top), (list, tuple)) and len(nested[top]) == 1):
-                del parts[f"extra.{top.replace('.', '_')}"]
-            parts[section] = name, state
-    for own, (name, value) in parts.items():
+    trees: dict[str, tuple[str, Any]] = {}
+    for kind, states in (("scheduler", saved.schedulers), ("grad_scaler", saved.scalers)):
+        trees |= {section: (name, states[name]) for name, section in _sections_of(kind, states).items()}
+    rest = saved.rest([name for name, _ in trees.values()])
+    trees |= {extra_key(name): (name, value) for name, value in rest.items()}
+    for own, (name, value) in trees.items():
         try:
             tree = _tree(value)
         except _NoTree as error:
             found.leftovers.append((name, str(error)))
             continue
         if len(json.dumps(tree)) > _MAX_TREE_BYTES:
-            found.leftovers.append((name, "it is larger than 1 MiB as JSON"))
+            found.leftovers.append((name, f"it is larger than {_MAX_TREE_BYTES >> 20} MiB as JSON"))
             continue
         found.trees[own] = tree
-        if own == "scheduler":
+        if own.partition("_")[0] == "scheduler":
             found.notes.append(f"{name} is the state of a torch scheduler: the job's scheduler loads it")
+
+
+def _sections_of(kind: str, keys: Collection[str]) -> dict[str, str]:
+    """Return ckptkit's names for saved objects of one kind, by key. Returns {} for several without names of their own.
+
+    A job with several schedulers names them. The keys "gen_sched" and "schedulers.gen" contain the name "gen".
+    """
+    if len(keys) == 1:
+        return dict.fromkeys(keys, kind)
+    words = {key: [word for part in key.split(".") if (word := without_kind(part))] for key in keys}
+    names = {key: parts[-1] for key, parts in words.items() if parts and _NAME.fullmatch(parts[-1])}
+    is_complete = len({*names.values()}) == len(keys)
+    return {key: f"{kind}_{name}" for key, name in names.items()} if is_complete else {}
+
+
+# --- optimizers
+
+
+def _fqn_of(param: Any, *, named: Mapping[str, str], known: Collection[str], prefixes: tuple[str, str]) -> str | None:
+    """Return the FQN of a parameter, given its saved name or number. Returns None if the model has no such parameter.
+
+    Args:
+        prefixes: What FQNs in the catalog start with, in addition to the saved names, and the other way round.
+    """
+    name = named.get(str(param), param)
+    if not isinstance(name, str):
+        return None
+    front, module = prefixes
+    plain = strip_infixes([name])[name]
+    candidates = (front + plain, name, plain, name.removeprefix(module), plain.removeprefix(module))
+    return next((candidate for candidate in candidates if candidate in known), None)
+
+
+def _add_optimizer(
+    found: OwnState, saved: SavedOptimizer, prefix: str, section: str, fqn_of: Callable[[Any], str | None]
+) -> None:
+    """Add the tree of an optimizer: its settings, and the states that are no tensors."""
+
+    def why_unknown(param: Any) -> str:
+        if saved.is_numbered:
+            return (
+                "the optimizer numbers its parameters, and their shapes do not prove which is which. A job can "
+                "load the source instead, because its optimizer shows the order"
+            )
+        return f"the model has no parameter {param!r}"
+
+    tree: dict[str, Any] = {PARAM_GROUPS: [], "values": {}, "shared": {}}
+    for part in saved.values:
+        fqn, value = fqn_of(part.param), part.value
+        try:
+            if fqn is None:
+                raise _NoTree(why_unknown(part.param))
+            if part.is_nested:
+                raise _NoTree("it is a part of a list or a dict in an optimizer's state")
+            if part.state == "step" and type(value) in (int, float) and abs(value) < _MAX_STEP:
+                found.steps[section, fqn] = float(value)  # becomes a tensor later
+            else:
+                tree["values"].setdefault(fqn, {})[part.state] = _tree(value)
+        except _NoTree as error:
+            found.leftovers.append((part.entry.name, str(error)))
+    unknown = [param for group in saved.groups for param in group["params"] if fqn_of(param) is None]
+    if unknown:
+        found.leftovers.append((f"{prefix}.{PARAM_GROUPS}", why_unknown(unknown[0])))
+    for index, group in enumerate(saved.groups if not unknown else ()):
+        made: dict[str, Any] = {}
+        for setting, value in group.items():
+            try:
+                made[setting] = [] if setting == "params" else _tree(value)
+            except _NoTree as error:
+                found.leftovers.append((f"{prefix}.{PARAM_GROUPS}.{index}.{setting}", str(error)))
+        alike = (other for other in tree[PARAM_GROUPS] if {**other, "params": []} == made)
+        into = next(alike, None) if saved.is_flattened else None  # that form has a group for each parameter
+        if into is None:
+            tree[PARAM_GROUPS].append(into := made)
+        into["params"] += [fqn_of(param) for param in group["params"]]
+    if tree[PARAM_GROUPS]:  # no job could load the values alone
+        found.trees[section] = tree
+    elif tree["values"]:
+        found.leftovers.append((f"{prefix}.state", "the settings of its parameters are missing"))
+
+
+def _add_missing_notes(found: OwnState, saved: SavedOptimizer, section: str, having: Collection[str]) -> None:
+    """Note that an optimizer, or some of its parameters, have state but no settings."""
+    if not saved.groups:
+        found.notes.append(f"{section}: the source has no settings (lr, betas); the new job's settings stay")
+    elif section in found.trees:
+        grouped = {fqn for group in found.trees[section][PARAM_GROUPS] for fqn in group["params"]}
+        if loose := sorted({*having} - grouped):
+            found.notes.append(
+                f"{section}: {len(loose)} parameters with state are in no group of the source: {loose[0]}, ..."
+            )
 
 
 # --- values as JSON
@@ -509,45 +370,44 @@ def _key(name: str, role: Role, fqn: str, state: str) -> Key:
 
 def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
     found = OwnState()
-    numbers = _numbered(store, catalog)
-    if numbers:
-        tensors = dict(catalog.tensors)
-        for name, entry in catalog.tensors.items():
-            if (numbered := _number(entry)) is not None and numbered[0] in numbers:
-                tensors[name] = replace(entry, fqn=numbers[numbered[0]].get(numbered[1], ""))
-        catalog = Catalog(tensors, catalog.objects, catalog.info)
-        found.notes.append("the optimizer numbers its parameters; they were matched to the model's by order and shape")
-    sections = _sections(catalog)
+    saved = read_training_state(store, catalog, tensor=_tensor_value, read=partial(_read, store))
+    sections = _sections_of("optimizer", saved.optimizers)
+    sections = sections or {prefix: f"optimizer_{i}" for i, prefix in enumerate(saved.optimizers)}
+    names = _parameter_names(found, catalog, saved)
+    owns = {entry.name: (f"model.{entry.fqn}", entry.fqn, "") for entry in catalog.by_role(Role.MODEL).values()}
+    for prefix, one in saved.optimizers.items():
+        for part in one.tensors:
+            if fqn := names[prefix].get(part.param):
+                kind = "master" if part.entry.role is Role.MASTER else "state"
+                end = f".{part.state}" if kind == "state" else ""
+                owns[part.entry.name] = f"{sections[prefix]}.{kind}.{fqn}{end}", fqn, part.state
     masters = _weights_are_masters(catalog)
     used: dict[str, str] = {}
     for name, entry in catalog.tensors.items():
         if entry.role is Role.MASTER and entry.fqn in masters:
             found.leftovers.append((name, "it equals the fp32 weight"))
             continue
-        own = _own_name(entry, sections)
+        own, fqn, state = owns.get(name, (name, "", ""))
         if used.setdefault(own, name) != name:
             raise UsageError(
                 f"{used[own]!r} and {name!r} would both become {own!r}: the source contains several models. "
                 "Convert one of them at a time."
             )
-        role, fqn, state = role_of(own)
-        if own != name or role is not entry.role:
-            fqn, state = entry.fqn, entry.state
         key = entry.key if ".".join(map(str, entry.key)) == own else ()
-        found.tensors.append(_copy(entry, own, entry.role, fqn if fqn in own else "", state, key))
+        found.tensors.append(_copy(entry, own, entry.role, fqn, state, key))
     if masters:
         found.notes.append(
             f"{len(masters)} fp32 masters are skipped: the weights are fp32 and equal them. An optimizer with masters "
             "starts from the weights; if the model has another dtype, load with convert_dtype=True"
         )
-    recipes = renamed_recipes(catalog, lambda entry: _own_name(entry, sections))
+    recipes = renamed_recipes(catalog, lambda entry: owns[entry.name][0] if entry.name in owns else entry.name)
     if recipes:
         kind = next(iter(recipes.values()))["class"]
         found.notes.append(
             f"{counted(len(recipes), 'tensor', 'are')} of a tensor subclass ({kind}) and stored in parts, as ckptkit "
             "saves them: load them with CheckpointManager or DCPReader"
         )
-    _add_trees(found, store, catalog, sections, numbers)
+    _add_trees(found, catalog, saved, sections, names)
     found.trees["step"] = step
     if recipes:
         found.trees[SUBCLASSES] = recipes
@@ -564,72 +424,35 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
     return found
 
 
-def _number(entry: TensorEntry) -> tuple[str, int] | None:
-    """Return the optimizer's key prefix and the parameter's number, for state of a parameter without a name."""
-    place = state_place(entry.key) if entry.role is Role.OPTIMIZER and entry.state and not entry.fqn else None
-    return (_prefix(entry.name), int(place[0])) if place is not None and place[0].isdecimal() else None
+def _read(store: Store, entries: Sequence[TensorEntry]) -> dict[str, TensorValue]:
+    return {
+        entry.name: TensorValue(entry.dtype, entry.shape, bytes(read_box(store, entry, Box.whole(entry.shape))))
+        for entry in entries
+    }
 
 
-def _numbered(store: Store, catalog: Catalog) -> dict[str, dict[Any, str]]:
-    """Return the FQN of each parameter that an optimizer stores by number, by key prefix and number.
+def _parameter_names(found: OwnState, catalog: Catalog, saved: TrainingState) -> _Names:
+    """Return the FQNs of the parameters that have state, by their saved names or numbers, for each optimizer.
 
-    An optimizer is left out if the order and the shapes of the model's tensors do not prove the FQNs.
+    Numbered parameters of an optimizer are left out if order and shapes of the model's tensors do not prove the FQNs.
     """
-    shapes: dict[str, dict[Any, set[tuple[int, ...]]]] = {}
-    for entry in catalog.tensors.values():
-        numbered = _number(entry)
-        if numbered is not None and entry.shape not in ((), (1,)):
-            shapes.setdefault(numbered[0], {}).setdefault(numbered[1], set()).add(entry.shape)
     params: dict[tuple[str, int, str], Param] = {}  # by their place on disk; of tied weights, only the first counts
     for entry in catalog.by_role(Role.MODEL).values():
         if entry.fqn.rpartition(".")[2] not in _BATCH_NORM and len(entry.slices):
             part = entry.slices[0]
             place = (part.path, part.start, entry.fqn if not part.nbytes else "")
             params.setdefault(place, Param(entry.fqn, entry.shape))
-    found = {}
-    for prefix, known in shapes.items():
-        holder = catalog.objects.get(f"{prefix}.{PARAM_GROUPS}")
-        groups: Any = read_object(store, holder) if holder is not None else None
-        if not is_state_dicts([{"state": {}, PARAM_GROUPS: groups}]):
-            continue
-        wanted = [[_only(known.get(number)) for number in group["params"]] for group in groups]
-        assigned = assign(list(params.values()), wanted, [group.get("weight_decay") == 0 for group in groups])
-        if assigned is not None:
-            found[prefix] = names_by_key(groups, assigned)
-    return found
-
-
-def _only(shapes: set[tuple[int, ...]] | None) -> tuple[int, ...] | None:
-    """Return the only shape. Returns None without shapes, and a shape that fits no parameter for several shapes."""
-    return (next(iter(shapes)) if len(shapes) == 1 else (-1,)) if shapes else None
-
-
-def _sections(catalog: Catalog) -> dict[str, str]:
-    """Return ckptkit's names for the optimizers, by key prefix."""
-    prefixes: dict[str, None] = {}
-    for entry in catalog.tensors.values():
-        if entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.fqn:
-            prefixes[_prefix(entry.name)] = None
-    if len(prefixes) <= 1:
-        return dict.fromkeys(prefixes, "optimizer")
-    return {prefix: f"optimizer_{i}" for i, prefix in enumerate(prefixes)}
-
-
-def _prefix(name: str) -> str:
-    """Return the prefix of a key that identifies the optimizer, or "" if the key has no such prefix."""
-    cuts = [at for part in (".state.", ".master.", ".param_groups") if (at := name.find(part)) >= 0]
-    return name[: min(cuts)] if cuts else ""
-
-
-def _own_name(entry: TensorEntry, sections: Mapping[str, str]) -> str:
-    if entry.role is Role.MODEL:
-        return f"model.{entry.fqn}"
-    section = sections.get(_prefix(entry.name), "optimizer")
-    if entry.role is Role.MASTER:
-        return f"{section}.master.{entry.fqn}"
-    if entry.role is Role.OPTIMIZER and entry.fqn and entry.state:
-        return f"{section}.state.{entry.fqn}.{entry.state}"
-    return entry.name
+    names: dict[str, dict[str, str]] = {}
+    for prefix, one in saved.optimizers.items():
+        if one.is_numbered and not one.names:
+            names[prefix] = one.assigned([*params.values()]) or {}
+            if names[prefix]:
+                found.notes.append(
+                    "the optimizer numbers its parameters; they were matched to the model's by order and shape"
+                )
+        else:
+            names[prefix] = {**one.names, **{part.param: part.fqn for part in one.tensors if part.fqn}}
+    return names
 
 
 def _weights_are_masters(catalog: Catalog) -> set[str]:

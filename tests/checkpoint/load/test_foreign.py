@@ -451,3 +451,4 @@ def test_a_scheduler_and_a_grad_scaler_are_recognized_under_any_key(keys, tmp_pa
     assert not report.skipped
     assert live.scheduler.last_epoch == 1
     assert live.grad_scaler.get_scale() == 8.0
+    assert not {*keys} & report.extra.keys()

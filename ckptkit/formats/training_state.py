@@ -1,0 +1,560 @@
+"""Finds the parts of a training state that another program saved beside the weights.
+
+The parts are optimizers, schedulers, gradient scalers, random states, the step, and all other objects. They are found
+by the roles of their entries, and by the keys that programs use (see `state_names`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar
+
+import numpy as np
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, TensorEntry
+from ckptkit.errors import CkptkitError
+from ckptkit.formats.dcp.roles import Path, optimizer_role, setting_place, state_place
+from ckptkit.formats.dcp.subclasses import SUBCLASSES
+from ckptkit.formats.nested import dicts_with, insert, with_lists
+from ckptkit.formats.pickles.objects import TensorValue, read_object
+from ckptkit.formats.sources import read_box
+from ckptkit.formats.state_names import PARAM_GROUPS, RANDOM_KEY, SCALER_STATE, SCHEDULER_KEY, SCHEDULER_STATE, STEPS
+from ckptkit.formats.trainers.param_order import Param, assign
+from ckptkit.storage.store import Store
+
+MAX_OBJECT_BYTES = 1 << 20  # of the tensors in one object that is neither a model nor an optimizer
+_OWNER = re.compile(r"(.*?)\.?(?<![^.])(?:state|master|param_groups)(?:\.|$)")  # group 1: the optimizer's prefix
+_KIND = r"(?:opt(?:im(?:izer)?)?|(?:lr_)?sched(?:uler)?|(?:grad_|amp_)?scaler)s?"
+_KIND_WORD = re.compile(rf"^{_KIND}_?|_?{_KIND}$")
+_BITSANDBYTES = "__bnb_optimizer_quant_state__"  # bitsandbytes' state_dict adds this level to its states
+_MAX_STEP = 10**18
+_NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+_MAX_DIGITS = 9  # of a param group's number
+
+
+MakeTensor: TypeAlias = "Callable[[np.ndarray[Any, Any] | TensorValue], Any]"
+ReadTensors: TypeAlias = "Callable[[Sequence[TensorEntry]], Mapping[str, Any]]"
+
+Entry = TypeVar("Entry", TensorEntry, ObjectEntry)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState(Generic[Entry]):
+    """One entry of a parameter's optimizer state, or a parameter's master weight.
+
+    Attributes:
+        param: The parameter's name or number, as saved.
+        path: The path of the state below the parameter: ("exp_avg",), or ("GG", 0) for an item of a list.
+        fqn: The parameter's FQN, or "" if the parameter is only numbered.
+        value: The value, if it is no tensor.
+    """
+
+    entry: Entry
+    param: str
+    path: Path
+    fqn: str = ""
+    value: Any = None
+
+    @property
+    def state(self) -> str:
+        """The state's name, with dots if it is nested."""
+        return ".".join(map(str, self.path))
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the entry is a part of a list or a dict."""
+        return len(self.path) > 1
+
+
+@dataclass(slots=True)
+class SavedOptimizer:
+    """An optimizer.
+
+    Attributes:
+        groups: The param groups in order, with `params` as saved: names or numbers. In the form that torch calls
+            flattened, each parameter has its own group.
+        names: The names of numbered parameters, which torch saves since 2.6 if the optimizer has them.
+        tensors: The states that are tensors, and the master weights.
+        values: The states that are no tensors.
+    """
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    is_flattened: bool = False
+    names: dict[str, str] = field(default_factory=dict)
+    tensors: list[SavedState[TensorEntry]] = field(default_factory=list)
+    values: list[SavedState[ObjectEntry]] = field(default_factory=list)
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the groups list numbers, and no names."""
+        params = [param for group in self.groups for param in group["params"]]
+        return bool(params) and not any(isinstance(param, str) for param in params)
+
+    def shapes(self) -> dict[str, set[tuple[int, ...]]]:
+        """Return the shapes of each parameter's states, without scalars such as step counts."""
+        found: dict[str, set[tuple[int, ...]]] = {}
+        for part in self.tensors:
+            entry = part.entry
+            if entry.role is Role.OPTIMIZER and not part.is_nested and entry.shape not in ((), (1,)):
+                found.setdefault(part.param, set()).add(tuple(entry.shape))
+        return found
+
+    def assigned(self, params: Sequence[Param]) -> dict[str, str] | None:
+        """Return the name of each numbered parameter, or None if order and shapes do not prove the names.
+
+        The numbers are strings, because DCP stores the keys of dicts as strings.
+
+        Args:
+            params: The model's parameters, in module order.
+        """
+        shapes = self.shapes()
+        numbers = [[str(param) for param in group["params"]] for group in self.groups]
+        wanted = [[_full_shape(shapes.get(number, ())) for number in group] for group in numbers]
+        found = assign(params, wanted, [group.get("weight_decay") == 0 for group in self.groups])
+        if found is None:
+            return None
+        return {n: fqn for ns, fqns in zip(numbers, found, strict=True) for n, fqn in zip(ns, fqns, strict=True)}
+
+
+def _full_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the shape with the most dimensions: factored states have fewer dimensions than their parameter.
+
+    Returns None without shapes, and a shape that fits no parameter if several have the most dimensions.
+    """
+    most = max(map(len, shapes), default=0)
+    longest = [shape for shape in shapes if len(shape) == most]
+    return (longest[0] if len(longest) == 1 else (-1,)) if longest else None
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """One rank's random state: the name under which it was saved, and its generators as ckptkit saves them."""
+
+    name: str
+    generators: dict[str, Any]
+
+
+@dataclass(slots=True)
+class TrainingState:
+    """The parts of a training state.
+
+    Attributes:
+        step: The step, or None if it is not recorded.
+        optimizers: The optimizers by the prefix of their entries' names, in order.
+        schedulers, scalers: The states by key, such as "lr_schedulers.0", in the order in which they were saved.
+        random: The random states by rank.
+        objects: All other objects by their top-level key, and those that contain schedulers and scalers.
+        tensors: Tensors that are in none of the parts, and whose values were not read.
+        large: The keys of objects whose tensors were not read because of their size.
+        unread: The name of each entry that could not be read or used, and the reason.
+    """
+
+    step: int | None = None
+    optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
+    schedulers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    scalers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    random: dict[int, RandomState] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    tensors: list[TensorEntry] = field(default_factory=list)
+    large: list[str] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)
+
+    def optimizer(self, entry: TensorEntry | ObjectEntry) -> SavedOptimizer:
+        """Return the optimizer to which an entry belongs. Adds it if necessary."""
+        return self.optimizers.setdefault(_owner(entry), SavedOptimizer())
+
+    def rest(self, used: Collection[str]) -> dict[str, Any]:
+        """Return the other objects, without those that consist only of the schedulers and scalers with these keys.
+
+        Omits None, which programs save in place of an object that they do not have.
+        """
+
+        def is_used(name: str, value: Any) -> bool:
+            items = value.items() if isinstance(value, dict) else [*enumerate(value)] if _is_list(value) else ()
+            return name in used or (len(items) > 0 and all(is_used(f"{name}.{key}", item) for key, item in items))
+
+        return {name: value for name, value in self.objects.items() if value is not None and not is_used(name, value)}
+
+
+def read_training_state(
+    store: Store,
+    catalog: Catalog,
+    *,
+    tensor: MakeTensor,
+    read: ReadTensors,
+    optimizers: bool = True,
+    whole: Collection[str] = (),
+) -> TrainingState:
+    """Return the parts of a training state. Reads objects and small tensors, but no optimizer states that are tensors.
+
+    Args:
+        tensor: Makes a tensor for the objects that are returned.
+        read: Returns the tensors of these entries, by name.
+        optimizers: Whether to read the optimizers' settings and states that are no tensors.
+        whole: The keys of objects to read whatever their size.
+    """
+    found = TrainingState(step=saved_step(store, catalog))
+    settings: dict[str, list[tuple[TensorEntry | ObjectEntry, Any]]] = {}
+    chosen: dict[str, TensorEntry] = {}  # settings that are tensors
+    loose: list[TensorEntry] = []  # tensors of other objects
+    for entry in catalog.tensors.values():
+        if entry.role is Role.MODEL:
+            continue
+        if entry.role is Role.OTHER:
+            loose.append(entry)
+        elif entry.role is Role.MASTER or entry.state:
+            found.optimizer(entry).tensors.append(_tensor_state(entry))
+        elif _is_setting(entry):
+            chosen[entry.name] = entry
+        else:
+            found.tensors.append(entry)
+    values = _read_values(found, store, catalog, tensor, settings=settings if optimizers else None)
+    if optimizers and chosen:
+        for name, value in read([*chosen.values()]).items():
+            settings.setdefault(_owner(chosen[name]), []).append((chosen[name], value))
+    for parts in settings.values():
+        _add_groups(found.optimizer(parts[0][0]), parts, found.unread)
+    found.optimizers = dict(sorted(found.optimizers.items(), key=lambda item: _in_natural_order(item[0])))
+    _add_objects(found, catalog, values, loose, tensor, read, whole)
+    return found
+
+
+def _read_values(
+    found: TrainingState,
+    store: Store,
+    catalog: Catalog,
+    tensor: MakeTensor,
+    *,
+    settings: dict[str, list[tuple[TensorEntry | ObjectEntry, Any]]] | None,
+) -> dict[str, Any]:
+    """Return the values of the objects that belong to no optimizer, by name. Adds the others to their optimizers.
+
+    Args:
+        settings: Receives the optimizers' settings, by optimizer. None: optimizers are not read.
+    """
+    values: dict[str, Any] = {}
+    for name, entry in catalog.objects.items():
+        is_optimizer = entry.role is Role.OPTIMIZER
+        if name == SUBCLASSES or (is_optimizer and settings is None):
+            continue
+        try:
+            value = read_object(store, entry, tensor=tensor)
+        except CkptkitError as error:
+            found.unread[name] = str(error)
+            continue
+        if not is_optimizer:
+            values[name] = value
+        elif settings is not None and _is_setting(entry):
+            settings.setdefault(_owner(entry), []).append((entry, value))
+        elif (state := _value_state(entry, value)) is not None:
+            found.optimizer(entry).values.append(state)
+        elif value != {}:  # an optimizer without momentum has an empty state
+            found.unread[name] = "torch optimizers have no such entry"
+    return values
+
+
+def extra_key(name: str) -> str:
+    """Return the key under which ckptkit stores another program's object."""
+    return f"extra.{_NO_NAME.sub('_', name)}"
+
+
+def without_kind(word: str) -> str:
+    """Return a part of an object's key without the kind of object: "gen" for "gen_optim" and for "scheduler_gen"."""
+    return _KIND_WORD.sub("", word)
+
+
+# --- optimizers
+
+
+def _owner(entry: TensorEntry | ObjectEntry) -> str:
+    """Return the part of a raw name before "state", "master" or "param_groups", which identifies the optimizer.
+
+    If the name is nested, the last of these keys counts: ("state", "optimizers", "AdamW", "state", fqn, "exp_avg").
+    """
+    ends = [i for i, part in enumerate(entry.key) if part == PARAM_GROUPS]
+    # After "state", it is a parameter's name.
+    ends += [i for i, part in enumerate(entry.key[:-1]) if part == "master" and entry.key[max(i - 1, 0)] != "state"]
+    ends += [i for i, part in enumerate(entry.key[:-2]) if part == "state"]
+    if not ends and entry.key[-1:] == ("state",):
+        ends = [len(entry.key) - 1]  # the empty state of an optimizer without momentum
+    below = ".".join(str(part) for part in entry.key[max(ends) :]) if ends else ""
+    if below and entry.name.endswith(below):  # a reader may have added a prefix to the name
+        return entry.name.removesuffix(below).rstrip(".")
+    found = _OWNER.match(entry.name)
+    return found[1] if found else ""
+
+
+def _in_natural_order(name: str) -> list[tuple[int, str]]:
+    return [(len(part), part) if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _is_setting(entry: TensorEntry | ObjectEntry) -> bool:
+    return f".{PARAM_GROUPS}." in f".{entry.name}."
+
+
+def _tensor_state(entry: TensorEntry) -> SavedState[TensorEntry]:
+    place = _place(entry.key)
+    fqn = entry.fqn.removesuffix(f".{_BITSANDBYTES}")
+    if place is None or entry.role is Role.MASTER:
+        state = entry.state.removeprefix(f"{_BITSANDBYTES}.")
+        return SavedState(entry, place[0] if place else fqn, (state,), fqn)
+    return SavedState(entry, *place, fqn)
+
+
+def _value_state(entry: ObjectEntry, value: Any) -> SavedState[ObjectEntry] | None:
+    place = _place(entry.key)
+    if place is None:
+        below = entry.name.removeprefix(f"{_owner(entry)}.")
+        role = optimizer_role((below,))
+        place = (role.fqn, (role.state,)) if role.state else None
+    return SavedState(entry, *place, value=value) if place is not None else None
+
+
+def _place(key: Path) -> tuple[str, Path] | None:
+    """Return the parameter, and the path of the state below it, without the level that bitsandbytes adds."""
+    place = state_place(key)
+    if place is None or place[1][0] != _BITSANDBYTES:
+        return place
+    return place[0], place[1][1:]
+
+
+def _add_groups(
+    saved: SavedOptimizer, parts: Iterable[tuple[TensorEntry | ObjectEntry, Any]], unread: dict[str, str]
+) -> None:
+    """Add the param groups.
+
+    They are saved as one object, as one object or tensor for each setting, or for each parameter and setting.
+    """
+    numbered: dict[int, dict[Any, Any]] = {}
+    flattened: dict[str, dict[Any, Any]] = {}
+    for entry, value in parts:
+        owner, path = setting_place(entry.key or (entry.name,))
+        if not owner and isinstance(value, (list, tuple)) and all(isinstance(group, Mapping) for group in value):
+            numbered.update({index: dict(group) for index, group in enumerate(value)})
+            continue
+        is_number = owner.isdecimal() and len(owner) < _MAX_DIGITS
+        group = numbered.setdefault(int(owner), {}) if is_number else flattened.setdefault(owner, {})
+        if path:
+            insert(group, path, value)
+        elif owner and isinstance(value, Mapping):
+            group.update(value)
+        else:
+            unread[entry.name] = f"expected param groups, found a {type(value).__name__}"
+    flattened.pop("", None)
+    for index in sorted(numbered):
+        settings = with_lists(numbered[index])
+        params, names = (settings.pop(key, None) for key in ("params", "param_names"))
+        saved.groups.append({**settings, "params": list(params) if _is_list(params) else []})
+        if _is_list(params) and _is_list(names) and len(params) == len(names):
+            saved.names.update(zip(map(str, params), map(str, names), strict=True))
+    saved.groups += [{**with_lists(group), "params": [name]} for name, group in flattened.items()]
+    saved.is_flattened = bool(flattened)
+
+
+# --- other objects
+
+
+def _add_objects(
+    found: TrainingState,
+    catalog: Catalog,
+    values: dict[str, Any],
+    tensors: Sequence[TensorEntry],
+    tensor: MakeTensor,
+    read: ReadTensors,
+    whole: Collection[str],
+) -> None:
+    """Add the objects, each as one value even if DCP or a reader has split it, and the schedulers and scalers in them.
+
+    An object with many tensors, such as a moving average of the weights, stays in parts, and its tensors are not read.
+    """
+    _take_random_states(found, values, tensor)
+    held: dict[str, list[TensorEntry]] = {}
+    for entry in tensors:
+        held.setdefault(str(_path(entry)[0]), []).append(entry)
+    found.large = [
+        top
+        for top, entries in held.items()
+        if top not in whole and sum(entry.nbytes for entry in entries) > MAX_OBJECT_BYTES
+    ]
+    small = {top: entries for top, entries in held.items() if top not in found.large}
+    got = _read_objects(small, read, found.unread)
+    found.tensors += [entry for entry in tensors if entry.name not in got]
+    tree: dict[Any, Any] = {}
+    apart: dict[str, Any] = {}
+    for name, value in values.items():
+        path = _path(catalog.objects[name])
+        insert(tree, path, value)
+        if str(path[0]) in found.large or str(path[0]) in found.unread:
+            apart[name] = value
+    for entry in tensors:
+        if entry.name in got:
+            insert(tree, _path(entry), got[entry.name])
+    joined = with_lists(tree, catalog.info.extra.get("containers", {}))
+    _take_random_states(found, joined, tensor)
+    found.random = dict(sorted(found.random.items()))
+    found.schedulers = _schedulers(joined)
+    for name, value in joined.items():
+        found.scalers |= dicts_with(SCALER_STATE, value, name)
+    parted = {*found.large, *found.unread}
+    found.objects = {**{name: value for name, value in joined.items() if name not in parted}, **apart}
+
+
+def _path(entry: TensorEntry | ObjectEntry) -> Path:
+    """Return the path of an entry in the nested state. A reader may have added a prefix to the name."""
+    path = entry.key or tuple(entry.name.split(".", maxsplit=1))
+    return path if ".".join(map(str, path)) == entry.name else tuple(entry.name.split("."))
+
+
+def _read_objects(
+    objects: Mapping[str, Sequence[TensorEntry]],
+    read: ReadTensors,
+    unread: dict[str, str],
+) -> dict[str, Any]:
+    """Return the tensors of these objects by name. Reads all at once, and one object at a time if that fails."""
+    entries = [entry for parts in objects.values() for entry in parts]
+    if not entries:
+        return {}
+    try:
+        return dict(read(entries))
+    except CkptkitError:
+        found: dict[str, Any] = {}
+        for top, parts in objects.items():
+            try:
+                found.update(read(parts))
+            except CkptkitError as error:
+                unread[top] = str(error)
+        return found
+
+
+def is_usual_scheduler(key: str) -> bool:
+    """Return whether the key of a scheduler's state begins with one of the keys that programs use for schedulers."""
+    return bool(SCHEDULER_KEY.fullmatch(key.removeprefix("meta.").partition(".")[0]))
+
+
+def _schedulers(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the states of schedulers by key: those below a usual key, and those that look like torch's.
+
+    Users choose the keys under which Fabric and scripts save. Lightning's keys may be in "meta".
+    """
+    meta = objects.get("meta")
+    below = {f"meta.{key}": value for key, value in meta.items()} if isinstance(meta, dict) else {}
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in {**objects, **below}.items():
+        if is_usual_scheduler(name):
+            found |= _scheduler_states(name, value)
+        elif name != "meta" or not below:
+            found |= dicts_with(SCHEDULER_STATE, value, name)
+    return found
+
+
+def _scheduler_states(name: str, value: Any) -> dict[str, dict[str, Any]]:
+    """Return the states below the key of a scheduler. A scheduler of the user's own class may have any state."""
+    if _is_list(value):
+        return {k: v for i, item in enumerate(value) for k, v in _scheduler_states(f"{name}.{i}", item).items()}
+    if not isinstance(value, dict) or not value:
+        return {}
+    is_one = any(key in value for key in SCHEDULER_STATE)  # a ChainedScheduler has no last_epoch
+    return ({} if is_one else dicts_with(SCHEDULER_STATE, value, name)) or {name: value}
+
+
+def _is_list(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+    return isinstance(value, (list, tuple))
+
+
+# --- random states
+
+
+def _take_random_states(found: TrainingState, values: dict[str, Any], tensor: MakeTensor) -> None:
+    """Move the random states of ranks from `values` to `found`. What verl saves beside them stays, once."""
+    seen: set[str] = set()
+    for name, value in list(values.items()):
+        match = RANDOM_KEY.fullmatch(name)
+        generators = _generators(value.get("rng", value), tensor) if match and isinstance(value, dict) else None
+        rank = int(match[1] or 0) if match else 0
+        if generators is None or rank in found.random:
+            continue
+        found.random[rank] = RandomState(name, generators)
+        beside = {key: item for key, item in value.items() if key not in ("rng", *seen)} if "rng" in value else {}
+        seen |= beside.keys()
+        del values[name]
+        if beside:
+            values[name] = beside
+
+
+def _generators(states: Any, tensor: MakeTensor) -> dict[str, Any] | None:
+    """Return a rank's random state as ckptkit saves it, or None without Python's or torch's generator."""
+    if not isinstance(states, dict):
+        return None
+    python = states.get("python", states.get("random", states.get("random_state")))
+    cpu = states.get("cpu", states.get("torch_manual_seed", states.get("torch")))
+    array = states.get("numpy", states.get("numpy_random_seed"))
+    if python is None or cpu is None:
+        return None
+    try:
+        version, words, gauss = python
+        made: dict[str, Any] = {
+            "python": {"version": int(version), "words": tensor(_integers(words)), "gauss": gauss},
+            "torch": tensor(np.asarray(cpu)) if isinstance(cpu, (np.ndarray, list, tuple)) else cpu,
+        }
+        if array is not None:
+            name, keys, position, has_gauss, cached = array
+            made["numpy"] = {
+                "name": str(name),
+                "words": tensor(_integers(keys)),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "gauss": float(cached),
+            }
+    except (TypeError, ValueError, OverflowError):  # other values under the usual keys
+        return None
+    return made
+
+
+def _integers(values: Any) -> np.ndarray[Any, Any]:
+    array = np.frombuffer(values.data, values.dtype) if isinstance(values, TensorValue) else np.asarray(values)
+    return array.astype(np.int64).reshape(len(array))
+
+
+# --- the step
+
+
+def saved_step(store: Store, catalog: Catalog) -> int | None:
+    """Return the step that the catalog or a saved value, perhaps a tensor, records; None if there is none."""
+    if catalog.info.step is not None:
+        return catalog.info.step
+    homes = {entry.key[:-2] for entry in catalog.by_role(Role.MODEL).values()}
+    home = homes.pop() if len(homes) == 1 else ()
+    values: dict[str, Any] = {}  # each is read once
+
+    def value_of(name: str) -> Any:
+        if name not in values:
+            values[name] = _number_or_object(store, catalog, name)
+        return values[name]
+
+    for top in dict.fromkeys((".".join(map(str, home)), "", "train_state", "trainer_state")):
+        for key in STEPS:
+            value = value_of(f"{top}.{key}" if top else key)
+            if value is None and isinstance(value_of(top), dict):
+                value = value_of(top).get(key)
+            if type(value) is int and 0 <= value < _MAX_STEP:
+                return value
+    return None
+
+
+def _number_or_object(store: Store, catalog: Catalog, name: str) -> Any:
+    """Return a saved value, with an integer in place of a tensor of one integer. None: missing or no plain data."""
+    entry, item = catalog.tensors.get(name), catalog.objects.get(name)
+    try:
+        if entry is not None and entry.dtype in _INTEGERS and entry.numel == 1:
+            return int(read_box(store, entry, Box.whole(entry.shape)).view(entry.dtype).item())
+        return read_object(store, item, tensor=_number) if item is not None else None
+    except CkptkitError:
+        return None
+
+
+def _number(array: np.ndarray[Any, Any] | TensorValue) -> Any:
+    return array.item() if isinstance(array, np.ndarray) and array.size == 1 and array.dtype.kind in "iu" else None

@@ -1,0 +1,96 @@
+"""Finds the parts of a training state that another program saved, without torch."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckptkit.formats.detect import open_source
+from ckptkit.formats.training_state import TrainingState, read_training_state
+from tests.formats.readback import tensor_bytes
+from tests.test_package import modules_after
+
+
+def parts_of(saved: dict[str, Any], tmp_path: Any, **options: Any) -> TrainingState:
+    """Return the parts of a state that torch.save wrote beside the weights of a small model."""
+    torch.save({"model": torch.nn.Linear(3, 2).state_dict(), **saved}, tmp_path / "a.pt")
+    source = open_source(str(tmp_path / "a.pt"))
+
+    def read(entries: Any) -> dict[str, bytes]:
+        return {entry.name: tensor_bytes(source.store, entry) for entry in entries}
+
+    return read_training_state(source.store, source.catalog, tensor=lambda value: value, read=read, **options)
+
+
+SCHEDULER = {"last_epoch": 3, "_last_lr": [0.5]}
+SCHEDULERS: dict[str, tuple[Any, list[str]]] = {
+    "one": ({"scheduler": SCHEDULER}, ["scheduler"]),
+    "of the user's own class": ({"lr_scheduler": {"count": 7}}, ["lr_scheduler"]),
+    "a ChainedScheduler": ({"lr_scheduler": {"_last_lr": [1], "_schedulers": [SCHEDULER] * 2}}, ["lr_scheduler"]),
+    "a list": ({"lr_schedulers": [SCHEDULER] * 2}, ["lr_schedulers.0", "lr_schedulers.1"]),
+    "by name": ({"schedulers": {"a": SCHEDULER, "b": SCHEDULER}}, ["schedulers.a", "schedulers.b"]),
+    "Lightning's": ({"meta": {"lr_schedulers": [{"count": 7}], "epoch": 1}}, ["meta.lr_schedulers.0"]),
+    "below another key": ({"app": {"warmup": SCHEDULER}}, ["app.warmup"]),
+    "a config": ({"args": {"lr_scheduler": {"kind": "cosine"}}}, []),
+    "None": ({"scheduler": None}, []),
+    "empty": ({"schedulers": [], "lr_scheduler": {}}, []),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULERS)
+def test_schedulers_are_found_by_key_or_content(case, tmp_path):
+    saved, keys = SCHEDULERS[case]
+    found = parts_of(saved, tmp_path)
+    assert list(found.schedulers) == keys
+    assert set(found.rest(keys)) == (set(saved) if case in ("Lightning's", "a config", "empty") else set())
+
+
+def test_random_states_are_found_by_rank_and_other_values_below_their_keys_are_objects(tmp_path):
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    found = parts_of(
+        {
+            "rng_state_1": states,
+            "extra_state": {"rng": states, "lr_scheduler": SCHEDULER},
+            "random_state": 7,
+            "rng": {"python": b"abc", "cpu": 1},
+        },
+        tmp_path,
+    )
+    assert {rank: state.name for rank, state in found.random.items()} == {0: "extra_state", 1: "rng_state_1"}
+    assert found.random[1].generators["python"]["words"].tolist() == list(random.getstate()[1])
+    assert found.objects == {
+        "extra_state": {"lr_scheduler": SCHEDULER},
+        "random_state": 7,
+        "rng": {"python": b"abc", "cpu": 1},
+    }
+
+
+def test_an_object_with_large_tensors_stays_in_parts_unless_it_is_wanted(tmp_path):
+    saved = {"ema": {"weight": torch.ones(1 << 19), "decay": 0.5}, "small": {"mean": torch.ones(1), "count": 1}}
+    found = parts_of(saved, tmp_path)
+    assert found.large == ["ema"] and [entry.name for entry in found.tensors] == ["ema.weight"]
+    assert found.objects == {"ema.decay": 0.5, "small": {"mean": torch.ones(1).numpy().tobytes(), "count": 1}}
+    assert parts_of(saved, tmp_path, whole=["ema"]).objects["ema"].keys() == {"weight", "decay"}
+
+
+def test_settings_and_states_of_an_unknown_form_are_named(tmp_path):
+    found = parts_of({"optimizer": {"state": {}, "param_groups": [1], "loss_scaler": 7}}, tmp_path)
+    assert found.unread == {
+        "optimizer.param_groups": "expected param groups, found a list",
+        "optimizer.loss_scaler": "torch optimizers have no such entry",
+    }
+
+
+def test_the_parts_are_found_without_torch(zoo):
+    path = str(zoo / "hf_trainer_fsdp2_sharded_w2")
+    code = (
+        "from ckptkit.formats.detect import open_source; "
+        "from ckptkit.formats.training_state import read_training_state; "
+        f"source = open_source({path!r}); "
+        "read_training_state(source.store, source.catalog, tensor=lambda value: value, read=lambda entries: {})"
+    )
+    assert "torch" not in modules_after(code)
