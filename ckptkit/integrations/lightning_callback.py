@@ -261,12 +261,14 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         """Return the newest checkpoint, if none is called "last": Lightning would start the run over."""
         if not root:
             return set()
+        run = list_checkpoints(open_store(root, storage_options=self._storage_options))
+        ours = run.newest_damaged or run.latest
         try:
-            url = open_source(root, storage_options=self._storage_options).url
+            path = f"{root}/{ours.path}" if ours else open_source(root, storage_options=self._storage_options).url
         except CheckpointNotFoundError:
             return set()
-        _log.warning('%s has no checkpoint called "last" (save_last=True): continuing from %s', root, url)
-        return {f"{url}/{RECORD_NAME}" if "://" in url else url}
+        _log.warning('%s has no checkpoint called "last" (save_last=True): continuing from %s', root, path)
+        return {f"{path}/{RECORD_NAME}" if ours and "://" in path else path}
 
     # --- loading, with one of Lightning's strategies
 

@@ -15,7 +15,9 @@ from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.integrations import lightning_state
 from ckptkit.integrations.lightning_full import scatter_model
+from ckptkit.storage import open_store
 from tests.checkpoint.states import linear, save
+from tests.conftest import ZOO
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -44,6 +46,27 @@ def test_a_run_can_begin_anew_after_the_removal_of_its_only_checkpoint(tmp_path)
     lightning_state.remove_checkpoint(f"{save(tmp_path, linear(), 5)}/step_00000005")
     with CheckpointManager(tmp_path) as manager:
         assert manager.load(linear()) is None
+
+
+def managed(folder: Any) -> Any:
+    pytest.importorskip("lightning")  # here, because it takes seconds
+    from ckptkit.integrations.lightning_callback import ManagedCheckpoint
+
+    return ManagedCheckpoint(dirpath=folder)
+
+
+def test_the_newest_checkpoint_is_found_if_no_name_has_a_step(tmp_path):
+    for step, tag in ((1, "loss=0.5"), (2, "loss=0.4")):
+        with CheckpointManager(tmp_path) as manager:
+            manager.save(step, linear(), tag=tag)
+    (tmp_path / "latest").unlink()  # only a hint
+    assert managed(tmp_path)._newest(str(tmp_path)) == {f"{tmp_path}/loss=0.4"}
+
+
+def test_the_newest_file_of_lightning_in_an_object_store_is_found():
+    root = "memory://lightning/run"
+    open_store(root).write("epoch=0-step=3.ckpt", (ZOO / "lightning_trainer_full/epoch=0-step=3.ckpt").read_bytes())
+    assert managed(root)._newest(root) == {f"{root}/epoch=0-step=3.ckpt"}
 
 
 def test_a_failed_removal_is_logged_and_not_raised(caplog):
