@@ -22,7 +22,7 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
     """Return the URL of the checkpoint that `url` names (RUN/latest, RUN/1200). Return any other URL unchanged.
 
     Raises:
-        CheckpointNotFoundError: The run has no such checkpoint; the error lists those that exist.
+        CheckpointNotFoundError: The run has no such checkpoint. The message lists the existing checkpoints.
         CorruptCheckpointError: `url` is "latest", but the latest checkpoint's record cannot be read.
     """
     check_url(url)  # before trailing slashes are removed below
@@ -60,7 +60,7 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
     """Return the URL of the checkpoint that `url` names, like `resolve_url`.
 
-    The root of a run names its newest checkpoint.
+    If `url` is the root of a run, return the URL of the run's newest checkpoint.
     """
     from ckptkit.checkpoint.run.inventory import list_checkpoints
 
@@ -96,10 +96,7 @@ def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
 
 
 def _refuse_unknown(head: str, name: str) -> None:
-    """If `head` is a run, raise an error that lists the run's checkpoints.
-
-    Saying only "does not exist" would not help.
-    """
+    """If `head` is a run, raise an error that lists the run's checkpoints."""
     if not os.path.isdir(head):
         return
     import difflib

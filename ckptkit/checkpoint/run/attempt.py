@@ -51,7 +51,7 @@ class Witness:
 
 
 class LocalPlace:
-    """A staging directory on a file system, beside the future checkpoint. A single rename publishes the checkpoint.
+    """A staging directory in the root of a run on a file system. A single rename publishes the checkpoint.
 
     Every rank calls `look`, `sync` and `check`. Only rank 0 calls the other methods.
 
@@ -87,7 +87,7 @@ class LocalPlace:
             self.store.sync_file(path)
 
     def check(self, own: Mapping[str, FileRecord], every: Mapping[str, FileRecord] | None = None) -> None:
-        """Raise SaveError if a file is missing, has another size, or is not one that a rank has reported.
+        """Raise SaveError if a file is missing, has a wrong size, or was reported by no rank.
 
         Args:
             own: This rank's files.
@@ -159,7 +159,7 @@ def would_replace(root: LocalStore, name: str, what: str) -> CheckpointExistsErr
 def take_name(root: LocalStore, path: str, name: str) -> None:
     """Rename the checkpoint at `path` to its final name.
 
-    If it replaces a checkpoint, move that checkpoint away first.
+    If an older checkpoint has this name, first move the older checkpoint away. Delete it after the renaming.
     """
     trash = publish.drop(root, name)
     root.rename(path, name)
@@ -189,7 +189,7 @@ class RemotePlace:
         self.path = f"{name}/{save_id}"
         self.store = attempt_store(root, self.path)
         self.free_at = -LOOK_S
-        """When no checkpoint had this name (`time.monotonic`)."""
+        """The last time (`time.monotonic`) at which a check found no checkpoint with this name."""
         self._replaced: CommitRecord | None = None
         self._published = False
         self._may_appear = False  # whether a failed upload of the record may still take effect
@@ -210,8 +210,8 @@ class RemotePlace:
         self.store.settle()
 
     def check(self, own: Mapping[str, FileRecord], every: Mapping[str, FileRecord] | None = None) -> None:
-        # An object exists if its put returned the ETag of the whole object. The ETag may be missing: lost, sent to
-        # another process, or not provided by fsspec. Then list once; listings of S3 and GCS are consistent. Each rank
+        # An object exists if its put returned the ETag of the whole object. If the ETag is missing (lost, sent to
+        # another process, or not provided by fsspec), list once: listings of S3 and GCS are consistent. Each rank
         # checks its own files.
         found = self.store.arrived()
         if not found.keys() >= own.keys():

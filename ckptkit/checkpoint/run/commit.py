@@ -70,7 +70,7 @@ from ckptkit.units import format_size
 
 logger = logging.getLogger(__name__)
 
-UPLOAD_AGE_S = 86400.0  # abort unfinished uploads at this age; those of dead saves are aborted earlier
+UPLOAD_AGE_S = 86400.0  # abort unfinished uploads at this age; uploads of dead saves are aborted earlier
 _SLACK = 1 << 20  # bytes to allow for the record and directories
 _OF_A_SAVE = re.compile(r"[^/]+/[0-9a-f]{16}/")  # the prefix of RemotePlace's keys
 _PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # stores write it to test conditional writes
@@ -92,8 +92,8 @@ def clean_leftovers(
     Args:
         leased: Whether the caller holds the run's lease, so that no other save is running on any machine.
         inventory: The current inventory, if known.
-        view: The snapshot of `root` that `inventory` was listed from. If given, old uploads are not searched for,
-            because that needs a request; uploads of dead saves are removed anyway.
+        view: The snapshot of `root` that `inventory` was listed from. If given, old uploads are not searched for, which
+            saves a request. Uploads of dead saves are removed nevertheless.
         but: The path of the caller's own attempt, which is kept.
     """
     given, view = view, view or snapshot(root)
@@ -142,8 +142,8 @@ def _dead_paths(root: Store, inventory: Inventory, view: Store, *, leased: bool)
         if kept is not None and kept.kind == "owner" and is_abandoned(root, kept):
             dead.append(entry.path)  # its staging directory was removed or never created
         elif entry.kind == "file":
-            # A half-written `latest`, or a probe, which is written without a lease: only its age shows that its writer
-            # is dead.
+            # A half-written `latest`, or a probe. A probe is written without a lease, so only its age shows that its
+            # writer is dead.
             part, old = UNFINISHED.fullmatch(entry.path), time.time() - entry.mtime > staging.STARTING_S
             is_hint = part is not None and part[1] == LATEST_HINT
             if (is_hint and leased) or (old and (is_hint or _PROBE.fullmatch(entry.path))):
@@ -154,9 +154,8 @@ def _dead_paths(root: Store, inventory: Inventory, view: Store, *, leased: bool)
 def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
     """Abort multipart uploads that saves started at least a day ago.
 
-    Listings do not show such uploads, but they cost money.
-
-    Leaves other programs' uploads alone, because they may take longer.
+    Listings do not show such uploads, but they cost money. Uploads of other programs are not aborted, because they may
+    take longer.
     """
     found = [upload for upload in root.unfinished_uploads(older_than_s=UPLOAD_AGE_S) if _OF_A_SAVE.match(upload.path)]
     if found and not dry_run:
@@ -211,7 +210,7 @@ def begin_save(
 
     Args:
         planned_bytes: The bytes that this rank will write. None: unknown, so free space is not checked.
-        overwrite: Replace a committed checkpoint of that name once the new one is complete.
+        overwrite: Replace a committed checkpoint of that name once the new checkpoint is complete.
         set_aside: Rename a directory that has the step's name but is not a checkpoint. Rank 0's value counts.
         file_names: A regular expression for the paths that all ranks will write. Foreign files with such a path are
             detected before anything is written. Rank 0's value counts.
@@ -220,8 +219,8 @@ def begin_save(
             with the same lease take turns.
 
     Raises:
-        CheckpointExistsError: A checkpoint or something else has that name. On an object store, `commit` may raise it
-            instead.
+        CheckpointExistsError: A checkpoint or something else has that name. On an object store, `commit` may raise this
+            error instead.
         NoSpaceError: There is not enough space for the bytes of all ranks. Nothing was written.
         LeaseHeldError: Another job saves to this root.
         UsageError: The tag or the step is invalid, or differs between ranks.
@@ -254,17 +253,17 @@ def begin_save(
 class SaveAttempt:
     """One attempt to save, from `begin_save` to `commit` or `abort`.
 
-    Rank 0 holds the lease. Managers in one process share it, so rank 0 also waits for its turn. On an object store, the
-    first save under a lease lists the run in the background, while the ranks upload to private keys; only the commit
-    waits for the listing. The two most likely reasons to refuse a save are checked before the uploads: another job's
-    lease, and an existing name. Later saves under the same lease reuse the inventory.
+    Rank 0 holds the lease. Managers in one process share the lease, so their attempts take turns. On an object store,
+    the first save under a lease lists the run in the background, while the ranks upload to private keys; only the
+    commit waits for the listing. The two most likely reasons to refuse a save are checked before the uploads: another
+    job's lease, and an existing name. Later saves under the same lease reuse the inventory.
 
     Attributes:
         store: Where every rank writes its files.
         name: The directory of the future checkpoint.
         save_id: 16 hex digits, unique to this attempt.
-        after: On rank 0, after a commit: the new inventory. It needs no listing, because no other process may save.
-            But other processes may have deleted checkpoints since.
+        after: On rank 0, after a commit: the inventory with the new checkpoint. The run is not listed for it, because
+            no other process can have saved. It may contain checkpoints that other processes have deleted.
     """
 
     place: Place
@@ -405,7 +404,8 @@ class SaveAttempt:
         """Tell all ranks that this rank failed. Their `commit` raises the same error, and nothing is published.
 
         Raises:
-            RankFailedError: Always, except that if there is only one rank, its ckptkit error is raised unchanged.
+            RankFailedError: Always, with one exception: if there is only one rank, an error of ckptkit is raised
+                unchanged.
         """
         with contextlib.suppress(Exception):  # finish this rank's uploads before rank 0 deletes everything
             self.place.sync(())
@@ -507,7 +507,7 @@ class SaveAttempt:
                 "step": self.step,
                 "tag": self.tag,
                 "save_id": self.save_id,
-                # The inventory may not include this writer's last save.
+                # The inventory may lack this writer's last save.
                 "sequence": max(self._inventory.next_sequence, 1 + lease.sequence),
                 "data": place.data,
                 "files": files,
@@ -520,7 +520,7 @@ class SaveAttempt:
         place.publish(data, overwrite=self._overwrite, again=lease.make_sure)
         lease.sequence = record.sequence
         self._record = known
-        slim = known.without_files()  # the inventory stays in memory until the next save
+        slim = known.without_files()  # saves memory: the inventory is kept until the next save
         others = [(item.path, item.record) for item in self._inventory.committed if item.name != self.name]
         committed = [Committed(path, record.without_files()) for path, record in others]
         self.after = replace(self._inventory, committed=in_order([*committed, Committed(self.name, slim)]))
@@ -536,7 +536,7 @@ class SaveAttempt:
         lease = self._lease
         try:
             if lease is not None:
-                lease.inventory = None  # unless nothing failed, the next save lists and cleans up
+                lease.inventory = None  # if anything fails below, the next save lists the run and cleans up
                 self._end(lease)
                 lease.inventory = self.after
         finally:

@@ -20,14 +20,14 @@ from ckptkit.units import first_few
 
 T = TypeVar("T")
 _GRACE_S = 10.0
-_BOARD_S = 5.0  # how long to wait for the outcome that rank 0 posts if connections break
+_BOARD_S = 5.0  # how long to wait for the outcome that rank 0 writes to the group's store if connections break
 _STOPS = (KeyboardInterrupt, SystemExit)
 _HEAD = 2  # header words: the number of the call, and the message's length in bytes
 _WORDS = 256  # words in the first part of a message, including the header; most messages fit in it
 _INLINE = 8 * (_WORDS - _HEAD)
 _TAGS = (0, 1)  # gloo tags that distinguish the first part of a message from the rest
 _TIMEOUT = "Timed out waiting"  # how gloo's timeout message begins
-_MAX_NAMED = 4  # an error tells at most this many texts, and names this many ranks for each; `causes` has all of them
+_MAX_NAMED = 4  # an error shows at most this many ranks' messages, and at most this many ranks per message
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,12 @@ class Coordinator:
         raise _exception(verdict) from outcome.cause
 
     def decide(self, fn: Callable[[], T], what: str) -> T:
-        """Run `fn` on rank 0, and return its result on every rank. Its ckptkit errors are raised on every rank."""
+        """Run `fn` on rank 0, and return the result on every rank.
+
+        Raises:
+            CkptkitError: `fn` raised this error. It is raised unchanged on every rank.
+            RankFailedError: `fn` raised any other error, or rank 0 died or hung.
+        """
         self._begin()
         if self.is_main:
             own = Outcome.of(fn)
@@ -300,7 +305,7 @@ class Coordinator:
             raise UsageError("the CheckpointManager is closed. Create a new one.")
         if self._lost:
             raise RankFailedError("an earlier call lost the connection to rank 0. Restart the job.")
-        if self._broken:  # rank 0's last message said so, and every rank creates a new group here
+        if self._broken:  # the same on all ranks, because rank 0 sent it: every rank creates a new group here
             self._leave()
             self._join()
             self._broken = False
@@ -365,7 +370,7 @@ class Coordinator:
         return works, reached
 
     def _tell_all(self, verdict: Outcome) -> None:
-        """Send `verdict` to all ranks. If one of them can't be reached, post it in the group's store, too."""
+        """Send `verdict` to all ranks. If a rank can't be reached, also write the verdict to the group's store."""
         if self.world_size == 1:
             return
         message, reached = dataclasses.replace(verdict, cause=None), not self._broken
@@ -385,7 +390,7 @@ class Coordinator:
     def _hear(self) -> Any:
         """Return rank 0's message.
 
-        If the connection broke, read the message that rank 0 posted in the group's store.
+        If the connection broke, read the message that rank 0 has written to the group's store.
         """
         header, work = self._expect(0)
         try:

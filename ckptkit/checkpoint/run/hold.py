@@ -27,10 +27,10 @@ class _Shared:
 
 
 class RunHold:
-    """One manager's lease and pin, on rank 0. `release` gives up both; the lease is also released at exit.
+    """One manager's lease and pin, on rank 0. `release` gives up both.
 
     All managers in a process share the lease on a root, and their saves take turns. A manager that is never closed
-    keeps the lease; later managers in the process share it.
+    keeps the lease until the process exits. Later managers in the process share this lease.
     """
 
     def __init__(self, root: Store) -> None:
@@ -67,7 +67,10 @@ class RunHold:
     def remember(self, left: Collection[str], *, among: Callable[[CommitRecord], bool] | None = None) -> None:
         """Remove deleted checkpoints from the lease's inventory.
 
-        A checkpoint was deleted if it is not in `left` and `among` returns True for it (None: for all).
+        Args:
+            left: The names of the checkpoints that still exist.
+            among: Returns whether `left` covers a checkpoint. A checkpoint that it does not cover stays in the
+                inventory. None: it covers all.
         """
         lease = self._taken.lease if self._taken is not None else None
         if lease is not None and lease.inventory is not None:
@@ -76,7 +79,7 @@ class RunHold:
             lease.inventory = replace(lease.inventory, committed=tuple(kept))
 
     def keep(self, pin: ExitStack) -> None:
-        """Keep a pin that is already in place, and release the previous one."""
+        """Keep `pin`, which is already in place, until `release`. Release the previous pin."""
         before, self._pin = self._pin, pin
         if before is not None:
             before.close()

@@ -56,8 +56,8 @@ class Committed:
     Attributes:
         path: The checkpoint's directory, relative to the root. Equals the checkpoint's name unless a save that replaced
             an older checkpoint was killed halfway.
-        superseded: The run was rolled back to a lower step and saved again, so this checkpoint is on the abandoned
-            branch.
+        superseded: Whether this checkpoint is on an abandoned branch: after it was saved, the run was rolled back to a
+            lower step and saved again.
     """
 
     path: str
@@ -123,9 +123,9 @@ class Inventory:
 
     @property
     def newest_damaged(self) -> Skipped | None:
-        """The damaged directory with the highest step in its name; None unless that step is above the step of `latest`.
+        """The damaged directory with the highest step in its name, if it may have been the latest checkpoint.
 
-        That directory may have been the latest checkpoint.
+        None if the step in its name is not above the step of `latest`.
         """
         last = -1 if self.latest is None else self.latest.step
         found = {step: item for item in self.skipped if item.damaged and (step := step_of_name(item.path)) is not None}
@@ -229,7 +229,7 @@ def _look_remotely(
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
-    """Return the checkpoint in a directory, or why the directory is not one.
+    """Return the checkpoint in a directory, or why the directory is not a checkpoint.
 
     For a foreign directory, return its path.
     """
@@ -275,8 +275,8 @@ def _look_inside(
 
     Args:
         folders: The folders under `name`, except the committed checkpoint's.
-        attempts: The attempts that the lease records. Must be read after `view` was taken: the lease records an attempt
-            before its first file exists.
+        attempts: The attempts that the lease records, read after `view` was taken. An attempt is recorded before its
+            first file is written, so these include all running attempts with files in `view`.
     """
     gone = {record.data: record for record in deleted_records(view, name)} if folders else {}
     found: list[tuple[str, Attempt | Skipped]] = []
@@ -426,7 +426,7 @@ def choose(
             return lost
         found = inventory.latest
         for item in inventory.skipped if found is not None else ():
-            step = step_of_name(item.path)  # judge by the name: there is no record
+            step = step_of_name(item.path)  # there is no record, so use the step in the name
             if found is not None and (item.damaged if step is None else step > found.step):
                 _log.warning("%s/%s is ignored (%s); latest is %s", root.url, item.path, item.reason, found.name)
     else:
@@ -441,7 +441,8 @@ def resolve(root: Store | Inventory, name: str = "latest", *, best: tuple[str, s
     """Return the checkpoint that `name` means.
 
     Args:
-        name: "latest", "latest~1" (the one before), "best", "best:loss:min", a directory's name, or a step.
+        name: "latest", "latest~1" (the checkpoint before "latest"), "best", "best:loss:min", a directory's name, or a
+            step.
         best: (metric, "min" | "max") for "best". Default: the objective of the newest record that has one.
 
     Raises:

@@ -30,7 +30,7 @@ TTL_S = 600.0  # a reader's pin expires after this time unless the reader renews
 _PINS = f"{STATE_DIRECTORY}/pins"
 _DELETING = f"{STATE_DIRECTORY}/deleting"
 _LEFT_S = 86400.0  # expired pins are deleted at this age
-_STALE_S = 60.0  # how long another machine's announcement of a deletion is respected
+_STALE_S = 60.0  # another machine's announcement of a deletion is ignored at this age
 _FOREVER = re.compile(r"keep-(.+)\.json")
 
 
@@ -65,8 +65,8 @@ def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             body = json.loads(view.read(item.path, 0, 65536))
         if not isinstance(body, dict) or not isinstance(body.get("name"), str):
-            # A user's pin names the checkpoint in its file name, too, so a damaged pin still counts. It is safer to
-            # keep too much.
+            # The file name of a user's pin also contains the checkpoint's name, so a damaged pin still counts. It is
+            # safer to keep too much.
             match = _FOREVER.fullmatch(item.path.rpartition("/")[2])
             if match:
                 pins.append(Pin(match[1], "(the pin's file is damaged)"))
@@ -91,9 +91,9 @@ def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
 def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[CommitRecord]:
     """Protect checkpoint `name` from deletion during the `with` block.
 
-    A thread renews the pin, which expires if this process dies. Yields the commit record, read after the pin was
-    written. If the root is not writable, logs a warning and goes on without a pin. Directories created for the pin are
-    removed afterwards.
+    Yields the commit record, which is read after the pin was written. A thread renews the pin, so the pin expires if
+    this process dies. If the root is not writable, logs a warning and goes on without a pin. Directories that were
+    created for the pin are removed afterwards.
 
     Raises:
         CheckpointNotFoundError: The checkpoint was deleted, or is being deleted. List again and choose a different one.
@@ -106,9 +106,9 @@ def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[
 def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callable[[], CommitRecord]]:
     """Pin checkpoint `name` like `pin_while_reading`, but let the caller check that the pin took effect.
 
-    Yields the check: a function that returns the commit record, or raises CheckpointNotFoundError if the checkpoint was
-    deleted. The pin does not stop a deletion that was announced earlier, so files may disappear before the check. A
-    reader that has already read everything does not need the check.
+    Yields a function that makes this check. It returns the commit record, or raises CheckpointNotFoundError if the
+    checkpoint was deleted. The pin does not stop a deletion that was announced earlier, so files may disappear before
+    the check. A reader that has already read everything does not need the check.
     """
     path = f"{_PINS}/read-{new_nonce()}.json"
     body = json.dumps({"name": name, "why": why, "owner": owner_json(root)}).encode()
@@ -223,7 +223,7 @@ def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
         try:
             root.delete([path])
         except OSError:
-            # Without permission to delete, overwrite the file: otherwise readers would wait until this process ends.
+            # If this process may not delete the file, overwrite it: while the file names this process, readers wait.
             with contextlib.suppress(OSError):
                 root.write(path, b"{}", overwrite=True, sync=False)
             raise
@@ -233,7 +233,11 @@ def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
 
 
 def split_checkpoint_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
-    """Split a checkpoint's URL into the run's store and the checkpoint's name. Raises UsageError."""
+    """Split a checkpoint's URL into the run's store and the checkpoint's name.
+
+    Raises:
+        UsageError: `url` does not name a checkpoint.
+    """
     head, separator, name = url.rstrip("/").rpartition("/")
     if name in ("", ".", "..") or head.endswith(":/"):
         raise UsageError(f"{url} does not name a checkpoint: give its directory, for example RUN/step_00001000.")

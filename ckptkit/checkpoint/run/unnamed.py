@@ -1,4 +1,4 @@
-"""Deletes a checkpoint's files, but keeps the foreign files in its directory: those that no commit record names."""
+"""Deletes a checkpoint's files, but keeps the foreign files (those that no commit record names) in its directory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ATTEMPT = re.compile(r"[0-9a-f]{16}/")
 def mark_of(record: CommitRecord) -> str:
     """Return the name of the file that marks a deletion on an object store.
 
-    The file is a copy of the checkpoint's commit record. A deletion writes it before it deletes anything else.
+    The file is a copy of the checkpoint's commit record. A deletion writes this file before it deletes anything.
     """
     return f".ckptkit-deleted-{record.save_id}.json"
 
@@ -38,7 +38,7 @@ def named_paths(record: CommitRecord) -> list[str]:
 
 
 def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
-    """Return the files in the directory at `path` that do not belong to the checkpoint, relative to the directory.
+    """Return the relative paths of the files in the directory `path` that do not belong to the checkpoint.
 
     On an object store these include files from other attempts to save the same checkpoint.
 
@@ -133,8 +133,9 @@ def deleted_records(root: Store, name: str) -> list[CommitRecord]:
 def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> list[str]:
     """Delete a checkpoint's files from an object store, and return the files that remain.
 
-    The mark (`mark_of`) must have been written first, and then the record deleted or replaced. After a kill, the mark
-    lists what is left to delete. The mark stays as long as files remain that no attempt to save has written.
+    Before this call, the mark (`mark_of`) must have been written, and then the record must have been deleted or
+    replaced. If the process is killed here, the mark lists what is left to delete. The mark stays as long as foreign
+    files remain. Files of other attempts to save do not count as foreign.
     """
     found = (f"{name}/{path}" for path in named_paths(record))
     root.delete(path for path in found if view.info(path) is not None)
@@ -147,9 +148,10 @@ def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> 
 def delete_in_place(root: LocalStore, name: str, record: CommitRecord) -> None:
     """Delete a checkpoint's files from its directory, and leave foreign files untouched.
 
-    The record is renamed first, which is durable and needs no space. From then on the directory is not a checkpoint,
-    and after a kill `finish_deletion` knows which files to delete. The deletion goes through the directory's file
-    descriptor, so if a new checkpoint replaces the directory, its files stay.
+    The record is renamed first, which is durable and needs no space. From then on the directory is not a checkpoint. If
+    the process is killed, `finish_deletion` reads in the renamed record which files to delete. Files are deleted
+    through the directory's file descriptor. So if a new checkpoint replaces the directory, the new checkpoint's files
+    stay.
 
     Raises:
         CheckpointNotFoundError: Another process deleted or replaced the checkpoint.
