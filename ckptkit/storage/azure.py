@@ -1,4 +1,4 @@
-"""Writes to Azure Blob Storage through adlfs's client: create-only puts and parallel block uploads."""
+"""Writes to Azure Blob Storage through the client of adlfs, with create-only puts and parallel block uploads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.storage.requests import FsspecApi, LostUploadError, Upload
 
 
 class AzureApi(FsspecApi):
-    """Sends conditional puts and block uploads through adlfs's client. All other requests go through fsspec."""
+    """Makes create-only puts and block uploads through the client of adlfs. All other requests go through fsspec."""
 
     streams = True
 
@@ -33,7 +33,10 @@ class AzureApi(FsspecApi):
         return True
 
     def call(self, name: str, request: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
-        """Run one request with a blob's client and return the result. Raises FileExistsError or LostUploadError."""
+        """Make one request with the client of the blob `name`, and return the result.
+
+        Raises FileExistsError or LostUploadError.
+        """
         from fsspec.asyn import sync
 
         container, path, _ = self.fs.split_path(name)

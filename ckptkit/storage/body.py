@@ -1,4 +1,4 @@
-"""Builds request bodies for uploads as lists of buffers, which are sent without being joined or copied."""
+"""Builds the bodies of upload requests. A body is a list of buffers, which are sent without being joined or copied."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Content:
     Attributes:
         pieces: The buffers, none of them empty.
         nbytes: Size of the whole content in bytes.
-        copied: Number of bytes that were copied. All other bytes are used in place and need no additional memory.
+        copied: Number of bytes that were copied. The other bytes are used in place and need no additional memory.
     """
 
     __slots__ = ("_owners", "_stops", "copied", "nbytes", "pieces")
@@ -49,13 +49,13 @@ class Content:
         return found
 
     def joined(self) -> bytes:
-        """Return the content as one bytes object, copying only if necessary."""
+        """Return the content as one bytes object. Copies the content only if necessary."""
         if len(self.pieces) == 1 and isinstance(self.pieces[0], bytes):
             return self.pieces[0]
         return b"".join(self.pieces)
 
     def crc32_base64(self) -> str:
-        """Return the CRC-32 in base64, as HTTP headers carry it."""
+        """Return the CRC-32 in base64, the encoding of HTTP headers."""
         found = 0
         for piece in self.pieces:
             found = crc32(piece, found)
@@ -63,7 +63,7 @@ class Content:
 
 
 class Collected:
-    """Collects the buffers of one request body. Each buffer is either copied or lent, that is, used in place."""
+    """Collects the buffers of one request body. A buffer is either copied or lent. A lent buffer is used in place."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -91,7 +91,7 @@ class Collected:
             self._owners.append(owner)
 
     def _append(self, source: memoryview, start: int, stop: int) -> bool:
-        """Append a piece and return True, or extend the last piece and return False."""
+        """Append source[start:stop]. Return True if this adds a piece, and False if it extends the last piece."""
         self.nbytes += stop - start
         if self._pieces and self._pieces[-1][0] is source and self._pieces[-1][2] == start:
             self._pieces[-1] = (source, self._pieces[-1][1], stop)
@@ -108,8 +108,8 @@ class Collected:
 def _block() -> memoryview:
     """Return a buffer whose memory goes back to the system when the buffer is freed.
 
-    With malloc, allocations from many threads would fragment the heap, and writing eight files would take twice as much
-    memory as the files contain.
+    malloc would not do: many threads would fragment its heap. Writing eight files would then take twice as much memory
+    as the files contain.
     """
     private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     return memoryview(mmap.mmap(-1, _BLOCK, **private))
@@ -137,7 +137,7 @@ class Body(io.BytesIO):
         return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes. Returns at least _PIECE / 2 bytes if so many remain, even if fewer were requested."""
+        """Return the next bytes. If at least _PIECE / 2 bytes are left, returns as many, even if `size` is smaller."""
         wanted = self.nbytes if size is None or size < 0 else max(size, _PIECE)
         found = self._content.between(self._at, min(self.nbytes, self._at + wanted))
         if found and len(found[0]) >= _PIECE // 2:

@@ -1,4 +1,4 @@
-"""Combines many small byte ranges of a file into a few reads, and cuts the requested ranges out of the results."""
+"""Combines many small reads of a file into a few larger reads, and distributes the bytes to the buffers."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_span: int) 
 
     Args:
         ranges: Half-open byte ranges (start, stop), in any order. Ranges may overlap.
-        max_gap: Gaps up to this size are read and discarded.
-        max_span: Maximum length, in bytes, of a span that combines several ranges. A single longer range stays one
-            span.
+        max_gap: Ranges with a larger gap between them, in bytes, are not joined.
+        max_span: Maximum length, in bytes, of a span that joins several ranges. A longer range is a span of its own.
     """
     order = sorted(range(len(ranges)), key=lambda i: ranges[i])
     spans: list[Span] = []
@@ -59,9 +58,10 @@ def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_span: int) 
 
 
 class Scatter:
-    """Copies arriving bytes of a file into the views of `reads`. The first byte that arrives has the offset `start`.
+    """Copies the bytes of a file, as they arrive, into the views of `reads`.
 
-    A read may begin before the first byte that arrives, or end after the last byte.
+    `start` is the offset in the file of the first byte that arrives. A read may begin before this byte, and may end
+    after the last byte that arrives.
     """
 
     def __init__(self, reads: Sequence[ReadInto], start: int) -> None:
@@ -87,11 +87,11 @@ class Scatter:
 
 
 def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
-    """Split reads into requests: enough to keep the connections busy, but no more.
+    """Split reads into requests: enough requests to keep the connections busy, but no more.
 
     Args:
-        large: Usual maximum size of a request in bytes. The maximum grows to at most `2 * large` if there is much to
-            read, and shrinks if there is little to read.
+        large: The usual maximum size of a request in bytes. The maximum is smaller if there is little to read. If there
+            is much to read, the maximum is up to `2 * large`.
     """
     by_file: dict[str, list[ReadInto]] = {}
     for read in reads:
@@ -113,7 +113,7 @@ def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
 
 
 def _cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """Split a range into the fewest parts of at most `most` bytes, equal in size."""
+    """Split a range into as few parts as possible, of equal size and at most `most` bytes each."""
     count = -(-(stop - start) // most)
     for i in range(count):
         yield start + i * (stop - start) // count, start + (i + 1) * (stop - start) // count
@@ -130,7 +130,7 @@ def _stop(item: ReadInto) -> int:
 _LEAST_BLOCK = 64 << 10
 _MOST = 2 << 20
 _HELD = 64 << 20  # size limit of the cache in bytes
-_WASTE = 8  # stop using blocks once they have fetched this many times as many bytes as were requested
+_WASTE = 8  # stop using blocks after fetching more than this many times the bytes that were requested
 _CALL = 8 << 10  # extra bytes to count as requested per read, for the cost of a call
 _AT_ONCE = 8
 
@@ -141,7 +141,8 @@ class BlockReader:
     """Serves small reads from cached blocks, so that one request answers many reads. Thread-safe.
 
     The files must not change. Reads shorter than a quarter of a block are served from blocks. Longer reads go directly
-    to the store. The cache holds at most 64 MiB, so blocks are smaller if there are many files.
+    to the store. The cache holds at most 64 MiB. If there are many files, the blocks are smaller, so that the cache
+    can hold a block of each file.
     """
 
     def __init__(self, store: Store, files: int = 1) -> None:
@@ -152,11 +153,11 @@ class BlockReader:
         self._asked = self._fetched = 0
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
-        """Fill `view` with the file's bytes from offset `start` on. Errors from the store propagate."""
+        """Fill `view` with the bytes from offset `start` on. Raises the same errors as the store."""
         self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto]) -> None:
-        """Fill the views of many reads. Errors from the store propagate."""
+        """Fill the views of many reads. Raises the same errors as the store."""
         small = [read for read in reads if self._is_small(read)]
         with self._lock:
             self._asked += sum(read.view.nbytes + _CALL for read in small)
@@ -178,7 +179,7 @@ class BlockReader:
         return [(read.path, index) for index in range(read.start // self._block, last + 1)]
 
     def _take(self, keys: Iterable[_Key]) -> dict[_Key, bytes]:
-        """Return blocks from the cache. Read missing blocks, and wait for blocks that other threads are reading."""
+        """Return these blocks. Reads missing blocks, and waits for blocks that other threads are reading."""
         found: dict[_Key, Future[bytes]] = {}
         missing: list[_Key] = []
         with self._lock:
@@ -224,7 +225,7 @@ class BlockReader:
                 del self._blocks[key]
 
     def _serve(self, read: ReadInto, blocks: dict[_Key, bytes]) -> bool:
-        """Fill a view from blocks. Return False if the file is too short."""
+        """Fill the view of `read` from blocks. Return False if the blocks show that the file is too short."""
         out, at = read.view.cast("B"), read.start
         stop = read.start + len(out)
         while at < stop:

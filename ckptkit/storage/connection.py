@@ -33,11 +33,11 @@ _WORKS = "Use a path, s3://, gs:// or abfs://; for reading also hf://, http:// o
 # Prefixes of the environment variables that file systems read when they connect.
 _ENVIRONMENT = ("HF_", "FSSPEC_", "HOME", *(name for service in SERVICES.values() for name in service.environment))
 _connections: weakref.WeakValueDictionary[bytes, Connection] = weakref.WeakValueDictionary()
-_latest: collections.deque[Connection] = collections.deque(maxlen=2)  # kept open for the next store
+_latest: collections.deque[Connection] = collections.deque(maxlen=2)  # kept open, because a new store may need them
 
 
 class Known:
-    """A bounded cache of small files. A file is downloaded again only if its tag has changed."""
+    """A bounded cache of small files. Each file is cached together with its tag (ETag, generation)."""
 
     def __init__(self, most_bytes: int = 32 << 20) -> None:
         self._most = most_bytes
@@ -46,7 +46,7 @@ class Known:
         self._held: dict[str, tuple[str, bytes]] = {}  # oldest first
 
     def get(self, name: str, tag: str) -> bytes | None:
-        """Return the cached content of `name`, or None if no content with this tag is cached."""
+        """Return the cached content of `name`. None if the file is not cached, or is cached with another tag."""
         found = self._held.get(name)
         return found[1] if found is not None and tag and found[0] == tag else None
 
@@ -72,9 +72,9 @@ class Budget:
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> None:
-        """Wait until `nbytes` more bytes fit within the limit, and reserve these bytes.
+        """Wait until the limit has room for `nbytes` more bytes, and reserve them.
 
-        A caller that asks for more than the limit waits until all other reservations are released.
+        If `nbytes` exceeds the limit, waits until nothing else is reserved.
         """
         with self._changed:
             self._changed.wait_for(
@@ -90,13 +90,15 @@ class Budget:
 
 
 class Connection:
-    """A file system and its threads, shared by all stores with the same protocol and options. Unusable after a fork.
+    """A file system and its threads. All stores with the same protocol and options share one Connection.
+
+    A forked process cannot use the Connection of its parent.
 
     Attributes:
         known: Caches small files that were recently read or written.
         turns: Limits the number of concurrent ranged reads. Without this limit, a read could wait so long for a free
             HTTP connection that it would time out.
-        conditional: Maps a bucket to whether put-if-absent works there. A bucket is added once this is known (`learn`).
+        conditional: For each bucket, whether put-if-absent works. Buckets that are not yet tested are missing.
     """
 
     def __init__(self, protocol: str, options: Mapping[str, Any], opens: Opens) -> None:
@@ -122,7 +124,7 @@ class Connection:
         Creates the connection if it does not exist yet.
 
         Args:
-            opens: Function that opens the fsspec file system, given the protocol and the options.
+            opens: A function that takes the protocol and the options, and opens the fsspec file system.
         """
         given = [(name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)]
         text = repr((os.getpid(), protocol, sorted(options.items(), key=lambda item: item[0]), sorted(given)))
@@ -136,8 +138,8 @@ class Connection:
 
     @property
     def fs(self) -> Any:
-        """The fsspec file system, opened at first use. Raises UsageError in a forked process."""
-        if self._pid != os.getpid():  # a forked process lacks the threads, and would share the connections
+        """The fsspec file system. It is opened at first use. Raises UsageError in a forked process."""
+        if self._pid != os.getpid():  # a forked process has no copy of the threads, and would share the sockets
             raise UsageError(
                 f"This {self.protocol}:// store was opened by process {self._pid}, before a fork. Open it again in "
                 f"process {os.getpid()}: connections do not survive a fork."
@@ -166,7 +168,7 @@ class Connection:
             ) from error
 
     def learn(self, bucket: str, *, conditional: bool) -> None:
-        """Remember whether put-if-absent works in a bucket. Warns if put-if-absent does not work."""
+        """Remember whether put-if-absent works in a bucket. Logs a warning if it does not."""
         before = self.conditional.get(bucket)
         self.conditional[bucket] = conditional
         if not conditional and before is not False:  # warn once, although each put there may fail again
@@ -178,9 +180,9 @@ class Connection:
             )
 
     def upload(self, function: Callable[[], T], nbytes: int) -> Future[T]:
-        """Wait until `nbytes` fit into the memory budget, then run `function` in a thread.
+        """Wait until the memory budget has room for `nbytes`. Then run `function` in a thread.
 
-        The memory stays reserved until `function` returns. `function` must not wait for other uploads.
+        The memory stays reserved until `function` returns. `function` must not wait for another upload.
         """
         self._budget.acquire(nbytes)
         try:
@@ -192,9 +194,9 @@ class Connection:
         return future
 
     def each(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Call `function` concurrently for each item and return the results in order.
+        """Call `function` for each item, in several threads. Return the results in order.
 
-        If any call fails, the first failure is raised once all calls have ended.
+        If calls fail, waits for all running calls, then raises the first error.
         """
         todo = list(items)
         if len(todo) <= 1:

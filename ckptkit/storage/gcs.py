@@ -1,4 +1,4 @@
-"""Accesses Google Cloud Storage through gcsfs's session: create-only puts and resumable uploads."""
+"""Accesses Google Cloud Storage through the session of gcsfs, with create-only puts and resumable uploads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORM_END = f"\r\n--{_BOUNDARY}--\r\n".encode()
 
 
 class GcsApi(FsspecApi):
-    """Makes requests through gcsfs. Denied access raises PermissionError. Failed upload parts can be retried."""
+    """Makes requests through gcsfs. Denied access raises PermissionError. A part of an upload can be sent again."""
 
     paged = True
     streams = True
@@ -46,7 +46,7 @@ class GcsApi(FsspecApi):
         return fs
 
     def info(self, name: str) -> Entry:
-        """Return the entry at `name`. Makes one request, or two if `name` is not an object (gcsfs: three)."""
+        """Return the entry at `name`. Makes one request for an object and two for a folder. gcsfs would make three."""
         bucket, key, _ = self.fs.split_path(name)
         with _denied():
             if key:
@@ -108,7 +108,7 @@ class GcsApi(FsspecApi):
         return self.has_mark(name, mark)
 
     def has_mark(self, name: str, mark: str, *, nbytes: int = -1) -> bool:
-        """Return whether the object was put with this mark and, if `nbytes` is given, has that size."""
+        """Return whether the object has this mark. If `nbytes` is given, the object must also have this size."""
         with contextlib.suppress(FileNotFoundError):
             found = self.info(name)
             marked = bool(mark) and dict(found.get("metadata") or {}).get(_MARK) == mark
@@ -135,9 +135,7 @@ class GcsApi(FsspecApi):
 
 
 def _without_inner_retries(fs: Any, *, given: bool) -> None:
-    """Turn off the retries inside gcsfs, so that one call is one request.
-
-    Does nothing if the installed version of gcsfs does not retry.
+    """Turn off the retries inside gcsfs, so that one call makes one request.
 
     Args:
         given: Whether the user has set a timeout.
@@ -156,9 +154,9 @@ def _without_inner_retries(fs: Any, *, given: bool) -> None:
 
 
 class GcsUpload:
-    """A resumable upload, whose parts are sent in order.
+    """A resumable upload. Its parts are sent in order.
 
-    A retry first asks the server how much of the part has arrived.
+    Before a part is sent again, the server is asked how much of the part has arrived.
     """
 
     in_order = True
@@ -205,7 +203,7 @@ class GcsUpload:
             raise
 
     def _received(self, start: int, stop: int, *, last: bool) -> int:
-        """Ask the server how much of a failed part has arrived. Return the offset where the received bytes end."""
+        """Ask the server how much of a part has arrived. Return the offset in the object at which these bytes end."""
         try:
             with _denied():
                 answer, body = self._api.fs.call("PUT", self._place, headers={"Content-Range": "bytes */*"})
@@ -227,7 +225,7 @@ class GcsUpload:
         return received
 
     def complete(self) -> str:
-        """Check the size of the object that the last part has published. Return this size in place of a tag."""
+        """Check the size of the object, which the last part has published. Return a text with the size as the tag."""
         size = self._published
         if size is None:
             size = int(self._api.info(self._name).get("size") or 0)
@@ -240,7 +238,7 @@ class GcsUpload:
         return self._api.upload(self._name)
 
     def _take_back(self) -> None:
-        """Delete an object with wrong content, if this upload published the object."""
+        """Delete the incomplete object if this upload has published it."""
         if self._api.has_mark(self._name, self._mark):
             self._api.delete([self._name])
 
@@ -256,7 +254,7 @@ def _size(body: bytes) -> int:
 
 
 def _stop_of(answer: Any) -> int | None:
-    """Return how many bytes the server has, according to the Range header; None if this header is missing."""
+    """Return how many bytes the server has, according to the Range header. None if this header is missing."""
     kept = answer.get("Range")
     return int(kept.rpartition("-")[2]) + 1 if kept else None
 

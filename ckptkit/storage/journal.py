@@ -1,8 +1,8 @@
 """Records which steps of a command are finished, so that the same command can continue after an interruption.
 
 Each rank has an owner file next to the staging directory. The first line of the file is JSON. The journal follows: a
-header line (plan, world size, rank), then one line per finished step. The file is never synced. Therefore the file
-survives if the process is killed, but work from before a reboot is never continued.
+header line (plan, world size, rank), then one line per finished step. The file is never synced. It survives if the
+process is killed. Work from before a reboot of the machine is never continued.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class Section:
 
     Attributes:
         plan: Fingerprint of the source and of all bytes to write.
-        world_size, rank: The number of ranks, and the rank whose progress this is.
+        world_size: The number of ranks of the attempt.
+        rank: The rank whose progress this is.
         steps: The numbers of the rank's finished steps.
-        void: Files whose finished steps are ignored, because a later attempt writes these files again from the start.
-            In the section of the running attempt: the files that this attempt writes again from the start.
+        void: In the section of the running attempt: the files that this attempt writes again from the start. In the
+            section of an earlier attempt: the files that a later attempt has begun again. Their steps do not count.
     """
 
     plan: str
@@ -55,7 +56,7 @@ class Journal:
     """One rank's journal in one attempt. Thread-safe."""
 
     def __init__(self, staging: str, *, world_size: int = 1, rank: int = 0) -> None:
-        """Set the paths. The owner file of `rank` must exist before `begin` is called.
+        """Open nothing yet. The owner file of `rank` must exist before `begin` is called.
 
         Args:
             staging: Absolute path of the staging directory.
@@ -75,8 +76,7 @@ class Journal:
 
         Args:
             steps: The numbers of the steps that are already finished.
-            anew: Files that this attempt writes again from the start. Earlier records of steps in these files are
-                ignored.
+            anew: Files that this attempt writes again from the start. The earlier steps of these files do not count.
         """
         section = Section(plan, self.world_size, self.rank, frozenset(steps), frozenset(anew))
         text = _text(section.lines())
@@ -91,13 +91,13 @@ class Journal:
         line = b"%d\n" % step
         with self._lock:
             written = os.write(self._fd, line)
-            if written < len(line):  # a partial number would merge with the next one; losing a step is harmless
+            if written < len(line):  # remove the partial number, which would merge with the next; the step is repeated
                 os.ftruncate(self._fd, os.lseek(self._fd, -written, os.SEEK_CUR))
 
     def end(self) -> None:
         """Remove the journals of all ranks.
 
-        Rank 0 calls this once all ranks are done, before the result is published.
+        Rank 0 calls this after all ranks are done, and before the result is published.
         """
         self.close()
         folder, staging = os.path.split(self._staging)
@@ -107,10 +107,10 @@ class Journal:
             os.truncate(self._path, len(_read(self._path).partition(b"\n")[0]))
 
     def leave(self) -> None:
-        """Mark this process as dead in its owner file, so that another writer can take over the finished steps.
+        """Mark this process as dead in its owner file, although it may keep running.
 
-        The process may keep running. One byte is overwritten in place, because this cannot recreate a deleted owner
-        file.
+        Another writer can then take over the finished steps. One byte is overwritten in place: a new file could bring
+        back an owner file that another process has deleted.
         """
         self.close()
         with contextlib.suppress(FileNotFoundError):
@@ -141,11 +141,14 @@ def _text(lines: Iterable[str]) -> bytes:
 
 
 def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
-    """Return the sections of earlier attempts and of this attempt. Both are empty if `content` is not a journal."""
+    """Return the sections of earlier attempts, and the sections of this attempt.
+
+    Both lists are empty if `content` is not a journal.
+    """
     earlier: list[tuple[re.Match[str], set[int], set[str]]] = []  # head, steps, void
     found = earlier[:]
     try:
-        for raw in content.split(b"\n")[1:-1]:  # after the last newline there is nothing, or a torn line
+        for raw in content.split(b"\n")[1:-1]:  # after the last newline comes nothing, or an incomplete line
             line = raw.decode("utf-8", "surrogateescape")
             head = _HEAD.fullmatch(line)
             if head is not None:
@@ -168,7 +171,7 @@ def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
 
 
 def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
-    """Return the valid progress of all attempts, combined from the owner files of all ranks."""
+    """Return the finished steps of all attempts and all ranks, read from these owner files. Leaves out void steps."""
     parsed = [_parse(parent.read(path)) for path in paths]
     current = [section for _, found in parsed for section in found]
     void = frozenset(path for section in current for path in section.void)
@@ -184,12 +187,12 @@ def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
 
 
 def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> Leftover | None:
-    """Return the newest staging directory for `name` that can be continued; None if there is none.
+    """Return the newest staging directory for `name` that can be continued, or None if there is none.
 
-    A directory can be continued if at least one step is finished and all writers of the directory are dead.
+    A directory can be continued if at least one step is finished and all its writers are dead.
 
     Args:
-        dead: Owner files of writers that other machines have found to be dead (with `dead_owner_files`).
+        dead: Owner files of dead writers on other machines. Those machines have called `dead_owner_files`.
     """
     found = []
     for left in _staging_directories(parent, name):
@@ -202,7 +205,10 @@ def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> L
 
 
 def dead_owner_files(parent: LocalStore, name: str) -> dict[str, str]:
-    """Return {owner file: staging directory} for dead writers of `name` that ran on this machine since the boot."""
+    """Return the owner files of dead writers of `name`, each with its staging directory.
+
+    Includes only writers that ran on this machine since its last boot.
+    """
     found = [
         (path, left.path) for left in _staging_directories(parent, name) for path in owner_files(parent, left.path)
     ]
@@ -224,7 +230,7 @@ def _is_dead(parent: LocalStore, path: str) -> bool:
 
 
 def adopt(parent: LocalStore, left: Leftover, name: str, nonce: str) -> LocalStore | None:
-    """Take over and return a dead writer's staging directory. Return None if another process was faster."""
+    """Take over the staging directory of a dead writer, and return it. Return None if another process was faster."""
     path = staging_name(name, nonce)
     old = owner_files(parent, left.path)
     try:
@@ -240,7 +246,7 @@ def adopt(parent: LocalStore, left: Leftover, name: str, nonce: str) -> LocalSto
 
 
 def give_up(parent: LocalStore, name: str, nonce: str) -> bool:
-    """Leave a staging directory with finished steps to the next writer. Return False if no step is finished."""
+    """Leave a staging directory to the next writer, and return True. If no step is finished, only return False."""
     staging = staging_name(name, nonce)
     if not _merged(parent, owner_files(parent, staging)):
         return False

@@ -1,7 +1,7 @@
 """Records which objects of a remote directory are finished, so that an interrupted command can continue.
 
-A record contains an object's size, a fingerprint of the content, and the store's tag for the object (ETag, generation).
-An unchanged tag proves that the object is unchanged. On a store without tags, nothing is recorded.
+The record of an object contains its size, a fingerprint of its content, and its tag (ETag, generation). If the tag is
+unchanged, the object is unchanged. On a store without tags, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Finished:
         return cls(path, nbytes, tag, content, checked is True)
 
     def is_there(self, found: FileInfo | None) -> bool:
-        """Return whether `found` (an entry of a listing) is the recorded object, unchanged."""
+        """Return whether `found`, an entry of a listing, is still the recorded object."""
         return found is not None and found.size == self.nbytes and bool(self.tag) and found.tag == self.tag
 
 
 class Ledger:
-    """A directory's finished objects, by path. Thread-safe.
+    """The finished objects of a directory. Thread-safe.
 
     Attributes:
-        earlier: Objects that an interrupted attempt finished and that still exist.
-        done: Objects that are finished in this attempt.
+        earlier: The objects that an interrupted attempt finished and that still exist, by path.
+        done: The objects that are finished in this attempt, by path.
     """
 
     def __init__(self, store: Store, earlier: Mapping[str, Finished] | None = None) -> None:
@@ -70,7 +70,7 @@ class Ledger:
         return nbytes >= WORTH
 
     def finished(self, path: str, nbytes: int, content: str, *, checked: bool) -> None:
-        """Record that an object is complete. Without a record, a later attempt writes the object again."""
+        """Record that an object is complete. An object without a record is written again by a later attempt."""
         try:
             found = self._store.info(path)
             if found is None or not found.tag or found.size != nbytes:
@@ -83,11 +83,11 @@ class Ledger:
             logger.warning("%s/%s is complete, but a later run will write it again: %s", self._store.url, path, error)
 
     def keep(self, path: str) -> None:
-        """Count an object that an earlier attempt finished as finished in this attempt."""
+        """Add an object of `earlier` to `done`, because this attempt keeps it."""
         self.done[path] = self.earlier[path]
 
     def drop(self, paths: Iterable[str]) -> None:
-        """Delete objects that an interrupted attempt finished. The records of the objects are deleted first."""
+        """Delete those of the objects that are in `earlier`. Their records are deleted first."""
         dropped = [path for path in paths if path in self.earlier]
         self._store.delete([_record_path(path) for path in dropped])
         self._store.delete(dropped)
@@ -100,7 +100,10 @@ def _record_path(path: str) -> str:
 
 
 def read_ledger(store: Store, items: Mapping[str, FileInfo]) -> dict[str, Finished]:
-    """Return the records of all unchanged objects, by path of the object. `items` is a listing of `store`, by path."""
+    """Return the records of all objects that are unchanged, by the object's path.
+
+    `items` is a listing of `store`, by path.
+    """
 
     def read(path: str) -> Finished | None:
         try:

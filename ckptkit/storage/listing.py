@@ -1,4 +1,4 @@
-"""Answers many lookups on an object store from one listing, without further requests."""
+"""Lists an object store once, and answers many lookups from this listing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ckptkit.storage.store import FileInfo, ReadInto, Store, checked_path
 
 
 def snapshot(store: Store, below: str = "") -> Store:
-    """Return a view of `store` that keeps showing everything under `below` as it is now.
+    """Return a view of `store` that shows everything under `below` as it is now, even after later changes.
 
-    Makes one request per thousand objects. Returns `store` itself if lookups are free, as on a file system, or if too
-    many requests would be needed.
+    Makes one request per thousand objects. Returns `store` itself if the listing would take too many requests, or if
+    lookups are free (on a file system).
     """
     if not isinstance(store, RemoteStore) or isinstance(store, Snapshot):
         return store
@@ -24,7 +24,7 @@ def snapshot(store: Store, below: str = "") -> Store:
 class Snapshot(RemoteStore):
     """Answers `info` and `list` from one listing, and downloads each version of a small file only once.
 
-    Paths outside the listing are looked up in the store, and all writes go to the store. Writes do not change the
+    Paths that are not under `below` are looked up in the store. All writes go to the store, and do not change the
     snapshot.
 
     Args:
@@ -96,7 +96,7 @@ class Snapshot(RemoteStore):
         return data[start:stop]
 
     def fetch(self, paths: Iterable[str]) -> None:
-        """Download small files concurrently, before they are read. Skips files that are already cached."""
+        """Download small files concurrently, and cache them for later reads. Skips files that are already cached."""
         known = self._connection.known
         items = [item for path in paths if (item := self._file(path)) and item.tag and 0 < item.size <= KNOWN_BYTES]
         new = [item for item in items if known.get(self._full(item.path), item.tag) is None]

@@ -1,4 +1,4 @@
-"""Stores files on a local or mounted file system: atomic writes, renames that never replace, parallel reads."""
+"""Stores files on a local or mounted file system. Writes are atomic, renames never replace, and reads are parallel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RENAME_NOREPLACE = 1  # linux/fs.h
 _AT_FDCWD = -100
 _MAX_SCANS = 10
-_MAX_GAP = 64 << 10  # reading across a smaller gap is cheaper than another system call
+_MAX_GAP = 64 << 10  # reading this many unneeded bytes is cheaper than another system call
 _MAX_SPAN = 8 << 20
 _SHORT = 256 << 10  # bytes; reading fewer from the page cache takes less time than starting a thread
 _WAIT_S = 100e-6  # a slower read counts as a read from disk
@@ -50,7 +50,7 @@ _Reads = list[ReadInto]
 
 
 def start_writing(descriptor: int) -> None:
-    """Start to write a file's cached pages to disk, so that a later fsync is faster. Does nothing if unsupported."""
+    """Start to write a file's cached pages to disk, so that a later fsync is faster. Does nothing outside of Linux."""
     begin = _libc("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if begin is not None:
         begin(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
@@ -87,7 +87,7 @@ def disk_errors(path: str) -> Iterator[None]:
 
 
 def _file_above(path: str) -> str:
-    """Return the path above `path` at which there is a file instead of a directory; "" if there is no such file."""
+    """Return the closest existing path above `path` if it is a file. Return "" if it is a directory."""
     above = os.path.dirname(path)
     while above != os.path.dirname(above) and not os.path.lexists(above):
         above = os.path.dirname(above)
@@ -97,17 +97,16 @@ def _file_above(path: str) -> str:
 class LocalStore(Store):
     """Files in a directory, on a local disk or on a mounted shared file system.
 
-    Symbolic links are followed only to targets under the root, or from a snapshot in a Hugging Face cache to the
-    cache's blobs. Other links raise UnsafePathError. Nothing is written or deleted through a link that leads out of the
-    root. For a child store, this root is the root of the store that was opened first.
+    Symbolic links are followed only if the target is under the root. There is one exception: in a Hugging Face cache, a
+    snapshot may link to the blobs of the cache. Other links raise UnsafePathError. Nothing is written or deleted
+    through a link that leads out of the root. A child store has the root of the store that was opened first.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, top: str = "", must_exist: bool = False) -> None:
-        """Open a directory, which need not exist.
+        """Open a directory. It need not exist.
 
         Args:
-            top: The directory that no symbolic link may leave: the root of the store that was opened first. "" means
-                `root`.
+            top: The root for the check of symbolic links: the root of the store that was opened first. "" means `root`.
             must_exist: Whether a write fails if the directory does not exist (see `existing`).
         """
         self.url = os.path.abspath(os.path.expanduser(os.fspath(root)))
@@ -129,10 +128,10 @@ class LocalStore(Store):
         return LocalStore(self.path_of(path), top=self._top)
 
     def existing(self) -> LocalStore:
-        """Return a view of this store that writes only while its directory exists.
+        """Return a view of this store that writes only if its directory exists.
 
-        A write creates missing directories under the root, but not the root itself: if a mount was lost, a new root
-        would be on a different disk. Without the root, the write raises FileNotFoundError.
+        A write creates missing directories under the root, but not the root itself. If the root is missing, the write
+        raises FileNotFoundError. The usual cause is a lost mount, and a new root would be on a different disk.
         """
         return LocalStore(self.url, top=self._top, must_exist=True)
 
@@ -169,9 +168,9 @@ class LocalStore(Store):
     def _scan(self, folder: str, full: str) -> _Infos:
         """Return the entries of one directory, or [] if the directory does not exist.
 
-        Scans again if an entry was deleted during the scan, because another entry may have been created after the names
-        were read. Without the second scan, a reader could find no checkpoint at all while another process saves a
-        checkpoint and deletes the previous checkpoint.
+        If an entry was deleted during the scan, the directory is scanned again. The reason: another process may save a
+        checkpoint and delete the previous checkpoint during the scan. One scan could miss the new checkpoint, find the
+        previous one deleted, and so return no checkpoint at all.
         """
         found: _Infos = []
         for _ in range(_MAX_SCANS):
@@ -188,7 +187,7 @@ class LocalStore(Store):
         return found
 
     def stat_file(self, path: str) -> os.stat_result:
-        """Return the stat result of a file, or of the target if `path` is a link that `read` would follow."""
+        """Return the stat result of a file. Follows the same symbolic links as `read`."""
         full = self.path_of(path)
         with disk_errors(full):
             return os.stat(self._resolved(full))
@@ -283,10 +282,10 @@ class LocalStore(Store):
                     future.result()
 
     def _read_quick(self, jobs: _Jobs) -> int:
-        """Do short reads in this thread as long as the data is in the page cache. Return the number of reads done.
+        """Do short reads in this thread until the data is no longer in the page cache. Return the number of reads done.
 
-        For cached data, several threads would take five times as long, because they compete for the GIL. For data on a
-        disk, several threads are faster.
+        If the data is in the page cache, several threads take five times as long, because they compete for the GIL. If
+        the data must be read from disk, several threads are faster.
         """
         waits = 0
         for done, (fd, path, span, items) in enumerate(jobs):
@@ -310,7 +309,7 @@ class LocalStore(Store):
             target[:] = buffer[item.start - span.start : item.start - span.start + len(target)]
 
     def _check_inside(self, folder: str) -> None:
-        """Raise UnsafePathError if `folder` leads, through a symbolic link, out of the store that was opened first."""
+        """Raise UnsafePathError if a symbolic link in `folder` leads out of the store that was opened first."""
         real, top = os.path.realpath(folder), os.path.realpath(self._top)
         if real != top and not real.startswith(top.rstrip("/") + "/"):
             raise UnsafePathError(
@@ -356,7 +355,7 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def writer(self, path: str, *, overwrite: bool = False, sync: bool = True) -> Iterator[_LocalWriter]:
-        """Write to a temporary file, which is renamed to `path` if the block succeeds."""
+        """Yield a writer to a temporary file. If the block succeeds, the file is renamed to `path`."""
         full = self.path_of(path)
         if not overwrite and os.path.lexists(full):
             raise FileExistsError(errno.EEXIST, f"{full} exists already")
@@ -394,10 +393,10 @@ class LocalStore(Store):
             _rename_noreplace(old, new)
 
     def link(self, source: str, target: str) -> None:
-        """Hard-link a file, or all files in a directory. Makes durable copies if the file system has no hard links.
+        """Hard-link a file, or all files in a directory. Raises FileExistsError if `target` exists.
 
-        The last component of each path may be any name that the file system allows. Raises FileExistsError if `target`
-        exists.
+        If the file system has no hard links, makes durable copies. The last component of each path may be any name that
+        the file system allows.
         """
         old, new = self._entry(source), self._entry(target)
         with disk_errors(new):
@@ -414,7 +413,7 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenDirectory]:
-        """Yield an open directory. If another directory takes this name later, the new directory is not touched."""
+        """Yield an open directory. Its methods act on this directory, even if its name is later given to another."""
         full = self._to_change(path)
         with disk_errors(full):
             fd = os.open(full, _DIRECTORY)
@@ -450,7 +449,7 @@ class LocalStore(Store):
                 os.close(fd)
 
     def _make_parents(self, full: str) -> None:
-        """Create the missing directories above `full`. If the store's root was missing, make the new root durable."""
+        """Create the missing directories above `full`. If this creates the store's root, the root is made durable."""
         parent = os.path.dirname(full)
         if not self._must_exist:
             created, place = [], self._top
@@ -506,16 +505,16 @@ class LocalStore(Store):
 
 
 def is_directory(store: Store) -> TypeIs[LocalStore]:
-    """Return whether `store` is a directory in a file system, with the path `store.url`.
+    """Return whether `store` is a directory of a file system. If so, `store.url` is its path.
 
-    A directory can be renamed, locked, linked and opened. Any other store has keys instead of directory entries, and a
-    file appears under its key once the file is complete.
+    A directory can be renamed, locked, linked and opened. Other stores have no directories: a file appears under its
+    key when it is complete.
     """
     return isinstance(store, LocalStore)
 
 
 class OpenDirectory:
-    """An open directory. Operations under it follow no symbolic links."""
+    """An open directory. Its methods follow no symbolic links under the directory."""
 
     def __init__(self, url: str, fd: int) -> None:
         self.url, self._fd = url, fd
@@ -530,12 +529,12 @@ class OpenDirectory:
             return file.read()
 
     def rename(self, name: str, new: str) -> None:
-        """Rename a file in this directory durably. May replace an existing file."""
+        """Rename a file in this directory, and make this durable. Replaces an existing file `new`."""
         os.rename(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         _sync(self._fd)
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files under this directory, then the directories that have become empty. Ignores missing files."""
+        """Delete files under this directory, and the subdirectories that become empty. Ignores missing files."""
         names: dict[str, _Names] = {}
         for path in paths:
             folder, _, name = path.rpartition("/")
@@ -556,7 +555,7 @@ class OpenDirectory:
 
     @contextlib.contextmanager
     def _below(self, folder: str) -> Iterator[int | None]:
-        """Yield the descriptor of a subdirectory, or None if the subdirectory does not exist or is a link."""
+        """Yield the descriptor of a subdirectory. None if the subdirectory does not exist or is a symbolic link."""
         with contextlib.ExitStack() as stack:
             fd: int | None = self._fd
             for name in folder.split("/") if folder else ():
@@ -580,7 +579,7 @@ def _sync(fd: int) -> None:
 
 
 def _link(old: str, new: str) -> None:
-    """Hard-link `old` to `new`. Makes a copy if the file system refuses the link."""
+    """Create the hard link `new` to the file `old`, or a copy if the file system refuses the link."""
     try:
         os.link(old, new, follow_symlinks=False)
         return
@@ -610,7 +609,7 @@ def _link(old: str, new: str) -> None:
 
 @dataclass(slots=True)
 class _LocalWriter:
-    """Appends to a file descriptor. With `writeback`, writing to disk starts before the final sync."""
+    """Appends to a file descriptor. With `writeback`, the data goes to disk early, so that the final sync is faster."""
 
     fd: int
     path: str  # the file's final path, for errors

@@ -1,4 +1,4 @@
-"""Allows only one writer at a time, with a lease on a run or with a system lock on a directory."""
+"""Allows only one writer at a time. A run has a lease. A directory that is not in a run has a system lock."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ BEAT_S = 10.0
 TTL_S = 45.0  # another machine's lease expires after this long without a heartbeat
 _POLL_S = 1.0
 _FRESH_S = 5.0
-_MOST_ATTEMPTS = 64  # how many failed attempts to remember, because a slow server may still store their files
+_MOST_ATTEMPTS = 64  # failed attempts to remember; a slow server may still store a file of such an attempt
 _GENERATION = re.compile(r"[0-9]{1,18}")
 _held_leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()  # this process's leases, by nonce
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The content of one lease file. A new owner creates a file with the next generation and edits no other file."""
+    """The content of one lease file.
+
+    To take the lease, a new owner creates a file with the next generation number. It edits no other lease file.
+    """
 
     generation: int
     nonce: str
@@ -61,14 +64,14 @@ class _State:
 
 
 class Lease:
-    """The exclusive right to write under a root. A thread renews the lease until it is released or the process ends."""
+    """The right to write under a root. A thread renews the lease until `release` is called or the process ends."""
 
     def __init__(self, root: Store, state: _State, *, since: float, old: Sequence[str] = ()) -> None:
-        """Start to renew a lease whose file has been written.
+        """Start to renew a lease. The lease's file must have been written.
 
         Args:
-            since: The time just before the file was written, as returned by `_now`.
-            old: Files of earlier generations, for `tidy` to delete.
+            since: The time of `_now` just before the file was written.
+            old: Lease files of earlier generations. `tidy` deletes them.
         """
         self.root = root
         self.nonce = state.nonce
@@ -103,10 +106,10 @@ class Lease:
         return self._state.path
 
     def is_surely_ours(self) -> bool:
-        """Return whether no other job can have taken the lease, because it was renewed less than TTL_S / 3 ago.
+        """Return True if the last renewal is so recent (TTL_S / 3) that no other job can have taken the lease.
 
-        Makes no request. Always returns False on a file system, and on a store without conditional writes, where two
-        jobs can take the lease at the same time.
+        Makes no request. Always returns False on a file system. Also returns False on a store without conditional
+        writes, because two jobs can take the lease there at the same time.
         """
         root = self.root
         one_owner = root.asking_costs and root.has_conditional_writes is True
@@ -118,24 +121,24 @@ class Lease:
             self.check()
 
     def try_conditional(self) -> None:
-        """Find out whether the store has conditional writes, by a conditional write to the lease's file."""
+        """Find out whether the store has conditional writes. The test is a conditional write to the lease's file."""
         with self._lock:
             if not self._stop.is_set():
                 self.root.try_conditional(self._state.path, self._state.to_json(self.root))
 
     def new_attempt(self) -> str:
-        """Return the id of a new save attempt, after the id has been written to the lease's file."""
+        """Return the id of a new save attempt. The id is in the lease's file before this method returns."""
         if not self._spare:
             self._add_spare("")
         self._spare = False
         return self._state.attempts[-1]
 
     def end_attempt(self, save_id: str, *, committed: bool) -> None:
-        """Write the next attempt's id to the lease's file now, so that the next save need not wait. Never raises.
+        """Write the id of the next attempt to the lease's file, so that the next save need not wait. Never raises.
 
         Args:
-            committed: Whether the attempt was committed and left no files to clean up. If so, the attempt's id is
-                removed.
+            committed: Whether the attempt `save_id` was committed and left no files to clean up. If so, its id is
+                removed from the file.
         """
         try:
             with self._patience.entered():
@@ -152,16 +155,16 @@ class Lease:
                 self._spare = True
 
     def tidy(self) -> None:
-        """Delete lease files of earlier generations, and files that killed processes left half-written."""
+        """Delete lease files of earlier generations, and incomplete files of killed processes."""
         old, self._old = self._old, []
         with contextlib.suppress(OSError):
             self.root.delete(old)
 
     def check(self, *, view: Store | None = None) -> None:
-        """Raise SaveError if the lease is lost: the root no longer exists, or another job took the lease.
+        """Raise SaveError if the lease is lost. Then the root no longer exists, or another job took the lease.
 
         Args:
-            view: A snapshot of the root that was taken just now.
+            view: A new snapshot of the root. None makes a request.
         """
         newest = _newest(view or snapshot(self.root, STATE_DIRECTORY)) or self._put_back()
         if newest is None:
@@ -185,9 +188,9 @@ class Lease:
         return "that job took the lease over, although this one renewed it. This job may no longer write."
 
     def _put_back(self) -> _State | None:
-        """Restore the lease's file if the file was deleted and the root is still the same directory.
+        """Write the lease's file again after it was deleted. Return the newest lease, which may be another job's.
 
-        Returns the newest lease, which may belong to another job. Returns None if the file must not be restored.
+        Does nothing and returns None if the root is no longer the same directory, or if the lease was released.
         """
         with self._lock:
             if self._stop.is_set() or self._identity is None or _identity(self.root) != self._identity:
@@ -208,7 +211,7 @@ class Lease:
                 self._renewed = started
 
     def release(self) -> None:
-        """Release the lease, so that the next writer need not wait until the lease expires. Never raises."""
+        """Release the lease, so that the next writer need not wait for its expiry. Never raises."""
         self._patience.hurry()  # a renewal may be waiting for an unreachable store
         with Patience(min(BRIEF_S, timeout_s())).entered(), self._lock:
             if self._stop.is_set():
@@ -235,7 +238,7 @@ class Lease:
 
 
 def _identity(root: Store) -> tuple[int, int] | None:
-    """Return the root's device and inode. Returns None if the root does not exist or is on an object store."""
+    """Return the root's device and inode. None if the root does not exist or is on an object store."""
     if is_directory(root):
         with contextlib.suppress(OSError):
             found = os.stat(root.url)
@@ -258,13 +261,14 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event, seconds: float) 
 
 @patient()
 def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callable[[], Store] | None = None) -> Lease:
-    """Take and return the lease of `root`. Does not wait if the lease is free or the lease's owner is known to be dead.
+    """Take the lease of `root`, and return it.
 
-    If the owner is on another machine, waits up to `patience_s` (default 45 s) for the owner to renew the lease. A
-    renewal shows that the owner is alive, and this call raises.
+    If the lease is free, or if its owner is known to be dead, the call does not wait. If the owner is on another
+    machine, the call waits up to `patience_s` (default 45 s). If the owner renews the lease in this time, it is alive,
+    and the call raises LeaseHeldError.
 
     Args:
-        look: Function that returns a new snapshot of `root`. A caller that passes `look` must call `try_conditional`
+        look: A function that returns a new snapshot of `root`. A caller that passes `look` must call `try_conditional`
             and `tidy` later.
 
     Raises:
@@ -305,7 +309,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
 
 
 def check_state_directory(root: Store) -> None:
-    """Raise NotADirectoryError if a file has the path of the directory for the lease."""
+    """Raise NotADirectoryError if there is a file where the directory of the lease should be."""
     found = root.info(STATE_DIRECTORY) if is_directory(root) else None
     if found is not None and found.kind == "file":
         raise NotADirectoryError(
@@ -316,10 +320,11 @@ def check_state_directory(root: Store) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """The save attempts that the lease's file lists: attempts that may be uncommitted, and the next attempt.
+    """The save attempts in a lease's file: attempts that may have failed, and the attempt that comes next.
 
     Attributes:
-        owner: The process that runs the attempts; None if the lease was released.
+        ids: The ids of the attempts.
+        owner: The process that makes the attempts. None if the lease was released.
     """
 
     ids: frozenset[str] = frozenset()
@@ -327,10 +332,10 @@ class Attempts:
 
 
 def open_attempts(root: Store) -> Attempts:
-    """Return the save attempts recorded in `root`.
+    """Return the save attempts in the lease's file of `root`.
 
-    Returns no attempts if `root` is (or may be) a copy of another directory, because the recorded attempts belong to
-    the original directory.
+    Returns no attempts if `root` may be a copy of another directory. In a copy, the file lists the attempts of the
+    original directory.
     """
     newest = _newest(snapshot(root, STATE_DIRECTORY))
     if newest is None or newest.owner.copied is not False:
@@ -355,9 +360,9 @@ def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
 
 
 def _has_heartbeat(root: Store, state: _State, patience_s: float) -> bool:
-    """Return whether an owner on another machine renews its lease within `patience_s`.
+    """Wait up to `patience_s` for an owner on another machine to renew its lease. Return whether it does so.
 
-    The age of the lease is measured with the store's clock. The wait is measured with a monotonic clock.
+    Returns False at once if the lease has expired by the store's clock.
     """
     found = root.info(state.path)
     if found is not None and found.mtime:
@@ -377,13 +382,13 @@ def _has_heartbeat(root: Store, state: _State, patience_s: float) -> bool:
 
 
 def store_clock(root: Store) -> float:
-    """Return the store's time in seconds since the epoch, or the local time if the store's files have no mtime."""
+    """Return the store's time in seconds since the epoch. Returns the local time if the store's files have no mtime."""
     for _ in range(3):
         path = f"{STATE_DIRECTORY}/clock-{new_nonce()}"
         root.write(path, b"?", sync=False)
         found = root.info(path)
         root.delete([path])
-        if found is not None:  # if the file is gone, a new owner of the lease has deleted it
+        if found is not None:  # else: a new owner of the lease has deleted the file
             break
     return found.mtime if found is not None and found.mtime else time.time()
 
@@ -411,7 +416,7 @@ def _generations(root: Store) -> list[tuple[int, str]]:
 
 
 def _now() -> float:
-    """Return the time in seconds from a clock that is never adjusted and keeps running while the machine sleeps."""
+    """Return the time in seconds of a clock that is never adjusted. It also runs while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -425,8 +430,8 @@ _held_lock = threading.Lock()
 class HeldDirectory:
     """A locked directory. The lock ends with `release`, or when this object is garbage-collected.
 
-    If this process already holds a lock on the directory, that lock is released first: a save that failed on another
-    rank may have left the lock behind. Does nothing on file systems without locks.
+    If this process already holds a lock on the directory, the old lock is released first. A save can leave such a lock
+    behind if it fails on another rank. On file systems without locks, nothing is locked.
     """
 
     def __init__(self, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Stores files remotely: as objects in a bucket, or on anything else that fsspec opens."""
+"""Stores files remotely: in a bucket, or in any other file system that fsspec opens."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RemoteStore(Store):
     Listings are never cached, so a reader sees a checkpoint as soon as it is committed.
 
     Attributes:
-        url: The URL without secrets, for errors, logs and records.
+        url: The URL without secrets, so that messages, logs and records may contain it.
     """
 
     def __init__(self, url: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -162,7 +162,7 @@ class RemoteStore(Store):
         return [item for item in self._listed(found) if item.path != path]
 
     def list_at_once(self, path: str = "") -> _Infos | None:
-        """Return every file under `path`, sorted by path; None if this would take too many requests."""
+        """Return every file under `path`, sorted by path. Returns None if this would take too many requests."""
         full = self._full(path, root_allowed=True)
         if not self._api.paged:
             return None
@@ -174,7 +174,7 @@ class RemoteStore(Store):
         return self._listed(found)
 
     def _listed(self, found: Entries) -> _Infos:
-        """Return a listing's entries, sorted by path, without keys that are not valid paths."""
+        """Return the entries of a listing, sorted by path. Leaves out keys that are not valid paths."""
         start = len(self._full("", root_allowed=True))
         named = ((item["name"][start:].removeprefix("/").removesuffix("/"), item) for item in found)
         return sorted((_file_info(path, item) for path, item in named if is_path(path)), key=lambda item: item.path)
@@ -182,7 +182,7 @@ class RemoteStore(Store):
     def _pages(self, path: str, full: str, *, recursive: bool) -> Iterator[Entries]:
         """Yield a listing page by page.
 
-        Each page is retried separately, because a retry of a whole long listing might never succeed.
+        Each page is retried separately. A retry of the whole listing might never succeed if the listing is long.
         """
         after = ""
         while True:
@@ -229,7 +229,7 @@ class RemoteStore(Store):
         return self._api.get_ranges(ranges) if ranges else []
 
     def _read_again(self, job: Job, first: Got) -> None:
-        """Read a range, with retries. `first` is the result of the first try."""
+        """Read a range again, with retries, after a first try. `first` is the result of the first try."""
         path, start, stop, _ = job
         tried = [first]
 
@@ -267,7 +267,7 @@ class RemoteStore(Store):
                 raise
 
     def _confirmed(self, full: str, nbytes: int, tag: str) -> None:
-        """Do nothing. A subclass may record here that the store has confirmed an object as complete."""
+        """Called after the store has confirmed that an object is complete. Subclasses may record this."""
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         full, body = self._full(path), bytes(data)
@@ -280,7 +280,7 @@ class RemoteStore(Store):
         self._note(full, self._put(path, full, body), body)
 
     def copy_to(self, path: str, target: RemoteStore, name: str) -> None:
-        """Copy an object within the store to `name` under `target`. Replaces an existing object."""
+        """Copy an object to `name` in `target`, a directory of the same store. Replaces an existing object."""
         source, full = self._full(path), target._full(name)
         self._call(path, lambda: self._api.copy(source, full))
 
@@ -313,7 +313,7 @@ class RemoteStore(Store):
         return self._connection.conditional.get(self._bucket)
 
     def _knows_conditional(self) -> bool | None:
-        """Return whether the store has conditional writes; None if only a test can tell. Makes no request."""
+        """Return whether the store has conditional writes. None if only a test can tell. Makes no request."""
         if self.has_conditional_writes is None and self._call("", self._api.is_conditional):
             self._connection.learn(self._bucket, conditional=True)
         return self.has_conditional_writes
@@ -323,7 +323,7 @@ class RemoteStore(Store):
             self._connection.known.put(full, _plain(tag), data)
 
     def _put(self, path: str, full: str, data: bytes | Content) -> str:
-        """Create an object and return its tag, "" if unknown.
+        """Create an object, and return its tag ("" if unknown).
 
         A store without create-only puts replaces an existing object.
         """
@@ -357,7 +357,7 @@ class RemoteStore(Store):
             self._call(names[0], lambda: self._api.delete(full, folder=folder))  # a retry deletes only what is left
 
     def delete_tree(self, path: str) -> None:
-        """Delete everything under `path`, and abort the unfinished uploads under `path`."""
+        """Delete everything under `path`. Also abort the unfinished uploads under `path`."""
         folder = self._full(path)
         self._delete([*(item.path for item in self.list(path, recursive=True)), path], folder=folder)
         self.end_uploads(self.unfinished_uploads(path))
@@ -402,9 +402,6 @@ def _plain(tag: str) -> str:
 
 
 def _without_secrets(error: BaseException) -> BaseException | None:
-    """Return `error` if it may be shown as the cause of another error.
-
-    Returns None if the message of `error` or of one of its causes contains a secret.
-    """
+    """Return `error`, or None if its message or the message of one of its causes contains a secret."""
     text = "".join(traceback.format_exception(error))
     return error if without_secrets(text) == text else None

@@ -24,8 +24,8 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
         storage_options: Passed to the fsspec file system.
 
     Raises:
-        UsageError: The URL is empty or malformed (see `check_url`), or contains a password, a token or a signature.
-            Process lists, shell histories and logs would show these secrets.
+        UsageError: The URL is empty or malformed (see `check_url`). Also raised if the URL contains a password, a token
+            or a signature, because process lists, shell histories and logs would show these secrets.
     """
     check_storage_options(storage_options=storage_options)
     protocol, rest = split_url(url)

@@ -1,4 +1,4 @@
-"""Identifies a writer by process and directory, so that another process can check whether the writer is alive."""
+"""Identifies the writer of a directory, so that another process can check whether the writer is alive."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ class Owner:
 
     Attributes:
         started: Start time of the process in clock ticks. Distinguishes processes with the same pid.
-        machine: Boot id, pid namespace and machine id. Distinguishes containers with the same host name, and one
-            machine before and after a reboot.
-        copied: Whether the directory from which this record was read is a copy of the directory to which the owner
-            writes; None if unknown.
+        machine: Boot id, pid namespace and machine id. Distinguishes containers with the same host name. Also
+            distinguishes a machine before a reboot from the same machine after the reboot.
+        copied: Whether this record was read from a copy of the owner's directory. None if unknown.
     """
 
     host: str
@@ -47,11 +46,12 @@ class Owner:
         return cls(host[:256], pid, started, machine)
 
     def alive(self) -> bool | None:
-        """Return whether the process is alive and writes to this directory; None if unknown.
+        """Return whether the process is alive and writes to this directory. None if unknown.
 
-        Returns None if the process may be on another machine, or if the directory may be a copy. A process from before
-        the last reboot of this machine is dead. Most containers have no machine id. For a process in such a container,
-        a reboot cannot be distinguished from a different machine, so the result is None.
+        Returns None if the process may be on another machine, or if the directory may be a copy.
+
+        A process from before the last reboot of this machine is dead. Most containers have no machine id, and then the
+        result is None: a reboot of this machine looks the same as a different machine.
         """
         if self.machine != _machine():
             same = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()
@@ -67,14 +67,17 @@ def this_process() -> Owner:
 
 
 def owner_json(store: Store, owner: Owner | None = None) -> dict[str, Any]:
-    """Return a JSON object that describes an owner (by default, this process) and the directory of `store`."""
+    """Return a JSON object that describes an owner and the directory of `store`. The default owner is this process."""
     own = owner or this_process()
     place = _place(store)
     return {"host": own.host, "pid": own.pid, "started": own.started, "machine": own.machine, "place": place}
 
 
 def owner_in(store: Store, body: Any) -> Owner | None:
-    """Return the owner that `body`, read from `store`, describes; None if `body` is damaged. Never raises."""
+    """Return the owner that `body` describes, or None if `body` is damaged. Never raises.
+
+    `body` must have been read from `store`.
+    """
     owner = Owner.from_json(body)
     if owner is None:
         return None
@@ -107,7 +110,7 @@ def _host() -> str:
 
 @functools.cache
 def _machine() -> str:
-    """Return the boot id, pid namespace and machine id, joined by "/"; the host name on systems without /proc."""
+    """Return the boot id, pid namespace and machine id, joined by "/". On systems without /proc: the host name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
@@ -120,7 +123,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return a process's start time in ticks; None if the process does not exist or is a zombie."""
+    """Return the start time of a process in clock ticks. None if the process does not exist or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:

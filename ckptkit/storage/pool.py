@@ -27,8 +27,8 @@ _ending = False
 class WorkerPool(ThreadPoolExecutor):
     """A pool that accepts work until the last thread of the process has ended.
 
-    Python's own pools close when the main thread ends, even if another thread, such as a background save, still needs
-    the pool. Each function runs in the context (`contextvars`) of the caller that submitted it.
+    Python's own pools close when the main thread ends. But a background save may still need its pool then. Each
+    function runs in the context (`contextvars`) of the caller that submitted it.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -52,7 +52,8 @@ class WorkerPool(ThreadPoolExecutor):
 def result_of(future: Future[T]) -> T:
     """Wait for a future and return its result.
 
-    Waits one second at a time. Otherwise, the main thread would keep waiting if another thread receives Ctrl-C.
+    Waits one second at a time. In a single long wait, the main thread would not notice a Ctrl-C that the system
+    delivers to another thread.
     """
     while not future.done():
         wait((future,), timeout=1)
@@ -60,7 +61,7 @@ def result_of(future: Future[T]) -> T:
 
 
 def start_or_do_without(thread: threading.Thread) -> None:
-    """Start a thread, or do nothing if the process is ending and can't start one."""
+    """Start a thread. Do nothing if no thread can be started, because the process is ending."""
     try:
         thread.start()
     except RuntimeError:

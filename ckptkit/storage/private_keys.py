@@ -1,4 +1,4 @@
-"""Writes under keys that no other process uses: in parallel, and without checking whether the keys exist."""
+"""Writes under keys that no other process uses. So writes run in parallel, and need not check whether a key exists."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def attempt_store(root: Store, path: str) -> Store:
 class AttemptStore(RemoteStore):
     """A save attempt's folder on an object store.
 
-    `write` and `writer` return while a small file is still being sent. `settle` waits for all files and raises the
-    first failure. Before `settle` returns, memory that was lent to a writer must not change. Every read calls `settle`
-    first.
+    `write` and `writer` may return before a small file has been sent. `settle` waits for all files, and raises the
+    first error. Memory that was lent to a writer must not change until `settle` returns. Every read first calls
+    `settle`.
     """
 
     def __init__(self, store: RemoteStore) -> None:
@@ -34,16 +34,16 @@ class AttemptStore(RemoteStore):
         return child
 
     def settle(self) -> None:
-        """Wait for all writes. If a write failed, this call and all later calls raise the first failure."""
+        """Wait for all writes. If a write failed, this call and all later calls raise the first error."""
         sending = list(self._sending)
         wait(sending)
         for future in sending:
             future.result()
 
     def arrived(self) -> dict[str, int]:
-        """Return {path: size} for the files that this process wrote and for which the store has returned a tag.
+        """Return {path: size} for the files that this process wrote and that the store has confirmed to be complete.
 
-        The tag confirms that the store has the complete object.
+        The store confirms an object by returning a tag.
         """
         start = len(self._full("", root_allowed=True)) + 1
         return {full[start:]: nbytes for full, nbytes in self._arrived.items()}

@@ -1,4 +1,4 @@
-"""Publishes directories atomically: writes next to the target, syncs, renames. Deletes what dead writers left."""
+"""Publishes directories atomically: writes next to the target, syncs, renames. Deletes the files of dead writers."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = Fa
 
 
 def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Replaceable | None = None) -> None:
-    """Delete a staging directory (or, after publication, what is left of it) and its owner files.
+    """Delete a staging directory and its owner files. After publication, the directory may already be gone.
 
-    After a replacement, the staging directory contains the old content. If `replaceable` raises for the old content,
-    the old content is renamed and kept.
+    After a replacement, the staging directory contains the old content of the target. The old content is deleted too,
+    unless `replaceable` raises CheckpointExistsError for it. In this case, it is renamed and kept.
     """
     path = staging_name(name, nonce)
     _keep_foreign(parent, path, replaceable)
@@ -68,9 +68,9 @@ def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Rep
 
 
 def _keep_foreign(parent: LocalStore, path: str, replaceable: Replaceable | None) -> None:
-    """Rename the old content that a replacement left in a staging directory, if it must not be deleted.
+    """Rename the old content of a replaced target, if it must not be deleted. It is in the staging directory.
 
-    Other programs may have added files to the old content before the swap.
+    `replaceable` checks the old content again here, because other programs may have added files to it before the swap.
     """
     leftover, writer = leftover_of(path), read_owner(parent, owner_path(path))
     if leftover is None or writer is None or not writer.old.startswith(path) or parent.info(writer.old) is None:
@@ -121,14 +121,14 @@ def publish(parent: LocalStore, staging: str, name: str) -> None:
             raise
     try:
         parent.sync_directory()
-    except OSError:  # undo it: a name that could disappear in a power cut must not look published
+    except OSError:  # undo the rename: after a power cut, `name` could be missing, so it must not look published
         with contextlib.suppress(OSError):
             parent.rename(name, staging)
         raise
 
 
 def exchange(parent: LocalStore, first: str, second: str) -> bool:
-    """Swap two names under `parent` atomically and durably. Return False if the file system can't (NFS)."""
+    """Swap two names under `parent` atomically and durably. Return False if the file system can't swap (NFS)."""
     done = _exchange(parent.path_of(first), parent.path_of(second))
     if done:
         try:
@@ -144,9 +144,9 @@ def _exchange(first: str, second: str) -> bool:
 
 
 def drop(parent: LocalStore, name: str) -> str | None:
-    """Rename `name` durably to a trash name and return the trash name; None if `name` does not exist.
+    """Rename `name` durably to a trash name, and return the trash name. Return None if `name` does not exist.
 
-    If the process is killed, `name` is either complete or absent, but never partly deleted.
+    Callers then delete the trash. If the process is killed, `name` is complete or absent, but never partly deleted.
     """
     leftover = leftover_of(name)
     target = trash_name(leftover.name if leftover else name, new_nonce())
@@ -161,21 +161,22 @@ def drop(parent: LocalStore, name: str) -> str | None:
 def clean_siblings(
     parent: LocalStore, name: str, *, keep: Leftover | None = None, replaceable: Replaceable | None = None
 ) -> None:
-    """Delete all files and directories that dead writers of `name` left under `parent`, except `keep`.
+    """Delete all files and directories of dead writers of `name` under `parent`, except those of `keep`.
 
-    If a dead writer had replaced old content and `replaceable` raises for the old content, the old content is kept.
+    If a dead writer had replaced old content, its staging directory contains the old content. The old content is kept
+    if `replaceable` raises CheckpointExistsError for it.
     """
     for leftover in leftovers(parent, name):
         if (keep is not None and leftover.nonce == keep.nonce) or not is_abandoned(parent, leftover):
             continue
         try:
             _clean(parent, leftover, replaceable)
-        except PermissionError as error:  # it belongs to a different user; `name` can still be written
+        except PermissionError as error:  # the file belongs to a different user; `name` can still be written
             logger.warning("%s/%s, left by a dead process, could not be removed: %s", parent.url, leftover.path, error)
 
 
 def _clean(parent: LocalStore, leftover: Leftover, replaceable: Replaceable | None) -> None:
-    """Publish a dead writer's staging directory if it is complete and the target is missing. Otherwise delete it."""
+    """Delete a dead writer's staging directory. If it is complete and the target is missing, publish it instead."""
     if finish_replacement(parent, leftover):
         return
     _keep_foreign(parent, leftover.path, replaceable)
@@ -188,7 +189,7 @@ def _clean(parent: LocalStore, leftover: Leftover, replaceable: Replaceable | No
 
 
 def finish_replacement(parent: LocalStore, leftover: Leftover) -> bool:
-    """Publish a staging directory if its writer died after moving the target away. Return whether it was published."""
+    """Publish a staging directory if its writer moved the target away and then died. Return whether this was so."""
     writer = read_owner(parent, owner_path(leftover.path)) if leftover.kind == "tmp" else None
     name = writer.replaces if writer is not None else ""
     if not name or "/" in name or staging_name(name, leftover.nonce) != leftover.path or parent.info(name) is not None:
@@ -217,25 +218,25 @@ def stage(
 ) -> Iterator[Store]:
     """Yield a store in which to write a directory. If the block succeeds, the directory is durable at `url`.
 
-    If the block fails, the old content of `url` is untouched, and nothing of the new directory remains (but see
-    `resume`). For object stores, which have no rename, see `publish_remote`.
+    If the block fails, the old content of `url` is unchanged, and the new directory is deleted (except with `resume`).
+    Object stores have no rename; `publish_remote` describes how a directory is published there.
 
     Args:
-        file: Publish only this file under `url`. Other files may exist in the directory.
-        replaceable: Function that raises if the existing target may not be replaced. The function is called again after
-            the swap. If it raises then, the old content is not deleted.
+        file: Publish only this file under `url`. The directory may contain other files.
+        replaceable: A function that raises CheckpointExistsError if an existing target may not be replaced. After a
+            swap, it is called again for the old content. If it raises then, the old content is not deleted.
         overwrite: Replace an existing target.
         last: Names of the files by which readers recognize the directory. On an object store, these files are written
             last.
-        resume: Continue a dead writer's work: the yielded store may already contain finished files. If this process is
-            interrupted (Ctrl-C, a dead rank), the finished files are kept for the next writer. Has no effect on a
+        resume: Continue the work of a dead writer. The yielded store may then contain finished files. If this process
+            is interrupted (Ctrl-C, a dead rank), its finished files are kept for the next writer. Has no effect on a
             single object.
-        dead: Owner files of writers that other machines have found to be dead.
-        names: Maps every path that may be written to the size in bytes (-1 if unknown). On an object store, these names
-            distinguish the objects of a dead writer from other objects.
+        dead: Owner files of dead writers on other machines.
+        names: All paths that may be written, each with its size in bytes (-1 if unknown). On an object store, these
+            names distinguish the objects of a dead writer from other objects.
 
     Raises:
-        CheckpointExistsError: The target exists; nothing was written.
+        CheckpointExistsError: The target exists. Nothing was written.
     """
     store = open_store(url, storage_options=storage_options)
     if isinstance(store, LocalStore):
@@ -341,9 +342,9 @@ def check_writable(store: LocalStore) -> None:
 def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
     """Replace `name` with two renames, for file systems without an atomic swap (NFS).
 
-    Between the renames, `name` does not exist. If the process is killed at this moment, the next writer learns from the
-    owner file that the staging directory is complete, and publishes that directory (`finish_replacement`). After an
-    error, the old content is moved back.
+    Between the renames, `name` does not exist. If the process is killed at this moment, the owner file says that the
+    staging directory is complete. The next writer then publishes this directory (`finish_replacement`). After an error,
+    the old content is moved back.
     """
     staging, old_nonce = staging_name(name, nonce), new_nonce()
     old = staging_name(name, old_nonce)
@@ -367,16 +368,16 @@ def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
 
 
 def _state(parent: LocalStore, name: str, nonce: str, *, replaces: str = "", old: str = "") -> None:
-    """Rewrite the owner file of a staging directory. `Writer` describes the arguments."""
+    """Rewrite the owner file of a staging directory. `Writer` describes `replaces` and `old`."""
     body = json.dumps({"nonce": nonce, "whole": replaces, "old": old, **owner_json(parent)})
     Path(parent.path_of(owner_path(staging_name(name, nonce)))).write_text(body)
 
 
 def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", overwrite: bool) -> None:
-    """Publish a synced staging directory, or only its `file`. Replaced content gets the staging name."""
+    """Publish a synced staging directory, or only its `file`. The old content of `name` gets the staging name."""
     staging, found = staging_name(name, nonce), parent.info(name)
     if found is not None and found.kind == "directory":
-        with contextlib.suppress(OSError):  # removes an empty directory; any other stays
+        with contextlib.suppress(OSError):  # removes only an empty directory
             os.rmdir(parent.path_of(name))
             found = None
     source = f"{staging}/{file}" if file else staging

@@ -1,11 +1,11 @@
-"""Publishes a directory on an object store, which can't rename: the files that readers look for are written last.
+"""Publishes a directory on an object store. The files that readers look for are written last, as there is no rename.
 
-A writer owns the whole directory until the writer is done. The writer creates an owner file with a create-only put. If
-the owner is dead, the next writer takes over. The next writer writes an owner file with the next number, aborts the
-dead writer's uploads, and keeps the objects that were finished. All puts are create-only, so a late put of a dead
-writer cannot replace an object. All objects are checked before the files that readers look for are written.
+A writer owns the whole directory until it is done. It creates an owner file with a create-only put. If the owner dies,
+the next writer takes over: it writes an owner file with the next number, aborts the dead writer's uploads, and keeps
+the finished objects. All puts are create-only. So a put of a dead writer that arrives late cannot replace an object.
+All objects are checked before the files that readers look for are written.
 
-To replace a finished directory, the new content is staged in a folder inside that directory and then copied over the
+To replace a finished directory, the new content is written to a folder inside the directory. It is then copied over the
 old content.
 """
 
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 NEW = ".ckptkit-new"  # staging folder inside a directory that is being replaced
 OWNER_NAME = ".ckptkit-owner.json"  # written first and deleted last: it marks an unfinished directory
-_OWNER = re.compile(r"\.ckptkit-owner(?:-(\d{1,9}))?\.json")  # the n-th takeover writes the file with the number n
+_OWNER = re.compile(r"\.ckptkit-owner(?:-(\d{1,9}))?\.json")  # takeover number n writes .ckptkit-owner-n.json
 _LOOKED_FOR = frozenset(["checkpoint.json", ".metadata", "manifest.safetensors", "config.json", "adapter_config.json"])
-_TURNS = 3  # how often to try to take a directory; a try fails if another writer came and went meanwhile
+_TURNS = 3  # tries to take a directory; a try fails if another writer came and finished during the try
 
 
 @contextlib.contextmanager
@@ -47,12 +47,12 @@ def stage_remote(
     names: Mapping[str, int] | None = None,
     resume: bool = False,
 ) -> Iterator[Store]:
-    """Yield a store that writes to `target`, or to a folder under `target` if `target` is to be replaced.
+    """Yield a store that writes to `target`. If `target` is to be replaced, the store writes to a folder in `target`.
 
-    Files named in `last` are held back until the block has succeeded.
+    The files named in `last` are written after the block has succeeded.
 
     Args:
-        names: Maps every path that may be written to the size in bytes (-1 if unknown). None allows any path.
+        names: All paths that may be written, each with its size in bytes (-1 if unknown). None allows any path.
         resume: See `stage`. The yielded store has a `ledger`.
     """
     replaces = replaceable if replaceable is not None and _is_finished(target) else None
@@ -101,10 +101,10 @@ def _is_finished(target: RemoteStore) -> bool:
 
 
 def _copy_over(target: RemoteStore, place: _Place, last: frozenset[str], old: Sequence[str]) -> list[str]:
-    """Replace the objects `old` in `target` with the staged objects. Return the staged objects' paths.
+    """Replace the objects `old` in `target` with the staged objects. Return the paths of the staged objects.
 
-    The files that readers look for are deleted first and copied last, so readers never find a mixed checkpoint. If the
-    process is killed, the staging folder still contains all of the new content, and the same command continues.
+    The files that readers look for are deleted first and copied last, so that readers never find a mixed checkpoint. If
+    the process is killed, the staging folder still has the whole new content. The same command then continues.
     """
     try:
         paths = [path for path in place.look() if not _OWNER.fullmatch(path) and not path.startswith(f"{FOLDER}/")]
@@ -145,8 +145,8 @@ def _taken(url: str) -> str:
 def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | None) -> Iterator[Store]:
     """Yield a store in which to write the single object `name`.
 
-    First aborts unfinished uploads of this object by a dead writer. An existing object remains until the block
-    succeeds. Then a single copy request replaces the object.
+    First aborts a dead writer's uploads of this object. An existing object stays until the block succeeds. Then one
+    copy request replaces it.
 
     Raises:
         CheckpointExistsError: The object may not be replaced, or another process may be writing the object.
@@ -170,7 +170,7 @@ def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | N
         raise CheckpointExistsError(f"{target.url}/{name} is being written by another process.") from error
     try:
         if overwrite:
-            where.delete_tree(name)  # left by a dead writer
+            where.delete_tree(name)  # from a dead writer
         yield where
         if overwrite:
             check_object(target, name, replaceable)  # check again, because hours may have passed
@@ -194,8 +194,8 @@ class _Previous:
     """The newest owner file in a directory.
 
     Attributes:
-        number: The file's number; -1 if there is no owner file.
-        names: Paths that the file's writer may have written; None if unknown.
+        number: The file's number. -1 if there is no owner file.
+        names: Paths that the file's writer may have written. None if unknown.
     """
 
     number: int
@@ -208,7 +208,7 @@ class _Previous:
 
 
 class _Place:
-    """A directory on an object store. Only one process owns the directory at a time."""
+    """A directory on an object store, which this process owns or wants to own."""
 
     def __init__(self, target: RemoteStore, last: frozenset[str], names: Mapping[str, int] | None) -> None:
         self.store = target
@@ -218,13 +218,13 @@ class _Place:
         self._body = b""
 
     def take(self, *, replaceable: Replaceable | None, resume: bool, private: bool) -> dict[str, Finished]:
-        """Make this process the directory's owner. Return the objects that a dead writer finished, by path.
+        """Make this process the owner of the directory. Return the objects that a dead writer finished, by path.
 
         Args:
-            private: Whether only ckptkit commands write to the directory.
+            private: Whether only ckptkit writes to the directory. If so, its content may be replaced unchecked.
 
         Raises:
-            CheckpointExistsError: The directory has a different owner or is not empty.
+            CheckpointExistsError: Another process owns the directory, or the content may not be replaced.
         """
         for _ in range(_TURNS):
             items = self.look()
@@ -233,7 +233,7 @@ class _Place:
                 self._check(items, previous, overwrite=replaceable is not None)
             elif previous.alive:
                 raise self._written_by(previous)
-            # Check all objects first, unless a dead writer's names are known: then only its objects are deleted.
+            # If the names of a dead writer's objects are unknown, all objects will be deleted. So check them first.
             if items and previous.names is None and replaceable is not None and not private:
                 replaceable(self.store, "", (OWNER_NAME,))
             self._write_owner(previous.number + 1, list(items) if previous.names is None else previous.names)
@@ -260,9 +260,9 @@ class _Place:
         return {item.path: item for item in self.store.list(recursive=True)}
 
     def _take_over(self, items: Mapping[str, FileInfo], previous: _Previous, *, resume: bool) -> dict[str, Finished]:
-        """Keep the objects that a dead writer finished, and delete the dead writer's other objects.
+        """Keep the objects that a dead writer finished, and delete its other objects.
 
-        If it is unknown which objects the dead writer wrote, all other objects are deleted.
+        If the names of its objects are unknown, all objects that it did not finish are deleted.
         """
         if previous.writer is not None:
             _end_uploads(self.store, previous.names)
@@ -318,10 +318,11 @@ class _Place:
         return CheckpointExistsError(f"{self.store.url} is being written by {owner}.")
 
     def _write_owner(self, number: int, found: Iterable[str]) -> None:
-        """Write this process's owner file with a create-only put, so that only one of several contenders wins.
+        """Write this process's owner file with a create-only put. If several processes try this, only one succeeds.
 
         Args:
-            found: Existing paths that will be deleted. The owner file lists these paths for the next writer.
+            found: Existing paths that this process will delete. The owner file lists them, because the next writer
+                deletes them if this process dies.
         """
         self._own = f".ckptkit-owner-{number}.json" if number else OWNER_NAME
         text = json.dumps({"nonce": new_nonce(), "leased": False, **owner_json(self.store)})
@@ -342,10 +343,10 @@ class _Place:
             self.store.delete([probe])
 
     def check(self, finished: Ledger) -> None:
-        """Check that the existing objects are the objects that were written.
+        """Check that the directory contains the objects that this process wrote, unchanged.
 
         Raises:
-            StorageError: Another process writes to the directory, or an object was replaced.
+            StorageError: Another process has taken over the directory, or an object is missing or was replaced.
         """
         items = self.look()
         wanted = {path: n for path, n in (self._names or {}).items() if n >= 0 and path not in self._last}
@@ -359,9 +360,9 @@ class _Place:
             raise StorageError(f"{self.store.url} was changed while it was written: {what}. Nothing was published.")
 
     def _is_unchanged(self, record: Finished) -> bool:
-        """Return whether an object is unchanged although the listed tag differs from the recorded tag.
+        """Return whether an object is unchanged, although its tag in the listing differs from the recorded tag.
 
-        Some gateways return different tags in headers and in listings, or a new tag for every request.
+        The tags of some gateways differ between headers and listings, or between requests.
         """
         looks = [self.store.info(record.path) for _ in range(2)]
         if looks[0] is None or looks[1] is None:
@@ -369,10 +370,10 @@ class _Place:
         return record.is_there(looks[1]) or (looks[0].tag != looks[1].tag and looks[1].size == record.nbytes)
 
     def leave(self, *, always: bool = False) -> bool:
-        """Mark this process as dead in its owner file, so that another writer can take over the finished objects.
+        """Mark this process as dead in its owner file, although it may keep running. Return True.
 
-        The process may keep running. Returns False, and does nothing, if another process has taken over. Does the same
-        if no object is recorded as finished, unless `always` is set.
+        Another writer can then take over the finished objects. If another process has already taken over, or if no
+        object is recorded as finished, does nothing and returns False. With `always`, no finished object is needed.
         """
         if not (always or self.store.list(FOLDER)) or not self._is_ours():
             return False
@@ -399,7 +400,7 @@ class _Place:
 
 
 class _Staged(RemoteStore):
-    """A store that remembers which paths it wrote. Files named in `last` stay in memory until `put_last`."""
+    """A store that remembers which paths it wrote. Keeps the files named in `last` in memory until `put_last`."""
 
     def __init__(
         self, store: RemoteStore, last: frozenset[str], prefix: str = "", root: _Staged | None = None, *, ledger: Ledger

@@ -37,18 +37,18 @@ class NotConditionalError(StorageError):
 
 
 class LostUploadError(StorageError, FileNotFoundError):
-    """The store has lost an upload, or refuses to complete the upload. All parts must be sent again."""
+    """The store has lost an upload, or refuses to complete it. All parts must be sent again."""
 
 
 def run_together(
     loop: asyncio.AbstractEventLoop, requests: Sequence[Callable[[], Coroutine[Any, Any, T]]]
 ) -> list[T | BaseException]:
-    """Run requests concurrently on the event loop of another thread. Return the results or errors, in order.
+    """Run requests concurrently on the event loop of another thread. Return the result or the error of each request.
 
-    No request is still running afterwards, even after Ctrl-C.
+    When this function returns or raises, no request is running, even after Ctrl-C.
 
     Args:
-        requests: Functions, each of which returns one request's coroutine.
+        requests: Functions that return coroutines, one per request.
     """
     import asyncio  # lazy, as in `patiently`
 
@@ -83,15 +83,15 @@ def run_together(
 
 
 class Upload(Protocol):
-    """An upload in parts. `complete` makes the object appear."""
+    """An upload in parts. The object exists after `complete`."""
 
     in_order: bool  # whether a part may start only after the previous one has ended
 
     def part(self, number: int, content: Content, *, last: bool) -> None:
-        """Send part `number`, counted from 1. May be called again after a failure. Raises LostUploadError."""
+        """Send a part. `number` starts at 1. May be called again after a failure. Raises LostUploadError."""
 
     def complete(self) -> str:
-        """Publish the object and return its tag, "" if unknown. May be called again after a failure.
+        """Publish the object, and return its tag ("" if unknown). May be called again after a failure.
 
         Raises FileExistsError or LostUploadError.
         """
@@ -133,11 +133,11 @@ class FsspecApi:
         return self.connection.fs
 
     def endpoint(self) -> str:
-        """Return the server's address, "" if unknown. Makes no request."""
+        """Return the address of the server, or "" if unknown. Makes no request."""
         return ""
 
     def held(self, content: Content) -> int:
-        """Return how many bytes of memory a request needs in order to send `content`."""
+        """Return how many bytes of additional memory a request needs to send `content`."""
         return content.copied if self.streams else content.nbytes
 
     def info(self, name: str) -> Entry:
@@ -152,9 +152,9 @@ class FsspecApi:
         return False
 
     def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
-        """Return one page of the entries under `name`, and the value of `after` that requests the next page.
+        """Return one page of the entries under `name`, and the `after` for the next page.
 
-        Pass "" as `after` for the first page. "" is returned along with the last page.
+        `after` is "" for the first page. The returned `after` is "" after the last page.
         """
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -182,7 +182,7 @@ class FsspecApi:
 
     @staticmethod
     def _cut(name: str, data: bytes, start: int, stop: int) -> bytes:
-        """Cut a range out of a whole file, for HTTP servers that ignore ranges. Refuses large files."""
+        """Cut the bytes [start, stop) out of a whole file that an HTTP server has sent. Refuses large files."""
         if len(data) > PART_BYTES:
             raise StorageError(
                 errno.ENOTSUP,
@@ -194,7 +194,7 @@ class FsspecApi:
     def get_ranges(self, ranges: Sequence[Range]) -> list[Got]:
         """Make all reads concurrently, without retries.
 
-        Returns for each read (bytes read, size of the object or -1 if unknown), or the error.
+        Returns, for each read, either (number of bytes read, size of the object or -1) or the error.
         """
 
         def get(item: Range) -> Got:
@@ -209,16 +209,16 @@ class FsspecApi:
         return self.connection.each(get, ranges)
 
     def get_whole(self, name: str) -> tuple[bytes, int]:
-        """Return an object's first bytes, usually all of them, and its size."""
+        """Return the first bytes of an object (usually the whole object) and the size of the object."""
         data = bytes(self.fs.cat_file(name))
         return data, len(data)
 
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
-        """Write an object in one request and return its tag, "" if unknown.
+        """Write an object in one request, and return its tag ("" if unknown).
 
         Args:
             if_absent: Raise FileExistsError if the object exists, or NotConditionalError if the store can't tell.
-            mark: Stored in the object's metadata, if the store has such metadata, to identify this put.
+            mark: A text that identifies this put. It is stored in the object's metadata if the store supports this.
         """
         data = Content.of(data).joined()
         if not if_absent:
@@ -231,16 +231,18 @@ class FsspecApi:
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        """Return whether the object that made a put fail was written by an earlier try of the same put.
+        """Return whether an existing object was written by an earlier try of the same put.
+
+        Call this after a put has raised FileExistsError.
 
         Args:
-            tries: Number of tries so far, including the try that failed.
+            tries: Number of tries so far, including the failed try.
         """
         data = Content.of(data).joined()
         return tries > 1 and self.get(name, 0, len(data) + 1) == data
 
     def copy(self, name: str, target: str) -> None:
-        """Copy an object within the store in one step. Replaces `target`."""
+        """Copy an object to `target`, a name in the same store, in one step. Replaces an existing object."""
         self.fs.cp_file(name, target)
 
     def upload(self, name: str) -> Upload:
@@ -250,7 +252,7 @@ class FsspecApi:
     def delete(self, names: list[str], *, folder: str = "") -> None:
         """Delete objects. Removes each deleted object from `names`, so that a retry continues with the rest.
 
-        Ignores missing objects, and any failure to delete `folder`, which is one of `names`.
+        Ignores missing objects. `folder` may be one of the names: a failure to delete it is ignored.
         """
 
         def failure(name: str) -> Exception | None:
@@ -282,12 +284,12 @@ class FsspecApi:
         raise StorageError(errno.ENOTSUP, f"{upload.name}: fsspec can't abort uploads here")
 
     def is_conditional(self) -> bool:
-        """Return whether put-if-absent is known to work. If not, the caller must test the store."""
+        """Return whether put-if-absent is known to work. If False, the caller must test the store."""
         return False
 
 
 class _FileUpload:
-    """An upload through an fsspec file, which is committed at the end."""
+    """An upload through an open fsspec file. `complete` commits the file."""
 
     in_order = True
 
@@ -298,7 +300,7 @@ class _FileUpload:
 
     @contextlib.contextmanager
     def _once(self) -> Iterator[None]:
-        """Refuse a second try, because it is unknown how much data a failed write has sent."""
+        """Raise if an earlier try has failed. A write can't be repeated, as it is unknown how much data was sent."""
         if self._failure is not None:
             raise OSError(errno.EINVAL, self._failure)
         try:
@@ -324,4 +326,4 @@ class _FileUpload:
         try:
             self._handle.discard()
         finally:
-            self._handle.closed = True  # otherwise its destructor would flush and publish the rest
+            self._handle.closed = True  # an open file's destructor would flush and publish the rest

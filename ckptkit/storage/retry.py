@@ -1,4 +1,4 @@
-"""Retries failed requests to a remote store: decides which requests to retry and for how long, and words the error."""
+"""Retries failed requests to a remote store. Decides which requests to retry and how long, and words the errors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Timeouts of one try. A slow server is tolerated; a silent one fails after a bounded time.
-SOON_S = 15.0  # for the response to a small request; leaves time for a second try within a lease's 45 s
-BODY_S = 60.0  # for progress of an upload, and for the response after its end: the server may wait for its disk
-WHOLE_S = 300.0  # for completing an upload: some stores assemble the object first. HTTP clients wait so long, too
-_LARGE_BODY = 1 << 20  # after receiving at least this many bytes, a server may wait for its disk before it responds
+SOON_S = 15.0  # for the response to a small request; a lease lasts 45 s, so there is time for a second try
+BODY_S = 60.0  # for progress of an upload, and for the response after it: the server may wait for its disk
+WHOLE_S = 300.0  # for completing an upload, because some stores first assemble the object; HTTP clients wait as long
+_LARGE_BODY = 1 << 20  # bytes; after a body of at least this size, a server may wait for its disk before it responds
 
 silences: ContextVar[int] = ContextVar("ckptkit_silences", default=0)
 """The number of tries of the current call that timed out. Each timeout doubles the next, up to four times the first.
@@ -36,7 +36,7 @@ This is a context variable because fsspec runs requests in its own thread and co
 
 
 class SilenceError(OSError):
-    """A try timed out. Not a TimeoutError, because fsspec replaces a TimeoutError with an error that has no message."""
+    """A try timed out. This is not a TimeoutError, because fsspec would replace it with an error without a message."""
 
 
 async def patiently(
@@ -46,20 +46,21 @@ async def patiently(
     body: Any = None,
     given_s: float | None = None,
 ) -> T:
-    """Await `request` as long as it makes progress.
+    """Await `request`. Gives up if it makes no progress within the timeout.
+
+    HTTP clients have a timeout for the response. But they would wait forever in an upload to a server that stops
+    reading.
 
     Args:
         least_s: Timeout of the first try. None means the usual timeout. Later tries wait up to four times as long.
-        body: The body that is being transferred, if any. The request does not time out while `body.tell()` advances.
-            This is needed because HTTP clients have a timeout for the response, but no timeout for an upload to a
-            server that stops reading.
+        body: The body that is being transferred, if any. The request makes progress as long as `body.tell()` advances.
         given_s: The timeout that the user has set. Replaces all other timeouts.
 
     Raises:
         SilenceError: There was neither a response nor progress within the timeout. The server may still carry out the
             request.
     """
-    import asyncio  # lazy: together with ssl it takes 40 ms, and commands on a local disk need neither
+    import asyncio  # imported lazily: asyncio and ssl take 40 ms, and commands on a local disk need neither
 
     usual_s = BODY_S if getattr(body, "nbytes", 0) >= _LARGE_BODY else SOON_S
     limit = given_s or min(WHOLE_S, min(4, 2 ** silences.get()) * (least_s or usual_s))
@@ -106,7 +107,7 @@ _ELSEWHERE = (
 
 
 def advice_on(error: BaseException, protocol: str) -> str:
-    """Return advice to append to the store's message; "" if there is none."""
+    """Return advice to append to the store's error message. "" if there is none."""
     answer = _answer(error)
     code = error_code(error) or str(getattr(error.__cause__, "code", ""))
     credentials = SERVICES[protocol].credentials if protocol in SERVICES else "storage_options={...}"
@@ -145,7 +146,7 @@ def _is_redirect_loop(error: BaseException) -> bool:
 
 
 def words_of(error: BaseException) -> str:
-    """Return the message of an error from a store or a connection. It is never empty and contains no secrets."""
+    """Return the message of an error. The message is never empty and contains no secrets."""
     if _is_redirect_loop(error):
         return "a redirect loop"
     text = str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error).strip()
@@ -185,14 +186,14 @@ def _answer(error: BaseException) -> Any:
 
 # --- retries
 
-TIMEOUT_S = 120.0  # no try starts later than this, except the first _LEAST tries
-BACKGROUND_S = 600.0  # for a save in the background
-BRIEF_S = 5.0  # for releasing leases and pins at the end; they expire anyway
-_LEAST = 3  # minimum number of tries: one large upload can take all of TIMEOUT_S
-WAIT_S = 0.1  # wait before the second try; doubles with each further try
+TIMEOUT_S = 120.0  # no try starts later than this after the first try, except the first _LEAST tries
+BACKGROUND_S = 600.0  # the same limit for a save in the background
+BRIEF_S = 5.0  # the same limit for the release of leases and pins at the end; they expire anyway
+_LEAST = 3  # minimum number of tries, because one large upload can take all of TIMEOUT_S
+WAIT_S = 0.1  # wait before the second try; the wait doubles with each further try
 WAIT_MAX_S = 8.0
 _HURRIED_WAIT_S = 0.1  # the longest wait before another try, after `hurry()`
-_QUIET_S = 2.0  # in this time, retries are not logged as warnings
+_QUIET_S = 2.0  # in the first seconds of a call, retries are not logged as warnings
 _WARN_EVERY_S = 30.0
 TIMEOUT_VARIABLE = "CKPTKIT_STORAGE_TIMEOUT"
 
@@ -260,7 +261,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Return whether a store stayed unreachable despite retries, so that its content is unknown."""
+    """Return whether `error` means that the store could not be reached, even with retries. Its content is unknown."""
     cause = error.__cause__ if isinstance(error, StorageError) else None
     return cause is not None and is_transient(cause)
 
@@ -268,8 +269,8 @@ def is_outage(error: BaseException) -> bool:
 def may_yet_happen(error: BaseException) -> bool:
     """Return whether the store may have carried out a failed request, or may still carry it out.
 
-    Returns False only if the store refused the request. A gateway that answers 5xx may have forwarded the request, and
-    an HTTP client may have repeated the request. After an interrupt, the outcome is unknown.
+    Returns False only if the store refused the request. In all other cases, the outcome is unknown. For example, a
+    gateway that answers 5xx may have forwarded the request.
     """
     if not isinstance(error, Exception):
         return True
@@ -278,14 +279,14 @@ def may_yet_happen(error: BaseException) -> bool:
 
 
 def _is_silence(error: BaseException) -> bool:
-    """Return whether a try timed out while it waited for the server, which may not have received the request."""
+    """Return whether a try timed out while it waited for the server."""
     names = {base.__name__ for base in type(error).__mro__}
     timed_out = isinstance(error, (SilenceError, TimeoutError)) and not isinstance(error, ConnectionError)
     return timed_out or not names.isdisjoint(("FSTimeoutError", "ReadTimeoutError", "ServerTimeoutError"))
 
 
 def http_status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error from gcsfs, aiohttp, botocore or huggingface_hub; None if unknown."""
+    """Return the HTTP status of an error from gcsfs, aiohttp, botocore or huggingface_hub. None if unknown."""
     for candidate in (getattr(error, "code", None), getattr(error, "status", None)):
         if isinstance(candidate, (int, str)) and str(candidate).isdigit():
             return int(candidate)
@@ -298,12 +299,12 @@ def http_status(error: BaseException) -> int | None:
 
 
 def error_code(error: BaseException) -> str:
-    """Return S3's error code; "" if there is none."""
+    """Return the error code of S3, or "" if there is none."""
     return str(_answer(error).get("Error", {}).get("Code", ""))
 
 
 def timeout_s(default: float | None = None) -> float:
-    """Return the number of seconds for which a call is retried: CKPTKIT_STORAGE_TIMEOUT ("90s") or the default."""
+    """Return how many seconds a call is retried. CKPTKIT_STORAGE_TIMEOUT (such as "90s") overrides the default."""
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
         return TIMEOUT_S if default is None else default
@@ -316,11 +317,11 @@ def timeout_s(default: float | None = None) -> float:
 class Patience:
     """Decides how long the storage calls of one operation (a save, a load, a command) are retried.
 
-    All calls of an operation, in all threads, share one Patience. Once a call has given up, all other calls, including
-    the calls of the cleanup, give up soon. The next operation gets a new Patience.
+    All calls of an operation, in all threads, share one Patience. After one call has given up, the other calls give up
+    soon, even those of the cleanup. The next operation gets a new Patience.
 
     Args:
-        limit_s: No call is retried later than this many seconds after its first try. Default `timeout_s()`.
+        limit_s: No call is retried later than this many seconds after its first try. None means `timeout_s()`.
     """
 
     def __init__(self, limit_s: float | None = None) -> None:
@@ -331,7 +332,7 @@ class Patience:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[Patience]:
-        """Apply this Patience to all calls inside the block, including calls in thread pools."""
+        """Apply this Patience to all storage calls inside the block, including calls in thread pools."""
         token = _current.set(self)
         try:
             yield self
@@ -340,15 +341,16 @@ class Patience:
                 _current.reset(token)
 
     def hurry(self) -> None:
-        """End all waits. A call that is waiting tries a last time immediately. Later calls try at most twice."""
+        """End all waits. A call that is waiting makes its last try immediately. Later calls make at most two tries."""
         self._hurried.set()
 
     def wait_before(self, failures: int, waited_s: float, error: Exception) -> float | None:
         """Return how many seconds to wait before the next try, or None to give up.
 
         Args:
-            failures: Number of tries of this call that have failed. The last try failed with `error`.
-            waited_s: Seconds since this call's first try.
+            failures: Number of failed tries of this call.
+            waited_s: Seconds since the first try of this call.
+            error: The error of the last try.
         """
         silent = _is_silence(error)
         if silent:
@@ -362,14 +364,14 @@ class Patience:
         return min(wait, left) if left > 0 else None
 
     def sleep(self, seconds: float) -> None:
-        """Wait before the next try. A call of `hurry`, before or during the wait, cuts the wait short."""
+        """Wait before the next try. The wait is shorter if `hurry` was called before, or is called during the wait."""
         if self._hurried.is_set():
             time.sleep(min(seconds, _HURRIED_WAIT_S))
         else:
             self._hurried.wait(seconds)
 
     def log(self, place: str, error: Exception, waited_s: float, wait: float) -> None:
-        """Log a retry: as a warning, at most every 30 s, if retrying takes long; otherwise at level DEBUG."""
+        """Log a retry at level DEBUG. If the call has been retried for some time, log a warning, at most every 30 s."""
         now, left = time.monotonic(), max(wait, self.limit_s - waited_s)
         late = waited_s + wait > _QUIET_S and (self._warned_at is None or now - self._warned_at > _WARN_EVERY_S)
         if late:
@@ -390,7 +392,7 @@ _current: ContextVar[Patience | None] = ContextVar("ckptkit_patience", default=N
 
 @contextlib.contextmanager
 def patient() -> Iterator[Patience]:
-    """Make the calls inside the block part of the enclosing operation, or of a new operation if there is none.
+    """Use one Patience for all storage calls inside the block. Inside another such block, use that block's Patience.
 
     Also works as a decorator.
     """
@@ -400,17 +402,19 @@ def patient() -> Iterator[Patience]:
 
 
 def hurry() -> None:
-    """Tell the current operation to stop waiting for the store, because the operation should end."""
+    """Call `Patience.hurry` for the current operation, because the operation should end soon."""
     patience = _current.get()
     if patience is not None:
         patience.hurry()
 
 
 def call_with_retries(function: Callable[[], T], *, place: str = "") -> T:
-    """Call `function` and return its result. Retries transient errors after increasing, randomized waits.
+    """Call `function`, and return its result. After a transient error, waits and calls it again.
+
+    The waits increase and are randomized.
 
     Args:
-        place: The server, for the log.
+        place: The name of the server in log messages.
     """
     patience = _current.get() or Patience()
     started, failures, before = time.monotonic(), 0, silences.set(0)

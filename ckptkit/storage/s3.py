@@ -1,4 +1,4 @@
-"""Accesses S3 through s3fs's client with as few requests as possible."""
+"""Accesses S3 through the client of s3fs, with as few requests as possible."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CHUNK = 1 << 20  # bytes of a response to read at a time
 
 
 class S3Api(FsspecApi):
-    """Makes S3 requests through s3fs, or directly through the client of s3fs where s3fs would make more requests.
+    """Makes S3 requests. Uses the client of s3fs directly where s3fs itself would make more requests.
 
     The session, the credentials and the translation of errors always come from s3fs.
     """
@@ -85,7 +85,7 @@ class S3Api(FsspecApi):
         return answer
 
     def _prepare(self, client: Any) -> None:
-        """Make `client` send bodies without "Expect: 100-continue" and, over TLS, with our CRC-32 as the checksum."""
+        """Change two settings of `client`: send no "Expect: 100-continue", and use our CRC-32 as the checksum."""
         if client is not self._prepared and hasattr(client, "meta"):
             from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
 
@@ -94,7 +94,7 @@ class S3Api(FsspecApi):
             self._prepared = client
 
     def _given_s(self) -> float | None:
-        """Return the read timeout that the user has set; None if no timeout was set."""
+        """Return the read timeout that the user has set, or None if no timeout is set."""
         found = self.connection.options.get("config_kwargs", {}).get("read_timeout")
         return float(found) if found else None
 
@@ -166,7 +166,7 @@ class S3Api(FsspecApi):
             raise
 
     async def _fetch(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
-        """Pass a response to `sink` piece by piece, so that the whole response is never in memory."""
+        """Read a range, and pass it to `sink` piece by piece. The whole range is never in memory."""
         bucket, key = self._split(name)
         where = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}"}
         answer, given_s = await self._ask("get_object", where), self._given_s()
@@ -189,7 +189,7 @@ class S3Api(FsspecApi):
     def condition(self, name: str) -> dict[str, Any]:
         """Return the argument that makes a put create-only.
 
-        Returns {} for a server without create-only puts, because some of these servers reject the header.
+        Returns {} if the server is known to have no create-only puts. Some of these servers reject the header.
         """
         return {} if self.connection.conditional.get(name.partition("/")[0]) is False else {"IfNoneMatch": "*"}
 
@@ -209,9 +209,9 @@ class S3Api(FsspecApi):
         return str(answer.get("ETag", ""))
 
     def _body(self, content: Content) -> dict[str, Any]:
-        """Return the arguments for sending `content`. The store checks the included CRC-32.
+        """Return the arguments for sending `content`. They include a CRC-32, which the store checks.
 
-        If we passed no CRC-32, the client would compute a digest in the thread that all connections share.
+        Without our CRC-32, the client would compute a checksum in the thread that all connections share.
         """
         checked = getattr(self.fs.s3.meta.config, "request_checksum_calculation", None) != "when_required"
         return {"Body": Body(content), **({"ChecksumCRC32": content.crc32_base64()} if checked else {})}
@@ -262,10 +262,10 @@ class S3Api(FsspecApi):
 
 
 def _leave_unsigned(settings: Mapping[str, Any]) -> None:
-    """Use a CRC-32 instead of a signature to protect bodies that are sent to a server on this machine.
+    """If the server is on this machine, turn off the signing of bodies. A CRC-32 protects the bodies instead.
 
-    Over plain HTTP, botocore signs the SHA-256 of each body to detect changes on the network. Over TLS, bodies need no
-    signature. `config_kwargs={"s3": {"payload_signing_enabled": True}}` turns the signature back on.
+    Over plain HTTP, botocore signs the SHA-256 of each body, so that the server detects changes on the network. Users
+    can turn this on again with `config_kwargs={"s3": {"payload_signing_enabled": True}}`.
     """
     given = settings["config_kwargs"]
     checksums = given.get("request_checksum_calculation", os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", ""))
@@ -283,7 +283,7 @@ def _is_here(host: str) -> bool:
 
 
 def _sign_by_crc(params: Any, context: Any, **_: Any) -> None:
-    """Tell botocore that the request has a CRC-32. Without this, botocore signs the body's SHA-256 even over TLS."""
+    """Tell botocore that the request has a CRC-32. If not told, botocore signs the body's SHA-256 even over TLS."""
     name = "x-amz-checksum-crc32"
     if name in params["headers"] and not context.get("checksum", {}).get("request_algorithm"):
         algorithm = {"algorithm": "crc32", "in": "header", "name": name}
@@ -291,7 +291,7 @@ def _sign_by_crc(params: Any, context: Any, **_: Any) -> None:
 
 
 def _refuse_page(answer: Any, name: str, endpoint: str) -> None:
-    """Raise if the response is a web page from a portal or a proxy, which would otherwise look like success."""
+    """Raise StorageError if the response is a web page. Portals and proxies send such pages with a success status."""
     headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}) if isinstance(answer, dict) else {}
     is_page = str(headers.get("content-type", "")).startswith("text/html")
     if is_page and "etag" not in headers and not any(header.startswith("x-amz") for header in headers):
@@ -303,7 +303,7 @@ def _refuse_page(answer: Any, name: str, endpoint: str) -> None:
 
 
 class _Download:
-    """Passes the bytes [low, high) of a response's body to a sink."""
+    """Reads the body of a response, and passes its bytes [low, high) to a sink."""
 
     def __init__(self, body: Any, low: int, high: int, sink: Sink) -> None:
         self.got = 0
@@ -377,7 +377,7 @@ class S3Upload:
         return made
 
     def _is_ours(self, name: str) -> bool:
-        """Return whether the existing object consists of the parts of this upload."""
+        """Return whether the object `name` consists of exactly the parts of this upload."""
         try:
             tag = str(self._api.info(name).get("ETag", "")).strip('"')
         except FileNotFoundError:
@@ -404,7 +404,10 @@ def _files(bucket: str, page: Any) -> list[Entry]:
 
 
 def _combined_tag(tags: Sequence[str]) -> str:
-    """Return the ETag of an object with these parts: the MD5 of the parts' MD5s, "-", and the number of parts."""
+    """Return the ETag of an object whose parts have these ETags.
+
+    It consists of the MD5 of the parts' MD5s, a "-" and the number of parts. Returns "" if it can't be computed.
+    """
     import hashlib
 
     try:

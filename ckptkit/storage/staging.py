@@ -37,7 +37,7 @@ def staging_name(name: str, nonce: str) -> str:
 
 
 def trash_name(name: str, nonce: str) -> str:
-    """Return the name to which `name` is renamed before the deletion."""
+    """Return the name to which `name` is renamed before it is deleted."""
     return f".trash-{_truncated(name)}-{nonce}"
 
 
@@ -47,7 +47,7 @@ def _truncated(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A staging directory of `name` (kind "tmp"), an owner file ("owner"), or a trash directory ("trash")."""
+    """An entry from a writer of `name`: a staging directory (kind "tmp"), an owner file ("owner") or trash ("trash")."""
 
     path: str
     kind: str
@@ -68,11 +68,11 @@ def leftovers(parent: LocalStore, name: str) -> list[Leftover]:
 
 
 def owner_path(staging: str, rank: int = 0) -> str:
-    """Return the path of a rank's owner file, which names the writer of a staging directory.
+    """Return the path of a rank's owner file. It names the writer of a staging directory.
 
-    Rank 0 creates its file before the directory and deletes it after the directory, so a staging directory without an
-    owner file has no writer. The file is not inside the directory, because everything in the directory will be
-    published.
+    Rank 0 creates its owner file before the directory, and deletes it after the directory. So a staging directory
+    without an owner file has no writer. The file is next to the directory, because the whole content of the directory
+    will be published.
     """
     return f"{staging}.{rank}.owner" if rank else f"{staging}.owner"
 
@@ -89,10 +89,12 @@ class Writer:
     """The content of an owner file.
 
     Attributes:
-        leased: Whether the writer held the run's lease. If so, the writer is dead once another process holds the lease.
-        replaces: Name of the target, if the target was moved away after the staging directory was complete; otherwise
-            "".
-        old: Path at which the replaced content may be: the staging directory, or the file in that directory.
+        leased: Whether the writer held the lease of the run. If so, and if another process now holds the lease, the
+            writer counts as dead.
+        replaces: The name of the target, if the staging directory is complete and the target is being moved away. ""
+            in all other states.
+        old: The path at which the old content of the target may be: the staging directory or a file in it. "" if
+            nothing was replaced.
     """
 
     nonce: str
@@ -118,7 +120,7 @@ def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False) ->
 
 
 def read_owner(store: Store, path: str) -> Writer | None:
-    """Return the content of an owner file; None if the file is missing or damaged."""
+    """Return the content of an owner file, or None if the file is missing or damaged."""
     try:
         body = json.loads(store.read(path, 0, 4096).partition(b"\n")[0])  # a journal may follow
     except (FileNotFoundError, ValueError, RecursionError):
@@ -131,10 +133,10 @@ def read_owner(store: Store, path: str) -> Writer | None:
 
 
 def is_abandoned(parent: Store, leftover: Leftover, *, leased: bool = False) -> bool | None:
-    """Return whether a leftover's writer is dead; None if unknown, as on another machine.
+    """Return whether the writer of a leftover is dead. None if unknown, for example if it ran on another machine.
 
     Args:
-        leased: Whether the caller holds the run's lease. If so, no other leased writer is alive.
+        leased: Whether the caller holds the lease of the run. If so, all other writers that held the lease are dead.
     """
     if leftover.kind == "trash":
         return True  # any process may finish a deletion
@@ -142,19 +144,19 @@ def is_abandoned(parent: Store, leftover: Leftover, *, leased: bool = False) -> 
 
 
 def is_dead(store: Store, path: str, *, leased: bool = False) -> bool | None:
-    """Return whether the writer named in an owner file is dead; None if unknown."""
+    """Return whether the writer that an owner file names is dead. None if unknown. See `is_abandoned`."""
     writer = read_owner(store, path)
     if writer is not None:
         if leased and writer.leased and writer.owner == this_process():
-            return True  # an earlier save in this process left it, and must have failed, because saves take turns
+            return True  # from an earlier save of this process: saves take turns, so that save has failed
         alive = writer.owner.alive()
         if alive is None:
             return True if leased and writer.leased else None
         return not alive
-    found = store.info(path)  # the file is empty: its writer has just created it, or died right after that
+    found = store.info(path)  # the file may be empty: its writer has just created it, or died right after that
     return found is None or time.time() - found.mtime > STARTING_S
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Return whether the work was interrupted (Ctrl-C, a dead rank), as opposed to failing."""
+    """Return whether `error` means that the work was interrupted (Ctrl-C, a dead rank) and did not fail by itself."""
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, RankFailedError) and error.interrupted)

@@ -19,10 +19,10 @@ class FileInfo:
     Attributes:
         path: Path relative to the store, with "/" between components.
         kind: "file", "directory", "symlink" or "other" (FIFO, device, socket). Symlinks are not followed.
-        size: Size of a file in bytes; 0 for the other kinds.
-        mtime: Modification time in seconds since the epoch; 0.0 if the store records no times.
-        tag: The store's tag (ETag, generation), which changes whenever the content changes; "" if the store has no
-            tags.
+        size: Size of a file in bytes. 0 for the other kinds.
+        mtime: Modification time in seconds since the epoch. 0.0 if the store records no times.
+        tag: The store's tag of the content (ETag, generation). It changes whenever the content changes. "" if the store
+            has no tags.
     """
 
     path: str
@@ -43,7 +43,7 @@ class ReadInto:
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedUpload:
-    """A multipart upload that was neither completed nor aborted. Its parts cost money but do not appear in listings.
+    """A multipart upload that was neither completed nor aborted. Its parts cost money, but listings do not show them.
 
     Attributes:
         path: The path of the object, relative to the store.
@@ -59,17 +59,17 @@ Uploads = list[UnfinishedUpload]  # inside a Store, `list` is a method
 
 
 class BlobWriter(Protocol):
-    """A new file. If the `with` block succeeds, the complete file appears. Otherwise, no file appears."""
+    """A new file. It appears when the `with` block succeeds. If the block fails, no file appears."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append all of `data`."""
 
 
 class Store(Protocol):
-    """Files under one URL. Paths are relative, with "/" between components; "" is the root itself.
+    """Files under one URL. Paths are relative, with "/" between components. "" is the root itself.
 
-    Every method may be called from several threads, and retries transient failures. A method with a body is the default
-    for stores in which this method has nothing to do.
+    Every method may be called from several threads, and retries transient failures. Some methods have a default
+    implementation here, for stores in which they have nothing to do.
 
     Raises (all methods):
         FileNotFoundError: The path does not exist.
@@ -95,21 +95,21 @@ class Store(Protocol):
         """
 
     def exists(self, path: str) -> bool:
-        """Return whether there is a file at `path`. Makes one request."""
+        """Return whether there is a file at `path`. Makes at most one request."""
 
     def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
-        """Return the entries under `path`, sorted by path; [] if `path` is not a directory.
+        """Return the entries of the directory `path`, sorted by path. [] if `path` is not a directory.
 
         Paths are relative to the store. The result is never cached. Symlinks are not followed. With `recursive`,
-        returns only files.
+        returns all files under `path`, and no directories.
         """
 
     def free_bytes(self) -> int | None:
-        """Return the free space in bytes; None if the store has no limit."""
+        """Return the free space in bytes. None if the store has no limit."""
         return None
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of a regular file, or fewer at the end of the file."""
+        """Return the bytes [start, stop) of a regular file. Returns fewer bytes if the file ends before `stop`."""
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes from offset `start` on.
@@ -119,59 +119,62 @@ class Store(Protocol):
         self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
-        """Fill the views of many reads. Combines nearby ranges of one file, and runs several reads at a time."""
+        """Fill the views of many reads. Joins nearby ranges of the same file, and reads several ranges at a time."""
 
     def fetch(self, paths: Iterable[str]) -> None:
-        """Download small files concurrently, before they are read, if that saves time."""
+        """Download small files concurrently, if this makes it faster to read them later."""
         return
 
     def writer(self, path: str, *, sync: bool = True) -> AbstractContextManager[BlobWriter]:
-        """Open a new file, which appears either complete or not at all.
-
-        With `sync`, the file is durable when the block ends.
+        """Open a new file. It appears when the block succeeds (see `BlobWriter`). With `sync`, it is then durable.
 
         Raises:
-            FileExistsError: The path exists (if the store can tell).
+            FileExistsError: The path exists. Some stores can't tell.
         """
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         """Write a whole file at once. Raises FileExistsError if the file exists and `overwrite` is False.
 
-        The commit protocol uses this method as put-if-absent. The check and the write are atomic if the store supports
-        that.
+        The commit protocol uses this method as put-if-absent. The check and the write are one atomic step if the store
+        has conditional writes.
         """
 
     @property
     def has_conditional_writes(self) -> bool | None:
-        """Whether the store itself refuses to replace a file unless `overwrite` is given; None if not tested yet."""
+        """Whether the store itself can refuse to replace an existing file. None if this was not tested yet."""
 
     def try_conditional(self, path: str, data: bytes) -> None:
-        """Find out whether the store has conditional writes, unless this is already known.
+        """Test whether the store has conditional writes. Do nothing if this is already known.
 
         The file at `path` must exist and contain `data`.
         """
         return
 
     def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        """Create a file that several writers compete for. Not synced, because a power cut also ends the file's owner.
+        """Create a file that several writers may try to create at once. Only the first writer should succeed.
+
+        The file is not synced: a power cut ends the writer too, and then the file need not survive.
 
         Args:
             looked: Whether the caller has just seen that the path is free.
 
         Raises:
-            FileExistsError: Another writer was first (if the store can tell).
+            FileExistsError: Another writer was first. Some stores can't tell.
         """
 
     def settle(self) -> None:
-        """Wait for all writes. Raises the first failure."""
+        """Wait for all writes. If a write failed, raise the first error."""
         return
 
     def arrived(self) -> dict[str, int]:
-        """Return the sizes, by path, of files that the store has confirmed to be complete."""
+        """Return {path: size} for files that the store has confirmed to be complete."""
         return {}
 
     def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
-        """Return a view of this store that passes each try of each put to `around`. A file system has no puts."""
+        """Return a view of this store that passes each try of a put to `around`, which must call it.
+
+        A file system has no puts, and returns itself.
+        """
         return self
 
     def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
@@ -186,21 +189,21 @@ class Store(Protocol):
         """Delete files. Missing files are ignored."""
 
     def delete_tree(self, path: str) -> None:
-        """Delete a directory and everything under it, without following symlinks."""
+        """Delete a directory and everything under it. Symlinks are deleted, not followed."""
 
     def existing(self) -> Store:
         """Return a view of this store whose writes fail if the store's directory does not exist."""
         return self
 
     def with_free_names(self) -> Store:
-        """Return a view of this store that writes without first checking whether a name is free.
+        """Return a view of this store that makes no request before a write to check whether the name is free.
 
-        An existing name is still refused, if the store can tell.
+        A store with conditional writes still refuses an existing name.
         """
         return self
 
     def sync_directory(self, path: str = "") -> None:
-        """Make a directory's entries durable, unless the store always does so."""
+        """Make the entries of a directory durable. Does nothing if the store always does so."""
         return
 
 
@@ -211,10 +214,10 @@ class Service:
     Attributes:
         api: Module and class of the store's `FsspecApi`, relative to ckptkit.storage.
         extra: Name of the ckptkit extra that installs the store's client.
-        credentials: Where the client finds credentials, for error messages.
+        credentials: A text for error messages that says where the client finds credentials.
         environment: Prefixes of the environment variables that the client reads.
-        transient: Names of the client's error classes after which a request is retried. Names are used instead of
-            classes, because the client may not be installed.
+        transient: Names of the client's error classes after which a request is retried. These are names, not classes,
+            because the client may not be installed.
     """
 
     api: str
@@ -268,7 +271,7 @@ _VARIABLE = re.compile(r"\$(?:[A-Z_][A-Z0-9_]*(?![\w$])|\{\w+\})")
 
 
 def check_url(url: str) -> None:
-    """Check that a URL is complete. A malformed one would be a path, and a run at this path would be new.
+    """Check that a URL is well-formed. A malformed URL would count as a path, and a job would start a new run there.
 
     Raises:
         UsageError: The URL has no bucket ("s3://", "gs:///run"), only one slash ("s3:/run"), white space at its end, or
@@ -293,8 +296,8 @@ def check_url(url: str) -> None:
 FILE_SYSTEM_FOLDERS = ("lost+found", ".snapshot", ".snapshots", ".zfs")
 """Directories that file systems add to a mount's root. They may be unreadable, or contain copies of deleted runs."""
 
-# Matches empty components, "." and "..", and characters that no path may contain. Among these characters are lone
-# surrogates, except the surrogates that represent bytes of a name that is not UTF-8.
+# Matches empty components, ".", "..", and characters that no path may contain. Lone surrogates are such characters,
+# but Python's surrogates for the bytes of a name that is not UTF-8 are allowed.
 _REFUSED = re.compile("(?:^|/)[.]{0,2}(?:/|\\Z)|[\\\\\\x00-\\x1f\\x7f\ud800-\udc7f\udd00-\udfff]")
 
 # Windows reserves these names, with any extension. Checkpoints must be portable.
@@ -327,12 +330,12 @@ def checked_path(path: str, *, root_allowed: bool = False) -> str:
 
 
 def is_path(path: str) -> bool:
-    """Return whether `path` is valid under a store. Other programs may have written keys that are not valid paths."""
+    """Return whether `path` is a valid path under a store. Keys that other programs wrote may be no valid paths."""
     return len(path) <= 4096 and not _REFUSED.search(path)
 
 
 def is_safe_name(name: str) -> bool:
-    """Return whether `name` is one plain file name on every system: no separator, drive, device or trailing dot."""
+    """Return whether `name` is a plain file name on every system, without separator, drive, device or trailing dot."""
     return (
         0 < len(name.encode("utf-8", "surrogatepass")) <= 255
         and name not in (".", "..")

@@ -19,22 +19,22 @@ UPLOAD_BYTES = 24 << 20  # size of a part that was copied; lent memory is sent i
 _STEP = 1 << 20  # the first part ends at a multiple of this; GCS requires multiples of 256 KiB
 _MANY = 8000  # from this many parts on, parts are larger, because S3 accepts at most 10 000
 _LARGE = 512 << 20
-_TIMES = 3  # most attempts to send an object, if the store keeps losing the upload
+_TIMES = 3  # maximum number of times that an object is sent, if the store keeps losing the upload
 
 
 class PartWriter:
     """Splits a stream of writes into parts. Sends several parts at a time, or one by one if the store needs the order.
 
-    `write` copies the data, and `lend` does not. `Connection.upload` limits the memory of the parts in flight. If the
-    store loses an upload, and all of its data was lent, the data is sent again.
+    `write` copies the data, and `lend` does not. `Connection.upload` limits the memory of the parts that are being
+    sent. If the store loses an upload, the data is sent again. This is possible only if all of the data was lent.
 
-    If a part fails, the next write or `finish` raises the error of that part. Only one thread may use a writer.
+    If a part fails, the next `write` or `finish` raises the error of the part. Only one thread may use a writer.
 
     Attributes:
         nbytes: Number of bytes written so far.
 
     Args:
-        attempt: Function that calls another function with retries, and raises the errors that `Store` documents.
+        attempt: A function that calls another function with retries, and raises the errors that `Store` documents.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class PartWriter:
     def lend(self, data: memoryview, start: int, stop: int, *, owner: object) -> None:
         """Append the bytes [start, stop) of `data` without copying them.
 
-        The bytes must not change until the writer's block has ended and the store's `settle` has returned. `owner`
-        keeps the memory alive until then.
+        The bytes must not change until the block of the writer has ended and `settle` of the store has returned. A
+        reference to `owner` is kept until then, so that the memory is not freed.
         """
         if self._upload is None and self._part.nbytes < UPLOAD_BYTES:
             self._part_bytes = _lent_part(len(data))
@@ -79,7 +79,7 @@ class PartWriter:
             start = end
 
     def _room(self) -> int:
-        """Return how many more bytes fit into the current part. A full part is sent when the next data is written."""
+        """Return how many more bytes fit into the current part. If the current part is full, first sends it."""
         most = self._part_bytes if self._count < _MANY else _LARGE
         if self._part.nbytes >= most:
             if self._upload is None:
@@ -89,9 +89,9 @@ class PartWriter:
         return most - self._part.nbytes
 
     def finish(self) -> str | Content:
-        """Complete the object and return the tag of the object.
+        """Complete the object, and return its tag.
 
-        If one request is enough, return the content for the caller to put.
+        If no part has been sent yet, returns the content instead. The caller must then put the content in one request.
         """
         if self._upload is None:
             return self._part.content()
@@ -138,7 +138,7 @@ class PartWriter:
         self._sending.append(self._connection.upload(lambda: self._attempt(job), self._api.held(content)))
 
     def abort(self) -> None:
-        """Discard the upload. Never raises, because the caller already has an error."""
+        """Discard the upload. Never raises, because the caller is already handling an error."""
         for future in self._sending:
             future.cancel()
         if self._upload is not None:
@@ -155,11 +155,10 @@ class PartWriter:
 
 
 def _lent_part(nbytes: int) -> int:
-    """Return the size of a part, if a buffer of `nbytes` is uploaded without a copy.
+    """Return the size of the parts in which a lent buffer of `nbytes` is uploaded.
 
-    Up to 216 MiB, the whole buffer is one part, which saves requests. A larger buffer is divided into eight parts, for
-    eight connections, or into as many as needed to keep each part between 108 and 216 MiB. The parts are limited
-    because a part that fails is sent again as a whole.
+    A buffer of up to 216 MiB is one part, which saves requests. A larger buffer is divided into eight parts, for eight
+    connections. But no part is smaller than 108 MiB or larger than 216 MiB: a part that fails is sent again as a whole.
     """
     least, most = UPLOAD_BYTES * 9 // 2, 9 * UPLOAD_BYTES
     return most if nbytes <= most else max(least, min(most, -(-nbytes // (8 * _STEP)) * _STEP))
