@@ -19,7 +19,7 @@ def collector_paused() -> Iterator[None]:
     """Pause the cyclic garbage collector during short work that creates many objects but no cycles.
 
     Without the pause, the collector would repeatedly visit all objects created so far, which takes a quarter of the
-    total time. Contexts may be nested, and several threads may enter one. The last context to exit resumes collection.
+    total time. Contexts may be nested, and several threads may use them at once. The last exit resumes collection.
     """
     global _depth, _was_on
     with _lock:

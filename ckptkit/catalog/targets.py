@@ -47,7 +47,7 @@ class Part:
         return not self.unfold and not self.axes
 
     def moved(self, target_box: Box) -> Part:
-        """Return the part with another target box. Its sizes must be equal, apart from dimensions of size 1."""
+        """Return the part with another target box. The sizes must stay equal, apart from dimensions of size 1."""
         return Part(target_box, self.source, self.source_box, self.unfold, self.axes)
 
     def cut(self, box: Box) -> list[Part]:

@@ -108,8 +108,8 @@ class Collected:
 def _block() -> memoryview:
     """Return a buffer whose memory goes back to the system when the buffer is freed.
 
-    malloc would not do: many threads would fragment its heap. Writing eight files would then take twice as much memory
-    as the files contain.
+    malloc is not used, because many threads would fragment its heap. Writing eight files would then take twice as much
+    memory as the files contain.
     """
     private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     return memoryview(mmap.mmap(-1, _BLOCK, **private))

@@ -225,7 +225,7 @@ class GcsUpload:
         return received
 
     def complete(self) -> str:
-        """Check the size of the object, which the last part has published. Return a text with the size as the tag."""
+        """Check the size of the published object. Return the size as text, in place of a tag."""
         size = self._published
         if size is None:
             size = int(self._api.info(self._name).get("size") or 0)

@@ -106,7 +106,7 @@ class Lease:
         return self._state.path
 
     def is_surely_ours(self) -> bool:
-        """Return True if the last renewal is so recent (TTL_S / 3) that no other job can have taken the lease.
+        """Return True if the lease was renewed less than TTL_S / 3 ago. No other job can have taken it since then.
 
         Makes no request. Always returns False on a file system. Also returns False on a store without conditional
         writes, because two jobs can take the lease there at the same time.
@@ -161,10 +161,10 @@ class Lease:
             self.root.delete(old)
 
     def check(self, *, view: Store | None = None) -> None:
-        """Raise SaveError if the lease is lost. Then the root no longer exists, or another job took the lease.
+        """Raise SaveError if the lease is lost, because the root no longer exists or another job took the lease.
 
         Args:
-            view: A new snapshot of the root. None makes a request.
+            view: A snapshot of the root that the caller has just taken. If None, this method takes one.
         """
         newest = _newest(view or snapshot(self.root, STATE_DIRECTORY)) or self._put_back()
         if newest is None:

@@ -68,9 +68,10 @@ def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Rep
 
 
 def _keep_foreign(parent: LocalStore, path: str, replaceable: Replaceable | None) -> None:
-    """Rename the old content of a replaced target, if it must not be deleted. It is in the staging directory.
+    """Rename the old content of a replaced target if it must not be deleted.
 
-    `replaceable` checks the old content again here, because other programs may have added files to it before the swap.
+    After the swap, the old content is in the staging directory `path`. `replaceable` checks it again here, because
+    other programs may have added files to it before the swap.
     """
     leftover, writer = leftover_of(path), read_owner(parent, owner_path(path))
     if leftover is None or writer is None or not writer.old.startswith(path) or parent.info(writer.old) is None:

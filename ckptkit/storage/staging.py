@@ -47,7 +47,7 @@ def _truncated(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """An entry from a writer of `name`: a staging directory (kind "tmp"), an owner file ("owner") or trash ("trash")."""
+    """A file or directory of a writer of `name`: staging directory (kind "tmp"), owner file ("owner") or "trash"."""
 
     path: str
     kind: str
