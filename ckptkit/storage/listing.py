@@ -34,7 +34,7 @@ class Snapshot(RemoteStore):
     sizes_are_free = True
 
     def __init__(self, store: RemoteStore, below: str, found: Sequence[FileInfo]) -> None:
-        self.__dict__.update(store.__dict__)  # the same place, over the same connection
+        self.__dict__.update(store.__dict__)  # the same directory and connection
         self._below = f"{below}/" if below else ""
         self._names = [item.path for item in found]
         self._found = found
@@ -100,7 +100,7 @@ class Snapshot(RemoteStore):
         known = self._connection.known
         items = [item for path in paths if (item := self._file(path)) and item.tag and 0 < item.size <= KNOWN_BYTES]
         new = [item for item in items if known.get(self._full(item.path), item.tag) is None]
-        # One byte more than an item has: if it is there, the file was replaced after the listing.
+        # Ask for one byte more than the listed size. If the byte exists, the file was replaced after the listing.
         views = [memoryview(bytearray(item.size + 1)) for item in new]
         jobs = [(i.path, 0, i.size + 1, [ReadInto(i.path, 0, view)]) for i, view in zip(new, views, strict=True)]
         for item, view, answer in zip(new, views, self._get_once(jobs), strict=True):

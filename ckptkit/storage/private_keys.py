@@ -24,7 +24,7 @@ class AttemptStore(RemoteStore):
     """
 
     def __init__(self, store: RemoteStore) -> None:
-        self.__dict__.update(store.__dict__)  # the same place, over the same connection
+        self.__dict__.update(store.__dict__)  # the same directory and connection
         self._sending: list[Future[None]] = []
         self._arrived: dict[str, int] = {}  # sizes of confirmed objects, by full name
 

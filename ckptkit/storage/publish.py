@@ -277,7 +277,7 @@ def _stage_local(
     clean_siblings(parent, name, keep=left, replaceable=replaceable)  # first: it may finish a dead writer's replacement
     rule = replaceable if overwrite else None
     check_target(parent, name, replaceable=rule)
-    check_writable(parent)  # otherwise, the error would name the owner file
+    check_writable(parent)  # without this check, the error would name the owner file
     nonce = new_nonce()
     adopted = adopt(parent, left, name, nonce) if left is not None else None
     staging = adopted or open_staging(parent, name, nonce)

@@ -405,7 +405,7 @@ class _Staged(RemoteStore):
     def __init__(
         self, store: RemoteStore, last: frozenset[str], prefix: str = "", root: _Staged | None = None, *, ledger: Ledger
     ) -> None:
-        self.__dict__.update(store.__dict__)  # the same place, over the same connection
+        self.__dict__.update(store.__dict__)  # the same directory and connection
         self._plain = store
         self.ledger = ledger
         self.prefix = prefix
@@ -414,7 +414,7 @@ class _Staged(RemoteStore):
         self.written: list[str] = []
         self.held: dict[str, bytes] = {}
         self.may_appear = False
-        """Whether a put of a name in `last` failed but may still take effect."""
+        """Whether a put of a file in `last` has failed, but the store may still carry it out."""
 
     def child(self, path: str) -> _Staged:
         return _Staged(super().child(path), self.last, f"{self.prefix}{path}/", self.root, ledger=self.ledger)

@@ -29,7 +29,7 @@ WHOLE_S = 300.0  # for completing an upload, because some stores first assemble 
 _LARGE_BODY = 1 << 20  # bytes; after a body of at least this size, a server may wait for its disk before it responds
 
 silences: ContextVar[int] = ContextVar("ckptkit_silences", default=0)
-"""The number of tries of the current call that timed out. Each timeout doubles the next, up to four times the first.
+"""The number of tries of the current call that timed out. It decides the timeout of the next try (see `patiently`).
 
 This is a context variable because fsspec runs requests in its own thread and copies the context there.
 """
