@@ -200,7 +200,7 @@ class NoSpaceError(SaveError, OSError):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        if len(args) > 1 and isinstance(args[0], int):  # RuntimeError comes first in the MRO, so OSError sets neither
+        if len(args) > 1 and isinstance(args[0], int):  # RuntimeError.__init__ runs instead of OSError.__init__
             self.errno, self.strerror = args[0], str(args[1])
 
 
