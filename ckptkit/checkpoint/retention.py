@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """The limits of rotation, and what is exempt from them.
+    """Sets the limits of rotation, and the checkpoints that are exempt from these limits.
 
     `max_num` and `max_mem` are limits; without them, nothing is ever deleted. `keep_every`, `keep_daily` and
     `keep_best` exempt checkpoints from both limits. The newest checkpoint, pinned checkpoints, and the checkpoint that

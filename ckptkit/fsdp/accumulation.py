@@ -37,7 +37,7 @@ class Window:
         count: Number of passes so far.
         closed: Whether the last pass is done, so that optimizers may step.
         scale: The loss scale of the passes. None if the passes ran outside of FSDPStrategy.
-        seen: The optimizers that have called for a step since the last backward pass.
+        seen: The optimizers for which a step was requested since the last backward pass.
     """
 
     size: int

@@ -38,12 +38,13 @@ class GradientReport:
 
 @torch.no_grad()
 def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
-    """Return the p-norm (1 <= p <= inf) of all gradients as one scalar, the same on all ranks and in a single process.
+    """Return the p-norm (1 <= p <= inf) of all gradients as one scalar.
 
-    The result is fp64 if any parameter or gradient is fp64, otherwise fp32. It is NaN on every rank if any rank has a
-    NaN. A gradient that is replicated over ranks counts once. A plain gradient must be equal on all ranks, and also
-    counts once. Parameters without a gradient count as zero. All ranks must call this with the same parameters in the
-    same order. There is one small all-reduce for each kind of sharding.
+    All ranks get the same result, which is the norm that a single process would compute. The result is fp64 if any
+    parameter or gradient is fp64, otherwise fp32. It is NaN on every rank if any rank has a NaN. A gradient that is
+    replicated over ranks counts once. A plain gradient must be equal on all ranks, and also counts once. Parameters
+    without a gradient count as zero. All ranks must call this with the same parameters in the same order. There is one
+    small all-reduce for each kind of sharding.
     """
     p = checked_norm_type(p)
     parameters = _listed(parameters)

@@ -241,7 +241,7 @@ class MasterWeightOptimizer(Optimizer):
                 self.state[parameter][MASTER] = parameter.detach().to(torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict in torch's layout, with the masters stored like moments.
+        """Return a state dict in torch's layout. The masters are entries of "state", like moments.
 
         Includes the entries that the `state_dict` method of `base` adds. Does not include the scaler, which has its own
         `state_dict`.

@@ -134,7 +134,7 @@ def _dead_paths(root: Store, inventory: Inventory, view: Store, *, leased: bool)
         # Marks of deletions (see `mark_of`) that are no longer needed: only the mark is left, or nothing was deleted.
         ended = [item.path for item in inventory.skipped if item.deleted and not item.kept_files]
         dead += [file.path for path in ended for file in view.list(path) if file.kind == "file"]
-        if view.sizes_are_free:  # elsewhere, each lookup is a request; the checkpoint's deletion removes its mark
+        if view.sizes_are_free:  # if each lookup is a request, leave a mark until its checkpoint is deleted
             marks = [f"{item.path}/{mark_of(item.record)}" for item in inventory.committed]
             dead += [path for path in marks if view.info(path) is not None]
     for entry in view.list():

@@ -80,7 +80,7 @@ def new_gloo_group(parent: Any, timeout_s: float) -> Any:
         # next group of the same ranks gets the same name, and must not find the old addresses.
         dist.barrier(group)  # every rank is connected to every other
         if dist.get_rank(group) == 0:
-            with contextlib.suppress(AttributeError, RuntimeError):  # not every store of every torch lists its keys
+            with contextlib.suppress(AttributeError, RuntimeError):  # some stores cannot list their keys
                 store = group.get_group_store()
                 for key in store.list_keys():
                     store.delete_key(key)
@@ -208,7 +208,8 @@ class Coordinator:
                 rank.
 
         Raises:
-            RankFailedError: As for `all_ok`.
+            RankFailedError: A rank failed, died or hung. Every rank raises the same error. If there is only one rank,
+                its ckptkit error is raised unchanged.
         """
         self._begin()
         if not self.is_main:

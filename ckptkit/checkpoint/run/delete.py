@@ -107,9 +107,9 @@ def rotate(
 
 
 def delete_any(root: Store, name: str, *, reason: str) -> bool:
-    """Delete one committed checkpoint, which may be the newest, as `delete_checkpoint` does. Correct the hint `latest`.
+    """Delete one committed checkpoint like `delete_checkpoint`, and update the hint `latest`.
 
-    Otherwise, a load would report that the checkpoint in the hint is lost.
+    If the newest checkpoint was deleted and the hint still named it, a load would report that this checkpoint is lost.
     """
     is_deleted = delete_checkpoint(root, name, reason=reason)
     if is_deleted:

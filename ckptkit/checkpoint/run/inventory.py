@@ -376,7 +376,7 @@ def in_order(found: Sequence[Committed]) -> tuple[Committed, ...]:
 
 
 def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
-    """Return the checkpoints in the order of the run, and those that a newer checkpoint of the same name has replaced.
+    """Return the checkpoints in the order of the run, and separately those that were replaced under the same name.
 
     The order follows the saves' sequence numbers, not their times. After a rollback (a later save has a lower step) the
     abandoned branch comes first, so "latest~1" is the previous checkpoint on the current branch.

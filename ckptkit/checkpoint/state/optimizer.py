@@ -740,12 +740,12 @@ class GroupChanges:
     """Holds the planned changes to the param groups."""
 
     settings: list[dict[str, Any]]  # the new settings for each live group
-    order: list[int | None] = field(default_factory=list)  # the saved group of each live one
+    order: list[int | None] = field(default_factory=list)  # by live group: the first saved group with its parameters
     saved: int = 0  # number of saved groups
     missing: list[str] = field(default_factory=list)  # parameters and groups that the checkpoint's optimizer lacks
     unexpected: list[str] = field(default_factory=list)  # parameters and groups that the live optimizer lacks
-    notes: list[str] = field(default_factory=list)  # settings that only one side has, or that are kept
-    switches: list[str] = field(default_factory=list)  # settings that only one side has switched on
+    notes: list[str] = field(default_factory=list)  # messages about settings that the load adds, keeps or rounds
+    switches: list[str] = field(default_factory=list)  # boolean settings whose saved and live values differ
     conflicts: list[str] = field(default_factory=list)  # saved groups that can't be merged, values that can't be set
 
 

@@ -21,7 +21,7 @@ _shared: tuple[weakref.ref[Any], int, int] | None = None
 
 
 def share_stream(index: int, count: int) -> None:
-    """Declare that this rank's generators have the same seed as those of the other ranks with this `index`.
+    """Declare that all ranks with the same `index` seed their generators with the same seed.
 
     Ranks that compute together (tensor-parallel ranks) must draw the same numbers. A save records `count`, the number
     of streams, so that a load on a different layout can again give such ranks equal seeds. The call applies to the

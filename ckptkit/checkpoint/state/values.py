@@ -174,7 +174,7 @@ def described(value: torch.Tensor, tree: JSON, path: str) -> JSON:
     The tags say whether the tensor is a parameter, whether it requires gradients, and which attributes it has.
 
     Args:
-        path: As for `encode`.
+        path: The path of the tensor in the state. Error messages name it.
     """
     import torch
 
