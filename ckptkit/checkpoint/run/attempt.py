@@ -333,8 +333,8 @@ def _check_files(url: str, files: Mapping[str, FileRecord], found: Mapping[str, 
 def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool = False) -> bool:
     """Write the newest checkpoint's name to the file `latest`, as a hint for people. Never raises.
 
-    Returns whether the file was written: a foreign file of that name is left unchanged. ckptkit does not rely on the
-    hint.
+    Returns True if the file was written, and False if it is a foreign file (which stays unchanged) or cannot be
+    written. ckptkit does not rely on the hint.
 
     Args:
         view: A snapshot of `root`.

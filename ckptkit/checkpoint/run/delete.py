@@ -75,7 +75,7 @@ def rotate(
     Args:
         protected: Names that must stay in addition to pinned checkpoints, each with the reason.
         among: Returns whether the policy applies to a checkpoint. None: it applies to all.
-        clean: Also remove the leftovers of dead saves.
+        clean: True also removes the leftovers of dead saves.
         seen: An earlier inventory, listed under the current lease. If the policy would delete nothing from it, the root
             is not listed again.
     """

@@ -511,8 +511,8 @@ def _changed(given: Any, optimizer: Any, parameters: Mapping[str, Any]) -> list[
 def united(trees: Sequence[JSON]) -> JSON:
     """Merge the trees of an optimizer whose parameters are spread over the ranks (one tree per pipeline stage).
 
-    A group is merged into a group with equal settings. If the group at the same position does not have equal settings,
-    this is the first group that has.
+    A group is merged into a group with equal settings. The group at the same position is tried first, then all groups
+    in order.
 
     Raises:
         SaveError: Trees have different values for one parameter.
