@@ -85,7 +85,7 @@ class S3Api(FsspecApi):
         return answer
 
     def _prepare(self, client: Any) -> None:
-        """Change two settings of `client`: send no "Expect: 100-continue", and use our CRC-32 as the checksum."""
+        """Make `client` send no "Expect: 100-continue". Over TLS, also make it use our CRC-32 as a body's checksum."""
         if client is not self._prepared and hasattr(client, "meta"):
             from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
 
