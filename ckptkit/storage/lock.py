@@ -320,7 +320,7 @@ def check_state_directory(root: Store) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """The save attempts in a lease's file: attempts that may have failed, and the attempt that comes next.
+    """The save attempts in a lease's file: attempts that may be uncommitted, and the attempt that comes next.
 
     Attributes:
         ids: The ids of the attempts.
