@@ -80,7 +80,7 @@ class PhaseClock:
 
 
 class TimedReport:
-    """The part of a report that says where the time went."""
+    """The part of a report that says how long each phase took."""
 
     __slots__ = ()
     step: Any

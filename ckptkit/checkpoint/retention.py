@@ -31,8 +31,8 @@ class RetentionPolicy:
         keep_every: Keep each checkpoint whose step is a multiple of this number.
         keep_best: Keep the `count` best checkpoints by a metric: (metric, "min" or "max", count). If `count` is
             omitted, it is 1.
-        keep_daily: Keep the newest checkpoint of each of the last `keep_daily` days on which a checkpoint was saved.
-            The commit record contains the time of the save. Days are in UTC.
+        keep_daily: Keep the newest checkpoint of each of the last `keep_daily` days that have a checkpoint. Days are in
+            UTC, and are taken from the time in the commit record.
     """
 
     max_num: int | None = None
