@@ -60,6 +60,7 @@ def _lines(report: DiffReport, *, every: bool) -> list[str]:
         [f"shape: {name}: {list(x)} in A, {list(y)} in B" for name, (x, y) in report.shapes.items()],
         [f"dtype: {name}: {x} in A, {y} in B" for name, (x, y) in report.dtypes.items()],
         [f"value: {name}: {x} in A, {y} in B" for name, (x, y) in report.values.items()],
+        [f"random state: {name} differs" for name in report.random],
         [f"not interpreted: {name} {why}" for name, why in report.records.items()],
     ]
     lines = [f"A {report.a}", f"B {report.b}"]

@@ -52,7 +52,7 @@ _EXAMPLES = {
     "inspect": ("inspect RUN/latest --depth 2", "inspect RUN/latest --html map.html", "getting-started.md"),
     "ls": ("ls RUN", "ls RUN --max-num 3  # what this policy would delete", "rotation.md"),
     "verify": ("verify RUN", "verify s3://bucket/run/latest --quick", "how-to-recover.md"),
-    "diff": ("diff RUN/latest~1 RUN/latest", "diff RUN OUT --exclude '*lora*'", "getting-started.md"),
+    "diff": ("diff RUN/latest~1 RUN/latest", "diff A B --include 'model.*'  # only the weights", "getting-started.md"),
     "prune": ("prune RUN --max-num 3 --dry-run", "prune RUN --max-mem 2TB --keep-every 1000", "rotation.md"),
     "pin": ("pin RUN/best", "pin RUN/1200 --why 'table 2 of the paper'", "rotation.md"),
     "unpin": ("unpin RUN/best", "unpin RUN/1200", "rotation.md"),

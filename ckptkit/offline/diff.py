@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import fnmatch
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +22,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.digests import proves_equality
-from ckptkit.errors import IncompleteCheckpointError, UsageError, command_line
+from ckptkit.errors import CkptkitError, IncompleteCheckpointError, UsageError, command_line
 from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, describe, outer_name, same_recipe
 from ckptkit.formats.detect import Source
@@ -39,6 +42,7 @@ SCHEMA = "ckptkit.diff/1"
 _TILE = 4 << 20  # bytes read at a time from each side
 _SMALL = 256 << 10  # smaller tensors are read together
 _SHOWN = 10  # maximum number of differing paths to list per value
+_RANDOM = re.compile(r"(?:rng|random)(?:_states?)?(?:[._]\d+)?(?:\.\w+)?(?!\w)")  # "rng.0.torch", "random_states_0"
 _COMPLEX = {"complex32": np.float16, "complex64": np.float32, "complex128": np.float64}
 
 Progress = Callable[[int, int, str], None]
@@ -87,7 +91,9 @@ class DiffReport:
     Attributes:
         values: The values other than tensors that differ. Maps a path ("optimizer.param_groups[0].lr") to both values
             as text.
+        random: The states of random number generators that differ ("rng.0.torch").
         left_out: The names that were not compared, because one of the checkpoints contains only weights.
+        lack: What only one of the checkpoints has, in words: "B has only weights", "B has no optimizer", or "".
         notes: Hints for the user, for example that a glob matches nothing.
     """
 
@@ -103,7 +109,11 @@ class DiffReport:
     changes: Mapping[str, float] = field(default_factory=dict)  # relative change of each compared tensor; 0.0 if equal
     values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     same_values: int = 0  # equal objects, such as a step or optimizer settings
+    random: tuple[str, ...] = ()
+    weights: int = 0  # weights of either checkpoint
+    same_weights: int = 0  # how many of `weights` both have and are bit-equal
     left_out: tuple[str, ...] = ()
+    lack: str = ""
     records: Mapping[str, str] = field(default_factory=dict)  # tensors of unknown classes -> how they differ
     by_record: int = 0  # how many of `same` have unknown classes and were compared byte for byte
     notes: tuple[str, ...] = ()
@@ -111,8 +121,8 @@ class DiffReport:
     @property
     def differs(self) -> bool:
         """Whether any difference was found."""
-        lists = (self.different, self.only_a, self.only_b, self.shapes, self.dtypes, self.values, self.records)
-        return any(lists)
+        of_both = (self.different, self.shapes, self.dtypes, self.values, self.random, self.records)
+        return any(of_both) or bool(self.only_a or self.only_b)
 
     @property
     def equal(self) -> bool:
@@ -122,24 +132,32 @@ class DiffReport:
     def summary(self) -> str:
         """Return one line that summarizes the result."""
         values = f" and {counted(self.same_values, 'value')}" if self.same_values else ""
+        entries = "1 other entry" if len(self.left_out) == 1 else f"{len(self.left_out)} other entries"
+        skipped = f"not compared: {entries}, because {self.lack}"
         if not self.differs:
             digests = f" ({self.by_digest} of them by recorded digest only; `verify` reads the bytes)"
             records = f" ({self.by_record} of them of unknown classes, compared byte for byte)"
             told = digests * bool(self.by_digest) + records * bool(self.by_record)
             what = f"{counted(self.same, 'tensor')}{values}, names, shapes, dtypes and bits{told}"
-            if self.left_out:
-                return f"equal weights: {what}; not compared: {len(self.left_out)} that are not weights"
-            return f"equal: {what}"
+            return f"equal weights: {what}; {skipped}" if self.left_out else f"equal: {what}"
+        counts = {"tensor": len(self.different), "value": len(self.values), "random state": len(self.random)}
+        differ = [counted(n, what) for what, n in counts.items() if n]
+        verb = "differs" if sum(counts.values()) == 1 else "differ"
         found = {
-            "in value": len(self.different) + len(self.values),
             "only in A": len(self.only_a),
             "only in B": len(self.only_b),
             "in shape": len(self.shapes),
             "in dtype": len(self.dtypes),
             "in the bytes of tensors of unknown classes": len(self.records),
         }
-        different = ", ".join(f"{n} {what}" for what, n in found.items() if n)
-        return f"different: {different}; equal: {counted(self.same, 'tensor')}{values}"
+        different = [f"{' and '.join(', '.join(differ).rsplit(', ', 1))} {verb}"] if differ else []
+        different += [f"{n} {what}" for what, n in found.items() if n]
+        parts = [f"different: {', '.join(different)}", f"equal: {counted(self.same, 'tensor')}{values}"]
+        if self.weights and self.weights == self.same_weights and not self.records:
+            parts.append(f"all {self.weights} weights are equal" if self.weights > 1 else "the only weight is equal")
+        if self.lack:
+            parts.append(skipped if self.left_out else self.lack)
+        return "; ".join(parts)
 
     def layers(self) -> dict[str, LayerDiff]:
         """Return the differences by model layer and by optimizer state.
@@ -350,17 +368,26 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
     values, others = (
         {n: e for n, e in side.source.catalog.objects.items() if wanted(n) and n not in apart} for side in (a, b)
     )
+    trees = {n for n, e in values.items() if e.role is Role.OPTIMIZER and n in others and "." not in n}
+    left, right = ({n: e for n, e in side.items() if e.fqn or not _is_part(n, trees)} for side in (left, right))
+    values, others = ({n: e for n, e in side.items() if not _is_part(n, trees)} for side in (values, others))
     records, by_record = _compare_records(a, b, wanted)
     left_out: tuple[str, ...] = ()
+    lack = _lack((left, values), (right, others))
     if _weights_alone(left, values) or _weights_alone(right, others):
         named = [n for side in (left, right) for n, entry in side.items() if entry.role is not _WEIGHTS]
         named += [n for side in (values, others) for n, item in side.items() if item.role is not _WEIGHTS]
-        left_out = tuple(dict.fromkeys(named))
         left, right = ({n: e for n, e in side.items() if e.role is _WEIGHTS} for side in (left, right))
-        values, others = ({n: e for n, e in side.items() if e.role is _WEIGHTS} for side in (values, others))
+        kept = {n for n, e in (*values.items(), *others.items()) if e.role is _WEIGHTS} | (
+            values.keys() & others.keys()
+        )
+        left_out = tuple(n for n in dict.fromkeys(named) if n not in kept)
+        lack = lack if left_out else ""
+        values, others = ({n: e for n, e in side.items() if n in kept} for side in (values, others))
     if not (left or right or values or others or records or by_record):
         line = command_line("inspect", a.source.url, "--tensors", "*")
         raise UsageError(f"nothing to compare: no tensor is left after {wanted}. See the names with: {line}")
+    weights = {name for side in (left, right) for name, entry in side.items() if entry.role is _WEIGHTS}
     both = [name for name in left if name in right]
     shapes = {n: (left[n].shape, right[n].shape) for n in both if left[n].shape != right[n].shape}
     dtypes = {n: (left[n].dtype, right[n].dtype) for n in both if left[n].dtype != right[n].dtype}
@@ -387,16 +414,28 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
             progress(done, total, names[-1])
     shared = [name for name in values if name in others]
     unequal = {name: _value_differences(name, (a, values[name]), (b, others[name])) for name in shared}
+    same_values = sum(not found for found in unequal.values())
+    random = [state for item in different if (state := _random_state(item.name, left[item.name]))]
+    random += [state for name in shared if _random_state(name, values[name]) for state in unequal.pop(name)]
     pairs = {name: (left[name].name, right[name].name) for name in both}
     unequal[SUBCLASSES] = _recipe_differences(pairs, recipes, other_recipes)
     return DiffReport(
-        a.source.url, b.source.url, same + by_record, by_digest, tuple(different),
-        only_a=_only_in(left, right, values, others), only_b=_only_in(right, left, others, values),
-        shapes=shapes, dtypes=dtypes, changes={name: changes[name] for name in both},
+        a.source.url, b.source.url, same + by_record, by_digest,
+        tuple(item for item in different if not _random_state(item.name, left[item.name])),
+        only_a=_only_in((left, right), (values, others)), only_b=_only_in((right, left), (others, values)),
+        shapes=shapes, dtypes=dtypes,
+        changes={name: changes[name] for name in both if not _random_state(name, left[name])},
         values={place: texts for found in unequal.values() for place, texts in found.items()},
-        same_values=sum(not unequal[name] for name in shared),
-        left_out=left_out, records=records, by_record=by_record, notes=wanted.notes(),
+        random=tuple(dict.fromkeys(random)), same_values=same_values, weights=len(weights),
+        same_weights=sum(changes.get(name) == 0.0 and name not in dtypes for name in weights),
+        left_out=left_out, lack=lack, records=records, by_record=by_record, notes=wanted.notes(),
     )  # fmt: skip
+
+
+def _random_state(name: str, entry: TensorEntry | ObjectEntry) -> str:
+    """Return the generator ("rng.0.torch") whose state contains the tensor or value; "" if it is no random state."""
+    match = _RANDOM.match(name) if entry.role is Role.OTHER else None
+    return match[0] if match else ""
 
 
 def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
@@ -415,20 +454,18 @@ def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
     return found
 
 
-def _only_in(
-    tensors: Mapping[str, TensorEntry],
-    others: Mapping[str, TensorEntry],
-    objects: Mapping[str, ObjectEntry],
-    other_objects: Mapping[str, ObjectEntry],
-) -> tuple[str, ...]:
-    """Return the names that one checkpoint contains and the other checkpoint lacks.
+def _is_part(name: str, trees: Collection[str]) -> bool:
+    """Return whether the name is a value of one of the objects in `trees`.
 
-    SHARDED checkpoints store the optimizer's settings twice: as one object, and as separate values for torch. If both
-    checkpoints contain the object, the separate values are ignored.
+    SHARDED checkpoints store the optimizer's settings twice: as one object, and as separate values for torch.
     """
-    trees = {n for n, item in objects.items() if item.role is Role.OPTIMIZER and n in other_objects and "." not in n}
-    alone = [n for n, e in tensors.items() if n not in others and not (e.name.partition(".")[0] in trees and not e.fqn)]
-    return (*alone, *(n for n in objects if n not in other_objects and n.partition(".")[0] not in trees))
+    tree, dot, _ = name.partition(".")
+    return bool(dot) and tree in trees
+
+
+def _only_in(*sides: tuple[Mapping[str, Any], Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the names in the first mapping of a pair that the second mapping lacks."""
+    return tuple(name for one, other in sides for name in one if name not in other)
 
 
 def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, str], int]:
@@ -466,7 +503,21 @@ _WEIGHTS = Role.MODEL
 
 
 def _weights_alone(tensors: Mapping[str, TensorEntry], objects: Mapping[str, ObjectEntry]) -> bool:
-    return {entry.role for entry in tensors.values()} | {item.role for item in objects.values()} <= {_WEIGHTS}
+    """Return whether a checkpoint has only weights. An export may also have the step."""
+    return _roles(tensors, {name: item for name, item in objects.items() if name != "step"}) <= {_WEIGHTS}
+
+
+def _roles(tensors: Mapping[str, TensorEntry], objects: Mapping[str, ObjectEntry]) -> set[Role]:
+    return {entry.role for entry in tensors.values()} | {item.role for item in objects.values()}
+
+
+def _lack(*sides: tuple[Mapping[str, TensorEntry], Mapping[str, ObjectEntry]]) -> str:
+    """Return in words what the checkpoint A or B lacks; "" if each has an optimizer, or none has."""
+    alone = [_weights_alone(*side) for side in sides]
+    if any(alone):  # if both have only weights, then the checkpoint that also lacks the step
+        return f"{'AB'[alone[1] and (not alone[0] or 'step' not in sides[1][1])]} has only weights"
+    lacking = [Role.OPTIMIZER not in _roles(*side) for side in sides]
+    return f"{'AB'[lacking[1]]} has no optimizer" if any(lacking) and not all(lacking) else ""
 
 
 def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -525,7 +576,9 @@ def _value_differences(
         return {}
     one, other = (read_object(side.source.store, entry, allow_pickle=True) for side, entry in (a, b))
     places = list(_differing(name, one, other))
-    found = dict(places[:_SHOWN])
+    if _random_state(name, a[1]):  # the numbers would say nothing
+        return {_random_state(place, a[1]) or name: ("", "") for place, _ in places}
+    found = {place: (x, y if x != y else "another value") for place, (x, y) in places[:_SHOWN]}
     if len(places) > _SHOWN:
         found[f"{name} ({len(places) - _SHOWN} more places)"] = ("...", "...")
     return found
@@ -553,9 +606,12 @@ def _differing(place: str, x: Any, y: Any) -> Iterator[tuple[str, tuple[str, str
     """Yield the paths at which two decoded values differ. Numbers differ if their types or bits differ."""
     if type(x) is not type(y):
         yield place, (_text(x), _text(y))
+    elif isinstance(x, dict) and (x.keys() | y.keys()) == {"$tensor"}:
+        if x != y:
+            yield place, (_text(x), _text(y))
     elif isinstance(x, dict):
         for key in dict.fromkeys((*x, *y)):
-            inside = f"{place}.{key}"
+            inside = place if str(key).startswith("$") else f"{place}.{key}"  # "$tuple" says how a value is encoded
             if key in x and key in y:
                 yield from _differing(inside, x[key], y[key])
             else:
@@ -577,7 +633,17 @@ def _differing(place: str, x: Any, y: Any) -> Iterator[tuple[str, tuple[str, str
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, (np.ndarray, TensorValue)):
+    if isinstance(value, dict) and value.keys() == {"$tensor"}:  # a small tensor in one of ckptkit's JSON files
+        with contextlib.suppress(CkptkitError, LookupError, TypeError, ValueError):
+            body = value["$tensor"]
+            value = TensorValue(body["dtype"], tuple(body["shape"]), base64.b64decode(body["data"]))
+    if isinstance(value, np.ndarray):
+        value = TensorValue(value.dtype.name, value.shape, value.tobytes())
+    if isinstance(value, TensorValue):
+        with contextlib.suppress(CkptkitError, LookupError, TypeError, ValueError):
+            numbers = _numbers(np.frombuffer(value.data, np.uint8), value.dtype) if not value.shape else None
+            if numbers is not None:
+                return f"{' '.join(f'{number:.9g}' for number in numbers)} ({value.dtype})"
         return f"{value.dtype} of shape {list(value.shape)}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

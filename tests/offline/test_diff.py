@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -162,13 +163,69 @@ def test_values_other_than_tensors_are_compared_and_named(tmp_path, a, b, places
     assert report.to_json()["values"] == {place: list(texts) for place, texts in places.items()}
 
 
-def test_the_settings_of_an_optimizer_are_compared(tmp_path):
+def test_a_setting_of_an_optimizer_is_one_value(tmp_path):
     for name, lr in (("a", 0.1), ("b", 0.2)):
         model = torch.nn.Linear(2, 2)
         save(tmp_path / name, TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr)))
     report = diff(*(str(tmp_path / name / "step_00000001") for name in "ab"), include=["optimizer*"])
-    assert report.values["optimizer.param_groups[0].lr"] == ("0.1", "0.2")
-    assert all(".lr" in place for place in report.values)
+    assert report.values == {"optimizer.param_groups[0].lr": ("0.1", "0.2")}
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_setting_that_is_a_tensor_is_shown_as_a_number(tmp_path, kind):
+    for name, lr in (("a", 0.5), ("b", 0.25)):
+        model = torch.nn.Linear(2, 2)
+        state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=torch.tensor(lr)))
+        save(tmp_path / name, state, state_dict_type=kind)
+    report = diff(*(str(tmp_path / name / "step_00000001") for name in "ab"), include=["optimizer*"])
+    assert report.values == {"optimizer.param_groups[0].lr": ("0.5 (float32)", "0.25 (float32)")}
+    assert not report.different
+
+
+def test_random_states_are_compared_as_a_whole(tmp_path):
+    state = TrainState(model=torch.nn.Linear(2, 2))
+    for name in "ab":
+        save(tmp_path / name, state)
+        torch.rand(1), random.random()
+    report = diff(*(str(tmp_path / name / "step_00000001") for name in "ab"))
+    assert report.random == ("rng.0.python", "rng.0.torch")
+    assert not report.different and not report.values and report.differs
+    assert report.summary().startswith("different: 2 random states differ; ")
+
+
+def test_the_random_states_of_trainers_are_compared_as_a_whole(tmp_path):
+    words = {"python": (3, tuple(range(625)), None), "cpu": torch.arange(9)}
+    changed = {"python": (3, tuple(range(1, 626)), None), "cpu": torch.arange(1, 10)}
+    report = diff(saved(tmp_path / "a.pt", rng_state=words), saved(tmp_path / "b.pt", rng_state=changed))
+    assert report.random == ("rng_state.cpu", "rng_state.python")
+    assert not report.different and not report.values
+
+
+def test_the_summary_counts_tensors_and_values_apart(tmp_path):
+    a, b = ({"m": torch.tensor([x]), "n": torch.tensor([x])} for x in (1.0, 2.0))
+    report = diff(saved(tmp_path / "a.pt", **a, epoch=1), saved(tmp_path / "b.pt", **b, epoch=2))
+    assert report.summary().startswith("different: 2 tensors and 1 value differ; equal: 1 tensor")
+
+
+def test_the_summary_says_that_all_weights_are_equal(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    save(tmp_path / "a", TrainState(model=model, optimizer=torch.optim.SGD(model.parameters())))
+    save(tmp_path / "b", TrainState(model=model))
+    urls = [str(tmp_path / name / "step_00000001") for name in "ab"]
+    assert diff(*urls).summary().endswith("all 2 weights are equal; B has no optimizer")
+    assert "A has no optimizer" in diff(*reversed(urls)).summary()
+    assert diff(*urls, include=["model.*"]).equal
+
+
+@pytest.mark.parametrize("to", ["hf", "local", "dcp", "torch"])
+def test_an_export_that_lacks_the_optimizer_has_equal_weights(tmp_path, to):
+    model = torch.nn.Linear(2, 2)
+    save(tmp_path / "run", TrainState(model=model, optimizer=torch.optim.SGD(model.parameters())))
+    convert(str(tmp_path / "run"), str(tmp_path / "out"), to=to)
+    report = diff(str(tmp_path / "run"), str(tmp_path / "out"))
+    assert not report.differs and report.lack == "B has only weights"
+    assert report.weights == report.same_weights == 2
+    assert report.summary().startswith("equal weights: 2 tensors")
 
 
 def tied(value: float = 0.5, head: float | None = None) -> TrainState:
