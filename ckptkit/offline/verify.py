@@ -61,7 +61,7 @@ class VerifyReport:
     files: int = 0
     tensors: int = 0
     digests: int = 0  # number of digests compared
-    checked_bytes: int = 0  # number of bytes read and hashed
+    checked_bytes: int = 0  # number of bytes that the digests cover; bytes of two digests count once
     unproved_bytes: int = 0  # number of tensor bytes without a recorded digest
     unproved_files: tuple[str, ...] = ()  # the files that contain these bytes
     algorithms: tuple[str, ...] = ()
@@ -128,6 +128,12 @@ class Check:
     def nbytes(self) -> int:
         """The number of bytes to read."""
         return self.digest.nbytes - sum(length for _, length, _ in self.parts)
+
+    @property
+    def range_in_file(self) -> tuple[str, int, int]:
+        """The file, and the start and end of the bytes that the digest covers. Other checks cover the `parts`."""
+        start, nbytes = (self.codec or self.digest).start, (self.codec or self.digest).nbytes
+        return self.path, start, start + nbytes
 
 
 @reads_checkpoints
@@ -201,7 +207,7 @@ def verify(
         files=len(catalog.info.files),
         tensors=len(catalog.tensors),
         digests=len(checks),
-        checked_bytes=sum(check.nbytes for check in checks),
+        checked_bytes=_covered_bytes(checks),
         unproved_bytes=sum(unproved.values()),
         unproved_files=tuple(unproved),
         algorithms=tuple(sorted({check.digest.algorithm for check in checks})),
@@ -209,6 +215,17 @@ def verify(
         doubt=str(catalog.info.extra.get("unproved", "")),
         uninterpreted=uninterpreted,
     )
+
+
+def _covered_bytes(checks: Iterable[Check]) -> int:
+    """Return the number of bytes in files that at least one digest covers."""
+    total, last, end = 0, "", 0
+    for path, start, stop in sorted(check.range_in_file for check in checks):
+        if path != last:
+            last, end = path, 0
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def check_committed(source: Source) -> None:
