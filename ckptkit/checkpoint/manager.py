@@ -31,6 +31,7 @@ from ckptkit.checkpoint.save.staging import StagingBuffers, stand_ins
 from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, check_state
 from ckptkit.errors import CkptkitError, SaveError, UsageError
 from ckptkit.formats.own.record import CommitRecord
+from ckptkit.storage.lock import obstacle
 from ckptkit.storage.open import open_store
 from ckptkit.storage.retry import BACKGROUND_S, Patience, timeout_s
 from ckptkit.units import parse_duration, parse_size
@@ -219,6 +220,8 @@ class CheckpointManager:
             if self._control is not None and signals:
                 self._watch = SignalWatch(self._control, signals=signals)
             root = open_store(given[0], storage_options=storage_options)
+            if self._coordinator.is_main and (why := obstacle(root)):
+                _log.warning("%s. Loads work, but each save fails as long as this is so.", why)
             carried = side_files is not None and self._coordinator.is_main
             return given, root, read_side_files(str(side_files)) if carried else {}
 

@@ -193,12 +193,22 @@ class LocalStore(Store):
             return os.stat(self._resolved(full))
 
     def free_bytes(self) -> int | None:
-        place = Path(self.url)
-        while not place.exists() and place != place.parent:
-            place = place.parent
+        place = self._nearest()
         with disk_errors(str(place)):
             room = os.statvfs(place)
         return room.f_bavail * room.f_frsize
+
+    def is_writable(self) -> bool:
+        """Return whether this process may create files in the directory, or may create the directory."""
+        effective = os.access in os.supports_effective_ids
+        return os.access(self._nearest(), os.W_OK | os.X_OK, effective_ids=effective)
+
+    def _nearest(self) -> Path:
+        """Return the directory or, if it does not exist, the closest directory above it that exists."""
+        place = Path(self.url)
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        return place
 
     # --- reading
 
@@ -325,13 +335,16 @@ class LocalStore(Store):
 
     # --- writing
 
-    def create(self, path: str, nbytes: int = 0) -> int:
+    def create(self, path: str, nbytes: int = 0, *, target: str = "") -> int:
         """Create a file exclusively and return a read-write descriptor. Creates missing directories.
 
         Reserves `nbytes` of disk space if the file system supports that. The mode follows the umask.
+
+        Args:
+            target: The path to which the file will be renamed. Errors name it instead of `path`.
         """
-        full = self._to_change(path)
-        with disk_errors(full):
+        full, told = self._to_change(path), self.path_of(target or path)
+        with disk_errors(told):
             for tries_left in (2, 1, 0):
                 try:
                     self._make_parents(full)
@@ -340,6 +353,8 @@ class LocalStore(Store):
                 except FileNotFoundError:  # another process has just removed the directory, which was empty
                     if not tries_left:
                         raise
+                except PermissionError as error:
+                    raise PermissionError(error.errno, error.strerror, told) from error
             try:
                 if nbytes:
                     _allocate(fd, nbytes)
@@ -361,7 +376,7 @@ class LocalStore(Store):
             raise FileExistsError(errno.EEXIST, f"{full} exists already")
         folder, _, name = path.rpartition("/")
         part = f"{folder}/.{name[:200]}.{os.urandom(6).hex()}.part".lstrip("/")
-        fd = self.create(part)
+        fd = self.create(part, target=path)
         try:
             try:
                 yield _LocalWriter(fd, full, writeback=sync)

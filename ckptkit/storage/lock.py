@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.errors import LeaseHeldError, SaveError
+from ckptkit.errors import LeaseHeldError, SaveError, StorageError
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.owner import Owner, owner_in, owner_json, this_process
@@ -297,6 +297,8 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
             root.claim(state.path, state.to_json(root), looked=since - started < _FRESH_S)
         except FileExistsError:
             continue
+        except PermissionError as error:
+            raise StorageError(error.errno, f"{root.url} is not writable: {error.strerror}") from error
         logger.debug("took the lease of %s, generation %d", root.url, state.generation)
         old = [path for generation, path in _generations(view) if generation < state.generation]
         old += [i.path for i in view.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
@@ -306,6 +308,23 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
             lease.tidy()
         return lease
     raise LeaseHeldError(f"{root.url}: the lease keeps changing hands. Too many jobs want to write here.")
+
+
+def obstacle(root: Store) -> str:
+    """Return why a save to `root` would fail now, as far as that can be known without a write; "" otherwise.
+
+    Only looks at directories, and at owners on this machine: on an object store it would take two requests, and whether
+    a process on another machine is alive can only be seen by waiting for a heartbeat.
+    """
+    if not is_directory(root):
+        return ""
+    with contextlib.suppress(OSError):
+        newest = _newest(root)
+        if newest is not None and not newest.released and newest.owner != this_process() and newest.owner.alive():
+            return f"{root.url} is being written by {newest.owner}"
+        if not root.is_writable() or not root.child(STATE_DIRECTORY).is_writable():
+            return f"{root.url} is not writable"
+    return ""
 
 
 def check_state_directory(root: Store) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +32,21 @@ def s3() -> Iterator[dict[str, Any]]:
         # All moto servers of a process share their data.
         s3fs.S3FileSystem(**options, skip_instance_cache=True).makedirs("bucket", exist_ok=True)
         yield dict(options)
+
+
+@pytest.fixture
+def as_a_user() -> Iterator[Path]:
+    """Yield a directory of a user who is not root, because root may read everything."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as folder:  # above `tmp_path`, directories are root's own
+        Path(folder).chmod(0o777)
+        os.seteuid(65534 if user == 0 else user)
+        try:
+            yield Path(folder)
+        finally:
+            os.seteuid(user)
+            for path in Path(folder).iterdir():
+                path.chmod(0o700)
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def _threads(workers: int, *, known: bool) -> Iterator[None]:
         patch.setattr(files, "default_workers", lambda store, tensors: workers)
         patch.setattr(files, "_FILE", 1)
         if not known:
-            patch.setattr(commit, "_check_space", lambda *args: None)  # the space is used up after the check
+            patch.setattr(commit, "_check_space", lambda *args, **_: None)  # the space is used up after the check
         yield
 
 

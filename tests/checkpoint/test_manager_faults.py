@@ -155,7 +155,7 @@ def fill_up(url: str, kind: str, mode: str) -> tuple[str, list[int]]:
         if dist.get_rank() == 0:
             fill(ballast, 8192)
         dist.barrier()
-        patch.setattr(commit, "_check_space", lambda *args: None)  # the space is used up after the check
+        patch.setattr(commit, "_check_space", lambda *args, **_: None)  # the space is used up after the check
         text, _ = failure(manager, mode, 2, job.state())
         with unchanged(state := job.state()):
             manager.load(state)

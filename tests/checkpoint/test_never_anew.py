@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import tarfile
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,21 +162,6 @@ def test_other_files_do_not_prevent_a_new_run(tmp_path, case):
     NEW[case](tmp_path / "run")
     with CheckpointManager(tmp_path / "run") as manager:
         assert manager.load(state()) is None
-
-
-@pytest.fixture
-def as_a_user():
-    """Yield a directory of a user who is not root, because root may read everything."""
-    user = os.geteuid()
-    with tempfile.TemporaryDirectory() as folder:  # above `tmp_path`, directories are root's own
-        Path(folder).chmod(0o777)
-        os.seteuid(65534 if user == 0 else user)
-        try:
-            yield Path(folder)
-        finally:
-            os.seteuid(user)
-            for path in Path(folder).iterdir():
-                path.chmod(0o700)
 
 
 def test_an_unreadable_folder_is_refused_unless_it_is_lost_and_found(as_a_user):

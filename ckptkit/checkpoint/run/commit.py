@@ -46,6 +46,7 @@ from ckptkit.errors import (
     LeaseHeldError,
     NoSpaceError,
     SaveError,
+    StorageError,
     UsageError,
     command_line,
 )
@@ -342,10 +343,13 @@ class SaveAttempt:
             pool = WorkerPool(1, thread_name_prefix="ckptkit-open")
             self._listing = pool.submit(listed)
             pool.shutdown(wait=False)
-        _check_space(root, [request[3] for request in requests])
+        _check_space(root, [request[3] for request in requests], saved=len(self._inventory.committed))
         # Invariant: if there is too little space, the save fails before it writes anything.
         self._is_open = True
-        self.place.open()
+        try:
+            self.place.open()
+        except PermissionError as error:
+            raise StorageError(error.errno, f"{root.url} is not writable: {error.strerror}") from error
         return self.save_id, Witness(lease.path, lease.nonce)
 
     def _list_run(self, lease: Lease, view: Store | None) -> None:
@@ -562,16 +566,21 @@ class SaveAttempt:
                 self.after = None
 
 
-def _check_space(root: Store, planned: Sequence[int | None]) -> None:
+def _check_space(root: Store, planned: Sequence[int | None], *, saved: int) -> None:
+    """Raise NoSpaceError if there is not enough space. `saved` is the number of committed checkpoints in `root`."""
     free = root.free_bytes()
     if free is None or any(nbytes is None for nbytes in planned):
         return
     total = sum(nbytes or 0 for nbytes in planned)
     need = total + total // 20 + _SLACK
     if need > free:
+        advice = "Free some space, or save to another disk."
+        if saved > 1:  # otherwise, nothing can be deleted
+            advice = (
+                "Old checkpoints are deleted only after the new one is committed, so there must be space for one more. "
+                f"To see what can be deleted: {command_line('prune', root.url, '--max-num', '1', '--dry-run')}"
+            )
         raise NoSpaceError(
             f"{root.url}: the checkpoint needs {format_size(need)}, but only {format_size(free)} are free: No space "
-            "left on device. Nothing was written. Old checkpoints are deleted only after the new one is committed, so "
-            "there must be space for one more: free some, or keep fewer checkpoints. To see what could be deleted: "
-            + command_line("prune", root.url, "--max-num", "2", "--dry-run")
+            f"left on device. Nothing was written. {advice}"
         )

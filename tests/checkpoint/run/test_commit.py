@@ -82,6 +82,14 @@ def test_too_little_space_is_an_error_before_anything_is_written(tmp_path):
     save(tmp_path, 7, planned_bytes=4000)
 
 
+def test_the_error_of_a_full_disk_suggests_a_deletion_only_if_there_is_something_to_delete(tmp_path):
+    for step in (1, 2, 3):
+        with pytest.raises(NoSpaceError) as caught:
+            save(tmp_path, 7, planned_bytes=1 << 60)
+        assert ("ckptkit prune" in str(caught.value)) == (step == 3)
+        save(tmp_path, step)
+
+
 @pytest.mark.parametrize(("error", "kind", "said"), [
     (OSError(5, "Input/output error"), RankFailedError, r"saving step_00000002 failed on rank 0: OSError"),
     (KeyboardInterrupt(), KeyboardInterrupt, None),

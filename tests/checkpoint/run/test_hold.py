@@ -21,7 +21,7 @@ from ckptkit.checkpoint.run import inventory
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.run.pins import deleting, pin_while_reading
-from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, LeaseHeldError, SaveError
+from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, LeaseHeldError, SaveError, StorageError
 from ckptkit.storage import lock as lease_module
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import open_attempts
@@ -65,6 +65,46 @@ def second_job(root: Path, end: str = "") -> str:
     return run_script(SECOND.format(end=end), str(root))[1]
 
 
+# --- what the constructor can see
+
+
+WARNED = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
+from ckptkit.checkpoint.manager import CheckpointManager
+CheckpointManager(sys.argv[1]).close()
+"""
+
+
+def test_a_second_job_is_warned_before_it_saves(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        assert run_script(WARNED, str(tmp_path))[1] == ""
+        manager.save(1, linear())
+        assert run_script(WARNED, str(tmp_path))[1].startswith(f"{tmp_path} is being written by process {os.getpid()}")
+    assert run_script(WARNED, str(tmp_path))[1] == ""
+
+
+def warnings_of(caplog, root: Path) -> list[str]:
+    caplog.clear()
+    CheckpointManager(root).close()
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_job_is_warned_of_a_directory_that_is_not_writable(as_a_user, caplog):
+    root = save(as_a_user / "run", 1)
+    assert warnings_of(caplog, root) == []
+    for place in (root / ".ckptkit", root):
+        place.chmod(0o555)
+        (said,) = warnings_of(caplog, root)
+        assert said.startswith(f"{root} is not writable")
+        with CheckpointManager(root) as manager:
+            assert manager.load(linear()).step == 1
+            with pytest.raises(StorageError, match=f"{root} is not writable") as caught:
+                manager.save(2, linear())
+        assert ".part" not in str(caught.value)
+        place.chmod(0o755)
+
+
 # --- the lease
 
 
@@ -72,7 +112,7 @@ def test_a_second_job_is_refused_with_the_owner_named_and_may_still_read(tmp_pat
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, linear())
         said = second_job(tmp_path)
-        assert said.startswith("loaded 1\nrefused")
+        assert "loaded 1\nrefused" in said
         assert f"is being written by process {os.getpid()} on" in said
         manager.save(2, linear())
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
