@@ -136,7 +136,10 @@ def plan_export(
     else:
         tensors, kind = _model_tensors(draft, split, quantized, store), "model"
         if not draft.base.wanted:  # otherwise, the comparison with the base names the other models' tensors
-            draft.notes += several_models([catalog.tensors[key] for t in tensors.values() for key in t.sources])
+            several = several_models([catalog.tensors[key] for t in tensors.values() for key in t.sources])
+            if several and not draft.options.chooses:
+                raise UsageError(several)
+            draft.notes += [several] if several else []
     return _finish(draft, tensors, "adapter" if kind == "adapter" else "model", store.url)
 
 

@@ -71,6 +71,11 @@ class ExportOptions:
     strict: bool = True
     notes: tuple[str, ...] = ()
 
+    @property
+    def chooses(self) -> bool:
+        """Whether an option selects or renames tensors, so that an export of several models is intended."""
+        return bool(self.include or self.exclude or self.strip_prefix or self.key_map)
+
 
 @dataclass(slots=True)
 class Selection:
@@ -244,8 +249,8 @@ def _listed(prefixes: Collection[str]) -> str:
     return first_few([repr(prefix) for prefix in prefixes])
 
 
-def several_models(entries: Collection[TensorEntry]) -> tuple[str, ...]:
-    """Return a note if the tensors belong to several models, so that their names start with a model's name."""
+def several_models(entries: Collection[TensorEntry]) -> str:
+    """Return a sentence if the tensors belong to several models, so that their names start with a model's name."""
     models: dict[str, None] = {}
     for entry in entries:
         top = entry.fqn.partition(".")[0]
@@ -253,11 +258,13 @@ def several_models(entries: Collection[TensorEntry]) -> tuple[str, ...]:
         named = entry.name == f"model_{entry.fqn}" or _NUMBERED.fullmatch(top)
         models[f"{top}." if named or in_dict else ""] = None
     if len(models) < 2:
-        return ()
+        return ""
     listed = first_few([repr(prefix) if prefix else "no model's name" for prefix in models])
+    first = next(filter(None, models))
+    choice = f"--exclude '{first}*'" if "" in models else f"--strip-prefix {first[:-1]}"
     return (
-        f"the export contains {len(models)} models, whose names start with {listed}; transformers and vLLM load one. "
-        "--strip-prefix or --exclude chooses one",
+        f"there are {len(models)} models, whose tensor names start with {listed}; transformers and vLLM load one. "
+        f"Choose one, for example with `{choice}`. To export all, pass --include '*'."
     )
 
 

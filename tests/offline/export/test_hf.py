@@ -144,7 +144,12 @@ def test_several_models_that_match_the_base_equally_are_refused_with_the_options
     assert export(tmp_path, _models("actor", "ref"), _HUB, strip_prefix="ref").names == {*_HUB}
 
 
-def test_an_export_of_several_models_without_a_base_is_noted(tmp_path):
+def test_one_of_several_models_must_be_chosen_without_a_base(tmp_path):
+    def refused(source: Path) -> str:
+        with pytest.raises(UsageError, match="there are 2 models") as caught:
+            planned(source)
+        return str(caught.value)
+
     def noted(source: Path, **options: Any) -> list[str]:
         return [note for note in planned(source, **options).export.notes if "2 models" in note]
 
@@ -153,10 +158,13 @@ def test_an_export_of_several_models_without_a_base_is_noted(tmp_path):
     (tmp_path / "state").mkdir()
     for name in ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin"):
         torch.save({"a.w": torch.ones(2)}, tmp_path / "state" / name)
-    assert "'actor.', 'ref.'" in noted(tmp_path / "run")[0]
-    assert "'gan.', 'critic.'" in noted(tmp_path / "two.pt")[0]
-    assert "no model's name, 'model_1.'" in noted(tmp_path / "state")[0]
+    assert "'actor.', 'ref.'" in refused(tmp_path / "run") and "--strip-prefix actor`" in refused(tmp_path / "run")
+    assert "'gan.', 'critic.'" in refused(tmp_path / "two.pt")
+    assert "no model's name, 'model_1.'" in refused(tmp_path / "state")
+    assert "--exclude 'model_1.*'" in refused(tmp_path / "state")
     assert not noted(tmp_path / "run", strip_prefix="actor")
+    assert not noted(tmp_path / "state", exclude=("model_1.*",))
+    assert noted(tmp_path / "run", include=("*",))
     torch.save({"model": {"layer.a.w": torch.ones(2), "head.w": torch.ones(2)}}, tmp_path / "one.pt")
     assert not noted(tmp_path / "one.pt")
 
