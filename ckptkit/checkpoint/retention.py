@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit.checkpoint.run.inventory import rank_by
 from ckptkit.errors import UsageError
 from ckptkit.formats.own.record import CommitRecord
-from ckptkit.units import format_size, parse_size
+from ckptkit.units import counted, format_size, parse_size
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class RetentionPolicy:
     Attributes:
         max_num: Keep this many of the newest checkpoints, plus older checkpoints that are exempt.
         max_mem: Keep the total size at or below this: "1TB" is 10^12 bytes, "1TiB" is 2^40. Counts every committed
-            checkpoint, including exempt ones. The oldest are deleted first.
+            checkpoint, including exempt ones, but not the commit records. The oldest are deleted first.
         keep_every: Keep each checkpoint whose step is a multiple of this number.
         keep_best: Keep the `count` best checkpoints by a metric: (metric, "min" or "max", count). If `count` is
             omitted, it is 1.
@@ -132,8 +132,6 @@ def decide(
 ) -> list[Decision]:
     """Decide for each checkpoint whether to keep it. The decisions are in the order of `records`.
 
-    Logs a warning if exempt checkpoints exceed `max_mem`. Has no other side effects.
-
     Args:
         records: The committed checkpoints, newest last, as in `Inventory.committed`.
         protected: Names of checkpoints that must stay, each with the reason: pinned, resumed from, being read.
@@ -152,16 +150,6 @@ def decide(
             if total > limit and record.name not in exempt and record.name not in doomed:
                 doomed[record.name] = f"{format_size(total)} exceed {format_size(limit)} (max_mem)"
                 total -= record.total_bytes
-        if total > limit:
-            kept = [record.name for record in records if record.name not in doomed]
-            logger.warning(
-                "%s are kept, more than max_mem=%s: %d checkpoints cannot be deleted (%s). Set max_mem to "
-                "several times the size of one checkpoint.",
-                format_size(total),
-                format_size(limit),
-                len(kept),
-                "; ".join(f"{name}: {exempt[name][0]}" for name in kept[-4:]),
-            )
     return [
         Decision(
             record.name,
@@ -172,6 +160,21 @@ def decide(
         )
         for record in records
     ]
+
+
+def warn_of_excess(decisions: Sequence[Decision], policy: RetentionPolicy) -> None:
+    """Log a warning if the checkpoints that are kept exceed `max_mem`."""
+    kept = [item for item in decisions if item.keep]
+    total, limit = sum(item.nbytes for item in kept), policy.max_mem
+    if limit is not None and total > int(limit):
+        logger.warning(
+            "%s are kept, more than max_mem=%s, because %s exempt from the limit (%s). Set max_mem to several times "
+            "the size of one checkpoint.",
+            format_size(total),
+            format_size(int(limit)),
+            counted(len(kept), "checkpoint", "are"),
+            "; ".join(f"{item.name}: {item.reasons[0]}" for item in kept[-4:]),
+        )
 
 
 def _exempt(

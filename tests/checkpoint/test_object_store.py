@@ -209,7 +209,7 @@ def test_a_step_that_lost_its_record_is_not_removed(root, s3, caplog):
     lease.release()
     clean_leftovers(root)
     assert set(before) <= set(keys(root))
-    said = [r.message for r in caplog.records if "step_00000001 is left unchanged" in r.message]
+    said = [r.message for r in caplog.records if "step_00000001 is kept, but" in r.message]
     assert len(said) == 1 and "checkpoint.json" in said[0]
 
 

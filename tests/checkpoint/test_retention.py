@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy, decide
 from ckptkit.errors import UsageError
 from ckptkit.formats.own.record import CommitRecord, FileRecord
+from tests.checkpoint.states import linear
 
 
 def record(step: int, nbytes: int = 10, created: float = 0.0, **metrics: float) -> CommitRecord:
@@ -64,10 +66,17 @@ def test_limits_delete_the_oldest_not_exempt(run, policy, steps):
     assert [d.step for d in decide(run, RetentionPolicy(**policy)) if d.keep] == steps
 
 
-def test_a_newest_checkpoint_above_max_mem_is_kept_with_a_warning(caplog):
-    with caplog.at_level(logging.WARNING, logger="ckptkit"):
-        assert [d.step for d in decide(RUN, RetentionPolicy(max_mem=5)) if d.keep] == [50]
-    assert "max_mem" in caplog.text and "step_00000050: the newest" in caplog.text
+def test_a_newest_checkpoint_above_max_mem_is_kept():
+    assert [d.step for d in decide(RUN, RetentionPolicy(max_mem=5)) if d.keep] == [50]
+
+
+def test_each_save_warns_once_that_the_newest_checkpoint_is_above_max_mem(tmp_path, caplog):
+    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_mem=5)) as manager:
+        for step in (1, 2):
+            caplog.clear()
+            manager.save(step, linear())
+            (said,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+            assert "because 1 checkpoint is exempt from the limit" in said and f"step_0000000{step}: the newest" in said
 
 
 def test_every_decision_has_a_reason():

@@ -116,7 +116,7 @@ def clean_leftovers(
             removed.append(path)
     for item in inventory.skipped if leased and not dry_run else ():
         if item.unknown:
-            warn_once(logger, f"{root.url}/{item.path}", "is left unchanged: %s", item.reason)
+            warn_once(logger, f"{root.url}/{item.path}", "is kept, but is not a checkpoint: %s", item.reason)
     return removed if given is not None else removed + _old_uploads(root, dry_run=dry_run)
 
 

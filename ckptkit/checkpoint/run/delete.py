@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ckptkit.checkpoint.retention import Decision, RetentionPolicy, decide
+from ckptkit.checkpoint.retention import Decision, RetentionPolicy, decide, warn_of_excess
 from ckptkit.checkpoint.run.attempt import write_hint
 from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.checkpoint.run.inventory import Inventory, list_checkpoints
@@ -51,11 +51,16 @@ class Rotation:
 def plan_rotation(
     inventory: Inventory, root: Store, policy: RetentionPolicy, *, protected: Mapping[str, str] | None = None
 ) -> list[Decision]:
-    """Return what a rotation would do now. `protected`: names that must stay, each with the reason."""
+    """Return what a rotation would do now. `protected`: names that must stay, each with the reason.
+
+    Logs a warning if the kept checkpoints exceed `max_mem`.
+    """
     keep = dict(protected or {})
     for pin in list_pins(root):
         keep[pin.name] = f"{keep[pin.name]}; {pin.reason}" if pin.name in keep else pin.reason
-    return decide([item.record for item in inventory.committed], policy, protected=keep)
+    decisions = decide([item.record for item in inventory.committed], policy, protected=keep)
+    warn_of_excess(decisions, policy)
+    return decisions
 
 
 @patient()
@@ -83,6 +88,7 @@ def rotate(
         records = [item.record for item in seen.committed if among is None or among(item.record)]
         early = decide(records, policy, protected=protected)
         if all(decision.keep for decision in early):
+            warn_of_excess(early, policy)
             return Rotation(tuple(early))
     inventory = list_checkpoints(root)
     if among is not None:

@@ -44,7 +44,7 @@ _MAX_LISTINGS = 10
 _MAX_NAMED = 3
 _MAX_LOOKS = 32
 _NO_RECORD = "it has no checkpoint.json: an incomplete copy, or not saved by ckptkit"
-_NO_ATTEMPT = "no known save of this run wrote it; left unchanged"
+_NO_ATTEMPT = "no known save of this run wrote it"
 _AGE = operator.attrgetter("record.sequence", "record.step", "record.created", "record.save_id")
 _BEST = re.compile(r"best(?::(.+?)(?::(min|max))?)?")
 
@@ -255,7 +255,7 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
     if record.name == path or (replacement and replacement.groups() == (record.name, record.save_id)):
         return Committed(path, record)
     # A directory named after a step is damaged: it is a copy, or its record was overwritten.
-    reason = f"its record is that of {record.name}, so it was copied or renamed; left unchanged"
+    reason = f"its record is that of {record.name}, so it was copied or renamed"
     return Skipped(path, reason, damaged=step_of_name(path) is not None)
 
 
