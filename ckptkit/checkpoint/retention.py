@@ -148,7 +148,7 @@ def decide(
         total = sum(record.total_bytes for record in records if record.name not in doomed)
         for record in records:  # oldest first
             if total > limit and record.name not in exempt and record.name not in doomed:
-                doomed[record.name] = f"{format_size(total)} exceed {format_size(limit)} (max_mem)"
+                doomed[record.name] = f"the total of {format_size(total)} exceeds {format_size(limit)} (max_mem)"
                 total -= record.total_bytes
     return [
         Decision(

@@ -68,6 +68,7 @@ def _lines(report: DiffReport, *, every: bool) -> list[str]:
         lines += kind if every else kind[:_FIRST]
         if len(kind) > _FIRST and not every:
             lines.append(f"  ... and {len(kind) - _FIRST} more of {len(kind)}; --verbose lists them")
+    lines += [f"not compared: {name}" for name in report.left_out] if every else []
     layers = report.layers()
     if every or len(report.different) <= max(_FIRST, len(layers)):
         if report.different:

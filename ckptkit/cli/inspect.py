@@ -80,8 +80,9 @@ def _lines(report: InspectReport) -> list[str]:
     for section in report.sections:
         kinds = ", ".join(f"{dtype} {format_size(n)}" for dtype, n in section.dtypes.items())
         noun = "tensor " if section.tensors == 1 else "tensors"
+        unit = "element " if section.numel == 1 else "elements"
         lines.append(
-            f"  {section.role:<10} {section.tensors:>6} {noun}  {format_count(section.numel):>9} elements  "
+            f"  {section.role:<10} {section.tensors:>6} {noun}  {format_count(section.numel):>9} {unit}  "
             f"{format_size(section.nbytes):>9}  ({kinds})"
         )
         if list(section.placements) != ["whole"]:

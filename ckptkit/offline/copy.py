@@ -157,7 +157,9 @@ class Copied:
         """Return one line that lists the checks that passed."""
         new = [item for item in self.checkpoints if not item.there]
         digests, unproved = sum(item.digests for item in new), sum(item.unproved for item in new)
-        facts = [f"{_files(sum(item.files for item in new))}, {format_size(self.nbytes)}, each byte written once"]
+        facts: list[str] = []
+        if new:
+            facts = [f"{_files(sum(item.files for item in new))}, {format_size(self.nbytes)}, each byte written once"]
         if digests:
             facts.append(f"{digests} source digest{'s' * (digests != 1)} checked")
         if new and all(item.verified for item in new):

@@ -212,7 +212,9 @@ def weights_of(weights: str | Sequence[float], count: int) -> tuple[float, ...]:
         raise wrong("weights", weights, "'uniform', 'minus-sqrt', 'ema:0.9' or a sequence of numbers")
     given = tuple(float(value) for value in weights)
     if len(given) != count:
-        raise UsageError(f"{len(given)} weights were given for {count} checkpoints; expected one for each.")
+        raise UsageError(
+            f"{counted(len(given), 'weight', 'are')} given for {count} checkpoints; expected one for each."
+        )
     total = sum(given)
     if not math.isclose(total, 1, abs_tol=1e-6):
         scaled = ",".join(f"{value / total:.6g}" for value in given) if math.isfinite(total) and total else ""

@@ -83,7 +83,7 @@ def test_every_decision_has_a_reason():
     decisions = decide(RUN, RetentionPolicy(max_num=2, max_mem=15, keep_every=50))
     assert [d.keep for d in decisions] == [False, False, False, False, True]
     assert decisions[0].reason == "older than the 2 newest (max_num)"
-    assert decisions[3].reason == "20 B exceed 15 B (max_mem)"
+    assert decisions[3].reason == "the total of 20 B exceeds 15 B (max_mem)"
     assert decisions[4].reasons == ("the newest", "a multiple of 50 (keep_every)")
     decisions = decide(DAYS, RetentionPolicy(max_num=1, keep_daily=9))
     assert decisions[0].reason == "older than the newest (max_num)"

@@ -102,6 +102,12 @@ def test_diff_of_a_checkpoint_and_its_export_is_equal_and_quiet_prints_only_that
     assert len(ran("diff", zoo / DCP, tmp_path / "out", "--quiet").splitlines()) == 1
 
 
+def test_verbose_diff_lists_what_was_not_compared(root, tmp_path):
+    ran("convert", root, tmp_path / "out", "-q")
+    assert "not compared: rng" not in ran("diff", root, tmp_path / "out")
+    assert "not compared: rng" in ran("diff", root, tmp_path / "out", "-v")
+
+
 def test_diff_shows_a_cast_by_layer_or_tensor_and_exits_with_1(zoo, tmp_path):
     both = zoo / DCP, tmp_path / "out"
     ran("convert", *both, "--dtype", "bf16")

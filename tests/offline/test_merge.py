@@ -193,7 +193,8 @@ def test_weights_are_given_by_rule_or_by_numbers(given, expected):
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ("0.5,0.5", "2 weights were given for 4"),
+    ("0.5,0.5", "2 weights are given for 4"),
+    ("1", "1 weight is given for 4"),
     ("1,1,1,1", "add up to 4; expected 1. Scaled, they are 0.25,0.25,0.25,0.25"),
     ("nan,0,0,0", "add up to nan"),
     ("1,-1,1,-1", "add up to 0"),
