@@ -266,7 +266,27 @@ def test_an_optimizer_directory_beside_the_only_model_is_named_as_not_read(tmp_p
     assert "not read: optimizer/." in " ".join((source.note, *source.catalog.info.notes))
 
 
-def test_the_step_in_rank_files_is_read_and_other_values_are_named(tmp_path):
-    saved = {"model": {"w": torch.ones(4)}, "global_step": 7, "scheduler": {"last_epoch": 7}, "epoch": 1}
-    info = open_source(str(lay(tmp_path, {f"ckpt_rank_{rank}.pt": saved for rank in range(2)}))).catalog.info
-    assert info.step == 7 and "not read: scheduler, epoch of ckpt_rank_*.pt." in info.notes
+def test_a_tensor_beside_the_model_in_rank_files_is_no_weight(tmp_path):
+    model, optimizer = torch.nn.Linear(3, 2), {"state": {}, "param_groups": [{"params": [0, 1], "lr": 0.5}]}
+    optimizer["state"] = {i: {"exp_avg": torch.ones_like(p)} for i, p in enumerate(model.parameters())}
+    saved = {"rng": torch.arange(9), "model": model.state_dict(), "optimizer": optimizer, "step": 7, "epoch": 1}
+    files = {f"rank{rank}.pt": {**saved, "rng": torch.arange(9) + rank} for rank in range(2)}
+    catalog = open_source(str(lay(tmp_path, files))).catalog
+    assert list(catalog.by_role(Role.MODEL)) == ["weight", "bias"] and catalog.info.step == 7
+    assert len(catalog.by_role(Role.OPTIMIZER)) == 2 and catalog.objects["epoch"].value == 1
+    assert catalog.info.notes == (
+        "each rank saved the whole model; rank0.pt was read.",
+        "rank 0's values are used; other ranks have different ones: rng.",
+    )
+
+
+def test_rank_files_with_different_optimizer_states_are_not_taken_for_copies(tmp_path):
+    """Each rank has the states of its own parameters, as with ZeroRedundancyOptimizer."""
+    model = {"w": torch.ones(2), "v": torch.ones(3)}
+    files = {}
+    for rank, weight in enumerate(model.values()):
+        states = {"state": {rank: {"exp_avg": torch.full_like(weight, rank)}}, "param_groups": [{"params": [0, 1]}]}
+        files[f"rank{rank}.pt"] = {"app": {"model": model, "optimizer": states, "step": 3, "scaler": {"scale": 2.0}}}
+    catalog = open_source(str(lay(tmp_path, files))).catalog
+    assert catalog.by_role(Role.OPTIMIZER).keys() == {"optimizer.state.w.exp_avg", "optimizer.state.v.exp_avg"}
+    assert catalog.info.step == 3 and catalog.info.notes == ("not read: scaler of rank*.pt.",)

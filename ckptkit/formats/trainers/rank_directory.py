@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError
 from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, is_tensor
+from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor, is_tensor
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.formats.state_names import MODEL_KEYS, OPTIMIZER_KEY, STEPS
+from ckptkit.formats.torch_save import open_file
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.trainers.rank_files import join_model, read_ranks, recorded_ranks
@@ -25,8 +28,11 @@ _MODEL_KEYS = (*MODEL_KEYS, "app")
 
 
 def is_rank_directory(files: Sequence[str]) -> bool:
-    """Return whether at least two files, including the file of rank 0, have names that differ only in the rank."""
-    return bool(_groups(files))
+    """Return whether at least two files, including the file of rank 0, have names that differ only in the rank.
+
+    Files that are named after an optimizer or other state do not count.
+    """
+    return _model_group(_groups(files)) is not None
 
 
 def are_rank_files(store: Store, files: Sequence[str]) -> bool:
@@ -40,7 +46,7 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
     if template is None or sorted(groups[template]) != list(range(len(groups[template]))):
         return False
     try:
-        value = _model_in(read_archive(store, groups[template][0]))
+        value = _levels(read_archive(store, groups[template][0]), _model_key)[-1]
     except CkptkitError:
         return False  # unreadable: treat the numbers as steps, so that file 0 is not opened
     tensors = value.values() if isinstance(value, dict) else ()
@@ -64,36 +70,82 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     ranks = groups[template]
     values = read_ranks(store, ranks, template)
     names = [ranks[rank] for rank in sorted(ranks)]
-    models = [_model_in(value) for value in values]
+    levels = [_levels(value, _model_key) for value in values]
+    models = [found[-1] for found in levels]
     if fsdp1_local.is_flat(models):
         return fsdp1_local.read(store, names, models, sizes, None, options)
     model = join_model(models, what=template, where=", at the top level or below a known key")
-    optimizer = OptimizerState()
-    key = _optimizer_key(values[0])
-    if key is not None and all(isinstance(value.get(key), dict) for value in values):
-        optimizer = read_optimizer([value[key] for value in values], model.params, what=template)
+    side = find_side_files(store)
+    beside = [_beside(found) for found in levels]  # what each rank saved with its model
+    if beside[0] and (differing := _differing(values, models[0])) is not None:
+        whole = open_file(store, names[0])  # it has the scheduler and all other values, too
+        said = (f"each rank saved the whole model; {names[0]} was read.", *model.notes)
+        said += (f"rank 0's values are used; other ranks have different ones: {first_few(differing)}.",) * bool(
+            differing
+        )
+        info = replace(whole.info, format="rank-files", world_size=len(names), files={n: sizes[n] for n in names})
+        return Catalog(whole.tensors, whole.objects, replace(info, notes=(*info.notes, *said)))
+    optimizer, key = OptimizerState(), _optimizer_key(beside[0])
+    if key is not None and all(isinstance(value.get(key), dict) for value in beside):
+        optimizer = read_optimizer([value[key] for value in beside], model.params, what=template)
     else:
         apart = next((name for name in groups if name != template and "optim" in name.lower()), "")
         if groups.get(apart, {}).keys() == ranks.keys():
-            states = [_optimizer_in(value) for value in read_ranks(store, groups[apart], apart)]
+            states = [_levels(value, _optimizer_key)[-1] for value in read_ranks(store, groups[apart], apart)]
             optimizer = read_optimizer(states, model.params, what=apart)
             names += [groups[apart][rank] for rank in sorted(ranks)]
     unread = sorted({name for files in groups.values() for name in files.values()} - {*names})
     notes = [f"not read: {', '.join(unread[:4])}{', ...' * (len(unread) > 4)}."] if unread else []
-    beside = values[0] if models[0] is not values[0] and isinstance(values[0], dict) else {}
-    left = [str(name) for name in beside if name not in (_model_key(beside), key, *STEPS)]
+    left = [str(name) for name in beside[0] if name not in (key, *STEPS)]
     notes += [f"not read: {first_few(left)} of {template.format(rank='*')}."] if left else []
     info = CatalogInfo(
         "rank-files",
         producer="torch.save",
-        step=next((step for name in STEPS if type(step := beside.get(name)) is int), None),
+        step=next((step for name in STEPS if type(step := beside[0].get(name)) is int), None),
         world_size=max(len(values), recorded_ranks(models[0].values())),
         mesh=model.mesh,
         files={name: sizes[name] for name in names},
         notes=(*model.notes, *optimizer.notes, *notes),
     )
-    side = find_side_files(store)
     return Catalog({**model.tensors, **optimizer.tensors}, optimizer.objects, side.described_in(info))
+
+
+def _differing(values: Sequence[Any], model: Any) -> list[str] | None:
+    """Return the keys of the values that differ between ranks, if each rank saved the whole training state.
+
+    Return None if the ranks have parts of tensors, or different optimizer states.
+
+    Args:
+        model: The state dict of rank 0. Weights are not compared.
+    """
+    if not isinstance(model, dict) or not all(isinstance(t, StoredTensor) for t in model.values() if is_tensor(t)):
+        return None
+    found = {path: None for value in values[1:] for path in _differences(values[0], value, (), model)}
+    return None if () in found else [".".join(map(str, path)) for path in found]
+
+
+def _differences(first: Any, other: Any, path: tuple[Any, ...], model: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of values that differ, or () for parts of tensors and for optimizer states that differ."""
+    if first is model:
+        return
+    if isinstance(first, dict) and isinstance(other, dict):
+        is_optimizer = {"state", "param_groups"} <= first.keys()
+        for key in dict.fromkeys((*first, *other)):
+            below = (*path, key)
+            same = key in first and key in other
+            for one in _differences(first[key], other[key], below, model) if same else (below,):
+                yield () if is_optimizer else one
+    elif isinstance(first, (list, tuple)) and type(first) is type(other) and len(first) == len(other):
+        for i, pair in enumerate(zip(first, other, strict=True)):
+            yield from _differences(*pair, (*path, i), model)
+    elif isinstance(first, StoredTensor) and isinstance(other, StoredTensor):
+        places = [(t.dtype, t.shape, t.strides, t.offset, t.storage_nbytes, t.crc32) for t in (first, other)]
+        if places[0] != places[1]:
+            yield path
+    elif is_tensor(first) or is_tensor(other):
+        yield ()
+    elif type(first) is not type(other) or repr(first) != repr(other):
+        yield path
 
 
 def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
@@ -115,26 +167,28 @@ def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
 def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
     named = [template for template in groups if "model" in template.lower()]
     rest = [template for template in groups if not re.search(r"optim|rng|sched|extra|random", template.lower())]
-    return next(iter(named or rest or groups), None)
+    return next(iter(named or rest), None)
 
 
-def _model_in(value: Any) -> Any:
-    """Go down nested dicts by known keys, and return the first dict that contains a tensor or none of the keys."""
-    while (key := _model_key(value)) is not None:
-        value = value[key]
-    return value
+def _levels(value: Any, key_of: Callable[[Any], Any]) -> list[Any]:
+    """Return the nested dicts that the keys of `key_of` lead to, outermost first.
+
+    A dict on the way may also contain tensors, such as a random state.
+    """
+    levels = [value]
+    while (key := key_of(levels[-1])) is not None:
+        levels.append(levels[-1][key])
+    return levels
+
+
+def _beside(levels: Sequence[Any]) -> dict[Any, Any]:
+    """Return what a rank saved beside its model, given the dicts that lead to the model."""
+    return {key: value for level, inner in pairwise(levels) for key, value in level.items() if value is not inner}
 
 
 def _model_key(value: Any) -> str | None:
-    if not isinstance(value, dict) or any(is_tensor(item) for item in value.values()):
-        return None
-    return next((key for key in _MODEL_KEYS if isinstance(value.get(key), dict)), None)
-
-
-def _optimizer_in(value: Any) -> Any:
-    while (key := _optimizer_key(value)) is not None:
-        value = value[key]
-    return value
+    items = value if isinstance(value, dict) else {}
+    return next((key for key in _MODEL_KEYS if isinstance(items.get(key), dict)), None)
 
 
 def _optimizer_key(value: Any) -> Any:

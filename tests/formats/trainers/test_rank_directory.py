@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from ckptkit.catalog.entry import Role
 from ckptkit.formats.detect import open_source
 
 
-def test_models_and_optimizers_are_found_under_any_usual_key_and_the_rest_is_named(tmp_path):
+def test_models_and_optimizers_are_found_under_any_usual_key_with_the_rest(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
@@ -17,5 +18,5 @@ def test_models_and_optimizers_are_found_under_any_usual_key_and_the_rest_is_nam
         torch.save(saved, tmp_path / f"rank_{rank}.pt")
     catalog = open_source(str(tmp_path)).catalog
     assert catalog.info.format == "rank-files" and catalog.info.step == 3
-    assert {"weight", "bias", "optimizer.state.weight.exp_avg"} <= catalog.tensors.keys()
-    assert any(note.startswith("not read: net, seen of rank_") for note in catalog.info.notes)
+    assert catalog.by_role(Role.MODEL).keys() == {"weight", "bias"} and len(catalog.by_role(Role.OPTIMIZER)) == 6
+    assert catalog.objects["seen"].value == 7
