@@ -328,7 +328,7 @@ def choose_map(
     if by_type is not None:
         mapped = by_type.apply(targets, config=settings)
         return Choice(by_type, mapped, f"config.json says model_type {settings.get('model_type')!r}")
-    if "tok_embeddings.weight" in targets:
+    if "tok_embeddings.weight" in targets and any(".attention." in name for name in targets):  # torchtune has "attn"
         return _torchtitan(targets, settings, as_is)
     if _stacked(targets) and settings.get("model_type") not in _STACKED_ON_HUB:
         return replace(as_is, doubt=_EXPERTS_DOUBT)

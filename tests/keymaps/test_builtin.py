@@ -125,6 +125,12 @@ def test_torchtitan_without_a_config_keeps_its_names_and_asks_for_a_base(titan):
     assert "Give --base MODEL" in chosen.doubt
 
 
+def test_torchtunes_names_are_not_taken_for_torchtitans():
+    names = ("tok_embeddings.weight", "layers.0.attn.q_proj.weight", "output.weight")
+    chosen = choose_map(targets_of({name: np.zeros((2, 2), np.float32) for name in names}))
+    assert list(chosen.mapped.targets) == list(names) and not chosen.doubt
+
+
 def test_older_names_of_torchtitan_are_mapped(titan):
     native, hub, config = titan
     older = {n.replace("qkv_linear.", "").replace("lm_head", "output"): a for n, a in native.items()}
