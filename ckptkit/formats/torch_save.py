@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,11 +30,15 @@ from ckptkit.storage.store import Store
 # Names that torch.save's users give only to models.
 MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model.ckpt", "model_optim_rng.pt")
 
+# Parts of names that users give to other files: optimizers, schedulers, loss functions.
+_OTHER_FILES = re.compile(r"optim|sched|scaler|rng|random|extra|criterion|sampler|dataloader", re.IGNORECASE)
 TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # endings of torch.save files
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 INDEX_SUFFIX = ".bin.index.json"
 # In the arguments that Megatron saves with the weights: over how many ranks the model is split.
 _SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+# Where MMEngine and Composer save the step.
+_STEP_PATHS = (("meta", "iter"), ("state", "timestamp", "Timestamp", "batch"))
 
 
 def open_catalog(
@@ -86,13 +91,24 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
     if numbered is not None:
         return _catalog(store, _shards(store, numbered, options))
     files = [name for name in names if name.endswith(TORCH_ENDINGS)]
-    chosen = next((name for name in (*MODEL_FILES, *files[: len(files) == 1]) if name in files), None)
+    chosen = model_file(files)
     if chosen is None:
         raise CheckpointNotFoundError(
             f"{store.url} has {len(files)} files of torch.save{': ' + ', '.join(files[:5]) if files else ''}. "
             "Name the one you mean."
         )
     return open_file(store, chosen, options=options)
+
+
+def model_file(files: Sequence[str]) -> str | None:
+    """Return the file with a usual name for a model, or the only file that may hold one, judging by the names."""
+    likely = may_hold_model(files) or files
+    return next((name for name in (*MODEL_FILES, *(likely if len(likely) == 1 else ())) if name in files), None)
+
+
+def may_hold_model(files: Iterable[str]) -> list[str]:
+    """Return the files whose names are not those of an optimizer or other state."""
+    return [name for name in files if not _OTHER_FILES.search(name)]
 
 
 def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
@@ -191,8 +207,7 @@ def _info(
                     "state_dict is the moving average of the weights, for inference. MMEngine stores the weights "
                     "that it trains in ema_state_dict."
                 )
-            said = [value[name] for name in STEPS if type(value.get(name)) is int]
-            step = said[0] if said else None
+            step = _step(value)
     side = find_side_files(store)
     tied = _tied(entries)
     containers = other_containers(values.values())
@@ -210,6 +225,17 @@ def _info(
             **({"containers": containers} if containers else {}),
         },
     )
+
+
+def _step(value: Mapping[str, Any]) -> int | None:
+    """Return the step in a file, or None."""
+    for path in (*((name,) for name in STEPS), *_STEP_PATHS):
+        found: Any = value
+        for part in path:
+            found = found.get(part) if isinstance(found, dict) else None
+        if type(found) is int:
+            return found
+    return None
 
 
 def _tied(entries: Mapping[str, TensorEntry]) -> list[list[str]]:

@@ -6,6 +6,7 @@ import collections
 import json
 import sys
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,29 @@ def test_framework_settings_next_to_the_weights_are_accepted(tmp_path, monkeypat
     assert open_file(store, "x.ckpt").by_role(Role.MODEL).keys() == weights().keys()
 
 
+def test_the_step_of_composer_is_read(tmp_path):
+    saved = {"state": {"model": weights(), "timestamp": {"Timestamp": {"epoch": 1, "batch": 6, "sample": 24}}}}
+    catalog = open_file(save(tmp_path, saved, "latest-rank0.pt"), "latest-rank0.pt")
+    assert catalog.info.step == 6 and catalog.by_role(Role.MODEL).keys() == weights().keys()
+
+
+def test_the_log_of_losses_in_a_file_of_mmengine_is_accepted(tmp_path, monkeypatch):
+    """MMEngine's HistoryBuffer refers to its methods."""
+    for name in ("mmengine", "mmengine.logging", "mmengine.logging.history_buffer"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    home = "mmengine.logging.history_buffer"
+    kind = type("HistoryBuffer", (), {"__module__": home})
+    kind.min = types.FunctionType((lambda self: 0).__code__, {}, "min")  # type: ignore[attr-defined]
+    kind.min.__qualname__, kind.min.__module__ = "HistoryBuffer.min", home  # type: ignore[attr-defined]
+    sys.modules[home].HistoryBuffer = kind  # type: ignore[attr-defined]
+    buffer = kind()
+    buffer.__dict__["_statistics_methods"] = {"min": kind.min}  # type: ignore[attr-defined]
+    saved = {"state_dict": weights(), "message_hub": {"log": buffer}, "meta": {"epoch": 2, "iter": 8}}
+    store = save(tmp_path, saved, "x.pth")
+    catalog = open_file(store, "x.pth")
+    assert catalog.by_role(Role.MODEL).keys() == weights().keys() and catalog.info.step == 8
+
+
 # --- shards with an index
 
 
@@ -246,6 +270,14 @@ def test_a_file_of_keras_is_refused_as_hdf5(tmp_path):
     (tmp_path / "model.weights.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(600))
     with pytest.raises(UnsupportedFormatError, match=r"model\.weights\.h5 is an HDF5 file, as Keras writes"):
         open_source(str(tmp_path / "model.weights.h5"))
+
+
+def test_an_archive_of_several_files_of_torch_save_is_refused_with_their_names(tmp_path):
+    with zipfile.ZipFile(tmp_path / "sac.zip", "w") as archive:  # stable-baselines3
+        archive.writestr("data", "{}")
+        archive.writestr("policy.pth", b"PK")
+    with pytest.raises(UnsupportedFormatError, match=r"sac\.zip is an archive of several .*: policy\.pth\. Unpack it"):
+        open_file(LocalStore(str(tmp_path)), "sac.zip")
 
 
 def test_the_error_for_a_class_next_to_the_weights_says_how_to_read_them(tmp_path):

@@ -191,7 +191,7 @@ _RECORDS = (
     "pytorch_lightning.utilities.parsing.AttributeDict", "lightning.pytorch.utilities.parsing.AttributeDict",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.utils.tensor_fragment.fragment_address",
-    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor",
+    stubs.HISTORY_BUFFER, "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor",
     *(f"torchao.float8.{home}.{name}" for home in ("float8_tensor", "float8_training_tensor")
       for name in ("LinearMMConfig", "ScaledMMConfig")),
 )  # fmt: skip

@@ -100,10 +100,13 @@ class Function(Stub):
         return self._call(*args)
 
 
+HISTORY_BUFFER = "mmengine.logging.history_buffer.HistoryBuffer"
+
+
 def attribute_of(owner: object, name: object) -> type[Record]:
     """Return the record class for `getattr(Class, "Nested")`, with which old pickles refer to nested classes.
 
-    Allowed only for classes of torch.distributed.
+    Allowed only for classes of torch.distributed, and for the methods to which MMEngine's log of losses refers.
     """
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise UnsafePickleError("its pickle asks for getattr, which is allowed only on classes of torch.distributed")
@@ -112,6 +115,8 @@ def attribute_of(owner: object, name: object) -> type[Record]:
     kind = f"{owner.kind}.{name}"
     if issubclass(owner, UnknownGlobal):
         return unknown_type(kind[:256])
+    if owner.kind == HISTORY_BUFFER:
+        return record_type(kind)
     if not owner.kind.startswith("torch.distributed.") or not _NESTED.fullmatch(name) or owner.kind.count(".") > 8:
         raise UnsafePickleError(f"its pickle asks for {kind[:200]!r}, which is not on the allow-list; nothing was run")
     return record_type(kind)

@@ -17,6 +17,7 @@ from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.pickles.tensors import Storage, TensorRebuilder, known_dtype, read_storage_type
 from ckptkit.formats.pickles.walk import MAX_PICKLE_BYTES, Unknown, loads
 from ckptkit.storage.store import FileInfo, ReadInto, Store
+from ckptkit.units import first_few
 
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # APPNOTE.TXT 4.3.7
 _CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")  # 4.3.12
@@ -218,6 +219,12 @@ class Layout:
         if stop > offset:
             raise CorruptCheckpointError(f"{file}: its members reach past the zip directory.")
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+        inside = [name for name in members if name.endswith((".pt", ".pth", ".bin", ".ckpt"))]
+        if not pickles and inside:  # stable-baselines3
+            raise UnsupportedFormatError(
+                f"{file} is an archive of several files of torch.save: {first_few(inside)}. Unpack it into an empty "
+                "directory, and give one of these files."
+            )
         if len(pickles) != 1:
             raise CorruptCheckpointError(f"{file}: a zip without the data.pkl of torch.save. Is it a model archive?")
         prefix = pickles[0].removesuffix("data.pkl")
