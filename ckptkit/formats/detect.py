@@ -25,7 +25,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, find_record
-from ckptkit.formats.torch_save import MODEL_FILES, TORCH_ENDINGS
+from ckptkit.formats.torch_save import MODEL_FILES, TORCH_ENDINGS, may_hold_model, model_file
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage import FileInfo, Store, open_store
@@ -33,6 +33,7 @@ from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import refuse_credentials
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import FILE_SYSTEM_FOLDERS, split_url
+from ckptkit.units import first_few
 
 # --- the supported formats in detection order, each with the test that recognizes it and its reader
 
@@ -107,17 +108,17 @@ def reader(module: str) -> Any:
     return importlib.import_module(f"ckptkit.formats.{module}")
 
 
-def _only_torch_file(place: Candidate) -> bool:
+def _has_model_file(place: Candidate) -> bool:
+    name = model_file(_torch_files(place))
+    return name is not None and (name in MODEL_FILES or parse_step(name) is None)
+
+
+def _torch_files(place: Candidate) -> list[str]:
+    """Return the torch.save files. Files that end in .bin must also begin like a file of torch.save."""
     names = [name for name in place.files if name.endswith(TORCH_ENDINGS)]
-    many = sum(name.endswith(".bin") for name in names) > _MAX_BIN  # then those with other names are data
-    looked = [name for name in names if not name.endswith(".bin") or name in MODEL_FILES or not many]
-    found = [name for name in looked if _may_be_torch_file(place, name)]
-    return any(name in MODEL_FILES for name in found) or (not many and len(found) == 1 and parse_step(found[0]) is None)
-
-
-def _may_be_torch_file(place: Candidate, name: str) -> bool:
-    """Return False if a file ends in .bin, as many files do, and does not begin like a file of torch.save."""
-    return not name.endswith(".bin") or place.store.read(name, 0, 2) in (b"", *_TORCH_STARTS)
+    if sum(name.endswith(".bin") for name in names) > _MAX_BIN:  # then those with other names are data
+        names = [name for name in names if name in MODEL_FILES]
+    return [n for n in names if not n.endswith(".bin") or place.store.read(n, 0, 2) in (b"", *_TORCH_STARTS)]
 
 
 # Tests look at names before they import a reader, because most formats do not match. The file names of DeepSpeed and
@@ -177,7 +178,7 @@ UNNAMED: tuple[Format, ...] = (
         "rank-files", lambda p: reader("trainers.rank_directory").is_rank_directory(p.files), "trainers.rank_directory"
     ),
     Format("safetensors", lambda p: p.any_file(r".*\.safetensors"), "hf.safetensors"),
-    Format("torch", _only_torch_file, "torch_save"),
+    Format("torch", _has_model_file, "torch_save"),
 )
 
 
@@ -216,7 +217,7 @@ _MAX_STEPS = 64  # how many of the newest step directories to search
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_universal", "LATEST.txt")
 # Subdirectories of a step that each contain a model of their own (verl and SkyRL).
 _MEMBERS = ("actor", "policy", "model", "critic", "ref", "reward")
-_ASIDE = ("optim", "rng", "dataloader")  # how the names of directories beside a model begin
+_ASIDE = ("optim", "rng", "dataloader", "recipe_state")  # how the names of directories beside a model begin
 _DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
 _EXPECTED = (
     "a checkpoint of ckptkit, torch DCP (.metadata), Hugging Face (*.safetensors, pytorch_model*.bin), DeepSpeed, "
@@ -344,11 +345,15 @@ def _check_weights(catalog: Catalog, url: str) -> None:
 def _with_step(catalog: Catalog, url: str) -> Catalog:
     """Return the catalog with the step in the directory's name, unless the catalog already has a step.
 
-    A name with only an epoch (epoch_3) tells no step.
+    A name with only an epoch (epoch_3) tells no step. Neither does a number that the file calls its epoch.
     """
-    named = parse_step(url.rpartition("/")[2])
+    name = url.rpartition("/")[2]
+    named = parse_step(name)
     if catalog.info.step is not None or named is None or (named.step == 0 and named.epoch >= 0):
         return catalog
+    epoch = catalog.objects.get("epoch")
+    if epoch is not None and epoch.value == named.step and "step" not in name and "iter" not in name:
+        return catalog  # checkpoint-3.pth.tar of timm
     return replace(catalog, info=replace(catalog.info, step=named.step))
 
 
@@ -419,6 +424,11 @@ def _unknown(place: Candidate, url: str) -> CkptkitError:
     refuse_unsupported(place.files)
     if place.any_file(_DATA.pattern):
         reader("dcp.catalog").open_catalog(place.store)  # raises an error that says what is missing
+    if len(files := _torch_files(place)) > 1:
+        return CheckpointNotFoundError(
+            f"{url} has {len(files)} files of torch.save: {first_few(files, 8)}. Give the one you mean: "
+            f"{command_line('inspect', f'{url}/{(may_hold_model(files) or files)[0]}')}"
+        )
     return CheckpointNotFoundError(f"{url} holds no checkpoint. Found: {shown}. Expected {_EXPECTED}.")
 
 
@@ -466,6 +476,7 @@ def _newest_step(place: Candidate, url: str, depth: int) -> _Found | None:
         skipped = [step for step in newer[:_MAX_STEPS] if place.store.info(f"{step}/{RECORD}") is None]
     text = f"the newest of {len(steps)} step directories" if len(steps) > 1 else "the only step"
     notes = [f"Skipped because they are not finished checkpoints: {', '.join(skipped[:4])}."] if skipped else []
+    notes += [f"Not read: {', '.join(f'{other}/' for other in aside)}."] if (aside := _aside(place)) else []
     for pointer, target in pointers(place):
         step, own = parse_step(target), parse_step(name)
         if step is not None and own is not None and step.step != own.step:
@@ -526,7 +537,7 @@ def _member(place: Candidate, url: str, depth: int) -> _Found | None:
         found = _enter(place, url, name, depth)
         if found is not None:
             others = [f"{other}/" for other in (*there, *_aside(place)) if other != name]
-            return found.because(f"{name}/ was chosen" + (f"; not read: {', '.join(others)}." if others else "."))
+            return found.because(f"{name}/ was chosen{_unread(others)}.")
     return None
 
 
@@ -544,7 +555,8 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
     files = _numbered_files(place)
     if files:
         among = "the only numbered file" if len(files) == 1 else f"the newest of {len(files)} files"
-        return _Found(place, f"{url}/{files[0]}", _torch_file(files[0]), f"{files[0]} is {among} in {url}.")
+        note = f"{files[0]} is {among} in {url}{_unread(_beside(place, files[0]))}."
+        return _Found(place, f"{url}/{files[0]}", _torch_file(files[0]), note)
     if len(place.directories) > _MAX_CHILDREN:
         return None
     aside = _aside(place)
@@ -561,8 +573,7 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
     if len(found) != 1:
         return None
     ((name, only),) = found.items()
-    unread = f"; not read: {', '.join(f'{other}/' for other in aside)}" if aside else ""
-    return only.because(f"{name}/ is the only checkpoint in {url}{unread}.")
+    return only.because(f"{name}/ is the only checkpoint in {url}{_unread([f'{other}/' for other in aside])}.")
 
 
 def _aside(place: Candidate) -> list[str]:
@@ -570,15 +581,25 @@ def _aside(place: Candidate) -> list[str]:
     return [name for name in place.directories if name.startswith(_ASIDE)]
 
 
-def _numbered_files(place: Candidate) -> list[str]:
-    """Return the files that each contain a whole step, newest first.
+def _unread(names: Sequence[str]) -> str:
+    return f"; not read: {first_few(names, 8)}" if names else ""
 
-    Files that do not end in .ckpt count only if the newest step has a single file, because several files may be a model
-    and its optimizer.
+
+def _beside(place: Candidate, name: str) -> list[str]:
+    """Return the other torch.save files with the step of this file."""
+    step = parse_step(name)
+    others = ((n, parse_step(n)) for n in place.files if n != name and n.endswith(TORCH_ENDINGS))
+    return [n for n, other in others if step and other and (other.step, other.epoch) == (step.step, step.epoch)]
+
+
+def _numbered_files(place: Candidate) -> list[str]:
+    """Return the files that each contain a whole step or a step's model, newest first.
+
+    Files that do not end in .ckpt count only if the newest step has a single file that may hold a model.
     """
     steps = ordered(n for n in place.files if n.endswith(".ckpt"))
     if not steps:
-        steps = ordered(n for n in place.files if n.endswith(TORCH_ENDINGS))
+        steps = ordered(may_hold_model(n for n in place.files if n.endswith(TORCH_ENDINGS)))
         if len(steps) > 1 and (steps[0].step, steps[0].epoch) == (steps[1].step, steps[1].epoch):
             return []
         if steps and reader("trainers.rank_directory").are_rank_files(place.store, place.files):

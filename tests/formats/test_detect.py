@@ -72,6 +72,12 @@ OPENED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         {f"step-{n}/model.safetensors": HF for n in (2, 9, 10)} | {"notes/": None, "latest": "step-9"},
         "/step-10", ["newest of 3", "latest says step-9"]),
     "the newest step file": ({f"step_{n}.pt": WEIGHTS for n in (9, 10, 2)}, "/step_10.pt", ["newest of 3 files"]),
+    "the model of a step and not its optimizer": (
+        {f"{kind}_step_{n}.pt": WEIGHTS for n in (9, 10) for kind in ("model", "optim")}, "/model_step_10.pt",
+        ["newest of 2 files", "not read: optim_step_10.pt"]),
+    "weights and not the recipe state of torchtune": (
+        {"epoch_0/model.safetensors": HF, "recipe_state/recipe_state.pt": OPTIMIZER}, "/epoch_0",
+        ["Not read: recipe_state/."]),
     "no unfinished step": (
         {"step-1": DCP, **{f"step-2/{name}": DCP / "__0_0.distcp" for name in ("__0_0.distcp", ".metadata.tmp")}},
         "/step-1", ["step-2"]),
@@ -112,8 +118,9 @@ NOT_OPENED: dict[str, tuple[dict[str, Any] | None, type[CkptkitError], str]] = {
         CorruptCheckpointError, "step_00000005"),
     "names without numbers": (
         {"best/model.safetensors": HF, "last/model.safetensors": HF}, CheckpointNotFoundError, "best, last"),
-    "two files of one step": (
-        {"model_step_10.pt": WEIGHTS, "optim_step_10.pt": WEIGHTS}, CheckpointNotFoundError, r"model_step_10\.pt"),
+    "two models": (
+        {"netG_10.pth": WEIGHTS, "netD_10.pth": WEIGHTS}, CheckpointNotFoundError,
+        r"2 files of torch\.save: netD_10\.pth, netG_10\.pth\. Give .*: ckptkit inspect \S+/netD_10\.pth"),
     "a pointer that leads outside": (
         {"sub/": None, "latest": "../outside", "../outside/model.safetensors": HF}, CheckpointNotFoundError,
         "Expected"),
@@ -225,14 +232,27 @@ def test_file_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):
         assert catalog.by_role(Role.OPTIMIZER) and "model.embed_tokens.weight" in weights
 
 
-def test_a_model_file_is_chosen_among_torch_files_and_the_others_are_named(tmp_path):
-    info = open_source(str(lay(tmp_path, {"model.pt": WEIGHTS, "optim.pt": WEIGHTS}))).catalog.info
-    assert list(info.files) == ["model.pt"] and info.notes == ("not read: optim.pt.",)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model.pt", "optim.pt"],
+        ["model_000010.pt", "optim_000010_rank0.pt", "optim_000010_rank1.pt"],  # nanochat
+        ["params.pt", "criterion.pt", "train_optimizer.pt"],  # skorch
+    ],
+)
+def test_a_model_file_is_chosen_among_torch_files_and_the_others_are_named(names, tmp_path):
+    info = open_source(str(lay(tmp_path, dict.fromkeys(names, WEIGHTS)))).catalog.info
+    assert list(info.files) == names[:1] and info.notes == (f"not read: {', '.join(names[1:])}.",)
 
 
 @pytest.mark.parametrize(("name", "step"), [("epoch_3", None), ("epoch_3_step_7", 7), ("step_0", 0)])
 def test_the_step_of_a_directory_that_names_only_an_epoch_is_unknown(tmp_path, name, step):
     assert open_source(str(lay(tmp_path, {f"{name}/model.safetensors": HF}))).catalog.info.step == step
+
+
+@pytest.mark.parametrize(("name", "step"), [("checkpoint-3.pth.tar", None), ("ckpt_step_3.pt", 3)])
+def test_a_number_that_the_file_calls_its_epoch_is_no_step(tmp_path, name, step):
+    assert open_source(str(lay(tmp_path, {name: {**WEIGHTS, "epoch": 3}}))).catalog.info.step == step
 
 
 @pytest.mark.parametrize("name", ["consolidated.{:02d}.pth", "model_rank_{}.pt"])

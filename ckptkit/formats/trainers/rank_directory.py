@@ -15,7 +15,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor, is_tensor
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.formats.state_names import MODEL_KEYS, OPTIMIZER_KEY, STEPS
-from ckptkit.formats.torch_save import open_file
+from ckptkit.formats.torch_save import may_hold_model, open_file
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.trainers.rank_files import join_model, read_ranks, recorded_ranks
@@ -166,8 +166,7 @@ def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
 
 def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
     named = [template for template in groups if "model" in template.lower()]
-    rest = [template for template in groups if not re.search(r"optim|rng|sched|extra|random", template.lower())]
-    return next(iter(named or rest), None)
+    return next(iter(named or may_hold_model(groups)), None)
 
 
 def _levels(value: Any, key_of: Callable[[Any], Any]) -> list[Any]:
