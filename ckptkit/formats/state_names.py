@@ -12,6 +12,12 @@ OPTIMIZER_KEY = re.compile(r"(?:optim|optimizer)s?(?:_states?|_state_dict)?(?:_?
 SCHEDULER_KEY = re.compile(r"(?:lr_)?schedulers?(?:_states?|_state_dict)?(?:[._]\d+)?")
 RANDOM_KEY = re.compile(r"(?:rng|random|(?:rng|random|extra)_states?)(?:[._](\d{1,9}))?")  # group 1: the rank
 STEPS = ("global_step", "step", "iteration", "iter", "iter_num")
+# Where MMEngine, Composer and fairseq save the step.
+STEP_PATHS: tuple[tuple[str | int, ...], ...] = (
+    ("meta", "iter"),
+    ("state", "timestamp", "Timestamp", "batch"),
+    ("optimizer_history", -1, "num_updates"),
+)
 _OTHER_KEYS = frozenset(
     ("dataloader", "dataloaders", "train_dataloader", "train_state", "trainer_state", "extra", "callbacks", "loops",
      "sampler", "grad_scaler", "scaler", "scalers", "client_state", "epoch", "metrics", "custom_states",

@@ -24,7 +24,7 @@ from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.tensors import is_tensor
 from ckptkit.formats.pickles.walk import Unknown, loads
 from ckptkit.formats.pickles.zip import read_archive
-from ckptkit.formats.state_names import STEPS
+from ckptkit.formats.state_names import STEP_PATHS, STEPS
 from ckptkit.storage.store import Store
 
 # Names that torch.save's users give only to models.
@@ -37,8 +37,6 @@ _HDF5 = b"\x89HDF\r\n\x1a\n"
 INDEX_SUFFIX = ".bin.index.json"
 # In the arguments that Megatron saves with the weights: over how many ranks the model is split.
 _SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-# Where MMEngine and Composer save the step.
-_STEP_PATHS = (("meta", "iter"), ("state", "timestamp", "Timestamp", "batch"))
 
 
 def open_catalog(
@@ -229,10 +227,13 @@ def _info(
 
 def _step(value: Mapping[str, Any]) -> int | None:
     """Return the step in a file, or None."""
-    for path in (*((name,) for name in STEPS), *_STEP_PATHS):
+    for path in (*((name,) for name in STEPS), *STEP_PATHS):
         found: Any = value
         for part in path:
-            found = found.get(part) if isinstance(found, dict) else None
+            if isinstance(found, list) and isinstance(part, int):
+                found = found[part] if found else None
+            else:
+                found = found.get(part) if isinstance(found, dict) else None
         if type(found) is int:
             return found
     return None

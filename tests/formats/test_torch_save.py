@@ -165,9 +165,16 @@ def test_framework_settings_next_to_the_weights_are_accepted(tmp_path, monkeypat
     assert open_file(store, "x.ckpt").by_role(Role.MODEL).keys() == weights().keys()
 
 
-def test_the_step_of_composer_is_read(tmp_path):
-    saved = {"state": {"model": weights(), "timestamp": {"Timestamp": {"epoch": 1, "batch": 6, "sample": 24}}}}
-    catalog = open_file(save(tmp_path, saved, "latest-rank0.pt"), "latest-rank0.pt")
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"state": {"model": weights(), "timestamp": {"Timestamp": {"epoch": 1, "batch": 6, "sample": 24}}}},  # Composer
+        {"model": weights(), "optimizer_history": [{"num_updates": 3}, {"num_updates": 6}]},  # fairseq
+    ],
+    ids=["Composer", "fairseq"],
+)
+def test_the_step_of_a_trainer_is_read(saved, tmp_path):
+    catalog = open_file(save(tmp_path, saved, "latest.pt"), "latest.pt")
     assert catalog.info.step == 6 and catalog.by_role(Role.MODEL).keys() == weights().keys()
 
 
