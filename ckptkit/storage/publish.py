@@ -336,7 +336,7 @@ def check_writable(store: LocalStore) -> None:
         place = os.path.dirname(place)
     if not os.path.isdir(place):
         raise NotADirectoryError(f"{place} is not a directory, so nothing can be written below it")
-    if not os.access(place, os.W_OK | os.X_OK):
+    if not LocalStore(place).is_writable():
         raise PermissionError(f"{place} is not writable: permission denied, or mounted read-only")
 
 

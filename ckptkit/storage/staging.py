@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckptkit.errors import RankFailedError
+from ckptkit.errors import RankFailedError, StorageError
 from ckptkit.storage.local import LocalStore, disk_errors
 from ckptkit.storage.owner import Owner, owner_in, owner_json, this_process
 from ckptkit.storage.store import Store
@@ -110,7 +110,10 @@ def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False) ->
     if not isinstance(store, LocalStore):
         store.write(path, body)
         return
-    fd = store.create(path)  # not synced, because a power cut ends the writer too
+    try:
+        fd = store.create(path)  # not synced, because a power cut ends the writer too
+    except PermissionError as error:  # the user knows the directory, but not the file
+        raise StorageError(error.errno, f"{store.url} is not writable: {error.strerror}") from error
     with disk_errors(store.path_of(path)):
         try:
             while body:

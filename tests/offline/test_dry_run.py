@@ -80,7 +80,7 @@ def test_a_dry_run_refuses_a_destination_below_a_file(source, tmp_path, name):
 @pytest.mark.parametrize("out", ["out", "deep/out"])
 def test_both_runs_name_an_unwritable_directory(source, tmp_path, monkeypatch, name, out):
     run, options = RUNS[name]
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root, who may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: False)  # root may write anywhere
     found = run(str(source), str(tmp_path / out), dry_run=True, **options)
     with pytest.raises(PermissionError) as caught:
         run(str(source), str(tmp_path / out), **options)
@@ -102,7 +102,7 @@ def test_a_dry_prune_of_an_unwritable_run_reports_it(tmp_path, monkeypatch):
     for step in (1, 2):
         save(tmp_path, step)
     assert not prune(str(tmp_path), policy=RetentionPolicy(max_num=1), dry_run=True).failed
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: False)
     found = prune(str(tmp_path), policy=RetentionPolicy(max_num=1), dry_run=True)
     assert "is not writable" in found.failed["step_00000001"]
     assert "would FAIL to delete" in ran("prune", tmp_path, "--max-num", "1", "--dry-run", code=1)

@@ -46,7 +46,6 @@ from ckptkit.errors import (
     LeaseHeldError,
     NoSpaceError,
     SaveError,
-    StorageError,
     UsageError,
     command_line,
 )
@@ -346,10 +345,7 @@ class SaveAttempt:
         _check_space(root, [request[3] for request in requests], saved=len(self._inventory.committed))
         # Invariant: if there is too little space, the save fails before it writes anything.
         self._is_open = True
-        try:
-            self.place.open()
-        except PermissionError as error:
-            raise StorageError(error.errno, f"{root.url} is not writable: {error.strerror}") from error
+        self.place.open()
         return self.save_id, Witness(lease.path, lease.nonce)
 
     def _list_run(self, lease: Lease, view: Store | None) -> None:

@@ -26,7 +26,7 @@ from ckptkit.storage import lock as lease_module
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import open_attempts
 from ckptkit.storage.open import open_store
-from ckptkit.storage.publish import open_staging
+from ckptkit.storage.publish import check_writable, open_staging
 from ckptkit.storage.store import Store
 from tests.checkpoint.states import flip, linear, value_of
 from tests.ranks import run_script
@@ -102,6 +102,8 @@ def test_a_job_is_warned_of_a_directory_that_is_not_writable(as_a_user, caplog):
             with pytest.raises(StorageError, match=f"{root} is not writable") as caught:
                 manager.save(2, linear())
         assert ".part" not in str(caught.value)
+        with pytest.raises(PermissionError, match="is not writable"):
+            check_writable(LocalStore(place))
         place.chmod(0o755)
 
 
