@@ -35,7 +35,10 @@ _SHOWN = 3  # how many weights a note names
 BLOCK = 128
 _CODES, _SCALES = "float8_e4m3fn", "float32"
 # vLLM and SGLang fuse each group into one matrix, so either all weights in a group are quantized, or none.
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("c_fc_0", "c_fc_1"),
+    ("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
+)  # fmt: skip
 # Used if transformers cannot tell: matrices in numbered layers, except expert routers and convolutions.
 _IN_LAYER = re.compile(r".*\.(?:layers|h|blocks)\.\d+\..*\.weight")
 _KEPT = re.compile(r".*(?:\.gate|router|_gate|norm|embed\w*|conv\w*)\.weight", re.I)

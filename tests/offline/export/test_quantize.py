@@ -121,6 +121,19 @@ def test_weights_that_servers_fuse_are_quantized_together_or_not_at_all(tmp_path
     assert kept(found) == others
 
 
+@pytest.mark.parametrize("parts", [
+    ("gate_proj", "up_proj"), ("w1", "w3"), ("c_fc_0", "c_fc_1"), ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
+])  # fmt: skip
+def test_each_pair_that_servers_fuse_keeps_its_dtype_together(tmp_path, parts):
+    pair = [f"model.layers.0.part.{part}.weight" for part in parts]
+    found = quantized(
+        tmp_path, {pair[0]: torch.rand(128, 128), pair[1]: torch.rand(64, 128), LAYER: torch.rand(128, 128)}
+    )
+    assert [name for name, t in found.tensors.items() if t.dtype == torch.float8_e4m3fn] == [LAYER]
+    assert kept(found) == sorted(["lm_head", *(name.removesuffix(".weight") for name in pair)])
+
+
 def test_a_note_names_the_first_weights_that_keep_their_dtype_and_the_debug_log_names_all(tmp_path, caplog):
     odd = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(1, 6)]
     with caplog.at_level("DEBUG", "ckptkit"):
