@@ -17,7 +17,7 @@ GPU_PYTHON ?= $(shell $(PYTHON) -c "import importlib.util as u; exit(not u.find_
 # `make gpu DEVICE=cpu` runs the same code on the host.
 DEVICE ?= cuda
 
-.PHONY: demo test test-night test-ci test-sweeps test-all test-floor test-torchtitan coverage gpu gpu-wheels lint docs clean
+.PHONY: demo test test-night test-ci test-sweeps test-all test-floor test-torchtitan test-vllm coverage gpu gpu-wheels lint docs clean
 
 demo: .venv/demo.stamp
 	.venv/bin/python examples/train_and_export.py
@@ -86,6 +86,16 @@ test-torchtitan: .venv-torchtitan/stamp
 .venv-torchtitan/stamp: tests/integrations/torchtitan.txt .venv/test.stamp
 	$(call environment_over,.venv/bin/python,--no-deps)
 
+# vLLM on the CPU. PyPI's torchvision, torchaudio and torchcodec do not work with the CPU build of torch.
+test-vllm: .venv-vllm/stamp .venv/test.stamp
+	PYTHON_WITH_VLLM=.venv-vllm/bin/python .venv/bin/python -m pytest tests/integrations/test_vllm.py
+
+.venv-vllm/stamp: tests/integrations/vllm.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --dest $(WHEELS) --only-binary :all: \
 	  --python-version $(GPU_PYTHON_VERSION) --implementation cp \
@@ -120,4 +130,4 @@ docs: .venv/docs.stamp
 	touch $@
 
 clean:
-	rm -rf .venv .venv-gpu .venv-floor .venv-torchtitan
+	rm -rf .venv .venv-gpu .venv-floor .venv-torchtitan .venv-vllm

@@ -137,6 +137,7 @@ NIGHT: dict[str, int] = {
     "tests/integrations/test_lightning_shapes.py": 0,
     "tests/integrations/test_hf_ranks.py": 0,
     "tests/integrations/test_torchtitan_trainer.py": 0,
+    "tests/integrations/test_vllm.py": 0,
     # Sources of every kind, from every system: some by day.
     "tests/formats/test_rank_sources.py": 8,
     "tests/formats/dcp/test_class_records.py": 0,
