@@ -20,7 +20,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class RecordTable:
-    """The byte ranges that digests cover, as columns. Equal ranges of a source share one record (row).
+    """The byte ranges that digests cover, as columns. Each row is a record. Equal ranges of a source share one record.
 
     Attributes:
         sources: [n] index of the source: a file, or a decoded record in a file.
@@ -45,9 +45,9 @@ class RecordTable:
 
     @classmethod
     def of(cls, columns: Sequence[Sequence[npt.NDArray[Any]]]) -> RecordTable:
-        """Return a table of the distinct, non-empty records in several groups, sorted by source and start.
+        """Return one table with the records of several groups, sorted by source and start.
 
-        Each group is (sources, starts, nbytes, values, algorithms, owners).
+        Duplicate and empty records are left out. Each group is (sources, starts, nbytes, values, algorithms, owners).
         """
         nothing = np.zeros(0, np.int64)
         joined = [np.concatenate(column) for column in zip(*columns, strict=True)] if columns else [nothing] * 6
@@ -90,7 +90,7 @@ def recorded(slices: SliceArray) -> tuple[int, Int64, Int64, UInt64]:
 
 
 class Crcs:
-    """Computes a file's CRC-32 in pieces, which may come in any order from any thread. Joins adjacent pieces."""
+    """Computes a file's CRC-32 in pieces, and joins adjacent pieces. Pieces may come in any order from any thread."""
 
     def __init__(self) -> None:
         self._by_stop: dict[int, tuple[int, int]] = {}  # stop -> start, CRC
@@ -155,7 +155,7 @@ class Verifier:
         self.proved = table.nbytes == 0
 
     def begin(self, record: int, start: int) -> Run | None:
-        """Return a digest to update with a record's bytes from `start` on, or None if these bytes are not checked.
+        """Return a digest to update with a record's bytes from `start` on. None: these bytes are not checked.
 
         The caller passes the updated digest to `end`, or drops the digest if reading fails.
         """
@@ -202,7 +202,7 @@ class Verifier:
         self.proved[record] = True
 
     def feed(self, record: int, start: int, data: memoryview) -> None:
-        """Check bytes that were read in one call from position `start` of a record's source."""
+        """Check bytes that one call read from position `start` of a record's source."""
         run = self.begin(record, start)
         if run is not None:
             run[1].update(data)

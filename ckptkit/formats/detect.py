@@ -64,11 +64,11 @@ class Candidate:
 
     @cached_property
     def directories(self) -> list[str]:
-        """The visible directories. Saves stage in hidden ones, which must not be read."""
+        """The visible directories. Hidden directories may hold unfinished saves."""
         return [path for path, item in self.listing.items() if item.kind == "directory" and not path.startswith(".")]
 
     def any_file(self, pattern: str) -> bool:
-        """Return whether the whole name of any file matches the pattern."""
+        """Return whether the pattern matches the whole name of at least one file."""
         return any(re.fullmatch(pattern, name) for name in self.files)
 
 
@@ -233,8 +233,8 @@ class Source:
     Attributes:
         store: The root of the checkpoint. Paths in the catalog are relative to this root.
         url: URL of the opened checkpoint.
-        note: The reason why this checkpoint was chosen, or "" if the caller passed its URL.
-        joined: The checkpoints that were joined into this checkpoint, or () if it was opened directly.
+        note: The reason why this checkpoint was chosen, or "" if `url` is the URL that the caller passed.
+        joined: The checkpoints that were joined into this one, or () if this is a single checkpoint.
     """
 
     store: Store
@@ -251,7 +251,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The checkpoint to open, its URL, and the reason why it was chosen ("" if the user passed its URL)."""
+    """A checkpoint to open, its URL, and the reason why it was chosen ("" if the user passed its URL)."""
 
     place: Candidate
     url: str
@@ -259,7 +259,7 @@ class _Found:
     note: str = ""
 
     def because(self, *notes: str) -> _Found:
-        """Return a copy with `notes` placed before the existing note."""
+        """Return a copy whose note begins with `notes`, followed by the existing note."""
         return replace(self, note=" ".join(filter(None, (*notes, self.note))))
 
 
@@ -279,8 +279,9 @@ def open_source(
 ) -> Source:
     """Open the checkpoint at `url`, a file or a directory. In the directory of a run, open the newest step.
 
-    Steps are compared as numbers (10 is newer than 9). If there are steps, `latest` files are mentioned in a note but
-    not followed. If ckptkit committed a checkpoint in a directory, everything else in that directory is ignored.
+    Steps are compared as numbers (10 is newer than 9). If there are steps, a `latest` file is not followed; if it names
+    a different step, the source's note says so. If ckptkit committed a checkpoint in a directory, everything else in
+    that directory is ignored.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint. The message lists the files and directories that were found.
@@ -345,7 +346,8 @@ def _check_weights(catalog: Catalog, url: str) -> None:
 def _with_step(catalog: Catalog, url: str) -> Catalog:
     """Return the catalog with the step in the directory's name, unless the catalog already has a step.
 
-    A name with only an epoch (epoch_3) tells no step. Neither does a number that the file calls its epoch.
+    A name that contains only an epoch, such as epoch_3, gives no step. If the checkpoint has the number in the name as
+    its "epoch", the number gives no step either.
     """
     name = url.rpartition("/")[2]
     named = parse_step(name)
@@ -361,7 +363,7 @@ def _with_step(catalog: Catalog, url: str) -> Catalog:
 
 
 def real_url(url: str) -> str:
-    """Return the URL without a trailing slash. If the URL itself is a symlink, return the target of the symlink."""
+    """Return the URL without a trailing slash. If the URL is that of a symlink, return the symlink's target."""
     protocol, rest = split_url(url)
     if protocol in ("file", "local"):
         full = os.path.abspath(os.path.expanduser(rest))
@@ -407,7 +409,7 @@ def _refuse_empty(store: Store, url: str) -> None:
 
 
 def not_there(url: str, path: str) -> str:
-    """Return a message that `url` does not exist. Suggests a similar path, or says which part of `path` exists."""
+    """Return a message that `url` does not exist. It suggests a similar path, or says which part of `path` exists."""
     missing, parent = path, os.path.dirname(path)
     while not os.path.isdir(parent) and parent != os.path.dirname(parent):
         missing, parent = parent, os.path.dirname(parent)
@@ -489,8 +491,9 @@ def _newest_step(place: Candidate, url: str, depth: int) -> _Found | None:
 def _newest_committed(place: Candidate, steps: Sequence[str]) -> str | None:
     """Return the directory of ckptkit's newest committed checkpoint, or None if this is not the root of a ckptkit run.
 
-    The newest is the one that was saved last. After a rollback, its step may be lower than others. A directory whose
-    record is damaged is returned if its step is higher still, because it may have been the newest.
+    The newest checkpoint is the one that was saved last. After a rollback, an older checkpoint may have a higher step.
+    If a directory with a damaged record has a higher step than the newest checkpoint, that directory is returned: the
+    damaged checkpoint may have been saved later.
     """
     seen: dict[str, CommitRecord | CkptkitError | None] = {}
 
@@ -531,7 +534,7 @@ def pointers(place: Candidate) -> list[tuple[str, str]]:
 
 
 def _member(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose one model in a step that has several models. The actor takes precedence over the critic."""
+    """Choose a model in the directory of a step that has several models. The actor is preferred to the critic."""
     there = [name for name in _MEMBERS if name in place.directories]
     for name in there:
         found = _enter(place, url, name, depth)
@@ -577,7 +580,7 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _aside(place: Candidate) -> list[str]:
-    """Return the subdirectories whose names are those of an optimizer or other state beside a model."""
+    """Return the subdirectories that, judging by their names, hold no model but an optimizer or other state."""
     return [name for name in place.directories if name.startswith(_ASIDE)]
 
 
@@ -586,14 +589,14 @@ def _unread(names: Sequence[str]) -> str:
 
 
 def _beside(place: Candidate, name: str) -> list[str]:
-    """Return the other torch.save files with the step of this file."""
+    """Return the other torch.save files whose names have the same step as this file's name."""
     step = parse_step(name)
     others = ((n, parse_step(n)) for n in place.files if n != name and n.endswith(TORCH_ENDINGS))
     return [n for n, other in others if step and other and (other.step, other.epoch) == (step.step, step.epoch)]
 
 
 def _numbered_files(place: Candidate) -> list[str]:
-    """Return the files that each contain a whole step or a step's model, newest first.
+    """Return the files with the model of a step, newest first. A file may contain the whole training state.
 
     Files that do not end in .ckpt count only if the newest step has a single file that may hold a model.
     """

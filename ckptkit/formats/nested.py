@@ -50,7 +50,7 @@ def entries_of(
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A leaf of the saved value, with its path. A leaf is a tensor, or a whole subtree without tensors."""
+    """A leaf of a saved value, with the leaf's path. A leaf is a tensor, or a whole subtree without tensors."""
 
     path: Path
     file: str
@@ -58,7 +58,7 @@ class _Leaf:
 
 
 def _leaves(value: Any, path: Path, file: str, known: dict[int, bool], levels: int = 0) -> Iterator[_Leaf]:
-    """Yield the leaves of a plain value, whose nesting and size `plain` has already limited.
+    """Yield the leaves of a plain value. The caller has limited the value's nesting and size with `plain`.
 
     Args:
         known: See `has_tensor`.
@@ -76,12 +76,12 @@ def _leaves(value: Any, path: Path, file: str, known: dict[int, bool], levels: i
 
 
 def is_optimizer(value: Any) -> bool:
-    """Return whether a value is what `Optimizer.state_dict()` returned, whatever its key is."""
+    """Return whether a value looks like a result of `Optimizer.state_dict()`."""
     return isinstance(value, dict) and {"state", PARAM_GROUPS} <= value.keys()
 
 
 def has_tensor(value: Any, known: dict[int, bool]) -> bool:
-    """Return whether there is a tensor in a nested value. `known` caches the answers for containers, by id."""
+    """Return whether a nested value contains a tensor. `known` caches the result for each container, by id."""
     if is_tensor(value):
         return True
     if not isinstance(value, (dict, list, tuple)):
@@ -146,7 +146,10 @@ def _whole(leaf: _Leaf) -> StoredTensor:
 
 
 def _parameter_names(leaves: Mapping[str, _Leaf]) -> dict[Path, dict[str, str]]:
-    """Return the parameter names of each optimizer by number, from `param_names` in its groups (torch >= 2.6)."""
+    """Return the names of the numbered parameters of each optimizer, by the optimizer's path.
+
+    The names come from `param_names` in the param groups (torch >= 2.6).
+    """
     found: dict[Path, dict[str, str]] = {}
     for leaf in leaves.values():
         if leaf.path[-1:] != (PARAM_GROUPS,) or not isinstance(leaf.value, list):
@@ -172,7 +175,7 @@ def _named(role: EntryRole, path: Path, names: Mapping[Path, Mapping[str, str]])
 
 
 class _Node(dict[Any, Any]):
-    """An inner dict of a tree, unlike a dict that is a value in it."""
+    """An inner dict of a tree. A plain dict in a tree is a value."""
 
 
 def insert(tree: dict[Any, Any], path: Path, value: Any) -> None:
@@ -195,7 +198,7 @@ def with_lists(tree: Mapping[Any, Any], containers: Mapping[str, Sequence[Sequen
     """Return a tree with lists in place of the inner dicts whose keys are positions.
 
     Args:
-        containers: The paths that are no lists (see `other_containers`).
+        containers: The paths of tuples, and of dicts that must stay dicts (see `other_containers`).
     """
     kinds: dict[Path, type] = {tuple(path): dict for path in containers.get("dict", ())}
     kinds |= {tuple(path): tuple for path in containers.get("tuple", ())}
@@ -211,10 +214,12 @@ def _with_lists(value: Any, path: Path, kinds: Mapping[Path, type]) -> Any:
 
 
 def dicts_with(keys: Collection[str], value: Any, name: str) -> dict[str, dict[str, Any]]:
-    """Return the dicts in a nested value that have all these keys, by name, in order. Does not search inside them.
+    """Return the dicts in a nested value that have all these keys, by name, in order.
+
+    Does not search inside a dict that has the keys.
 
     Args:
-        name: The name of `value`. The names of the parts begin with it.
+        name: The name of `value`. The name of each result begins with this name.
     """
     if isinstance(value, dict) and all(key in value for key in keys):
         return {name: value}
@@ -226,9 +231,10 @@ def dicts_with(keys: Collection[str], value: Any, name: str) -> dict[str, dict[s
 
 
 def other_containers(values: Iterable[Any]) -> dict[str, list[list[str | int]]]:
-    """Return the paths of tuples, and of dicts whose keys are positions, if they contain tensors.
+    """Return the paths of tuples, and of dicts whose keys are positions, that contain tensors.
 
-    The names of tensors do not distinguish these from lists. Optimizers are left out, because their states are dicts.
+    The names of the tensors look as if these containers were lists. Optimizers are left out, because their states are
+    always dicts.
     """
     found: dict[str, list[list[str | int]]] = {}
     known: dict[int, bool] = {}

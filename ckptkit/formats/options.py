@@ -1,4 +1,4 @@
-"""Defines options that supply information which the checkpoint's files do not contain."""
+"""Defines the options of all readers. Most of them supply information that the checkpoint's files do not contain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ReadOptions:
 
     Attributes:
         layout: URL of a JSON file with the names and shapes in each flat parameter (FSDP1 LOCAL state).
-        shapes: URL of a JSON object with parameter names and shapes, for formats that record only sizes.
+        shapes: URL of a JSON object with the shape of each parameter, for formats that record only sizes.
         base: Hugging Face directory of the model, with the config and the expected names.
         strip_prefix: Prefix to strip from model names, after known wrapper prefixes have been stripped.
         allow_pickle: Accept torch.save files whose pickles refer to classes outside the allow-list. No code is run.

@@ -86,7 +86,7 @@ def _is_weights_file(store: Store, found: FileInfo) -> bool:
 
 
 def foreign_paths(store: Store) -> Iterator[str]:
-    """Yield the paths in a directory that belong to no checkpoint and no export. Directories end in "/".
+    """Yield the paths in a directory that belong to no checkpoint and no export. Paths of directories end in "/".
 
     If there is a commit record, only the files that the record lists belong to the checkpoint.
     """
@@ -101,7 +101,7 @@ def foreign_paths(store: Store) -> Iterator[str]:
     folders = _FOLDERS if files is None else ()
     above = {folder[:at] for folder in (*folders, *(files or ())) for at, c in enumerate(folder) if c == "/"}
     pending = [""]
-    # PEFT gives each adapter except the first a folder of its own.
+    # PEFT gives each adapter its own folder, except the first adapter.
     adapters = files is None and all(store.info(name) is not None for name in _ADAPTER[:2])
     for folder in pending:  # the list grows during the loop
         for item in store.list(folder):
@@ -116,7 +116,7 @@ def foreign_paths(store: Store) -> Iterator[str]:
 
 
 def may_be_saved(path: str) -> bool:
-    """Return whether a file in a save's directory has a name that ckptkit gives to finished or unfinished files.
+    """Return whether ckptkit gives such a name to a finished or unfinished file of a save.
 
     With several models or adapters, each model or adapter has its own folder.
     """
@@ -127,7 +127,7 @@ def may_be_saved(path: str) -> bool:
 
 
 def marked(card: str) -> str:
-    """Return a model card with a digest of its text appended, so that later edits can be detected."""
+    """Return a model card with a digest of its text at the end. With the digest, later edits can be detected."""
     return f"{card}{_MARK}{_digest(card)} -->\n"
 
 

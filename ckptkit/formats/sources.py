@@ -1,6 +1,6 @@
 """Reads byte ranges, strided regions and tensor regions from local files, remote files and compressed records.
 
-Bytes that a digest covers are passed to a `Verifier` as soon as they are read, while they are in the CPU cache.
+Bytes with a digest are passed to a `Verifier` as soon as they are read, while they are still in the CPU cache.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Origin(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A read of len(view) bytes from `start` of an origin into `view`. `record` is the digest record, or -1."""
+    """A read from position `start` of an origin that fills `view`. `record` is the digest record, or -1."""
 
     origin: int
     start: int
@@ -88,7 +88,7 @@ class Origins:
         return result
 
     def of_paths(self, paths: Sequence[str]) -> Int64:
-        """Return the number of the origin of each path in a path table. The tensors of a catalog share path tables."""
+        """Return the origin's number for each path in a path table. Path tables are shared by the catalog's tensors."""
         known = self._tables.get(id(paths))
         if known is None:  # `_tables` keeps `paths` alive, so that its id is not reused
             numbers = [self._index.setdefault(Origin(path), len(self._index)) for path in paths]
@@ -102,7 +102,7 @@ class Origins:
 
 
 class Descriptors:
-    """Holds open file descriptors by path. If there are more than 256, unused descriptors are closed."""
+    """Holds open file descriptors by path. If more than 256 are open, closes those that are not in use."""
 
     def __init__(self, opener: Callable[[str], int]) -> None:
         self._opener = opener
@@ -138,7 +138,7 @@ class SourceReader:
 
     Args:
         verifier: Receives the bytes of each range that has a digest record.
-        cached: Serve small remote reads from cached blocks, because neighbouring ranges will be read later.
+        cached: Serve small remote reads from cached blocks. Use this if neighbouring ranges will be read later.
         span: Largest buffer for a strided region, in bytes; 0 for the default.
     """
 
@@ -171,7 +171,7 @@ class SourceReader:
         return self.is_local and self._origins[origin].codec is None
 
     def read(self, origin: int, start: int, view: memoryview) -> None:
-        """Fill `view` with an origin's bytes from `start` on.
+        """Fill `view` with the bytes of an origin that begin at `start`.
 
         Raises:
             IncompleteCheckpointError: The origin has too few bytes.
@@ -228,7 +228,7 @@ class SourceReader:
     def _groups(self, ranges: Sequence[Range]) -> Iterator[list[Range]]:
         """Yield groups of ranges that are read in one call.
 
-        A group consists of neighbouring ranges of a local file, of any ranges of remote files, or of a single range.
+        A group is one of these: neighbouring ranges of a local file, any ranges of remote files, or a single range.
         """
         group: list[Range] = []
         origin = begin = stop = nbytes = 0
@@ -305,7 +305,7 @@ class SourceReader:
         )
 
     def read_box(self, where: EntryMap, box: Box, out: Bytes) -> None:
-        """Fill `out` with a region of a tensor, row-major, in the dtype of the stored tensor."""
+        """Fill `out` with the row-major bytes of a tensor's region, in the dtype of the stored tensor."""
         itemsize = dtype_of(where.entry.dtype).itemsize
         offsets, sizes = (np.array([row], np.int64).reshape(1, box.ndim) for row in (box.offsets, box.sizes))
         found = pieces(where.entry.slices, offsets, sizes, itemsize)
@@ -332,7 +332,7 @@ class SourceReader:
         self.read_many(ranges)
 
     def _decode(self, origin: int, codec: Codec, start: int, view: memoryview) -> None:
-        # A record is mostly read forwards. Its decoder is kept between reads, and replaced only to go back.
+        # A record is mostly read forwards, so its decoder is kept between reads. Going back requires a new decoder.
         with self._lock:
             decoder = self._decoders.pop(origin, None)
         if decoder is None or decoder.at > start:

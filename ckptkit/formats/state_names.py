@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# Keys. A rank's or an object's number may follow, as in "rng_state_0" or "extra_state.1".
+# Keys. Some end in the number of a rank or an object, such as "rng_state_0" and "extra_state.1".
 MODEL_KEYS = (
     "model", "state_dict", "module", "model_state_dict", "model_state", "models", "actor", "policy", "network", "net",
 )  # fmt: skip
@@ -25,10 +25,11 @@ _OTHER_KEYS = frozenset(
 )  # fmt: skip
 PARAM_GROUPS = "param_groups"
 SCHEDULER_STATE = ("last_epoch", "_last_lr")  # keys in every torch scheduler's state
-SCALER_STATE = ("scale", "growth_factor", "backoff_factor")  # keys in the state of a GradScaler that is enabled
+SCALER_STATE = ("scale", "growth_factor", "backoff_factor")  # keys in the state of an enabled GradScaler
 
-# Files that transformers and accelerate write beside the weights. accelerate numbers models, optimizers and schedulers.
-MODEL_FILE = re.compile(r"(?:pytorch_)?model_(\d+)\.(?:safetensors|bin)")  # accelerate's further models
+# Files that transformers and accelerate write in addition to the weights. If a job has several models, optimizers or
+# schedulers, accelerate numbers the second and later ones.
+MODEL_FILE = re.compile(r"(?:pytorch_)?model_(\d+)\.(?:safetensors|bin)")  # accelerate's second and later models
 OPTIMIZER_FILE = re.compile(r"optimizer(?:_(\d+))?\.(?:bin|pt)")
 ACCELERATE_FILE = re.compile(r"random_states_\d+\.pkl")  # accelerate always writes these
 STATE_FILE = re.compile(
@@ -38,5 +39,5 @@ STATE_FILE = re.compile(
 
 
 def is_other_key(key: str) -> bool:
-    """Return whether a key is one of training state that is neither a model nor an optimizer."""
+    """Return whether programs use this key for a part of the training state other than a model or an optimizer."""
     return key in _OTHER_KEYS or bool(SCHEDULER_KEY.fullmatch(key) or RANDOM_KEY.fullmatch(key))

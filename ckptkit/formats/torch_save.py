@@ -35,7 +35,7 @@ _OTHER_FILES = re.compile(r"optim|sched|scaler|rng|random|extra|criterion|sample
 TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # endings of torch.save files
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 INDEX_SUFFIX = ".bin.index.json"
-# In the arguments that Megatron saves with the weights: over how many ranks the model is split.
+# Megatron saves its arguments with the weights. These arguments say over how many ranks the model is split.
 _SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
@@ -47,11 +47,11 @@ def open_catalog(
 ) -> Catalog:
     """Open the torch.save file or files at the store's root.
 
-    The attribute of a LightningModule is stripped from the names, as in sharded checkpoints.
+    If a LightningModule has its model in an attribute, the attribute's name is stripped from the weights' names.
 
     Args:
-        path: The file to open. By default, chosen in this order: the shards in an index, all numbered files, a file
-            with a usual name for a model, the only file.
+        path: The file to open. By default, the first of these that exists: the shards in an index, all numbered
+            files, a file with a usual name for a model, the only file.
 
     Raises:
         CheckpointNotFoundError: There is no torch.save file, or there are several files and no index.
@@ -99,13 +99,13 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
 
 
 def model_file(files: Sequence[str]) -> str | None:
-    """Return the file with a usual name for a model, or the only file that may hold one, judging by the names."""
+    """Return the file with a usual name for a model, or the only file that may hold a model, judging by the names."""
     likely = may_hold_model(files) or files
     return next((name for name in (*MODEL_FILES, *(likely if len(likely) == 1 else ())) if name in files), None)
 
 
 def may_hold_model(files: Iterable[str]) -> list[str]:
-    """Return the files whose names are not those of an optimizer or other state."""
+    """Return the files that may hold a model: all except those with a usual name for an optimizer or other state."""
     return [name for name in files if not _OTHER_FILES.search(name)]
 
 
@@ -117,7 +117,7 @@ def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) 
 
 
 def _refuse_part(value: Any, path: str) -> None:
-    """Raise IncompleteCheckpointError if a file of Megatron says that it holds only a part of the model."""
+    """Raise IncompleteCheckpointError if a Megatron file holds only a part of the model, according to its arguments."""
     saved = isinstance(value, dict) and "checkpoint_version" in value and value.get("args")
     split = {name: n for name in _SPLITS if isinstance(saved, dict) and type(n := saved.get(name)) is int and n > 1}
     if split:
@@ -129,7 +129,7 @@ def _refuse_part(value: Any, path: str) -> None:
 
 
 def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> Any:
-    """Return the value in a file in any format that torch.save has used. A plain pickle has no tensors.
+    """Return the value in a file of torch.save, old or new, or in a plain pickle, which has no tensors.
 
     Args:
         allow_pickle: Turn instances of classes that are not on the allow-list into inert records. If False, raise an

@@ -1,7 +1,7 @@
-"""Finds the parts of a training state that another program saved beside the weights.
+"""Finds everything except the weights in a training state that another program saved.
 
-The parts are optimizers, schedulers, gradient scalers, random states, the step, and all other objects. They are found
-by the roles of their entries, and by the keys that programs use (see `state_names`).
+Finds optimizers, schedulers, gradient scalers, random states, the step, and all other objects. The roles of the
+catalog's entries, and the keys that programs commonly use (see `state_names`), tell which part an entry belongs to.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Entry = TypeVar("Entry", TensorEntry, ObjectEntry)
 
 @dataclass(frozen=True, slots=True)
 class SavedState(Generic[Entry]):
-    """One entry of a parameter's optimizer state, or a parameter's master weight.
+    """An entry of a parameter's optimizer state, or a parameter's master weight.
 
     Attributes:
         param: The parameter's name or number, as saved.
-        path: The path of the state below the parameter: ("exp_avg",), or ("GG", 0) for an item of a list.
-        fqn: The parameter's FQN, or "" if the parameter is only numbered.
-        value: The value, if it is no tensor.
+        path: The path to the entry in the parameter's state: ("exp_avg",), or ("GG", 0) for the first item of a list.
+        fqn: The parameter's FQN, or "" if the checkpoint has only the parameter's number.
+        value: The value of an entry that is not a tensor.
     """
 
     entry: Entry
@@ -61,25 +61,27 @@ class SavedState(Generic[Entry]):
 
     @property
     def state(self) -> str:
-        """The state's name, with dots if it is nested."""
+        """The name of the state, such as "exp_avg". The name of a nested state contains dots: "GG.0"."""
         return ".".join(map(str, self.path))
 
     @property
     def is_nested(self) -> bool:
-        """Whether the entry is a part of a list or a dict."""
+        """Whether the entry is an item of a list or dict in the parameter's state."""
         return len(self.path) > 1
 
 
 @dataclass(slots=True)
 class SavedOptimizer:
-    """An optimizer.
+    """A saved optimizer.
 
     Attributes:
-        groups: The param groups in order, with `params` as saved: names or numbers. In the form that torch calls
-            flattened, each parameter has its own group.
-        names: The names of numbered parameters, which torch saves since 2.6 if the optimizer has them.
+        groups: The param groups in order. `params` holds names or numbers, as saved.
+        is_flattened: Whether the settings were saved for each parameter, as torch's `flatten_optimizer_state_dict`
+            does. In this case, each parameter has its own group.
+        names: The names of numbered parameters, by number. torch saves them since version 2.6, if the optimizer was
+            created with names.
         tensors: The states that are tensors, and the master weights.
-        values: The states that are no tensors.
+        values: The states that are not tensors.
     """
 
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -90,12 +92,12 @@ class SavedOptimizer:
 
     @property
     def is_numbered(self) -> bool:
-        """Whether the groups list numbers, and no names."""
+        """Whether the groups list their parameters by number instead of by name."""
         params = [param for group in self.groups for param in group["params"]]
         return bool(params) and not any(isinstance(param, str) for param in params)
 
     def shapes(self) -> dict[str, set[tuple[int, ...]]]:
-        """Return the shapes of each parameter's states, without scalars such as step counts."""
+        """Return the shapes of each parameter's states. Scalars, such as step counts, are left out."""
         found: dict[str, set[tuple[int, ...]]] = {}
         for part in self.tensors:
             entry = part.entry
@@ -104,9 +106,9 @@ class SavedOptimizer:
         return found
 
     def assigned(self, params: Sequence[Param]) -> dict[str, str] | None:
-        """Return the name of each numbered parameter, or None if order and shapes do not prove the names.
+        """Return the name of each numbered parameter, or None if the order and the shapes do not determine all names.
 
-        The numbers are strings, because DCP stores the keys of dicts as strings.
+        The numbers in the result are strings, because DCP stores dict keys as strings.
 
         Args:
             params: The model's parameters, in module order.
@@ -121,9 +123,11 @@ class SavedOptimizer:
 
 
 def _full_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the shape with the most dimensions: factored states have fewer dimensions than their parameter.
+    """Return the parameter's shape, given the shapes of its states.
 
-    Returns None without shapes, and a shape that fits no parameter if several have the most dimensions.
+    This is the shape with the most dimensions, because a factored state has fewer dimensions than its parameter.
+    Returns None if there are no shapes. If several shapes have the most dimensions, returns (-1,), which fits no
+    parameter.
     """
     most = max(map(len, shapes), default=0)
     longest = [shape for shape in shapes if len(shape) == most]
@@ -132,7 +136,7 @@ def _full_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """One rank's random state: the name under which it was saved, and its generators as ckptkit saves them."""
+    """The random state of a rank: its name in the checkpoint, and its generators in the form that ckptkit saves."""
 
     name: str
     generators: dict[str, Any]
@@ -144,13 +148,13 @@ class TrainingState:
 
     Attributes:
         step: The step, or None if it is not recorded.
-        optimizers: The optimizers by the prefix of their entries' names, in order.
+        optimizers: The optimizers, by the common prefix of their entries' names.
         schedulers, scalers: The states by key, such as "lr_schedulers.0", in the order in which they were saved.
         random: The random states by rank.
-        objects: All other objects by their top-level key, and those that contain schedulers and scalers.
-        tensors: Tensors that are in none of the parts, and whose values were not read.
+        objects: All other objects by top-level key. Objects that contain schedulers or scalers are included.
+        tensors: Tensors that belong to none of the other parts. Their values were not read.
         large: The keys of objects whose tensors were not read because of their size.
-        unread: The name of each entry that could not be read or used, and the reason.
+        unread: The entries that could not be read or used: name -> reason.
     """
 
     step: int | None = None
@@ -164,13 +168,16 @@ class TrainingState:
     unread: dict[str, str] = field(default_factory=dict)
 
     def optimizer(self, entry: TensorEntry | ObjectEntry) -> SavedOptimizer:
-        """Return the optimizer to which an entry belongs. Adds it if necessary."""
+        """Return the optimizer to which an entry belongs. Adds a new optimizer if none has the entry's prefix."""
         return self.optimizers.setdefault(_owner(entry), SavedOptimizer())
 
     def rest(self, used: Collection[str]) -> dict[str, Any]:
-        """Return the other objects, without those that consist only of the schedulers and scalers with these keys.
+        """Return the objects of which at least one part was not used.
 
-        Omits None, which programs save in place of an object that they do not have.
+        Omits objects that are None. Programs save None in place of an object that they do not have.
+
+        Args:
+            used: The keys of the schedulers, scalers and objects that were used, such as "lr_schedulers.0".
         """
 
         def is_used(name: str, value: Any) -> bool:
@@ -189,13 +196,13 @@ def read_training_state(
     optimizers: bool = True,
     whole: Collection[str] = (),
 ) -> TrainingState:
-    """Return the parts of a training state. Reads objects and small tensors, but no optimizer states that are tensors.
+    """Return the parts of a training state. Reads objects and small tensors, but no tensors of optimizer states.
 
     Args:
-        tensor: Makes a tensor for the objects that are returned.
-        read: Returns the tensors of these entries, by name.
-        optimizers: Whether to read the optimizers' settings and states that are no tensors.
-        whole: The keys of objects to read whatever their size.
+        tensor: Converts a tensor inside an object to the caller's type of tensor.
+        read: Reads the tensors of the given entries, and returns them by name.
+        optimizers: Whether to read the settings of the optimizers, and the optimizer states that are not tensors.
+        whole: The keys of objects that are read even if they are large.
     """
     found = TrainingState(step=saved_step(store, catalog))
     settings: dict[str, list[tuple[TensorEntry | ObjectEntry, Any]]] = {}
@@ -231,10 +238,10 @@ def _read_values(
     *,
     settings: dict[str, list[tuple[TensorEntry | ObjectEntry, Any]]] | None,
 ) -> dict[str, Any]:
-    """Return the values of the objects that belong to no optimizer, by name. Adds the others to their optimizers.
+    """Return the values of the objects that belong to no optimizer, by name. Adds optimizer states to the optimizers.
 
     Args:
-        settings: Receives the optimizers' settings, by optimizer. None: optimizers are not read.
+        settings: Receives the settings of each optimizer. None: the optimizers are not read.
     """
     values: dict[str, Any] = {}
     for name, entry in catalog.objects.items():
@@ -263,7 +270,7 @@ def extra_key(name: str) -> str:
 
 
 def without_kind(word: str) -> str:
-    """Return a part of an object's key without the kind of object: "gen" for "gen_optim" and for "scheduler_gen"."""
+    """Return a word of an object's key without the object's kind: "gen" for "gen_optim" and for "scheduler_gen"."""
     return _KIND_WORD.sub("", word)
 
 
@@ -271,12 +278,13 @@ def without_kind(word: str) -> str:
 
 
 def _owner(entry: TensorEntry | ObjectEntry) -> str:
-    """Return the part of a raw name before "state", "master" or "param_groups", which identifies the optimizer.
+    """Return the start of an entry's name, up to "state", "master" or "param_groups". It identifies the optimizer.
 
-    If the name is nested, the last of these keys counts: ("state", "optimizers", "AdamW", "state", fqn, "exp_avg").
+    If several of these words are in the key, the last one counts. For example, the optimizer of
+    ("state", "optimizers", "AdamW", "state", fqn, "exp_avg") is "state.optimizers.AdamW".
     """
     ends = [i for i, part in enumerate(entry.key) if part == PARAM_GROUPS]
-    # After "state", it is a parameter's name.
+    # In ("state", "master", ...), "master" is the name of a parameter.
     ends += [i for i, part in enumerate(entry.key[:-1]) if part == "master" and entry.key[max(i - 1, 0)] != "state"]
     ends += [i for i, part in enumerate(entry.key[:-2]) if part == "state"]
     if not ends and entry.key[-1:] == ("state",):
@@ -315,7 +323,7 @@ def _value_state(entry: ObjectEntry, value: Any) -> SavedState[ObjectEntry] | No
 
 
 def _place(key: Path) -> tuple[str, Path] | None:
-    """Return the parameter, and the path of the state below it, without the level that bitsandbytes adds."""
+    """Return the parameter and the path of its state (see `state_place`), without the level that bitsandbytes adds."""
     place = state_place(key)
     if place is None or place[1][0] != _BITSANDBYTES:
         return place
@@ -325,9 +333,10 @@ def _place(key: Path) -> tuple[str, Path] | None:
 def _add_groups(
     saved: SavedOptimizer, parts: Iterable[tuple[TensorEntry | ObjectEntry, Any]], unread: dict[str, str]
 ) -> None:
-    """Add the param groups.
+    """Add the param groups to `saved`.
 
-    They are saved as one object, as one object or tensor for each setting, or for each parameter and setting.
+    Depending on the program, `parts` contains the list of all groups, each setting of each group, or each setting of
+    each parameter.
     """
     numbered: dict[int, dict[Any, Any]] = {}
     flattened: dict[str, dict[Any, Any]] = {}
@@ -367,9 +376,10 @@ def _add_objects(
     read: ReadTensors,
     whole: Collection[str],
 ) -> None:
-    """Add the objects, each as one value even if DCP or a reader has split it, and the schedulers and scalers in them.
+    """Add the objects, and the schedulers, scalers and random states that they contain.
 
-    An object with many tensors, such as a moving average of the weights, stays in parts, and its tensors are not read.
+    An object that DCP or a reader has split is put together again. A large object, such as a moving average of the
+    weights, stays split, and its tensors are not read.
     """
     _take_random_states(found, values, tensor)
     held: dict[str, list[TensorEntry]] = {}
@@ -404,7 +414,7 @@ def _add_objects(
 
 
 def _path(entry: TensorEntry | ObjectEntry) -> Path:
-    """Return the path of an entry in the nested state. A reader may have added a prefix to the name."""
+    """Return an entry's path in the nested state. If a reader has renamed the entry, splits the new name at dots."""
     path = entry.key or tuple(entry.name.split(".", maxsplit=1))
     return path if ".".join(map(str, path)) == entry.name else tuple(entry.name.split("."))
 
@@ -414,7 +424,7 @@ def _read_objects(
     read: ReadTensors,
     unread: dict[str, str],
 ) -> dict[str, Any]:
-    """Return the tensors of these objects by name. Reads all at once, and one object at a time if that fails."""
+    """Return the tensors of these objects by name. Reads all together. If that fails, reads one object at a time."""
     entries = [entry for parts in objects.values() for entry in parts]
     if not entries:
         return {}
@@ -436,9 +446,10 @@ def is_usual_scheduler(key: str) -> bool:
 
 
 def _schedulers(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the states of schedulers by key: those below a usual key, and those that look like torch's.
+    """Return the states of schedulers by key.
 
-    Users choose the keys under which Fabric and scripts save. Lightning's keys may be in "meta".
+    These are all values under a usual key for schedulers, and all dicts that look like the state of a torch scheduler,
+    because users of Fabric and of scripts choose their own keys. Lightning may save the usual keys inside "meta".
     """
     meta = objects.get("meta")
     below = {f"meta.{key}": value for key, value in meta.items()} if isinstance(meta, dict) else {}
@@ -452,7 +463,11 @@ def _schedulers(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _scheduler_states(name: str, value: Any) -> dict[str, dict[str, Any]]:
-    """Return the states below the key of a scheduler. A scheduler of the user's own class may have any state."""
+    """Return the scheduler states in the value of a scheduler's key, by key.
+
+    The value may be a list of states, one state, or a dict that contains states. A scheduler of the user's own class
+    may have any state, so a dict without a torch scheduler's state counts as one state.
+    """
     if _is_list(value):
         return {k: v for i, item in enumerate(value) for k, v in _scheduler_states(f"{name}.{i}", item).items()}
     if not isinstance(value, dict) or not value:
@@ -469,7 +484,10 @@ def _is_list(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
 
 
 def _take_random_states(found: TrainingState, values: dict[str, Any], tensor: MakeTensor) -> None:
-    """Move the random states of ranks from `values` to `found`. What verl saves beside them stays, once."""
+    """Move the random states of the ranks from `values` to `found`.
+
+    verl saves other objects in the dict of each rank's random state. `values` keeps one copy of each of these objects.
+    """
     seen: set[str] = set()
     for name, value in list(values.items()):
         match = RANDOM_KEY.fullmatch(name)
@@ -486,7 +504,10 @@ def _take_random_states(found: TrainingState, values: dict[str, Any], tensor: Ma
 
 
 def _generators(states: Any, tensor: MakeTensor) -> dict[str, Any] | None:
-    """Return a rank's random state as ckptkit saves it, or None without Python's or torch's generator."""
+    """Return a rank's random state in the form that ckptkit saves.
+
+    Returns None if Python's or torch's generator is missing or has an unknown form.
+    """
     if not isinstance(states, dict):
         return None
     python = states.get("python", states.get("random", states.get("random_state")))
@@ -523,12 +544,12 @@ def _integers(values: Any) -> np.ndarray[Any, Any]:
 
 
 def saved_step(store: Store, catalog: Catalog) -> int | None:
-    """Return the step that the catalog or a saved value, perhaps a tensor, records; None if there is none."""
+    """Return the step in the catalog's info. If it has none, return a saved number with a usual name for steps."""
     if catalog.info.step is not None:
         return catalog.info.step
     homes = {entry.key[:-2] for entry in catalog.by_role(Role.MODEL).values()}
     home = homes.pop() if len(homes) == 1 else ()
-    values: dict[str, Any] = {}  # each is read once
+    values: dict[str, Any] = {}  # a cache: each value is read once
 
     def value_of(name: str) -> Any:
         if name not in values:
@@ -546,7 +567,7 @@ def saved_step(store: Store, catalog: Catalog) -> int | None:
 
 
 def _number_or_object(store: Store, catalog: Catalog, name: str) -> Any:
-    """Return a saved value, with an integer in place of a tensor of one integer. None: missing or no plain data."""
+    """Return a saved object, or the integer in a tensor of one element. Returns None if there is no readable value."""
     entry, item = catalog.tensors.get(name), catalog.objects.get(name)
     try:
         if entry is not None and entry.dtype in _INTEGERS and entry.numel == 1:

@@ -1,7 +1,7 @@
 """Reads torch.distributed.checkpoint (DCP) checkpoints: `.metadata` (or one `__R.metadata` per rank) and data files.
 
-Opening a checkpoint reads only the metadata files. The positions of a tensor's bytes in the data files are found on
-first access to the tensor (see `locate`), because finding them takes another read per slice.
+Opening a checkpoint reads only the metadata files. Finding the exact bytes of a tensor in the data files takes another
+read per slice, so this happens on first access to the tensor (see `locate`).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class _Part:
         return found
 
     def grouped_storage(self) -> dict[str, dict[tuple[int, ...] | None, StorageInfo]]:
-        """Return each item's location, by key and then by offset. Entries that are plain bytes have the offset None."""
+        """Return each item's location, by key and then by the slice's offsets. An object's item has None as offsets."""
         infos = list(self.storage.values())
         try:
             names, offsets = _fields(self.storage, "fqn"), _fields(self.storage, "offset")
@@ -366,7 +366,7 @@ class _Builder:
     def _gather_whole(
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
     ) -> bool:
-        """Record a quantized or sparse tensor as an object. Returns False if the tensor has several slices."""
+        """Add a quantized or sparse tensor to the objects. Returns False if the tensor has several slices."""
         chunks = entry.chunks
         if type(chunks) is not list or len(chunks) != 1 or len(places) != 1 or name in self.rows:
             return False
@@ -449,11 +449,11 @@ class _Builder:
     def _check_bytes(self, items: Items) -> tuple[npt.NDArray[np.float64], dict[str, CorruptCheckpointError]]:
         """Check that each slice is stored with at least as many bytes as its sizes and dtype require.
 
-        A load allocates memory for the declared sizes, so a hostile checkpoint could otherwise exhaust the memory.
+        Without this check, a small hostile file could declare a huge tensor, and a load would exhaust the memory.
 
         Returns:
-            The number of elements of each slice, and an error for each tensor that has too few bytes. The error must be
-            raised unless the tensor's class stores packed values.
+            The number of elements of each slice, and an error for each tensor that has too few bytes. Only classes that
+            pack several values into a byte may have too few bytes. The caller must raise the error for other tensors.
         """
         owners, numels = items.owners, items.numels()
         negative = np.flatnonzero(items.sizes < 0)

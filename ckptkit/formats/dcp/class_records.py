@@ -1,9 +1,11 @@
 """Finds the inner tensors of tensor subclasses in DCP checkpoints that torch wrote.
 
 torch's `dcp.save` stores each shard of a tensor subclass as a pickled instance of the class, with the inner tensors in
-the same record. This module adds the inner tensors to the catalog, with the same names and the same recipes (for
-rebuilding the outer tensors) as in a save by ckptkit (see `subclasses`). No class is imported, but a class that this
-process has allowed may describe its own tensors.
+the same record. This module adds the inner tensors to the catalog. Their names, and the recipes for rebuilding the
+outer tensors, are the same as in a save by ckptkit (see `subclasses`).
+
+This module never imports a class. If this process has imported a class and allowed torch to load it, the class itself
+may name its inner tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from ckptkit.storage.store import Store
 def recipes_of(catalog: Catalog) -> Mapping[str, Recipe]:
     """Return the recipes for rebuilding tensor subclasses, by tensor name.
 
-    The catalog must come from a checkpoint that ckptkit wrote, or from `in_parts`. Other catalogs contain no recipes.
+    Only the catalogs of checkpoints that ckptkit wrote, and the results of `in_parts`, contain recipes.
     """
     entry = catalog.objects.get(SUBCLASSES)
     found = entry.value if entry is not None and entry.encoding == "value" else None
@@ -47,13 +49,13 @@ def recipes_of(catalog: Catalog) -> Mapping[str, Recipe]:
 
 
 def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catalog:
-    """Return a catalog that lists the inner tensors instead of each tensor subclass that torch's `dcp.save` stored.
+    """Replace each tensor subclass that torch's `dcp.save` stored by its inner tensors, and return the new catalog.
 
-    Adds the recipes for rebuilding the subclasses as the object `SUBCLASSES`. A tensor that cannot be replaced keeps
-    its entry. If the checkpoint has no tensor to replace, returns `catalog` itself.
+    Adds the recipes for rebuilding the subclasses as the object `SUBCLASSES`. If the inner tensors of a subclass can't
+    be read, its entry stays. If no entry is replaced, returns `catalog` itself.
 
     Args:
-        optimizer: Also replace optimizer states. Finding them reads both ends of every optimizer record.
+        optimizer: Also replace optimizer states. This reads both ends of every optimizer record.
     """
     if not catalog.in_parts() or catalog.info.format != "dcp":
         return catalog
@@ -83,7 +85,7 @@ def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catal
 
 
 def renamed_recipes(catalog: Catalog, rename: Callable[[TensorEntry], str | None]) -> dict[str, Recipe]:
-    """Return a catalog's recipes by the new names of the tensors.
+    """Return a catalog's recipes after a renaming, by the new names of the outer tensors.
 
     Args:
         rename: Returns the new name of an inner tensor, or None to omit the recipe.
@@ -113,7 +115,7 @@ def saved_parts(store: Store, catalog: Catalog, name: str) -> tuple[dict[str, Te
 
 
 def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntry], Recipe]:
-    """Return the inner tensors by attribute, and the recipe, of a tensor subclass that torch stored.
+    """Return the inner tensors (by attribute) and the recipe of a tensor subclass that torch stored.
 
     Raises:
         UnsupportedFormatError: The inner tensors cannot be read without the class. The message completes the sentence
@@ -174,8 +176,7 @@ def _by_its_class(
 ) -> tuple[dict[str, TensorEntry], Recipe]:
     """Return the inner tensors and the recipe of a tensor subclass, as described by its class.
 
-    The tensor must be in a single record, and this process must have imported and allowed the class. The class names
-    the inner tensors, and their bytes are read from the checkpoint later.
+    The whole tensor must be in a single record. This process must have imported and allowed the class.
     """
     if "torch" not in sys.modules or len(shards) > 1 or shards[0].shape != entry.shape:
         raise UnsupportedFormatError("can be read only by its class")
@@ -216,7 +217,7 @@ def _kind(shard: ClassRecord) -> str:
 
 
 def _context(shard: ClassRecord, name: str) -> Any:
-    """Return the setting `name` of a tensor subclass as JSON, for the context in the recipe (see `subclasses`)."""
+    """Return the attribute `name` of a tensor subclass as JSON, for the context in the recipe (see `subclasses`)."""
     if name == "dtype":
         return {"$dtype": shard.dtype}
     if name in shard.fields:

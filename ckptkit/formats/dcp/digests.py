@@ -41,7 +41,7 @@ class SliceCheck:
 
 
 def check_bytes(digest: Digest | None, data: memoryview, path: str, name: str) -> None:
-    """Check an entry's bytes against the digest, if a digest was recorded.
+    """Check the bytes of the entry `name` against its digest. Checks nothing if `digest` is None.
 
     Raises:
         IntegrityError: The bytes differ from the digest. The message names the file and the entry.
@@ -57,7 +57,7 @@ def check_bytes(digest: Digest | None, data: memoryview, path: str, name: str) -
 def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptkit-read") -> list[T]:
     """Run the calls in `workers` threads, and return the results in the order of the calls.
 
-    If calls fail, the first failed call's error is raised after all threads have ended.
+    If a call fails, its error is raised after all threads have ended. If several calls fail, the first one's is raised.
     """
     if workers <= 1 or len(calls) <= 1:
         results = []
@@ -120,7 +120,7 @@ def check_slices(store: Store, slices: Sequence[SliceCheck], workers: int) -> in
 
 
 def batches(rows: Int64, nbytes: Int64, most: int) -> Iterator[Int64]:
-    """Split rows into consecutive batches of about `most` bytes. `nbytes` contains the size of each row."""
+    """Split rows into consecutive batches of about `most` bytes, given the size of each row in bytes."""
     if len(rows):
         turns = (np.cumsum(nbytes) - nbytes) // most
         yield from np.split(rows, np.flatnonzero(np.diff(turns)) + 1)
@@ -129,8 +129,10 @@ def batches(rows: Int64, nbytes: Int64, most: int) -> Iterator[Int64]:
 def raise_with_tensor(error: OSError | CkptkitError, names: Mapping[str, str]) -> None:
     """Raise an error about a missing or short file again, with the name of a tensor in that file.
 
-    Returns without raising if the tensor is unknown or already named in the message. `names` maps each file's path to a
-    tensor's name.
+    Returns without raising if no tensor in the file is known, or if the message already names the tensor.
+
+    Args:
+        names: Path of a file -> name of a tensor in that file.
     """
     path = next((path for path in sorted(names, key=len, reverse=True) if path in str(error)), None)
     if path is not None and repr(names[path]) not in str(error):

@@ -63,8 +63,8 @@ class Written:
 def default_workers(store: Store, tensors: Sequence[torch.Tensor]) -> int:
     """Return how many files a rank writes at once.
 
-    On an object store: 8, or 4 if more than half of the bytes must be copied first. Otherwise: the rank's share of the
-    CPU cores, at most 4.
+    On an object store, this is 8, or 4 if more than half of the bytes must be copied to the host or made contiguous
+    first. On other storage, this is the rank's share of the CPU cores, at most 4.
     """
     if not store.asking_costs:
         return _cores()
@@ -146,9 +146,9 @@ def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _worth_a_request(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Merge files smaller than `_SMALL_FILE` into the smallest larger file.
+    """Move the records of files smaller than `_SMALL_FILE` to the smallest of the larger files.
 
-    Small files arise when one tensor is huge.
+    Such small files occur if one tensor is huge.
     """
     loads = [sum(lengths[row] for row in rows) for rows in bins]
     large = [(load, rows) for rows, load in zip(bins, loads, strict=True) if load >= _SMALL_FILE]
@@ -168,8 +168,8 @@ class FileJob:
         rows: Indices of the records to write, in order. Indices below `len(frames)` refer to tensors. Larger indices,
             minus `len(frames)`, refer to `records`.
         result: Receives the location of each record.
-        turn: Held while the file is hashed. For files that are uploaded in a single request, `turn` is a semaphore that
-            limits how many files are hashed at once, so that the first files are uploaded while other files are hashed.
+        turn: Held while the file is hashed. If files are uploaded in a single request each, `turn` is a semaphore that
+            limits how many files are hashed at once. The first files are then uploaded while other files are hashed.
         digest_s, sync_s: Seconds spent so far on hashing, and on making the file durable.
     """
 

@@ -50,7 +50,7 @@ class Verify(str, enum.Enum):
 
 
 class _Wanted(NamedTuple):
-    """A region of a tensor in the checkpoint, and the memory to fill with the region."""
+    """A region of a tensor in the checkpoint, and the memory that the load fills with the region's values."""
 
     entry: TensorEntry
     box: Box
@@ -173,7 +173,7 @@ class Filler:
                 )
 
     def unchecked(self) -> list[SliceCheck]:
-        """Return the slices whose digests the load can't check because only part of each slice will be read."""
+        """Return the slices of which only a part will be read. The load can't check their digests."""
         reads, found = self.plan(), {}
         table = reads.records
         for row in np.flatnonzero((table.algorithms >= 0) & (table.nbytes > 0) & ~reads.checked).tolist():
@@ -216,9 +216,9 @@ class Filler:
         return [[self._part(reads, row) for row in np.flatnonzero(shares == share).tolist()] for share in range(count)]
 
     def _last(self) -> dict[str, tuple[int, str]]:
-        """Return the end of the last read in each file, and the name of the tensor that this read fills.
+        """Return, for each file, the end of the read that reaches furthest, and the name of the tensor that it fills.
 
-        If the file was truncated, that tensor is incomplete.
+        If a file was truncated, at least this tensor is incomplete.
         """
         reads, found = self.plan(), dict[str, tuple[int, str]]()
         spans = reads.nbytes // np.prod(reads.sizes, axis=1) * (1 + ((reads.sizes - 1) * reads.strides).sum(axis=1))
@@ -325,7 +325,7 @@ class Filler:
 
 
 def _plan(wanted: Sequence[_Wanted], *, check: bool) -> _Reads:
-    """Find the regions of slices that fill the wanted regions. Searches all tensors together; see `pieces`."""
+    """Find the regions of slices to read, for all wanted regions at once (see `pieces`)."""
     tensors = [_near(item) if len(item.entry.slices) > _FEW else item.entry.slices for item in wanted]
     known = [recorded(slices) for slices in tensors]
     counts = np.array([len(slices) for slices in tensors], np.int64)
@@ -393,7 +393,7 @@ def _near(item: _Wanted) -> SliceArray:
 def read_workers(store: Store) -> int:
     """Return how many reads a rank runs at once.
 
-    On an object store: 8. Otherwise: twice the rank's share of the CPU cores, at most 8.
+    On an object store, this is 8. On other storage, this is twice the rank's share of the CPU cores, at most 8.
     """
     if store.asking_costs:
         return 8

@@ -1,4 +1,4 @@
-"""Makes FSDP2 keep reduced gradients in fp32, for which the mixed precision policy of FSDP2 has no option."""
+"""Makes FSDP2 keep reduced gradients in fp32. FSDP2's mixed precision policy has no option for this."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 def keep_fp32_gradients(model: nn.Module) -> None:
     """Keep the reduced gradients of bf16 and fp16 parameters in fp32, in all FSDP2 units of `model`.
 
-    By default, FSDP2 rounds each sum over the ranks to the parameter's dtype, even when several sums are accumulated.
+    By default, FSDP2 rounds each gradient to the parameter's dtype after the reduction over the ranks. With gradient
+    accumulation, it rounds after every micro-batch.
     """
 
     def before_forward(_module: nn.Module, _args: Any) -> None:

@@ -1,7 +1,7 @@
 """Reads the bytes of tensors, and tells which tensors are dense.
 
-A row-major tensor on the host is read in place, any other tensor through a buffer. A tensor is called dense if all its
-values are in its own memory.
+A row-major tensor on the host is read in place. Any other tensor is copied to a buffer first. In this module, a tensor
+is dense if all its values are in its own memory.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def memory(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
 def why_not_dense(tensor: Any) -> str:
     """Return why a tensor can't be saved as the bytes of its own memory, or "" if the tensor is dense.
 
-    The reason completes the sentence "the tensor ...". Every save checks every tensor before writing anything. For a
-    DTensor or ShardedTensor, the local tensors are checked. A subclass is refused if it defines `__torch_dispatch__`
-    (only then can the values be elsewhere) or has tensors as attributes.
+    The reason completes the sentence "the tensor ...". For a DTensor or ShardedTensor, the local tensors are checked. A
+    tensor subclass is not dense if it has tensors as attributes or defines `__torch_dispatch__`, because its values may
+    then be elsewhere.
     """
     import torch
 
@@ -73,7 +73,7 @@ def why_not_dense(tensor: Any) -> str:
 
 
 def _why_not_subclass(tensor: Any) -> str | None:
-    """Return the result of `why_not_dense` for a tensor subclass, or None if the class does not decide the result."""
+    """Return the result of `why_not_dense` for a tensor subclass, or None if nothing about the class is a problem."""
     import torch
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -123,7 +123,7 @@ def holds_tensors(value: Any, depth: int) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values are the bytes of its own memory. A meta tensor is judged as if it had memory."""
+    """Return whether a tensor's values are the bytes of its own memory. Treats a meta tensor as if it had memory."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and _why_not_subclass(tensor):
@@ -132,9 +132,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is sparse or quantized, but is stored exactly by `torch.save`.
+    """Return whether `torch.save` stores this sparse or quantized tensor exactly.
 
-    Only sparse and quantized tensors of torch's own classes are stored exactly.
+    This is the case only for sparse and quantized tensors of torch's own classes. Returns False for dense tensors.
     """
     import torch
 
@@ -145,8 +145,7 @@ def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
 def are_dense(tensors: Collection[Any]) -> bool:
     """Return whether all tensors are dense and of torch's own classes.
 
-    Makes only a few calls, however many tensors there are. If the result is False, `why_not_dense` tells which tensors
-    are not dense and why.
+    This is fast even for many tensors. If the result is False, call `why_not_dense` for each tensor.
     """
     import torch
 
@@ -169,7 +168,7 @@ def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
 
 
 def expanded_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return, by key, why torch can't write into tensors whose elements share memory."""
+    """Return the tensors whose elements share memory, by key, each with the reason why torch can't write into it."""
     why = "is an expanded view, whose elements share memory: copy it with .clone()"
     return {
         key: why
@@ -236,7 +235,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_memory(tensor: Any) -> Any:
-    """Return the inner tensor if the class stores all values in a single inner tensor, otherwise the tensor itself."""
+    """Return the inner tensor of a class that stores all its values in a single one. Return any other tensor itself."""
     known = ONE_TENSOR.get(f"{type(tensor).__module__}.{type(tensor).__qualname__}")
     return tensor if known is None else getattr(tensor, known[0])
 
@@ -298,7 +297,7 @@ class HostBytes:
         return host_view(self._kept)
 
     def _staged(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """Yield a tensor's bytes through two host buffers. One buffer is filled while the other buffer is in use."""
+        """Yield a tensor's bytes through two host buffers. One buffer is filled while the caller uses the other one."""
         import torch
 
         flat = tensor.reshape(-1).view(torch.uint8)
@@ -325,7 +324,7 @@ class HostBytes:
 
 
 def settle_device() -> None:
-    """Wait for the work that this thread has queued on the accelerator, so that other threads can read the results."""
+    """Wait until the accelerator has finished this thread's work. Other threads can then read the results."""
     if "torch" not in sys.modules:
         return
     import torch
@@ -374,7 +373,7 @@ def has_load_hooks(optimizer: Any) -> bool:
 
 
 def before_state_dict(optimizer: Any) -> None:
-    """Run the optimizer's `state_dict` pre-hooks, which may change its state."""
+    """Run the optimizer's `state_dict` pre-hooks, which may change the optimizer's state."""
     for hook in list(getattr(optimizer, "_optimizer_state_dict_pre_hooks", {}).values()):
         hook(optimizer)
 

@@ -75,7 +75,7 @@ class PlannedKey(NamedTuple):
 
 
 class PlainSlice(NamedTuple):
-    """A slice that is stored without a record around its bytes. `digest` covers the bytes [start, start + nbytes)."""
+    """A slice whose bytes are stored without a record around them. `digest` covers [start, start + nbytes)."""
 
     key: PlannedKey
     box: Box
@@ -92,12 +92,12 @@ class RankPart:
     The report takes 40 bytes per slice, plus 16 bytes per dimension of each slice.
 
     Attributes:
-        written: Locations of the slices, then of the objects. The key in a row is an index into the keys of `table`,
-            continued by `private`.
+        written: Locations of the slices, then of the objects. The key in a row is an index into one list: the keys in
+            `table`, followed by the keys in `private`.
         boxes: Offsets and sizes of each slice, concatenated over all slices.
-        digest: Identifies `table`.
+        digest: A hash that identifies `table`, even if this rank does not send the table.
         table: Result of `key_table`, or None if a lower rank sends the same table.
-        private: Keys that only this rank has, and that are therefore not in the table.
+        private: Keys that only this rank has. They are not in the table.
         objects: (name, path) of each object.
     """
 
@@ -278,13 +278,14 @@ class SaveIndex:
     def _drop_replicas(self) -> None:
         """Drop all but the lowest rank's slice of each region, and check that each tensor is covered.
 
-        Several ranks write the same region if DTensors are on a submesh. With FSDP over "dp" and tensor parallelism
-        over "tp", a parameter without tensor parallelism has one "dp" mesh per "tp" rank, and each of these meshes
-        writes the whole parameter. Ranks also write the same region in LOCAL saves if their plain tensors differ.
+        Several ranks write the same region if a DTensor is on a submesh. For example, if a job uses FSDP over "dp" and
+        tensor parallelism over "tp", a parameter without tensor parallelism is on one "dp" mesh per "tp" rank. The
+        ranks of each of these meshes write the whole parameter. In LOCAL saves, several ranks may also write the same
+        plain tensor.
 
         Raises:
-            SaveError: A tensor's slices do not cover each element exactly once, because a rank's placements do not
-                match the elements that the rank holds.
+            SaveError: A tensor's slices do not cover each element exactly once. This happens if a rank's placements do
+                not match the elements that the rank holds.
         """
         plain = self._cut_in_rows()
         if all(plain):
@@ -453,8 +454,8 @@ def write_index(
         parts: The report of each rank, in rank order.
         save_id: Identifier of the save, recorded in both files.
         extra: JSON for the manifest's `info.extra`.
-        kind: The format name recorded in the manifest. If "dcp", the tensors have the user's names, otherwise names
-            chosen by ckptkit.
+        kind: The format name recorded in the manifest. With "dcp", the tensors have the names that the user gave them.
+            With any other kind, ckptkit has chosen the names.
         aliases: Tied weights by section: maps each tied name to the name under which the tensor is stored.
 
     Raises:

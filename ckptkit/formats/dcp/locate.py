@@ -1,9 +1,9 @@
 """Locates tensors' bytes inside the items of `.distcp` files, on demand and for many items at once.
 
-An item holds one slice of a tensor. Each item is a torch.save zip, about 1.5 KB longer than the slice, unless the whole
-file is one safetensors blob. Of a zip, only the first kilobyte (pickle and storage header) and the last kilobyte
-(directory, with the storage's CRC-32) are read. Items with the same dtype, shape and length usually differ only in the
-checksums. So one item is parsed, and numpy compares the other items with the parsed item.
+An item holds one slice of a tensor. Unless the whole file is one safetensors blob, each item is a torch.save zip, about
+1.5 KB longer than the slice. This module reads only the first kilobyte of a zip (pickle and storage header) and the
+last kilobyte (directory, with the storage's CRC-32). Items with the same dtype, shape and length usually differ only in
+the checksums. It is therefore enough to parse one item, and to compare the bytes of the others with it.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class _Locator:
     def _read(self, rows: Int64) -> None:
         """Locate items, given in order of file and start.
 
-        Reads both ends of each item. Of zips with the same dtype, sizes and length, usually only one zip is parsed.
+        Reads both ends of each item. If several zips have the same dtype, sizes and length, usually parses only one.
         """
         items, paths = self.items, self.items.paths
         owners = items.owners[rows]
@@ -388,7 +388,7 @@ class _Locator:
         return frame
 
     def _class_of(self, path: str, start: int, length: int) -> str:
-        """Return the class of the tensor in a record if only that class prevents reading the record, otherwise ""."""
+        """Return the tensor subclass that makes a record unreadable, or "" if there is another cause."""
         try:
             read_archive(self.store, path, start, length, unknown="record")
         except OpaqueTensorError as error:
@@ -458,7 +458,7 @@ class Frame:
     def of(cls, tensor: StoredTensor, start: int, front: bytes, tail: bytes, layout: Layout) -> Frame | None:
         """Return the frame of an item that starts at byte `start`, given the item's first and last bytes.
 
-        Returns None if `front` or `tail` is too short to contain the whole pickle or directory.
+        Returns None if `front` does not contain the whole pickle, or `tail` does not contain the whole directory.
         """
         storage, begin = layout.members[f"data/{tensor.storage.key}"], tensor.storage.start - start
         if begin > len(front) or layout.directory_nbytes > len(tail):

@@ -1,7 +1,7 @@
 """Writes a DCP checkpoint's `.metadata` pickle without torch, opcode by opcode.
 
-Unpickling the file returns objects from `torch.distributed.checkpoint.metadata`. In the pickle, all slices of a tensor
-take the same number of bytes, so numpy can fill in the opcodes for a million slices column by column.
+torch unpickles the file to objects from `torch.distributed.checkpoint.metadata`. In the pickle, all slices of a tensor
+take the same number of bytes. Numpy can therefore fill in the numbers of a million slices column by column.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class MetadataPickle:
         return self._rows[None]
 
     def _taken(self, mark: int) -> bytes:
-        """Remove and return the bytes written since `mark`, which refer only to values that are in the memo."""
+        """Remove the bytes written since `mark` from the buffer, and return them."""
         text = bytes(self._out[mark:])
         del self._out[mark:]
         return text
@@ -250,7 +250,7 @@ class MetadataPickle:
         self._out += b")\x81" + state
 
     def _head(self, dtype: str) -> None:
-        """Write the opcodes between a tensor's name and shape, cached from a dtype's second tensor on."""
+        """Write the opcodes between a tensor's name and shape. They are cached for each dtype."""
         if dtype in self._heads:
             self._out += self._heads[dtype]
             return

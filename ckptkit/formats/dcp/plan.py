@@ -96,7 +96,7 @@ class ShardedPlan:
         flat, paths: The state's values by name, and the path of each value in the nested state.
         holders: For each replicated key that only some ranks hold, the ranks that hold the key.
         settled: Digests of all ranks when `holders` was computed. `holders` stays valid until a digest changes.
-        sends_table: True if no lower rank has the same table. Otherwise this rank sends only the digest.
+        sends_table: True if this rank must send `table` to rank 0. False if a lower rank has the same table.
     """
 
     rank: int
@@ -133,7 +133,7 @@ class ShardedPlan:
         return self.digest + _settlement(self.settled)
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> ShardedPlan:
-        """Return the plan, adjusted to what the other ranks hold. All ranks must call this with the same signatures.
+        """Return this plan, adjusted to the keys that the other ranks hold. All ranks must call this together.
 
         The ranks exchange nothing if all signatures are equal, or if no signature has changed since the previous save.
         Otherwise each rank sends the hashes of its replicated keys.
@@ -152,7 +152,7 @@ class ShardedPlan:
         return replace(plan, settled=known, sends_table=known.index(self.digest) == self.rank)
 
     def replicated(self) -> dict[str, int]:
-        """Return a hash of the name, dtype and shape for each key that all ranks are assumed to have."""
+        """Return the keys that all ranks are assumed to have, each with a hash of its name, dtype and shape."""
         found = {}
         for name, value in self.flat.items():
             if name not in self.private and not isinstance(value, (DTensor, ShardedTensor)):
@@ -395,7 +395,10 @@ def _cut_by_mesh(name: str, value: DTensor, meshes: dict[DeviceMesh, int]) -> _C
 def _mine(
     name: str, cut: _Cut, offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int] | None] | None:
-    """Return the part of a local region that this rank writes, as (offsets, sizes, arguments for `narrow`), or None."""
+    """Return the part of a local region that this rank writes, as (offsets, sizes, arguments for `narrow`).
+
+    Returns None if other ranks write the whole region.
+    """
     number, count = cut.place
     if 0 in sizes:
         return (offsets, sizes, None) if 0 in cut.shape and number == 0 else None
@@ -451,7 +454,7 @@ def placement_record(placement: Any) -> PlacementRecord:
 
 
 def joined_mesh(what: str, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh with the dimensions of all `meshes`, which must be slices of the same mesh, in the order given.
+    """Return a mesh with the dimensions of all `meshes`, in the order given. All must be slices of the same mesh.
 
     Args:
         what: Description of the tensor that is placed on the meshes, for errors.
@@ -528,7 +531,7 @@ def _flatten(
 
 
 def _is_leaf(items: list[Any]) -> bool:
-    """Return whether a list counts as a single value, that is, contains no tensors or dicts, even in inner lists."""
+    """Return whether a list counts as a single value: neither it nor its inner lists contain tensors or dicts."""
     return not any(
         isinstance(item, (Mapping, torch.Tensor)) or (isinstance(item, list) and not _is_leaf(item)) for item in items
     )
@@ -538,7 +541,7 @@ def _is_leaf(items: list[Any]) -> bool:
 
 
 def local_boxes(value: Any) -> list[tuple[Box, torch.Tensor]]:
-    """Return this rank's regions of a tensor, each with a detached view of its memory."""
+    """Return this rank's regions of a tensor, each with a detached view of the region's memory."""
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
             return []

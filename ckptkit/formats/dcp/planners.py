@@ -63,7 +63,8 @@ class _Turn:
 
     Attributes:
         sends_table: True if the rank must send its table of keys because no lower rank has the same keys.
-        holders: Hash of a replicated key -> ranks that hold the key. Has this rank's keys that some ranks lack.
+        holders: Hash of a replicated key -> ranks that hold the key. Contains only keys of this rank that other ranks
+        lack.
     """
 
     rank: int
@@ -174,7 +175,7 @@ class DCPLoadPlanner(DefaultLoadPlanner):
 
 
 def is_itself(made: object, ours: type, steps: Sequence[str]) -> bool:
-    """Return whether `made` inherits all these methods unchanged from `ours`. An override must not be bypassed."""
+    """Return whether `made` inherits all the methods in `steps` unchanged from `ours`."""
     return all(getattr(type(made), step) is getattr(ours, step) for step in steps)
 
 

@@ -92,8 +92,8 @@ def filled_by(current: Any, value: Any) -> Any:
     """Fill the state's current tensor with a loaded tensor, and return the state's new value.
 
     Returns:
-        `current` if it was filled. Otherwise `value`: either value is not a tensor, or `current` is a DTensor or on the
-            meta device.
+        `current` after it was filled. Returns `value` instead if one of the two is not a tensor, or if `current` is a
+            DTensor or on the meta device.
     """
     if not _is_filled(current, value):
         return value
@@ -183,8 +183,8 @@ def add_class(filler: Filler, catalog: Catalog, name: str, value: Any) -> bool:
     Returns False for any other value, and if the checkpoint lacks the tensor or stores the tensor as a single object.
 
     Raises:
-        CheckpointMismatchError: The checkpoint has another class, other settings, or shards that split the blocks of
-            elements that share a scale.
+        CheckpointMismatchError: The checkpoint has a different class or different settings, or its shards split a block
+            of elements that share a scale.
     """
     if not isinstance(value, torch.Tensor) or (name in catalog.objects and name not in catalog.tensors):
         return False

@@ -1,4 +1,4 @@
-"""Opens a plain DCP directory: through the manifest if there is a manifest, otherwise through `.metadata`."""
+"""Opens a plain DCP directory. Reads the manifest if there is one, otherwise `.metadata`."""
 
 from __future__ import annotations
 

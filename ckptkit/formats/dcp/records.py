@@ -51,7 +51,7 @@ class RecordFrame:
     tail: tuple[bytes, bytes]
 
     def head(self, crc: int) -> bytes:
-        """Return the bytes before the payload, given the payload's CRC-32 (ignored if streamed)."""
+        """Return the bytes before the payload, given the payload's CRC-32. If `streamed`, the CRC-32 is ignored."""
         if self.streamed:
             return self.prefix
         return self.prefix[: self.crc_at] + crc.to_bytes(4, "little") + self.prefix[self.crc_at + 4 :]

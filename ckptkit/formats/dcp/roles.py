@@ -114,9 +114,9 @@ class RoleTable:
 
 
 def _optimizers(paths: Iterable[Path]) -> set[Path]:
-    """Return the paths of dicts with both "state" and "param_groups". They are optimizers, whatever their key is.
+    """Return the paths of dicts that have both "state" and "param_groups". Such a dict is an optimizer under any key.
 
-    Both may be the beginning of flattened keys. () stands for an optimizer at the top level.
+    In flattened keys, "state." and "param_groups." are prefixes. () is the path of an optimizer at the top level.
     """
     found: dict[str, set[Path]] = {"state": set(), PARAM_GROUPS: set()}
     for path in paths:
@@ -158,19 +158,20 @@ def optimizer_role(path: Path) -> EntryRole:
 
 
 def state_place(key: Path) -> tuple[str, Path] | None:
-    """Return the parameter and the path of its state in a nested optimizer entry's key; None for other keys.
+    """Return the parameter and the path below it in the key of an optimizer state. Returns None for any other key.
 
-    ("optimizer", "state", fqn, "GG", 0) gives (fqn, ("GG", 0)).
+    For example, ("optimizer", "state", fqn, "GG", 0) gives (fqn, ("GG", 0)).
     """
     at = max((i for i, part in enumerate(key[:-2]) if part == "state"), default=-1)
     return (str(key[at + 1]), key[at + 2 :]) if at >= 0 else None
 
 
 def setting_place(key: Path) -> tuple[str, Path]:
-    """Return the group (its number, or a parameter) and the path of the setting in a param group's key.
+    """Return the group and the path of a setting within the group, given the key of an entry in `param_groups`.
 
-    ("optimizer", "param_groups", 0, "betas", 1) gives ("0", ("betas", 1)), and the flattened form
-    ("optimizer.param_groups.w.lr",) gives ("w", ("lr",)). ("optimizer", "param_groups", 0) is a whole group: ("0", ()).
+    The group is given by its number or, in the flattened form, by the name of its only parameter. For example,
+    ("optimizer", "param_groups", 0, "betas", 1) gives ("0", ("betas", 1)), and ("optimizer.param_groups.w.lr",) gives
+    ("w", ("lr",)). The key of a whole group, ("optimizer", "param_groups", 0), gives ("0", ()).
     """
     for i, part in enumerate(key):
         _, found, tail = f".{part}.".partition(f".{PARAM_GROUPS}.")
@@ -214,10 +215,10 @@ def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
 
 
 def _inner_wrappers(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None]) -> dict[Path | None, Path]:
-    """Map each wrapper to a longer wrapper if all tensors of the wrapper share the longer wrapper.
+    """Return the longer wrapper that all tensors of a wrapper have in common, for each wrapper where there is one.
 
-    Examples are {"model": {"model": state_dict}} and {"models": [state_dict]}. Only list indices and known keys extend
-    a wrapper.
+    For example, ("model",) gives ("model", "model") in {"model": {"model": state_dict}}, and ("models",) gives
+    ("models", 0) in {"models": [state_dict]}. Only list indices and known keys can make a wrapper longer.
     """
     members: dict[Path, list[Path]] = {}
     for key, wrapper in wrappers.items():

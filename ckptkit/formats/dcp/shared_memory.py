@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A tensor in the checkpoint, and this rank's part of the live tensor that the load will fill with the tensor.
+    """A tensor in the checkpoint, and this rank's part of the live tensor that the load will fill.
 
     Attributes:
         shape: Shape of the whole live tensor.
@@ -82,7 +82,7 @@ def check_claims(store: Store, groups: Iterable[Sequence[Claim]]) -> None:
 def are_one(store: Store, claims: Sequence[Claim | None]) -> bool:
     """Return whether the checkpoint has equal values for tensors that share memory.
 
-    Returns False if an item of `claims` is None, because the checkpoint then lacks the values of that tensor.
+    An item of `claims` is None if the checkpoint lacks that tensor. The result is then False.
     """
     group = [claim for claim in claims if claim is not None]
     if len(group) < len(claims):
@@ -100,9 +100,9 @@ def are_one(store: Store, claims: Sequence[Claim | None]) -> bool:
 
 
 def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
-    """Return whether tensors that share memory keep their values if all of them are read.
+    """Return whether tensors that share memory keep their values if one after the other is loaded.
 
-    Reads this rank's part of each tensor into memory laid out like the memory of the live tensors.
+    Tries this in temporary memory: reads this rank's part of each tensor to the same layout as in the live memory.
     """
     import torch
 

@@ -2,11 +2,10 @@
 
 A class with `__tensor_flatten__` names its inner tensors. Each inner tensor is stored as a plain tensor named
 `<name>::<attribute>`. A recipe (JSON) records the class and everything else that rebuilding needs. A load fills the
-inner tensors of a live tensor that has the same recipe. A class is never imported just because a checkpoint names the
-class.
+inner tensors of a live tensor that has the same recipe. A load never imports the class that a checkpoint names.
 
-Two classes without the protocol are split in the same way (`_WITHOUT_PROTOCOL`): bitsandbytes' 4-bit weights, and the
-optimizer states of flashoptim, which are not tensors.
+bitsandbytes' 4-bit weights and flashoptim's optimizer states do not implement the protocol, but are split in the same
+way (`_WITHOUT_PROTOCOL`). flashoptim's states are objects, not tensors.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ def describe(recipe: Recipe, live: torch.Tensor | None = None) -> str:
 def same_recipe(one: Recipe | None, other: Recipe | None) -> bool:
     """Return whether two recipes are equal.
 
-    Tuples equal lists, because torchao's own files store tuples as lists.
+    A tuple and a list with equal items count as equal, because torchao's own files store tuples as lists.
     """
 
     def listed(value: Any) -> Any:
@@ -202,7 +201,10 @@ def open_tensor(tensor: Any, whole: Any = None) -> Opened | None:
 
 
 def without_values(tensor: Any) -> Any:
-    """Return a meta tensor placed like `tensor` if `tensor` is stored as its inner tensors, otherwise None."""
+    """Return a meta tensor with the shape and the placement of `tensor`, if a save stores its inner tensors instead.
+
+    Returns None for any other tensor.
+    """
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -230,7 +232,7 @@ def _is_made_of_parts(tensor: Any) -> bool:
 
 
 def _open(local: Any, whole: Any) -> Opened:
-    """Return the inner tensors of `whole`. `local` is the shard on this rank, or `whole` if it is not sharded."""
+    """Return the inner tensors of `whole`. `local` is this rank's shard, or `whole` itself if it is not sharded."""
     from torch.distributed.tensor import DTensor
 
     kind = _class_of(local)
@@ -315,7 +317,7 @@ def is_state_in_parts(value: Any) -> bool:
 
 
 def keeps_parts(optimizer: Any) -> bool:
-    """Return whether an optimizer is from flashoptim. Its states differ from the result of `state_dict`."""
+    """Return whether an optimizer is from flashoptim. Its live states differ from the states in its `state_dict`."""
     return isinstance(getattr(optimizer, "quantized_state_spec", None), Mapping)
 
 
@@ -363,7 +365,7 @@ def _is_4bit(tensor: Any) -> bool:
 
 
 def repeated(tensors: Mapping[str, Any]) -> set[str]:
-    """Return the names under which bitsandbytes' 4-bit layers add copies of inner tensors to a state dict."""
+    """Return the names of the copies of inner tensors that bitsandbytes' 4-bit layers add to a state dict."""
     weights = [name for name, value in tensors.items() if type(value).__name__ == "Params4bit" and _is_4bit(value)]
     if not weights:
         return set()
@@ -375,8 +377,8 @@ def repeated(tensors: Mapping[str, Any]) -> set[str]:
 def left_behind(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
     """Return the reason why a 4-bit weight of bitsandbytes can't be saved, for each weight that FSDP2 has sharded.
 
-    A sharded weight holds only the packed values. The scales stay behind in an attribute of the layer, which no state
-    dict contains.
+    A sharded weight holds only the packed values. The scales remain in an attribute of the layer that is in no state
+    dict.
     """
     found = {}
     for name, module in modules.items():
@@ -432,9 +434,10 @@ def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
 
 
 def _run(name: str, inner: Any, local: Any) -> tuple[int, int]:
-    """Return the length of a run, and the smallest number of rows that consists of whole runs (0 if there are no rows).
+    """Return the length of a run, and the smallest number of rows that consists of whole runs.
 
-    A run is a sequence of elements of the flattened tensor that share one element of the inner tensor.
+    A run is a sequence of elements of the flattened tensor that share one element of the inner tensor, such as a scale.
+    The number of rows is 0 if the tensor has no rows.
     """
     numel = local.numel()
     if inner.dim() != 1 or not inner.numel() or numel % inner.numel():
@@ -450,8 +453,9 @@ def _rows(block: int, shape: Sequence[int]) -> int:
 def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
     """Return the tensor to store and the recipe entry for an inner tensor of a sharded tensor subclass.
 
-    Unless the rule is "whole", the inner tensor becomes a DTensor with the placements of the sharded tensor. If a class
-    lets ranks split a run of elements that share a value, each rank stores its own values, and the rule is "own".
+    Unless the rule is "whole", the inner tensor becomes a DTensor with the placements of the sharded tensor. Some
+    classes allow a run of elements that share a value to be split between ranks. Each rank then stores its own values,
+    and the rule is "own".
 
     Raises:
         SaveError: Elements that share a value of the inner tensor, such as a scale, are on different ranks.
@@ -504,7 +508,7 @@ def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[
 
 
 def _cutting(whole: Any) -> tuple[Any, ...]:
-    """Return a DTensor's placements, with Replicate for each mesh dimension of size 1, which splits nothing."""
+    """Return a DTensor's placements, with Replicate for each mesh dimension of size 1."""
     from torch.distributed.tensor import Replicate
 
     pairs = zip(whole.device_mesh.shape, whole.placements, strict=True)
@@ -540,9 +544,9 @@ def _split(whole: Any, name: str, block: Any, where: str) -> str:
 
 
 def cut_blocks(block: int, shape: Sequence[int]) -> list[int]:
-    """Return, for each dimension, the step at which a tensor can be cut without splitting a run of `block` elements.
+    """Return, for each dimension, how many rows a shard can have without splitting a run of `block` elements.
 
-    The step is 0 if the tensor cannot be cut in that dimension.
+    A shard can have any multiple of the returned number. The number is 0 if no cut in that dimension is possible.
     """
     rows = _rows(block, shape)
     return [rows, block if rows == 1 and len(shape) == 2 else 0, *[0] * len(shape)][: len(shape)]
@@ -617,10 +621,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, TensorEntry]) -> Any:
-    """Create an uninitialized tensor from a recipe, placed like a parameter, for an optimizer that has no state yet.
+    """Create an uninitialized optimizer state from a recipe, on the same device and mesh as the parameter.
 
-    Nothing is imported. This process must have allowed torch to load the class with
-    `torch.serialization.add_safe_globals`, which torchao does for its optimizer states.
+    This is for an optimizer that has no state yet. Nothing is imported: this process must have allowed the class with
+    `torch.serialization.add_safe_globals`. torchao does this for the classes of its optimizer states.
 
     Args:
         entries: The inner tensors in the checkpoint, by attribute.

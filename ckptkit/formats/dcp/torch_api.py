@@ -156,8 +156,8 @@ class CatalogMetadata(Mapping[str, Any]):
     they first use the mapping.
 
     Attributes:
-        is_plannable: True if `DCPLoadPlanner` may plan with this mapping. False if a subclass of the reader overrides
-            how data is read.
+        is_plannable: True if `DCPLoadPlanner` may use this mapping. False if a subclass of the reader overrides the
+            methods that read data.
     """
 
     def __init__(self, reader: DCPReader, *, is_plannable: bool = False) -> None:
@@ -241,9 +241,9 @@ class DCPWriter(StorageWriter):
 
     Writes several files at once, computes digests and CRCs in the same pass, and fsyncs the files.
 
-    `.metadata` is written last: once `.metadata` exists, the checkpoint exists. `manifest.safetensors` holds a digest
-    of every slice. The manifest is omitted if the state has shards of tensor subclasses, which are stored in torch's
-    own way. If any worker fails, the save fails. A local directory is locked during the save, so a second job that
+    `.metadata` is written last. If `.metadata` exists, the checkpoint is complete. `manifest.safetensors` contains a
+    digest of every slice. If the state has shards of tensor subclasses, they are stored as torch stores them, and there
+    is no manifest. If any worker fails, the save fails. A local directory is locked during the save: a second job that
     saves to the same directory gets a LeaseHeldError.
     """
 
@@ -327,9 +327,9 @@ class DCPWriter(StorageWriter):
         return open_store(self.url, storage_options=self.storage_options).with_free_names()  # checked by `_clear`
 
     def _clear(self, prefix: str, metadata: str) -> None:
-        """Delete the files of an unfinished save and, with `overwrite`, the files of an existing checkpoint.
+        """Delete the files of an unfinished save. With `overwrite`, also delete the files of an existing checkpoint.
 
-        Metadata is deleted before data.
+        Deletes the metadata first, so that a half-deleted checkpoint is not taken for a complete one.
         """
         store = self._store()
         names = [item.path for item in store.list() if item.kind == "file"]
@@ -413,7 +413,7 @@ class DCPWriter(StorageWriter):
             metadata.planner_data, metadata.storage_data = CatalogPaths(written), {}
             return
         name = ".metadata" if self.collective or self.rank is None else f"__{self.rank}.metadata"
-        # A manifest has no entries for shards of tensor subclasses: each is one record, which only torch describes.
+        # A manifest has no entries for shards of tensor subclasses. Each shard is a record that only torch describes.
         in_records = any(result.storage_data.is_shard for found in results for result in found)
         manifest = name == ".metadata" and not in_records
         # The storage data are not added to `metadata`, because torch would broadcast them to all ranks.
@@ -655,7 +655,7 @@ def _open(store: Store) -> Catalog:
 
 
 def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner) -> None:
-    """Check that the items fill each target completely. A gap would keep the target's old values."""
+    """Check that the items fill each target completely. In a gap, the target would keep its old values."""
     state = getattr(planner, "state_dict", None)
     if state is None:
         return
@@ -680,8 +680,8 @@ def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: Load
 def _load_bytes(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
     """Pass an object to the planner.
 
-    torch's own planner would unpickle the file's bytes without restrictions, so torch's planner gets the loaded value
-    instead. Any other planner gets bytes that ckptkit pickled.
+    torch's own planner would unpickle the bytes of the file without restrictions, so it gets the loaded value instead.
+    Any other planner expects bytes. It gets a new pickle of the loaded value.
     """
     name = item.dest_index.fqn
     if isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:

@@ -1,9 +1,12 @@
-"""Reads DeepSpeed's MoE experts: one file per expert, and optimizer partitions over the ranks that hold the expert.
+"""Reads DeepSpeed's MoE experts. Each expert has its own file for the weights. Its optimizer state is partitioned.
 
-In the optimizer files and `param_shapes`, each rank's experts are numbered from 0. The experts' own files, and the
-names returned by this module, number a layer's experts across all ranks (deepspeed/runtime/engine.py:
-_save_moe_checkpoint). With E expert parallel ranks, rank r of the job has the experts of expert parallel rank r % E, or
-of r // (ranks / E) if the job's config sets use_data_before_expert_parallelism (deepspeed/utils/groups.py).
+The partitions are on the ranks that hold the expert. In the optimizer files and `param_shapes`, the experts of each
+rank are numbered from 0. The experts' own files, and the names returned by this module, number all experts of a layer
+across the ranks (deepspeed/runtime/engine.py: _save_moe_checkpoint).
+
+With E expert parallel ranks, rank r of the job has the experts of expert parallel rank r % E. If the job's config sets
+use_data_before_expert_parallelism, rank r has those of expert parallel rank r // (ranks / E) instead
+(deepspeed/utils/groups.py).
 """
 
 from __future__ import annotations
@@ -102,7 +105,11 @@ def parts_of(
 
 
 def counted(experts: Iterable[str]) -> dict[str, int]:
-    """Return the number of experts in each layer by the layer's name prefix, given the experts' weight names."""
+    """Return the number of experts in each layer, by the prefix of the layer's names.
+
+    Args:
+        experts: Names of the experts' weights.
+    """
     found: dict[str, int] = {}
     for name in experts:
         match = _EXPERT.fullmatch(name)
@@ -114,7 +121,7 @@ def counted(experts: Iterable[str]) -> dict[str, int]:
 def group_order(first: Mapping[str, Any], other: Mapping[str, Any], *, file: str) -> list[int]:
     """Return, for each parameter group of rank 0, the index of the same group on another rank.
 
-    DeepSpeed creates the groups of experts from a set, so the order of the groups differs between processes
+    The order of the expert groups differs between processes, because DeepSpeed iterates over a set to create them
     (deepspeed/moe/utils.py). Groups are matched by name. Groups with the same name have the same order on all ranks.
 
     Args:

@@ -104,9 +104,9 @@ class ModelStates:
         return others, objects
 
     def whole(self, *, elsewhere: frozenset[str]) -> dict[str, Joined]:
-        """Return the tensors in `module` that are stored in full: buffers, frozen parameters, and other whole tensors.
+        """Return the tensors in `module` that are stored in full, such as buffers and frozen parameters.
 
-        With ZeRO-3, `module` contains empty placeholders for the partitioned parameters.
+        With ZeRO-3, `module` has empty placeholders for the partitioned parameters. These are left out.
 
         Args:
             elsewhere: Names to omit because other files contain the tensors.
@@ -151,7 +151,7 @@ class OptimStates:
     Attributes:
         parts: Parts of the parameter groups, by rank, then by group.
         param_groups: Settings of the base optimizer's groups.
-        paddings: Alignment padding after each parameter, by group, or [] if the files do not tell.
+        paddings: Alignment padding after each parameter, by group, or [] if the files do not record the padding.
         partitions: Number of partitions of each group. Groups of experts have fewer partitions than there are ranks.
     """
 
@@ -166,7 +166,11 @@ class OptimStates:
 def read_model_states(
     store: Store, files: Sequence[str], options: ReadOptions | None, *, without_module: bool = False
 ) -> ModelStates:
-    """Read the model files at the root. Pass `without_module` if the weights are in other files."""
+    """Read the model files at the root.
+
+    Args:
+        without_module: The weights are in other files, so the model files need not contain `module`.
+    """
     matches = [match for name in files if (match := MODEL_FILE.fullmatch(name))]
     stage3 = all(match[1] is not None for match in matches)
     chosen = sorted((m for m in matches if stage3 or m[1] is None), key=lambda m: (int(m[1] or 0), int(m[2])))
@@ -276,7 +280,7 @@ def _optimizer_dict(value: Any, file: str) -> Mapping[str, Any]:
 
 
 def _partitions(inner: Mapping[str, Any], files: int, file: str) -> list[int]:
-    """Return the number of partitions of each group. Without experts, this is the number of ranks."""
+    """Return the number of partitions of each group. If the group has no experts, this is the number of ranks."""
     recorded = inner.get("partition_count", files)
     counts = recorded if isinstance(recorded, list) and recorded else [recorded or files]
     for count in counts:

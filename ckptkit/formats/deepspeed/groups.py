@@ -1,8 +1,8 @@
 """Reads the flat groups in DeepSpeed's optimizer files: positions of parameters, moments, and settings.
 
-ZeRO-1/2 concatenate a group's parameters and split the resulting vector over the ranks (the last rank's part may lack
-its padding). ZeRO-3 splits each parameter into ceil(numel / ranks) elements per rank, and each rank concatenates its
-parts (deepspeed/utils/zero_to_fp32.py).
+ZeRO-1/2 concatenate a group's parameters and split the resulting vector over the ranks. The last rank's part may be
+stored without padding. ZeRO-3 splits each parameter into ceil(numel / ranks) elements per rank, and each rank
+concatenates its parts (deepspeed/utils/zero_to_fp32.py).
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class FlatGroup:
     def agrees(self) -> bool:
         """Return whether the positions that newer DeepSpeed versions record match those computed from the shapes.
 
-        A difference alone proves nothing. With round_robin_gradients, DeepSpeed records wrong positions, because
-        link_hp_params gets the parameters in a different order from the flat group's.
+        A difference does not prove that the computed positions are wrong. With round_robin_gradients, DeepSpeed records
+        wrong positions, because link_hp_params gets the parameters in another order than the flat group.
         """
         position = 0
         for (name, shape), padding in zip(self.params.items(), self.paddings, strict=True):
@@ -147,7 +147,7 @@ def _zero3(models: ModelStates, optims: OptimStates) -> Sequence[Sequence[FlatGr
     ends = list(itertools.accumulate(flat.weights.numel for flat in optims.parts[0]))
     if not ends:
         return []
-    # Not the groups in param_shapes, because older versions record all parameters as one.
+    # The groups in param_shapes are not used, because older versions record all parameters as one group.
     shapes: list[dict[str, Shape]] = [{} for _ in ends]
     position = 0
     for name, shape in ((name, shape) for group in models.param_shapes for name, shape in group.items()):
@@ -168,7 +168,7 @@ def _subgroup(index: int, params: Mapping[str, Shape], optims: OptimStates) -> F
 
 
 def _flat_states(states: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of states that are 1-D tensors in every one of `states` (moments, but not steps)."""
+    """Return the names of the states that are 1-D tensors in all items of `states`: moments, but not step counts."""
     names = list(states[0]) if states else []
     return [n for n in names if all(isinstance(s.get(n), StoredTensor) and len(s[n].shape) == 1 for s in states)]
 
@@ -176,11 +176,11 @@ def _flat_states(states: Sequence[Mapping[str, Any]]) -> list[str]:
 def check_layout(
     store: Store, groups: Sequence[FlatGroup], masters: Mapping[str, Joined], copies: Callable[[], Mapping[str, Joined]]
 ) -> None:
-    """Compare parameters with the low-precision copies if the positions in the flat group are uncertain.
+    """Compare master weights with the low-precision copies if the positions in a flat group are uncertain.
 
-    The positions in a group are uncertain if the recorded positions differ from the positions computed from the shapes.
-    In a partition of experts, one parameter is always compared, because no file records which experts a rank has. Reads
-    a few kilobytes per parameter.
+    The positions are uncertain if the recorded positions differ from those computed from the shapes. For each partition
+    of experts, one parameter is always compared: no file records which experts a rank has, so the experts that were
+    computed from the rank could be wrong. Reads a few kilobytes per parameter.
 
     Args:
         copies: Returns the low-precision weights by name. Called only if there is a parameter to compare.

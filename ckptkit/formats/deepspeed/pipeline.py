@@ -1,8 +1,8 @@
 """Reads DeepSpeed pipelines: one file per layer and, for each stage, a model file and the optimizer's partitions.
 
 Names follow PipelineModule: the number of the layer, then the name within the layer. Several layers may share a
-module. The optimizer of each stage names the parameters of a shared module `tied_modules.<key>.<name>`, and the files
-of all layers that share the module contain the parameters as well (deepspeed/runtime/pipe/module.py).
+module. Each of these layers has the module's parameters in its file. The optimizer of each stage names the parameters
+`tied_modules.<key>.<name>` (deepspeed/runtime/pipe/module.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _FILE = "mp_rank_{rank:02d}_model_states.pt"
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the checkpoint of one tag at the store's root. Supports any number of stages, but no tensor parallelism.
+    """Read a DeepSpeed pipeline checkpoint. The store's root is the directory of one tag, such as `global_step10`.
+
+    Supports any number of stages, but no tensor parallelism.
 
     Raises:
         IncompleteCheckpointError: A file is missing. The message names the file.
@@ -114,10 +116,10 @@ def _check_layers(stages: Sequence[Stage], layers: Mapping[str, Joined]) -> None
 
 
 def _ties(store: Store, stages: Sequence[Stage], layers: Mapping[str, Joined]) -> dict[str, list[str]]:
-    """Return, for each parameter of a shared module, its names in the layers that share the module.
+    """Return, for each parameter of a shared module, the parameter's names in the layers that share the module.
 
-    A layer that shares a module has no parameters of its own. If there are several shared modules, shapes and values
-    show which module the layer uses.
+    A layer that uses a shared module has no other parameters. If there are several shared modules, the shapes and
+    values in the layer's file show which module the layer uses.
     """
     names = {name for stage in stages for name in stage.masters}
     own = {name.partition(".")[0] for name in names if not _TIED.fullmatch(name)}

@@ -1,8 +1,9 @@
 """Reads the DeepSpeed checkpoints of the Hugging Face Trainer and of accelerate.
 
-DeepSpeed's files are in a directory, `global_step<N>/` or `pytorch_model/`. Beside it are the scheduler, the random
-states, and config.json. If one rank has all weights, or those of an adapter, the Trainer also writes them as
-safetensors. Other safetensors files there are a script's own, such as an export or an average.
+DeepSpeed's files are in the subdirectory `global_step<N>/` or `pytorch_model/`. The checkpoint's root contains the
+scheduler, the random states, and config.json. If one rank has all weights of the model or of an adapter, the Trainer
+also writes these weights to the root as safetensors. Safetensors files with other names come from the user's script,
+for example an export or an average of weights.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bo
 
 
 def _of_models(directories: Iterable[str]) -> dict[int, str]:
-    """Return DeepSpeed's directory for each model. The Trainer has one model, but may leave older steps."""
+    """Return DeepSpeed's directory for each model, by model number.
+
+    The Trainer has one model, but may leave the directories of older steps.
+    """
     names = list(directories)
     steps = ordered(name for name in names if name.startswith("global_step"))
     if steps:
@@ -40,10 +44,10 @@ def _of_models(directories: Iterable[str]) -> dict[int, str]:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read DeepSpeed's files and those beside them. Weights that the Trainer wrote as safetensors are preferred to
-    DeepSpeed's fp32 weights, which then are only the masters.
+    """Read DeepSpeed's files, and the other files at the store's root.
 
-    If there are such weights, but DeepSpeed's files can't be read, a note says why.
+    If the Trainer also wrote the weights as safetensors, these are the model's weights, and DeepSpeed's fp32 weights
+    are only the master weights. If DeepSpeed's files can't be read in this case, a note says why.
     """
     from ckptkit.formats.deepspeed import zero  # lazy, because `is_trainer_directory` is called for every directory
     from ckptkit.formats.hf import safetensors

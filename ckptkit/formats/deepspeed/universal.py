@@ -1,6 +1,7 @@
 """Reads DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`, with full tensors.
 
-The model states of the converted job are stored beside `zero/` (deepspeed/checkpoint/ds_to_universal.py).
+The directory that contains `zero/` also contains the model states of the converted job
+(deepspeed/checkpoint/ds_to_universal.py).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _WEIGHT = "fp32"
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the universal checkpoint at the store's root, but no tensor bytes.
+    """Return the catalog of the universal checkpoint at the store's root. Reads no tensor bytes.
 
     Raises:
         IncompleteCheckpointError: A parameter has no weights.

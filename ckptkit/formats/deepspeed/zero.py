@@ -38,7 +38,7 @@ from ckptkit.units import counted
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The parameters of a pipeline stage, or of a job without a pipeline.
+    """The parameters of a pipeline stage. A job without a pipeline has one stage.
 
     Attributes:
         by_settings: Flat groups in the optimizer files, by parameter group.
@@ -79,7 +79,9 @@ def read_stage(
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the DeepSpeed checkpoint of one tag at the store's root, but no tensor bytes.
+    """Return the catalog of a DeepSpeed checkpoint. The store's root is the directory of one tag (`global_step10`).
+
+    Reads no tensor bytes.
 
     Raises:
         IncompleteCheckpointError: A rank's file is missing. The message names the file.
@@ -157,7 +159,7 @@ def catalog_of(
 
 
 def _missing(models: ModelStates, has_optimizer: bool) -> list[str]:
-    """Return messages about missing files that the job must have written according to its settings."""
+    """Return messages about missing files. The job's settings show that it must have written these files."""
     config = models.values[0].get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage") if isinstance(zero, dict) else None
@@ -195,9 +197,9 @@ def _add_plain(
 ) -> Mapping[str, Joined]:
     """Add the optimizer of a job without ZeRO, and return the fp32 master weights by parameter.
 
-    DeepSpeed stores both in the model file: torch's optimizer state, and full master weights in parameter group order
-    (deepspeed/runtime/fp16/unfused_optimizer.py). If some state can't be read, such as the concatenated state of a
-    fused optimizer, a note says so.
+    DeepSpeed stores the optimizer's state and the full master weights in the model file. The master weights are in the
+    order of the parameter groups (deepspeed/runtime/fp16/unfused_optimizer.py). If a state can't be read, a note says
+    so. For example, a fused optimizer's state is concatenated.
     """
     experts = [name for name in files if EXPERT_OPTIMIZER.fullmatch(name)]
     if experts:
