@@ -87,7 +87,7 @@ class Digested:
 
 
 class BoxDigest:
-    """Computes the digest of a box, the bytes [start, end) of a file, from consecutive pieces."""
+    """Computes the digest of a box from consecutive pieces. The box is the bytes [start, end) of a file."""
 
     def __init__(self, digested: Digested, file: int, start: int, end: int) -> None:
         self._digested, self._file, self._start, self._end = digested, file, start, end
@@ -105,7 +105,10 @@ class BoxDigest:
 
 @dataclass(slots=True)
 class Infinite:
-    """Counts the elements that became infinite in casts, in rows (file, offset in the file, count). Thread-safe."""
+    """Counts the elements that became infinite in casts. Thread-safe.
+
+    Each row is (file, offset in the file, count).
+    """
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -118,7 +121,7 @@ class Infinite:
             self.rows.append((file, start, count))
 
     def by_tensor(self, plan: Plan) -> dict[tuple[str, str], int]:
-        """Return the number of infinite elements in each tensor, by tensor name and dtype."""
+        """Return the number of elements that became infinite in each tensor, by tensor name and dtype."""
         found: dict[tuple[str, str], int] = {}
         if not self.rows:
             return found
@@ -143,8 +146,8 @@ class Copier:
 
     Attributes:
         chunk: Bytes per read.
-        sink: Writes the result. If None, nothing is written, and only digests are checked.
-        digests: Whether to digest boxes while they are written.
+        sink: Writes the result. None means that nothing is written, and only the source's digests are checked.
+        digests: Whether to compute digests of the boxes while they are written.
         journal: Records finished steps.
         digested: Digests of written boxes, if `digests` was set.
         infinite: Counts the elements that became infinite in casts.
@@ -173,7 +176,7 @@ class Copier:
             for origin in distinct(runs.origins).tolist():
                 self.reader.forget(origin)
         # The journal must not list steps whose records came out of order, because these records are not checked yet.
-        # Nor must it list steps with infinite elements, because a resumed command must count such elements again.
+        # It must not list steps with infinite elements either, because a resumed command must count those again.
         proved = self.verifier is None or self.verifier.proved[step.records].all()
         if self.journal is not None and proved and not infinite:
             self.journal.done(index)
@@ -181,7 +184,7 @@ class Copier:
     # --- runs
 
     def _copy_runs(self, runs: Runs, worker: Worker) -> int:
-        """Read, check, cast, digest and write runs of at most one chunk each.
+        """Copy runs of at most one chunk each: read, check, cast and write the bytes, and compute digests of boxes.
 
         Short runs are read together. Returns how many elements became infinite.
         """
@@ -196,7 +199,7 @@ class Copier:
             views = self._read(runs, first, stop, worker)
             cast = [nbytes[i] // ratios[casts[i]][0] * ratios[casts[i]][1] for i in range(first, stop) if casts[i]]
             room, made = worker.room(sum(cast)), 0
-            pieces: dict[int, list[tuple[int, memoryview]]] = {}  # data for each file, with its target
+            pieces: dict[int, list[tuple[int, memoryview]]] = {}  # per file, each piece with its offset
             for i, view in enumerate(views, first):
                 if self.sink is None:
                     continue

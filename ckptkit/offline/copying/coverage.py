@@ -25,7 +25,7 @@ def used_sources(plan: Plan) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """The result of a coverage check: how many tensors, elements and file bytes are written, each exactly once."""
+    """The result of a coverage check: the numbers of tensors, elements and file bytes that the plan writes."""
 
     tensors: int
     elements: int
@@ -100,7 +100,7 @@ def _check_boxes(tensor: OutputTensor, offsets: Int64, sizes: Int64, what: str) 
 
 
 def _check_file(file: OutputFile, starts: Int64, lengths: Int64) -> None:
-    """Check that the literals of a file, together with boxes at the given offsets, fill the file exactly."""
+    """Check that a file's literals and its boxes, placed at these offsets, fill the file without gaps or overlaps."""
     extents = getattr(file.literals, "extents", None)
     if extents is not None:  # one range per box, sorted by start, to avoid creating a million literals
         own, sizes = extents(lengths)

@@ -56,7 +56,7 @@ class CopyReport:
         taken_over: Number of steps that were skipped because an interrupted command had finished them.
         digested: The box digests that were computed during the copy. In each row, `file` is an index into the plan's
             files.
-        infinite: By tensor name and dtype, how many finite elements became infinite in a cast.
+        infinite: The number of finite elements that became infinite in a cast, by tensor name and dtype.
     """
 
     nbytes: int
@@ -130,11 +130,11 @@ def execute(
     Args:
         workers: Number of worker threads. 0 chooses a number for this machine.
         max_memory: Maximum bytes of tensor data in memory, over all workers.
-        check: Check all bytes read against the source's recorded digests.
+        check: Compare all bytes that are read with the source's recorded digests.
         progress: A callback for (bytes done, total bytes, file). May be called from any thread, but never concurrently.
         files: Indices of the files that this process writes. None means all files.
-        journal: The journal of a local destination. Finished steps are skipped, and files that cannot be continued
-            start over.
+        journal: The journal of a local destination. Steps that the journal lists as finished are skipped. Unfinished
+            files that cannot be continued are written again from the start.
         ledger: The ledger of a remote destination. An object that an interrupted command finished is not written again
             if its content matches.
         digests: Compute the digest of each written box whose bytes are written in order.

@@ -38,8 +38,8 @@ class Gatherer:
 
     Attributes:
         max_bytes: Maximum memory for one computed tensor and its inputs, in bytes.
-        small, big: Sizes of a tile in bytes. A tile normally has `small` bytes. It has up to `big` bytes if small tiles
-            would read the source many times.
+        small, big: Sizes of a tile in bytes. A tile normally has `small` bytes. If such small tiles would read the
+            source many times, a tile has up to `big` bytes.
     """
 
     reader: SourceReader
@@ -103,9 +103,9 @@ class Gatherer:
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
         """Return how many rows of a computed tensor to compute at once.
 
-        The computation takes at most half of the memory and, for more than one block of rows, at most 16 MB. If each
-        element is computed independently, the computation takes at most `big` bytes, so that all workers can compute at
-        once. The result and the first input take at most `most` bytes each.
+        Limits the memory of one computation. If each element is computed independently, the limit is `big` bytes, so
+        that all workers can compute at the same time. Otherwise, the limit is half of `max_bytes`; more than one block
+        of rows must also fit into 16 MB. In both cases, the result and the first input take at most `most` bytes each.
         """
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:
@@ -180,7 +180,7 @@ class Gatherer:
     def _run_of(self, target: OutputTensor) -> Range | None:
         """Return the range of a local file that contains all of a target's bytes, consecutively.
 
-        Returns None if there is no such range.
+        Returns None if the bytes are not consecutive in one local file.
         """
         part = target.only_part if isinstance(target, Target) else None
         if part is None:

@@ -39,8 +39,8 @@ class ComputedTensor:
     """A tensor that is computed from other tensors, such as a weight with a merged adapter.
 
     Attributes:
-        inputs: The tensors that `compute` takes, in order. An input is a whole tensor, which is read or is itself
-            computed. It is passed as row-major bytes in its own dtype.
+        inputs: The tensors that `compute` takes, in order. Each input is a whole tensor, which is either read from the
+            source or computed, too. `compute` gets the input's row-major bytes in the input's dtype.
         compute: A function that fills a buffer with the tensor in `dtype`. May be called from any thread.
         label: The formula that the plan shows: "W + 2.0 * B @ A".
         scratch: How many bytes `compute` needs in addition to the inputs and the result.
@@ -48,7 +48,8 @@ class ComputedTensor:
             separately.
         by_element: Whether each element depends only on the inputs' elements at the same position. If so, computing few
             rows at a time is as fast as computing many rows.
-        in_pieces: Whether `compute` also works for a range of consecutive elements, the same range of each input.
+        in_pieces: Whether `compute` also works for a range of consecutive elements. It then takes the same range of
+            each input.
     """
 
     name: str
@@ -73,11 +74,14 @@ class ComputedTensor:
 
     @property
     def read(self) -> tuple[Target, ...]:
-        """The stored tensors that must be read to compute this tensor, directly or for a computed input."""
+        """The stored tensors to read in order to compute this tensor, including those for its computed inputs."""
         return tuple(t for item in self.inputs for t in ((item,) if isinstance(item, Target) else item.read))
 
     def rows(self, start: int, stop: int) -> ComputedTensor:
-        """Return a tensor of only the rows [start, stop). Unless these are all rows, `cut` must be set."""
+        """Return a tensor that consists of only the rows [start, stop).
+
+        `cut` must be set, unless these are all rows.
+        """
         if (start, stop) == (0, self.shape[0]):
             return self
         assert self.cut is not None
@@ -172,7 +176,7 @@ class Placement:
         )
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
-        """Return whether this is known to be a single box that covers a tensor of this shape.
+        """Return whether this placement is known to be a single box that covers a tensor of this shape.
 
         Creates no columns.
         """
@@ -248,7 +252,7 @@ class Plan:
     """The files to write, and the source of every byte in them.
 
     Attributes:
-        catalog: The source's catalog. Tensor parts refer to its entries.
+        catalog: The source's catalog. Tensor parts refer to entries of this catalog.
         last: Paths of the files that make the directory readable, and are therefore published last.
         leftovers: The unused source tensors, each with the reason: [("optimizer.state...", "not the model's"), ...].
         missing: Names of tensors that the target needs but no source provides.
@@ -365,9 +369,10 @@ def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
 
 
 def share_out(plan: Plan, world_size: int) -> list[int]:
-    """Return the rank that writes each file. The largest files are assigned first, to the least loaded rank.
+    """Return the rank that writes each file.
 
-    Rank 0 gets the files that are published last, because rank 0 publishes the result.
+    Assigns the largest files first. Each file goes to the rank that has the fewest bytes so far. Rank 0 gets the files
+    that are published last, because rank 0 publishes the result.
     """
     late = set(plan.last)
     owners = [0] * len(plan.files)

@@ -1,8 +1,8 @@
 """Resumes an interrupted command: finds the finished steps whose files still exist.
 
-The interrupted command may have had any number of ranks. A journal records the byte ranges that were written and the
-digests that were checked, not steps. So a command with a different number of ranks can continue, although it divides
-the work into different steps.
+The interrupted command may have had any number of ranks. A command with a different number of ranks divides the work
+into different steps. So a journal does not record steps: it records the byte ranges that were written and the digests
+that were checked.
 """
 
 from __future__ import annotations
@@ -208,7 +208,10 @@ class _Past:
 
 
 def _records(work: Work, rows: Int64 | None = None) -> Iterator[_Record]:
-    """Yield an identity of each digest, which is the place of its bytes. The identity is the same in all processes."""
+    """Yield an identity of each digest record: the location of the bytes that the digest covers.
+
+    The identity is the same in all processes.
+    """
     table = work.records
     columns = (table.sources, table.starts, table.nbytes)
     taken = columns if rows is None else tuple(column[rows] for column in columns)
@@ -347,7 +350,10 @@ def _made(tensor: OutputTensor) -> tuple[Any, ...]:
 
 
 def _records_of(plan: Plan, index: int, maps: Mapping[str, EntryMap]) -> Int64:
-    """Return the indices of the records that cover a file's source bytes, plus -1 if some bytes have no record."""
+    """Return the indices of the digest records that cover a file's source bytes.
+
+    The result also contains -1 if some of these bytes have no digest.
+    """
     found: list[Int64] = [np.zeros(0, np.int64)]
     for placement in plan.placements:
         rows = np.flatnonzero(placement.files == index)

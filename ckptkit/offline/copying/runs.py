@@ -41,9 +41,9 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class PartPieces:
-    """The pieces of source slices from which all boxes of a placement copy a plain part of the target.
+    """The pieces of source slices that are copied to the boxes of a placement, one row per piece.
 
-    One row per piece.
+    Covers one plain part of the target, that is, a region that is copied from one source tensor.
     """
 
     entry: TensorEntry
@@ -88,7 +88,7 @@ class PartPieces:
 _STEP = 32 << 20  # bytes that a worker processes at a time
 _ROW = 1 << 10  # bytes added to each run's size, which also limits the number of runs per step
 _LONG = 128 << 20  # bytes; steps at least this long start first
-LEAST = 64 << 10  # bytes; smaller boxes are not digested while they are written
+LEAST = 64 << 10  # bytes; digests of smaller boxes are not computed while they are written
 _Written: TypeAlias = tuple[Int64, Int64, Int64]
 
 
@@ -101,7 +101,8 @@ class Runs:
         files, targets: [n] the file and the offset at which to write. File -1 means that the bytes are only checked.
         casts: [n] index into `Work.casts`. 0 means a copy without a cast.
         records: [n] index of the source digest that covers these bytes. -1 means that there is no digest.
-        ends: [n] the offset in the file at which the run's box ends, if the box is to be digested. Otherwise 0.
+        ends: [n] the offset in the file at which the run's box ends, if a digest of the box is computed during the
+            copy. Otherwise 0.
     """
 
     origins: Int64
@@ -143,7 +144,10 @@ Step: TypeAlias = RunStep | BoxStep
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The steps of a plan. `maps` describes the source tensors that `BoxStep`s read, by key."""
+    """The steps of a plan.
+
+    `maps` describes the source tensors that `BoxStep`s read, by key.
+    """
 
     origins: Sequence[Origin]
     runs: Runs
@@ -154,7 +158,7 @@ class Work:
     names: Sequence[str]
 
     def describe(self, record: int) -> str:
-        """Return a record's file, and a tensor with bytes in the record, for messages."""
+        """Return a record's file and the name of a tensor that has bytes in the record, for messages."""
         path = self.origins[int(self.records.sources[record])].path
         return f"{path}: tensor {self.names[int(self.records.owners[record])]!r}"
 
@@ -175,7 +179,7 @@ class Work:
 
 
 def checking(work: Work, records: Int64) -> Work:
-    """Return work that only reads these records and compares their digests."""
+    """Return work that compares the digests of these records, and copies nothing."""
     table, nothing = work.records, np.zeros(len(records), np.int64)
     runs = Runs(
         table.sources[records], table.starts[records], table.nbytes[records], nothing - 1, nothing, nothing,
@@ -190,9 +194,9 @@ def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = 
     """Split a plan into steps.
 
     Args:
-        check: Check the digests that cover the source bytes that are read.
+        check: Compare the source bytes that are read with their recorded digests.
         by_boxes: Prepare only the sources and create no steps, because the caller assembles the boxes.
-        digests: Digest boxes while they are written.
+        digests: Compute digests of the boxes while they are written.
     """
     builder = _WorkBuilder(plan.catalog, check=check, digests=digests)
     for placement in plan.placements if by_boxes else builder.add_rows(plan.placements):
@@ -220,7 +224,7 @@ class _WorkBuilder:
     # --- placements
 
     def add_rows(self, placements: Sequence[Placement]) -> list[Placement]:
-        """Add the runs of tensors that are at most split along dimension 0, in the source and in the result.
+        """Add the runs of tensors that are whole or split along dimension 0, both in the source and in the result.
 
         Returns the placements of all other tensors. Handles thousands of tensors at once, because adding each tensor
         separately would be much slower.
@@ -337,7 +341,7 @@ class _WorkBuilder:
             self._boxes.append(BoxStep(tensor, tuple(boxes), np.zeros(0, np.int64)))
 
     def look_up(self, tensor: OutputTensor) -> None:
-        """Prepare a tensor's sources for `BoxStep`s. Assumes that all slices of the sources are read."""
+        """Prepare a tensor's sources for `BoxStep`s. Assumes that the `BoxStep`s read all slices of the sources."""
         for key in tensor.sources:
             if key not in self._by_row:
                 entry = self.catalog.tensors[key]
@@ -393,7 +397,7 @@ class _Numbered:
     """The boxes of several tensors, in order. The rows of all tensors are numbered consecutively.
 
     Attributes:
-        kept: [n] the index of each box among all boxes of these tensors.
+        kept: [n] the index of each box among all boxes of these tensors, empty boxes included.
         owners: [n] the index of each box's tensor.
         first: [n] the first row of each box.
     """
@@ -437,7 +441,10 @@ def _ratios(casts: Sequence[tuple[str, str]]) -> Int64:
 
 
 def _in_order(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> tuple[Bool, Bool]:
-    """Return two masks: runs that are read through a decoder, and runs whose digest needs bytes in order."""
+    """Return two masks over the runs.
+
+    The first selects runs that are read through a decoder. The second selects runs whose digest needs bytes in order.
+    """
     decoded = np.array([origin.codec is not None for origin in origins], bool)
     forwards = np.zeros(len(runs), bool)
     checked = runs.records >= 0
@@ -483,8 +490,8 @@ def _cut(runs: Runs, counts: Int64, before: Int64, size: int, ratios: Int64) -> 
 def _run_steps(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> list[RunStep]:
     """Group runs into steps and put long steps first, so that no worker starts a long step at the end.
 
-    A step never ends inside a box that is digested. Nor does it end inside a range whose source digest must be computed
-    from bytes in order.
+    A step never ends inside a box whose digest is computed during the copy. A step also never ends inside a source
+    range whose digest must be computed from bytes in order.
     """
     if not len(runs):
         return []
@@ -498,7 +505,7 @@ def _run_steps(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> l
     turns = (np.cumsum(weight) - weight)[at] // _STEP
     begins: Int64 = at[np.append(True, turns[1:] != turns[:-1])]
     bounds = np.append(begins, len(runs))
-    # The digest records whose bytes are all in one step: the record's first and last step, and its bytes in the runs.
+    # Find the digest records whose bytes are all in one step: compare each first and last step, and add up the bytes.
     kept = np.flatnonzero(runs.records >= 0)
     which, of = runs.records[kept], np.repeat(np.arange(len(begins)), np.diff(bounds))[kept]
     first, last = np.full(len(records), len(bounds)), np.full(len(records), -1)

@@ -45,7 +45,10 @@ class LocalSink:
         self._dirty = [0] * len(files)  # approximate bytes written to each file since its writeback was started
 
     def begin(self, index: int, *, anew: bool = True) -> None:
-        """Create a file and write its literals. Keep a file that an interrupted command left with its full size."""
+        """Write a file's literals.
+
+        With `anew`, first create the file with its full size. Otherwise, the file is left from an interrupted command.
+        """
         file = self._files[index]
         if anew:
             descriptor = self._store.create(file.path)

@@ -23,7 +23,7 @@ _Event = tuple[int, Literal | tuple[Placement, int]]
 
 @dataclass(slots=True)
 class StreamWriter:
-    """Writes files to a store: several at a time, each from beginning to end.
+    """Writes several files to a store at a time, each from beginning to end.
 
     Attributes:
         spoken: Records the finished files, so that a resumed command can keep them.
@@ -75,7 +75,10 @@ class StreamWriter:
     def _with_crcs(
         self, file: OutputFile, literals: list[Literal], placed: list[_Event], worker: Worker
     ) -> list[Literal]:
-        """Return the literals with filled CRC fields. The bytes that a CRC covers are produced twice."""
+        """Return the literals, with the CRC fields filled in.
+
+        The bytes that a CRC covers are produced twice: once for the CRC, and once to be written.
+        """
         changed = [(item.start, bytearray(item.data)) for item in literals]
         events = _events(literals, placed)
         for item in file.crcs:
