@@ -422,7 +422,7 @@ def test_models_of_the_same_class_are_converted_and_resharded_under_their_own_na
         optimizer.step()
         torch.save(model.state_dict(), folder / NAMES["FSDP"][0][at])
         torch.save(optimizer.state_dict(), folder / NAMES["FSDP"][1][at])
-    convert(str(folder), str(tmp_path / "out"))
+    convert(str(folder), str(tmp_path / "out"), include="*")
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(exported["weight"], models[0].weight)
     assert torch.equal(exported["model_1.weight"], models[1].weight)
