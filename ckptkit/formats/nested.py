@@ -16,6 +16,7 @@ from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.dcp.roles import EntryRole, RoleTable
 from ckptkit.formats.pickles.tensors import DTensorRecord, StoredTensor, is_tensor
 from ckptkit.formats.state_names import PARAM_GROUPS
+from ckptkit.keymaps.wrappers import without_infixes
 
 Path = tuple[str | int, ...]
 
@@ -39,7 +40,8 @@ def entries_of(
     tensors = {name: leaf for name, leaf in leaves.items() if is_tensor(leaf.value)}
     table = RoleTable({name: leaf.path for name, leaf in leaves.items()}, tensors)
     names = _parameter_names(leaves)
-    entries = {name: _entry(name, leaf, _named(table.of(name), leaf.path, names)) for name, leaf in tensors.items()}
+    roles = _unwrapped({name: _named(table.of(name), leaf.path, names) for name, leaf in tensors.items()})
+    entries = {name: _entry(name, leaf, roles[name]) for name, leaf in tensors.items()}
     objects: dict[str, ObjectEntry] = {}
     for name, leaf in leaves.items():
         if name not in tensors:
@@ -169,6 +171,17 @@ def _named(role: EntryRole, path: Path, names: Mapping[Path, Mapping[str, str]])
     if at + 1 < len(path) and isinstance(path[at + 1], int):
         return EntryRole(role.role, names.get(path[:at], {}).get(role.fqn, ""), role.state)
     return role
+
+
+def _unwrapped(roles: Mapping[str, EntryRole]) -> dict[str, EntryRole]:
+    """Return the roles with parameter names without what torch.compile and similar wrappers insert.
+
+    Names are kept if two weights would get the same name.
+    """
+    weights = {role.fqn for role in roles.values() if role.role is Role.MODEL}
+    if len({without_infixes(fqn) for fqn in weights}) < len(weights):
+        return dict(roles)
+    return {name: role._replace(fqn=without_infixes(role.fqn)) for name, role in roles.items()}
 
 
 # --- values of which each part is an entry

@@ -22,11 +22,16 @@ def strip_infixes(names: Iterable[str]) -> dict[str, str]:
     Raises:
         CheckpointMismatchError: Two names would become equal.
     """
-    stripped = {name: _INFIXES.sub("", name) for name in names}
+    stripped = {name: without_infixes(name) for name in names}
     while (front := _common_front(stripped.values())) is not None:
         stripped = {name: short.removeprefix(front) for name, short in stripped.items()}
     _refuse_collisions(stripped, "wrapper names are stripped")
     return stripped
+
+
+def without_infixes(name: str) -> str:
+    """Return the name without `_orig_mod.`, `_checkpoint_wrapped_module.` and `_fsdp_wrapped_module.`."""
+    return _INFIXES.sub("", name)
 
 
 def _common_front(names: Collection[str]) -> str | None:

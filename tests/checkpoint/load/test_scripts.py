@@ -501,3 +501,18 @@ def test_a_parameter_may_have_the_name_of_an_optimizers_part(form, tmp_path):
     saved = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     load(TrainState(model=mine[0], optimizer=mine[1]), str(save(saved, form, tmp_path)), tmp_path)
     assert states.bits(mine[1].state_dict()) == states.bits(optimizer.state_dict())
+
+
+def test_a_compiled_models_checkpoint_is_resharded_under_the_models_own_names(tmp_path):
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    compiled = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
+    source = save({"model": compiled, "optimizer": optimizer.state_dict(), "step": 3}, "torch", tmp_path)
+    fresh = nn.Linear(3, 4)
+    state = TrainState(model=fresh, optimizer=torch.optim.AdamW(fresh.parameters()))
+    load(state, str(resharded(source, tmp_path, 3)), tmp_path)
+    assert torch.equal(fresh.weight, model.weight) and state.optimizer.param_groups[0]["lr"] == 0.125
+    for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(state.optimizer.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
