@@ -45,13 +45,13 @@ class ConvertReport:
         verified: Number of tensors that were read back and found equal to the source. None without `verify`.
         proved: Phrases that say what was checked, with counts.
         notes: Decisions of which the user should know.
-        infinite: By tensor name, the number of finite elements that became infinite in the cast.
-        warnings: Likely problems in the result, such as elements that became infinite, with the option that avoids the
-            problem.
+        infinite: Maps a tensor's name to the number of its finite elements that became infinite in the cast.
+        warnings: Likely problems in the result, for example elements that became infinite. Each warning names the
+            option that avoids the problem.
         seconds: Wall time. 0.0 for a dry run.
         faults: The errors that the real run would raise. Empty unless this was a dry run.
-        serving: One line on how to serve the export with vLLM. "" if vLLM cannot serve the export, or if that is
-            unknown.
+        serving: One line on how to serve the export with vLLM. "" if vLLM cannot serve the export, or if ckptkit cannot
+            tell.
         peak_memory: Peak resident memory of this process in bytes. 0 for a dry run.
     """
 
@@ -160,8 +160,8 @@ class Converted:
     """The result of executing a plan.
 
     Attributes:
-        masters: Number of fp32 master weights that, once cast, were found equal to their weights.
-        looked: The phrase that the callback `look` of `carry_out` returned. "" if there was no callback.
+        masters: Number of fp32 master weights that were cast and compared with the model's weights. All were equal.
+        looked: The phrase that the callback `look` returned (see `carry_out`). "" if there was no callback.
         verified: Number of written tensors that were found equal to the source. None without `verify`.
         record: The result's commit record. None if the result is not a ckptkit checkpoint.
     """
@@ -184,7 +184,9 @@ def conclude(
     look: Callable[[Store], str] | None = None,
     sealing: Seal | None = None,
 ) -> ConvertReport:
-    """Execute the plan in `planned`, and return the complete report. For a dry run, only add the expected errors.
+    """Execute the plan in `planned`, and return the complete report.
+
+    For a dry run, execute nothing, and only add the errors that the real run would raise.
 
     Args:
         compared: The model with which the plan's names and shapes were compared. "" if there was no comparison.
@@ -237,8 +239,8 @@ def carry_out(
 
     Args:
         masters_of: The source tensors to compare with their fp32 master weights. None means all tensors.
-        look: A callback that checks the written files. If the files are wrong, the callback raises. Otherwise, it
-            returns a phrase that says what was checked.
+        look: A callback that checks the written files. It raises if the files are wrong, and returns a phrase that says
+            what was checked.
         sealing: A callback that turns the written files into a committed ckptkit checkpoint.
     """
 
@@ -279,15 +281,15 @@ def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> 
     """Yield the reasons why the real run would fail.
 
     The run would fail if DST exists, is not writable or has too little space, or if source files are missing or
-    truncated. With `check`, the run would also fail if a source file differs from the committed file. Does not test
-    whether an object store accepts writes.
+    truncated. With `check`, the run would also fail if a committed source file is missing or has a wrong size, or if a
+    file without tensors has a wrong digest. Does not test whether an object store accepts writes.
     """
     damaged = False
     for item in source.checkpoints if check else ():
         for fault in _fault_of(partial(check_committed, item)):
             damaged = True
             yield fault
-    if not damaged:  # a damaged checkpoint's missing files have been named
+    if not damaged:  # otherwise, check_committed has named the missing files
         used = [plan.catalog.tensors[key] for key in used_sources(plan)]
         yield from _fault_of(partial(check_source_files, source.store, used))
     yield from _fault_of(partial(place.check, plan))
@@ -301,10 +303,10 @@ def _fault_of(refuse: Callable[[], None]) -> Iterator[str]:
 
 
 def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
-    """Raise if a file that contains slices is missing or truncated. Called before anything is written.
+    """Raise if a file with data of these tensors is missing or truncated. Call this before anything is written.
 
     Raises:
-        IncompleteCheckpointError: Names the file, and the ranks that wrote it.
+        IncompleteCheckpointError: The message names the file, and the ranks that wrote it.
     """
     ranks: dict[str, set[int]] = {}
     ends: dict[str, int] = {}

@@ -89,7 +89,8 @@ def convert(  # noqa: PLR0913 - one argument per option
     Args:
         to: The target format. "hf": a directory of model*.safetensors. "dcp": a DCP checkpoint for `world_size` ranks.
             "torch": one `torch.save` file; `dst` names the file, or the directory that will contain pytorch_model.bin.
-            "local": a committed ckptkit checkpoint of only the model, with one file for each of `world_size` ranks.
+            "local": a committed ckptkit checkpoint that contains only the model, with one file for each of `world_size`
+            ranks.
         dtype: "keep", or a float dtype to which all floats are cast.
         vocab_size: The number of rows to which the embedding and the output head are trimmed or padded. config.json is
             changed to match.
@@ -110,15 +111,17 @@ def convert(  # noqa: PLR0913 - one argument per option
         world_size: The number of ranks for which "dcp" and "local" are sharded.
         workers: Number of worker threads. 0 chooses a number for this machine.
         max_memory: Maximum tensor data in memory: bytes, or a string such as "512MB".
-        layout: URL of a file that describes the layout of flat parameters, for formats that need one.
-        allow_pickle: Read torch.save files that name unknown classes. Objects of these classes are omitted, and no code
-            runs.
+        layout: URL of a file that describes the layout of flat parameters. Needed only if the source does not contain
+            the layout.
+        allow_pickle: Read torch.save files even if they name unknown classes. Objects of these classes are omitted. No
+            code from the files runs.
         check: Check the source's recorded digests while reading.
         verify: Read the result back and compare every element with the source.
         dry_run: Only plan. See `ConvertReport.plan_lines()` and `ConvertReport.faults`.
         overwrite: Replace the checkpoint or export at `dst`.
         merge_adapter: Merge LoRA adapters into the weights of the source or of `base`.
-        untie: Keep an output head that differs from the embedding, and correct the config.
+        untie: Keep an output head that differs from the embedding although the config ties them. The config is
+            corrected.
         progress: Called with (bytes done, bytes in all, path of the file).
         storage_options: Options for the file systems of the source, the destination and the base.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
@@ -126,9 +129,9 @@ def convert(  # noqa: PLR0913 - one argument per option
         sha256: Write SHA256SUMS into a Hugging Face export, for `verify` and `sha256sum -c`.
 
     Raises:
-        UsageError: Options conflict, or a token would lose its row.
-        CheckpointMismatchError: Names or shapes differ from the base, or it is unclear which tensors have one row per
-            token.
+        UsageError: Options conflict, or `vocab_size` would remove the row of a token.
+        CheckpointMismatchError: Names or shapes differ from the base, or ckptkit cannot tell which tensors have one row
+            per token.
         CorruptCheckpointError: The source is damaged or incomplete. Nothing was published.
     """
     started = time.perf_counter()
@@ -165,7 +168,10 @@ def convert(  # noqa: PLR0913 - one argument per option
 def _with_base(
     source: Source, options: ExportOptions, base_url: str, *, together: bool, storage_options: Options | None
 ) -> tuple[Source, ExportOptions, str]:
-    """Return the source, with the weights from --base if the source is an adapter without base weights."""
+    """Return the source, joined with the weights from --base if the source is an adapter without base weights.
+
+    Also return the options and the URL of the base for the joined source.
+    """
     from ckptkit.catalog.entry import Role
     from ckptkit.offline.export.adapters import base_name, changes_base, without_base
     from ckptkit.offline.export.base import beside_source
@@ -259,7 +265,7 @@ def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
     """Return the report's line on serving with vLLM, or "" if vLLM might not load the export."""
     if "://" in dst:  # vLLM reads local directories only
         return ""
-    # A key map or a filter may give names that vLLM does not know. With a base, they were compared with its names.
+    # A key map or a filter may give names that vLLM does not know. With a base, the names were checked.
     touched = options.key_map or options.strip_prefix is not None or options.include or options.exclude
     if touched and not export.checked and export.kind == "model":
         return ""
@@ -333,7 +339,7 @@ def choose(
 def _lay_out(source: Source, export: HFExport, place: OutputPlace, output: Output) -> tuple[Laid, Seal | None]:
     """Assign the tensors to files of the target format.
 
-    For a LOCAL checkpoint, also return the function that commits it.
+    For a LOCAL checkpoint, also return the function that commits the checkpoint.
     """
     catalog, tensors, to, world_size = source.catalog, export.tensors, output.to, output.world_size
     if world_size is not None and to in ("hf", "torch"):
@@ -392,6 +398,9 @@ def _tied(catalog: Catalog, written: Collection[str]) -> Iterator[str]:
 
 
 def _groups(names: Sequence[str], reason: str) -> str:
-    """Return ", in " and the first components of the names, or "" if the reason already contains them all."""
+    """Return ", in A, B", where A and B are first components of the names, such as "model".
+
+    Components that the reason already contains are omitted. Returns "" if none is left.
+    """
     found = [group for group in dict.fromkeys(name.partition(".")[0] for name in names) if group not in reason]
     return ", in " + ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") if found else ""

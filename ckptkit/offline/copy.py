@@ -202,10 +202,10 @@ def copy(
     """Copy the checkpoint at `src`, or all committed checkpoints of the run at `src`, to `dst`.
 
     All files are copied byte for byte, including the optimizer and the commit record. Each checkpoint appears
-    completely or not at all. The oldest checkpoint of a run is copied first, so an interruption leaves a valid run that
-    ends earlier. Repeating the call copies the rest. If `dst` already has a checkpoint from the same save, that
-    checkpoint is kept. While the copy runs, no job deletes the source or writes to the destination. Pins that people
-    set are copied.
+    completely or not at all. The oldest checkpoint of a run is copied first, so an interrupted copy is a valid run that
+    lacks the newest checkpoints. Repeating the call copies the rest. If `dst` already has a checkpoint from the same
+    save, that checkpoint is kept. While the copy runs, no job deletes the source or writes to the destination. Pins
+    that people set are copied.
 
     Args:
         dst: The directory of the copy. For a single file, the new file or its directory. For a run, the new run's root.
@@ -272,7 +272,7 @@ def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inv
 
 @reads_checkpoints
 def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_files: bool) -> CopiedCheckpoint:
-    """Copy one checkpoint, and keep the source pinned until the end. The errors are those of `copy`."""
+    """Copy one checkpoint. The source stays pinned until the copy is complete. Raises the same errors as `copy`."""
     source = open_pinned(src, storage_options=how.there, options=reading, together=not how.dry_run)
     what = _contents(source, src, dst, how, all_files=all_files)
     for problem in file_problems(source.store, source.catalog):
@@ -415,7 +415,11 @@ def _place(what: _Contents, url: str, dst: str, how: How) -> OutputPlace:
 
 
 def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
-    """Split checks into two lists: checks of disjoint ranges, to make during the copy, and all other checks."""
+    """Split checks into two lists.
+
+    The first list contains checks of disjoint byte ranges, which are made during the copy. The second list contains all
+    other checks.
+    """
     inline: list[Check] = []
     apart: list[Check] = []
     by_path: dict[str, list[Check]] = {}
@@ -437,7 +441,10 @@ def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
 
 
 def _plan(what: _Contents, inline: Sequence[Check], file_name: str) -> Plan:
-    """Return a plan that copies each file as a tensor of bytes, which is split where digests begin and end."""
+    """Return a plan that copies each file as one tensor of bytes.
+
+    The tensor is split into slices at the offsets at which digests begin and end.
+    """
     digests: dict[str, list[Digest]] = {}
     for item in inline:
         digests.setdefault(what.prefix + item.path, []).append(item.digest)
@@ -572,7 +579,8 @@ def _found(item: Committed, view: Store, at: str, to: str, how: How) -> CopiedCh
     With `verify`, first check the checkpoint's digests.
 
     Args:
-        item: The checkpoint in `dst`. `view` is a snapshot of `dst`.
+        item: The checkpoint in `dst`.
+        view: A snapshot of `dst`.
 
     Raises:
         IntegrityError: The checkpoint in `dst` is damaged.
@@ -616,9 +624,9 @@ def _faults(
     """Yield the reasons why a run cannot be written to this directory.
 
     Args:
-        todo: The checkpoints to copy. clashes: Those checkpoints in `todo` whose names already exist in the directory.
-        half: The clashes that are incomplete copies of the source's checkpoints, as a mapping from the name to a
-            description of the missing files.
+        todo: The checkpoints to copy.
+        clashes: The checkpoints in `todo` whose names already exist in the directory.
+        half: Maps the name of each clash that is an incomplete copy to a description of the missing files.
     """
     try:
         if is_directory(here):

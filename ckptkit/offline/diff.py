@@ -75,7 +75,10 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True)
 class LayerDiff:
-    """The differences in one layer: the largest differences, and the cosine of all differing tensors as one vector."""
+    """The differences in one layer or optimizer state, over all its tensors that differ.
+
+    `max_abs` and `max_rel` are the largest of these tensors. For `cosine`, the tensors are concatenated to one vector.
+    """
 
     tensors: int
     elements: int
@@ -93,7 +96,8 @@ class DiffReport:
             as text.
         random: The states of random number generators that differ ("rng.0.torch").
         left_out: The names that were not compared, because one of the checkpoints contains only weights.
-        lack: What only one of the checkpoints has, in words: "B has only weights", "B has no optimizer", or "".
+        lack: What one of the checkpoints lacks, in words: "B has only weights" or "B has no optimizer". "" if there is
+            no such difference.
         notes: Hints for the user, for example that a glob matches nothing.
     """
 
@@ -111,7 +115,7 @@ class DiffReport:
     same_values: int = 0  # equal objects, such as a step or optimizer settings
     random: tuple[str, ...] = ()
     weights: int = 0  # weights of either checkpoint
-    same_weights: int = 0  # how many of `weights` both have and are bit-equal
+    same_weights: int = 0  # how many of `weights` are in both checkpoints and bit-equal
     left_out: tuple[str, ...] = ()
     lack: str = ""
     records: Mapping[str, str] = field(default_factory=dict)  # tensors of unknown classes -> how they differ
@@ -162,8 +166,8 @@ class DiffReport:
     def layers(self) -> dict[str, LayerDiff]:
         """Return the differences by model layer and by optimizer state.
 
-        The model's layers come before the optimizer's states, and in both groups, the largest change comes first. A
-        model tensor outside of the layers has its own entry.
+        The model's layers come before the optimizer's states. In both groups, the largest change comes first. A model
+        tensor outside of the layers has its own entry.
         """
         from ckptkit.offline.pictures.heat_map import layer_of
 
@@ -260,7 +264,7 @@ class NameFilter:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the two compared checkpoints, with its tensors by the names that are compared."""
+    """One of the two compared checkpoints. `tensors` is keyed by the names under which tensors are compared."""
 
     source: Source
     tensors: Mapping[str, TensorEntry]
@@ -317,9 +321,10 @@ class _Side:
 
 
 def _pieces(entry: TensorEntry) -> Sequence[tuple[str, int, int]] | None:
-    """Return the tensor's bytes as consecutive ranges (file, offset, size). Returns None if that is impossible.
+    """Return a tensor's bytes as consecutive ranges (file, offset, size).
 
-    It is possible if the tensor is contiguous, or split along dimension 0 into slices that are listed in order.
+    Returns ranges for a contiguous tensor, and for a tensor that is split along dimension 0 into slices that are listed
+    in order. Returns None for any other tensor.
     """
     slices, shape, at = entry.slices, entry.shape, 0
     if slices.strides or slices.codecs:
@@ -433,13 +438,16 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
 
 
 def _random_state(name: str, entry: TensorEntry | ObjectEntry) -> str:
-    """Return the generator ("rng.0.torch") whose state contains the tensor or value; "" if it is no random state."""
+    """Return the generator, such as "rng.0.torch", whose state contains this tensor or value.
+
+    Returns "" if the tensor or value does not belong to a random state.
+    """
     match = _RANDOM.match(name) if entry.role is Role.OTHER else None
     return match[0] if match else ""
 
 
 def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
-    """Return one checkpoint's tensors, each under all names that it has in the other checkpoint.
+    """Return the tensors of `side`. Each tensor is returned under all names that it has in `other`.
 
     FULL and LOCAL checkpoints store tied tensors only once, under one name.
     """
@@ -455,7 +463,7 @@ def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
 
 
 def _is_part(name: str, trees: Collection[str]) -> bool:
-    """Return whether the name is a value of one of the objects in `trees`.
+    """Return whether the name denotes a value inside one of the objects in `trees`.
 
     SHARDED checkpoints store the optimizer's settings twice: as one object, and as separate values for torch.
     """
@@ -464,7 +472,7 @@ def _is_part(name: str, trees: Collection[str]) -> bool:
 
 
 def _only_in(*sides: tuple[Mapping[str, Any], Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the names in the first mapping of a pair that the second mapping lacks."""
+    """Return, for each pair of mappings, the names that only the first mapping contains."""
     return tuple(name for one, other in sides for name in one if name not in other)
 
 
@@ -512,7 +520,10 @@ def _roles(tensors: Mapping[str, TensorEntry], objects: Mapping[str, ObjectEntry
 
 
 def _lack(*sides: tuple[Mapping[str, TensorEntry], Mapping[str, ObjectEntry]]) -> str:
-    """Return in words what the checkpoint A or B lacks; "" if each has an optimizer, or none has."""
+    """Return a sentence such as "B has no optimizer", if only one of the checkpoints A and B lacks something.
+
+    Returns "" if both checkpoints have an optimizer, or if neither has one.
+    """
     alone = [_weights_alone(*side) for side in sides]
     if any(alone):  # if both have only weights, then the checkpoint that also lacks the step
         return f"{'AB'[alone[1] and (not alone[0] or 'step' not in sides[1][1])]} has only weights"
@@ -565,7 +576,7 @@ def _value_differences(
 ) -> dict[str, tuple[str, str]]:
     """Return the paths at which two objects of the same name differ, each with both values as text.
 
-    Runs no code from objects.
+    Runs no code from the checkpoints.
     """
     told = [
         (e.encoding, e.codec, e.digest.value, e.digest.nbytes)
@@ -587,10 +598,13 @@ def _value_differences(
 def _recipe_differences(
     names: Mapping[str, tuple[str, str]], ours: Mapping[str, Recipe], theirs: Mapping[str, Recipe]
 ) -> dict[str, tuple[str, str]]:
-    """Return the tensors of subclasses whose recipes differ, each with both recipes as text.
+    """Return the tensors of subclasses that have different recipes in the two checkpoints.
+
+    A recipe says how a tensor of a subclass consists of its inner tensors. Each tensor is returned with both recipes as
+    text.
 
     Args:
-        names: Maps each compared name to the tensor's name in the catalogs.
+        names: Maps each compared name to the tensor's names in the two catalogs.
     """
     if not ours and not theirs:
         return {}

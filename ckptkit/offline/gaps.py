@@ -1,4 +1,4 @@
-"""Finds missing or unreadable files in another system's checkpoint, apart from its tensor files."""
+"""Finds missing or unreadable files in checkpoints that ckptkit did not write. Does not check tensor files."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def refuse_partial(store: Store, catalog: Catalog) -> None:
 
 
 def _stated(catalog: Catalog) -> tuple[str, ...]:
-    """Return the problems that the format's reader recorded instead of raising."""
+    """Return the problems that the format's reader recorded in the catalog, but did not raise."""
     stated = catalog.info.extra.get("missing", ())
     return tuple(map(str, stated)) if isinstance(stated, (list, tuple)) else ()
 

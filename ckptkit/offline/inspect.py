@@ -27,7 +27,10 @@ _Sized: TypeAlias = tuple[TensorEntry, int, int]  # tensor, elements, bytes
 
 @dataclass(frozen=True, slots=True)
 class RoleSummary:
-    """The number of tensors in one role, and their elements and bytes. Replicas count once."""
+    """The number of tensors in one role, such as the model or the optimizer, and their elements and bytes.
+
+    Replicas count once.
+    """
 
     role: str
     tensors: int
@@ -185,9 +188,9 @@ def _cut(entry: TensorEntry) -> str:
 
 
 def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
-    """Return a mapping from each tied tensor to the tensor with the same bytes.
+    """Return a mapping from each tied tensor to the tensor with which it shares its bytes.
 
-    Uses the recorded ties, and ties that follow from equal slices.
+    Finds the ties that the checkpoint records, and tensors whose bytes are in the same place of the same file.
     """
     found: dict[str, str] = {}
     for names in catalog.info.extra.get("aliases", {}).values():

@@ -33,13 +33,13 @@ class Listed:
         state: "committed", "in progress", "abandoned" or "skipped".
         keep: Whether rotation keeps the checkpoint. None if rotation does not apply.
         why: The reasons for `keep`. For an entry that is not committed, a description of the entry.
-        kept_files: Files that would remain after rotation deletes this checkpoint, because its record does not name
-            them.
+        kept_files: Files that would remain after rotation deletes this checkpoint, because the checkpoint's commit
+            record does not name them.
         age_s: Seconds since the save, computed from the clocks of both machines. None if unknown.
         absent_before: Number of checkpoints that were saved between the previous entry and this entry but no longer
             exist, for example because of rotation.
-        damaged: Whether a skipped entry is probably a saved checkpoint. Its commit record is unreadable, or belongs to
-            a different checkpoint.
+        damaged: Whether a skipped entry is probably a damaged checkpoint: its commit record is unreadable, or belongs
+            to a different checkpoint.
     """
 
     name: str
@@ -92,7 +92,7 @@ def list_run(
     """Return the checkpoints under `url`. Reads only their commit records.
 
     Args:
-        policy: None uses the policy that the newest checkpoint recorded.
+        policy: The rotation policy. None uses the policy that is recorded in the newest checkpoint.
         recorded: Also apply the recorded exemptions (`keep_...`) that `policy` does not set.
 
     Raises:

@@ -92,8 +92,8 @@ def merge(  # noqa: PLR0913 - one argument an option
     cast once. The result is bit-identical for any number of workers and any memory limit. Other tensors (integers,
     booleans) are copied from the last source. Quantized weights (FP8, MXFP4, compressed-tensors) are first dequantized
     to fp32, and the sum is written in bf16, or in `dtype`. The sources may have different formats, layouts and world
-    sizes, but must have the same names, shapes, and dtypes of unquantized tensors. Optimizer states are not merged.
-    Config and tokenizer come from the last source.
+    sizes, but their tensors must have the same names and shapes. Unquantized tensors must also have the same dtypes.
+    Optimizer states are not merged. Config and tokenizer come from the last source.
 
     Args:
         sources: The checkpoints, oldest first, or a single run if `last` or `steps` is set.
@@ -101,7 +101,7 @@ def merge(  # noqa: PLR0913 - one argument an option
             rate decay over the sources, as in Megatron-LM. "ema:DECAY": the exponential moving average that starts at
             the first source. Otherwise, numbers that add up to 1, as a sequence or as text: "0.2,0.3,0.5".
         last: Merge the last N committed checkpoints of the run.
-        steps: Merge the run's committed checkpoints from step FIRST to step LAST, inclusive: "FIRST:LAST".
+        steps: "FIRST:LAST" merges the run's committed checkpoints from step FIRST to step LAST, inclusive.
         sum_dtype: "fp32" or "fp64".
         take: "model" for the model's weights, or "master" for the fp32 copies, as in the argument `weights` of
             `convert`.
@@ -333,7 +333,7 @@ def _combined(
 
 
 def _refuse_parts(opened: Sequence[Source], parts: Sequence[HFExport]) -> None:
-    """Raise if a source has weights of torchao, whose codes and scales cannot be averaged separately."""
+    """Raise if a source has weights that torchao quantized, because codes and scales cannot be averaged."""
     for source, part in zip(opened, parts, strict=True):
         recipes = recipes_of(source.catalog)
         outers = {outer_name(key, recipes) for tensor in part.tensors for key in tensor.sources} if recipes else set()
@@ -360,7 +360,9 @@ def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTe
 def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[str, OutputTensor]:
     """Return the tensors of one source that are to be summed, by name.
 
-    Quantized weights come from `wide`. All other tensors come from `part`, in their own dtype."""
+    Tensors that are quantized in the source come, dequantized, from `wide`. All other tensors come from `part`, in
+    their own dtype.
+    """
     found: dict[str, OutputTensor] = {}
     dequantized = {tensor.name: tensor for tensor in wide.tensors}
     for plain in part.tensors:
@@ -378,7 +380,10 @@ def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[s
 
 
 def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, sum_dtype: str) -> ComputedTensor:
-    """Return the weighted sum of tensors of the same shape, which can be computed by rows if all terms can."""
+    """Return the weighted sum of tensors of the same shape.
+
+    The sum can be computed by rows if all terms can.
+    """
     first = terms[0]
     computed = [term for term in terms if isinstance(term, ComputedTensor)]
     # Show all digits of the factors: an interrupted merge resumes only if its plan has the same labels.

@@ -1,8 +1,8 @@
 """Reads a result back and verifies that each tensor equals its source.
 
-If a source slice is contiguous in the result, its recorded digest is compared, so that only the result is read. If
-there is no digest, the bytes of source and result are compared. Tensors that were cast, split or rearranged are
-compared by additive fingerprints.
+If a source slice is contiguous in the result, the result's bytes are compared with the slice's recorded digest, so the
+source is not read. If the slice has no digest, its bytes are compared with the result's bytes. Tensors that were cast,
+split or rearranged are compared by additive fingerprints.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int)
 
     Args:
         data: The box's bytes, row-major.
-        itemsize: Bytes per element. An element of 16 bytes counts as two elements of 8.
+        itemsize: Bytes per element. An element of 16 bytes counts as two elements of 8 bytes.
     """
     if itemsize == 16:
         box, shape, itemsize = Box((*box.offsets, 0), (*box.sizes, 2)), (*shape, 2), 8
@@ -253,7 +253,7 @@ class SliceRuns:
     nbytes: Int64
 
     def bounds(self) -> list[tuple[int, int]]:
-        """Return the rows [a, b) of the runs of each slice."""
+        """Return, for each slice, the range [a, b) of its runs."""
         first = np.flatnonzero(np.concatenate([[True], self.slices[1:] != self.slices[:-1]]))
         return list(zip(first.tolist(), [*first[1:].tolist(), len(self.slices)], strict=True))
 
@@ -304,10 +304,13 @@ def _is_whole(runs: SliceRuns, entry: TensorEntry, placement: Placement) -> bool
 
 
 def prove_masters(source: Source, used: Collection[str] | None = None) -> int:
-    """Check the names that unnamed masters were given. Each master, once cast, must equal its weight bit for bit.
+    """Check the names that ckptkit gave to masters that are stored without names.
+
+    Each master is cast, and must then equal its weight bit for bit.
 
     Args:
-        used: The needed tensors. None means all tensors. If no master is needed, nothing is read.
+        used: The source tensors that the command uses. None means all tensors. If there is no master among them,
+            nothing is read.
 
     Returns:
         The number of masters checked.

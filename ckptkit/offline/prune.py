@@ -61,11 +61,11 @@ def prune(
 ) -> PruneReport:
     """Delete the checkpoints under `url` that `policy` does not keep, and the leftovers of killed saves.
 
-    The commit record of each checkpoint is deleted first. Never deletes the newest checkpoint, the best checkpoint,
-    pinned checkpoints, or files that ckptkit did not write.
+    In each checkpoint, the commit record is deleted before all other files. Never deletes the newest checkpoint, the
+    best checkpoint, pinned checkpoints, or files that ckptkit did not write.
 
     Args:
-        policy: None uses the policy that the newest checkpoint recorded.
+        policy: The rotation policy. None uses the policy that is recorded in the newest checkpoint.
         recorded: Also apply the recorded exemptions (`keep_...`) that `policy` does not set.
 
     Raises:

@@ -40,7 +40,8 @@ class Session:
         store: The store to which this process writes.
         files: Indices of the plan's files that this process writes.
         journal: Records finished steps, so that the next command can resume. None if resuming is impossible.
-        ledger: Records finished objects on an object store, so that the next command can resume. Otherwise None.
+        ledger: Records finished objects on an object store, so that the next command can resume. None if resuming is
+            impossible.
     """
 
     def __init__(self, store: Store, plan: Plan, coordinator: Coordinator, ledger: Ledger | None) -> None:
@@ -73,19 +74,22 @@ class Session:
             results: list[T] | None = self._coordinator.settle(outcome, "writing the files")
         except BaseException as error:
             if not self._coordinator.is_main and not is_directory(self.store) and not is_interruption(error):
-                # Rank 0 deletes the staging directory. On an object store, it does not know this rank's files.
+                # Rank 0 deletes the staging directory. On an object store, rank 0 does not know this rank's files.
                 with contextlib.suppress(OSError):
                     self.store.delete(self._paths)
             raise
         return [outcome.value] if results is None else results
 
     def one(self, fn: Callable[[], T]) -> T:
-        """Run `fn` on rank 0. All ranks return its result or raise its error."""
+        """Run `fn` on rank 0. All ranks return the result, or all ranks raise."""
         return _decide(self._coordinator, fn, "checking the result")
 
 
 def _decide(coordinator: Coordinator, fn: Callable[[], T], what: str) -> T:
-    """Run `fn` on rank 0. All ranks return its result. A single process raises its errors unchanged."""
+    """Run `fn` on rank 0. All ranks return the result.
+
+    If there is only one process, the errors of `fn` are raised unchanged.
+    """
     return fn() if coordinator.world_size == 1 else coordinator.decide(fn, what)
 
 
@@ -146,7 +150,10 @@ class OutputPlace:
                     session.journal.close()
 
     def local_name(self) -> tuple[str, str]:
-        """Return the local directory in which the result is staged, and the result's name. ("", "") if it is remote."""
+        """Return the local directory in which the result is staged, and the result's name.
+
+        Returns ("", "") for a remote destination.
+        """
         protocol, rest = split_url(self.url)
         if protocol not in ("file", "local"):
             return "", ""
@@ -154,9 +161,9 @@ class OutputPlace:
         return (whole, self.file_name) if self.is_file else os.path.split(whole)
 
     def open(self, plan: Plan, *, dead: Collection[str] = ()) -> contextlib.AbstractContextManager[Store]:
-        """Return a context manager that yields the staging store, and publishes its files on exit. For one process.
+        """Return a context manager that yields the staging store, and publishes the store's files on exit.
 
-        The staging store may contain files that an interrupted process left.
+        Only one process may call this. The staging store may contain files that an interrupted process left.
 
         Args:
             dead: Owner files of earlier writers on other machines. These writers are known to be dead.
@@ -233,7 +240,7 @@ def open_target(
     """Return the destination that `dst` names. With `single_file`, `dst` may name the file itself.
 
     Raises:
-        UsageError: `dst` is `source`, or a directory above it.
+        UsageError: `dst` is `source`, or a directory that contains `source`.
     """
     here, there = _identity(dst), _identity(source)
     if f"{there}/".startswith(f"{here}/"):
@@ -267,7 +274,10 @@ def _join(store: Store, coordinator: Coordinator) -> None:
 
 
 def _known_dead(place: OutputPlace, coordinator: Coordinator) -> list[str]:
-    """Return, on rank 0, the owner files of earlier writers that are dead. Each rank checks its own machine."""
+    """Return the owner files of earlier writers whose processes have ended. Ranks other than 0 return [].
+
+    Each rank looks for such processes on its own machine.
+    """
 
     def look() -> list[str]:
         folder, name = place.local_name()  # in here, because a rank that raises alone would leave the others waiting

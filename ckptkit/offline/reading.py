@@ -76,7 +76,7 @@ _current: ContextVar[_Reading] = ContextVar("ckptkit-reading")
 
 
 def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
-    """Wrap `command` so that sources that it opens with `open_pinned` stay pinned until the command ends.
+    """Wrap `command`. Sources that the command opens with `open_pinned` stay pinned until the command ends.
 
     A source in a read-only run cannot be pinned, and so may be deleted during the command. If that happens to a source
     that was requested as the run's newest checkpoint, the command starts over once, with the new newest checkpoint.
@@ -99,7 +99,10 @@ def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
 
 
 class _GoneError(Exception):
-    """A source was deleted while it was read. `replaced` is set if the newest checkpoint was requested."""
+    """A source was deleted or replaced while it was read.
+
+    `replaced` is set if the URL that was requested may now lead to a different checkpoint, as RUN/latest does.
+    """
 
     def __init__(self, told: CheckpointNotFoundError, replaced: bool) -> None:
         super().__init__(told)
@@ -127,7 +130,10 @@ def _run(command: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
-    """Return the error, with the damaged checkpoint and the command that lists all damage added to its message."""
+    """Return the error with a longer message.
+
+    The message also names the damaged checkpoint, and the command that lists all damage.
+    """
     words = f"{getattr(error, 'filename', None) or ''}: {error}"
     where = [source for source in sources if f"{source.store.url}/" in words]
     if isinstance(error, CorruptCheckpointError):
@@ -164,7 +170,8 @@ def open_pinned(
     Args:
         together: Whether several ranks write one result. If so, all ranks must call this, and read the checkpoint that
             rank 0 chose, because "latest" may change between the calls.
-        inner: Subclasses whose tensors, if stored by torch's `dcp.save`, are replaced with their inner tensors.
+        inner: Applies to tensors of subclasses that torch's `dcp.save` stored. Says which of them are replaced with
+            their inner tensors: none, those of weights, or all.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -297,7 +304,10 @@ def _is_of(source: Source, record: CommitRecord) -> bool:
 
 
 def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
-    """Return (path, start, nbytes) of the stored records of a tensor that cannot be read without its class."""
+    """Return (path, start, nbytes) of each stored record of a tensor.
+
+    The tensor belongs to a class that ckptkit does not know, so its elements cannot be read.
+    """
     if name in catalog.tensors:
         return catalog.tensors[name].slices.records()
     item = catalog.objects[name]
@@ -310,7 +320,10 @@ def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
 
 
 def earlier_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the URL of the run's last committed checkpoint before the checkpoint at `url`, or ""."""
+    """Return the URL of the run's last committed checkpoint before the checkpoint at `url`.
+
+    Returns "" if there is no such checkpoint.
+    """
     from ckptkit.checkpoint.run.inventory import list_checkpoints
 
     try:

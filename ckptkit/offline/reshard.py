@@ -79,13 +79,14 @@ def reshard(  # noqa: PLR0913 - one argument per option
         tp_plan: A mapping from globs of parameter names to the dimension to split, or a JSON file with such a mapping.
             Needed only for sources without tensor parallelism. None derives the plan from the source's config.json, if
             the model is llama-like.
-        layout: URL of a file that describes the layout of flat parameters, for formats that need one (FSDP1 LOCAL).
+        layout: URL of a file that describes the layout of flat parameters. Needed only if the source does not contain
+            the layout (FSDP1 LOCAL).
         vocab_size: The number of rows to which the embedding and the output head are trimmed or padded, including
             masters and optimizer states. config.json is changed to match.
         new_rows: How to fill the added rows of weights and masters: with the "mean" of the old rows (the default) or
             with "zeros"; see `convert`. In optimizer states, added rows are zeros.
-        allow_pickle: Read torch.save files that name unknown classes. Objects of these classes are omitted, and no code
-            runs.
+        allow_pickle: Read torch.save files even if they name unknown classes. Objects of these classes are omitted. No
+            code from the files runs.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
     Raises:

@@ -28,7 +28,7 @@ _EMBEDDINGS = (
     "transformer.word_embeddings.weight",
 )
 _RANKS = (16, 32, 64, 128, 256, 320, 512)  # allowed values of --max-lora-rank; 16 is its default
-# Adapter settings that vLLM either refuses, or ignores, which makes its outputs wrong.
+# Adapter settings that vLLM refuses, or that it ignores so that its outputs are wrong.
 _NOT_PLAIN = (
     "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "trainable_token_indices",
     "target_parameters", "layer_replication", "alora_invocation_tokens", "arrow_config", "use_qalora", "use_bdlora",
@@ -37,7 +37,9 @@ _NOT_PLAIN = (
 
 
 def serving(files: Mapping[str, bytes], names: Collection[str], where: str, *, compared: bool) -> str:
-    """Return one line on how to serve an export with vLLM. Returns "" if vLLM cannot, or if that is unknown.
+    """Return one line on how to serve an export with vLLM.
+
+    Returns "" if vLLM cannot serve the export, or if ckptkit cannot tell.
 
     Args:
         files: Contents of the export's small files, by name.
@@ -53,7 +55,7 @@ def serving(files: Mapping[str, bytes], names: Collection[str], where: str, *, c
     architectures = config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     generates = name.endswith(_CAUSAL) or (name.endswith(_MULTIMODAL) and isinstance(config.get("text_config"), dict))
-    odd = encoder or config.get("is_encoder_decoder") or config.get("auto_map")  # which needs --trust-remote-code
+    odd = encoder or config.get("is_encoder_decoder") or config.get("auto_map")  # auto_map needs --trust-remote-code
     if odd or not known or not generates:
         return ""
     if not any(fnmatch.fnmatchcase(name, pattern) for name in files for pattern in _TOKENIZERS):

@@ -61,7 +61,7 @@ class VerifyReport:
     files: int = 0
     tensors: int = 0
     digests: int = 0  # number of digests compared
-    checked_bytes: int = 0  # number of bytes that the digests cover; bytes of two digests count once
+    checked_bytes: int = 0  # number of bytes that the digests cover; a byte with two digests counts once
     unproved_bytes: int = 0  # number of tensor bytes without a recorded digest
     unproved_files: tuple[str, ...] = ()  # the files that contain these bytes
     algorithms: tuple[str, ...] = ()
@@ -111,11 +111,13 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A digest to compare. The digest covers a byte range of a file or, if there is a codec, of a decoded record.
+    """A digest to compare.
+
+    The digest covers a byte range of a file or, if there is a codec, of a decoded record.
 
     Attributes:
-        parts: For the digest of a file's outline, the ranges that the outline replaces with their digests. Other checks
-            cover these ranges.
+        parts: Byte ranges of the file that are not read for this digest, because other checks cover them. Only the
+            digest of a file's outline has parts: in the outline, each of these ranges is replaced with its own digest.
     """
 
     path: str
@@ -131,7 +133,7 @@ class Check:
 
     @property
     def range_in_file(self) -> tuple[str, int, int]:
-        """The file, and the start and end of the bytes that the digest covers. Other checks cover the `parts`."""
+        """The file, and the start and end of the bytes that the digest covers, including the `parts`."""
         start, nbytes = (self.codec or self.digest).start, (self.codec or self.digest).nbytes
         return self.path, start, start + nbytes
 
@@ -218,7 +220,7 @@ def verify(
 
 
 def _covered_bytes(checks: Iterable[Check]) -> int:
-    """Return the number of bytes in files that at least one digest covers."""
+    """Return the number of file bytes that at least one digest covers."""
     total, last, end = 0, "", 0
     for path, start, stop in sorted(check.range_in_file for check in checks):
         if path != last:
@@ -229,13 +231,13 @@ def _covered_bytes(checks: Iterable[Check]) -> int:
 
 
 def check_committed(source: Source) -> None:
-    """Check that each committed file exists with its size, and check the digests of files without tensors.
+    """Check that each committed file has its recorded size, and check the digests of files without tensors.
 
     Tensor bytes are checked when they are read.
 
     Raises:
         IncompleteCheckpointError: A file is missing or does not have its recorded size.
-        IntegrityError: A file differs from the committed file.
+        IntegrityError: A file's digest differs from the recorded digest.
     """
     store, catalog = source.store, source.catalog
     if "digests" not in catalog.info.extra:
@@ -301,7 +303,10 @@ def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
 
 
 def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Problem]]:
-    """Return the file digests in SHA256SUMS, and the problems found there. Skips ckptkit checkpoints."""
+    """Return the file digests in SHA256SUMS, and the problems with this file and the files that it lists.
+
+    Both are empty for ckptkit checkpoints.
+    """
     if "digests" in catalog.info.extra:
         return {}, []
     try:
@@ -359,7 +364,10 @@ def recorded(store: Store, catalog: Catalog, uninterpreted: Iterable[str]) -> Re
 
 
 def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], dict[str, int]]:
-    """Return the digests to compare, in disk order and without duplicates, and each file's bytes without a digest."""
+    """Return the digests to compare, and the number of bytes without a digest in each file.
+
+    The digests are in disk order and without duplicates.
+    """
     found: dict[tuple[str, int, int, int, int], list[str]] = {}
     codecs: dict[tuple[str, int, int, int, int], tuple[Digest, Codec | None]] = {}
     unproved: dict[str, int] = {}
@@ -394,9 +402,9 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], di
 
 
 def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
-    """Return the recorded digests that each file's outline contains, by file.
+    """Return the byte ranges that each file's outline replaces with their recorded digests, by file.
 
-    Separate checks cover the bytes of these digests, so every byte is read only once.
+    Separate checks cover these ranges, so every byte is read only once.
     """
     parts: dict[str, list[Part]] = {path: [] for path in outlined}
     for path, *spare in spares_of(catalog.info.extra):
@@ -410,7 +418,10 @@ def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
 
 
 def _is_whole(check: Check) -> bool:
-    """Return whether the check covers a whole file. True if it starts at 0, because tensors come after a header."""
+    """Return whether the check covers a whole file.
+
+    A check that starts at offset 0 covers the whole file, because a tensor's bytes come after a header.
+    """
     return check.digest.start == 0 and check.codec is None and check.names == ("",)
 
 

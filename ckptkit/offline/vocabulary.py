@@ -80,7 +80,7 @@ def resize(
     catalog: Catalog,
     files: Mapping[str, bytes],
 ) -> tuple[dict[str, OutputTensor], Mapping[str, Any] | None, tuple[str, ...]]:
-    """Return the model's tensors, with embedding and head resized to `size.rows` rows, its config, and notes.
+    """Return the model's tensors, the config, and notes. The embedding and the head have `size.rows` rows.
 
     Reads the embedding and the head if new rows are the mean of the old rows.
 
@@ -88,7 +88,7 @@ def resize(
         files: Contents of the model's small files, by name. Every token of the tokenizer must still have a row.
 
     Raises:
-        CheckpointMismatchError: It is unclear which tensors have one row per token.
+        CheckpointMismatchError: ckptkit cannot tell which tensors have one row per token.
         UnsupportedFormatError: One of these tensors is computed or quantized.
         UsageError: A token would lose its row.
     """
@@ -116,12 +116,12 @@ def resize_state(
 ) -> Mapping[str, Any] | None:
     """Resize the vocabulary in `own`: model, masters and optimizer states. Return the changed config.
 
-    If a weight has a master, the new rows are computed for the master and cast for the weight. New rows of optimizer
-    states are zeros.
+    If a weight has a master, the new rows are computed from the master's rows. The weight gets the same rows, cast to
+    its dtype. New rows of optimizer states are zeros.
 
     Raises:
-        CheckpointMismatchError, UsageError: As for `resize`. Also raised if the shape of a state differs from that of
-            the parameter.
+        CheckpointMismatchError, UsageError: As for `resize`. Also raised if the shapes of a parameter and of its
+            optimizer state differ.
         UnsupportedFormatError: A tensor is quantized.
     """
     weights = {item.fqn: item for item in own.tensors if item.role is Role.MODEL and item.fqn}
@@ -218,11 +218,10 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
 
 
 def _owner(item: OwnTensor, weights: Mapping[str, OwnTensor]) -> str:
-    """Return the name of the weight to which a tensor belongs. A weight belongs to itself.
+    """Return the name of the weight to which a master or an optimizer state belongs.
 
-    Returns "" for any other tensor.
-
-    A state's name may lack the prefix of a container module.
+    A weight belongs to itself. Returns "" for any other tensor. The name of an optimizer state may lack the prefix of a
+    container module.
     """
     if item.role not in (Role.MODEL, Role.MASTER, Role.OPTIMIZER) or not item.fqn:
         return ""
@@ -328,14 +327,14 @@ def _state_rows(
     store: Store,
     catalog: Catalog,
 ) -> dict[str, Doubles]:
-    """Return a new row for each parameter: the mean of the rows of its master, or of the weight if there is no master.
+    """Return a new row for each parameter: the mean of its master's rows or, without a master, of the weight's rows.
 
     An optimizer has only one master for tied weights. If a weight has no master, but its mean equals the mean of a
     weight that has a master, the two weights are considered tied and get the same row.
     """
     of_weights = {name: _mean(_target(weights[name].tensor, name), store, catalog) for name in names}
     rows = {name: _mean(_target(item.tensor, name), store, catalog) for name, item in masters.items()}
-    for name, mean in rows.items():  # round to the master's dtype: the weight's new rows must equal the master's, cast
+    for name, mean in rows.items():  # rounded to the master's dtype, because the weight's new rows are cast from these
         dtype = masters[name].tensor.dtype
         rows[name] = float_values(cast(mean.view(np.uint8), "float64", dtype)[0], dtype).astype(np.float64)
     for name, mean in of_weights.items():
@@ -416,7 +415,10 @@ def _tokens_of(config: Any, where: str, depth: int = 0) -> Iterator[tuple[str, s
 
 
 def _tokenizer(files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
-    """Yield (file, token, number) for all tokens in a tokenizer's files, for each file the highest number first."""
+    """Yield (file, token, number) for all tokens in a tokenizer's files.
+
+    The tokens of a file come in descending order of their numbers.
+    """
     for name in ("tokenizer.json", "added_tokens.json", "vocab.json", "tokenizer_config.json"):
         content = _json(files.get(name))
         if not isinstance(content, Mapping):
@@ -437,7 +439,7 @@ def _tokenizer(files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
             pairs += [(int(key), str(key)) for key in known if str(key).isdecimal()]
         else:
             pairs += _numbered(content)
-        # Yield all tokens, because the last one may already be beyond the old vocabulary.
+        # Not only the token with the highest number, because that token may already be beyond the old vocabulary.
         yield from ((name, repr(token), number) for number, token in sorted(pairs, reverse=True))
 
 
