@@ -24,7 +24,7 @@ from ckptkit.errors import (
     command_line,
 )
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.own.record import CommitRecord, find_record
+from ckptkit.formats.own.record import CommitRecord, find_record, step_of_name
 from ckptkit.formats.torch_save import MODEL_FILES, TORCH_ENDINGS, may_hold_model, model_file
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.gc_pause import collector_paused
@@ -492,8 +492,8 @@ def _newest_committed(place: Candidate, steps: Sequence[str]) -> str | None:
     """Return the directory of ckptkit's newest committed checkpoint, or None if this is not the root of a ckptkit run.
 
     The newest checkpoint is the one that was saved last. After a rollback, an older checkpoint may have a higher step.
-    If a directory with a damaged record has a higher step than the newest checkpoint, that directory is returned: the
-    damaged checkpoint may have been saved later.
+    If a directory whose record is damaged, or is that of another step, has a higher step than the newest checkpoint,
+    that directory is returned: it may have been saved later.
     """
     seen: dict[str, CommitRecord | CkptkitError | None] = {}
 
@@ -516,8 +516,10 @@ def _newest_committed(place: Candidate, steps: Sequence[str]) -> str | None:
         if isinstance(record, CkptkitError):
             step = parse_step(name)
             damaged += [(step.step, name)] if step is not None else []
-        elif record is not None and name.partition("@")[0] == record.name:  # not a copy under another name
+        elif record is not None and name.partition("@")[0] == record.name:
             newest = max(newest or (-1, -1, ""), (record.sequence, record.step, name))
+        elif record is not None and (number := step_of_name(name)) is not None:  # a copy, or its record was overwritten
+            damaged.append((number, name))
     last = max(damaged, default=(-1, ""))
     if newest is None or last[0] > newest[1]:
         return last[1] or None

@@ -85,6 +85,13 @@ def test_a_tag_whose_record_is_missing_or_damaged_is_an_error(tmp_path):
         load(root)
 
 
+def test_a_load_that_stops_at_a_copy_with_a_later_steps_name_names_the_directory(tmp_path):
+    root = run(tmp_path / "run", 1)
+    shutil.copytree(root / "step_00000001", root / "step_00000009")
+    with pytest.raises(CorruptCheckpointError, match=f"{root}/step_00000009 .* record is that of step_00000001"):
+        load(root)
+
+
 def asked_on_each_rank(root: str) -> list[str]:
     with CheckpointManager(root) as manager:
         return [refusal(lambda: manager.load(linear())), refusal(manager.latest)]

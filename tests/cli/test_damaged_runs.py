@@ -40,6 +40,14 @@ def test_verify_of_a_damaged_newest_checkpoint_names_the_previous_one(root, file
     assert "check the previous one" not in ran("verify", root, "-q", code=1)
 
 
+@pytest.mark.parametrize("address", ["{root}", "{root}/latest", "{root}/step_00000900"])
+def test_a_copy_with_the_name_of_a_later_step_is_damage_under_every_address(root, address):
+    shutil.copytree(root / NEWEST, root / "step_00000900")
+    lines = ran("verify", address.format(root=root), code=1).splitlines()
+    assert lines[0] == f"{root}/step_00000900" and NEWEST in lines[1]
+    assert lines[-1] == f"check the previous one: ckptkit verify {root}/{NEWEST}"
+
+
 @pytest.mark.parametrize("command", ["verify", "inspect"])
 def test_the_output_names_the_chosen_checkpoint_unless_it_is_quiet(root, command):
     note = f"{NEWEST} is the newest of 3 step directories in {root}."

@@ -122,7 +122,7 @@ class Loader:
                     break
                 if isinstance(chosen, Skipped):
                     name = chosen.path
-                    raise CorruptCheckpointError(chosen.reason)
+                    raise CorruptCheckpointError(f"{self.url}/{name} cannot be opened: {chosen.reason}")
                 path, record = chosen
                 name = record.name
                 report = self._restore(path, record, state, options, resume=True, origin=origin)
