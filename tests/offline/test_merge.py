@@ -266,7 +266,7 @@ def test_an_interrupted_merge_is_not_continued_with_other_weights(sources, tmp_p
             patched.setattr(conversion, "check_read_as_seen", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 merged("uniform")
-        assert ("continued an interrupted run" in merged(then)) is (then == "uniform")
+        assert ("continued an interrupted command" in merged(then)) is (then == "uniform")
         convert(str(tmp_path / "out"), str(tmp_path / "flat"), overwrite=True)
         factors = (1 / 6,) * 6 if then == "uniform" else weights
         assert_same(read_model(tmp_path / "flat"), summed([tensors(i % 3) for i in range(6)], factors, torch.float32))

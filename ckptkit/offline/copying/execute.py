@@ -90,7 +90,7 @@ class CopyReport:
         """Return notes for the user."""
         if not self.taken_over:
             return ()
-        return (f"continued an interrupted run: {self.taken_over} of {self.steps} steps were already done",)
+        return (f"continued an interrupted command: {self.taken_over} of {self.steps} parts were already done",)
 
     def warnings(self) -> tuple[str, ...]:
         """Return a warning for each dtype in which elements became infinite."""

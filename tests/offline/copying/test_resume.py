@@ -65,7 +65,7 @@ def content(folder: Path, *without: str) -> dict[str, bytes]:
 
 
 def went_on(notes: tuple[str, ...]) -> str:
-    return next((note for note in notes if note.startswith("continued an interrupted run")), "")
+    return next((note for note in notes if note.startswith("continued an interrupted command")), "")
 
 
 def assert_whole(source: Path, tmp_path: Path, **options: Any) -> Any:
