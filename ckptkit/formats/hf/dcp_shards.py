@@ -1,7 +1,8 @@
 """Reads the safetensors shards that torch's DCP writes: `shard-R-model-i-of-n`, one set per rank, without `.metadata`.
 
-The entry `DCP_SHARDING_INFO` of each header contains the tensors' offsets. The full shape is not recorded, but computed
-as the largest end of any shard (torch/distributed/checkpoint/_consolidate_hf_safetensors.py).
+The entry `DCP_SHARDING_INFO` in the header of each file contains the offsets of the shards in the full tensors. The
+full shape is not recorded. It is computed as the largest end of any shard
+(torch/distributed/checkpoint/_consolidate_hf_safetensors.py).
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def open_shards(store: Store, names: Sequence[str]) -> Catalog:
 
 
 def saved_offsets(header: SafetensorsHeader, path: str) -> dict[str, tuple[int, ...]]:
-    """Return the offsets of each tensor in the full tensor, from a shard's header."""
+    """Return each tensor's offsets in the full tensor, as recorded in a file's header."""
     text = header.metadata.get(_KEY)
     if text is None:
         return {}
@@ -87,7 +88,7 @@ def saved_offsets(header: SafetensorsHeader, path: str) -> dict[str, tuple[int, 
 
 
 def _ranks(names: Sequence[str]) -> dict[str, int]:
-    """Return the rank that wrote each file, counted from 0. The file names (torch, transformers) count from 1."""
+    """Return the rank that wrote each file. Ranks count from 0, but the numbers in the file names count from 1."""
     found: dict[str, int] = {}
     totals: set[str] = set()
     for name in names:

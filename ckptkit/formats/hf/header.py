@@ -55,11 +55,11 @@ class HeaderTensor(NamedTuple):
 class HeaderTensors(Mapping[str, HeaderTensor]):
     """The tensors in a header by name, stored as columns.
 
-    A header may have 300,000 tensors, and a command needs few of them.
+    A header may have 300,000 tensors, so an object is created only for a tensor that is looked up.
 
     Attributes:
         dtypes, shapes: torch's dtype name and the shape of each tensor, in header order.
-        starts, nbytes: [n] offset of each tensor's bytes in the file, and their number.
+        starts, nbytes: [n] start of each tensor in the file, and size of each tensor in bytes.
     """
 
     __slots__ = ("_rows", "dtypes", "nbytes", "shapes", "starts")
@@ -398,9 +398,9 @@ def encode_header(
 
 
 def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Lay out a file, with the widest elements first so that each tensor is aligned.
+    """Lay out a file. Tensors with larger elements come first, so that each tensor is aligned.
 
-    Tensors with elements of equal width keep the given order.
+    Tensors whose elements have the same size keep the given order.
     """
     widths = {name: min(8, dtype_of(name).itemsize) for name in {tensor.dtype for tensor in tensors}}
     order = sorted(range(len(tensors)), key=lambda i: -widths[tensors[i].dtype])
@@ -414,9 +414,10 @@ def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None
 
 
 def split_into_shards(nbytes: Sequence[int], max_shard_size: int) -> list[list[int]]:
-    """Return the tensors in each shard, in the given order. A new shard starts where the next tensor would not fit.
+    """Distribute tensors over shards in the given order. Returns the indices of the tensors in each shard.
 
-    A tensor larger than `max_shard_size` gets its own shard.
+    If the next tensor does not fit into a shard, a new shard begins. A tensor larger than `max_shard_size` gets its own
+    shard.
     """
     shards: list[list[int]] = [[]]
     size = 0

@@ -48,7 +48,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def open_weights(store: Store) -> Catalog:
-    """Return the same as `open_catalog`, without notes about the training state beside the weights."""
+    """Return the same as `open_catalog`, but without notes about training state in other files."""
     listed = file_names(store.list())
     names = [name for name in listed if name.endswith((".safetensors", _INDEX))]
     shards = [name for name in names if SHARD_NAME.fullmatch(name)]
@@ -174,7 +174,7 @@ def _info(
 
 
 def _modules(store: Store) -> tuple[str, ...]:
-    """Return a note about sentence-transformers modules that have weights in directories of their own."""
+    """Return a note about sentence-transformers modules whose weights are in subdirectories."""
     modules = read_json(store, "modules.json")
     places = [item.get("path") for item in modules if isinstance(item, dict)] if isinstance(modules, list) else []
     safe = [place for place in places[:64] if isinstance(place, str) and is_safe_name(place)]
@@ -191,7 +191,10 @@ def _modules(store: Store) -> tuple[str, ...]:
 
 
 def _choose(store: Store, names: list[str]) -> tuple[dict[str, SafetensorsHeader], tuple[str, ...]]:
-    """Return the headers of the checkpoint's files, and notes. Prefers files in the same order as transformers."""
+    """Choose the files of the checkpoint. Return their headers, and notes.
+
+    If there are several candidates, chooses as transformers does.
+    """
     indices = [name for name in names if name.endswith(_INDEX)]
     tensors = [name for name in names if name.endswith(".safetensors")]
     if indices and "model.safetensors" not in tensors:

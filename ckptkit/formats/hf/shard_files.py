@@ -1,4 +1,4 @@
-"""Finds the files that together contain a model: the files in an index, or all numbered files of a directory."""
+"""Finds the files that together contain a model: those that an index lists, or all numbered files of a directory."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _CODE = ("*.py",)
 _STATE = (".pt", ".pth", ".bin", ".ckpt", ".pkl", "trainer_state.json")
 _NAMED = 16
 _MAX_JSON_BYTES = 32 << 20
-# The entries in a transformers config that concern weights: they tell which heads are tied and which shapes to expect.
+# The entries in a transformers config that concern weights: tied weights, and sizes that determine the shapes.
 _CONFIG_KEYS = (
     "architectures",
     "model_type",
@@ -99,7 +99,7 @@ def find_side_files(store: Store, directory: str = "") -> SideFiles:
     templates = f"{directory}/additional_chat_templates" if directory else "additional_chat_templates"
     if any(entry.path == templates for entry in entries):
         entries += store.list(templates)
-    # Files with unsafe names are not copied, because these names could fail or mislead elsewhere.
+    # Files with unsafe names are not copied: another system may refuse such a name, or show it misleadingly.
     found = [entry.path for entry in entries if entry.kind in ("file", "symlink")]
     files = [path for path in found if is_safe_name(path.rpartition("/")[2])]
     notes = _unsafe(found, files, directory)
@@ -138,8 +138,8 @@ def is_code(path: str) -> bool:
 def unread_state(names: Iterable[str]) -> tuple[str, ...]:
     """Return notes about unread training state of the Trainer or accelerate.
 
-    This state may be stored beside full weights. The optimizer's states are numbered, and no file records the order of
-    the parameters.
+    The directory of full weights may also contain such state. The optimizer's states are numbered. They are not read,
+    because no file records the order of the parameters.
     """
     found = sorted(name for name in names if name.endswith(_STATE))
     optimizers = [name for name in found if OPTIMIZER_FILE.fullmatch(name)][:1]

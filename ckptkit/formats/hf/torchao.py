@@ -5,8 +5,8 @@ The header's `__metadata__` describes the weight in JSON: {"_type": class, "_dat
 inner tensors}. Every other tensor has the entry {"_type": "Tensor"}, and `tensor_names` lists all described tensors.
 The layout is that of torchao.prototype.safetensors (0.18).
 
-In a catalog, the plain tensors have the same names as in a save by ckptkit, such as `a.weight::qdata`, and a recipe
-describes the weight (see `subclasses`).
+In a catalog, the plain tensors have the same names as in a save by ckptkit, such as `a.weight::qdata`. A recipe in the
+catalog describes the weight (see `subclasses`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def found_recipes(
         path: The file or directory, for messages.
 
     Raises:
-        CorruptCheckpointError: A description is malformed, or refers to a tensor that does not exist or belongs to
-            another weight, too.
+        CorruptCheckpointError: A description is malformed, refers to a missing tensor, or refers to a tensor that also
+            belongs to another weight.
         UnsupportedFormatError: A class is not one of `CLASSES`.
     """
     recipes: dict[str, Recipe] = {}
@@ -84,7 +84,7 @@ def found_recipes(
 
 
 def _descriptions(headers: Iterable[Mapping[str, str]], path: str) -> dict[str, str]:
-    """Return the descriptions of all listed tensors. Each of several files may list only its own tensors."""
+    """Return the descriptions of all listed tensors. If there are several files, each may list only its own tensors."""
     found: dict[str, str] = {}
     for header in headers:
         listed = (
@@ -147,7 +147,7 @@ def describe_tensors(names: Iterable[str], recipes: Mapping[str, Recipe]) -> dic
 
     Args:
         names: Names of the plain tensors.
-        recipes: Recipes of the quantized weights, whose classes must be among `CLASSES`.
+        recipes: Recipes of the quantized weights. The class of each weight must be one of `CLASSES`.
 
     Raises:
         UnsupportedFormatError: A recipe has a value that the layout cannot store.
@@ -165,7 +165,7 @@ def describe_tensors(names: Iterable[str], recipes: Mapping[str, Recipe]) -> dic
 
 
 def _context(recipe: Recipe) -> dict[str, Any]:
-    """Return the context in a recipe. If each shard has its own scale, the block size is that of a shard."""
+    """Return the context in a recipe. If each shard has its own scale, the block size is the shape of a shard."""
     block = recipe["inner"].get("scale", {}).get("block")
     cut = recipe["context"].get("block_size") == {"$shape": True} and block is not None
     return {**recipe["context"], **({"block_size": block} if cut else {})}

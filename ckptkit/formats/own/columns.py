@@ -97,7 +97,7 @@ def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
 
 
 def fields_of(text: bytes, file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the column descriptions and the header that was passed to `pack`. Raises CorruptCheckpointError."""
+    """Return the descriptions of the columns, and the header that `pack` received. Raises CorruptCheckpointError."""
     fields = parse(text, file=f"{file}: its header")
     metadata = fields.pop("__metadata__", None) if isinstance(fields, dict) else None
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_KEY), str):

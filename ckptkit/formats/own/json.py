@@ -1,7 +1,7 @@
 """Parses untrusted JSON, and checks values that will be written as JSON.
 
-Before parsing, the size of untrusted JSON is checked. Ambiguous documents, for example with duplicate keys, are
-refused.
+Refuses documents that would need too much memory, before parsing them. Refuses ambiguous documents, such as those with
+duplicate keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Defines `manifest.safetensors`, which lists every slice of a ckptkit checkpoint with its location and digest.
 
-The file consists of columns. It contains no pickle and needs no Python object per row: a million slices are a few
-arrays, and catalog entries are created on demand. The columns are listed below (T: tensors; N: slices, in tensor order;
-E: one number per dimension of each tensor or slice):
+The file consists of columns, and contains no pickle. A million slices are a few arrays: catalog entries are created on
+demand. The columns are listed below. T is the number of tensors, and N the number of slices, which are in tensor order.
+A column of length E has one number per dimension of each tensor or slice.
 
     names, paths                 lists of strings (UTF-8, and `.ends`)
     tensor.dtype, .ndim          [T] u8    index into the header's "dtypes"; number of dimensions
@@ -88,7 +88,7 @@ def _check_manifest(manifest: Manifest, columns: Columns) -> None:
 
 
 class _Geometry:
-    """Checks slices against their tensors, using the position of each tensor's slices in the ragged columns."""
+    """Checks that slices lie inside their tensors and have the right number of bytes."""
 
     def __init__(self, manifest: Manifest, columns: Columns, itemsizes: npt.NDArray[np.int64]) -> None:
         self.manifest = manifest
@@ -151,7 +151,7 @@ def _texts(value: Any) -> bool:
 def _in_range(
     columns: Columns, name: str, dtype: str, count: int | None = None, *, low: int = 0, high: int | None = None
 ) -> Column:
-    """Return a column after checking that its values are at least `low` and, for indices, below `high`."""
+    """Return a column after checking that all values are at least `low` and, unless it is None, below `high`."""
     column = columns.get(name, dtype, count)
     if len(column) and (int(column.min()) < low or (high is not None and int(column.max()) >= high)):
         what = "holds a negative number" if high is None else "has an index outside its table"
@@ -415,7 +415,7 @@ def _split_rows(flat: Column, widths: Int64) -> list[tuple[int, ...]]:
 
 
 def _decode_keys(columns: Columns, prefix: str, names: list[str]) -> list[tuple[str | int, ...]]:
-    """Return the planner's paths, cut out of the names. A length of -1 - i stands for the list index i."""
+    """Return the planner's paths. The components are parts of the names; a length of -1 - i stands for list index i."""
     counts = columns.get(f"{prefix}.parts", "uint8", len(names))
     parts = columns.get(f"{prefix}.part", "int32", int(counts.sum(dtype=np.int64))).tolist()
     keys: list[tuple[str | int, ...]] = []
@@ -567,7 +567,7 @@ class Entries(Mapping[str, TensorEntry]):
 
 
 class _Placements(Mapping[str, "list[Any]"]):
-    """The mapping `info.extra["placements"]`, which does not hold a list per tensor."""
+    """The mapping `info.extra["placements"]`. Creates the value for a tensor on demand."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest

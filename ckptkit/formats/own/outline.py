@@ -1,7 +1,7 @@
 """Computes the outline of a file: the file's bytes, with each large slice replaced by the slice's 8-byte digest.
 
-A file's digest is the hash of its outline. A writer needs the digests of the slices anyway, so each byte is hashed only
-once, and yet the digests together cover every byte of the file.
+A file's digest is the hash of its outline. The digest therefore depends on every byte of the file. As a writer computes
+the digests of the slices anyway, it hashes each byte only once.
 """
 
 from __future__ import annotations
@@ -48,13 +48,17 @@ def outline(nbytes: int, parts: Iterable[Part], read: Callable[[int, int], Itera
 
 
 def spare_fields(spares: Iterable[Spare]) -> dict[str, Any]:
-    """Return the entry for `info.extra` that lists large records other than slices, or {} if there are none."""
+    """Return the entry for `info.extra` that lists the large records that are not slices, or {} if there are none."""
     rows = [[path, start, nbytes, f"{digest:016x}"] for path, start, nbytes, digest in spares]
     return {SPARES: rows} if rows else {}
 
 
 def spares_of(extra: Mapping[str, Any], prefix: str = "") -> list[Spare]:
-    """Return the large records other than slices, with `prefix` before each path. Raises CorruptCheckpointError."""
+    """Return the large records that are not slices, from `info.extra`. Raises CorruptCheckpointError.
+
+    Args:
+        prefix: Directory to put before each path.
+    """
     found: list[Spare] = []
     try:
         for path, start, nbytes, digest in extra.get(SPARES, ()):

@@ -59,7 +59,7 @@ def open_catalog(
 
     Raises:
         CheckpointNotFoundError: There is no commit record, so no checkpoint.
-        IncompleteCheckpointError: The manifest is missing, or the record is missing although a save left a manifest.
+        IncompleteCheckpointError: The manifest is missing, or there is a manifest without a commit record.
         IntegrityError: The content of a file differs from what was committed.
         CorruptCheckpointError: A file is malformed.
         UnsafePathError: The directory's name and its record belong to different checkpoints.
@@ -115,10 +115,10 @@ def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[byt
 
 
 def is_of_a_save(store: Store) -> bool:
-    """Return whether the manifest at the store's root is from a save that ends with a commit record.
+    """Return whether the manifest at the store's root belongs to a save that must also have a commit record.
 
-    Reads only the header of the manifest. Returns False if `DCPWriter` wrote the manifest (its saves end with
-    `.metadata`), and if the manifest can't be read.
+    Reads only the header of the manifest. Returns False if the manifest can't be read, or if `DCPWriter` wrote it,
+    because `DCPWriter` writes no commit record.
     """
     try:
         data = store.read(MANIFEST_NAME, 0, _FIRST_HEADER)
@@ -134,7 +134,7 @@ def is_of_a_save(store: Store) -> bool:
 def open_manifest(store: Store) -> Catalog | None:
     """Return the catalog of a DCP directory that `DCPWriter` wrote.
 
-    Returns None if there is no manifest, or if another writer has since replaced the manifest's `.metadata`.
+    Returns None if there is no manifest, or if another writer has replaced `.metadata` after the manifest was written.
 
     Raises:
         CorruptCheckpointError: The manifest is damaged.
@@ -271,9 +271,9 @@ def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
 
 
 def _opaque(records: Iterable[str], trees: Mapping[str, ObjectEntry]) -> dict[str, str]:
-    """Return, by name, why ckptkit can't read a tensor that an early version stored as an object.
+    """Return the tensors that an early version of ckptkit stored as objects, each with the reason why it is unreadable.
 
-    The trees in `objects.json` contain all other stored objects.
+    They are the stored objects that are not in the trees of `objects.json`.
     """
     found = {}
     for name in records:
@@ -315,8 +315,10 @@ def role_of(name: str, path: tuple[str | int, ...] = ()) -> tuple[Role, str, str
     """Return the (`Role`, FQN, state name) of a key.
 
     Keys are `model.<fqn>`, `optimizer.state.<fqn>.<name>` and `optimizer.master.<fqn>`. If there are several models,
-    the key `model_<name>.<fqn>` has the FQN `<name>.<fqn>`. `path`, if known, shows where the components of a nested
-    key begin and end, because names contain dots.
+    the key `model_<name>.<fqn>` has the FQN `<name>.<fqn>`.
+
+    Args:
+        path: The components of a nested key, if known. The key alone does not show them, because names contain dots.
     """
     top, _, rest = name.partition(".")
     kind, _, label = top.partition("_")

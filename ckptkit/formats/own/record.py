@@ -66,8 +66,8 @@ def check_tag(tag: str, step: int | None = None) -> str:
     """Return `tag` if it can be a directory name on every system and is not reserved.
 
     Raises:
-        UsageError: The tag is too long, starts with "." or "-", or contains characters other than letters, digits, ".",
-            "_", "-" and "=". Or the tag is a device name, a reserved word, or the name of a step other than `step`.
+        UsageError: The tag is too long, starts with "." or "-", contains characters other than letters, digits, ".",
+            "_", "-" and "=", or is a device name, a reserved word, or the name of a step other than `step`.
     """
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or not is_safe_name(tag):
         raise UsageError(
@@ -114,9 +114,9 @@ class CommitRecord:
         step: The training step.
         tag: Name of the directory, or None if the name is derived from the step.
         save_id: 16 hex digits, new for every attempt to save.
-        sequence: Number of the save under its root. Checkpoints are ordered by this number, not by clocks: see
-            `inventory`.
-        data: Directory of the files, relative to the record: "" (the same directory), or `save_id` on an object store.
+        sequence: Number of the save in its run. Checkpoints are ordered by this number, not by clocks (see
+            `inventory`).
+        data: Directory of the files, relative to the record's directory: "", or `save_id` on an object store.
         created: Seconds since the epoch, by rank 0's clock. Used only by `keep_daily`, to distinguish days.
         state_dict_type: "sharded", "full" or "local".
         mesh: {"shape": [...], "names": [...]}, or None if there was no mesh.
@@ -165,7 +165,8 @@ class CommitRecord:
     def to_json(self) -> bytes:
         """Return the bytes of `checkpoint.json`. Raises UsageError if a field is not JSON.
 
-        Callers parse the result before writing, so that a field with a wrong type fails the save, not a later load.
+        Does not check the types of fields. Callers parse the result before writing it, so that a wrong type fails the
+        save, not a later load.
         """
         body = {
             "format": FORMAT,
@@ -318,7 +319,7 @@ _FIELDS: Mapping[str, _Check] = {
 
 
 def _field(body: Mapping[str, Any], name: str, check: _Check, file: str) -> Any:
-    """Return a checked field of the JSON object that error messages call `file`. Raises CorruptCheckpointError."""
+    """Return a field of a JSON object after checking its type and value. Raises CorruptCheckpointError."""
     if name not in body:
         raise CorruptCheckpointError(f"{file}: the field {name!r} is missing.")
     value, (expected, types, test) = body[name], check
@@ -420,5 +421,5 @@ def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
 
 
 def data_store(store: Store, record: CommitRecord) -> Store:
-    """Return the store that contains the checkpoint's files. `store` contains the record at its root."""
+    """Return the store that contains the checkpoint's files. The record is at the root of `store`."""
     return store.child(record.data) if record.data else store

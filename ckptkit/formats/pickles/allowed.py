@@ -91,8 +91,8 @@ def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
 def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
     """Build a record in place of an instance that copyreg._reconstructor would build.
 
-    Protocols 0 and 1 use that function for instances of ordinary classes. `state` is None, unless the class derives
-    from a built-in type, such as str.
+    Pickles of protocols 0 and 1 call copyreg._reconstructor for instances of ordinary classes. `state` is None, unless
+    the class derives from a built-in type, such as str.
     """
     if not (isinstance(cls, type) and issubclass(cls, Record)):
         raise ValueError("an object of a class that is not a record")
@@ -100,7 +100,7 @@ def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
 
 
 def _layout(name: Any) -> str:
-    """Return a layout's name in place of the layout that torch.serialization._get_layout would return."""
+    """Return a layout's name. torch.serialization._get_layout, which this replaces, would return the layout."""
     if not isinstance(name, str):
         raise ValueError("a layout name is not a string")
     return name.removeprefix("torch.")
@@ -227,7 +227,7 @@ def _functions() -> dict[tuple[str, str], Any]:
 
 
 def _names() -> dict[tuple[str, str], Any]:
-    """Return torch's globals that are values: dtypes, layouts, memory formats and storage classes."""
+    """Return the inert values for torch's dtypes, layouts, memory formats and storage classes, by (module, name)."""
     table: dict[tuple[str, str], Any] = {("torch", name): TorchDType(name) for name in (*DTYPES, *_OTHER_DTYPES)}
     table.update((("torch", name), name) for name in _LAYOUTS)
     for name, dtype in _STORAGES.items():  # tensor classes in the tar format, torch < 0.2

@@ -1,4 +1,4 @@
-"""Writes a state dict as one torch.save file without torch: a zip of uncompressed members, tensors last.
+"""Writes a state dict as a torch.save file, without torch. The file is a zip of uncompressed members, tensors last.
 
 `torch.load(weights_only=True)` can load the file, also memory-mapped. Sources for the format: torch/serialization.py
 (`_save`, `_load`) and the zip specification (APPNOTE 6.3.10). Uses ZIP64 if an offset or a size requires it.

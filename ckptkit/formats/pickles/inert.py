@@ -104,9 +104,10 @@ HISTORY_BUFFER = "mmengine.logging.history_buffer.HistoryBuffer"
 
 
 def attribute_of(owner: object, name: object) -> type[Record]:
-    """Return the record class for `getattr(Class, "Nested")`, with which old pickles refer to nested classes.
+    """Return the record class that replaces the result of `getattr(Class, "Nested")`.
 
-    Allowed only for classes of torch.distributed, and for the methods to which MMEngine's log of losses refers.
+    Old pickles call `getattr` to refer to nested classes. This is allowed only for classes of torch.distributed, and
+    for the methods to which MMEngine's log of losses refers.
     """
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise UnsafePickleError("its pickle asks for getattr, which is allowed only on classes of torch.distributed")

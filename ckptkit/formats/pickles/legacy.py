@@ -103,7 +103,7 @@ class _Legacy:
         return known
 
     def _locate(self, keys: Any, pos: int) -> None:
-        """Locate the storages in the order of `keys`. An 8-byte element count precedes the elements of each storage."""
+        """Locate the storages, which are stored in the order of `keys`, each after an 8-byte count of its elements."""
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) != len(keys):
             raise ValueError("the list of storages is damaged")
         for key in keys:
@@ -189,7 +189,7 @@ class _Tar:
         return self.objects[str(identity)]
 
     def _pickle(self, name: str, pos: int) -> tuple[Any, int]:
-        """Return the small pickle at `pos` in a member, and the position after the pickle."""
+        """Return the value of the small pickle at `pos` in a member, and the position after the pickle."""
         start, nbytes = self.members[name]
         data = self.store.read(self.path, start + pos, start + min(nbytes, pos + (64 << 10)))
         value, end = load_prefix(data, file=self.path)

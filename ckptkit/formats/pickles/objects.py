@@ -1,4 +1,4 @@
-"""Decodes entries that are not tensors: into plain Python values or, in a training job, with torch."""
+"""Decodes the objects of a catalog to plain Python values or, in a training job, with torch's own loader."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Inert:
 
     Attributes:
         kind: Full name of the class: "module.Class".
-        known: False if the class is not on the allow-list, so that the instance was kept only because the caller asked
-            for records.
+        known: Whether the class is on the allow-list. An instance of any other class is kept only if the caller has set
+            `allow_pickle`.
     """
 
     kind: str
@@ -77,7 +77,7 @@ def read_object(
     not import torch.
 
     Args:
-        tensor: Makes something else of a tensor's array.
+        tensor: Converts the array of each tensor, for example to a torch tensor. By default, arrays stay arrays.
         allow_pickle: Keep instances of classes that are not on the allow-list as `Inert`. If False, raise an error.
 
     Raises:
@@ -184,7 +184,7 @@ def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
 def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | TensorValue:
     """Read a tensor as a numpy array, or as a `TensorValue` if numpy lacks the dtype.
 
-    The value is never larger than the tensor's storage, because larger views have already been refused.
+    The result is never larger than the tensor's storage: `StoredTensor` records of larger views were refused earlier.
     """
     raw = bytearray(tensor.nbytes)
     if raw:
@@ -204,7 +204,7 @@ def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | Te
 def plain(value: Any, *, file: str, read: Callable[[StoredTensor], Any] | None = None) -> Any:
     """Return `value` with inert values converted to plain Python values. Shared objects stay shared.
 
-    Values that are plain already stay as they are, because some entries hold plain values with tensors to be read.
+    Values that are already plain stay as they are.
 
     Args:
         read: Returns a tensor's value. Without `read`, tensors stay records.
@@ -334,7 +334,7 @@ def _buffer(value: Record) -> Any:
 
 
 def _checked(make: Callable[..., Any]) -> Callable[[Record], Any]:
-    """Wrap `make` so that a record stays unchanged if `make` does not accept the record's arguments."""
+    """Return a function that passes a record's arguments to `make`. It returns the record if `make` refuses them."""
 
     def of(value: Record) -> Any:
         try:

@@ -42,7 +42,7 @@ class Storage:
     Attributes:
         key: Key of the storage in the pickle. Tensors that share the storage have the same key.
         dtype: Dtype of the storage in the pickle, or None if the storage is untyped.
-        crc32: CRC-32 of all bytes from the zip directory, or None if the format has no CRC.
+        crc32: CRC-32 of the storage's bytes, taken from the zip directory. None if the format has no CRC.
     """
 
     path: str
@@ -60,7 +60,7 @@ class StoredTensor(Stub):
     Attributes:
         strides: Strides in elements.
         offset: Number of elements that precede the tensor's first element in the storage.
-        marks: Pending "conj" and "neg" operations.
+        marks: The operations "conj" and "neg" that torch has not yet applied to the stored values.
     """
 
     storage: Storage
@@ -134,8 +134,7 @@ class PlacementRecord:
     Attributes:
         kind: "shard", "strided_shard", "replicate" or "partial".
         dim: The tensor dimension that is sharded, or -1 for "replicate" and "partial".
-        split_factor: For a strided shard, the number of parts into which later mesh dimensions split the tensor
-            dimension.
+        split_factor: Only for a strided shard: later mesh dimensions split the tensor dimension into this many parts.
     """
 
     kind: str
@@ -183,7 +182,7 @@ class DTensorRecord(Stub):
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A region of a ShardedTensor, and the local tensor with its values."""
+    """A region of a ShardedTensor, and the local tensor that holds the region's values."""
 
     tensor: StoredTensor
     box: Box
@@ -250,12 +249,12 @@ in a pickle is read as the tensor in the first attribute.
 class TensorRebuilder:
     """Replaces the tensor functions that a torch pickle calls. Builds records instead of tensors.
 
-    A mesh's ranks are stored in a small tensor, whose position is known only once the whole pickle has been read.
-    `finish(read)` then fills in the ranks.
+    The ranks of a mesh are stored in a small tensor. Its position is known only when the whole pickle has been read.
+    Call `finish(read)` then, to fill in the ranks.
 
     Args:
-        lazy: Accept views with a pending conj or neg. If False, lazy views are refused.
-        classes: Return tensors of other classes as `ClassRecord`. If False, tensors of other classes are refused.
+        lazy: Accept lazy views, to which torch has not yet applied a conj or neg. If False, they are refused.
+        classes: Return tensor subclasses as `ClassRecord`. If False, they are refused.
     """
 
     def __init__(self, *, lazy: bool = False, classes: bool = False) -> None:
@@ -371,7 +370,8 @@ def stored(storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any
     """Return a tensor record, after checking that the tensor is within its storage.
 
     Args:
-        spare: Number of bytes by which the tensor may exceed its storage, because strides of 0 repeat elements.
+        spare: Number of bytes by which the tensor may be larger than its storage. With a stride of 0, a tensor repeats
+            elements and is larger than its storage.
     """
     if not isinstance(storage, Storage):
         raise ValueError("a tensor's storage is not valid")
@@ -460,7 +460,7 @@ def _count_or_none(value: Any) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 
-# --- meshes: torch <= 2.8 pickles `mesh`; later versions pickle `_rank_map`, and a layout with strides into it
+# --- meshes: torch <= 2.8 pickles `mesh`; later versions pickle `_rank_map`, and a layout with strides in `_rank_map`
 
 
 def _fill_mesh(mesh: MeshRecord, record: Record, read: Callable[[StoredTensor], bytes]) -> None:

@@ -56,11 +56,11 @@ def numpy_scalar(dtype: np.dtype[Any], raw: Any) -> Any:
 def typed(
     make: Callable[..., Any], problem: str, *kinds: type[Any], rest: type[Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a function that checks the types of its arguments before it calls `make`.
-
-    The function raises ValueError(problem) if the type of an argument is not exactly the type in `kinds`.
+    """Return a function that checks the types of its arguments, and then calls `make` with them.
 
     Args:
+        problem: Message of the ValueError that the function raises if a type is wrong.
+        kinds: The exact type of each argument.
         rest: Type of all further arguments. None if there must be no further arguments.
     """
 

@@ -1,8 +1,8 @@
 """Reads pickles without running any code from them.
 
-Interprets the opcodes of protocols 0 to 5, and replaces each allowed global by an inert value. A `pickle.Unpickler`
-with its own `find_class` is not enough: it allocates as many memo entries as the file asks for, hashes nested tuples
-without a limit, and lets small files build large objects. This module implements each opcode with limits.
+Interprets the opcodes of protocols 0 to 5, and replaces each allowed global by an inert value. Overriding `find_class`
+of `pickle.Unpickler` would not be enough: that class allocates as many memo entries as the file asks for, hashes nested
+tuples without a limit, and lets small files build large objects. This module implements each opcode with limits.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def loads(
         file: Name of the file or item for error messages.
         functions: Additional allowed globals and the values that replace them. Takes precedence over the allow-list.
         persistent_load: Returns the value for a persistent id (a torch storage). If None, persistent ids are refused.
-        unknown: With "record", globals that are not allowed become `UnknownGlobal` records instead of an error. Nothing
-            is run either way.
+        unknown: With "record", a global that is not allowed becomes an `UnknownGlobal` record. With "refuse", it raises
+            an error. No code is run in either case.
         max_bytes: Maximum size of the pickle; by default `MAX_PICKLE_BYTES`.
 
     Raises:
@@ -78,7 +78,7 @@ def load_prefix(
     unknown: Unknown = "refuse",
     max_bytes: int | None = None,
 ) -> tuple[Any, int]:
-    """Return the value of the pickle at `start`, and the end of the pickle. Raises the same errors as `loads`."""
+    """Return the value of the pickle at `start`, and the position after it. Raises the same errors as `loads`."""
     if len(data) - start > (max_bytes or MAX_PICKLE_BYTES):
         raise CorruptCheckpointError(
             f"{file}: a pickle of {len(data) - start} bytes is larger than any checkpoint needs."
@@ -150,14 +150,14 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
     calls: Calls | None = None,
     states: States = (),
 ) -> tuple[Any, int]:
-    """Return the value of the pickle at `pos`, and the end of the pickle. Must be called within `guarded`.
+    """Return the value of the pickle at `pos`, and the position after it. Must be called within `guarded`.
 
-    Does not check that an opcode's argument ends before `data` does. If the argument is truncated, reading the next
-    opcode raises an IndexError.
+    Does not check whether the last opcode's argument is truncated. In that case, reading the next opcode raises an
+    IndexError.
 
     Args:
         resolve: Returns the value that replaces a global (module, name). Raises UnsafePickleError.
-        calls: For each type that `resolve` returns and that is not a `Stub`, the function that makes instances.
+        calls: Type -> function that makes instances. Has all types that `resolve` returns, except those of `Stub`.
         states: (type, function) pairs. The function sets the state of an instance of the type or a subclass.
     """
     calls = calls or {}

@@ -1,9 +1,11 @@
 """Reads and writes objects as torch.save bytes in a training job.
 
-Only this module lets torch unpickle, always with weights_only=True. torch refuses dates, paths, collections and numpy
-arrays. `walk` reads these values, and dense tensors beside them, with functions that check every argument. Before torch
-loads an archive, our zip reader refuses compressed members, because torch would expand them in memory. After torch has
-loaded an archive, tensors that are larger than their storage are refused.
+This is the only module that calls torch's unpickler, always with weights_only=True. torch refuses dates, paths,
+collections and numpy arrays. If an archive contains such values, and otherwise only plain data and dense tensors,
+`walk` reads the archive instead, with functions that check every argument.
+
+Before torch loads an archive, our zip reader refuses compressed members, because torch would expand them in memory.
+After torch has loaded an archive, tensors that are larger than their storage are refused.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
     Raises:
         UnsafePickleError: The pickle refers to a class that torch's weights_only loader refuses and that is not plain
             data. No code from the pickle was run.
-        CorruptCheckpointError: The archive is damaged or compressed, or has tensors larger than what is stored.
+        CorruptCheckpointError: The archive is damaged or compressed, or has tensors larger than their storage.
         LoadError: torch can't load the archive.
     """
     label = f"{file}: the object {name!r:.120}" if name else file
@@ -270,7 +272,7 @@ def _numpy(dtype: Any) -> np.dtype[Any]:
 
 
 def _order_bytes(made: Any, state: Any) -> None:
-    """Set a dtype's byte order, the only part of the state (version, byte order, ...) that the dtype lacks."""
+    """Set a numpy dtype's byte order from its pickled state (version, byte order, ...)."""
     if state[1] == ">":
         made.__setstate__(np.dtype(made.newbyteorder(">")).__reduce__()[2])
 
@@ -285,7 +287,7 @@ _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
 
 _NUMPY: set[type[Any]] = {np.dtype, np.ndarray, *np.sctypeDict.values()}
 
-# What stands in for each global. A type stands in for itself, and `_CALLS` has the function that makes its instances.
+# The value that replaces each global. A type is replaced by itself; `_CALLS` has the function that makes its instances.
 _TYPES: dict[str, Any] = {
     **{f"builtins.{kind.__name__}": kind for kind in (int, float, complex, bool, str, bytes, bytearray, list, tuple,
                                                       dict, set, frozenset)},

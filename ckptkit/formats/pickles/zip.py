@@ -1,4 +1,4 @@
-"""Reads and writes torch.save's zip archives: the pickle inside, and the position of each storage.
+"""Reads and writes the zip archives of torch.save. Reads the pickle, and finds the position of each storage.
 
 Nothing in an archive is decompressed or copied. torch stores members uncompressed, so a tensor is a byte range in the
 file. Any other kind of zip is refused.
@@ -254,8 +254,8 @@ def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, pat
     """Return the storage that a persistent id ("storage", class, key, location, numel) describes.
 
     Args:
-        find: Returns (nbytes, crc32) of the member that contains the storage with this key, or raises ValueError if
-            there is no such member. Without `find`, the storage is as long as the id declares.
+        find: Returns (nbytes, crc32) of the member that contains the storage with the given key. Raises ValueError if
+            there is no such member. If `find` is None, the id alone determines the size of the storage.
     """
     if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
         raise ValueError("a persistent id is not a storage")
@@ -286,7 +286,11 @@ class Archive:
         file: str = "",
         tail: int = 64 << 10,
     ) -> None:
-        """Read the directory. `tail` is the number of bytes to read first, at the end of the archive."""
+        """Read the directory.
+
+        Args:
+            tail: Number of bytes to read first, from the end of the archive.
+        """
         self.store = store
         self.path = path
         self.start = start
@@ -357,7 +361,7 @@ class Archive:
     def storage(self, identity: Any) -> Storage:
         """Return the storage that a persistent id describes. `_locate_storages` later sets the storage's position.
 
-        A storage may occur with two dtypes: one tensor is a view of the other tensor's bytes with a different dtype.
+        The pickle may refer to a storage with two dtypes, if a tensor is a view of another tensor in a different dtype.
         """
         made = storage_of(identity, self.stored, self.path)
         return self.storages.setdefault((made.key, made.dtype), made)

@@ -1,9 +1,11 @@
 """Reads the FSDP checkpoints of accelerate and the Hugging Face Trainer, with any state-dict type.
 
-SHARDED: `pytorch_model_fsdp_<i>/` and `optimizer_<i>/`, each a DCP checkpoint, or, without DCP,
-`pytorch_model_fsdp_<i>_rank<r>.bin` and `optimizer_<i>_rank<r>.bin`. FULL: `pytorch_model_fsdp[_<i>].bin` and
-`optimizer[_<i>].bin`. LOCAL: `pytorch_model_fsdp[_<i>]_rank<r>.bin`, with the optimizer as DCP. Versions before 0.25
-omit `_fsdp`.
+The names, for model number i and rank r (versions before 0.25 omit `_fsdp`):
+
+- SHARDED: the DCP checkpoints `pytorch_model_fsdp_<i>/` and `optimizer_<i>/`.
+- SHARDED, saved without DCP: `pytorch_model_fsdp_<i>_rank<r>.bin` and `optimizer_<i>_rank<r>.bin`.
+- FULL: `pytorch_model_fsdp[_<i>].bin` and `optimizer[_<i>].bin`.
+- LOCAL: `pytorch_model_fsdp[_<i>]_rank<r>.bin`, with the optimizer as DCP.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ckptkit.formats.trainers.optimizer_files import read_optimizer
 from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, read_archives, read_ranks, recorded_ranks
 from ckptkit.storage import Store
 
-# This does not match `pytorch_model.bin`, because many systems write that.
+# This does not match `pytorch_model.bin`, because many systems write a file of this name.
 _MODEL = re.compile(
     r"(?=pytorch_model_fsdp|pytorch_model_\d+\Z|pytorch_model(?:_\d+)?_rank)"
     r"pytorch_model(?:_fsdp)?(?:_(\d+))?(?:_rank(\d+))?(\.bin)?"
@@ -106,7 +108,7 @@ def _open_one(
 
 
 def _read(store: Store, files: Sequence[str]) -> tuple[list[str], list[Any]]:
-    """Return the names and values of the rank files, in rank order, or of the single full file."""
+    """Return the names and the values of the files: one file per rank, in rank order, or a single full file."""
     ranks = {int(match[1]): name for name in files if (match := re.search(r"_rank(\d+)\.bin$", name))}
     full = [name for name in files if "_rank" not in name]
     if ranks and full:

@@ -89,7 +89,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _first(store: Store, names: Sequence[str], directories: Sequence[str]) -> tuple[str, Open] | None:
-    """Return the first of these directories that can be read, with its reader, or None."""
+    """Return the first of these directories that can be read, and its reader. Returns None if there is none."""
     for name in names:
         if name.partition("/")[0] not in directories:
             continue

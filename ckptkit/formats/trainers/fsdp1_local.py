@@ -2,9 +2,12 @@
 
 With use_orig_params=True, each rank also stores its 1-D piece of every parameter under the parameter's name, so only
 the shapes are missing. With use_orig_params=False, names and order are missing as well. The missing information comes
-from the first available source in this list: a layout (`ReadOptions.layout`), shapes in module order
-(`ReadOptions.shapes`), an optimizer saved as DCP in the same checkpoint, a Hugging Face directory (`ReadOptions.base`;
-only with use_orig_params=True).
+from the first of these sources that exists:
+
+- a layout (`ReadOptions.layout`)
+- shapes in module order (`ReadOptions.shapes`)
+- an optimizer saved as DCP in the same checkpoint
+- with use_orig_params=True, a Hugging Face directory (`ReadOptions.base`)
 """
 
 from __future__ import annotations
@@ -103,10 +106,10 @@ def read(
 def _described(
     optimizer: Catalog | None, options: ReadOptions | None
 ) -> tuple[dict[str, FlatParam], dict[str, tuple[int, ...]]]:
-    """Return what is known about the model: either units or parameter shapes.
+    """Return the flat parameters of the units, or the shapes of the parameters in module order.
 
-    Units come from the user's layout file. Without units, the names and shapes of parameters come from the user's file
-    or the optimizer, in module order.
+    The flat parameters come from the user's layout file. If there is no layout file, the shapes come from the user's
+    file of shapes, or from the optimizer.
     """
     given = (options.layout or options.shapes) if options is not None else None
     if given is None:
@@ -184,7 +187,7 @@ def _vector(unit: str, values: Sequence[Mapping[str, Any]]) -> FlatVector:
 
 
 def _is_piece(name: str, values: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the ranks' tensors look like 1-D pieces of a parameter, not like copies of a buffer."""
+    """Return whether the ranks' tensors of this name look like 1-D pieces of a parameter. If not, it is a buffer."""
     tensors = [value.get(name) for value in values]
     stored = [t for t in tensors if isinstance(t, StoredTensor)]
     same = len({(t.shape, t.crc32) for t in stored}) == 1
@@ -236,9 +239,12 @@ def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVecto
 
 
 def _units_of(shapes: Mapping[str, tuple[int, ...]], vectors: Mapping[str, FlatVector]) -> dict[str, FlatParam]:
-    """Assign the model's parameters, given in module order, to the flat parameters of the units.
+    """Assign the model's parameters to the flat parameters of the units.
 
     A parameter goes to the innermost unit that contains the parameter. The order within a unit stays the same.
+
+    Args:
+        shapes: Shapes of the parameters, in module order.
     """
     if not shapes:
         raise UnsupportedFormatError(

@@ -1,8 +1,8 @@
 """Reads Lightning's sharded checkpoints: a DCP with `meta.pt` (FSDPStrategy, ModelParallelStrategy, Fabric).
 
-Under the wrapper's key ("model" or "state_dict"), names come from the user's LightningModule. The network is usually
-an attribute of that module, and the attribute's name is a prefix of all the network's names. The prefix is stripped if
-all names share the prefix.
+The weights are under the key "model" or "state_dict", with the names that they have in the user's LightningModule. The
+network is usually an attribute of this module, so the attribute's name is a prefix of the weights' names. If all names
+have the prefix, it is stripped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TRAINED = "current_model_state"  # where the callback WeightAveraging stores th
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Read the DCP and `meta.pt` at the store's root.
 
-    Strips the LightningModule's attribute from FQNs, unless the options specify a prefix, which the caller then strips
+    Strips the LightningModule's attribute from the FQNs. If the options contain a prefix, the caller strips that prefix
     instead.
     """
     catalog = open_part(dcp.open_catalog, store, "", options)
@@ -56,7 +56,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def module_prefix(names: Iterable[str]) -> str:
-    """Return the attribute path that all names share, including the final dot, or "" if the names share no path.
+    """Return the attribute path that all names begin with, such as "model.", or "" if there is none.
 
     If all names start with "model.model.", only the first "model." is the attribute, because the second "model."
     belongs to the network. PEFT's "base_model." is never an attribute.
@@ -87,17 +87,18 @@ def without_prefix(catalog: Catalog, prefix: str) -> Catalog:
 
 
 def is_averaged(catalog: Catalog) -> bool:
-    """Return whether the weights in a Lightning checkpoint are a moving average, apart from the trained weights."""
+    """Return whether a Lightning checkpoint has a moving average as its weights, and the trained weights separately."""
     return catalog.info.producer.startswith("lightning") and any(
         name.startswith(f"{_TRAINED}.") for name in catalog.tensors
     )
 
 
 def with_trained_weights(catalog: Catalog) -> Catalog:
-    """Return the catalog from which training continues: the trained weights are the model, and their moving average has
-    the prefix "ema.". A note says so.
+    """Return the catalog from which training continues, with a note about the change.
 
-    Lightning's WeightAveraging exchanges the two when it saves and when it loads.
+    Lightning's WeightAveraging saves the moving average as the model, and the trained weights separately. In the
+    result, the trained weights are the model, and the names of the moving average have the prefix "ema.". Any other
+    catalog is returned unchanged.
     """
     if not is_averaged(catalog):
         return catalog
@@ -120,7 +121,7 @@ def with_trained_weights(catalog: Catalog) -> Catalog:
 
 
 def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the contents of meta.pt, and notes. Instances of user classes (hyperparameters) stay inert records."""
+    """Return the contents of meta.pt, and notes. Instances of user classes (hyperparameters) become inert records."""
     try:
         value = read_archive(store, META, unknown="record")
     except (CkptkitError, FileNotFoundError) as error:

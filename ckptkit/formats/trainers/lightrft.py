@@ -1,8 +1,8 @@
-"""Reads LightRFT's FSDP2 checkpoints: a DCP with bare model names at the top, and the optimizer in `optim_states/`.
+"""Reads LightRFT's FSDP2 checkpoints: a DCP with the model, and the directory `optim_states/` with the optimizer.
 
-With a plain optimizer, `optim_states/` is a second DCP. With FSDPadaptOptimizer, `optim_states/` has one file
-`_rank<R>` per rank. These files contain fp32 master weights and moments as DTensors, without names, in the order of the
-model's parameters.
+The keys of the DCP are the model's parameter names, without a wrapper such as "model". With a plain optimizer,
+`optim_states/` is a second DCP. With FSDPadaptOptimizer, `optim_states/` has one file `_rank<R>` per rank. These files
+contain fp32 master weights and moments as DTensors, without names, in the order of the model's parameters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_lightrft(files: Sequence[str], directories: Sequence[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the model's DCP, and the optimizer in either form, if there is an optimizer.
+    """Read the model's DCP and, if there is an optimizer, its DCP or rank files.
 
     Raises:
         IncompleteCheckpointError: A file is missing. The message names the file.
@@ -86,9 +86,10 @@ def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catal
 
 
 def _state_dict_order(store: Store) -> list[str]:
-    """Return the keys in state-dict order, which is the order of the planner's paths.
+    """Return the keys in the order of the state dict.
 
-    The tensors themselves are ordered by the rank that wrote them.
+    The planner's paths in `.metadata` have this order. The tensors in `.metadata` are ordered by the rank that wrote
+    them.
     """
     metadata = loads(store.read(catalog.METADATA), file=catalog.METADATA, max_bytes=catalog.MAX_METADATA_BYTES)
     paths = metadata.fields.get("planner_data") if isinstance(metadata, Record) else None

@@ -1,4 +1,4 @@
-"""Checks that fp32 master weights belong to the model's weights: a cast master weight must equal the weight."""
+"""Checks that fp32 master weights belong to the model's weights: after a cast, they must equal the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLE = 4096  # how many elements are compared
 
 
 def check_masters(store: Store, catalog: Catalog) -> list[str]:
-    """Return the parameters whose weight differs in any bit from the fp32 master weight after the cast.
+    """Return the parameters whose weight differs in any bit from the fp32 master weight, cast to the weight's dtype.
 
     An empty result proves that all master weights belong to the model's weights. Reads all weights and master weights,
     but holds only one parameter at a time in memory.
@@ -36,9 +36,10 @@ def check_masters(store: Store, catalog: Catalog) -> list[str]:
 
 
 class MasterSampler:
-    """Checks whether a master weight may belong to a parameter: a cast sample must equal the elements of the weight.
+    """Checks whether a master weight may belong to a parameter, by comparing a sample of it with the weight.
 
-    Used if the shapes alone allow several assignments, because of frozen parameters. Reads a few kilobytes per check.
+    This is needed if frozen parameters make several assignments of equal shapes possible. Reads a few kilobytes per
+    check.
     """
 
     def __init__(self, store: Store, weights: Mapping[str, TensorEntry]) -> None:
@@ -47,7 +48,7 @@ class MasterSampler:
         self._read = functools.cache(self._first)
 
     def fits(self, master: TensorEntry, fqn: str) -> bool:
-        """Return whether a sample of the master weight, once cast, equals the elements of the weight.
+        """Return whether a sample of the master weight, cast to the weight's dtype, equals the weight's elements.
 
         Compares the first elements of one slice that is contiguous in the weight. Returns True if no slice is
         contiguous in the weight.

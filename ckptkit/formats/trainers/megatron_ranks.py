@@ -16,15 +16,18 @@ _RANK = re.compile(r"mp_rank_\d+(?:_\d+){0,2}")
 
 
 def rank_directories(directories: Iterable[str]) -> list[str]:
-    """Return the names that Megatron gives to ranks' directories."""
+    """Return the directories whose names are those of a Megatron rank."""
     return sorted(name for name in directories if _RANK.fullmatch(name))
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the only rank's file. The distributed optimizer's `distrib_optim.pt` beside it is named in a note.
+    """Return the catalog of the file of the only rank.
+
+    If the rank's directory also contains `distrib_optim.pt` (from the distributed optimizer), a note names this file.
 
     Raises:
-        UnsupportedFormatError: There are several ranks. No file says along which dimension a tensor is split.
+        UnsupportedFormatError: There are several ranks. They can't be joined, because no file records the dimension
+            along which a tensor is split.
     """
     ranks = rank_directories(item.path for item in store.list() if item.kind == "directory")
     if len(ranks) > 1:

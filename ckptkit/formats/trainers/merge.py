@@ -74,7 +74,7 @@ def assembled(store: Store, parts: Sequence[Catalog], info: CatalogInfo, objects
 
 
 def state_files(names: Iterable[str]) -> dict[str, str]:
-    """Return the files that the Trainer or accelerate writes beside the weights and the optimizer, by object name."""
+    """Return the Trainer's or accelerate's files of schedulers, random states and similar objects, by object name."""
     return {name.rpartition(".")[0]: name for name in names if STATE_FILE.fullmatch(name)}
 
 
@@ -86,7 +86,7 @@ def step_in(store: Store, file: str, key: str = "global_step") -> int | None:
 
 
 def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
-    """Merge catalogs that have no name in common, including their files, notes and side files.
+    """Merge catalogs, with their files, notes and side files. Raises CorruptCheckpointError if two have a common name.
 
     Args:
         info: The info of the whole checkpoint. Missing fields are taken from the parts.
@@ -117,7 +117,7 @@ def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
 
 
 def renamed(catalog: Catalog, prefix: str) -> Catalog:
-    """Return the catalog with `prefix.` prepended to names that do not start with `prefix.` yet. FQNs do not change."""
+    """Return the catalog with `prefix.` before each name, unless the name already begins so. FQNs do not change."""
 
     def name_of(name: str) -> str:
         return name if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
@@ -128,9 +128,10 @@ def renamed(catalog: Catalog, prefix: str) -> Catalog:
 
 
 def numbered(catalog: Catalog, index: int) -> Catalog:
-    """Return the catalog of one of several models or of its optimizer, as `model_<index>` or `optimizer_<index>`.
+    """Return the catalog of one of several models or of its optimizer, renamed so that the catalogs can be merged.
 
-    FQNs start with `model_<index>.`, except those in the optimizer's settings (see `model_of`).
+    Names start with `model_<index>.` or `optimizer_<index>.`. FQNs start with `model_<index>.`, except in the
+    optimizer's settings (see `model_of`).
     """
 
     def name_of(name: str) -> str:
@@ -146,7 +147,10 @@ def numbered(catalog: Catalog, index: int) -> Catalog:
 
 
 def model_of(optimizer: str) -> str:
-    """Return what FQNs of this optimizer's parameters start with, if `numbered` named it; otherwise ""."""
+    """Return the prefix of the FQNs of an optimizer's parameters: "model_1." for "optimizer_1".
+
+    Returns "" if the name is not one that `numbered` gives to an optimizer.
+    """
     match = re.fullmatch(r"optimizer_(\d+)", optimizer)
     return f"model_{match[1]}." if match else ""
 

@@ -49,7 +49,7 @@ def state_name(fqn: str, state: str) -> str:
 def read_optimizer(
     values: Sequence[Any], params: Sequence[Param], *, what: str, names: Mapping[Any, str] | None = None
 ) -> OptimizerState:
-    """Return the optimizer's entries, joined over all ranks.
+    """Return the optimizer's entries, with the parts of all ranks joined.
 
     Args:
         values: The `Optimizer.state_dict()` of each rank, in rank order.
@@ -86,10 +86,10 @@ def match_masters(
     params: Sequence[Param],
     weights: Mapping[str, TensorEntry],
 ) -> list[list[str]] | None:
-    """Return the parameter names of the fp32 master weights in each group, or None if nothing proves the names.
+    """Return the parameter names of the fp32 master weights in each group, or None if the names remain uncertain.
 
-    Master weights are matched by shape and order. If several assignments are possible, the values of weights and master
-    weights decide.
+    Master weights are matched to parameters by shape and order. If several assignments are possible, the values of
+    weights and master weights are compared.
 
     Args:
         masters: The master weights by group and index. They have no names, but are in the order of the optimizer's
@@ -119,10 +119,9 @@ def values_agree(
     assigned: Sequence[Sequence[str]],
     weights: Mapping[str, TensorEntry],
 ) -> bool:
-    """Return whether a sample of each master weight, once cast, equals the weight.
+    """Return whether a sample of each master weight, cast to the weight's dtype, equals the weight.
 
-    If an optimizer orders parameters of equal shapes differently than the model, shapes alone cannot show the
-    difference.
+    An optimizer may have parameters of equal shape in another order than the model. Only the values can show this.
     """
     sampler = MasterSampler(store, weights)
     return all(
@@ -188,7 +187,7 @@ def _flat(state: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[tuple[Any, s
 
 
 def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict[Any, str] | None:
-    """Return the parameter name for each key in `state`, or None if shapes and names do not prove the names."""
+    """Return the parameter name for each key in `state`, or None if the keys and shapes do not determine the names."""
     groups = values[0]["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
@@ -237,8 +236,8 @@ def read_flat_optimizer(values: Mapping[int, Mapping[str, Any]], params: Sequenc
     """Return the entries for rank-local flat optimizer state, or None if the sizes do not prove the layout.
 
     Args:
-        values: The `Optimizer.state_dict()` of each rank that has a shard, in the order of the shards. With replicas,
-            the ranks of one replica.
+        values: The `Optimizer.state_dict()` of each rank that has a shard, in the order of the shards. If there are
+            several replicas, only the ranks of one replica.
         params: The model's parameters in module order.
     """
     indices = [index for group in _groups(values) for index in group["params"]]
@@ -249,7 +248,10 @@ def read_flat_optimizer(values: Mapping[int, Mapping[str, Any]], params: Sequenc
 
 
 def _blocks(params: Sequence[Param]) -> list[list[Param]]:
-    """Return one unit with the root's own parameters, then one unit per block, in the order of `parameters()`."""
+    """Return the units if each block of a module list is wrapped: the root's other parameters, then each block.
+
+    The parameters within a unit have the order of `parameters()`.
+    """
     units: dict[str, list[Param]] = {"": []}
     for param in params:
         match = _BLOCK.fullmatch(param.fqn)
@@ -262,7 +264,7 @@ def _groups(values: Mapping[int, Mapping[str, Any]]) -> Sequence[Mapping[str, An
 
 
 def _flat_states(values: Mapping[int, Mapping[str, Any]], index: Any) -> dict[str, list[tuple[int, StoredTensor]]]:
-    """Return the 1-D states at an index by name: (rank, tensor) for each rank that has a part of the state."""
+    """Return the 1-D states at an index, by name. Each is a list with (rank, tensor) of each rank that has a part."""
     found: dict[str, list[tuple[int, StoredTensor]]] = {}
     for rank, value in values.items():
         for name, tensor in value["state"].get(index, {}).items():
@@ -291,7 +293,7 @@ def _flat_entries(values: Mapping[int, Mapping[str, Any]], units: Mapping[Any, S
             for param in unit:
                 found.add(param.fqn, state, vector.tensor(param.shape, position))
                 position += math.prod(param.shape)
-        # A rank without a part has no state. The others have the same step counts.
+        # A rank without a part of the parameter has no state. All other ranks have the same step counts.
         of_rank: Mapping[str, Any] = next(
             (value["state"][index] for value in values.values() if index in value["state"]), {}
         )

@@ -1,8 +1,8 @@
 """Maps an optimizer's integer indices to parameters when the names were not saved.
 
-An optimizer numbers the parameters in its groups in order. The model's state dict lists parameters in module order, as
-does `model.parameters()`, so each group is a subsequence of that list. An assignment is accepted only if the shapes
-rule out every other assignment.
+An optimizer numbers its parameters in order, group by group. The parameters usually come from `model.parameters()`,
+which has the same order as the model's state dict. Each group is then a subsequence of the state dict's parameters. An
+assignment of numbers to names is accepted only if the shapes rule out every other assignment.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def assign(
     no_decay: Sequence[bool] = (),
     fits: Fits | None = None,
 ) -> list[list[str]] | None:
-    """Return the parameter names in each group, or None if shapes and order do not prove the names.
+    """Return the parameter names in each group, or None if shapes and order do not determine all names.
 
     Args:
         params: The model's parameters and buffers, in module order. Tied parameters are listed once. Frozen parameters
             and buffers may be in no group.
         groups: Shapes of each group's parameters, in index order.
         no_decay: For each group, whether the weight decay is 0. This distinguishes groups with equal shapes.
-        fits: Returns whether the values of the parameter at (group, position) can belong to the parameter with this
-            name.
+        fits: Is called with (group, position) and a name. Returns whether the values saved at this position can belong
+            to the parameter with this name.
     """
     adapters = [p for p in params if "lora_" in p.fqn or "modules_to_save" in p.fqn]
     wanted = sum(map(len, groups))

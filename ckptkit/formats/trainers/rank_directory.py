@@ -30,7 +30,7 @@ _MODEL_KEYS = (*MODEL_KEYS, "app")
 def is_rank_directory(files: Sequence[str]) -> bool:
     """Return whether at least two files, including the file of rank 0, have names that differ only in the rank.
 
-    Files that are named after an optimizer or other state do not count.
+    Files whose names are those of an optimizer or other state do not count.
     """
     return _model_group(_groups(files)) is not None
 
@@ -113,7 +113,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 def _differing(values: Sequence[Any], model: Any) -> list[str] | None:
     """Return the keys of the values that differ between ranks, if each rank saved the whole training state.
 
-    Return None if the ranks have parts of tensors, or different optimizer states.
+    Returns None if this is not the case: the ranks have parts of tensors, or different optimizer states.
 
     Args:
         model: The state dict of rank 0. Weights are not compared.
@@ -125,7 +125,10 @@ def _differing(values: Sequence[Any], model: Any) -> list[str] | None:
 
 
 def _differences(first: Any, other: Any, path: tuple[Any, ...], model: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of values that differ, or () for parts of tensors and for optimizer states that differ."""
+    """Yield the path of each value that differs between two ranks.
+
+    Yields () instead of the path for a part of a tensor, and for a difference in an optimizer.
+    """
     if first is model:
         return
     if isinstance(first, dict) and isinstance(other, dict):
@@ -151,8 +154,8 @@ def _differences(first: Any, other: Any, path: tuple[Any, ...], model: Any) -> I
 def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
     """Return the files by name template, then by rank.
 
-    Omits templates without a file of rank 0. Also omits templates with a single file, whose number need not be a rank,
-    unless torch_checkpointing wrote the directory.
+    Omits templates without a file of rank 0. Omits templates with a single file, because the number in a single name
+    may be something else than a rank. If torch_checkpointing wrote the directory, single files are accepted.
     """
     found: dict[str, dict[int, str]] = {}
     keyed = "metadata.pkl" in files
@@ -170,9 +173,10 @@ def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
 
 
 def _levels(value: Any, key_of: Callable[[Any], Any]) -> list[Any]:
-    """Return the nested dicts that the keys of `key_of` lead to, outermost first.
+    """Return the nested dicts that lead to a model or an optimizer, outermost first.
 
-    A dict on the way may also contain tensors, such as a random state.
+    Args:
+        key_of: Returns the key of the next inner dict, or None if a dict is the innermost.
     """
     levels = [value]
     while (key := key_of(levels[-1])) is not None:
@@ -181,7 +185,7 @@ def _levels(value: Any, key_of: Callable[[Any], Any]) -> list[Any]:
 
 
 def _beside(levels: Sequence[Any]) -> dict[Any, Any]:
-    """Return what a rank saved beside its model, given the dicts that lead to the model."""
+    """Return the values that a rank saved in addition to its model, given the dicts that lead to the model."""
     return {key: value for level, inner in pairwise(levels) for key, value in level.items() if value is not inner}
 
 

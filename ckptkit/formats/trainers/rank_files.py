@@ -1,7 +1,7 @@
 """Reads checkpoints with one torch.save file per rank, and joins the parts of each tensor.
 
-`join` accepts DTensors, ShardedTensors, and plain tensors that are complete on every rank. `FlatVector` handles the
-pieces of a flat vector that concatenates parameters.
+`join` accepts DTensors, ShardedTensors, and plain tensors that are complete on every rank. `FlatVector` cuts parameters
+out of the ranks' pieces of a flat vector, in which several parameters are concatenated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A tensor joined over the ranks. `notes` report replicas that differ. `what` is the name template of the files."""
+    """A tensor, joined from the parts of all ranks.
+
+    `notes` report replicas that differ. `what` is the template of the files' names, for messages.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -80,7 +83,7 @@ def read_ranks(store: Store, ranks: Mapping[int, str], pattern: str, world_size:
 
 
 def recorded_ranks(tensors: Iterable[Any]) -> int:
-    """Return the world size according to the tensors: the highest rank in a mesh or a process group, plus one."""
+    """Return the world size that the tensors imply: the highest rank in any mesh or process group, plus one."""
     found = 1
     for tensor in tensors:
         if isinstance(tensor, DTensorRecord) and tensor.mesh.ranks.size:
@@ -93,7 +96,7 @@ def recorded_ranks(tensors: Iterable[Any]) -> int:
 def one_replica(state_dicts: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the ranks that hold one replica of an FSDP1 model, in the order of the shards.
 
-    With HSDP, returns the ranks in the first row of the mesh, otherwise all ranks.
+    With HSDP, these are the ranks in the first row of the mesh. Without HSDP, these are all ranks.
     """
     for tensor in state_dicts[0].values():
         if isinstance(tensor, DTensorRecord) and [p.kind for p in tensor.placements] == ["replicate", "shard"]:
@@ -108,7 +111,7 @@ def one_replica(state_dicts: Sequence[Mapping[str, Any]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """A model, joined over all ranks. `params` are the model's parameters in module order."""
+    """A model, joined from the files of all ranks. `params` are the model's parameters in module order."""
 
     tensors: dict[str, TensorEntry]
     params: list[Param]
@@ -132,7 +135,7 @@ def join_model(state_dicts: Sequence[Any], *, what: str, where: str = "") -> Ran
         if not isinstance(value, dict) or not any(map(is_tensor, value.values())):
             raise CorruptCheckpointError(f"{what.format(rank=rank)} contains no state dict of tensors{where}.")
     joined = join(state_dicts, what=what)
-    # With tensor parallelism, the norms are equal on all ranks, but most elements are not. In a replicated model, only
+    # With tensor parallelism, only small tensors such as norms are equal on all ranks. In a replicated model, only
     # per-rank buffers differ.
     differing = sum(math.prod(tensor.shape) for tensor in joined.values() if tensor.notes)
     if differing > max(1, sum(math.prod(tensor.shape) for tensor in joined.values()) / 2):
@@ -150,8 +153,8 @@ def join_model(state_dicts: Sequence[Any], *, what: str, where: str = "") -> Ran
 def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> list[Param]:
     """Return the model's parameters in module order, given one rank's state dict.
 
-    If some tensors are distributed, the plain tensors are buffers. A tied parameter is listed once, under its first
-    name.
+    If some tensors are distributed, plain tensors are taken for buffers. A tied parameter is listed once, under its
+    first name.
     """
     distributed = any(isinstance(value, (DTensorRecord, ShardedTensorRecord)) for value in state_dict.values())
     found, seen = [], set()
@@ -163,7 +166,7 @@ def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]
             stored = value.local
         elif isinstance(value, ShardedTensorRecord):
             stored = value.shards[0].tensor if value.shards else None
-        # Tied names share a storage and an offset. A part without elements shows nothing.
+        # Tied names share a storage and an offset. A part without elements does not show whether names are tied.
         identity = (stored.storage.key, stored.offset) if stored is not None and stored.numel else None
         if identity is None or identity not in seen:
             seen.add(identity)
@@ -384,8 +387,8 @@ _TELLING = 16  # two ranks never have this many equal elements by chance
 def check_steps(states: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
     """Check that the optimizers of all ranks have counted the same steps.
 
-    Parameters may have different step counts, but if two ranks have no count in common, a file is from a different
-    save. Reads no tensor bytes: step tensors are compared by their CRC-32s.
+    Within a rank, parameters may have different step counts. But if two ranks have no step count in common, their files
+    come from different saves. Reads no tensor bytes: step tensors are compared by their CRC-32s.
 
     Args:
         states: For each rank, the states of the rank's parameters: {"step": ..., "exp_avg": ...}.
@@ -420,9 +423,9 @@ def check_counters(counters: Sequence[Any], names: Sequence[str], what: str) -> 
 
 
 def check_copies(flats: Sequence[Sequence[StoredTensor]], names: Sequence[str]) -> None:
-    """Check, by comparing CRC-32s, that no two ranks have the same flat weights and moments.
+    """Check that no two ranks have the same flat weights and moments. Compares CRC-32s.
 
-    The files do not record their rank, so only equal contents show that a file is a copy of another rank's file.
+    The files do not record their rank. If a file is a copy of another rank's file, only the equal contents show it.
 
     Raises:
         CorruptCheckpointError: Two files are equal. The message names the two files.

@@ -48,9 +48,9 @@ def local_parts(
     Args:
         shape: Shape of the whole tensor.
         local_shape: Shape of the rank's local tensor, to check the result. If FSDP2 unevenly splits a tensor that
-            tensor parallelism has split (7 rows over dp 3, tp 2), FSDP2's split differs from torch's own interpretation
-            of the placements. FSDP2's split is tried first. If the local tensor has no elements, only the sharded
-            dimensions are checked, because FSDP2 changes all dimensions of such a tensor.
+            tensor parallelism has already split (7 rows over dp 3, tp 2), the result differs from torch's own
+            interpretation of the placements. FSDP2's split is tried first. If the local tensor has no elements, it only
+            has to be empty in the result, too, because FSDP2 changes all sizes of such a tensor.
 
     Raises:
         UnsupportedFormatError: A placement is partial: the values must still be summed over ranks.
@@ -84,10 +84,10 @@ def _local_parts(
 
 
 def _nested(mesh_shape: Sequence[int], placements: Sequence[PlacementRecord]) -> list[int]:
-    """Return FSDP2's order of splitting a tensor with strided shards, or [] for placements of other origin.
+    """Return the mesh dimensions in the order in which FSDP2 splits a tensor, if there are strided shards.
 
-    A strided shard splits parts that mesh dimensions to its right have already split. The product of the sizes of these
-    mesh dimensions is the split factor.
+    A strided shard splits parts that later mesh dimensions have already split. Its split factor is the product of the
+    sizes of these mesh dimensions. Returns [] if this is not so, because FSDP2 did not make such placements.
     """
     order: list[int] = []
 

@@ -26,7 +26,7 @@ _EXTRA = "extra_state_world_size_{size}_rank_{{rank}}.pt"
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read verl's rank files at the store's root, but no tensor bytes.
+    """Return the catalog of verl's rank files at the store's root. Reads no tensor bytes.
 
     Raises:
         IncompleteCheckpointError: A rank's file is missing. The message names the file.
@@ -99,7 +99,7 @@ def _optimizer(
 
 
 def _extra_state(sizes: Mapping[str, int], files: Sequence[str], world_size: int) -> dict[str, ObjectEntry]:
-    """Return the files with schedulers and random states as objects, one object per rank."""
+    """Return the contents of the files with schedulers and random states as objects, one object per rank."""
     found = {}
     for rank in range(world_size):
         path = _EXTRA.format(size=world_size).format(rank=rank)
