@@ -218,3 +218,8 @@ class NonFiniteGradientError(CkptkitError, RuntimeError):
 
 class MissingExtraError(CkptkitError, ImportError):
     """A feature needs a package that is not installed. The message gives the command that installs it."""
+
+
+# Code that goes on without an unreadable part of a checkpoint catches these. It must not catch StorageError: then the
+# store did not answer, and the part may exist.
+UNREADABLE = (UnsupportedFormatError, CorruptCheckpointError, CheckpointMismatchError, MissingExtraError)

@@ -97,6 +97,32 @@ def test_only_storage_checks_the_kind_of_a_store():
     assert len(list(questions(ast.parse(lines)))) == 3
 
 
+def swallowed(tree: ast.Module) -> Iterator[str]:
+    """Yield the handlers that also catch StorageError, and go on as if the part of the checkpoint did not exist."""
+    for block in ast.walk(tree):
+        if isinstance(block, ast.Try):
+            caught: set[str] = set()
+            for handler in block.handlers:
+                here = {name.id for name in ast.walk(handler.type or block) if isinstance(name, ast.Name)}
+                goes_on = not any(isinstance(node, ast.Raise) for node in ast.walk(handler))
+                if "CkptkitError" in here and goes_on and "StorageError" not in caught:
+                    yield f"line {handler.lineno}"
+                caught |= here
+
+
+def test_a_reader_does_not_take_a_store_that_fails_for_a_missing_part():
+    readers = {
+        name: tree
+        for name, tree in sources().items()
+        if name.startswith(("ckptkit.formats", "ckptkit.checkpoint.load"))
+    }
+    found = {name: list(swallowed(tree)) for name, tree in readers.items()}
+    assert {name: len(where) for name, where in found.items() if where} == {
+        "ckptkit.checkpoint.load.foreign": 1  # encodes values that were read
+    }
+    assert list(swallowed(ast.parse("try:\n    read()\nexcept CkptkitError:\n    pass"))) == ["line 3"]
+
+
 # Private names of torch outside of formats/dcp. Only remove names from this table: unused ones fail the test.
 PRIVATE = {
     "ckptkit.checkpoint.save.staging": {"torch._foreach_copy_"},  # torch's own optimizers use the _foreach_ functions

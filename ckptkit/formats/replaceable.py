@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from ckptkit.digests import DIGEST, hex_digest_of
-from ckptkit.errors import CheckpointExistsError, CkptkitError
+from ckptkit.errors import UNREADABLE, CheckpointExistsError
 from ckptkit.formats.hf.side_files import is_code, is_side_file, read_json
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, find_record
 from ckptkit.storage.local import UNFINISHED
@@ -92,7 +92,7 @@ def foreign_paths(store: Store) -> Iterator[str]:
     """
     try:
         record = find_record(store)
-    except (CkptkitError, OSError):
+    except UNREADABLE:
         record = None  # the record is damaged: judge by names
     files = None
     if record is not None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, TensorEntry
-from ckptkit.errors import CkptkitError
+from ckptkit.errors import UNREADABLE
 from ckptkit.formats.dcp.roles import Path, optimizer_role, setting_place, state_place
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.nested import dicts_with, insert, with_lists
@@ -250,7 +250,7 @@ def _read_values(
             continue
         try:
             value = read_object(store, entry, tensor=tensor)
-        except CkptkitError as error:
+        except UNREADABLE as error:
             found.unread[name] = str(error)
             continue
         if not is_optimizer:
@@ -430,12 +430,12 @@ def _read_objects(
         return {}
     try:
         return dict(read(entries))
-    except CkptkitError:
+    except UNREADABLE:
         found: dict[str, Any] = {}
         for top, parts in objects.items():
             try:
                 found.update(read(parts))
-            except CkptkitError as error:
+            except UNREADABLE as error:
                 unread[top] = str(error)
         return found
 
@@ -573,7 +573,7 @@ def _number_or_object(store: Store, catalog: Catalog, name: str) -> Any:
         if entry is not None and entry.dtype in _INTEGERS and entry.numel == 1:
             return int(read_box(store, entry, Box.whole(entry.shape)).view(entry.dtype).item())
         return read_object(store, item, tensor=_number) if item is not None else None
-    except CkptkitError:
+    except UNREADABLE:
         return None
 
 

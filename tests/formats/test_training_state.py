@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from ckptkit.errors import StorageError
+from ckptkit.formats import training_state
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.training_state import TrainingState, read_training_state
 from tests.formats.readback import tensor_bytes
@@ -94,3 +96,15 @@ def test_the_parts_are_found_without_torch(zoo):
         "read_training_state(source.store, source.catalog, tensor=lambda value: value, read=lambda entries: {})"
     )
     assert "torch" not in modules_after(code)
+
+
+@pytest.mark.parametrize("saved", [{"scheduler": SCHEDULER}, {"step": torch.tensor(3)}, {"stats": torch.ones(2)}])
+def test_a_store_that_does_not_answer_is_an_error_and_not_an_unreadable_part(saved, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise StorageError("the store does not answer")
+
+    for name in ("read_object", "read_box"):
+        monkeypatch.setattr(training_state, name, fails)
+    monkeypatch.setattr("tests.formats.test_training_state.tensor_bytes", fails)
+    with pytest.raises(StorageError):
+        parts_of(saved, tmp_path)

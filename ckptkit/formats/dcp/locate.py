@@ -23,7 +23,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Codec, Role, SliceArray
 from ckptkit.digests import CRC
 from ckptkit.errors import (
-    CkptkitError,
+    UNREADABLE,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     UnsafePickleError,
@@ -393,7 +393,7 @@ class _Locator:
             read_archive(self.store, path, start, length, unknown="record")
         except OpaqueTensorError as error:
             return error.kind
-        except CkptkitError:
+        except UNREADABLE:
             pass
         return ""
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry
-from ckptkit.errors import CkptkitError
+from ckptkit.errors import UNREADABLE
 from ckptkit.formats.dcp import catalog as dcp
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.zip import read_archive
@@ -124,6 +124,6 @@ def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the contents of meta.pt, and notes. Instances of user classes (hyperparameters) become inert records."""
     try:
         value = read_archive(store, META, unknown="record")
-    except (CkptkitError, FileNotFoundError) as error:
+    except (*UNREADABLE, FileNotFoundError) as error:
         return {}, (f"{META} was not read: {error}",)
     return (value if isinstance(value, dict) else {}), ()

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError
+from ckptkit.errors import UNREADABLE, CheckpointNotFoundError
 from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor, is_tensor
@@ -47,7 +47,7 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
         return False
     try:
         value = _levels(read_archive(store, groups[template][0]), _model_key)[-1]
-    except CkptkitError:
+    except UNREADABLE:
         return False  # unreadable: treat the numbers as steps, so that file 0 is not opened
     tensors = value.values() if isinstance(value, dict) else ()
     return any(isinstance(tensor, (DTensorRecord, ShardedTensorRecord)) for tensor in tensors)
