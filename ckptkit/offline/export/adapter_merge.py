@@ -37,7 +37,7 @@ class Change:
     """A change that an adapter makes to one tensor of the base model.
 
     Attributes:
-        inputs: The tensors from which, together with the old weight, the new weight is computed.
+        inputs: The adapter's tensors. The new weight is computed from these tensors and the old weight.
         by_rows: Whether rows of the weight can be changed separately.
         scratch: Temporary memory that the formula needs, in bytes per element of the weight.
     """
@@ -104,10 +104,10 @@ class _Step:
 def assembled(
     tensors: Mapping[str, OutputTensor], changes: Mapping[str, Change], whole: Mapping[str, OutputTensor]
 ) -> dict[str, OutputTensor]:
-    """Return the tensors, with computed tensors in place of those that have a changed or computed source.
+    """Return the tensors. A tensor that has a changed or computed source is replaced with a computed tensor.
 
     Args:
-        x: The sources that these tensors need, each as a whole tensor that is read or computed.
+        whole: The sources that these tensors need, each as a whole tensor that is read or computed.
     """
     made = {source for source, tensor in whole.items() if isinstance(tensor, ComputedTensor)} | changes.keys()
     return {
@@ -256,7 +256,7 @@ _MOST_PARAMETERS = 6  # per module
 def adapter_changes(
     split: AdapterSplit, config: Mapping[str, Any], *, model_type: str | None = None
 ) -> dict[str, Change]:
-    """Return the changes that an adapter makes to the base weights, by source.
+    """Return the changes that an adapter makes to the base weights, by the key of the changed source.
 
     The arithmetic is that of PEFT's `merge_and_unload` on a CPU.
 
@@ -264,7 +264,7 @@ def adapter_changes(
         model_type: The model type in the base's config, if known.
 
     Raises:
-        UnsupportedFormatError: The adapter's names are ambiguous, or its type cannot be merged, not even with PEFT.
+        UnsupportedFormatError: The adapter's names are ambiguous, or adapters of its type cannot be merged.
         CheckpointMismatchError: A module has no base weight, or shapes do not match.
     """
     return _Changes(split, config, model_type).made
@@ -298,7 +298,7 @@ def merge_adapter(
 def _of_tied(
     changes: Mapping[str, Change], tied: Mapping[str, str], notes: MutableSequence[str], names: Mapping[str, str]
 ) -> dict[str, Change]:
-    """Return the changes, by the key of the source that is kept of several tied sources.
+    """Return the changes. A change of an omitted tied source is also applied to the source that is kept.
 
     PEFT changes tied tensors in place, so a change under one name also applies to the other names.
     """
@@ -321,7 +321,7 @@ def _of_tied(
 
 @dataclass(slots=True)
 class _Changes:
-    """Computes the changes that an adapter makes, and collects them in `made`, by source."""
+    """Collects the changes that an adapter makes in `made`, by the key of the changed source."""
 
     split: AdapterSplit
     config: Mapping[str, Any]
@@ -439,8 +439,8 @@ class _Changes:
     def _is_transposed(self) -> bool:
         """Return whether square weights are stored as [in, out].
 
-        The shapes of the checkpoint's non-square weights decide or, if these do not show the orientation, the config.
-        PEFT itself looks at the module's class, and corrects `fan_in_fan_out` accordingly.
+        The shapes of the checkpoint's non-square weights decide. If these shapes do not show the orientation, the
+        config decides. PEFT itself looks at the module's class, and corrects `fan_in_fan_out` accordingly.
         """
         proved = set()
         for pair in self.split.pairs.values():
@@ -509,10 +509,10 @@ class _Changes:
             self._add(name, Change((pair.a, pair.b), formula, label, True, _scratch(pair, 5)))
 
     def _assigned(self, module: str, pairs: Sequence[LoraPair]) -> tuple[bool, Sequence[str]]:
-        """Return whether experts are stored as [experts, in, out], and the parameter of each pair of factors.
+        """Return whether experts are stored as [experts, in, out], and each pair's parameter.
 
-        PEFT nests a module's wrappers in the order of the module's parameters. Only the shapes show which pair belongs
-        to which parameter, because the names do not.
+        If several parameters of a module have adapters, PEFT nests the adapters in the order of the parameters. The
+        names do not show which pair belongs to which parameter, so the shapes decide.
 
         Raises:
             UnsupportedFormatError: The shapes allow several assignments.

@@ -88,9 +88,9 @@ class AdapterSplit:
 
 
 def without_base(names: Iterable[str]) -> bool:
-    """Return whether these names belong to a LoRA adapter without the base weights of some adapted module.
+    """Return whether these names belong to a LoRA adapter, and the base weights of some adapted module are missing.
 
-    PEFT's own files lack base weights too, except those of embeddings and of fully trained modules.
+    In PEFT's own adapter files, only embeddings and fully trained modules have base weights.
     """
     adapted: set[str] = set()
     others: set[str] = set()
@@ -358,7 +358,11 @@ def _rank(pair: LoraPair) -> int:
 
 
 def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
-    """Return whether a pair's rank is a multiple of a configured rank, as for a targeted parameter."""
+    """Return whether a pair may adapt a parameter that contains several experts.
+
+    Its module has a parameter in the config's target_parameters, and its rank is a multiple of a configured rank. If a
+    parameter contains several experts, the factors of all experts are concatenated along the rank.
+    """
     if not is_of_parameter(config, pair.key.replace(".base_layer", "")):
         return False
     patterns = config.get("rank_pattern")
@@ -367,7 +371,10 @@ def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
 
 
 def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the module's name or a dotted suffix of it, as PEFT does."""
+    """Return the value of the first pattern that matches the module's name or a dotted suffix of this name.
+
+    PEFT matches in the same way.
+    """
     if isinstance(patterns, Mapping):
         for key, value in patterns.items():
             compile_regex(str(key))  # an unbalanced ")" would close the group below, so check the pattern alone first

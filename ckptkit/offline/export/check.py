@@ -24,7 +24,10 @@ _COMPUTED_BY = {"marian": re.compile(r"model\.(?:encoder|decoder)\.embed_positio
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences between an export and a model. Dtypes are only noted, because an export keeps its source's dtypes."""
+    """Differences between an export and a model.
+
+    A different dtype is only a note, not an error, because an export keeps the dtypes of its source.
+    """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -74,7 +77,7 @@ def unexpected_buffers(
 def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return an error if there are fewer layers than the config says. Used if there is no base model.
 
-    transformers would initialize those layers randomly. Only numbered layers can be checked.
+    transformers would initialize the missing layers randomly. Only numbered layers can be checked.
     """
     inner = config.get("text_config")
     count = config.get("num_hidden_layers", inner.get("num_hidden_layers") if isinstance(inner, Mapping) else None)

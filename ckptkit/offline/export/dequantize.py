@@ -62,7 +62,8 @@ class Dequantized:
         return assembled(tensors, {}, {**self.whole, **self.made})
 
 
-# A dequantized weight twice: as key maps see it, and as a computed tensor. The inputs are codes, then scales and so on.
+# A dequantized weight in two forms: the target that key maps rename, and the tensor that is computed from the codes,
+# then the scales and other inputs.
 _Weight: TypeAlias = tuple[Target, ComputedTensor]
 
 
@@ -106,12 +107,12 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
 
 
 def with_lower_bits(targets: Mapping[str, Target], bits: Mapping[str, TensorEntry], dtype: str) -> Dequantized:
-    """Return the targets, with exact weights where flashoptim keeps lower bits.
+    """Return the targets, with exact weights in place of those whose lower bits are stored in separate tensors.
 
-    The exact weights have the dtype `dtype`, or fp32 if `dtype` is "keep".
+    flashoptim stores such lower bits. The exact weights have the dtype `dtype`, or fp32 if `dtype` is "keep".
 
     Args:
-        bits: The lower bits by source, each with the shape of the weight.
+        bits: The tensors with lower bits, by the key of the weight's source. Each has the shape of the weight.
     """
     wanted = "float32" if dtype == "keep" else dtype_of(dtype).name
     formula, label = partial(formulas.with_lower_bits, dtype=wanted), "flashoptim weight + its lower bits"
@@ -171,7 +172,8 @@ def _weight(
     """Return the weight `made` as a tensor that is computed from codes and other parts.
 
     Args:
-        aligned: The first `aligned` parts have one row per row of the weight, and are therefore sliced with the weight.
+        aligned: The number of parts, from the first, that have one row per row of the weight. If only some rows of the
+            weight are computed, only the same rows of these parts are read.
         scratch: Temporary memory that the formula needs, in bytes per element of the weight.
     """
     whole = tuple(map(_stored, (codes, *parts)))
@@ -306,7 +308,11 @@ def _packed(name: str, targets: Mapping[str, Target], settings: Mapping[str, Any
 
 
 def _scheme(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a module's quantization settings: those of the group for this module, or of the group for its class."""
+    """Return a module's quantization settings.
+
+    These are the settings of the config group that names the module. If there is none, they are those of the group that
+    names a class of modules.
+    """
     groups = settings.get("config_groups")
     found: dict[bool, dict[str, Mapping[str, Any]]] = {True: {}, False: {}}
     for group in groups.values() if isinstance(groups, Mapping) else ():

@@ -1,9 +1,9 @@
 """Computes dequantized weights in numpy, as transformers and compressed-tensors do on a CPU, operation by operation.
 
-Each formula is a function (stored weight, inputs, first row, out), once `functools.partial` has bound its keywords. It
-fills `out` with the weight in the wanted dtype, and returns how many finite elements became infinite. The stored weight
-may be only some rows, starting at `first`. Inputs are complete, with one exception: scales with one row per row of the
-weight are sliced like the weight.
+`functools.partial` binds the keyword arguments of each formula. The result is a function (stored weight, inputs, first
+row, out), which fills `out` with the weight in the wanted dtype and returns how many finite elements became infinite.
+The stored weight may be only some rows, starting at `first`. Inputs are complete, with one exception: scales with one
+row per row of the weight are sliced like the weight.
 
 All formulas share one mechanism, `_decoded`. A quantized element is a code of a few bits, and belongs to a group that
 shares a scale. The values of all possible codes are computed once for each group, and then each element is looked up.
@@ -238,7 +238,7 @@ def _decoded(
         rows, columns: Arrays whose sum is the group number of each code. Both are broadcast to the shape of `codes`,
             and `rows` has as many rows as `codes`.
         values: The value of each code, as an array [codes], or the two values of each code, as an array [codes, 2].
-        product: A function that returns the elements with these values in these groups, in float32 or float64.
+        product: A function (values, groups) that applies each group's scale to the values. Returns float32 or float64.
         held: The dtype to which products are rounded before `dtype`. "" means no such rounding.
     """
     each, itemsize = values.size // len(values), dtype_of(dtype).itemsize
@@ -323,7 +323,7 @@ def _scales(scale: Stored) -> Floats:
 
 @functools.cache
 def _pairs() -> npt.NDArray[np.float32]:
-    """Return both values of each possible byte of two FP4 codes, [256, 2]."""
+    """Return the two values of each of the 256 bytes, [256, 2]. A byte contains two FP4 codes."""
     codes = np.array((*E2M1, *(-value for value in E2M1)), np.float32)
     byte = np.arange(256)
     return np.stack((codes[byte & 15], codes[byte >> 4]), axis=-1)

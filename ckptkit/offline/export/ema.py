@@ -110,7 +110,7 @@ def _variants(model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
 
 
 def _is_inline(catalog: Catalog, front: str, name: str) -> bool:
-    """Return whether the object that contains the EMA contains this tensor's value."""
+    """Return whether this tensor's value is stored inside the object that contains the EMA."""
     holder = catalog.objects.get(front.removesuffix("."))
     if holder is None or holder.encoding != "value":
         return False

@@ -39,7 +39,7 @@ def hf_files(
     """Lay out tensors as `model*.safetensors`. Return (files, placements, paths to publish last).
 
     Args:
-        metadata: The entries to add to each header's `__metadata__`, besides the format.
+        metadata: The entries of each header's `__metadata__`, in addition to "format".
         adapter: Whether to write a single `adapter_model.safetensors`, because PEFT loads no other file.
     """
     ordered = in_disk_order(catalog, tensors)

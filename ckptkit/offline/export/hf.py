@@ -56,8 +56,8 @@ class HFExport:
         faults: Mismatches with the base model. Empty unless `strict` is False.
         notes: Notes for the user about decisions.
         checked: The path or repo with which names and shapes were compared. "" if there was no comparison.
-        metadata: The entries to add to each safetensors header's `__metadata__`, besides the format. These are the
-            source's metadata, or a description of torchao's weights.
+        metadata: The entries of each safetensors header's `__metadata__`, in addition to "format": the source's
+            metadata, or a description of torchao's weights.
     """
 
     tensors: tuple[OutputTensor, ...]
@@ -149,7 +149,7 @@ def export_tensors(
     """Return the tensors for formats other than `hf`, the omitted tensors (each with the reason), and notes.
 
     Applies roles, prefixes, globs, the given key map and casts. Does not choose a key map, drop tied tensors, or
-    compare with a base. If `config` is None, rules use the checkpoint's own config.
+    compare with a base. If `config` is None, the checkpoint's own config is used.
     """
     own = catalog.info.extra.get("config")
     base = BaseModel("", config or (own if isinstance(own, Mapping) else None))
@@ -302,7 +302,7 @@ def _model_tensors(
 
 
 def _wanted_in_parts(wanted: Mapping[str, WantedTensor], recipes: Mapping[str, Recipe]) -> dict[str, WantedTensor]:
-    """Return the base's tensors. Each weight that torchao quantized is replaced by its inner tensors."""
+    """Return the base's tensors. Each weight that torchao quantized in the export is replaced by its inner tensors."""
     found = dict(wanted)
     for name, recipe in recipes.items():
         for outer in (name, name.partition(".")[2]):
@@ -350,7 +350,7 @@ def _in_torchao_layout(draft: _Draft, tensors: dict[str, OutputTensor]) -> dict[
 def _dequantized(draft: _Draft) -> Dequantized | None:
     """Replace the draft's quantized weights with dequantized ones, unless the dtype is "keep".
 
-    Weights whose lower bits flashoptim keeps become exact.
+    Weights whose lower bits flashoptim stores in separate tensors are replaced with exact weights.
     """
     dtype = draft.options.dtype if draft.options.dtype != "keep" else draft.options.dequantize
     if not draft.lower_bits and (dtype == "keep" or not _quantized(draft)):
@@ -488,9 +488,10 @@ def _settle_tied(draft: _Draft, store: Store) -> None:
 
 
 def _drop_aliases(draft: _Draft, same: Callable[[Target, Target], bool]) -> None:
-    """Drop tensors that the base lacks, if transformers ties each to a base tensor with equal bytes.
+    """Drop tensors that the base model does not store, because they are tied to tensors that it stores.
 
-    Does nothing if any tensor of the base model is missing.
+    A tensor is dropped only if transformers ties it to a tensor of the base model, and both have equal bytes. Does
+    nothing if any tensor of the base model is missing.
     """
     wanted, names = draft.base.wanted, draft.targets
     if not wanted.keys() <= names.keys() or len(names) == len(wanted):

@@ -1,8 +1,8 @@
 """Computes merged LoRA weights as PEFT's `merge_and_unload` does on a CPU, operation by operation.
 
-Each formula is a function (weight, inputs, first row) -> new weight, once `functools.partial` has bound its keywords.
-If the formula handles rows independently, the weight may be only some rows, starting at `first`. Inputs are always
-complete. The formulas follow `get_delta_weight`, `merge` and `merge_unsafe` in
+`functools.partial` binds the keyword arguments of each formula. The result is a function (weight, inputs, first row)
+that returns the new weight. If the formula handles rows independently, the weight may be only some rows, starting at
+`first`. Inputs are always complete. The formulas follow `get_delta_weight`, `merge` and `merge_unsafe` in
 peft/tuners/lora/{layer,variants,dora}.py, version 0.21.
 """
 
@@ -18,7 +18,7 @@ Formula: TypeAlias = "Callable[[Tensor, Sequence[Tensor], int], Tensor]"
 
 
 def linear(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, transposed: bool = False) -> Tensor:
-    """Return W + scale * (B @ A), added in the wider dtype. Inputs: A, B."""
+    """Return W + scale * (B @ A), where the addition is done in the wider of the two dtypes. Inputs: A, B."""
     a, b = inputs
     w += _delta(a, b, scale, transposed, _rows(w, first))
     return w
@@ -27,10 +27,11 @@ def linear(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, tra
 def rounded(
     w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, transposed: bool = False, times: int = 1
 ) -> Tensor:
-    """Return W + scale * (B @ A), with the product rounded to W's dtype first. Inputs: A, B.
+    """Return W + scale * (B @ A), where the product is rounded to W's dtype before the addition. Inputs: A, B.
 
-    PEFT rounds the product for embeddings, parameters and attention. The product is added `times` times, but rounded
-    only the first time. For MultiheadAttention's out_proj, PEFT adds the product twice, in `merge` and in training.
+    PEFT rounds the product for embeddings, parameters and attention. `times` is the number of additions. It is 2 for
+    MultiheadAttention's out_proj, to which PEFT adds the product twice, both in training and in `merge`. Only the first
+    addition rounds the product.
     """
     a, b = inputs
     delta = _delta(a, b, scale, transposed, _rows(w, first))
@@ -104,8 +105,8 @@ def conv(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float) -> Te
 def experts(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, count: int, in_first: bool) -> Tensor:
     """Return W + scale * (B @ A) for each of the `count` experts in one parameter. Inputs: A, B.
 
-    Each row of the parameter is one expert's matrix. `in_first` is True for [experts, in, out], and False for [experts,
-    out, in].
+    The parameter's element [i] is the matrix of expert i. `in_first` is True for [experts, in, out], and False for
+    [experts, out, in].
     """
     import torch
 
@@ -145,7 +146,7 @@ def _is_half(tensor: Tensor) -> bool:
 
 
 def _delta(a: Tensor, b: Tensor, scale: float, transposed: bool, rows: slice) -> Tensor:
-    """Return scale * (B @ A), computed as PEFT does on a CPU, which multiplies 16-bit factors in float32."""
+    """Return scale * (B @ A). 16-bit factors are multiplied in float32, as PEFT does on a CPU."""
     dtype, half = b.dtype, _is_half(b)
     if transposed:
         a = a[:, rows]

@@ -58,8 +58,8 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
     """Return the tensors, with codes and scales for weights that transformers' FP8 quantizer would quantize.
 
     As with transformers, some weights keep their dtype: weights with a size that is not a multiple of 128, weights that
-    servers fuse with such a weight, and experts stacked into one tensor. If the installed transformers does not know
-    the config, weights are chosen by name, and a note says so.
+    inference servers fuse with such a weight, and experts stacked into one tensor. If the installed transformers does
+    not know the config, weights are chosen by name, and a note says so.
 
     Raises:
         UsageError: No weight can be quantized.
@@ -109,7 +109,7 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
 
 
 def _listed(names: Sequence[str], why: str) -> str:
-    """Return the first names. The debug log (-v) lists all."""
+    """Return a note with the first names. The debug log (-v) lists all names."""
     if len(names) <= _SHOWN:
         return first_few(names)
     _log.debug("not quantized%s:\n  %s", why, "\n  ".join(names))
@@ -131,7 +131,7 @@ def _is_kept_matrix(name: str, tensor: OutputTensor, chosen: Collection[str]) ->
 
 
 def _joined_with_others(chosen: Collection[str], names: Collection[str]) -> set[str]:
-    """Return the chosen weights that servers fuse with a weight that is not chosen."""
+    """Return the chosen weights that inference servers fuse with a weight that is not chosen."""
     found = set()
     for name in chosen:
         head, _, last = name.removesuffix(".weight").rpartition(".")
@@ -146,7 +146,10 @@ def _joined_with_others(chosen: Collection[str], names: Collection[str]) -> set[
 
 
 def _codes(tensor: OutputTensor) -> ComputedTensor:
-    """Return a weight's codes, which are computed in whole blocks of rows."""
+    """Return the tensor of a weight's FP8 codes.
+
+    The codes of some rows are computed from all rows of the same blocks, because a scale depends on its whole block.
+    """
 
     def cut(start: int, stop: int) -> ComputedTensor:
         first = start // BLOCK * BLOCK
@@ -225,10 +228,13 @@ def _inverse_scales(weight: torch.Tensor, name: str) -> Bytes:
 
 
 def _blocks(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight as [blocks down, 128, blocks across, 128] in float32, and each block's factor.
+    """Return a weight as [blocks down, 128, blocks across, 128] in float32, and a factor for each block.
 
-    Follows `Fp8Quantize` in transformers (integrations/finegrained_fp8.py), with one exception. If the numbers of a
-    block are too small for a scale, this function makes them zeros, while transformers makes them NaN.
+    To get the codes, each block is multiplied by its factor.
+
+    Follows `Fp8Quantize` in transformers (integrations/finegrained_fp8.py), with one exception. If a block's numbers
+    are so small that the factor would be infinite, this module turns them into zeros, but transformers turns them into
+    NaN.
     """
     import torch
 

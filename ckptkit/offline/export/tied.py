@@ -1,4 +1,4 @@
-"""Finds tied weights by comparing bytes, and decides whether an export stores the second name."""
+"""Finds tied weights by comparing bytes, and decides whether an export stores a tied weight under both names."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def is_head(name: str) -> bool:
 
 
 def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
-    """Return the pairs (second name, kept name) of known tensors with equal shapes that a config may tie.
+    """Return pairs (second name, kept name) of tensors that have equal shapes and that a config may tie.
 
     A pair is an output head and the embedding, the embedding of an encoder or decoder and the shared embedding, or the
     bias of a head's decoder and the bias of the head.
@@ -169,7 +169,7 @@ def settle_tied(
 
 
 def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) -> dict[str, Target]:
-    """Return the targets. An embedding that is stored only under the head's name is renamed as in the base.
+    """Return the targets. If the embedding is stored only under the head's name, it gets its name in the base model.
 
     Call this only if the config ties the embedding and the head.
     """

@@ -107,7 +107,7 @@ def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> Liv
 def quantized_by_transformers(config: Mapping[str, Any] | None, names: Collection[str]) -> set[str] | None:
     """Return the names of a Hub model's tensors that transformers' block FP8 quantizer would quantize.
 
-    None if transformers is not installed, is older than 5, or does not know the model.
+    Returns None if transformers is not installed, is older than 5, or does not know the model.
     """
     if not config or not _bounded(config, len(names)):
         return None
@@ -408,7 +408,7 @@ def _unbound(target: Target, dim: int) -> list[Target]:
 
 
 def _kept(sources: list[str], to: list[str]) -> str:
-    """Return the only name in `to` or, if there are several, the name of the only source."""
+    """Return the name in `to` if there is only one. Otherwise, return the name in `sources`, which has only one."""
     return to[0] if len(to) == 1 else sources[0]
 
 

@@ -39,7 +39,8 @@ class ExportOptions:
 
     Attributes:
         dtype: "keep" or a float dtype. Only floats are cast.
-        dequantize: The dtype of dequantized weights if `dtype` is "keep". "keep" leaves weights quantized.
+        dequantize: The dtype to which quantized weights are dequantized if `dtype` is "keep". If both options are
+            "keep", weights stay quantized.
         weights: "model", "master" (the fp32 copies), "ema" (the moving average in the checkpoint), or "auto" (the fp32
             copies if `dtype` casts, otherwise the model's weights).
         key_map: The key map to apply. None chooses one if the choice is unambiguous.
@@ -51,7 +52,7 @@ class ExportOptions:
         quantize: "fp8-block" quantizes the result. None does not quantize.
         vocabulary: The vocabulary size to which the embedding and the output head are resized.
         card: Write README.md.
-        strict: Raise if there are mismatches with the base. Otherwise, list mismatches in `HFExport.faults`.
+        strict: Whether mismatches with the base are raised. If False, they are listed in `HFExport.faults`.
         notes: Further notes for README.md.
     """
 
@@ -73,7 +74,7 @@ class ExportOptions:
 
     @property
     def chooses(self) -> bool:
-        """Whether an option selects or renames tensors, so that an export of several models is intended."""
+        """Whether an option selects or renames tensors. If so, an export of several models is intended."""
         return bool(self.include or self.exclude or self.strip_prefix or self.key_map)
 
 
@@ -81,7 +82,8 @@ class ExportOptions:
 class Selection:
     """The tensors to export by name, the kind of weights, and the omitted sources, each with the reason.
 
-    `lower_bits` contains, by source, the lower bits of fp32 weights that flashoptim keeps beside bf16 or fp16 weights.
+    flashoptim stores an fp32 weight as a bf16 or fp16 weight and a tensor of lower bits. `lower_bits` contains the
+    tensors of lower bits, by the key of the weight's source.
     """
 
     weights: str
@@ -197,8 +199,8 @@ def _without_wrapper(
 ) -> dict[str, str]:
     """Strip a wrapper's prefix: a prefix that the base model's names do not have.
 
-    If the names of several models match the base, the globs choose one of them, then the name "model", then the number
-    of names that match.
+    If the checkpoint contains several models that match the base, one model is chosen by the globs. If several models
+    are left, those with a name that starts with "model." are preferred, and then those with the most matching names.
 
     Raises:
         UsageError: Several models match the base equally well.
@@ -250,7 +252,10 @@ def _listed(prefixes: Collection[str]) -> str:
 
 
 def several_models(entries: Collection[TensorEntry]) -> str:
-    """Return a sentence if the tensors belong to several models, so that their names start with a model's name."""
+    """Return a sentence for the user if the tensors belong to several models.
+
+    In this case, each tensor's name starts with its model's name.
+    """
     models: dict[str, None] = {}
     for entry in entries:
         top = entry.fqn.partition(".")[0]
@@ -278,9 +283,9 @@ def choose_weights(
 ) -> Weights:
     """Return the requested weights.
 
-    "auto" means the model's weights, with two exceptions: there are only masters, or `dtype` would cast weights that
-    were rounded from masters. If masters are exported, buffers and frozen parameters come from the model,
-    because they have no masters.
+    "auto" means the model's weights, with two exceptions. It means the masters if there are only masters, or if `dtype`
+    casts weights that were rounded from masters. If masters are exported, buffers and frozen parameters come from the
+    model, because they have no masters.
     """
     if weights == "ema":
         from ckptkit.offline.export.ema import averaged
@@ -321,9 +326,10 @@ def choose_weights(
 
 
 def _lower_bits(catalog: Catalog, weights: str, dtype: str) -> dict[str, TensorEntry]:
-    """Return the lower bits that flashoptim keeps of fp32 weights, by the weight's name in the catalog.
+    """Return the tensors with the lower bits of fp32 weights, by the weight's name in the catalog.
 
-    Returns {} if there are no lower bits, or if they are not needed. With `weights="auto"`, only a cast needs them.
+    flashoptim stores such tensors in addition to bf16 or fp16 weights. Returns {} if there are no such tensors, or if
+    they are not needed. With `weights="auto"`, they are needed only for a cast.
     """
     if weights not in ("auto", "master"):
         return {}
