@@ -28,9 +28,8 @@ def split_layer(fqn: str) -> tuple[str, str]:
 def layer_of(name: str) -> tuple[int, str]:
     """Return a tensor's group and row in a summary by layer.
 
-    The groups are the model (0), the optimizer (1) and other tensors (2).
-
-    Each optimizer state has its own row, and so has each tensor outside of the layers.
+    The groups are the model (0), the optimizer (1) and other tensors (2). Each optimizer state has its own row. Each
+    tensor outside of the layers has its own row, too.
     """
     match = _PREFIXED.match(name)
     if match is not None:
@@ -109,7 +108,10 @@ def _fold_layers(cells: Mapping[str, list[float]], count: int) -> dict[str, list
 
 
 def _in_order(layers: Iterable[str]) -> list[str]:
-    """Sort layers with the same prefix by number, because a file may list layer 10 before layer 2."""
+    """Return the layers, sorted by number among layers with the same prefix.
+
+    A file may list layer 10 before layer 2.
+    """
     kinds: dict[str, list[tuple[int, str]]] = {}
     for layer in layers:
         prefix = layer.rstrip("0123456789")
@@ -124,7 +126,7 @@ def _grid(changes: Mapping[str, list[float]]) -> str:
     cell = min(CELL, max(5.0, 850.0 / len(layers)))
     width = min((WIDTH - LEFT - RIGHT) / len(modules), 64.0)
     y = 20 + 3.95 * min(32, max(map(len, modules)))  # leaves room for the slanted names above
-    every = max(1, math.ceil(13 / width))  # if columns are narrow, label only every n-th one
+    every = max(1, math.ceil(13 / width))  # if columns are narrow, only every n-th column has a label
     parts = []
     for j, module in list(enumerate(modules))[::every]:
         x = LEFT + j * width + width / 2

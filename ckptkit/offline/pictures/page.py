@@ -61,7 +61,8 @@ class Panel:
     """One picture, with a heading and a sentence that says how to read it.
 
     Attributes:
-        picture: The SVG, with several elements if it is taller than a sheet of paper (`PAGE` user units).
+        picture: The SVG. A picture that is taller than a sheet of paper (`PAGE` user units) consists of several SVG
+            elements.
         behind: Text next to the heading of a folded panel. "" if the panel is not folded.
     """
 
@@ -74,7 +75,7 @@ class Panel:
 def page(
     title: str, panels: Iterable[Panel], *, facts: Sequence[tuple[str, str]] = (), source: str = "metadata alone"
 ) -> str:
-    """Return the whole HTML document, including its styles and pictures. It needs no network."""
+    """Return the whole HTML document, including its styles and pictures. It loads nothing from the network."""
     title = without_secrets(title)
     shown = "".join(f"<div><dt>{escaped(k)}</dt><dd>{escaped(without_secrets(v))}</dd></div>" for k, v in facts)
     body = "".join(map(_section, panels))
@@ -116,7 +117,7 @@ def svg(width: float, height: float, content: str) -> str:
 def rect(x: float, y: float, width: float, height: float, *, fill: str = "", title: str = "", kind: str = "") -> str:
     """Return a rectangle. `title` is shown on hover. `kind` is the CSS class, for rectangles without `fill`."""
     inside = f"<title>{escaped(title)}</title>" if title else ""
-    kind = kind or ("slice" if width > 2 else "thin")  # no outline on thin ones, because it would hide the fill
+    kind = kind or ("slice" if width > 2 else "thin")  # thin rectangles have no outline, because it would hide the fill
     filled = f' fill="{fill}"' if fill else ""
     return (
         f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}"'

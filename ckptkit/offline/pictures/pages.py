@@ -32,7 +32,10 @@ def write_inspect_page(
     storage_options: Mapping[str, Any] | None = None,
     options: ReadOptions | None = None,
 ) -> None:
-    """Write the page for the checkpoint at `url` to the file `path`. With `other`, also draw a reshard to `other`."""
+    """Write the page for the checkpoint at `url` to the file `path`.
+
+    With `other`, also draw a reshard from `url` to the checkpoint at `other`.
+    """
     address = resolve_url(url, storage_options=storage_options)
     source = open_source(address, storage_options=storage_options, options=options or ReadOptions())
     after = None

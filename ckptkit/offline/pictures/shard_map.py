@@ -1,4 +1,4 @@
-"""Draws the slices of each rank. Each tensor is a bar that is split by rank and shows the tensor's bytes."""
+"""Draws the slices of each rank. Each tensor is a bar whose parts show which bytes each rank stores."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def shard_maps(entries: Iterable[TensorEntry], *, when: str = "") -> list[Panel]
 
 
 def _bars(entries: Iterable[TensorEntry]) -> list[_Bar]:
-    """Return the tensors in groups. Tensors of a group differ only in the numbers in their names, or in the state."""
+    """Return the tensors in groups.
+
+    Tensors of a group differ only in the numbers in their names, or in the kind of optimizer state.
+    """
     bars: dict[tuple[object, ...], _Bar] = {}
     for entry in entries:
         slices = entry.slices

@@ -1,4 +1,4 @@
-"""Draws a run's checkpoints by step: metrics, sizes, and which of them rotation keeps or deletes."""
+"""Draws a run's checkpoints by step: metrics, sizes, and which checkpoints rotation keeps or deletes."""
 
 from __future__ import annotations
 

@@ -64,14 +64,14 @@ class Cut:
         return self.fsdp is None and self.tp is None
 
     def on(self, kind: str) -> bool:
-        """Return whether the tensor is a DTensor over this mesh dimension, where "replicate" counts as "shard"."""
+        """Return whether the tensor is a DTensor over this mesh dimension. "replicate" counts as "shard"."""
         kind = "tp" if kind == "tp" else "shard"
         return (self.tp if kind == "tp" else self.fsdp) is not None or kind in self.also
 
 
 @dataclass(frozen=True, slots=True)
 class TargetMesh:
-    """The mesh of the new job: replicate x shard x tp. The last dimension is innermost, as DeviceMesh numbers ranks.
+    """The mesh of the new job: replicate x shard x tp. As in a DeviceMesh, the last dimension is innermost.
 
     Attributes:
         labels: (kind, given name) of each dimension that the user named. A named dimension exists even if its size is
@@ -87,8 +87,8 @@ class TargetMesh:
     def parse(cls, text: str | Mapping[str, int] | None, *, world_size: int) -> TargetMesh:
         """Return the mesh that `text` describes ("replicate=2,shard=4,tp=2"). None shards over all ranks.
 
-        Omitted sizes are 1, except that of "shard", which is computed from `world_size`. In any order of `text`,
-        replicas are outermost and tensor parallelism is innermost, as FSDP2 requires.
+        A size that is omitted is 1. But if the size of "shard" is omitted, it is computed from `world_size`. Whatever
+        the order in `text`, replicas are outermost and tensor parallelism is innermost, as FSDP2 requires.
 
         Raises:
             UsageError: A name is unknown, a size is not a positive number, or the product is not `world_size`.
@@ -112,7 +112,10 @@ class TargetMesh:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The dimensions of the new job's DeviceMesh: at least one, and all that were named or are larger than 1."""
+        """The dimensions of the new job's DeviceMesh.
+
+        These are all dimensions that were named or are larger than 1. If there are none, "shard" is the only dimension.
+        """
         named = dict(self.labels)
         return tuple(name for name in _NAMES if getattr(self, name) > 1 or name in named) or ("shard",)
 
@@ -260,8 +263,8 @@ class TPPlan:
     """The dimension along which tensor parallelism splits each parameter.
 
     Attributes:
-        rules: Maps a glob of parameter names to the dimension to split, or to None for no split. The last matching glob
-            applies.
+        rules: Maps a glob of parameter names to the dimension to split. None means that these parameters are not split.
+            The last matching glob applies.
         origin: The source of the plan, for messages.
     """
 
@@ -305,7 +308,7 @@ class TPPlan:
         return plan if any(name.endswith(".self_attn.q_proj.weight") for name in names) else None
 
     def without(self, names: Iterable[str]) -> TPPlan:
-        """Return a plan that leaves these parameters whole, because splitting tied weights would untie them."""
+        """Return a plan that does not split these parameters. Used for tied weights, which a split would untie."""
         return TPPlan({**self.rules, **dict.fromkeys(names)}, self.origin)
 
     def dim(self, fqn: str, shape: tuple[int, ...]) -> int | None:

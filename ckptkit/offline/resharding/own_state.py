@@ -1,10 +1,10 @@
 """Converts a source's tensors and objects to ckptkit's keys, so that a training job can load them.
 
-If the source is another program's DCP checkpoint, and the result is a DCP checkpoint, too, keys and records do not
-change. torch and ckptkit can then load both checkpoints into the same state. Otherwise tensors are renamed to
-`model.<fqn>`, `optimizer.state.<fqn>.<name>` and `optimizer.master.<fqn>`. Objects become trees in `objects.json`: an
-optimizer's parameter groups by FQN, a scheduler, and all other values under `extra.`. Each object that cannot be
-converted is listed with the reason.
+If the source is another program's DCP checkpoint, and the result is a DCP checkpoint, too, the result has the source's
+keys and records. A job can then load both checkpoints into the same state, with torch or with ckptkit. Otherwise
+tensors are renamed to `model.<fqn>`, `optimizer.state.<fqn>.<name>` and `optimizer.master.<fqn>`. Objects become trees
+in `objects.json`: an optimizer's parameter groups by FQN, a scheduler, and all other values under `extra.`. Each object
+that cannot be converted is listed with the reason.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
 
 _MAX_TREE_BYTES = 2 << 20  # as JSON, which is larger than the tensors in it
 _MAX_STEP = 2**63  # maximum step count, because a hostile checkpoint may contain integers too large for a float
-_NAME = re.compile(r"(?!\d+$)[A-Za-z0-9][A-Za-z0-9_-]*")  # of an object that is one of several, not a number
+_NAME = re.compile(r"(?!\d+$)[A-Za-z0-9][A-Za-z0-9_-]*")  # the name of one of several objects; not a number
 _Names: TypeAlias = Mapping[str, Mapping[str, str]]  # FQNs by an optimizer's prefix and a parameter's saved name
 _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")  # buffers, some with the shape of a weight
 
 
 class _NoTree(Exception):
-    """The value has a type that `objects.json` cannot represent."""
+    """Raised for a value of a type that `objects.json` cannot represent."""
 
 
 def _add_trees(
@@ -96,9 +96,10 @@ def _add_trees(
 
 
 def _sections_of(kind: str, keys: Collection[str]) -> dict[str, str]:
-    """Return ckptkit's names for saved objects of one kind, by key. Returns {} for several without names of their own.
+    """Return ckptkit's names for the saved objects of one kind, such as schedulers, by key.
 
-    A job with several schedulers names them. The keys "gen_sched" and "schedulers.gen" contain the name "gen".
+    A single object is named after its kind. Several objects get the names that their keys contain: "gen_sched" and
+    "schedulers.gen" contain the name "gen". Returns {} if a key contains no such name, or if names repeat.
     """
     if len(keys) == 1:
         return dict.fromkeys(keys, kind)
@@ -115,7 +116,7 @@ def _fqn_of(param: Any, *, named: Mapping[str, str], known: Collection[str], pre
     """Return the FQN of a parameter, given its saved name or number. Returns None if the model has no such parameter.
 
     Args:
-        prefixes: What FQNs in the catalog start with, in addition to the saved names, and the other way round.
+        prefixes: (a prefix that only FQNs in the catalog have, a prefix that only saved names have).
     """
     name = named.get(str(param), param)
     if not isinstance(name, str):
@@ -129,7 +130,7 @@ def _fqn_of(param: Any, *, named: Mapping[str, str], known: Collection[str], pre
 def _add_optimizer(
     found: OwnState, saved: SavedOptimizer, prefix: str, section: str, fqn_of: Callable[[Any], str | None]
 ) -> None:
-    """Add the tree of an optimizer: its settings, and the states that are no tensors."""
+    """Add the tree of an optimizer: its settings, and those of its states that are not tensors."""
 
     def why_unknown(param: Any) -> str:
         if saved.is_numbered:
@@ -175,7 +176,7 @@ def _add_optimizer(
 
 
 def _add_missing_notes(found: OwnState, saved: SavedOptimizer, section: str, having: Collection[str]) -> None:
-    """Note that an optimizer, or some of its parameters, have state but no settings."""
+    """Add notes about an optimizer, or parameters of an optimizer, that have state but no settings."""
     if not saved.groups:
         found.notes.append(f"{section}: the source has no settings (lr, betas); the new job's settings stay")
     elif section in found.trees:
@@ -312,7 +313,7 @@ def _is_foreign_dcp(catalog: Catalog) -> bool:
 
 
 def _record(store: Store, item: ObjectEntry) -> bytes:
-    """Return the bytes from which torch.load reads an object, after checking their CRCs."""
+    """Return the stored bytes of an object, from which torch.load reads the object. Checks the CRCs of the bytes."""
     if item.encoding != "torch_save":
         return frame_object(read_object(store, item))
     if item.codec is not None:
@@ -432,9 +433,10 @@ def _read(store: Store, entries: Sequence[TensorEntry]) -> dict[str, TensorValue
 
 
 def _parameter_names(found: OwnState, catalog: Catalog, saved: TrainingState) -> _Names:
-    """Return the FQNs of the parameters that have state, by their saved names or numbers, for each optimizer.
+    """Return, for each optimizer, a mapping from the saved names or numbers of its parameters to FQNs.
 
-    Numbered parameters of an optimizer are left out if order and shapes of the model's tensors do not prove the FQNs.
+    If parameters are numbered, the FQNs are derived from the order and the shapes of the model's tensors. If these do
+    not prove the FQNs, the mapping is empty.
     """
     params: dict[tuple[str, int, str], Param] = {}  # by their place on disk; of tied weights, only the first counts
     for entry in catalog.by_role(Role.MODEL).values():
@@ -456,7 +458,7 @@ def _parameter_names(found: OwnState, catalog: Catalog, saved: TrainingState) ->
 
 
 def _weights_are_masters(catalog: Catalog) -> set[str]:
-    """Return the FQNs whose weight and master weight are the same bytes in the same file, as in DeepSpeed."""
+    """Return the FQNs whose weight and master weight are the same bytes in the same file, as DeepSpeed stores them."""
     weights = catalog.by_role(Role.MODEL)
     found = set()
     for fqn, master in catalog.by_role(Role.MASTER).items():

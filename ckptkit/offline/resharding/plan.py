@@ -53,7 +53,7 @@ def lay_out_local(
     """Lay out boxes in one `local_<rank>.safetensors` per rank. Return (files, placements, ()).
 
     Args:
-        placements: For each tensor, (index into `meshes`, placements as text). None for a plain tensor.
+        placements: For each DTensor, (index into `meshes`, placements as text). For each plain tensor, None.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
@@ -122,8 +122,8 @@ def plan_reshard(
     Reads the source's objects. Reads tensors only to compute the mean of embeddings.
 
     Raises:
-        UsageError: The mesh has a tp dimension, but it is unknown which tensors it splits. Also raised if the source
-            contains several models.
+        UsageError: The mesh has a tp dimension, but ckptkit cannot tell which tensors this dimension splits. Also
+            raised if the source contains several models.
     """
     own = own_state(store, catalog, step=identity.step, sharded=type == "sharded")
     cuts = Cuts(catalog, mesh, tp_plan=tp_plan)
@@ -255,9 +255,9 @@ def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
 
 
 def _records(catalog: Catalog, own: OwnState) -> list[Record]:
-    """Return the records for plain torch.
+    """Return the records of objects that plain torch reads, such as the settings of parameter groups.
 
-    A DCP source provides these records. For any other source, the records contain the settings of the parameter groups.
+    The records of a DCP source are copied. For any other source, only the settings of parameter groups are recorded.
     """
     if own.records or not own.trees or catalog.info.format == "ckptkit-sharded":
         return [

@@ -44,7 +44,7 @@ def lay_out_dcp(
     Args:
         keys: Each tensor's path in the nested state dict. Its name in `.metadata` is this path, joined by dots.
         objects: (path, record) of each object that is not a tensor. The records are at the beginning of rank 0's file.
-        save_id: The id to record in `.metadata` if a commit record will follow.
+        save_id: The id of the save, which is recorded in `.metadata`. "" if the checkpoint will have no commit record.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
@@ -117,7 +117,7 @@ class _Frames:
 
 @dataclass(frozen=True, slots=True)
 class _FrameLiterals:
-    """The bytes in a rank's file besides the tensor data. Each iteration creates these bytes again."""
+    """The bytes in a rank's file that are not tensor data. Each iteration creates these bytes again."""
 
     frames: _Frames
     rank: int

@@ -87,7 +87,7 @@ def seal(plan: Plan, store: Store, what: Seal, *, digested: Digested | None = No
     """Hash the plan's files in `store`, then write the manifest and, last, the commit record.
 
     Args:
-        digested: Box digests that were computed while the boxes were written. All other bytes are read again.
+        digested: Digests of boxes that were computed while the boxes were written. All other bytes are read again.
     """
     digests, files = _hash_files(plan, store, digested or Digested(), workers)
     known = planned_catalog(plan, what, digests)
@@ -148,7 +148,10 @@ def _hash_files(plan: Plan, store: Store, digested: Digested, workers: int) -> t
 
 
 class _FileHash:
-    """Hashes a file from beginning to end: the outline, and each box whose digest is not known yet."""
+    """Hashes a file from beginning to end: the file's outline, and each box whose digest is not known yet.
+
+    In the outline, the digests of large boxes take the place of their bytes.
+    """
 
     def __init__(self, reader: SourceReader, index: int, nbytes: int, digests: Digests) -> None:
         self._reader = reader
