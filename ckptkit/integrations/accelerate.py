@@ -26,9 +26,10 @@ class AcceleratorCheckpoints:
     `register_for_checkpointing`, and the random state of every rank. All ranks create this object and call its methods
     together. Hooks added with `register_save_state_pre_hook` and `register_load_state_pre_hook` run as in Accelerate.
 
-    For an ordinary dataloader, the epoch is saved. With `use_seedable_sampler=True`, the sampler's seed is saved, too.
-    As in Accelerate, call `skip_first_batches` to skip the batches already seen. Any other shuffling order is lost,
-    even with `use_stateful_dataloader`: if you resume inside an epoch, the data is shuffled again.
+    For a dataloader that is not stateful, only the epoch is saved. With `use_seedable_sampler=True`, the sampler's seed
+    is saved, too. As in Accelerate, call `skip_first_batches` to skip the batches already seen. Without a seedable
+    sampler, the shuffled order is lost, even with `use_stateful_dataloader`: if you resume inside an epoch, the data is
+    shuffled again.
 
     Args:
         url: The root of the run's checkpoints.

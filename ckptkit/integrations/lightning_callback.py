@@ -46,14 +46,13 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     The policy applies to this callback's checkpoints in one directory. The policy never deletes other callbacks'
     checkpoints, pinned checkpoints, or the checkpoint that the run was resumed from.
 
-    With one of Lightning's own strategies, the callback itself saves the live model and optimizers, and loads its
-    checkpoints when one is passed as `ckpt_path`.
+    With one of Lightning's own strategies, the callback itself saves the live model and optimizers. If `ckpt_path` is a
+    checkpoint that the callback saved, the callback also loads it.
 
     With `save_on_exception=True`, SIGTERM on any rank stops all ranks at the same batch, and a checkpoint is saved. The
-    save waits for the end of an optimizer step, but not for the end of a validation: a resumed run repeats the
-    validation. If the ranks have different numbers of validation batches, all ranks stop after the validation.
-    Lightning's handler that saves and requeues a Slurm job on SIGUSR1 also runs at the end of an optimizer step, on all
-    ranks.
+    save waits for the end of an optimizer step. It does not wait for the end of a validation, which a resumed run
+    repeats. If the ranks have different numbers of validation batches, all ranks stop after the validation. Lightning's
+    handler that saves and requeues a Slurm job on SIGUSR1 also runs at the end of an optimizer step, on all ranks.
 
     Args:
         retention: The policy. By default, the policy is derived from `save_top_k`.
@@ -145,7 +144,11 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             self._stop.after_epoch()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save if `save_on_exception` is set, unless only some ranks have stopped or the model has replaced weights."""
+        """Save if `save_on_exception` is set.
+
+        Saves nothing if only some ranks have stopped, or if the model temporarily contains other weights, such as
+        averages.
+        """
         problem = None if self._stop is None else self._stop.problem(exception)
         if problem is None:
             super().on_exception(trainer, pl_module, exception)
@@ -189,8 +192,8 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     def _ownership(self) -> dict[str, Any]:
         """Return the save arguments that control rotation: the policy and the owner.
 
-        A copy called "last" has a separate owner. Otherwise the copy would replace the best or newest checkpoint, which
-        Lightning knows by a different name.
+        A copy called "last" has a separate owner. With the same owner, rotation could delete the best or newest
+        checkpoint, which Lightning knows by a different name, and keep the copy.
         """
         if self._saves_last:
             return {"retention": RetentionPolicy(max_num=1), "owner": f"{self.state_key}/last"}
@@ -218,9 +221,9 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     def _linked(self, saved: str, monitor_candidates: Any) -> tuple[str, str]:
         """Create the link "last". Return the link's path, and an error message ("" if there was no error).
 
-        Only rank 0 calls this. Replaces a link, or a checkpoint that this callback saved. Does not replace another
-        run's data or the checkpoint that this run was resumed from. Instead, a version is added to the link's name, as
-        in Lightning.
+        Only rank 0 calls this. Replaces an existing link, or a checkpoint that this callback saved. If the path
+        contains another run's data, or the checkpoint from which this run was resumed, a version number is added to the
+        link's name, as in Lightning.
         """
         version: int | None = None
         try:
@@ -258,7 +261,10 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         return named or self._newest(root)
 
     def _newest(self, root: str) -> set[str]:
-        """Return the newest checkpoint, if none is called "last": Lightning would start the run over."""
+        """Return the newest checkpoint of a directory in which no checkpoint is called "last".
+
+        Without any candidate, Lightning would start the run over.
+        """
         if not root:
             return set()
         run = list_checkpoints(open_store(root, storage_options=self._storage_options))

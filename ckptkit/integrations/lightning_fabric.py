@@ -80,10 +80,11 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
             self._watch = SignalWatch(Coordinator(), signals=self._signals)
 
     def interrupted(self) -> bool:
-        """Return whether any rank has received one of the `on_signal` signals. If so, save and end the loop.
+        """Return whether any rank has received one of the `on_signal` signals.
 
-        The result becomes True on all ranks at the same step, and stays True. All ranks must call
-        `fabric.strategy.interrupted()` between two steps. Each call takes one small all-reduce.
+        If the result is True, save and end the loop. The result becomes True on all ranks at the same step, and stays
+        True. All ranks must call `fabric.strategy.interrupted()` between two steps. Each call takes one small
+        all-reduce.
         """
         return self._watch is not None and self._watch.agreed()
 

@@ -56,7 +56,7 @@ def sharded_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
 
 
 def gathered_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
-    """Return the result of `sharded_optimizer` with full tensors on rank 0, and {} on other ranks.
+    """Return, on rank 0, the result of `sharded_optimizer` with full tensors. Return {} on other ranks.
 
     All ranks must call this.
     """
@@ -107,7 +107,7 @@ def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: 
 
 
 def _different_twins(live: Mapping[str, torch.Tensor], whole: Mapping[str, Any]) -> list[str]:
-    """Return the pairs of tied names whose values differ in `whole`."""
+    """Return the pairs of tied names under which `whole` contains different values."""
     names: dict[int, str] = {}
     found = []
     for name, tensor in live.items():
@@ -167,7 +167,7 @@ def _placed(whole: Any, like: torch.Tensor | None, dtype: torch.dtype, shape: tu
 def placed_like(live: Any, value: Any) -> Any:
     """Return `value` sharded like `live`.
 
-    A full tensor, which every rank must have, is sharded without communication.
+    A full tensor is sharded without communication, so every rank must pass the full tensor.
     """
     if not isinstance(live, DTensor) or isinstance(value, DTensor) or not isinstance(value, torch.Tensor):
         return value

@@ -141,10 +141,11 @@ class FitPosition:
 
     @contextlib.contextmanager
     def recorded(self, checkpoint: dict[str, Any]) -> Iterator[None]:
-        """Add the position to `checkpoint`. Within this context, the random state is the state to resume with.
+        """Add the position to `checkpoint`.
 
-        A checkpoint that is saved during a validation resumes before the validation. Logs a warning if no run can
-        continue exactly from this position.
+        Within this context, the random number generators are in the state with which a run resumes. A checkpoint that
+        is saved during a validation resumes before the validation. Logs a warning if no run can continue exactly from
+        this position.
         """
         trainer = self._trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -172,7 +173,7 @@ class FitPosition:
                 restore_rng(now)
 
     def _problem(self) -> str | None:
-        """Return why no run can continue exactly from the current position; None if exact continuation is possible."""
+        """Return why no run can continue exactly from the current position, or None if a run can."""
         loop, module = self._trainer.fit_loop.epoch_loop, self._trainer.lightning_module
         batch = loop.batch_progress.current
         if batch.ready != batch.processed:
@@ -270,7 +271,7 @@ class FitPosition:
 
 
 def _left(fit: dict[str, Any], stage: str | None, going_on: bool) -> str | None:
-    """Set the counters to a position between batches or between epochs. Return what the run must do first.
+    """Set the counters to a position between two batches or two epochs. Return what the run must do first.
 
     Args:
         stage: Where the checkpoint was saved. None if Lightning or an older version of ckptkit saved the checkpoint.

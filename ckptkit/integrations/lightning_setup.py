@@ -23,10 +23,9 @@ def group_sizes(
 ) -> tuple[int, int]:
     """Return the numbers of (data-parallel, tensor-parallel) ranks.
 
-    If one number is "auto", it is computed from the other number.
-
-    If both are "auto" and there is a custom plan, each node is one tensor-parallel group, as in NeMo and Lightning.
-    Without a plan, all ranks are data-parallel.
+    If one number is "auto", it is computed from the other number. If both are "auto" and there is a custom plan, each
+    node is one tensor-parallel group, as in NeMo and Lightning. If both are "auto" without a plan, all ranks are
+    data-parallel.
 
     Raises:
         UsageError: dp x cp x tp is not the number of ranks.

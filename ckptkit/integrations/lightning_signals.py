@@ -20,10 +20,10 @@ _GATHER_S = 60.0  # how long to wait for the other ranks after an exception
 class StopSignal:
     """Replaces the Trainer's handler for SIGTERM while the Trainer runs. All ranks must create this object together.
 
-    Lightning's handler joins a broadcast as soon as a rank receives the signal. The ranks hang unless all of them
-    receive the signal at the same point of the training. The handler of this class only records the signal. Between two
-    batches, the ranks agree to stop, and then stop in the same way as Lightning. The handler with which Lightning saves
-    and requeues a Slurm job is also delayed until then.
+    Lightning's handler joins a broadcast as soon as a rank receives the signal. If the ranks receive the signal at
+    different points of the training, they hang. The handler of this class only records the signal. Between two batches,
+    the ranks agree to stop, and then stop in the same way as Lightning. The handler with which Lightning saves and
+    requeues a Slurm job also runs only between two batches.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -45,8 +45,9 @@ class StopSignal:
     def after_batch(self) -> None:
         """Stop, or requeue the job, if any rank has received a signal. Takes one small all-reduce.
 
-        Does nothing in the middle of an optimizer step. Also does nothing once `max_steps` is reached: Lightning then
-        stops by itself after the hooks at the end of the epoch, and a resumed run would not call these hooks.
+        Does nothing in the middle of an optimizer step. Also does nothing once `max_steps` is reached. Lightning then
+        calls the end-of-epoch hooks and stops by itself. If the run stopped here instead, these hooks would never be
+        called, because a resumed run does not call them.
         """
         loop = self._trainer.fit_loop.epoch_loop
         is_over = 0 <= loop.max_steps <= loop.global_step
@@ -71,8 +72,8 @@ class StopSignal:
     def in_validation(self) -> None:
         """Stop like `after_batch`, if all ranks have the same number of batches.
 
-        If the numbers differ, the ranks stop after the validation. The same applies if a rank's model temporarily has
-        other weights, such as averages.
+        If the numbers differ, or if a rank's model temporarily contains other weights, such as averages, the ranks stop
+        after the validation.
         """
         if self._validates_together and self._votes.any(self._received):
             replaced = FitPosition.of(self._trainer).weights_are_replaced()
@@ -80,7 +81,10 @@ class StopSignal:
                 raise SIGTERMException
 
     def after_epoch(self) -> None:
-        """If any rank has received SIGTERM, make Lightning stop after the other hooks at the end of the epoch."""
+        """Make Lightning stop if any rank has received SIGTERM.
+
+        Before Lightning stops, it calls the other end-of-epoch hooks.
+        """
         self._agreed()
 
     def _agreed(self) -> bool:

@@ -47,7 +47,7 @@ def live_state(module: nn.Module) -> dict[str, Any]:
 
 
 class StateView(nn.Module):
-    """Stands in for a module. The state dict contains only the given tensors."""
+    """Takes the place of a module when its state is saved or loaded. The state dict contains only the given tensors."""
 
     def __init__(self, tensors: Mapping[str, Any], like: nn.Module | None = None) -> None:
         super().__init__()
@@ -66,7 +66,10 @@ class StateView(nn.Module):
 
     @classmethod
     def of(cls, module: nn.Module, wanted: Mapping[str, Any]) -> StateView:
-        """Return a view of the tensors in `wanted`. Uses the module's live tensor unless a hook has replaced it."""
+        """Return a view of the tensors in `wanted`.
+
+        The view contains the module's live tensors, except those that a hook has replaced in `wanted`.
+        """
         live = live_state(module)
         return cls({k: live[k] if k in live and same_memory(live[k], v) else v for k, v in wanted.items()}, module)
 
@@ -98,7 +101,8 @@ def collecting_live(strategy: Any, live: Callable[[], Mapping[str, Any]]) -> Ite
 class LightningCheckpoints:
     """Saves and loads at Lightning's paths: the directory is the root of a run, and the last component is a tag.
 
-    All ranks create this object and call its methods together, or a single rank does so with its own group.
+    All ranks must create this object and call its methods together. A single rank can use the object alone if `group`
+    contains only this rank.
 
     Args:
         retention: The policy by which the checkpoints in a directory are rotated. Lightning also removes checkpoints
@@ -367,7 +371,7 @@ def _foreign(place: Path) -> list[str]:
 
 
 def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Find Lightning's dictionary in the non-tensor state that was loaded, and return the dictionary.
+    """Return Lightning's dictionary from `extra`, the loaded state that is not tensors.
 
     ckptkit stores the dictionary under a key of its own. In Lightning's sharded checkpoints, the dictionary is the
     content of `meta.pt`. Otherwise, the whole state is the dictionary.
@@ -391,8 +395,8 @@ def _as_lightnings(checkpoint: dict[str, Any], step: int | None) -> dict[str, An
 def _with_plain_hparams(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the dictionary with all hyperparameters as plain values, which load without running code.
 
-    Paths and classes become strings. A resuming Trainer ignores hyperparameters, so hyperparameters must not make a
-    save fail.
+    Values that are not plain, such as paths and classes, become strings. They do not make the save fail, because a
+    Trainer that resumes ignores hyperparameters.
     """
     texts: list[str] = []
     plain = {key: _plain(checkpoint[key], key, texts) for key in _HPARAMS if key in checkpoint}

@@ -348,8 +348,8 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     def _show_live(self, trainer: Any) -> None:
         """Make `trainer` collect live tensors for a save, whatever the state-dict type is.
 
-        `save_checkpoint` then gathers one tensor at a time. A dictionary of gathered tensors would need memory for all
-        tensors on rank 0.
+        `save_checkpoint` then gathers one tensor at a time. If Lightning collected gathered tensors instead, rank 0
+        would need memory for all tensors.
         """
         connector = trainer._checkpoint_connector
         dump = type(connector).dump_checkpoint
@@ -407,7 +407,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
 
         Args:
             storage_options: Supported only with a `checkpoint_io`. Otherwise, pass the options to the strategy.
-            retention: The policy for the checkpoints of this `owner`.
+            retention: The policy that applies to the checkpoints of `owner`.
 
         Raises:
             SaveError: Some rank failed. All ranks raise the same error. Nothing was published, and an existing
@@ -505,7 +505,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
 
 
 def fill_meta(root: nn.Module, device: Any) -> None:
-    """Initialize tensors that are on the meta device with the values that a single process would draw."""
+    """Initialize the tensors that are on the meta device. They get the values that a single process would draw."""
     if any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
         materialize(root, device)
         reset_parameters(root, seed=int(os.environ.get("PL_GLOBAL_SEED", "42")))
@@ -551,7 +551,7 @@ def _refuse_early(optimizers: Iterable[Any], module: nn.Module) -> None:
 
 
 def _refuse_averaging(trainer: Any) -> None:
-    """Raise for callbacks that average an unsharded copy of the model with the sharded model."""
+    """Raise for callbacks that average the weights of a sharded model into an unsharded copy."""
     for callback in trainer.callbacks:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise UsageError(

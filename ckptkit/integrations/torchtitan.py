@@ -127,8 +127,8 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
         options: Passed to `CheckpointManager`: `retention` (replaces `keep_latest_k`), `storage_options`, ...
 
     Raises:
-        UsageError: The config uses an unsupported feature (Hugging Face formats, or an `export_dtype` that casts) or
-            contains an unknown field, or torchft is enabled.
+        UsageError: The config contains an unknown field, or uses an unsupported feature: a Hugging Face format, an
+            `export_dtype` that casts, or torchft.
     """
 
     if hasattr(_Base, "Config"):
@@ -287,9 +287,9 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
 def _by_class(optimizers: list[Any], *, stages: int) -> Any:
     """Return the optimizers in a form that TrainState accepts.
 
-    With several pipeline stages, the optimizers of each class are joined into one optimizer, because the number of
-    stages per rank depends on the mesh. With a single stage, there already is one optimizer per class, in the same
-    order.
+    With a single stage, there is one optimizer per class, and the optimizers are returned in the same order. With
+    several pipeline stages, the optimizers of each class are joined into one, because the number of stages per rank
+    depends on the mesh.
     """
     if stages > 1:
         classes: dict[str, list[Any]] = {}
@@ -300,7 +300,7 @@ def _by_class(optimizers: list[Any], *, stages: int) -> Any:
 
 
 def _joined(optimizers: list[Any]) -> Any:
-    """Return one optimizer that stands for several.
+    """Return one optimizer that represents all given optimizers.
 
     The result has the class name of the first optimizer, because a checkpoint records the class name.
     """
@@ -308,7 +308,7 @@ def _joined(optimizers: list[Any]) -> Any:
 
 
 class _ByDataRank:
-    """Wraps torchtitan's dataloader, whose state names the data-parallel rank that it belongs to.
+    """Wraps torchtitan's dataloader, whose state contains the number of its data-parallel rank.
 
     The state can be loaded on any mesh with the same number of data-parallel ranks, even if the global ranks differ.
     """

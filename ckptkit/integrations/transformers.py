@@ -36,8 +36,8 @@ from ckptkit.formats.own.record import checkpoint_name
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers' types are not followed
     """Saves model, optimizer, scheduler, random state and the Trainer's own state. Resumes from the newest checkpoint.
 
-    Saves when the Trainer would save (`save_strategy`), and every `save_steps` steps. `save_total_limit` and
-    `load_best_model_at_end` keep their meaning.
+    Saves when the Trainer would save (`save_strategy`). If `save_steps` is set, also saves every `save_steps` steps.
+    `save_total_limit` and `load_best_model_at_end` keep their meaning.
 
     At the start of training, loads the newest committed checkpoint, on any number of ranks. If `url` has no committed
     checkpoint, loads the newest checkpoint that a Trainer saved there. The Trainer then skips the batches already seen,
@@ -151,7 +151,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return control
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Store the metrics for a save of this step."""
+        """Keep the metrics for a save at the same step."""
         self._evaluated = state.global_step
         self._metrics = {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}
 
@@ -235,7 +235,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
 
 def _write_trainer_state(report: LoadReport, stack: contextlib.ExitStack) -> str:
-    """Write the file that the Trainer reads first. Return the file's directory, which `stack` removes."""
+    """Write the file that the Trainer reads first. Return the file's directory, which `stack` removes at its end."""
     state = report.extra.get("trainer", report.extra.get("trainer_state"))  # from ckptkit's checkpoint or the Trainer's
     if state is None:
         raise UsageError(
