@@ -65,7 +65,7 @@ def counted_writes() -> list[int]:
 
 
 def _note(report: Any) -> tuple[int, int]:
-    """Return the reused and all steps that a report states, as in "...: 3 of 5 steps"."""
+    """Return the reused and all parts that a report states, as in "...: 3 of 5 parts"."""
     words = went_on(report.notes).partition(": ")[2].split()
     return (int(words[0]), int(words[2])) if words else (0, 0)
 

@@ -80,7 +80,7 @@ def assert_whole(source: Path, tmp_path: Path, **options: Any) -> Any:
 def test_a_killed_conversion_continues_and_gives_the_same_bytes(source, tmp_path, steps):
     killed(convert, source, tmp_path / "out", steps)
     report = convert(str(source), str(tmp_path / "out"))
-    assert f"{steps} of 5 steps" in went_on(report.notes)
+    assert f"{steps} of 5 parts" in went_on(report.notes)
     whole = assert_whole(source, tmp_path)
     assert report.nbytes_read < whole.nbytes_read
     assert report.checked == whole.checked
@@ -135,7 +135,7 @@ def test_a_killed_conversion_with_another_vocabulary_continues(tmp_path, steps):
 def test_a_run_killed_twice_keeps_the_steps_of_both_attempts(source, tmp_path):
     killed(convert, source, tmp_path / "out", 1)
     killed(convert, source, tmp_path / "out", 2)
-    assert "3 of 5 steps" in went_on(convert(str(source), str(tmp_path / "out")).notes)
+    assert "3 of 5 parts" in went_on(convert(str(source), str(tmp_path / "out")).notes)
 
 
 def test_the_next_run_continues_after_ctrl_c_even_in_the_same_process(source, tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_the_next_run_continues_after_ctrl_c_even_in_the_same_process(source, tm
         patched.setattr(journal.Journal, "done", interrupted)
         convert(str(source), str(tmp_path / "out"), workers=1)
     assert not (tmp_path / "out").exists()
-    assert "1 of 5 steps" in went_on(convert(str(source), str(tmp_path / "out")).notes)
+    assert "1 of 5 parts" in went_on(convert(str(source), str(tmp_path / "out")).notes)
     assert names(tmp_path) == ["in", "out"]
 
 
@@ -232,4 +232,4 @@ def test_a_torn_last_line_of_a_journal_is_ignored(source, tmp_path):
     killed(convert, source, tmp_path / "out", 2)
     owner = next(path for path in tmp_path.iterdir() if path.name.endswith(".owner"))
     owner.write_text(owner.read_text() + "3")
-    assert "2 of 5 steps" in went_on(convert(str(source), str(tmp_path / "out")).notes)
+    assert "2 of 5 parts" in went_on(convert(str(source), str(tmp_path / "out")).notes)
