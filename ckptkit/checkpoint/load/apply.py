@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The values that a load plan's objects and settings have after decoding."""
+    """The decoded values of a load plan's objects and settings."""
 
     objects: list[Any]  # the new state of each of `plan.objects`
     optimizers: list[tuple[dict[str, dict[str, Any]], dict[str, Any]]]  # each: state by FQN and name, and shared state
@@ -38,7 +38,7 @@ class Decoded:
 
 
 def decode_plan(plan: LoadPlan, tensor: Callable[[str], Any], *, rank: int, world_size: int) -> Decoded:
-    """Decode the saved JSON trees of a plan. Where a plan combines the states of several ranks, merge them.
+    """Decode the saved JSON trees of a plan. If an object combines the states of several ranks, merge these states.
 
     Args:
         tensor: Returns the tensor for a key. The tensor's elements may be filled in later, unless the plan merges
@@ -86,7 +86,7 @@ def apply_objects(state: TrainState, plan: LoadPlan, decoded: Decoded | None, re
 
 
 def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, report: LoadReport, rank: int) -> None:
-    """Finish the models, whose tensors were read before, and restore optimizers and random number generators."""
+    """Finish loading the models, and restore optimizers and random number generators. The tensors are already read."""
     import torch
 
     assert decoded is not None
@@ -146,8 +146,9 @@ def _apply_object(state: TrainState, target: ObjectTarget, value: Any) -> None:
     elif target.kind != "extra" or is_stateful(item):
         item.load_state_dict(value)
         if target.kind == "dataloader" and isinstance(item, torch.utils.data.DataLoader):
-            # Let torchdata's StatefulDataLoader create its iterator now; the next `iter` call returns it. That draws a
-            # random number. The saved run drew it before the save, so do this before the generators are restored.
+            # Let torchdata's StatefulDataLoader create its iterator now; the next `iter` call returns this iterator.
+            # Creating it draws a random number. The saved run drew this number before the save, so the generators must
+            # be restored afterwards.
             item.state_dict()  # type: ignore[attr-defined]  # the only way in; torch's own has no state
     else:
         name = target.key.removeprefix("extra.")
@@ -176,7 +177,7 @@ def apply_optimizer(
     shared: Mapping[str, Any],
     loaded: Collection[int],
 ) -> None:
-    """Replace an optimizer's state and settings. A master weight that was not saved is copied from the loaded weight.
+    """Replace an optimizer's state and settings. If a master weight was not saved, copy the loaded weight to it.
 
     Args:
         loaded: The ids of the parameters whose weights were loaded.
@@ -202,7 +203,7 @@ def apply_optimizer(
         for fqn, state_name, other, other_name in plan.same:
             if state_name in new.get(fqn, {}) and other_name in new.get(other, {}):
                 one, first = new[fqn][state_name], new[other][other_name]
-                if why_not_dense(one) or same_tensors(one, first):  # it may be one tensor only on the rank that said so
+                if why_not_dense(one) or same_tensors(one, first):  # only the rank that saved this may have one tensor
                     new[fqn][state_name] = first
         apply_state(plan.optimizer, plan.parameters, new, shared, plan.groups.settings, keep=plan.keep)
     for fqn, master in masters.items():

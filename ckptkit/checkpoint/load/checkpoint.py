@@ -52,16 +52,17 @@ def load_checkpoint(
     With `options.atomic`, everything is first read into a second copy and checked.
 
     Args:
-        ready: Waits until the checkpoint is pinned. It is called before anything is read into the state, and again
-            after the read. `ready(True)` also raises if the checkpoint was deleted before the pin took effect. That
-            error replaces errors about missing files.
-        origin: The value of `state.half_loaded` before the first attempt, if this call retries a load with the same
-            options.
+        ready: Waits until the checkpoint is pinned, that is, protected from deletion. It is called before anything is
+            read into the state, and again after the read. `ready(True)` also raises an error if the checkpoint was
+            deleted before the pin took effect. This error replaces errors about missing files.
+        origin: Only if this call retries a load with the same options: the value of `state.half_loaded` before the
+            first attempt.
 
     Raises:
-        CheckpointMismatchError: The state does not match. Every rank raises the same error, which lists all mismatches.
+        CheckpointMismatchError: The checkpoint does not match the state. Every rank raises the same error, which lists
+            all mismatches.
         CorruptCheckpointError: The checkpoint is damaged.
-        LoadError: With `options.atomic`: there is not enough memory for the second copy.
+        LoadError: There is not enough memory for the second copy (only with `options.atomic`).
         RankFailedError: Another rank failed.
     """
     import torch
@@ -145,16 +146,16 @@ def load_checkpoint(
 
 @dataclass(slots=True)
 class _RankPart:
-    """A `with` block that runs this rank's part of a step and sets `value`. `outcome` keeps any error."""
+    """A context manager for this rank's part of a step. The block sets `value`. `outcome` keeps any error."""
 
     value: Any = None
     outcome: Outcome = field(default_factory=Outcome)
 
     @property
     def answer(self) -> Outcome:
-        """Return the outcome.
+        """Return the outcome of this rank's part. It has a ckptkit error as its value, not as its failure.
 
-        Passes a ckptkit error on as a value, so that rank 0 can combine the errors of all ranks.
+        Rank 0 can then combine the errors of all ranks.
         """
         known = isinstance(self.outcome.cause, CkptkitError)
         return Outcome(self.outcome.cause) if known else self.outcome
@@ -174,8 +175,8 @@ class _RankPart:
 def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[None]:
     """Wait for the checkpoint's pin at the end of the `with` block.
 
-    With `sure`, also check that the checkpoint was not deleted before the pin took effect. If the block fails because
-    of such a deletion, replace the error by one that names the deletion.
+    With `sure`, or if the block raises an error, also check that the checkpoint was not deleted before the pin took
+    effect. If it was deleted, raise an error that says so, instead of the block's error.
     """
     if ready is None:
         yield
@@ -200,10 +201,11 @@ def _shared(
 
     - for each rank, the slices that this rank checks for other ranks;
     - for each rank, the ranks that read the same data as this rank;
-    - the names of saved tensors that no rank's state contains. (A pipeline rank has only its own stages' names.)
+    - the names of saved tensors that no rank's state contains. All ranks must be asked, because a rank of a pipeline
+      has only the names of its own stages.
 
     Raises:
-        CheckpointMismatchError: With `strict`: the checkpoint has a tensor that no rank has.
+        CheckpointMismatchError: The checkpoint has a tensor that no rank has (only with `strict`).
         UsageError: A glob of the layout matches no tensor of any rank.
     """
     _raise_one(answers)
@@ -218,8 +220,8 @@ def _shared(
 def _share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
     """For each slice that no rank reads completely, choose a rank to check the slice's digest.
 
-    The chosen rank is the reader that checks the fewest bytes so far. It reads the whole slice before any rank uses the
-    data, so each slice is read at most one extra time.
+    The rank is chosen from those that read a part of the slice: the one that checks the fewest bytes so far. It reads
+    the whole slice before any rank uses the data.
     """
     readers: dict[tuple[Any, int], list[int]] = {}
     slices: dict[tuple[Any, int], SliceCheck] = {}
@@ -265,7 +267,7 @@ def _raise_one(answers: Sequence[Any]) -> None:
     texts: dict[str, list[int]] = {}
     for rank, error in errors.items():
         if isinstance(error, CheckpointNotFoundError):
-            raise error  # it explains why other ranks did not find files
+            raise error  # this error explains why other ranks did not find files
         texts.setdefault(str(error), []).append(rank)
     kinds = {type(error) for error in errors.values()}
     lines = [text if len(ranks) == len(answers) else f"rank {ranks}: {text}" for text, ranks in texts.items()]

@@ -1,4 +1,4 @@
-"""Loads a manager's checkpoints: chooses one, pins it during the read, and falls back if it is damaged."""
+"""Chooses a checkpoint of a run, pins it, and loads it. If it is damaged, falls back to an earlier checkpoint."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Loader:
         return self._restore(other, None, state, options) if other else None
 
     def latest(self) -> int | None:
-        """Return the latest checkpoint's step; None if the run is new. Raises as `load` does. Call on rank 0."""
+        """Return the latest checkpoint's step, or None if the run is new. Raises like `load`. Call on rank 0."""
         inventory = list_checkpoints(self.root)
         if inventory.latest is not None:
             return inventory.latest.step
@@ -167,10 +167,7 @@ class Loader:
         return None
 
     def _begin(self, state: TrainState, options: LoadOptions) -> str:
-        """Return the URL of the checkpoint of another system from which to resume.
-
-        Returns "" if the run is new. Call on rank 0.
-        """
+        """Return the URL of another system's checkpoint to resume from, or "" if the run is new. Call on rank 0."""
         self.latest()
         wanted = options.optimizer != "skip"
         other = adoptable(self.url, self.root, state, optimizer=wanted, storage_options=self.storage_options)
@@ -201,7 +198,7 @@ class Loader:
         resume: bool = False,
         origin: str | None = None,
     ) -> LoadReport:
-        """Load one checkpoint. `place` is the checkpoint's path in this run or, if `record` is None, any URL."""
+        """Load one checkpoint. `place` is its path in this run. If `record` is None, `place` is any URL."""
 
         with ExitStack() as stack:
             # Rank 0 pins the checkpoint for all ranks until every rank has finished reading.
@@ -227,9 +224,9 @@ class Loader:
     ) -> tuple[CommitRecord | None, Callable[[bool], None] | None]:
         """Pin a checkpoint on rank 0. Return its record on all ranks, and a function that waits for the pin.
 
-        On an object store, a pin takes three requests: one writes the pin, two confirm that it took effect. Meanwhile,
-        the checkpoint is already being read. If every file can be read, the result is valid. If a file is missing, the
-        checkpoint was deleted before the pin took effect.
+        On an object store, a pin takes three requests: one writes the pin, two confirm that it took effect. The load
+        does not wait for them before it reads. If every file can be read, the result is valid. If a file is missing,
+        the checkpoint may have been deleted before the pin took effect.
         """
         why = "resumed from" if resume else "load"
         if chosen is None:
@@ -295,9 +292,8 @@ def adoptable(
 ) -> str:
     """Return the URL of the newest checkpoint in `url` that another system wrote.
 
-    Returns "" if there is none to resume from. Ignores uncommitted ckptkit saves. Also ignores a directory that
-    contains weights but no training step, because these may be the weights that a new run starts from. A log message
-    explains how to load such weights.
+    Returns "" if there is no checkpoint to resume from. Ignores uncommitted ckptkit saves. Also ignores weights without
+    a training step, because a new run may start from them. A log message then explains how to load such weights.
 
     Args:
         optimizer: Whether the load restores optimizers. If False, a checkpoint that contains only weights is accepted.
@@ -337,7 +333,7 @@ def adoptable(
 
 
 def _first_readable(places: Sequence[str], storage_options: Mapping[str, Any] | None) -> Source | None:
-    """Return the first of these places that is a checkpoint, opened. Raises an error if it cannot be read."""
+    """Open the first of these URLs that is a checkpoint. Returns None if none is. Raises if it can't be read."""
     for place in places:
         try:
             return open_source(place, storage_options=storage_options)
@@ -349,18 +345,18 @@ def _first_readable(places: Sequence[str], storage_options: Mapping[str, Any] | 
 
 
 def _is_trained(source: Source) -> bool:
-    """Return whether there is an optimizer or fp32 masters in the checkpoint, or beside it."""
+    """Return whether the checkpoint, or another file in its directory, has an optimizer or fp32 master weights."""
     catalog = with_files_beside(source.catalog, source.store)
     return _has(catalog, Role.OPTIMIZER) or _has(catalog, Role.MASTER)
 
 
 def _with_newer(chosen: Source, top: str, storage_options: Mapping[str, Any] | None) -> Source:
-    """Return the newest of `chosen` and the checkpoints beside it whose names can't be compared with its name.
+    """Return `chosen`, or a newer checkpoint in the same directory whose name does not show whether it is newer.
 
-    For example, Lightning's last.ckpt may be newer than step=90.ckpt, which it keeps as the best.
+    For example, if `chosen` is step=90.ckpt, which Lightning kept as the best, last.ckpt may be newer.
 
     Raises:
-        UsageError: Such a checkpoint may be newer, but it is damaged, or only one of the two has a step.
+        UsageError: A checkpoint may be newer, but is damaged. Or one of the two checkpoints has no step.
     """
     parts = chosen.url.removeprefix(top).strip("/").split("/")
     at = next((at for at, part in enumerate(parts) if parse_step(part)), None)
@@ -404,13 +400,13 @@ def _with_newer(chosen: Source, top: str, storage_options: Mapping[str, Any] | N
 
 
 def _step_of(source: Source, name: StepName | None) -> int | None:
-    """Return the step that a checkpoint records, or else the step in its name."""
+    """Return the step that a checkpoint records. If it records none, return the step in its name."""
     named = name.step if name is not None and _has_step(name) else None
     return named if source.catalog.info.step is None else source.catalog.info.step
 
 
 def _has_step(name: StepName) -> bool:
-    """Return whether a name tells a step, not only an epoch."""
+    """Return whether a name contains a step. If it contains only an epoch, returns False."""
     return name.step > 0 or name.epoch < 0
 
 
@@ -422,7 +418,7 @@ def _unclear(parent: str, first: str, second: str, why: str = "") -> UsageError:
 
 
 def _leads_into(place: Candidate, name: str) -> bool:
-    """Return whether `name` is a link to another entry of the same directory."""
+    """Return whether `name` is a symlink to another entry of the same directory."""
     if place.listing[name].kind != "symlink" or not is_directory(place.store):
         return False
     return os.path.realpath(os.path.join(place.store.url, name)).startswith(f"{os.path.realpath(place.store.url)}/")
@@ -438,7 +434,7 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
     """
     top = url.rstrip("/")
     place = Candidate(root)
-    names = [name for name in inventory.foreign if name in place.listing]  # others were deleted meanwhile
+    names = [name for name in inventory.foreign if name in place.listing]  # some may have been deleted meanwhile
     found = list(islice(_unread(top, place, names, storage_options), 5))
     if found:
         listing = ", ".join(found[:4]) + ", ..." * (len(found) > 4)
@@ -452,9 +448,9 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
 def _unread(
     top: str, root: Candidate, names: Sequence[str], storage_options: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """Yield the paths of entries in `names`, or below them, that a training run may continue from. Nearest first.
+    """Yield the paths from which training may be continued, among the entries `names` and in their subdirectories.
 
-    Weights alone are not yielded, except in a step.
+    Paths near the top come first. Checkpoints that have only weights are omitted, unless their names contain a step.
     """
     left: deque[tuple[str, Candidate, Sequence[str]]] = deque([("", root, names)])
     for _ in range(_MAX_DIRECTORIES):
@@ -469,7 +465,7 @@ def _unread(
             if inner is None:
                 if _may_be_state(f"{top}/{path}", place, name, storage_options):
                     yield path
-            elif inner is place:  # a link to nothing
+            elif inner is place:  # a symlink whose target does not exist
                 yield path
             else:
                 form = format_of(inner)
@@ -485,7 +481,7 @@ def _unread(
                 elif form is None or (form.name in _WEIGHTS and not is_step and not _resumable(inner, storage_options)):
                     left.append((path, inner, [*inner.files, *inner.directories]))
                 elif above == "" or form.name != "ckptkit" or not inner.store.url.startswith(root.store.url):
-                    yield path  # unless it is of another run of ckptkit below, which a log message suggests
+                    yield path  # except checkpoints of another ckptkit run in a subdirectory: a log message names these
         try:
             refuse_unsupported([name for name in names if place.listing[name].kind in ("file", "symlink")])
         except UnsupportedFormatError as error:
@@ -495,9 +491,9 @@ def _unread(
 
 
 def _directory(place: Candidate, name: str) -> Candidate | None:
-    """Return the directory `name`, also if it is a link.
+    """Return the directory `name`, which may be a symlink.
 
-    Returns None for a file, and `place` for a link to a checkpoint that does not exist.
+    Returns None for a file. If `name` is a symlink to a checkpoint that no longer exists, returns `place`.
     """
     kind = place.listing[name].kind
     if kind == "directory" and (not name.startswith(".") or _CHECKPOINT.fullmatch(name) or parse_step(name)):
@@ -521,7 +517,7 @@ def _may_be_state(url: str, place: Candidate, name: str, storage_options: Mappin
         if not usual and start != b"PK":
             return False
         return _has(open_source(url, storage_options=storage_options).catalog, Role.OPTIMIZER)
-    except (UnsafePathError, FileNotFoundError):  # a link to a file elsewhere
+    except (UnsafePathError, FileNotFoundError):  # a symlink to a file outside the directory
         return usual
     except UnsafePickleError:
         return start == b"PK"
@@ -537,12 +533,12 @@ def _resumable(place: Candidate, storage_options: Mapping[str, Any] | None) -> b
         return _is_trained(open_source(place.store.url, storage_options=storage_options))
     except StorageError:
         raise
-    except CkptkitError:  # its files are looked at one by one
+    except CkptkitError:  # the caller looks at the directory's files one by one
         return False
 
 
 def _refuse_lost_step(where: str, place: Candidate) -> None:
-    """Raise IncompleteCheckpointError if a pointer file names a step, but there is no step."""
+    """Raise IncompleteCheckpointError if a pointer file names a step, but the directory contains no step."""
     for pointer, target in pointers(place):
         if parse_step(target) is not None and not any(map(parse_step, place.listing)):
             raise IncompleteCheckpointError(

@@ -17,7 +17,7 @@ Sides = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class KeyFilter:
-    """Selects parameters by globs, or by a predicate on the FQN. By default, selects all."""
+    """Selects parameters by globs, or by a predicate on the FQN. By default, selects all parameters."""
 
     include: Sequence[str] | Callable[[str], bool] = ()
     exclude: Sequence[str] | Callable[[str], bool] = ()
@@ -26,7 +26,7 @@ class KeyFilter:
         return (not self.include or _matches(self.include, fqn)) and not (self.exclude and _matches(self.exclude, fqn))
 
     def idle(self, fqns: Collection[str]) -> list[str]:
-        """Return descriptions of the globs and predicates that match none of these names."""
+        """Return the globs and predicates that match none of these names, as text for messages."""
         found = []
         for name, rule in (("include", self.include), ("exclude", self.exclude)):
             if callable(rule):
@@ -61,7 +61,7 @@ class Mismatches:
     others: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, kind: str, section: str, items: Iterable[str]) -> None:
-        """Add items to the list of mismatches that has the name `kind` in a section."""
+        """Add mismatches of a kind ("missing", "unexpected" or "shapes") in a section."""
         found = list(items)
         if found:
             getattr(self, kind).setdefault(section, []).extend(found)
@@ -70,7 +70,7 @@ class Mismatches:
         """Raise if there are mismatches. With strict=False, missing and unexpected names are accepted.
 
         Args:
-            elsewhere: Accept unexpected names if there are no other mismatches, because other ranks may have them.
+            elsewhere: Accept unexpected names if they are the only mismatches. Other ranks may have these names.
         """
         kinds = {"with another shape": self.shapes, "with another dtype": self.dtypes, "incompatible": self.others}
         if strict:
@@ -103,7 +103,7 @@ class Mismatches:
 def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
     """Return, by section, the names that all tables contain.
 
-    An entry that explains its name, as in "NAME (why)", is returned even if only one table contains it.
+    An entry with a reason, as in "NAME (why)", is returned even if only one table contains it.
     """
     found: dict[str, list[str]] = {}
     for section in dict.fromkeys(section for table in tables for section in table):
@@ -116,10 +116,7 @@ def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]
 
 
 def match_tensors(found: Mismatches, section: str, wanted: Sides, saved: Sides, *, convert_dtype: bool) -> list[str]:
-    """Compare wanted tensors with saved ones.
-
-    Return the names of those that match, and add all mismatches to `found`.
-    """
+    """Compare wanted tensors with saved tensors. Return the names of matching tensors; add mismatches to `found`."""
     found.add("missing", section, (name for name in wanted if name not in saved))
     found.add("unexpected", section, (name for name in saved if name not in wanted))
     good = []

@@ -55,7 +55,7 @@ _ADAPTER = re.compile(
 
 
 def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
-    """Return the catalog, extended by the optimizer, scheduler and random-state files in the directory of the weights.
+    """Add the optimizer, scheduler and random-state files in the directory of the weights to the catalog.
 
     A catalog that already contains an optimizer is returned unchanged.
     """
@@ -92,13 +92,13 @@ class Adopted:
 
 
 def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool = True) -> Adopted:
-    """Adapt another system's checkpoint to `state`. Does not communicate. Reads only objects and the tensors of
-    `extra`.
+    """Adapt another system's checkpoint to `state`. Does not communicate. Reads only objects and their tensors.
 
     FQNs in the checkpoint and in the models may differ by a prefix (a LightningModule's attribute, a wrapper). The
     prefix that makes the most names match is added or removed. PEFT's files omit the adapter's name; it is inserted.
-    Optimizers are matched by name or order. Settings, schedulers and random states are read from where Lightning,
-    transformers, accelerate, verl, LightRFT, DeepSpeed, torchtitan and scripts store them. The rest become `extra`.
+    Optimizers are matched by name or order. Finds settings, schedulers and random states in the places where Lightning,
+    transformers, accelerate, verl, LightRFT, DeepSpeed, torchtitan and scripts store them. All other objects become
+    `extra` state.
     """
     trained = with_trained_weights(catalog)
     said = trained.info.notes[len(catalog.info.notes) :]
@@ -108,7 +108,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     tied = _tied(state)
     flattened = {name: f"extra.{name}" for name, item in state.extra.items() if is_stateful(item)}
     for name, item in state.parts("dataloader").items():
-        if own_merge(item):  # otherwise it is unknown which rank's state this is
+        if own_merge(item):  # without a merge, it would be unknown which rank's state this is
             flattened[section("dataloader", name)] = f"{section('dataloader', name)}.0"
 
     def read(entries: Sequence[TensorEntry]) -> Mapping[str, torch.Tensor]:
@@ -183,7 +183,7 @@ def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str],
     saved = {entry.fqn for entry in catalog.by_role(Role.MODEL).values()}
     best, hits = ("", ""), len(saved & live)  # best: (removed prefix, added prefix)
     candidates: set[tuple[str, str]] = set()
-    # Try long names first, because they are unlikely to be a suffix of another name by accident.
+    # Try long names first. A short name is more likely to be the suffix of an unrelated name.
     for fqn in sorted(saved, key=lambda name: (-len(name), name))[:_SAMPLES]:
         candidates |= {("", name[: -len(fqn)]) for name in live if name.endswith(f".{fqn}")}
     for fqn in sorted(live, key=lambda name: (-len(name), name))[:_SAMPLES]:
@@ -220,7 +220,7 @@ def _in_order(models: Sequence[str]) -> Callable[[str], str]:
 
 
 def _adapter_names(live: Collection[str]) -> dict[str, str]:
-    """Map the names in PEFT's files to the names in a live PEFT model. Omits a name that fits several adapters."""
+    """Map the names in PEFT's files to the names in a live PEFT model. Omits names that fit several adapters."""
     found: dict[str, str] = {}
     shared: set[str] = set()
     for fqn in live:
@@ -241,7 +241,7 @@ class _LiveNames:
     prefix: str
     tied: Mapping[str, str]
     numbers: Mapping[str, str] = field(default_factory=dict)
-    front: str = ""  # what the optimizer's parameters may start with in the checkpoint
+    front: str = ""  # the prefix that the optimizer's parameters may have in the checkpoint
 
     def __call__(self, name: Any) -> str:
         fqn = self.numbers.get(str(name))
@@ -293,11 +293,11 @@ def _sections(saved: Mapping[str, SavedOptimizer], live: Sequence[str], url: str
 
 
 def _matched(saved: Collection[str], live: Sequence[str], notes: list[str]) -> dict[str, str]:
-    """Map the keys of saved schedulers or scalers to live names, if as many were saved as are live.
+    """Map the keys of saved schedulers or scalers to the names of the live objects.
 
-    If more were saved, only those below a usual key count.
-
-    Several are matched by name, or by order if the checkpoint numbers them; otherwise a note says that they are not.
+    If the checkpoint has more of them than `state`, only those under a usual key are considered. Returns {} if their
+    number differs from the number of live objects. Several objects are matched by name. If the checkpoint only numbers
+    them, they are matched by order. If neither is possible, adds a note that they are not restored.
     """
     if len(saved) > len(live):
         saved = list(filter(is_usual_scheduler, saved))
@@ -312,9 +312,10 @@ def _matched(saved: Collection[str], live: Sequence[str], notes: list[str]) -> d
 
 
 def _by_name(saved: Sequence[str], live: Sequence[str]) -> dict[str, str]:
-    """Map each saved object's key to the live object whose name it contains; {} unless there is one for each key.
+    """Map each saved object's key to the live object whose name is in the key.
 
-    Both "optimizers.gen" and "gen_optim" contain "gen".
+    For example, "gen" is in "optimizers.gen" and in "gen_optim". Returns {} unless there is exactly one live object for
+    each key.
     """
     words = {key: {*key.split("."), *map(without_kind, key.split("."))} for key in saved}
     named = {key: [name for name in live if name in words[key]] for key in saved}
@@ -323,7 +324,7 @@ def _by_name(saved: Sequence[str], live: Sequence[str]) -> dict[str, str]:
 
 
 def _are_in_order(keys: Iterable[str]) -> bool:
-    """Return whether the keys of saved objects are only numbers, such as "optimizers.0", so that their order counts."""
+    """Return whether the keys of saved objects have numbers instead of names, such as "optimizers.0"."""
     ends = [without_kind(key.rpartition(".")[2]) for key in keys]
     return all(end == "" or end.isdigit() for end in ends)
 
@@ -336,7 +337,7 @@ def _renamed(
     tied: Mapping[str, str],
     numbers: Mapping[str, Mapping[str, str]],
 ) -> dict[str, TensorEntry]:
-    """Return the checkpoint's tensors under the names that ckptkit uses. Omits moments that no live optimizer uses."""
+    """Return the checkpoint's tensors under ckptkit's names. Omits moments that no live optimizer uses."""
     found: dict[str, TensorEntry] = {}
     for entry in catalog.by_role(Role.MODEL).values():
         fqn = rename(entry.fqn)
@@ -348,7 +349,7 @@ def _renamed(
             fqn = tied.get(fqn, fqn)
             key = sections.get(prefix, "optimizer" if is_master else None)  # a master may fill a weight
             if key is None or not fqn or part.is_nested:
-                continue  # `_states` restores a part of a list or dict
+                continue  # an item of a list or dict, which `_states` restores
             name = f"{key}.master.{fqn}" if is_master else f"{key}.state.{fqn}.{part.state}"
             found[name] = replace(part.entry, name=name, fqn=fqn, state=part.state)
     found.update({f"other.{entry.name}": replace(entry, name=f"other.{entry.name}") for entry in saved.tensors})
@@ -365,7 +366,7 @@ def _optimizer_tree(
     key: str,
     refs: dict[str, torch.Tensor],
 ) -> JSON:
-    """Return an optimizer's settings and its states that are no tensors, as in `objects.json`."""
+    """Return an optimizer's settings, and its states that are not tensors, in the form of `objects.json`."""
     groups = []
     for index, group in enumerate(saved.groups):
         settings = {name: value for name, value in group.items() if name != "params"}
@@ -385,10 +386,10 @@ def _states(
     read: Callable[[Sequence[TensorEntry]], Mapping[str, torch.Tensor]],
     live: Any,
 ) -> dict[str, dict[str, Any]]:
-    """Return each parameter's state that is not a tensor, such as a step count or a list of tensors, by live FQN.
+    """Return, by live FQN, each parameter's states that are not single tensors: step counts, lists of tensors, ...
 
-    For torch's optimizers, step counts become tensors, because these optimizers would convert them on load anyway.
-    Other optimizers keep numbers.
+    For torch's optimizers, step counts become tensors, as in the `load_state_dict` of these optimizers. For other
+    optimizers, step counts stay numbers.
 
     Raises:
         CheckpointMismatchError: Lists or dicts contain tensors, and the live parameters are sharded.
@@ -420,11 +421,11 @@ def _states(
 def _by_position(saved: SavedOptimizer, key: str, state: TrainState) -> dict[str, str]:
     """Map each numbered parameter to its live FQN. Return {} if the saved groups contain names.
 
-    The numbers are strings, because DCP stores the keys of dicts as strings.
-
     If the saved and the live groups have the same lengths and the shapes match, parameters are matched by order. This
-    assumes that the saving job created its optimizer with the same code. Otherwise the saved parameters are matched to
-    the model's parameters by shape and order, provided that only one assignment is possible.
+    assumes that the saving job created its optimizer with the same code. If lengths or shapes differ, the saved
+    parameters are matched to the model's parameters by shape and order, provided that only one assignment is possible.
+
+    The numbers in the result are strings, because DCP stores dict keys as strings.
     """
     if not saved.is_numbered:
         return {}

@@ -23,11 +23,11 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class MappedWeights:
-    """A checkpoint's weights after a key map was applied."""
+    """The weights of a checkpoint after a key map was applied to their names."""
 
     catalog: Catalog  # the weights under their new names, with their fp32 masters and lower bits, and nothing else
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # each weight's tensors in the checkpoint
-    filled: dict[str, tuple[Box, ...]] = field(default_factory=dict)  # boxes, by the entry's name; only if padded
+    filled: dict[str, tuple[Box, ...]] = field(default_factory=dict)  # filled boxes of padded entries, by entry name
     dropped: Mapping[str, str] = field(default_factory=dict)  # tensors that the map drops, with the reason
     notes: tuple[str, ...] = ()  # rules that matched nothing
 
@@ -38,8 +38,8 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
     The optimizer's more exact copies of weights (fp32 masters, flashoptim's lower bits) are mapped in the same way.
 
     Args:
-        live: The live models' tensor names. Some formats store a tied weight under only one of its names. The weight's
-            other names are mapped, too, if `live` contains the result.
+        live: The live models' tensor names. Some formats store a tied weight under only one of its names. Another name
+            of the weight is mapped, too, if its result is in `live`.
         config: The model's config, from which the map's rules may take sizes.
     """
     weights = catalog.by_role(Role.MODEL)
@@ -86,10 +86,10 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
 
 
 def _kept_of(target: Target, kept: Mapping[str, TensorEntry]) -> Target | None:
-    """Return the target with each source tensor replaced by the optimizer's tensor for it (fp32 master or lower bits).
+    """Return the target with the optimizer's tensor (fp32 master or lower bits) in place of each source tensor.
 
-    Where the optimizer has no lower bits for a source, for example for an expert that was never updated, the target is
-    padded. Returns None if the optimizer has tensors for none of the target's sources, or fp32 masters for only some.
+    If the optimizer has no lower bits for a source, for example for an expert that was never updated, the target is
+    padded there. Returns None if the optimizer has no tensor for any source, or has fp32 masters for only some sources.
 
     Args:
         kept: The optimizer's tensors, by the name of the source tensor.
@@ -104,7 +104,7 @@ def _kept_of(target: Target, kept: Mapping[str, TensorEntry]) -> Target | None:
 
 
 def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
-    """Return targets for those names of tied weights under which the checkpoint stores nothing."""
+    """Return the targets for the names of tied weights that are not names of tensors in the checkpoint."""
     found: dict[str, Target] = {}
     for section, table in catalog.info.extra.get("aliases", {}).items():
         prefix = f"{section.partition('_')[2]}." if "_" in section else ""

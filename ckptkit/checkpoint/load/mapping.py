@@ -59,11 +59,11 @@ def open_checkpoint(
 
 
 class Checkpoint(Mapping[str, Any]):
-    """Maps a checkpoint's names to values: a `TensorView` for a tensor, the value itself for an object.
+    """Maps a checkpoint's names to values. The value of a tensor is a `TensorView`. An object's value is the object.
 
     Attributes:
         url: The opened checkpoint.
-        note: Why this checkpoint was chosen, if `url` named a run.
+        note: Why this checkpoint was chosen, if the caller passed the URL of a run.
         catalog: The tensors' dtypes, shapes, slices and roles.
     """
 
@@ -80,12 +80,12 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def step(self) -> int | None:
-        """The training step; None if it was not recorded."""
+        """The training step, or None if the checkpoint does not record it."""
         return self.catalog.info.step
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics in the commit record; empty if there are none."""
+        """The metrics in the commit record. Empty if there are none."""
         record = find_record(self._store)
         return dict(record.metrics) if record is not None else {}
 

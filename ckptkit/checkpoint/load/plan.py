@@ -101,15 +101,15 @@ class LoadOptions:
 
     Attributes:
         strict: Raise if keys are missing or unexpected. False: load the matching keys and report the others.
-        include, exclude: Globs for the models' FQNs, or a predicate, to load only some parameters (adapters, for
-            example). With `strict`, a glob that matches nothing is an error.
-        model: "restore"; "skip" leaves the models unchanged, to load only an optimizer.
-        optimizer: "restore"; "skip" leaves the optimizer unchanged; "deferred" lets you restore it later, with the
-            handle in the report.
+        include, exclude: Globs for the models' FQNs, or a predicate, to load only some parameters, such as adapters.
+            With `strict`, a glob that matches nothing is an error.
+        model: "restore" loads the models. "skip" leaves the models unchanged, for example to load only an optimizer.
+        optimizer: "restore" loads the optimizer. "skip" leaves the optimizer unchanged. "deferred" lets you restore the
+            optimizer later, with the handle in the report.
         key_map: A map from the checkpoint's names to the model's: a built-in name, a TOML or JSON file, or a NameMap.
             With a key map, only weights are loaded, and everything else is left unchanged. If the state has an
             optimizer, also pass optimizer="skip".
-        convert_dtype: Cast model tensors whose dtype differs. Otherwise a different dtype is an error.
+        convert_dtype: Cast model tensors whose dtype differs. If False, a different dtype is an error.
         atomic: Change nothing until everything is read and checked, for a job that continues after a failed load. Needs
             memory for a second copy. By default, only keys, shapes and dtypes are checked before anything is changed.
             Then tensors are read straight into model and optimizer, and damage found while reading leaves the state
@@ -213,7 +213,7 @@ class OptimizerPlan:
     joined: set[tuple[str, str]] = field(default_factory=set)  # parts in `live` that are parts of global tensors
 
     def shape(self, fqn: str) -> tuple[int, ...]:
-        """Return the global shape of a parameter, which its saved weight and its master weight also have."""
+        """Return the global shape of a parameter. The saved weight and the master weight have the same shape."""
         return tuple(as_global(fqn, self.parameters[fqn], self.shards.get(fqn, ())).shape)
 
     @property
@@ -223,10 +223,7 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ObjectTarget:
-    """An object to restore, and its saved state as a list of JSON trees.
-
-    Only if `merge` is set are there several trees.
-    """
+    """An object to restore, and its saved state as a list of JSON trees. With `merge`, there may be several trees."""
 
     kind: str  # "scheduler", "grad_scaler", "dataloader", "extra", "model"
     key: str
@@ -258,7 +255,7 @@ class LoadPlan:
     filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # boxes to fill, by entry name; if padded
 
     def weights(self, optimizer: OptimizerPlan) -> dict[str, torch.Tensor]:
-        """Return the live tensors that the load fills in models, and the parameters of an optimizer, by FQN."""
+        """Return the model tensors that the load fills, and the parameters of the given optimizer, by FQN."""
         return {**{target.entry.fqn or "": target.live for target in self.models}, **optimizer.parameters}
 
     def references(self) -> list[str]:
@@ -386,10 +383,7 @@ class _Planner:
     def parts(
         self, key: str, live: dict[str, torch.Tensor], saved: dict[str, TensorEntry], recipes: Mapping[str, Recipe]
     ) -> tuple[dict[str, torch.Tensor], dict[str, TensorEntry]]:
-        """Compare the recipes of tensor subclasses.
-
-        Return the plain tensors inside those whose live and saved recipes agree.
-        """
+        """Return the plain tensors inside the tensor subclasses whose live and saved recipes agree."""
         head = f"{key}."
         stored = {name[len(head) :]: recipe for name, recipe in self.recipes.items() if name.startswith(head)}
         here = {fqn: outer_name(fqn, recipes) for fqn in live}
@@ -404,7 +398,7 @@ class _Planner:
         )
 
     def extra_state(self, key: str, module: torch.nn.Module, live: Collection[str]) -> None:
-        """Plan how to restore the extra state of modules (`get_extra_state`).
+        """Plan how to restore the extra state of modules (see `get_extra_state` in torch).
 
         Compares live and saved state module by module.
         """
@@ -476,7 +470,7 @@ class _Planner:
         mismatches.add("others", key, [f"{name} {why}" for name, why in expanded.items()])
 
     def exact(self, prefix: str, names: Sequence[str], entry: TensorEntry, live: torch.Tensor) -> TensorEntry:
-        """Return the saved tensor to load a weight from: its fp32 master if the saved weight would have to be cast."""
+        """Return the saved tensor to load a weight from. If the saved weight must be cast, this is the fp32 master."""
         if entry.dtype == dtype_name(live.dtype):
             return entry
         masters = self.entries(Role.MASTER)
@@ -606,9 +600,9 @@ class _Planner:
         return placed_whole(plan.parameters.values(), saved.held.get(key), self.small(key))
 
     def opened_states(self, plan: OptimizerPlan, fqn: str, parameter: torch.Tensor) -> None:
-        """Match the states of one parameter that are tensor subclasses.
+        """Match the live and saved states of one parameter that are tensor subclasses.
 
-        Creates the states that the live optimizer lacks.
+        Creates the tensor subclasses that the live optimizer does not have yet.
         """
         import torch
         from torch.distributed.tensor import DTensor
@@ -669,10 +663,10 @@ class _Planner:
         self.plan.mismatches.add("others", plan.key, others)
 
     def of_their_state_dict(self, plan: OptimizerPlan) -> list[str]:
-        """Describe saved states in the form of an optimizer's `state_dict`, if its live states have another form.
+        """Describe saved states that have the form of a `state_dict`, if the optimizer's live states have another form.
 
-        Such states are flashoptim's in checkpoints of other systems, and other optimizers' states that flashoptim would
-        split into parts.
+        This concerns only flashoptim, which splits its live states into parts. Checkpoints of other systems contain the
+        `state_dict` of its optimizers, and checkpoints of other optimizers contain states that are not split.
         """
         if not keeps_parts(plan.optimizer):
             return []
@@ -687,10 +681,9 @@ class _Planner:
         return [f"{text} dcp.load and {kind}.load_state_dict, and save it again"]
 
     def of_other_ranks(self, plan: OptimizerPlan, saved: OptimizerTree) -> list[str]:
-        """Describe the saved states that this job cannot use.
+        """Describe the saved states that were computed from shards which no rank of this job has.
 
-        They were computed from shards of parameters, and no rank of this job has the same shards; see
-        `checkpoint/state/optimizer_layout`.
+        This job cannot use these states; see `checkpoint/state/optimizer_layout`.
         """
         cut = cuts(plan.parameters)
         here, place = layouts(cut), self.own.places.get(plan.key)
@@ -699,7 +692,7 @@ class _Planner:
         own = [key[len(plan.key) + 1 :] for key in self.own.bound if key.startswith(f"{plan.key}.")]
         own = [key.removeprefix("state.").removeprefix("values.") for key in own]
         mine, others = ({fqn for key, fqn in found if key == plan.key} for found in (self.own.mine, self.own.others))
-        # Whether this rank had other parameters, and other ranks had this one's (pipeline stages).
+        # Whether this rank had other parameters than now, and other ranks had its parameters (pipeline stages).
         moved = mine - plan.parameters.keys() and others & plan.parameters.keys()
         if own and (moved or not (self.own.fits and alike)):
             names, whose = own, f"each of the {self.own.ranks} ranks that saved them has its own"
@@ -757,8 +750,8 @@ class _Planner:
     def module(self, key: str, item: Any, tree: JSON) -> None:
         """Compare a model in `extra` as strictly as the models in `model`.
 
-        The model's own `load_state_dict` would cast tensors silently. It would also change the tensors that match
-        before it raises for those that do not.
+        The model's own `load_state_dict` would cast tensors silently. If some tensors do not match, it would also load
+        the others before it raises an error.
         """
         import torch
 
@@ -780,9 +773,9 @@ class _Planner:
         return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
 
     def absent(self, kind: str, key: str) -> None:
-        """Report a missing key.
+        """Report a missing key as a mismatch.
 
-        For a checkpoint of another system this is no error, because not every system saves every key.
+        If another system wrote the checkpoint, this is not a mismatch, because not every system saves every key.
         """
         if self.foreign:
             self.plan.skipped[key] = "not in the checkpoint, which ckptkit did not write"
@@ -790,7 +783,7 @@ class _Planner:
             self.plan.mismatches.add("missing", kind, [key])
 
     def saved_ranks(self, key: str) -> list[int]:
-        """Return the ranks that saved a state under `key`, ascending."""
+        """Return the ranks that saved a state under `key`, in ascending order."""
         ranks = [name[len(key) + 1 :] for name in self.objects if name.startswith(f"{key}.")]
         return sorted(int(rank) for rank in ranks if rank.isdigit())
 
@@ -853,7 +846,7 @@ class _Planner:
             self.plan.skipped["rng"] = changed
 
     def left_out(self) -> None:
-        """Report saved sections that this job does not use."""
+        """Report the sections of the checkpoint that this job does not use."""
         live = {section(kind, name) for kind in ("model", "optimizer", "scheduler", "grad_scaler", "dataloader")
                 for name in self.state.parts(kind)}  # fmt: skip
         for key, tree in self.objects.items():
@@ -904,7 +897,10 @@ def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def _moved_values(tree: JSON, order: Sequence[int | None], saved: int, name: str = "") -> list[str]:
-    """Return the names of lists with one value per saved param group, if `order` moves a value to another group."""
+    """Return the names of the lists whose values would apply to the wrong param groups.
+
+    These are the lists with one value per saved group (`saved` is their number), if `order` moves groups.
+    """
     if isinstance(tree, dict):
         inner = [(key if not key.startswith("$") else name, value) for key, value in tree.items()]
         found = [text for key, value in inner for text in _moved_values(value, order, saved, key)]
@@ -976,11 +972,11 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
 
 
 def _lacking_states(plan: OptimizerPlan) -> list[str]:
-    """Return the states that are missing for parameters of which the checkpoint has other states.
+    """Return the missing states of parameters for which the checkpoint has at least one state.
 
-    Expected are, first, the live states that have the shape of their parameter. If not all of a parameter's live states
-    are saved, the states of another parameter in the same group are expected, too, provided that all saved states of
-    this parameter are also saved for that one.
+    A parameter's states are compared with two sets. The first set is the live states that have the parameter's shape.
+    If the live states are not all saved, the second set is the saved states of another parameter in the same group that
+    has all of this parameter's saved states, and more.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}
@@ -1008,9 +1004,10 @@ def _cuts(found: Sequence[Any]) -> str:
 def _plan_masters(
     plan: OptimizerPlan, masters: Mapping[str, TensorEntry], weights: Mapping[str, TensorEntry], found: Mismatches
 ) -> list[str]:
-    """Match fp32 master weights. If a master is not saved, its weight is used, provided that the weight is fp32.
+    """Match fp32 master weights. If a master weight is not saved, but the weight is fp32, the weight is used.
 
-    Returns the saved master weights that match no live one."""
+    Returns the saved master weights that match no live one.
+    """
     if plan.master_name is None:
         return list(masters)
     for fqn, parameter in plan.parameters.items():
@@ -1033,7 +1030,7 @@ def plan_load(
 ) -> LoadPlan:
     """Plan a load without changing anything. Reads objects, and only the tensors that settings or extras need.
 
-    The plan's `mismatches` contains all mismatches, except that of a LOCAL checkpoint's mesh, which raises.
+    Mismatches are collected in the plan's `mismatches`. Only a different mesh of a LOCAL checkpoint raises an error.
     """
     for item in state.extra.values():
         if isinstance(item, type) and is_stateful(item):
@@ -1103,10 +1100,10 @@ def _names_and_config(state: TrainState) -> tuple[set[str], Mapping[str, Any]]:
 
 
 def _stacked(state: TrainState, catalog: Catalog) -> MappedWeights | None:
-    """Return the weights of Hugging Face files under the names that they have in the live model.
+    """Return the weights of Hugging Face files under the live model's names.
 
-    The names differ because transformers stacks experts in memory. Returns None if the names agree, or if no map is
-    known.
+    The names may differ because transformers stacks experts in memory. Returns None if the names agree, or if no key
+    map for the model is known.
     """
     from ckptkit.checkpoint.load.key_map import map_weights
     from ckptkit.keymaps.builtin import choose_map

@@ -115,8 +115,8 @@ class Reading:
     ) -> PartView:
         """Schedule reads of this rank's part of a tensor, or only of the regions in `filled`.
 
-        The reads fill the live tensor. With `beside`, or for a meta tensor, they fill new memory, and `finish` copies
-        it to the live tensor.
+        The reads fill the live tensor. With `beside`, or for a meta tensor, the reads fill new memory, and `finish`
+        copies the new memory to the live tensor.
         """
         view = part_view(entry.name, live)
         if filled is not None:
@@ -135,7 +135,7 @@ class Reading:
     ) -> None:
         """Schedule reads of `parts` into `local`, or into new memory. Elements outside `parts` stay unchanged.
 
-        `is_whole` says that `parts` cover the whole tensor.
+        `is_whole` is True if `parts` cover all elements of `local`.
         """
         import torch
 
@@ -217,10 +217,10 @@ class Reading:
         held: Held | None,
         order: list[int] | None,
     ) -> bool:
-        """Return whether a live state has the form that a new state would have. If so, the load fills it in place.
+        """Return whether the load can fill a live state in place: the state has the form that a new state would have.
 
-        Returns False for a state with one element, because such a state may have been saved from another device. A
-        state that shares memory with other states may have any shape.
+        Returns False for a state with one element, because such a state may have been saved from another device. If a
+        state shares memory with other states, its shape may differ from the parameter's.
 
         Args:
             shape: The shape of the state.
@@ -245,21 +245,22 @@ class Reading:
         return entry.numel > 1 and place[0] == shape and _placement(kept) == place
 
     def _shares(self, kept: torch.Tensor) -> bool:
-        """Return whether a live state shares memory with the same other states as when it was saved."""
+        """Return whether a live state shares memory with the same states as when it was saved."""
         return id(kept) in self._joint
 
     def _stays(self, kept: torch.Tensor) -> bool:
-        """Return whether to fill a live state in place even with `atomic`.
+        """Return whether to fill a live state in place, even with `atomic`.
 
-        This is the case on an accelerator, where a second copy would need as much memory again, and for a state that
-        shares its memory.
+        Without `atomic`, this is always so. With `atomic`, it is so for a state on an accelerator, which rarely has
+        room for a second copy, and for a state that shares its memory.
         """
         return not self._atomic or kept.device.type != "cpu" or self._shares(kept) or is_paged(kept) or _is_view(kept)
 
     def _references(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
         """Schedule reads of the tensors that objects refer to, and return these tensors by key.
 
-        A tensor gets the placement of the live tensor with the same key. Without such a live tensor, it is read whole.
+        A tensor gets the placement of the live tensor with the same key. If there is no such live tensor, each rank
+        reads the whole tensor.
         """
         import torch
         from torch.distributed.tensor import DTensor
@@ -280,7 +281,7 @@ class Reading:
         return refs
 
     def _check_memory(self, limit: int | None) -> None:
-        """Raise LoadError if the second copy exceeds `limit` or, if that is None, this rank's share of free memory."""
+        """Raise LoadError if the second copy exceeds `limit`. None: the limit is this rank's share of free memory."""
         ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
         free = free_memory() if limit is None else None
         most = limit if free is None else free // ranks_here
@@ -294,9 +295,10 @@ class Reading:
 
 
 def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
-    """Return tensors whose shapes and placements show how to read the tensors in objects, by the key that a save uses.
+    """Return, by saved key, tensors that have the shapes and placements for reading the tensors in objects.
 
-    They are the tensors in the live extra state, and new tensors for DTensors that optimizers keep in lists and dicts.
+    These are the tensors in the live extra state. For DTensors that optimizers keep in lists and dicts, these are new
+    tensors.
     """
     import torch
 
@@ -324,7 +326,7 @@ def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
 
 
 def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the properties that a new state takes from its parameter: shape, device or mesh, and memory order."""
+    """Return the properties of a parameter that a new optimizer state copies: shape, device or mesh, memory order."""
     from torch.distributed.tensor import DTensor
 
     local, placed = local_part(tensor), None
@@ -341,8 +343,9 @@ def _is_view(tensor: torch.Tensor) -> bool:
 def _overlaps(plan: LoadPlan, models: Sequence[PartView], store: Store) -> tuple[set[int], set[int]]:
     """Return two sets of ids of live optimizer states that share memory with other tensors.
 
-    The states in the first set shared memory in the same way when they were saved. A load fills them in place, so that
-    they keep sharing it. The states in the second set did not: a load gives them memory of their own.
+    The first set contains the states that shared memory in the same way when they were saved. A load fills them in
+    place, so that they continue to share memory. The second set contains all others. A load gives each of them its own
+    memory.
 
     Args:
         models: This rank's parts of the tensors in `plan.models`.
@@ -403,7 +406,7 @@ def _claim(plan: OptimizerPlan, view: View, tensor: torch.Tensor) -> Claim | Non
 
 
 def free_memory() -> int | None:
-    """Return the free memory in bytes, within the container's limits; None if unknown (not Linux)."""
+    """Return the free memory in bytes, within the container's limits. Returns None on systems other than Linux."""
     found = [int(value.split()[0]) << 10 for key, value in _table("/proc/meminfo", ":") if key == "MemAvailable"]
     for line in _text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""Loads replicated data: of the ranks that need the same bytes, each reads a share and sends it to the others."""
+"""Loads replicated data. Each rank that needs the same bytes reads a share, and sends its share to the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def groups_of(signatures: Sequence[bytes]) -> list[list[int]]:
     """Return, for each rank, all ranks that read the same data, in ascending order. The list includes the rank itself.
 
     Args:
-        signatures: A signature of each rank's planned reads; b"" if they cannot be shared.
+        signatures: A signature of each rank's planned reads, or b"" if the rank's reads cannot be shared.
     """
     alike: dict[bytes, list[int]] = {}
     for rank, signature in enumerate(signatures):
@@ -42,8 +42,7 @@ def groups_of(signatures: Sequence[bytes]) -> list[list[int]]:
 def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[Sequence[torch.Tensor]]) -> int:
     """Send this rank's share to all other members, and receive theirs. Returns the number of bytes received.
 
-    All members must call it. Each share is sent once to each receiving rank; all members send in parallel. At most 128
-    MiB per rank are in flight.
+    All members must call it, and all send in parallel. At most 128 MiB per rank are in flight.
 
     Args:
         members: The ranks, as the coordinator numbers them. Includes this rank.
@@ -95,7 +94,7 @@ class _Message:
 
 
 def _messages(share: Sequence[torch.Tensor]) -> Iterator[_Message]:
-    """Split a share into messages. Large tensors in host memory are sent directly; the others are packed."""
+    """Split a share into messages. A large tensor in host memory is sent directly. All other tensors are packed."""
     import torch
 
     from ckptkit.formats.dcp.host_bytes import host_view, lies_row_major
