@@ -96,8 +96,8 @@ class DiffReport:
             as text.
         random: The states of random number generators that differ ("rng.0.torch").
         left_out: The names that were not compared, because one of the checkpoints contains only weights.
-        lack: What one of the checkpoints lacks, in words: "B has only weights" or "B has no optimizer". "" if there is
-            no such difference.
+        lack: What one of the checkpoints lacks, in words: "B has only weights" or "B has no optimizer". "" if neither
+            applies.
         notes: Hints for the user, for example that a glob matches nothing.
     """
 
@@ -520,12 +520,13 @@ def _roles(tensors: Mapping[str, TensorEntry], objects: Mapping[str, ObjectEntry
 
 
 def _lack(*sides: tuple[Mapping[str, TensorEntry], Mapping[str, ObjectEntry]]) -> str:
-    """Return a sentence such as "B has no optimizer", if only one of the checkpoints A and B lacks something.
+    """Return what one of the checkpoints lacks, in words, such as "B has only weights" or "B has no optimizer".
 
-    Returns "" if both checkpoints have an optimizer, or if neither has one.
+    If both checkpoints have only weights, the sentence names the one that also lacks the step. Returns "" if both have
+    other state, and both have an optimizer or neither has one.
     """
     alone = [_weights_alone(*side) for side in sides]
-    if any(alone):  # if both have only weights, then the checkpoint that also lacks the step
+    if any(alone):  # if both have only weights, name the one without a step
         return f"{'AB'[alone[1] and (not alone[0] or 'step' not in sides[1][1])]} has only weights"
     lacking = [Role.OPTIMIZER not in _roles(*side) for side in sides]
     return f"{'AB'[lacking[1]]} has no optimizer" if any(lacking) and not all(lacking) else ""

@@ -35,7 +35,8 @@ class Listed:
         why: The reasons for `keep`. For an entry that is not committed, a description of the entry.
         kept_files: Files that would remain after rotation deletes this checkpoint, because the checkpoint's commit
             record does not name them.
-        age_s: Seconds since the save, computed from the clocks of both machines. None if unknown.
+        age_s: Seconds since the save. None if unknown. Wrong if the clocks of this machine and of the job's machine
+            differ.
         absent_before: Number of checkpoints that were saved between the previous entry and this entry but no longer
             exist, for example because of rotation.
         damaged: Whether a skipped entry is probably a damaged checkpoint: its commit record is unreadable, or belongs

@@ -26,7 +26,7 @@ from ckptkit.storage.staging import is_interruption, leftover_of, owner_path, wr
 from ckptkit.storage.store import Store, split_url
 
 T = TypeVar("T")
-_BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # files that may be written besides the plan's
+_BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # files that may be written in addition to the plan's
 _FILE_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 

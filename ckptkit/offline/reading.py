@@ -62,7 +62,7 @@ class _Reading:
     Attributes:
         why: The command's name, recorded in the pins.
         ours: The sources that are ckptkit checkpoints, each with the URL that was requested.
-        seen: The sources in other formats, each with the identities of its files.
+        seen: The sources that are not ckptkit checkpoints, each with the identities of its files.
     """
 
     why: str
@@ -187,7 +187,7 @@ def open_pinned(
 
         whole = source
         catalog = in_parts(whole.store, whole.catalog, optimizer=inner == "all")
-        if catalog is not whole.catalog:  # so the source is not one of `ours`, which are stored in parts
+        if catalog is not whole.catalog:  # not a ckptkit checkpoint, which already stores inner tensors
             source = replace(whole, catalog=catalog)
             reading.sources = [source if item is whole else item for item in reading.sources]
     if together and not any(item is source for _, item in reading.ours):
@@ -267,10 +267,10 @@ def check_still_there(source: Source) -> None:
 
 
 def check_read_as_seen(source: Source) -> None:
-    """Raise CorruptCheckpointError if any file of a source in another format was replaced since `open_pinned`.
+    """Raise CorruptCheckpointError if any file of a source was replaced since `open_pinned`.
 
-    After a replacement, the result might mix two checkpoints. ckptkit's own files need no check, because they have
-    unique names and digests.
+    After a replacement, the result might mix two checkpoints. ckptkit checkpoints are not checked, because their files
+    have unique names and digests.
     """
     for seen in [seen for item, seen in _current.get().seen if item.store is source.store]:
         now = look_at(source)

@@ -600,7 +600,7 @@ def _check_dtypes(tensors: Mapping[str, OutputTensor]) -> None:
 
 
 def _cast(target: Target, wanted: str) -> Target:
-    """Return the target in the wanted dtype. "keep" keeps the casts of the key map. Other dtypes override them."""
+    """Return the target in the wanted dtype. "keep" keeps the key map's casts. Any other dtype replaces these casts."""
     if wanted == "keep":
         return target
     return replace(target, dtype=export_dtype(target.dtype, wanted))

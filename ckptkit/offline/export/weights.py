@@ -45,7 +45,7 @@ class ExportOptions:
             copies if `dtype` casts, otherwise the model's weights).
         key_map: The key map to apply. None chooses one if the choice is unambiguous.
         strip_prefix: A prefix to remove from every name. Tensors without this prefix are omitted.
-        include, exclude: Globs that match names before the key map, or catalog keys.
+        include, exclude: Globs. They match catalog keys, and names as they are before the key map is applied.
         untie: Keep the head and the embedding, although the config ties them.
         adapter_config: PEFT's adapter config, if neither the checkpoint nor the base has an adapter config.
         merge_adapter: Merge the adapter into the base weights.

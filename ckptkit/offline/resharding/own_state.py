@@ -165,11 +165,11 @@ def _add_optimizer(
             except _NoTree as error:
                 found.leftovers.append((f"{prefix}.{PARAM_GROUPS}.{index}.{setting}", str(error)))
         alike = (other for other in tree[PARAM_GROUPS] if {**other, "params": []} == made)
-        into = next(alike, None) if saved.is_flattened else None  # that form has a group for each parameter
+        into = next(alike, None) if saved.is_flattened else None  # a flattened state has a group for each parameter
         if into is None:
             tree[PARAM_GROUPS].append(into := made)
         into["params"] += [fqn_of(param) for param in group["params"]]
-    if tree[PARAM_GROUPS]:  # no job could load the values alone
+    if tree[PARAM_GROUPS]:  # without groups, no job could load the values
         found.trees[section] = tree
     elif tree["values"]:
         found.leftovers.append((f"{prefix}.state", "the settings of its parameters are missing"))
