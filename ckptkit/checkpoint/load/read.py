@@ -40,7 +40,7 @@ class Reading:
         filler: Reads all other tensors.
         states: The future state of each of the plan's optimizers, by FQN and name.
         refs: The tensors that objects refer to, by key.
-            held: Size of the second copy in bytes.
+        held: Size of the second copy in bytes.
     """
 
     def __init__(self, plan: LoadPlan, store: Store, options: LoadOptions, *, world_size: int) -> None:

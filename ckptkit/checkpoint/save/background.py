@@ -23,11 +23,11 @@ _unasked: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
 class SaveHandle:
     """A save in progress.
 
-    `result` waits for the commit and raises the save's error. Call it on all ranks or on none, so that they continue or
-    stop together. On a rank that does not call it, the next call to the manager raises the error.
+    `result` waits for the commit and raises the save's error. Call `result` on all ranks or on none, so that all ranks
+    continue or stop together. If a rank does not call `result`, its next call to the manager raises the error.
 
     Args:
-        patience: How long the save retries storage calls. Ctrl-C while waiting for the save ends the retries.
+        patience: How long the save retries storage calls. Ctrl-C during a wait for the save ends the retries.
     """
 
     def __init__(self, step: int, work: Callable[[], SaveReport], patience: Patience) -> None:
@@ -88,7 +88,7 @@ class SaveHandle:
 
         Raises:
             SaveError: The save failed; nothing was published.
-            TimeoutError: The save is not done after `timeout_s`; it continues.
+            TimeoutError: The save has not ended after `timeout_s` seconds. The save continues.
             UsageError: This process is a fork of the process that saves.
         """
         if os.getpid() != self._pid and not self._done.is_set():
@@ -110,7 +110,7 @@ class SaveHandle:
 
 
 def _report_unasked() -> None:
-    """When Python exits, log the errors of saves on which nobody has called `result` or `exception`."""
+    """Log the errors of saves whose `result` or `exception` was never called. Runs when Python exits."""
     for handle in list(_unasked):
         error = handle.exception()
         if error is not None:
@@ -118,15 +118,15 @@ def _report_unasked() -> None:
 
 
 def report_failure(step: int, error: BaseException) -> None:
-    """Log the error of a save on which nobody will call `result`."""
-    # If rank 0 is gone, it may have published the checkpoint. The error says so.
+    """Log the error of a save whose `result` will not be called."""
+    # If rank 0 has died, it may have published the checkpoint before. The error says so.
     is_unknown = isinstance(error, RankFailedError) and error.interrupted and 0 in error.causes
     result = "" if is_unknown else ", and nothing was published"
     _log.error("the save of step %s failed%s: %s", step, result, error)
 
 
 def _wait_for_saves() -> None:
-    """Wait for running saves when the main thread ends, before Python shuts down modules that the saves use."""
+    """Wait for running saves when the main thread ends. Python then shuts down modules that the saves use."""
     for handle in list(_unasked):
         while handle._thread.is_alive() and not handle._waited(_LOOK_S):  # in a fork, is_alive() is False
             pass

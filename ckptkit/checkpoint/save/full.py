@@ -1,8 +1,8 @@
-"""Saves FULL checkpoints. Full tensors are gathered one at a time on the rank that writes them.
+"""Saves FULL checkpoints. The files are divided among the ranks, which write in parallel.
 
-The other ranks hold only their parts. Every rank knows the whole plan: files, tensors, writers, and which rank sends
-which region of a tensor. The files are divided among the ranks, which write in parallel. A rank gathers one tensor
-while it writes the previous one.
+The rank that writes a file gathers the file's full tensors, one at a time. It gathers a tensor while it writes the
+previous one. The other ranks hold only their own parts of the tensors. Every rank knows the whole plan: files, tensors,
+writers, and which rank sends which region of a tensor.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _CHUNK_BYTES = 16 << 20  # maximum size of one message
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A region of a tensor, and the rank that sends it.
+    """A region of a tensor, and the rank that sends the region.
 
-    `number` is the region's index among the parts that this rank has.
+    `number` is the region's index among the parts that the sending rank has.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Item(TensorToWrite):
-    """A tensor to write, and the pieces from which it is gathered."""
+    """A tensor to write, and the pieces of which the tensor consists."""
 
     key: str
     pieces: tuple[_Piece, ...]
@@ -80,7 +80,7 @@ class _File:
 
 @dataclass(slots=True)
 class FullTensors:
-    """This rank's contributions to full tensors, and the files that it writes."""
+    """This rank's plan: the parts of full tensors that it sends, and the files that it writes."""
 
     rank: int
     world_size: int
@@ -182,7 +182,7 @@ class FullTensors:
 
 
 def _describe(views: Any, captured: Captured) -> bytes:
-    """Describe this rank's tensors to the other ranks, as JSON. Tensors refer to layouts by index."""
+    """Return a description of this rank's tensors for the other ranks, as JSON. Tensors refer to layouts by index."""
     layouts: list[Any] = []
     rows = []
     index: dict[ShardLayout, int] = {}
@@ -233,7 +233,7 @@ def _pieces(
     """Return the distinct regions of a tensor, each with the lowest rank that stores the region.
 
     Args:
-        ranks: The number in the default group of each rank. Layouts refer to ranks by this number.
+        ranks: Each rank's number in the default process group. Layouts use these numbers.
     """
     found: dict[Box, _Piece] = {}
     for rank, (_, dtype, shape, _, local_shape), layout in held:
@@ -256,7 +256,7 @@ def _pieces(
 
 
 def _files(group: str, items: Sequence[_Item], max_shard_bytes: int) -> list[_File]:
-    """Split a group of tensors into files of at most `max_shard_bytes`, in tensor order, as transformers does."""
+    """Split a group of tensors into files of at most `max_shard_bytes`. Keeps the order, as transformers does."""
     files: list[_File] = []
     for item in items:
         if not files or (files[-1].nbytes and files[-1].nbytes + item.nbytes > max_shard_bytes):
@@ -275,11 +275,11 @@ def _files(group: str, items: Sequence[_Item], max_shard_bytes: int) -> list[_Fi
 
 @dataclass(slots=True)
 class _Transfer:
-    """Gathers and writes every tensor. All ranks iterate over the same list, so messages need no names.
+    """Gathers and writes every tensor. All ranks process the tensors in the same order, so messages need no names.
 
-    A writer holds the tensor that is being gathered and the tensor that is being written: at most twice the size of the
-        largest. A rank that fails (disk full, out of memory) continues to send and receive, and raises at the end, so
-        that the other ranks do not have to wait for the timeout.
+    A writer holds two tensors in memory: the one that is being gathered, and the one that is being written. If a rank
+    fails (disk full, out of memory), it continues to send and receive, and raises the error at the end. The other ranks
+    then do not have to wait for the timeout.
     """
 
     plan: FullTensors
@@ -307,9 +307,9 @@ class _Transfer:
             raise self.failure
 
     def _try(self, step: Callable[[], Any]) -> Any:
-        """Run a step that does not communicate, unless an earlier step failed.
+        """Run a step that does not communicate. Does nothing if an earlier step failed.
 
-        If the step fails, `run` raises its error later.
+        If this step fails, `run` raises the error at the end.
         """
         if self.failure is None:
             try:
@@ -356,10 +356,7 @@ def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:
 
 
 def _target(plan: FullTensors, item: _Item, own: torch.Tensor | None) -> torch.Tensor:
-    """Return memory in which to gather a full tensor.
-
-    If this rank already has the complete tensor, return that tensor.
-    """
+    """Return new memory for a full tensor. If this rank already has the full tensor, return that tensor instead."""
     import torch
 
     if own is not None and len(item.pieces) == 1 and item.pieces[0].rank == plan.rank:

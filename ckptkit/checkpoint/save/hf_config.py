@@ -54,17 +54,17 @@ def side_files(state: TrainState) -> dict[str, bytes]:
 
 
 def pretrained_class(module: Any) -> Any:
-    """Return a module's transformers class, for `from_pretrained`; None if the module is not from transformers."""
+    """Return the class of a transformers model, for `from_pretrained`. Returns None for any other module."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return None
-    # fully_shard replaces the class with a subclass called FSDP<class>.
+    # fully_shard replaces a module's class with a subclass called FSDP<class>.
     kinds = type(module).__mro__
     return kinds[1] if kinds[0].__name__ == f"FSDP{kinds[1].__name__}" else kinds[0]
 
 
 def adapters_of(module: Any) -> dict[str, Any]:
-    """Return the adapter configs of a PEFT model, or of a transformers model with adapters, by adapter name."""
+    """Return the adapter configs of a PEFT model or a transformers model, by adapter name."""
     peft = sys.modules.get("peft")
     if peft is None:
         return {}
@@ -76,7 +76,7 @@ def adapters_of(module: Any) -> dict[str, Any]:
 
 
 def adapter_configs(module: Any) -> dict[str, bytes]:
-    """Return each adapter's adapter_config.json, as PEFT's `save_pretrained` writes it: folder to bytes."""
+    """Return the contents of each adapter's adapter_config.json by folder, as PEFT's `save_pretrained` writes them."""
     files: dict[str, bytes] = {}
     adapters = adapters_of(module)
     for name, live in adapters.items():

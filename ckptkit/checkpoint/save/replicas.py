@@ -1,9 +1,9 @@
 """Finds plain (unsharded) tensors and optimizer values that differ between ranks, and saves each rank's copy.
 
-A checkpoint normally stores a single copy of such a tensor or value, because ranks normally agree. If the values differ
-(running statistics of each rank's data, unsynchronised parameters, optimizer states computed from a shard), one copy
-would silently lose the values of all other ranks. `checkpoint/state/optimizer_layout` decides where a rank's own
-optimizer states may be loaded.
+Plain tensors and optimizer values are normally equal on all ranks, so a checkpoint stores only one copy of each. If the
+values differ (running statistics of each rank's data, unsynchronised parameters, optimizer states computed from a
+shard), one copy would silently lose the values of all other ranks. `checkpoint/state/optimizer_layout` decides on which
+ranks of a later job a rank's own optimizer states may be loaded.
 """
 
 from __future__ import annotations
@@ -55,29 +55,29 @@ EVERY = 0
 class Fingerprints:
     """Fingerprints of this rank's plain tensors, optimizer values, and replicated parts of DTensors, 24 bytes each.
 
-    Each fingerprint belongs to a *class*. All ranks that send a class must have the same keys and contents in that
-    class, so a save exchanges only one signature for each class. The class of a replicated DTensor follows from its
-    mesh. Which ranks have a plain tensor is not known before the first comparison: until then its class is `EVERY`,
-    which all ranks send.
+    Each fingerprint belongs to a *class*. All ranks that send a class should have the same keys and contents in that
+    class, so a save exchanges only one signature for each class. The mesh of a replicated DTensor determines its class.
+    For a plain tensor, it is not known before the first comparison which ranks have the tensor. Until then, its class
+    is `EVERY`, which all ranks send.
 
     Plain tensors on the host are hashed completely (tens of GB/s). For a tensor on a device, the fingerprint covers a
-    reduction over all words, and three samples of bytes: only a few KB per tensor are copied to the host. For a large
-    replicated DTensor on the host, each save hashes only every 16th block, so 16 saves together hash all blocks.
-    Hashing all of them in each save took a third of its time.
+    reduction over all words, and three samples of bytes. Only a few KB per tensor are copied to the host. For a large
+    replicated DTensor on the host, each save hashes only every 16th block, so 16 saves together hash all blocks. If
+    each save hashed all blocks, the hashing would take a third of the save's time.
 
-    A DTensor on a mesh of only some ranks may exist on other meshes, too, for example if the ranks of other meshes have
-    other experts. The lowest ranks of the meshes send the names of such tensors once (`apart`). Those that exist on
-    several meshes (`shared_names`) are compared like plain tensors.
+    If a DTensor is on a mesh of only some ranks, a DTensor with the same name may be on other meshes, for example if
+    each mesh has its own experts. The lowest rank of each mesh sends the names of such tensors once (`apart`). Tensors
+    that exist on several meshes (`shared_names`) are compared like plain tensors.
 
     Args:
         classes: The classes of plain tensors, by name digest, as `differing` returns them.
         shared: The digests of the names of DTensors that exist on several meshes.
-        turn: Grows by 1 with each save, and is the same on all ranks.
+        turn: Selects the blocks to hash. It is the same on all ranks, and grows by 1 with each save.
         world_size: The number of ranks that save.
 
     Attributes:
         apart: This rank's rows for `shared_names`.
-        apart_signature: Changes if tensors on meshes of only some ranks are added or removed. b"" without such tensors.
+        apart_signature: Changes if tensors on meshes of only some ranks are added or removed. b"" if there are none.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Fingerprints:
             content ^ _name_digest("", *kind) if key in unshaped else content
             for (key, kind), content in zip(kinds.items(), contents, strict=True)
         ]
-        # Parts of the optimizers' JSON that are not already saved per rank.
+        # These are the parts of the optimizers' JSON that are not saved for each rank anyway.
         apart = {key for own in captured.rank_objects.values() if isinstance(own, dict) for key in own}
         trees = {
             f"{section}.{part}": digest_of(json.dumps(tree).encode())
@@ -131,7 +131,7 @@ class Fingerprints:
         }
         self.keys = [*found, *trees, *declared, *replicas]
         # Hash the parameters' names, too: ranks with different parameters (pipeline stages) have different values.
-        # But "shared" belongs to no parameter: all ranks have it under the same names.
+        # "shared" is different: it belongs to no parameter, and has the same names on all ranks.
         salts = {
             f"{section}.{part}": "".join(f" {fqn}" for group in taken.tree["param_groups"] for fqn in group["params"])
             for section, taken in captured.optimizers.items()
@@ -160,14 +160,14 @@ class Fingerprints:
 
     @property
     def signatures(self) -> dict[int, bytes]:
-        """For each class of this rank, a signature of the class's names and contents."""
+        """Return, for each class that this rank sends, a signature of the names and contents in the class."""
         rows = self._table[np.lexsort((self._table[:, _NAME], self._table[:, _CLASS]))]
         kinds, starts = np.unique(rows[:, _CLASS], return_index=True)
         parts = np.split(rows, starts)[1:]
         return {EVERY: b""} | {k: signature_of(part.tobytes()) for k, part in zip(kinds.tolist(), parts, strict=True)}
 
     def to_bytes(self, unequal: Collection[int]) -> bytes:
-        """Return the fingerprints that may differ between ranks, for other ranks to pass to `differing`.
+        """Return the fingerprints that may differ between ranks. The other ranks pass them to `differing`.
 
         Args:
             unequal: The classes whose signatures differ. If such a class contains plain tensors, all plain tensors are
@@ -216,7 +216,7 @@ def shared_names(tables: Sequence[bytes]) -> list[int]:
 
 
 def unequal_classes(signatures: Sequence[Mapping[int, bytes]]) -> list[int]:
-    """Return the classes whose signatures differ between ranks. Includes only the first few classes of replicas.
+    """Return the classes whose signatures differ between ranks. Of the classes of replicas, returns only a few.
 
     Args:
         signatures: `Fingerprints.signatures` of each rank.
@@ -242,7 +242,7 @@ def _is_by_mesh(kind: int) -> bool:
 
 @lru_cache(maxsize=1 << 10)
 def _class_by_mesh(layout: ShardLayout, rank: int) -> int:
-    """Return the class of DTensors with this layout. Returns 0 if no other rank has the same part of such a tensor."""
+    """Return the class of DTensors with this layout, or 0 if no other rank has the same part as this rank."""
     coordinate = mesh_coordinate(rank, layout.mesh_shape, layout.mesh_ranks)
     if coordinate is None or layout.replicas == 1:
         return 0
@@ -262,7 +262,7 @@ def _name_digest(key: str, dtype: torch.dtype | None = None, shape: Sequence[int
 
 
 def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
-    """Return the parts of an optimizer's JSON that must agree between ranks, and the names of its plain states."""
+    """Return the parts of an optimizer's JSON that are compared between ranks, and the names of its plain states."""
     from torch.distributed.tensor import DTensor
 
     names = [f"{fqn}.{state}" for (fqn, state), tensor in taken.tensors.items() if not isinstance(tensor, DTensor)]
@@ -270,10 +270,10 @@ def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
 
 
 def part_ways(captured: Captured, keepers: Mapping[str, int], rank: int) -> None:
-    """Rename tensors that differ between ranks: one rank's copy keeps the shared key, the others get per-rank keys.
+    """Rename tensors that differ between ranks: one rank's copy keeps the shared key, all other copies get new keys.
 
-    Optimizer values that differ are saved for every rank. Tensors in `extra` get no per-rank copy; use `PerRank` for
-    them.
+    The new keys contain the rank. Optimizer values that differ are saved for every rank. For a tensor in `extra`, only
+    one rank's copy is saved: users who want all copies wrap the object in `PerRank`.
 
     Args:
         keepers: This rank's keys that differ between ranks, each with the rank that keeps the shared copy.
@@ -313,10 +313,10 @@ def _bound(captured: Captured) -> set[str]:
 
 
 def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
-    """Raise SaveError if plain parameters or copies of the same part of a sharded tensor differ between ranks.
+    """Raise SaveError if plain parameters, or copies of the same part of a sharded tensor, differ between ranks.
 
-    A load on a different mesh would give all ranks the values of one rank. An export would contain only these values,
-    too.
+    Saving them would be wrong: a load on a different mesh would give all ranks the values of one rank, and an export
+    would contain only the values of one rank.
     """
     from torch.distributed.tensor import DTensor
 
@@ -373,8 +373,8 @@ class OwnCopies:
     """A checkpoint in which one rank's own copies replace the shared copies.
 
     Attributes:
-        note: If the number of ranks changed, a message that lists the tensors of which all ranks get the same rank's
-            values.
+        note: A message for the case that the number of ranks changed. It lists the tensors that differed between ranks
+            and that are now loaded with one rank's values everywhere.
     """
 
     catalog: Catalog
@@ -383,9 +383,9 @@ class OwnCopies:
     bound: list[str] = field(default_factory=list)  # keys of optimizer states whose values differ between ranks
     ranks: int = 0  # how many ranks saved their own values
     mine: set[tuple[str, str]] = field(default_factory=set)  # optimizer and FQN of parameters with values of this rank
-    others: set[tuple[str, str]] = field(default_factory=set)  # of parameters with values of other ranks only
-    places: dict[str, Any] = field(default_factory=dict)  # by optimizer: `places` of the rank that saved them
-    fits: bool = True  # whether as many ranks load as saved
+    others: set[tuple[str, str]] = field(default_factory=set)  # the same, for parameters that only other ranks had
+    places: dict[str, Any] = field(default_factory=dict)  # by optimizer: `places` of the rank that saved the values
+    fits: bool = True  # whether the number of ranks is the same as at the save
 
 
 def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world_size: int) -> OwnCopies:
@@ -431,7 +431,7 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
 
 
 def _parameters(saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the (optimizer, FQN) of the parameters for which a rank saved values of its own."""
+    """Yield (optimizer, FQN) of each parameter for which the rank saved its own values."""
     for key, value in saved.items():
         section, _, state = key.partition(".state.")
         if _is_bound(value) and state:
@@ -470,7 +470,7 @@ def _contents(tensors: Sequence[torch.Tensor], turn: int | None = None) -> Itera
     """Yield a 64-bit fingerprint of each tensor's contents.
 
     Args:
-        turn: Which of 16 blocks to hash in a large tensor on the host. None: all.
+        turn: Selects every 16th block of a large tensor on the host. Only these blocks are hashed. None: all blocks.
     """
     import torch
 

@@ -79,10 +79,10 @@ class TensorPlan(Protocol):
     def indexes(self) -> Mapping[str, bytes]: ...  # more files that rank 0 writes: path to bytes
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> TensorPlan:
-        """Return the plan after adjusting it to the other ranks' tensors. Collective if signatures have changed."""
+        """Return this plan, adjusted to the tensors of the other ranks. Communicates if signatures have changed."""
 
     def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> RankPart:
-        """Write this rank's files. `tensors`: staged copies in the plan's order; None for the live tensors."""
+        """Write this rank's files. `tensors` are staged copies in the plan's order. None: write the live tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +90,10 @@ class SaveRequest:
     """The caller's arguments of a save.
 
     Attributes:
-        given_up: Names of damaged checkpoints that a load fell back from. A save may replace these, too.
-        set_aside: Rename a directory that has the checkpoint's name but is not a checkpoint. Set if a load has already
-            reported such directories.
+        given_up: Names of damaged checkpoints. An earlier load has fallen back to another checkpoint because of them. A
+            save may replace them.
+        set_aside: Rename a directory that has the checkpoint's name but is not a checkpoint. This is set if a load has
+            already reported such directories.
     """
 
     step: int
@@ -112,7 +113,7 @@ class Prepared:
 
     Attributes:
         aliases: For each section, maps the name of a tied weight to the name under which the weight is stored.
-        tellers: The ranks that send rank 0 the optimizers and modules that rank 0 does not have (pipeline stages).
+        tellers: The ranks of other pipeline stages that send rank 0 their optimizers and modules, which rank 0 lacks.
     """
 
     request: SaveRequest
@@ -134,15 +135,15 @@ class Prepared:
 class Saver:
     """Saves the states of one run.
 
-    Reuses what the ranks agreed on in the previous save, as long as nothing has changed.
+    If nothing has changed since the previous save, reuses the plan on which the ranks agreed then.
 
     Attributes:
         objective: The (metric, "min" or "max") of `keep_best`.
         side_files: Contents, by path, of files to store in every checkpoint, such as a tokenizer. Rank 0's files are
             written.
-        seen: On rank 0, the inventory after the last save; None if it must be listed again.
-        keepers: Plain tensors that differ between ranks, each with the rank that keeps the shared copy; None if there
-            are none.
+        seen: On rank 0, the inventory after the last save. None: the checkpoints must be listed again.
+        keepers: Plain tensors that differ between ranks, each with the rank that keeps the shared copy. None if no
+            tensor differs.
     """
 
     root: Store
@@ -166,14 +167,17 @@ class Saver:
         import ckptkit.formats.dcp.plan  # noqa: F401  now, so that the first save does not block for it
 
     def prepare(self, state: TrainState, request: SaveRequest) -> Prepared:
-        """Capture, plan and agree, without writing. All ranks must call it, in the training thread.
+        """Capture the state, plan the save, and compare the plans of all ranks. Writes nothing.
+
+        All ranks must call it, in the training thread.
 
         Raises:
             RankFailedError: Some rank could not capture its state. Every rank raises the same error.
             UsageError: The ranks want to save different steps.
         """
         clock, what = PhaseClock(), "planning the save"
-        # A new manager, as after a restart, must not begin with the same blocks of large replicas each time.
+        # The first block depends on the step: if a job often restarts, its managers should not all begin with the same
+        # blocks of large replicas.
         self.turn = self.turn + 1 if self.turn else digest_of(str(request.step).encode())
         group = self.coordinator.group
         if request.state_dict_type is StateDictType.FULL and self.transfers is None and group is not None:
@@ -220,7 +224,7 @@ class Saver:
 
     @patient()
     def publish(self, prepared: Prepared) -> CommitRecord:
-        """Write the staged or live tensors, and commit once every rank has written its own.
+        """Write the staged or live tensors. When every rank has written its tensors, commit the checkpoint.
 
         All ranks must call it, in any thread.
 
@@ -274,7 +278,7 @@ class Saver:
                 record = attempt.commit(written.files, fields, payload=payload, complete=complete)
         except BaseException:
             # All ranks get here. The group may still contain messages, so the next FULL save creates a new group.
-            # Destroying this one could wait for messages, and would free its name for reuse.
+            # The old group is not destroyed, because that could wait for messages, and would free its name for reuse.
             self.transfers = None
             self.plans.clear()
             raise
@@ -292,10 +296,10 @@ class Saver:
     # --- steps
 
     def _check_ranked(self, request: SaveRequest, metric: str) -> None:
-        """Raise if the save has no metrics; warn if the metric of `keep_best` is not among them.
+        """Raise if the save has no metrics. Warn if the metrics do not include the metric of `keep_best`.
 
-        This check is needed only until a save has metrics. Later saves may have no metrics: the last save before a job
-        ends, for example.
+        Call this only until a save has had metrics. Later saves may have no metrics, for example the last save before a
+        job ends.
         """
         if request.metrics is None:
             raise UsageError(
@@ -418,8 +422,8 @@ class Saver:
         - all ranks' signatures;
         - the classes of fingerprints that differ between ranks, in keys or contents;
         - whether all ranks split tensor subclasses into the same parts;
-        - whether, on any rank, the tensors on meshes of only some ranks have changed;
-        - the lowest rank of each group of ranks that have the same parameter names, except rank 0's group.
+        - whether the set of tensors on meshes of only some ranks has changed on any rank;
+        - for each group of ranks that have the same parameter names, except rank 0's group, the lowest rank.
         """
         signatures, wanted, prints, recipes, spread, globs, apart = zip(*answers, strict=True)
         check_equal(wanted, "what to save: (step, tag, type)")
@@ -433,7 +437,10 @@ class Saver:
         return Fingerprints(captured, self.classes, self.shared, self.turn, self.coordinator.world_size)
 
     def _found_shared(self, captured: Captured, made: Prepared) -> bool:
-        """Find the DTensors that exist on several meshes. Return whether they have changed. All ranks must call it."""
+        """Find the DTensors that exist on several meshes. All ranks must call it.
+
+        Returns whether the result differs from that of the previous call.
+        """
         assert made.prints is not None  # it is None only with a single rank
         self.apart, before = made.prints.apart_signature, self.shared
         outcome = Outcome(made.prints.apart)
@@ -443,10 +450,12 @@ class Saver:
         return self.shared != before
 
     def _join_recipes(self, captured: Captured) -> None:
-        """Give this rank the recipes of all ranks, because other ranks may have other tensors. Collective.
+        """Add the recipes of all other ranks to this rank's recipes, because ranks may have different tensors.
+
+        All ranks must call it.
 
         Raises:
-            SaveError: Two ranks have different recipes for a tensor, or only one of two ranks has a recipe.
+            SaveError: Two ranks have different recipes for a tensor, or a tensor has a recipe on only one of two ranks.
         """
         own = captured.objects.get(SUBCLASSES, {})
         found: dict[str, tuple[int, Any]] = {}
@@ -468,7 +477,7 @@ class Saver:
         captured.objects[SUBCLASSES] = {key: recipe for key, (_, recipe) in found.items()}
 
     def _found_differences(self, captured: Captured, prints: Fingerprints | None, unequal: Sequence[int]) -> bool:
-        """Compare tensors one by one, and remember which differ. Return whether any do on any rank.
+        """Compare tensors one by one, and remember those that differ. Return whether any tensor differs on any rank.
 
         All ranks must call it.
         """
@@ -486,8 +495,8 @@ class Saver:
 def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
     """Return a captured state as a state dict for DCP, and the keys that only this rank has.
 
-    It is nested like torch's `get_state_dict`, so plain DCP can restore a model and an optimizer from it. Tied weights
-    appear under each of their names, as in `Module.state_dict`.
+    The state dict is nested like the result of torch's `get_state_dict`, so plain DCP can restore a model and an
+    optimizer from the checkpoint. Tied weights appear under each of their names, as in `Module.state_dict`.
     """
     nested: dict[str, Any] = {name: dict(tensors) for name, tensors in captured.models.items()}
     for name, taken in captured.optimizers.items():
@@ -513,7 +522,7 @@ def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
 def _spread(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return the objects that contain names of parameters or modules.
 
-    In a pipeline, each rank's objects have only the names in its own stages.
+    In a pipeline, these objects differ between ranks: each rank has only the names in its own stages.
     """
     return {
         key: tree
@@ -525,9 +534,10 @@ def _spread(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digests(objects: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of each object. Omits optimizers, because they are compared by their fingerprints.
+    """Return the digests of objects. Omits optimizers, because they are compared by their fingerprints.
 
-    Ranks may have different parameters and modules, so an object that is keyed by their names has a digest per name.
+    If an object's keys are names of parameters or modules, each name has its own digest, because ranks may have
+    different parameters and modules.
     """
     spread = _spread(objects)
     whole = {key: tree for key, tree in objects.items() if key not in spread}

@@ -1,4 +1,4 @@
-"""Allocates host memory for snapshots. The memory is reused, and belongs to one save at a time."""
+"""Allocates host memory for snapshots. All saves use the same memory, one save at a time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ALIGNMENT = 64
 class StagingBuffers:
     """Copies tensors to one block of host memory, which is pinned if tensors are on a GPU.
 
-    The block grows on demand and never shrinks, so only the first save of a state allocates. A snapshot is valid until
-    the next `copy`; the caller must make sure that nobody still reads it then.
+    The block grows on demand and never shrinks, so usually only the first save allocates memory. A snapshot is valid
+    until the next `copy`. The caller must not call `copy` while the previous snapshot is being read.
 
     Attributes:
         staged: Size of the last snapshot in bytes.
@@ -76,7 +76,8 @@ class StagingBuffers:
 def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors of the same shapes and dtypes that use almost no memory.
 
-    If a rank could not stage, it sends these to the ranks that wait for it, and then reports its failure.
+    If a rank has no memory for a snapshot, it sends these tensors to the ranks that wait for its data, and then reports
+    its failure.
     """
     import torch
 
@@ -84,7 +85,7 @@ def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Return memory whose pages are already mapped. Page faults during the copy would double the copy's time."""
+    """Return memory whose pages are already mapped. With page faults, the copy would take twice as long."""
     import torch
 
     if nbytes == 0:

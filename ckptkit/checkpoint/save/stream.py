@@ -25,7 +25,7 @@ class WrittenFile:
     """A file that was written: its size, outline digest, and each tensor's (start, nbytes, digest).
 
     Attributes:
-        seconds: Time spent in the phases "digest" and "sync". Sync includes the rename.
+        seconds: Time spent in the phases "digest" and "sync". The phase "sync" includes the rename.
     """
 
     path: str
@@ -87,7 +87,7 @@ class SafetensorsStream:
 def open_stream(
     store: Store, path: str, tensors: Sequence[TensorToWrite], metadata: Mapping[str, str], *, sync: bool = True
 ) -> Iterator[SafetensorsStream]:
-    """Open a new safetensors file. The file appears only once every tensor is written."""
+    """Open a new safetensors file. The file appears under its name only when every tensor is written."""
     with store.writer(path, sync=sync) as writer:
         stream = SafetensorsStream(writer, path, tensors, metadata)
         yield stream
