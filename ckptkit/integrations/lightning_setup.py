@@ -151,7 +151,7 @@ def fsdp2_strategy_parallelize(
     tp_shard_plan: Mapping[str, Any] | None = None,
     offload_policy: Any = None,
 ) -> nn.Module:
-    """Shard a model like NeMo's function with this name: first each block in its ModuleLists, then the whole model.
+    """Shard a model like NeMo's function of the same name: first each block in a ModuleList, then the whole model.
 
     The last block stays gathered. `device_mesh` has the dimension data_parallel and, optionally, tensor_parallel.
     """

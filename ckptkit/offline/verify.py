@@ -256,7 +256,7 @@ _ANYWAY = (
 
 
 def _beside_tensors(catalog: Catalog) -> list[Check]:
-    """Return the committed digests of files that contain no tensors, such as `.metadata` or a tokenizer."""
+    """Return the digests that the commit record has for files without tensors, such as `.metadata` or a tokenizer."""
     digests = catalog.info.extra.get("digests", {})
     if not digests:
         return []

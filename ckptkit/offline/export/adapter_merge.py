@@ -321,7 +321,7 @@ def _of_tied(
 
 @dataclass(slots=True)
 class _Changes:
-    """Collects the changes that an adapter makes in `made`, by the key of the changed source."""
+    """Computes the changes that an adapter makes. `made` contains the changes, by the key of the changed source."""
 
     split: AdapterSplit
     config: Mapping[str, Any]

@@ -80,7 +80,7 @@ class ExportOptions:
 
 @dataclass(slots=True)
 class Selection:
-    """The tensors to export by name, the kind of weights, and the omitted sources, each with the reason.
+    """The tensors to export (by name), the kind of weights, and the omitted sources, each with the reason.
 
     flashoptim stores an fp32 weight as a bf16 or fp16 weight and a tensor of lower bits. `lower_bits` contains the
     tensors of lower bits, by the key of the weight's source.
@@ -95,7 +95,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The entries to export by FQN, the kind of weights ("model", "master" or "ema"), and notes."""
+    """The entries to export (by FQN), the kind of weights ("model", "master" or "ema"), and notes."""
 
     entries: dict[str, TensorEntry]
     weights: Literal["model", "master", "ema"]

@@ -233,7 +233,7 @@ class OwnTensor:
     """One tensor of the result.
 
     Attributes:
-        tensor: The description of how to make the tensor from source tensors. Its name is the key.
+        tensor: How to make the tensor from source tensors. `tensor.name` is the key in the result.
         source: The tensor's entry in the source's catalog. For a new tensor, an entry without slices.
     """
 

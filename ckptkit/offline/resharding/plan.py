@@ -145,7 +145,7 @@ def plan_reshard(
 
 
 def plan_local(catalog: Catalog, tensors: Sequence[OutputTensor], mesh: TargetMesh, identity: Identity) -> Planned:
-    """Return the plan and the seal of a LOCAL checkpoint that contains only a model, for FSDP2 ranks.
+    """Return the plan and the seal of a LOCAL checkpoint for FSDP2 ranks. The checkpoint contains only a model.
 
     A tensor that is copied unchanged keeps its sharding, so a whole buffer stays whole. Any other tensor is sharded
     along dimension 0 if it contains floats, and stays whole otherwise.
