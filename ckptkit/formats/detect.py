@@ -116,7 +116,7 @@ def _has_model_file(place: Candidate) -> bool:
 def _torch_files(place: Candidate) -> list[str]:
     """Return the torch.save files. Files that end in .bin must also begin like a file of torch.save."""
     names = [name for name in place.files if name.endswith(TORCH_ENDINGS)]
-    if sum(name.endswith(".bin") for name in names) > _MAX_BIN:  # then those with other names are data
+    if sum(name.endswith(".bin") for name in names) > _MAX_BIN:  # so many files with unusual names must be data
         names = [name for name in names if name in MODEL_FILES]
     return [n for n in names if not n.endswith(".bin") or place.store.read(n, 0, 2) in (b"", *_TORCH_STARTS)]
 
@@ -217,7 +217,7 @@ _MAX_STEPS = 64  # how many of the newest step directories to search
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_universal", "LATEST.txt")
 # Subdirectories of a step that each contain a model of their own (verl and SkyRL).
 _MEMBERS = ("actor", "policy", "model", "critic", "ref", "reward")
-_ASIDE = ("optim", "rng", "dataloader", "recipe_state")  # how the names of directories beside a model begin
+_ASIDE = ("optim", "rng", "dataloader", "recipe_state")  # prefixes of the names of directories without a model
 _DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
 _EXPECTED = (
     "a checkpoint of ckptkit, torch DCP (.metadata), Hugging Face (*.safetensors, pytorch_model*.bin), DeepSpeed, "
@@ -372,7 +372,7 @@ def real_url(url: str) -> str:
 
 
 def _as_file(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Store, str] | None:
-    """Return the parent directory's store and the file's name if the URL is a file, otherwise None."""
+    """Return the parent directory's store and the file's name, or None if the URL is not a file."""
     parent, separator, name = url.rpartition("/")
     if not separator or not name or parent.endswith((":", ":/")):
         return None
@@ -492,8 +492,8 @@ def _newest_committed(place: Candidate, steps: Sequence[str]) -> str | None:
     """Return the directory of ckptkit's newest committed checkpoint, or None if this is not the root of a ckptkit run.
 
     The newest checkpoint is the one that was saved last. After a rollback, an older checkpoint may have a higher step.
-    If a directory whose record is damaged, or is that of another step, has a higher step than the newest checkpoint,
-    that directory is returned: it may have been saved later.
+    A directory with a damaged record, or with the record of another step, may have been saved later. Such a directory
+    is returned if its step is higher than that of the newest checkpoint.
     """
     seen: dict[str, CommitRecord | CkptkitError | None] = {}
 

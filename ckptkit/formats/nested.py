@@ -198,11 +198,11 @@ def insert(tree: dict[Any, Any], path: Path, value: Any) -> None:
     """
     for part in path[:-1]:
         inner = tree.setdefault(part, _Node())
-        if not isinstance(inner, _Node):  # a name such as "a.b" beside "a"
+        if not isinstance(inner, _Node):  # "a.b" is inserted after "a"
             inner = tree[part] = _Node({"": inner})
         tree = inner
     last = path[-1]
-    if isinstance(tree.get(last), _Node):  # "a" after "a.b"
+    if isinstance(tree.get(last), _Node):  # "a" is inserted after "a.b"
         tree, last = tree[last], ""
     tree[last] = value
 

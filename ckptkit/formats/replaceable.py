@@ -116,9 +116,9 @@ def foreign_paths(store: Store) -> Iterator[str]:
 
 
 def may_be_saved(path: str) -> bool:
-    """Return whether ckptkit gives such a name to a finished or unfinished file of a save.
+    """Return whether a file may be from a save by ckptkit, finished or unfinished, judging by its name.
 
-    With several models or adapters, each model or adapter has its own folder.
+    The file may be in any folder, because each of several models or adapters has its own folder.
     """
     name = path.rpartition("/")[2]
     if name in _BESIDE or is_side_file(path) or is_side_file(name):

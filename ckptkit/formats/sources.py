@@ -158,7 +158,7 @@ class SourceReader:
         self._local = store if is_directory(store) else None
         self.descriptors = Descriptors(self._local.open_file) if self._local is not None else None
         self._remote = BlockReader(store, len({origin.path for origin in origins})) if cached else store
-        self._gap = memoryview(bytearray(_GAP))  # threads overwrite each other's gaps, which nobody uses
+        self._gap = memoryview(bytearray(_GAP))  # for unused bytes between ranges; all threads write to it
         self._decoders: dict[int, _Decoder] = {}
         self._lock = threading.Lock()
 

@@ -168,7 +168,7 @@ class TrainingState:
     unread: dict[str, str] = field(default_factory=dict)
 
     def optimizer(self, entry: TensorEntry | ObjectEntry) -> SavedOptimizer:
-        """Return the optimizer to which an entry belongs. Adds a new optimizer if none has the entry's prefix."""
+        """Return the optimizer to which an entry belongs. Creates it for the optimizer's first entry."""
         return self.optimizers.setdefault(_owner(entry), SavedOptimizer())
 
     def rest(self, used: Collection[str]) -> dict[str, Any]:
@@ -278,10 +278,10 @@ def without_kind(word: str) -> str:
 
 
 def _owner(entry: TensorEntry | ObjectEntry) -> str:
-    """Return the start of an entry's name, up to "state", "master" or "param_groups". It identifies the optimizer.
+    """Return the prefix that the names of an optimizer's entries have before "state", "master" or "param_groups".
 
-    If several of these words are in the key, the last one counts. For example, the optimizer of
-    ("state", "optimizers", "AdamW", "state", fqn, "exp_avg") is "state.optimizers.AdamW".
+    If several of these words are in the key, the last one counts. For example, the entry
+    ("state", "optimizers", "AdamW", "state", fqn, "exp_avg") has the prefix "state.optimizers.AdamW".
     """
     ends = [i for i, part in enumerate(entry.key) if part == PARAM_GROUPS]
     # In ("state", "master", ...), "master" is the name of a parameter.
@@ -463,10 +463,10 @@ def _schedulers(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _scheduler_states(name: str, value: Any) -> dict[str, dict[str, Any]]:
-    """Return the scheduler states in the value of a scheduler's key, by key.
+    """Return the scheduler states in a value that was saved under a usual key for schedulers, by key.
 
-    The value may be a list of states, one state, or a dict that contains states. A scheduler of the user's own class
-    may have any state, so a dict without a torch scheduler's state counts as one state.
+    The value may be one state, or a list or dict of states. A dict that contains no state of a torch scheduler counts
+    as one state, because a scheduler of the user's own class may have any state.
     """
     if _is_list(value):
         return {k: v for i, item in enumerate(value) for k, v in _scheduler_states(f"{name}.{i}", item).items()}
@@ -530,7 +530,7 @@ def _generators(states: Any, tensor: MakeTensor) -> dict[str, Any] | None:
                 "has_gauss": int(has_gauss),
                 "gauss": float(cached),
             }
-    except (TypeError, ValueError, OverflowError):  # other values under the usual keys
+    except (TypeError, ValueError, OverflowError):  # the usual keys have values that are not random states
         return None
     return made
 
@@ -544,7 +544,7 @@ def _integers(values: Any) -> np.ndarray[Any, Any]:
 
 
 def saved_step(store: Store, catalog: Catalog) -> int | None:
-    """Return the step in the catalog's info. If it has none, return a saved number with a usual name for steps."""
+    """Return the step in the catalog's info or, if it has none, in a saved number with a usual name. None: no step."""
     if catalog.info.step is not None:
         return catalog.info.step
     homes = {entry.key[:-2] for entry in catalog.by_role(Role.MODEL).values()}

@@ -44,8 +44,8 @@ _TILE = 32 << 20  # buffer size for larger regions
 class Verify(str, enum.Enum):
     """Selects the slices that a load checks against their digests."""
 
-    READ = "read"  # slices that are read whole: needs no additional reads
-    FULL = "full"  # all slices: those that are needed only in part are read once more, whole
+    READ = "read"  # only slices that are read whole anyway; this needs no additional reads
+    FULL = "full"  # all slices; a slice of which only a part is needed is read once more as a whole
     OFF = "off"
 
 

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 def keep_fp32_gradients(model: nn.Module) -> None:
     """Keep the reduced gradients of bf16 and fp16 parameters in fp32, in all FSDP2 units of `model`.
 
-    By default, FSDP2 rounds each gradient to the parameter's dtype after the reduction over the ranks. With gradient
-    accumulation, it rounds after every micro-batch.
+    By default, FSDP2 rounds each gradient to the parameter's dtype after the reduction over the ranks. If several
+    reduced gradients are accumulated, each of them is rounded.
     """
 
     def before_forward(_module: nn.Module, _args: Any) -> None:
@@ -25,7 +25,7 @@ def keep_fp32_gradients(model: nn.Module) -> None:
                 for parameter in group.fsdp_params if group is not None else ():
                     if parameter.orig_dtype in (torch.bfloat16, torch.float16):
                         group._orig_dtype = torch.float32
-                        parameter.sharded_param.grad_dtype = None  # accepts any; a replaced parameter has lost it
+                        parameter.sharded_param.grad_dtype = None  # any dtype; a replaced parameter lost this setting
 
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     model.register_forward_pre_hook(before_forward)

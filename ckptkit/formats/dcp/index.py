@@ -164,7 +164,7 @@ class SaveIndex:
         self.world_size = 1
         self._keys: dict[str, PlannedKey] = {}
         self._numbers: dict[str, int] = {}  # each name's position in `_keys`
-        self._tables: dict[bytes, tuple[Int64, list[int]]] = {}  # by digest: the keys' numbers, and the meshes'
+        self._tables: dict[bytes, tuple[Int64, list[int]]] = {}  # by digest: numbers of the keys, numbers of the meshes
         self._objects: dict[str, _Object] = {}
         self._widths: Int64 = np.zeros(0, np.int64)  # each tensor's number of dimensions
         self._tensor: Int64 = np.zeros(0, np.int64)

@@ -133,10 +133,10 @@ class ShardedPlan:
         return self.digest + _settlement(self.settled)
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> ShardedPlan:
-        """Return this plan, adjusted to the keys that the other ranks hold. All ranks must call this together.
+        """Return this plan, adjusted to the keys of the other ranks. All ranks must call this with equal `signatures`.
 
         The ranks exchange nothing if all signatures are equal, or if no signature has changed since the previous save.
-        Otherwise each rank sends the hashes of its replicated keys.
+        In any other case, each rank sends the hashes of its replicated keys.
         """
         known = tuple(signature[:_DIGEST] for signature in signatures)
         if len(set(known)) == 1:
@@ -291,7 +291,7 @@ def _laid_out(
         if not sharded and not (isinstance(value, torch.Tensor) and (plain or is_dense(value))):
             if name not in private:
                 shared_objects.append(name)
-            if place[0] == 0:  # where ranks have different objects, the lowest rank's is saved, as in torch
+            if place[0] == 0:  # if ranks have different objects, the lowest rank's object is saved, as in torch
                 objects.append((name, path))
             continue
         cut = _cut_of(name, value, place, cuts, meshes)

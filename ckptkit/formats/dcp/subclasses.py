@@ -544,9 +544,9 @@ def _split(whole: Any, name: str, block: Any, where: str) -> str:
 
 
 def cut_blocks(block: int, shape: Sequence[int]) -> list[int]:
-    """Return, for each dimension, how many rows a shard can have without splitting a run of `block` elements.
+    """Return, for each dimension, the smallest size of a shard that does not split a run of `block` elements.
 
-    A shard can have any multiple of the returned number. The number is 0 if no cut in that dimension is possible.
+    A shard may have any multiple of this size. The size is 0 if the tensor cannot be cut in that dimension.
     """
     rows = _rows(block, shape)
     return [rows, block if rows == 1 and len(shape) == 2 else 0, *[0] * len(shape)][: len(shape)]

@@ -261,8 +261,8 @@ class DCPWriter(StorageWriter):
         Args:
             storage_options: Options for the fsspec file system of a remote URL.
             sync: Make the files and their names durable before `dcp.save` returns.
-            workers: Number of files that a rank writes at once. 0 means 8 on an object store, otherwise the rank's
-                share of the CPU cores (at most 4).
+            workers: Number of files that a rank writes at once. 0 means 8 on an object store. On other storage, 0 means
+                the rank's share of the CPU cores (at most 4).
             overwrite: Replace an existing checkpoint. If False, an existing checkpoint raises a CheckpointExistsError.
         """
         super().__init__()
@@ -520,8 +520,8 @@ class DCPReader(StorageReader):
             storage_options: Options for the fsspec file system of a remote URL.
             verify: "read" checks the slices that are read whole anyway. "full" reads all slices whole and checks them.
                 "off" checks no slices.
-            workers: Number of concurrent reads. 0 means 8 on an object store, otherwise twice this rank's share of the
-                CPU cores, up to 8.
+            workers: Number of concurrent reads. 0 means 8 on an object store. On other storage, 0 means twice this
+                rank's share of the CPU cores (at most 8).
             cast: Convert a tensor if its dtype differs. If False, a different dtype raises a CheckpointMismatchError.
         """
         super().__init__()

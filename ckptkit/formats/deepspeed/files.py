@@ -46,7 +46,7 @@ class ModelStates:
     """The contents of the model files.
 
     Attributes:
-        values: Contents of each file. There is one file per rank with ZeRO-3, otherwise a single file.
+        values: Contents of each file. With ZeRO-3, there is one file per rank. Without ZeRO-3, there is one file.
         file: Name of the first file.
         param_shapes: For each parameter group, name -> shape in flat order.
         shared: Name of a tied weight -> the name under which the weight is stored.
@@ -249,7 +249,7 @@ def _parts(inner: Mapping[str, Any], file: str, stage3: bool) -> list[FlatPart]:
         )
     states = _states(inner.get("optimizer_state_dict" if stage3 else "base_optimizer_state"))
     if stage3 and len(states) != len(weights):
-        states = []  # cannot be matched to the subgroups
+        states = []  # these states cannot be matched to the subgroups
     fragments = [_fragments(group) for group in inner.get("param_slice_mappings") or []]
     return [
         FlatPart(flat, states[i] if i < len(states) else {}, fragments[i] if i < len(fragments) else {})

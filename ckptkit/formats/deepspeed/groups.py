@@ -95,8 +95,8 @@ def groups_of(
 ) -> Sequence[Sequence[FlatGroup]]:
     """Return the flat groups of each parameter group.
 
-    With ZeRO-3, there is one flat group per subgroup. Otherwise, a parameter group has one flat group, or one flat
-    group per expert parallel rank if the parameters are experts.
+    With ZeRO-3, there is one flat group per subgroup. Without ZeRO-3, a parameter group of experts has one flat group
+    per expert parallel rank, and any other parameter group has a single flat group.
 
     Args:
         experts: Names of the weights in the experts' files.

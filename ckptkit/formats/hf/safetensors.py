@@ -84,7 +84,7 @@ def _catalog(
     described = [header.metadata for header in headers.values()]
     recipes, names = found_recipes(described, {row[0]: (row[1], row[2]) for row in columns}, store.url)
     if recipes:
-        metadata = {}  # the recipes contain what it says
+        metadata = {}  # the recipes contain the same information
     if differing and not recipes:
         notes = (*notes, f"the files' __metadata__ differs in {', '.join(differing)}, which is not read.")
     kept = {key: text for key, text in metadata.items() if key != "format" and key not in differing}

@@ -20,7 +20,7 @@ from ckptkit.formats.pickles.inert import Function, Record, StorageType, Stub, T
 
 _MAX_NDIM = 64
 _MAX_NUMEL = 1 << 62
-_MAX_EXPANDED = 16 << 20  # bytes by which a pickle's tensors, in all, may exceed their storages
+_MAX_EXPANDED = 16 << 20  # bytes by which all tensors of a pickle together may exceed their storages
 
 
 class OpaqueTensorError(UnsupportedFormatError):

@@ -157,7 +157,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
 
     Args:
         resolve: Returns the value that replaces a global (module, name). Raises UnsafePickleError.
-        calls: Type -> function that makes instances. Has all types that `resolve` returns, except those of `Stub`.
+        calls: Type -> function that makes instances. Has all types that `resolve` returns, except subclasses of `Stub`.
         states: (type, function) pairs. The function sets the state of an instance of the type or a subclass.
     """
     calls = calls or {}

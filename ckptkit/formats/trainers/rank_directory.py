@@ -48,7 +48,7 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
     try:
         value = _levels(read_archive(store, groups[template][0]), _model_key)[-1]
     except UNREADABLE:
-        return False  # unreadable: treat the numbers as steps, so that file 0 is not opened
+        return False  # file 0 can't be read: treat the numbers as steps, so that another file is opened
     tensors = value.values() if isinstance(value, dict) else ()
     return any(isinstance(tensor, (DTensorRecord, ShardedTensorRecord)) for tensor in tensors)
 
@@ -78,7 +78,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     side = find_side_files(store)
     beside = [_beside(found) for found in levels]  # what each rank saved with its model
     if beside[0] and (differing := _differing(values, models[0])) is not None:
-        whole = open_file(store, names[0])  # it has the scheduler and all other values, too
+        whole = open_file(store, names[0])  # the file of rank 0 also has the scheduler and all other values
         said = (f"each rank saved the whole model; {names[0]} was read.", *model.notes)
         said += (f"rank 0's values are used; other ranks have different ones: {first_few(differing)}.",) * bool(
             differing
@@ -113,7 +113,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 def _differing(values: Sequence[Any], model: Any) -> list[str] | None:
     """Return the keys of the values that differ between ranks, if each rank saved the whole training state.
 
-    Returns None if this is not the case: the ranks have parts of tensors, or different optimizer states.
+    Returns None if the ranks saved parts of tensors or different optimizer states, and so only parts of the state.
 
     Args:
         model: The state dict of rank 0. Weights are not compared.
@@ -154,8 +154,8 @@ def _differences(first: Any, other: Any, path: tuple[Any, ...], model: Any) -> I
 def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
     """Return the files by name template, then by rank.
 
-    Omits templates without a file of rank 0. Omits templates with a single file, because the number in a single name
-    may be something else than a rank. If torch_checkpointing wrote the directory, single files are accepted.
+    Omits templates without a file of rank 0. If a template has only one file, the number in the file's name may not be
+    a rank, so such a template is omitted, too, unless torch_checkpointing wrote the directory.
     """
     found: dict[str, dict[int, str]] = {}
     keyed = "metadata.pkl" in files
