@@ -15,11 +15,11 @@ import numpy as np
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, TensorEntry
-from ckptkit.errors import UNREADABLE
+from ckptkit.errors import UNREADABLE, CkptkitError, SaveError, UnsafePickleError
 from ckptkit.formats.dcp.roles import Path, optimizer_role, setting_place, state_place
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.nested import dicts_with, insert, with_lists
-from ckptkit.formats.pickles.objects import TensorValue, read_object
+from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
 from ckptkit.formats.sources import read_box
 from ckptkit.formats.state_names import PARAM_GROUPS, RANDOM_KEY, SCALER_STATE, SCHEDULER_KEY, SCHEDULER_STATE, STEPS
 from ckptkit.formats.trainers.param_order import Param, assign
@@ -262,6 +262,41 @@ def _read_values(
         elif value != {}:  # an optimizer without momentum has an empty state
             found.unread[name] = "torch optimizers have no such entry"
     return values
+
+
+def loadable(value: Any, name: str, check: Callable[[Any, str], object], lost: dict[str, str]) -> Any:
+    """Return an object without the smallest parts that cannot be loaded without running code.
+
+    Only values of dicts are left out. The items of a list keep their positions, so such a list is left out as a whole.
+
+    Args:
+        name: The name of the object.
+        check: Raises SaveError or UnsupportedFormatError if the value with this name cannot be loaded.
+        lost: Receives the name of each part that is left out, and the reason.
+
+    Raises:
+        CkptkitError: Nothing in the object can be loaded.
+    """
+    if isinstance(value, Inert):
+        raise UnsafePickleError(f"it is a {value.kind}, which cannot be loaded without running code")
+    if _is_list(value):
+        return type(value)([loadable(item, f"{name}.{i}", check, lost) for i, item in enumerate(value)])
+    if not isinstance(value, dict):
+        check(value, name)
+        return value
+    kept: dict[Any, Any] = {}
+    parts: dict[str, str] = {}
+    failed: CkptkitError | None = None
+    for key, item in value.items():
+        try:
+            check(key, name)
+            kept[key] = loadable(item, f"{name}.{key}", check, parts)
+        except (SaveError, *UNREADABLE) as error:
+            parts[f"{name}.{key}"], failed = str(error), error
+    if failed is not None and not kept:
+        raise failed
+    lost.update(parts)
+    return kept
 
 
 def extra_key(name: str) -> str:

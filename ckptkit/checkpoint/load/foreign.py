@@ -33,6 +33,7 @@ from ckptkit.formats.training_state import (
     TrainingState,
     extra_key,
     is_usual_scheduler,
+    loadable,
     read_training_state,
     without_kind,
 )
@@ -145,12 +146,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
             used.append(name)
     for rank, random in saved.random.items():
         objects[f"rng.{rank}"] = encode(random.generators, f"rng.{rank}", refs)
-    for name, value in saved.rest(used).items():
-        key = flattened.get(name, extra_key(name))
-        try:
-            objects[key] = encode(value, key, refs)
-        except CkptkitError as error:
-            notes.append(f"{name} was skipped: {error}")
+    notes += _add_extras(objects, saved.rest(used), flattened, refs)
     if saved.tensors:
         notes.append(
             f"{counted(len(saved.tensors), 'tensor', 'are')} neither weights nor optimizer state, and not loaded: "
@@ -162,6 +158,30 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     if saved.step is None and sections:
         notes.append("the checkpoint records no step; TrainState.step is unchanged, set it yourself.")
     return Adopted(Catalog(tensors, catalog.objects, replace(catalog.info, step=saved.step)), objects, refs, notes)
+
+
+def _add_extras(
+    objects: dict[str, JSON], values: Mapping[str, Any], keys: Mapping[str, str], refs: dict[str, torch.Tensor]
+) -> list[str]:
+    """Add the saved objects that become `extra`. Return a note for each part that cannot be loaded.
+
+    Args:
+        keys: The keys of stateful objects, by name. Such an object may need every part of its state.
+    """
+    notes: list[str] = []
+    for name, value in values.items():
+        lost: dict[str, str] = {}
+        try:
+            kept = loadable(value, name, lambda part, path: encode(part, path, {}), lost)
+            if lost and name in keys:
+                lost = {name: next(iter(lost.values()))}
+            else:
+                key = keys.get(name, extra_key(name))
+                objects[key] = encode(kept, key, refs)
+        except CkptkitError as error:
+            lost[name] = str(error)
+        notes += [f"{part} was skipped: {why}" for part, why in lost.items()]
+    return notes
 
 
 def _as_torch(array: np.ndarray[Any, Any] | TensorValue) -> torch.Tensor:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
-from ckptkit.errors import UnsupportedFormatError, UsageError
+from ckptkit.errors import CkptkitError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.class_records import recipes_of, renamed_recipes
 from ckptkit.formats.dcp.records import frame_object
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
@@ -35,7 +35,14 @@ from ckptkit.formats.sources import read_box
 from ckptkit.formats.state_names import PARAM_GROUPS
 from ckptkit.formats.trainers.merge import model_of
 from ckptkit.formats.trainers.param_order import Param
-from ckptkit.formats.training_state import SavedOptimizer, TrainingState, extra_key, read_training_state, without_kind
+from ckptkit.formats.training_state import (
+    SavedOptimizer,
+    TrainingState,
+    extra_key,
+    loadable,
+    read_training_state,
+    without_kind,
+)
 from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.units import counted
@@ -54,7 +61,7 @@ _Names: TypeAlias = Mapping[str, Mapping[str, str]]  # FQNs by an optimizer's pr
 _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")  # buffers, some with the shape of a weight
 
 
-class _NoTree(Exception):
+class _NoTree(UnsupportedFormatError):
     """Raised for a value of a type that `objects.json` cannot represent."""
 
 
@@ -82,11 +89,14 @@ def _add_trees(
     rest = saved.rest([name for name, _ in trees.values()])
     trees |= {extra_key(name): (name, value) for name, value in rest.items()}
     for own, (name, value) in trees.items():
+        lost: dict[str, str] = {}
         try:
-            tree = _tree(value)
-        except _NoTree as error:
+            is_extra = own == extra_key(name)
+            tree = _tree(loadable(value, name, lambda part, _: _tree(part), lost) if is_extra else value)
+        except CkptkitError as error:
             found.leftovers.append((name, str(error)))
             continue
+        found.leftovers += lost.items()
         if len(json.dumps(tree)) > _MAX_TREE_BYTES:
             found.leftovers.append((name, f"it is larger than {_MAX_TREE_BYTES >> 20} MiB as JSON"))
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import random
 from typing import Any
 
@@ -257,6 +258,43 @@ def test_objects_of_any_name_are_restored_or_become_extra(form, tmp_path):
     counts = found.pop("counts")
     assert type(counts) is np.ndarray and counts.tolist() == [0, 1, 2]
     assert states.bits(found) == states.bits({name: saved[name] for name in found})
+
+
+@pytest.mark.parametrize("form", ["torch", "resharded"])
+def test_only_the_smallest_part_that_cannot_be_loaded_without_running_code_is_left_out(form, tmp_path):
+    """Composer keeps times in `state`. A list is left out as a whole, because its items keep their positions."""
+    wall = datetime.timedelta(seconds=3)
+    rest = {"seed": 17, "timestamp": {"batch": 4}, "runs": [{"name": "a"}]}
+    saved = {
+        "model": nn.Linear(3, 2).state_dict(),
+        "state": {
+            "seed": 17,
+            "timestamp": {"batch": 4, "wall": wall},
+            "runs": [{"name": "a", "wall": wall}],
+            "walls": [1.0, wall],
+            "callbacks": {"timer": {"wall": wall}},
+        },
+    }
+    source, said = save(saved, "torch", tmp_path), []
+    if form == "resharded":
+        made = tmp_path / "step_00000001"
+        said = [f"{name} was skipped" for name, _ in reshard(str(source), str(made), world_size=1).plan.leftovers]
+        source = made
+    state = TrainState(model=nn.Linear(3, 2))
+    report = load(state, str(source), tmp_path)
+    assert report.extra["state"] == rest
+    said = said or [note.partition(":")[0] for note in report.notes if "was skipped" in note]
+    lost = ("timestamp.wall", "runs.0.wall", "walls", "callbacks")
+    assert said == [f"state.{name} was skipped" for name in lost]
+
+
+def test_a_stateful_extra_is_not_given_a_part_of_its_state(tmp_path):
+    saved = {"model": nn.Linear(3, 2).state_dict(), "clock": {"count": 4, "wall": datetime.timedelta(seconds=3)}}
+    clock = Counters(0)
+    state = TrainState(model=nn.Linear(3, 2), extra={"clock": clock})
+    report = load(state, str(save(saved, "torch", tmp_path)), tmp_path)
+    assert clock.value == Counters(0).value
+    assert [note.partition(":")[0] for note in report.notes if "clock" in note] == ["clock was skipped"]
 
 
 def test_large_tensors_that_are_no_weights_are_named_by_a_reshard(tmp_path):
