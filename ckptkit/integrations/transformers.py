@@ -181,7 +181,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
                 if isinstance(callback, ExportableState):
                     trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
             state = self._state()
-            state.extra["trainer"] = json.loads(json.dumps(dataclasses.asdict(trainer.state)))
+            first = {"is_local_process_zero": True, "is_world_process_zero": True}  # as in the file that rank 0 writes
+            state.extra["trainer"] = json.loads(json.dumps(dataclasses.asdict(trainer.state) | first))
             return state
 
         state = self._managed().run_on_all(collect, "collecting the Trainer's state")
