@@ -11,6 +11,7 @@ MODEL_KEYS = (
 OPTIMIZER_KEY = re.compile(r"(?:optim|optimizer)s?(?:_states?|_state_dict)?(?:_?\d+)?")
 SCHEDULER_KEY = re.compile(r"(?:lr_)?schedulers?(?:_states?|_state_dict)?(?:[._]\d+)?")
 RANDOM_KEY = re.compile(r"(?:rng|random|(?:rng|random|extra)_states?)(?:[._](\d{1,9}))?")  # group 1: the rank
+RANDOM_WORD = re.compile(r"(?<![A-Za-z])(?:rng|random_states?)(?![A-Za-z])|^random$")  # in keys such as "torch_rng"
 STEPS = ("global_step", "step", "iteration", "iter", "iter_num")
 # Where MMEngine, Composer and fairseq save the step.
 STEP_PATHS: tuple[tuple[str | int, ...], ...] = (

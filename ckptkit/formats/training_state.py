@@ -21,7 +21,15 @@ from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.nested import dicts_with, insert, with_lists
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
 from ckptkit.formats.sources import read_box
-from ckptkit.formats.state_names import PARAM_GROUPS, RANDOM_KEY, SCALER_STATE, SCHEDULER_KEY, SCHEDULER_STATE, STEPS
+from ckptkit.formats.state_names import (
+    PARAM_GROUPS,
+    RANDOM_KEY,
+    RANDOM_WORD,
+    SCALER_STATE,
+    SCHEDULER_KEY,
+    SCHEDULER_STATE,
+    STEPS,
+)
 from ckptkit.formats.trainers.param_order import Param, assign
 from ckptkit.storage.store import Store
 
@@ -33,6 +41,7 @@ _BITSANDBYTES = "__bnb_optimizer_quant_state__"  # bitsandbytes' state_dict adds
 _MAX_STEP = 10**18
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+_CUDA_BYTES = 16  # of a CUDA generator's state: the seed and the offset
 _MAX_DIGITS = 9  # of a param group's number
 
 
@@ -151,6 +160,7 @@ class TrainingState:
         optimizers: The optimizers, by the common prefix of their entries' names.
         schedulers, scalers: The states by key, such as "lr_schedulers.0", in the order in which they were saved.
         random: The random states by rank.
+        unknown_random: The names of values that are random states according to their keys, but have an unknown form.
         objects: All other objects by top-level key. Objects that contain schedulers or scalers are included.
         tensors: Tensors that belong to none of the other parts. Their values were not read.
         large: The keys of objects whose tensors were not read because of their size.
@@ -162,6 +172,7 @@ class TrainingState:
     schedulers: dict[str, dict[str, Any]] = field(default_factory=dict)
     scalers: dict[str, dict[str, Any]] = field(default_factory=dict)
     random: dict[int, RandomState] = field(default_factory=dict)
+    unknown_random: list[str] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
     tensors: list[TensorEntry] = field(default_factory=list)
     large: list[str] = field(default_factory=list)
@@ -446,6 +457,8 @@ def _add_objects(
         found.scalers |= dicts_with(SCALER_STATE, value, name)
     parted = {*found.large, *found.unread}
     found.objects = {**{name: value for name, value in joined.items() if name not in parted}, **apart}
+    loose = (name for name in (*found.unread, *(entry.name for entry in found.tensors)) if RANDOM_WORD.search(name))
+    found.unknown_random = list(dict.fromkeys((*_random_names(found.objects), *loose)))
 
 
 def _path(entry: TensorEntry | ObjectEntry) -> Path:
@@ -526,6 +539,9 @@ def _take_random_states(found: TrainingState, values: dict[str, Any], tensor: Ma
     seen: set[str] = set()
     for name, value in list(values.items()):
         match = RANDOM_KEY.fullmatch(name)
+        if match and not match[1] and isinstance(value, list):
+            _take_list(found, values, name, tensor)
+            continue
         generators = _generators(value.get("rng", value), tensor) if match and isinstance(value, dict) else None
         rank = int(match[1] or 0) if match else 0
         if generators is None or rank in found.random:
@@ -536,6 +552,27 @@ def _take_random_states(found: TrainingState, values: dict[str, Any], tensor: Ma
         del values[name]
         if beside:
             values[name] = beside
+
+
+def _take_list(found: TrainingState, values: dict[str, Any], name: str, tensor: MakeTensor) -> None:
+    """Move a list with one random state for each rank from `values` to `found`, as Composer saves them."""
+    ranks = [_generators(states, tensor) for states in values[name]]
+    if ranks and not found.random and all(ranks):
+        found.random = {rank: RandomState(f"{name}.{rank}", made) for rank, made in enumerate(ranks) if made}
+        del values[name]
+
+
+def _random_names(values: Mapping[Any, Any], prefix: str = "") -> list[str]:
+    """Return the names of the values in a nested dict whose keys are those of random states. Omits seeds."""
+    found: list[str] = []
+    for key, value in values.items():
+        if value is None or isinstance(value, (bool, int, float, str)):
+            continue
+        if RANDOM_WORD.search(str(key)):
+            found.append(f"{prefix}{key}")
+        elif isinstance(value, dict):
+            found += _random_names(value, f"{prefix}{key}.")
+    return found
 
 
 def _generators(states: Any, tensor: MakeTensor) -> dict[str, Any] | None:
@@ -565,6 +602,9 @@ def _generators(states: Any, tensor: MakeTensor) -> dict[str, Any] | None:
                 "has_gauss": int(has_gauss),
                 "gauss": float(cached),
             }
+        cuda: Any = states.get("cuda")
+        if getattr(cuda, "shape", None) == (_CUDA_BYTES,) and str(cuda.dtype).endswith("uint8"):
+            made["cuda"] = cuda
     except (TypeError, ValueError, OverflowError):  # the usual keys have values that are not random states
         return None
     return made

@@ -71,6 +71,13 @@ def test_random_states_are_found_by_rank_and_other_values_below_their_keys_are_o
     }
 
 
+def test_a_list_of_random_states_has_one_for_each_rank(tmp_path):
+    states = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    found = parts_of({"rng": [states, states]}, tmp_path)
+    assert {rank: state.name for rank, state in found.random.items()} == {0: "rng.0", 1: "rng.1"}
+    assert "rng" not in found.objects and found.unknown_random == []
+
+
 def test_an_object_with_large_tensors_stays_in_parts_unless_it_is_wanted(tmp_path):
     saved = {"ema": {"weight": torch.ones(1 << 19), "decay": 0.5}, "small": {"mean": torch.ones(1), "count": 1}}
     found = parts_of(saved, tmp_path)

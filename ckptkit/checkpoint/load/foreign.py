@@ -90,6 +90,7 @@ class Adopted:
     objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key, as in `objects.json`
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors that the objects refer to
     notes: list[str] = field(default_factory=list)  # what was adapted, and what could not be read
+    random: list[str] = field(default_factory=list)  # names of random states of unknown form
 
 
 def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool = True) -> Adopted:
@@ -157,7 +158,13 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         notes.append(f"not proved: {doubt}")
     if saved.step is None and sections:
         notes.append("the checkpoint records no step; TrainState.step is unchanged, set it yourself.")
-    return Adopted(Catalog(tensors, catalog.objects, replace(catalog.info, step=saved.step)), objects, refs, notes)
+    return Adopted(
+        Catalog(tensors, catalog.objects, replace(catalog.info, step=saved.step)),
+        objects,
+        refs,
+        notes,
+        saved.unknown_random,
+    )
 
 
 def _add_extras(

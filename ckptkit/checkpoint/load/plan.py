@@ -74,7 +74,7 @@ from ckptkit.formats.dcp.subclasses import (
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.storage.store import Store
-from ckptkit.units import parse_size
+from ckptkit.units import first_few, parse_size
 
 if TYPE_CHECKING:
     import torch
@@ -279,6 +279,7 @@ class _Planner:
     foreign: bool  # whether ckptkit did not write the checkpoint
     plan: LoadPlan
     own: OwnCopies
+    random: Sequence[str] = ()  # names of another program's random states of unknown form
     from_masters: set[str] = field(default_factory=set)  # FQNs of masters to load into weights
     live: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # each model's tensors
     declared: dict[int, tuple[Shard, ...]] = field(default_factory=dict)  # the layout's shards, by tensor id
@@ -824,7 +825,10 @@ class _Planner:
     def rng(self) -> None:
         ranks = self.saved_ranks("rng")
         if not ranks:
-            self.plan.notes.append("the checkpoint has no random number state")
+            note = "the checkpoint has no random number state"
+            if self.random:
+                note = f"random numbers: the form of {first_few(self.random, 3)} is unknown; it was not restored"
+            self.plan.notes.append(note)
             return
         _, streams = shared_stream(self.rank, self.world_size)
         first = self.objects[f"rng.{ranks[0]}"]
@@ -1061,7 +1065,7 @@ def plan_load(
     if stacked is not None:
         plan.sources, plan.filled = stacked.sources, stacked.filled
         plan.skipped.update(stacked.dropped)
-    _Planner(state, adopted.objects, options, rank, world_size, small, not objects, plan, own).run()
+    _Planner(state, adopted.objects, options, rank, world_size, small, not objects, plan, own, adopted.random).run()
     plan.notes += [*adopted.notes, *(stacked.notes if stacked is not None else ())]
     if own.note:
         plan.notes.append(own.note)

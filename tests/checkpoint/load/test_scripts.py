@@ -328,15 +328,53 @@ def test_a_scheduler_and_a_step_below_another_key_are_restored(form, tmp_path):
     assert "scheduler" not in report.skipped and report.step == 3
 
 
-def test_the_random_states_of_a_script_are_restored(tmp_path):
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_the_random_states_of_a_script_are_restored(kind, form, tmp_path):
+    """Composer saves a list with one dict for each rank."""
+
     def drawn() -> tuple[Any, ...]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
     states_of = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     wanted = drawn()
-    source = save({"model": nn.Linear(3, 2).state_dict(), "rng_state": states_of}, "torch", tmp_path)
-    load(TrainState(model=nn.Linear(3, 2)), str(source), tmp_path)
-    assert drawn() == wanted
+    saved = {"rng_state": states_of} if kind == "dict" else {"rng": [states_of]}
+    source = save({"model": nn.Linear(3, 2).state_dict(), **saved}, form, tmp_path)
+    report = load(TrainState(model=nn.Linear(3, 2)), str(source), tmp_path)
+    assert drawn() == wanted and "rng" in report.loaded and not report.extra.keys() & saved.keys()
+
+
+def test_the_random_state_of_a_gpu_is_restored_or_named(tmp_path):
+    has_gpu = torch.cuda.is_available()
+    gpu = torch.cuda.get_rng_state() if has_gpu else torch.zeros(16, dtype=torch.uint8)
+    saved = {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": gpu}
+    source = save({"model": nn.Linear(3, 2).state_dict(), "rng": [saved]}, "torch", tmp_path)
+    if has_gpu:
+        torch.cuda.manual_seed(7)
+    report = load(TrainState(model=nn.Linear(3, 2)), str(source), tmp_path)
+    if has_gpu:
+        assert torch.equal(torch.cuda.get_rng_state(), gpu)
+    else:
+        assert [note for note in report.notes if "the state of cuda was not restored" in note]
+
+
+RANDOM: dict[str, tuple[dict[str, Any], str]] = {
+    "a tensor": ({"torch_rng": torch.zeros(16, dtype=torch.uint8)}, "torch_rng"),
+    "Megatron's": ({"rng_state": [{"torch_rng_state": torch.zeros(16)}]}, "rng_state"),
+    "below another key": ({"meta": {"rng": {"np": [1, 2]}}}, "meta.rng"),
+    "a list that is incomplete": ({"rng": [{"python": None}]}, "rng"),
+    "a seed": ({"rng": 7, "random_state": 7, "random_crop": {"size": 3}, "extra_state": {"epoch": 4}}, ""),
+}
+
+
+@pytest.mark.parametrize("case", RANDOM)
+def test_a_random_state_of_an_unknown_form_is_named(case, tmp_path):
+    saved, name = RANDOM[case]
+    source = save({"model": nn.Linear(3, 2).state_dict(), **saved}, "torch", tmp_path)
+    report = load(TrainState(model=nn.Linear(3, 2)), str(source), tmp_path)
+    said = [note for note in report.notes if "random" in note]
+    unknown = f"random numbers: the form of {name} is unknown; it was not restored"
+    assert said == [unknown if name else "the checkpoint has no random number state"]
 
 
 @pytest.mark.parametrize("form", ["dcp", "torch"])
