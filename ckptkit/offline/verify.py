@@ -116,8 +116,8 @@ class Check:
     The digest covers a byte range of a file or, if there is a codec, of a decoded record.
 
     Attributes:
-        parts: Byte ranges of the file that are not read for this digest, because other checks cover them. Only the
-            digest of a file's outline has parts: in the outline, each of these ranges is replaced with its own digest.
+        parts: Byte ranges of the file that are not read for this digest, because they have digests of their own. This
+            digest covers those digests instead of the bytes.
     """
 
     path: str

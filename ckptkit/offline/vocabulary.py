@@ -327,7 +327,7 @@ def _state_rows(
     store: Store,
     catalog: Catalog,
 ) -> dict[str, Doubles]:
-    """Return a new row for each parameter: the mean of its master's rows or, without a master, of the weight's rows.
+    """Return the row to add to each weight: the mean of its rows, or of the rows of its master if it has one.
 
     An optimizer has only one master for tied weights. If a weight has no master, but its mean equals the mean of a
     weight that has a master, the two weights are considered tied and get the same row.

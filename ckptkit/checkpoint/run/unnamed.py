@@ -149,7 +149,7 @@ def delete_in_place(root: LocalStore, name: str, record: CommitRecord) -> None:
     """Delete a checkpoint's files from its directory, and leave foreign files untouched.
 
     The record is renamed first, which is durable and needs no space. From then on the directory is not a checkpoint. If
-    the process is killed, `finish_deletion` reads in the renamed record which files to delete. Files are deleted
+    the process is killed, the renamed record tells `finish_deletion` which files to delete. Files are deleted
     through the directory's file descriptor. So if a new checkpoint replaces the directory, the new checkpoint's files
     stay.
 

@@ -174,7 +174,7 @@ class MetadataPickle:
     # --- columns
 
     def _batches(self) -> Iterator[Sequence[RecordColumns]]:
-        """Yield the tensors in groups of about `_BATCH` slices, because numpy is slow for a few slices at a time."""
+        """Yield the tensors in batches. A batch has about `_BATCH` slices, because numpy is slow with small arrays."""
         first = slices = 0
         for i, tensor in enumerate(self.tensors):
             slices += len(tensor.starts)

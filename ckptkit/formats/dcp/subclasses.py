@@ -516,9 +516,9 @@ def _cutting(whole: Any) -> tuple[Any, ...]:
 
 
 def _consists_of_runs(whole: Any, run: int) -> bool:
-    """Return whether each rank's part of a DTensor consists of whole runs of `run` elements of the flattened tensor.
+    """Return whether no rank boundary of a DTensor splits a run.
 
-    All ranks get the same result.
+    The flattened tensor is divided into runs of `run` elements. All ranks get the same result.
     """
     steps, mesh = cut_blocks(run, whole.shape), whole.device_mesh
     counts: dict[int, list[int]] = {}

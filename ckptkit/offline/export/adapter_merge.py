@@ -298,9 +298,9 @@ def merge_adapter(
 def _of_tied(
     changes: Mapping[str, Change], tied: Mapping[str, str], notes: MutableSequence[str], names: Mapping[str, str]
 ) -> dict[str, Change]:
-    """Return the changes. A change of an omitted tied source is also applied to the source that is kept.
+    """Return the changes, with those of tied weights that the export leaves out moved to the weight that it keeps.
 
-    PEFT changes tied tensors in place, so a change under one name also applies to the other names.
+    PEFT changes tied weights in place, so a change under one name also applies to the other names.
     """
     made = dict(changes)
     for source, kept in tied.items():

@@ -200,7 +200,7 @@ def _without_wrapper(
     """Strip a wrapper's prefix: a prefix that the base model's names do not have.
 
     If the checkpoint contains several models that match the base, one model is chosen by the globs. If several models
-    are left, those with a name that starts with "model." are preferred, and then those with the most matching names.
+    are left, the model is taken whose tensors' names start with "model.", or else the one with the most matching names.
 
     Raises:
         UsageError: Several models match the base equally well.

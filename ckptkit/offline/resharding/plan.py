@@ -255,7 +255,7 @@ def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
 
 
 def _records(catalog: Catalog, own: OwnState) -> list[Record]:
-    """Return the records of objects that plain torch reads, such as the settings of parameter groups.
+    """Return the records to write for objects, such as the settings of parameter groups. torch's own reader needs them.
 
     The records of a DCP source are copied. For any other source, only the settings of parameter groups are recorded.
     """
