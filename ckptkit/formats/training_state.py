@@ -511,9 +511,9 @@ def _schedulers(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _scheduler_states(name: str, value: Any) -> dict[str, dict[str, Any]]:
-    """Return the scheduler states in a value that was saved under a usual key for schedulers, by key.
+    """Return the scheduler states in `value`, by their full key. `name` is the key of `value`.
 
-    The value may be one state, or a list or dict of states. A dict that contains no state of a torch scheduler counts
+    `value` may be one state, or a list or dict of states. A dict that contains no state of a torch scheduler counts
     as one state, because a scheduler of the user's own class may have any state.
     """
     if _is_list(value):

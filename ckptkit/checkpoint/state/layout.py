@@ -142,9 +142,10 @@ def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch
 
 
 def global_state(what: str, value: Any, parameter: torch.Tensor, shards: Sequence[Shard]) -> Any:
-    """Return the optimizer state `value` as a part of a global state, if the layout declares its parameter.
+    """Return this rank's part of an optimizer state whose parameter is a part of a larger tensor.
 
-    If `shards` is empty, or the state is a single number such as a step count, returns `value` itself.
+    `TrainState(layout=)` declares such parameters. For other parameters (`shards` is empty), and for a single number
+    such as a step count, returns `value` itself.
     """
     if not shards or (value.numel() == 1 and value.shape != parameter.shape):
         return value

@@ -104,8 +104,8 @@ class Gatherer:
         """Return how many rows of a computed tensor to compute at once.
 
         Limits the memory of one computation. If each element is computed independently, the limit is `big` bytes, so
-        that all workers can compute at the same time. Otherwise, the limit is half of `max_bytes`; more than one block
-        of rows must also fit into 16 MB. In both cases, the result and the first input take at most `most` bytes each.
+        that all workers can compute at the same time. Otherwise, the limit is half of `max_bytes`, and for
+        more than `_BLOCK` rows also 16 MB. The result and the first input always take at most `most` bytes each.
         """
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:

@@ -161,7 +161,7 @@ class Placement:
 
     @staticmethod
     def joined(placements: Sequence[Placement]) -> tuple[_Int64, _Int64, _Int64]:
-        """Return the file, start and size in bytes of each box of several placements, concatenated."""
+        """Return three columns with a row for each box in all placements: its file, start, and size in bytes."""
         if all(isinstance(item, _WholePlacement) for item in placements):
             columns = np.array([item.only() for item in placements], np.int64).reshape(-1, 3).T
             return columns[0], columns[1], columns[2]
