@@ -92,6 +92,20 @@ def test_a_load_that_stops_at_a_copy_with_a_later_steps_name_names_the_directory
         load(root)
 
 
+@pytest.mark.parametrize(("resumed", "step", "warned"), [
+    (None, 5, True), (None, 40, False), (10, 11, False),
+], ids=["starts over", "goes on", "rolled back on purpose"])  # fmt: skip
+def test_a_job_that_saves_below_the_latest_step_without_a_load_is_warned_once(tmp_path, caplog, resumed, step, warned):
+    root = run(tmp_path, 10, 20, 30)
+    with CheckpointManager(root) as manager:
+        if resumed is not None:
+            manager.load(linear(), resumed)
+        manager.save(step, linear())
+        manager.save(step + 1, linear())
+    said = [text for text in caplog.messages if "did not load step_00000030" in text]
+    assert len(said) == warned and all(f"continues from step {step}" in text for text in said)
+
+
 def asked_on_each_rank(root: str) -> list[str]:
     with CheckpointManager(root) as manager:
         return [refusal(lambda: manager.load(linear())), refusal(manager.latest)]

@@ -283,6 +283,7 @@ class Saver:
             self.plans.clear()
             raise
         self.seen = attempt.after
+        self._warn_of_new_start(request)
         return record
 
     def close(self) -> None:
@@ -294,6 +295,21 @@ class Saver:
             self.transfers = None
 
     # --- steps
+
+    def _warn_of_new_start(self, request: SaveRequest) -> None:
+        """Warn if the job started over in a run with a later step. Without a load, this is probably a mistake."""
+        if self.seen is None or request.resumed_from is not None or len(self.seen.committed) < 2:
+            return
+        before, saved = self.seen.committed[-2:]
+        if before.step > saved.step:
+            _log.warning(
+                "%s/%s was saved, but this job did not load %s, until now the latest checkpoint. The next load "
+                "continues from step %d. To continue a run, call manager.load(state) before the first save.",
+                self.root.url,
+                saved.name,
+                before.name,
+                saved.step,
+            )
 
     def _check_ranked(self, request: SaveRequest, metric: str) -> None:
         """Raise if the save has no metrics. Warn if the metrics do not include the metric of `keep_best`.
