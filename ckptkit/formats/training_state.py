@@ -622,7 +622,7 @@ def saved_step(store: Store, catalog: Catalog) -> int | None:
     """Return the step in the catalog's info or, if it has none, in a saved number with a usual name. None: no step."""
     if catalog.info.step is not None:
         return catalog.info.step
-    homes = {entry.key[:-2] for entry in catalog.by_role(Role.MODEL).values()}
+    homes = {entry.key[:-2] for entry in catalog.tensors.values() if entry.role is Role.MODEL}
     home = homes.pop() if len(homes) == 1 else ()
     values: dict[str, Any] = {}  # a cache: each value is read once
 
