@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.convert.bench import compare
 
-# A plain loop, with the weights multiplied as `merge` does. All tensors of the result are in memory.
+# A plain loop that multiplies each source by its weight. All tensors of the result are in memory.
 LOOP = """
 import os, sys, torch
 from safetensors import safe_open
