@@ -63,7 +63,7 @@ def test_a_document_has_the_fields_that_are_documented(run_root, zoo, tmp_path, 
     places = {"run": run_root, "hf": zoo / "hf_ref_llama_untied", "out": tmp_path / "out"}
     found: dict[str, Any] = json.loads(run(*(word.format(**places) for word in line.split()), "--json").stdout)
     shared, own = fields(SHARED), fields(name)
-    also = re.search(r"^(?:Also|`pin` and `unpin` also print) ([^.]*)", section(name), re.MULTILINE)
+    also = re.search(r"^(?:Common fields:|`pin` and `unpin` also print) ([^.]*)", section(name), re.MULTILINE)
     assert also
     documented = {**{field: shared[field] for field in re.findall(r"\w+", also[1])}, **own}
     assert set(found) == set(documented)

@@ -121,7 +121,8 @@ def test_no_error_is_defined_elsewhere():
         every += cls.__subclasses__()
     ours = [cls for cls in every if cls.__module__.startswith("ckptkit") and cls.__module__ != "ckptkit.errors"]
     text = text_of("docs/errors.md")
-    assert not [cls.__name__ for cls in ours if cls.__name__ not in text]
+    public = [cls.__name__ for cls in ours if not cls.__name__.startswith("_")]  # the others do not leave their module
+    assert public and not [name for name in public if name not in text]
 
 
 def _texts(tree: ast.AST) -> list[str]:
