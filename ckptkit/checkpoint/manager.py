@@ -632,7 +632,9 @@ class CheckpointManager:
             older = done.decisions[: -self.retention.max_num] if self.retention.max_num is not None else ()
             return gone, len(done.decisions) - len(done.deleted), sum(item.keep for item in older)
         except Exception as error:  # noqa: BLE001  the other ranks have continued, and would wait for rank 0
-            _log.warning("step %d is saved, but rotation failed; the next save retries: %s", record.step, error)
+            is_bug = not isinstance(error, (CkptkitError, OSError))
+            text = "step %d is saved, but rotation failed; the next save retries: %s"
+            _log.warning(text, record.step, error, exc_info=is_bug)
             return (), None, 0
 
 

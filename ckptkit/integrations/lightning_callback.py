@@ -238,7 +238,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
                     return link, ""
                 version = self.STARTING_VERSION if version is None else version + 1
         except Exception as error:  # noqa: BLE001  the other ranks wait for the answer
-            return saved, str(error)
+            return saved, str(error) or type(error).__name__
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
         """Remove a checkpoint. Do nothing in the directory of the newest checkpoint, where the policy decides."""

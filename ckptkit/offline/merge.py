@@ -415,7 +415,8 @@ def _summed(
 ) -> int:
     """Compute ((w1 * x1 + w2 * x2) + ...) for each element, with each operation rounded to the dtype `sums`.
 
-    If all weights are equal, compute ((x1 + x2) + ...) / n. This is a third faster.
+    If all weights are equal, compute ((x1 + x2) + ...) / n, which takes fewer operations. If an element's sum
+    overflows, the element is computed in float64 instead.
     """
     kind = np.dtype(sums).type
     sizes = [dtype_of(dtype).itemsize for dtype in dtypes]
@@ -429,9 +430,14 @@ def _summed(
             n = min(PIECE, numel - start)
             apart = in_pairs and n % 2 == 0
             total, product = sum_of_block[:n], product_of_block[:n]
-            for i, (dtype, factor, raw) in enumerate(zip(dtypes, factors, data, strict=True)):
-                block, into = raw[start * sizes[i] : (start + n) * sizes[i]], product if i else total
-                term = split_pairs(block, into) if apart else float_values(block, dtype)
+
+            def read(i: int, into: Any, start: int = start, n: int = n, apart: bool = apart) -> Any:
+                block = data[i][start * sizes[i] : (start + n) * sizes[i]]
+                return split_pairs(block, into) if apart else float_values(block, dtypes[i])
+
+            for i, factor in enumerate(factors):
+                into = product if i else total
+                term = read(i, into)
                 if not is_mean:
                     term = np.multiply(term, kind(factor), out=into, dtype=kind)
                 if i:
@@ -440,6 +446,9 @@ def _summed(
                     total[:] = term
             if is_mean and len(data) > 1:
                 np.divide(total, kind(len(data)), out=total)
+                if not np.isfinite(total).all():
+                    lost = np.flatnonzero(~np.isfinite(total))
+                    total[lost] = sum(read(i, product)[lost].astype(np.float64) for i in range(len(data))) / len(data)
             made = out[start * size : (start + n) * size]
             infinite += round_pairs(total, made) if apart else cast_into(total.view(np.uint8), made, sums, target)
     return infinite

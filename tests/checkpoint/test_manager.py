@@ -86,6 +86,21 @@ def test_a_save_logs_an_info_line_and_a_debug_line_of_phases(tmp_path, caplog):
     assert steps(tmp_path) == [200, 300]
 
 
+@pytest.mark.parametrize(("error", "has_traceback"), [(KeyError("x"), True), (OSError("the disk is gone"), False)])
+def test_a_rotation_that_fails_does_not_fail_the_save_and_a_bug_is_logged_with_its_place(
+    tmp_path, caplog, monkeypatch, error, has_traceback
+):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(manager_module, "rotate", fails)
+    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager:
+        manager.save(1, linear())
+    (said,) = [r for r in caplog.records if "rotation failed" in r.getMessage()]
+    assert str(error) in said.getMessage() and bool(said.exc_info) is has_traceback
+    assert steps(tmp_path) == [1]
+
+
 @pytest.mark.parametrize(
     ("saved", "policy", "denied", "said"),
     [

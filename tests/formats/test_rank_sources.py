@@ -158,3 +158,12 @@ def test_every_model_of_an_accelerate_checkpoint_is_listed(ranks, tmp_path, kind
     wanted = first | {f"model_1.{name}": tensor for name, tensor in second.items()}
     weights = {e.name.removeprefix("model."): e for e in source.catalog.tensors.values() if e.role is Role.MODEL}
     assert contents(source.store, weights) == contents_of_state_dict(wanted)
+
+
+def test_rank_files_that_contain_themselves_are_refused(tmp_path):
+    saved = {"weight": torch.ones(2)}
+    saved["model"] = saved
+    for rank in range(2):
+        torch.save(saved, tmp_path / f"rank{rank}.pt")
+    with pytest.raises(CorruptCheckpointError, match="contains itself"):
+        open_source(str(tmp_path))

@@ -60,7 +60,9 @@ def summed(states: Sequence[dict[str, torch.Tensor]], weights: Sequence[float], 
         kind = torch.promote_types(dtype, newest.dtype)
         parts = [state[name].to(kind) for state in states]
         if len(set(weights)) == 1:
-            found[name] = (functools.reduce(torch.add, parts) / len(parts)).to(newest.dtype)
+            mean = functools.reduce(torch.add, parts) / len(parts)
+            wide = (sum(part.double() for part in parts) / len(parts)).to(kind)  # where the sum overflows
+            found[name] = torch.where(mean.isfinite(), mean, wide).to(newest.dtype)
             continue
         parts = [part * torch.tensor(weight, dtype=kind) for part, weight in zip(parts, weights, strict=True)]
         found[name] = functools.reduce(torch.add, parts).to(newest.dtype)
@@ -115,6 +117,13 @@ def test_sums_of_any_bits_across_blocks_are_those_of_torch(tmp_path, dtype, weig
     merge(sources, str(tmp_path / "out"), weights=weights)
     expected = summed(states, weights_of(weights, 3), torch.float32)
     assert_same(bits(read_model(tmp_path / "out")), bits(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_mean_of_large_values_is_finite_although_their_sum_is_not(tmp_path, dtype):
+    states = [{"w": torch.full((5,), 3e38, dtype=dtype)} for _ in range(4)]
+    merge([write_model(tmp_path / f"m{i}", state) for i, state in enumerate(states)], str(tmp_path / "out"))
+    assert_same(read_model(tmp_path / "out"), states[0])
 
 
 @pytest.mark.parametrize("count", [2, 14, 40])

@@ -37,6 +37,7 @@ from ckptkit.formats.training_state import (
     read_training_state,
     without_kind,
 )
+from ckptkit.keymaps.wrappers import without_infixes
 from ckptkit.storage.store import Store
 from ckptkit.units import counted, first_few
 
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     import torch
 
 _OF_MODEL = re.compile(r"model_(\d+)\.(.+)")  # names of the parameters of accelerate's further models
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
 _SAMPLES = 8
 # PEFT's files omit these parts of a PEFT model's names.
 _ADAPTER = re.compile(
@@ -273,9 +273,7 @@ class _LiveNames:
     def __call__(self, name: Any) -> str:
         fqn = self.numbers.get(str(name))
         if not fqn:
-            clean = str(name)
-            for wrapper in _WRAPPERS:
-                clean = clean.replace(wrapper, "")
+            clean = without_infixes(str(name)).removeprefix("_forward_module.")
             usual = self.rename(clean.removeprefix(self.prefix))
             options = (
                 self.rename(self.front + clean),

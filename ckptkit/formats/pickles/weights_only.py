@@ -78,6 +78,8 @@ def _dumped(value: Any, read: Callable[[bytes], Any], name: str, advice: str) ->
             refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(buffer))
             contained = f" It contains {first_few(refused)}." if refused else ""
             raise
+    except MemoryError:
+        raise
     except Exception as error:  # pickling runs the value's own code, which may raise anything
         raise SaveError(
             f"{name}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved so that it "

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo
-from ckptkit.errors import UNREADABLE, CheckpointNotFoundError
+from ckptkit.errors import UNREADABLE, CheckpointNotFoundError, CorruptCheckpointError
 from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor, is_tensor
@@ -180,7 +180,10 @@ def _levels(value: Any, key_of: Callable[[Any], Any]) -> list[Any]:
     """
     levels = [value]
     while (key := key_of(levels[-1])) is not None:
-        levels.append(levels[-1][key])
+        inner = levels[-1][key]
+        if any(inner is level for level in levels):  # a hostile pickle
+            raise CorruptCheckpointError(f"the dict at {key!r} contains itself. The file is damaged or malicious.")
+        levels.append(inner)
     return levels
 
 

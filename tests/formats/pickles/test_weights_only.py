@@ -114,6 +114,16 @@ class Unsaveable:
     pass
 
 
+class TooLarge:
+    def __reduce__(self):
+        raise MemoryError
+
+
+def test_a_save_that_runs_out_of_memory_does_not_blame_the_type():
+    with pytest.raises(MemoryError):
+        dump_object(TooLarge(), name="x", advice="or else")
+
+
 def test_values_that_need_code_to_load_are_not_saved():
     with pytest.raises(SaveError, match=r"type builtins\.dict.*or else"):
         dump_object({"a": Unsaveable()}, name="x", advice="or else")
