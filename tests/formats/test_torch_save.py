@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import (
@@ -26,6 +27,7 @@ from ckptkit.formats.detect import open_source
 from ckptkit.formats.nested import insert, with_lists
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.torch_save import open_catalog, open_file
+from ckptkit.offline.verify import verify
 from ckptkit.storage.local import LocalStore
 from tests.formats.damages import Damage, without, written
 from tests.formats.readback import contents, contents_of_state_dict
@@ -300,3 +302,34 @@ def test_the_error_for_a_class_next_to_the_weights_says_how_to_read_them(tmp_pat
         open_catalog(LocalStore(tmp_path))
     catalog = open_catalog(LocalStore(tmp_path), options=ReadOptions(allow_pickle=True))
     assert [entry.shape for entry in catalog.by_role(Role.MODEL).values()] == [(2,)]
+
+
+@pytest.fixture
+def without_crcs():
+    torch.serialization.set_crc32_options(False)
+    yield
+    torch.serialization.set_crc32_options(True)
+
+
+@pytest.mark.usefixtures("without_crcs")
+def test_files_that_torch_wrote_without_crcs_are_read(tmp_path):
+    dcp.save({"model": weights()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    store = save(tmp_path, {"model": weights(), "step": 3})
+    catalog = open_file(store, "x.pt")
+    assert contents(store, catalog.by_role(Role.MODEL)) == contents_of_state_dict(weights())
+    assert catalog.info.step == 3
+    source = open_source(str(tmp_path / "dcp"))
+    assert contents(source.store, source.catalog.tensors) == contents_of_state_dict(
+        {f"model.{name}": value for name, value in weights().items()}
+    )
+    for path, nbytes in (("x.pt", 2), ("dcp", 2)):
+        report = verify(tmp_path / path)
+        assert report.ok and report.unproved_bytes >= nbytes
+
+
+@pytest.mark.usefixtures("without_crcs")
+def test_an_error_says_that_ranks_can_not_be_compared_without_crcs(tmp_path):
+    for rank in range(2):
+        save(tmp_path, {"model": weights(), "optimizer": adam([0, 1])}, f"rank{rank}.pt")
+    with pytest.raises(UnsupportedFormatError, match="set_crc32_options"):
+        open_source(str(tmp_path))

@@ -265,7 +265,7 @@ def _placed(
     if any(tensor.dtype != first.dtype for tensor in tensors):
         raise UnsupportedFormatError(f"has shards whose {name} differ in dtype")
     if rule == "whole":
-        if any((t.shape, t.crc32, t.nbytes) != (first.shape, first.crc32, first.nbytes) for t in tensors):
+        if any(t.shape != first.shape or not t.same_storage(first) for t in tensors[1:]):
             raise UnsupportedFormatError(f"has shards whose tables {name} differ")
         return {"placed": rule}, first.shape, [first.slice()]
     blocks = [_block(name, rule, tensor, box) for tensor, box in zip(tensors, boxes, strict=True)]

@@ -384,7 +384,7 @@ class _Locator:
                 raise
             raise UnsafePickleError(f"tensor {name!r:.80}: {error}") from None
         self._check(row, found, label)
-        self._put(np.array([row]), found, found.storage.start, found.storage.crc32)
+        self._put(np.array([row]), found, found.storage.start, found.storage.crc32 or 0)
         return frame
 
     def _class_of(self, path: str, start: int, length: int) -> str:
@@ -407,7 +407,7 @@ class _Locator:
         self._check(row, found, label)
         owner = self._tensor(row)
         self.items.codecs.setdefault(owner, {})[row - int(items.bounds[owner])] = Codec("zstd", start, length)
-        self._put(np.array([row]), found, found.storage.start, found.storage.crc32)
+        self._put(np.array([row]), found, found.storage.start, found.storage.crc32 or 0)
 
     def _check(self, row: int, tensor: StoredTensor, label: str) -> None:
         dtype, sizes = self.items.dtypes[self._tensor(row)], self._box(row)[1]
@@ -417,14 +417,16 @@ class _Locator:
                 "Files of two saves may have been mixed."
             )
 
-    def _put(self, rows: Int64, tensor: StoredTensor, begins: Int64 | int, crcs: UInt64 | int | None) -> None:
-        """Fill in the rows of items that have the same layout as `tensor` and whose storages start at `begins`."""
+    def _put(self, rows: Int64, tensor: StoredTensor, begins: Int64 | int, crcs: UInt64 | int) -> None:
+        """Fill in the rows of items that have the same layout as `tensor` and whose storages start at `begins`.
+
+        A CRC-32 of 0 is unknown, see `zip.Member`.
+        """
         items = self.items
         items.starts[rows], items.nbytes[rows] = begins + tensor.offset * tensor.itemsize, tensor.nbytes
         items.digest_starts[rows], items.digest_nbytes[rows] = begins, tensor.storage.nbytes
-        items.checked[rows] = crcs is not None
-        if crcs is not None:
-            items.digests[rows] = crcs
+        items.checked[rows] = crcs != 0
+        items.digests[rows] = crcs
         for row in () if tensor.contiguous else rows.tolist():
             owner = self._tensor(row)
             items.strides.setdefault(owner, {})[row - int(self.items.bounds[owner])] = tensor.strides

@@ -104,6 +104,22 @@ class StoredTensor(Stub):
         """Number of bytes from the start of the first element to the end of the last element."""
         return _extent(self.shape, self.strides) * self.itemsize
 
+    def same_storage(self, other: StoredTensor) -> bool:
+        """Return whether the storages of two tensors have the same bytes. Compares CRC-32s, without reading the bytes.
+
+        Raises:
+            UnsupportedFormatError: A CRC-32 is not known.
+        """
+        if self.storage_nbytes != other.storage_nbytes:
+            return False
+        for tensor in (self, other):
+            if tensor.crc32 is None:
+                raise UnsupportedFormatError(
+                    f"{tensor.path} has no CRC-32s, by which ckptkit tells copies of a tensor from different tensors. "
+                    "They are missing if torch.serialization.set_crc32_options(False) was called before the save."
+                )
+        return self.crc32 == other.crc32
+
     def slice(self, box: Box | None = None, *, rank: int = -1) -> TensorSlice:
         """Return this tensor as a catalog slice: the region `box` of a larger tensor or, by default, a full tensor."""
         digest = None

@@ -36,10 +36,15 @@ _PLAIN_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of an archive. `header` is the offset of the local header from the start of the archive."""
+    """A member of an archive.
+
+    Attributes:
+        crc32: None if unknown: torch writes 0 after `torch.serialization.set_crc32_options(False)`.
+        header: Offset of the local header from the start of the archive.
+    """
 
     name: str
-    crc32: int
+    crc32: int | None
     nbytes: int
     header: int
 
@@ -149,7 +154,7 @@ def _member(tail: bytes, pos: int, stop: int, file: str) -> tuple[Member, int]:
         )
     if flags & _ENCRYPTED:
         raise CorruptCheckpointError(f"{file}: member {name!r:.80} is encrypted.")
-    return Member(name, crc, size, header), end
+    return Member(name, crc if crc or not size else None, size, header), end
 
 
 def _zip64(extra: bytes, packed: int, size: int, header: int, file: str) -> tuple[int, int, int]:
@@ -250,7 +255,7 @@ class Layout:
         return begin
 
 
-def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, path: str) -> Storage:
+def storage_of(identity: Any, find: Callable[[str], tuple[int, int | None]] | None, path: str) -> Storage:
     """Return the storage that a persistent id ("storage", class, key, location, numel) describes.
 
     Args:
@@ -304,15 +309,15 @@ class Archive:
         end = end[-wanted:] if wanted <= length else self.read(self.start + offset, wanted)
         self.layout = Layout(end, count, size, offset, self.file)
 
-    def members(self) -> list[tuple[int, int, int]]:
-        """Return (start in the file, nbytes, CRC-32) of each member, without reading the pickle."""
+    def members(self) -> list[tuple[int, int, int | None]]:
+        """Return (start in the file, nbytes, CRC-32 or None) of each member, without reading the pickle."""
         members = self.layout.members.values()
         return [(self._start(member, self._header(member)), member.nbytes, member.crc32) for member in members]
 
     def check(self) -> None:
         """Read all members and check their CRC-32s. Raises CorruptCheckpointError for the first CRC that differs."""
         for name, member in self.layout.members.items():
-            if member.crc32:  # the CRC is 0 after torch.serialization.set_crc32_options(False)
+            if member.crc32 is not None:
                 self.member(name)
 
     def value(self, *, unknown: Unknown = "refuse", classes: bool = False) -> Any:
@@ -339,10 +344,10 @@ class Archive:
         return self.member("data.pkl")
 
     def member(self, name: str) -> bytes:
-        """Return a member's bytes, after checking their CRC-32."""
+        """Return a member's bytes, after checking their CRC-32 if it is known."""
         member = self.layout.members[name]
         data = self.read(self._start(member, self._header(member)), member.nbytes)
-        if crc32(data) != member.crc32:
+        if member.crc32 not in (None, crc32(data)):
             raise CorruptCheckpointError(f"{self.file}: member {member.name!r:.80} does not match its CRC-32.")
         return data
 
@@ -366,7 +371,7 @@ class Archive:
         made = storage_of(identity, self.stored, self.path)
         return self.storages.setdefault((made.key, made.dtype), made)
 
-    def stored(self, key: str) -> tuple[int, int]:
+    def stored(self, key: str) -> tuple[int, int | None]:
         member = self.layout.members.get(f"data/{key}")
         if member is None:
             raise ValueError(f"storage {key!r:.40} is not in the archive")

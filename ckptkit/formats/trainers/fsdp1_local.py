@@ -190,8 +190,10 @@ def _is_piece(name: str, values: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the ranks' tensors of this name look like 1-D pieces of a parameter. If not, it is a buffer."""
     tensors = [value.get(name) for value in values]
     stored = [t for t in tensors if isinstance(t, StoredTensor)]
-    same = len({(t.shape, t.crc32) for t in stored}) == 1
-    return bool(stored) and all(len(t.shape) == 1 for t in stored) and (not same or len(values) == 1)
+    if not stored or any(len(t.shape) != 1 for t in stored):
+        return False
+    same = all(t.shape == stored[0].shape and t.same_storage(stored[0]) for t in stored[1:])
+    return not same or len(values) == 1
 
 
 def _from_pieces(

@@ -224,17 +224,14 @@ def _join_one(name: str, parts: Mapping[int, Any], what: str) -> Joined:
 
 def _replicated(name: str, parts: Mapping[int, StoredTensor]) -> Joined:
     """Return one rank's copy of a plain tensor. Compares the copies by CRC-32, without reading the values."""
-    rank = min(parts)
+    rank, *others = sorted(parts)
     first = parts[rank]
-    differing = [
-        r
-        for r, part in parts.items()
-        if (part.crc32, part.storage_nbytes, part.offset, part.strides)
-        != (first.crc32, first.storage_nbytes, first.offset, first.strides)
-    ]
     notes: tuple[str, ...] = ()
-    if differing and first.crc32 is not None:
-        notes = (f"tensor {name!r} differs between rank {rank} and rank {differing[0]}; rank {rank}'s is used.",)
+    for other in others:
+        part = parts[other]
+        if (part.offset, part.strides) != (first.offset, first.strides) or not part.same_storage(first):
+            notes = (f"tensor {name!r} differs between rank {rank} and rank {other}; rank {rank}'s is used.",)
+            break
     return Joined(first.dtype, first.shape, SliceArray.of([first.slice(rank=rank)], len(first.shape)), None, notes)
 
 

@@ -334,9 +334,7 @@ def _record(store: Store, item: ObjectEntry) -> bytes:
     if data[:2] != b"PK":
         return data
     archive = Archive(memory_store(item.path, data), item.path, file=f"{item.path}: the record of {item.name!r}")
-    for name, member in archive.layout.members.items():
-        if member.crc32:
-            archive.member(name)
+    archive.check()
     return data
 
 
