@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import faulthandler
 import functools
+import gc
 import inspect
 import logging
 import multiprocessing
@@ -95,12 +96,18 @@ def _forget_meshes() -> None:
     """Clear DTensor's caches for the process groups of meshes that have just been destroyed.
 
     Two meshes are equal if their ranks and names are equal, whatever their groups. An operator on a tensor of the next
-    task's mesh would find the cached result of this task's mesh, with groups that no longer exist.
+    task's mesh would find the cached result of this task's mesh, with groups that no longer exist. And each group that
+    a cache or a cycle keeps alive has a gloo thread that wakes up a hundred times per second.
     """
     from torch.distributed.tensor import debug
 
     debug._clear_python_sharding_prop_cache()
     debug._clear_fast_path_sharding_prop_cache()
+    modules = [module for name, module in sys.modules.items() if name.startswith(("torch.distributed.", "ckptkit."))]
+    for value in [value for module in modules for value in vars(module).values()]:
+        if isinstance(value, functools._lru_cache_wrapper):
+            value.cache_clear()
+    gc.collect()
 
 
 def _once(
@@ -143,12 +150,11 @@ def _serve(conn: Connection, rank: int, world_size: int, rendezvous: str) -> Non
         answer = _answer(fn, rank, world_size, args, join)
         release_leases()  # as at the end of a process: the next task may run in other ones
         conn.send_bytes(answer)
-        groups = [group for group in _world.pg_map if group is not world]
-        for group in groups:
-            dist.destroy_process_group(group)  # takes hundredths of a second, while the test goes on
-        faulthandler.cancel_dump_traceback_later()
-        if groups:
+        if len(_world.pg_map) > 1:
+            while group := next((group for group in _world.pg_map if group is not world), None):
+                dist.destroy_process_group(group)  # takes hundredths of a second, while the test goes on
             _forget_meshes()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _rendezvous() -> str:
