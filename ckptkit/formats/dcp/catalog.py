@@ -274,7 +274,7 @@ class _Builder:
             self._gather(part)
             part.entries, part.storage = {}, {}  # free the unpickled metadata
         items = self._joined_rows()
-        # Planners that do not flatten the state dict record no paths.
+        # A planner that does not flatten the state dict writes no paths to the metadata.
         roles = RoleTable({name: (name,) for name in (*items.names, *self.objects)} | self.paths, items.names)
         tensors = self._tensors(items, roles)
         objects = {name: self._object(name, roles) for name in self.objects}
@@ -452,8 +452,8 @@ class _Builder:
         Without this check, a small hostile file could declare a huge tensor, and a load would exhaust the memory.
 
         Returns:
-            The number of elements of each slice, and an error for each tensor that has too few bytes. Only classes that
-            pack several values into a byte may have too few bytes. The caller must raise the error for other tensors.
+            The number of elements of each slice, and an error for each tensor that has too few bytes. The caller must
+            raise the error, unless the tensor's class packs several values into a byte.
         """
         owners, numels = items.owners, items.numels()
         negative = np.flatnonzero(items.sizes < 0)

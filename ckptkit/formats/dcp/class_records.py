@@ -49,10 +49,10 @@ def recipes_of(catalog: Catalog) -> Mapping[str, Recipe]:
 
 
 def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catalog:
-    """Replace each tensor subclass that torch's `dcp.save` stored by its inner tensors, and return the new catalog.
+    """Return a catalog with the inner tensors in place of each tensor subclass that torch's `dcp.save` stored.
 
-    Adds the recipes for rebuilding the subclasses as the object `SUBCLASSES`. If the inner tensors of a subclass can't
-    be read, its entry stays. If no entry is replaced, returns `catalog` itself.
+    The object `SUBCLASSES` in the new catalog contains the recipes for rebuilding the subclasses. If the inner tensors
+    of a subclass can't be read, its entry stays. If no entry is replaced, returns `catalog` itself.
 
     Args:
         optimizer: Also replace optimizer states. This reads both ends of every optimizer record.
@@ -85,7 +85,7 @@ def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catal
 
 
 def renamed_recipes(catalog: Catalog, rename: Callable[[TensorEntry], str | None]) -> dict[str, Recipe]:
-    """Return a catalog's recipes after a renaming, by the new names of the outer tensors.
+    """Return a catalog's recipes after a renaming, by the new names of the tensors that they rebuild.
 
     Args:
         rename: Returns the new name of an inner tensor, or None to omit the recipe.
@@ -100,7 +100,9 @@ def renamed_recipes(catalog: Catalog, rename: Callable[[TensorEntry], str | None
 
 
 def saved_parts(store: Store, catalog: Catalog, name: str) -> tuple[dict[str, TensorEntry], Recipe] | None:
-    """Return a tensor's inner tensors by attribute, and its recipe. Returns None if the tensor has no inner tensors.
+    """Return a tensor's inner tensors by attribute, and the recipe for rebuilding the tensor from them.
+
+    Returns None if the tensor has no inner tensors.
 
     Raises:
         UnsupportedFormatError: See `opened_entry`.
@@ -303,7 +305,8 @@ def _placed(
 def _block(name: str, rule: str, tensor: StoredTensor, box: Box) -> Any:
     """Return how many elements of a shard share one element of the inner tensor.
 
-    If the rule is "like", the result has one number per dimension.
+    With the rule "like", elements share a value within a block, and the result has one number per dimension. With the
+    rule "flat", elements share a value if they are consecutive in the flattened shard, and the result is one number.
     """
     if rule == "like" and (blocks := blocks_of(box.sizes, tensor.shape)) is not None:
         return blocks

@@ -57,7 +57,8 @@ def check_bytes(digest: Digest | None, data: memoryview, path: str, name: str) -
 def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptkit-read") -> list[T]:
     """Run the calls in `workers` threads, and return the results in the order of the calls.
 
-    If a call fails, its error is raised after all threads have ended. If several calls fail, the first one's is raised.
+    If a call fails, its error is raised after all threads have ended. If several calls fail, the error of the first of
+    them is raised.
     """
     if workers <= 1 or len(calls) <= 1:
         results = []
@@ -127,7 +128,7 @@ def batches(rows: Int64, nbytes: Int64, most: int) -> Iterator[Int64]:
 
 
 def raise_with_tensor(error: OSError | CkptkitError, names: Mapping[str, str]) -> None:
-    """Raise an error about a missing or short file again, with the name of a tensor in that file.
+    """Re-raise an error about a missing or short file, with the name of a tensor in that file added to the message.
 
     Returns without raising if no tensor in the file is known, or if the message already names the tensor.
 

@@ -236,6 +236,6 @@ class FileJob:
                 outline.update(pending)
                 file.write(pending)
             written = clock()
-        if not self.store.asking_costs:  # the end of an upload counts as writing
+        if not self.store.asking_costs:  # on an object store, the end of the upload counts as writing
             self.sync_s = clock() - written
         result.files[self.path] = FileRecord(at, outline.hexdigest(), outlined=True)

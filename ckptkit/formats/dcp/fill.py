@@ -216,7 +216,7 @@ class Filler:
         return [[self._part(reads, row) for row in np.flatnonzero(shares == share).tolist()] for share in range(count)]
 
     def _last(self) -> dict[str, tuple[int, str]]:
-        """Return, for each file, the end of the read that reaches furthest, and the name of the tensor that it fills.
+        """Return, for each file, the end of the read that reaches furthest, and the tensor that this read fills.
 
         If a file was truncated, at least this tensor is incomplete.
         """
@@ -233,7 +233,7 @@ class Filler:
         return found
 
     def _part(self, reads: _Reads, row: int) -> torch.Tensor:
-        """Return the view of the target that a region fills."""
+        """Return the part of the target that a region fills, as a view."""
         target = self._wanted[reads.owners[row]].target
         first = reads.sizes.shape[1] - target.dim()
         return part_of(target, reads.offsets[row, first:].tolist(), reads.sizes[row, first:].tolist())

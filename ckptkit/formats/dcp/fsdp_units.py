@@ -25,7 +25,8 @@ def keep_fp32_gradients(model: nn.Module) -> None:
                 for parameter in group.fsdp_params if group is not None else ():
                     if parameter.orig_dtype in (torch.bfloat16, torch.float16):
                         group._orig_dtype = torch.float32
-                        parameter.sharded_param.grad_dtype = None  # any dtype; a replaced parameter lost this setting
+                        # None accepts gradients of any dtype. A parameter that was replaced has lost this setting.
+                        parameter.sharded_param.grad_dtype = None
 
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     model.register_forward_pre_hook(before_forward)

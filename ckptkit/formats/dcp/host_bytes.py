@@ -168,7 +168,7 @@ def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
 
 
 def expanded_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return the tensors whose elements share memory, by key, each with the reason why torch can't write into it."""
+    """Return, by key, why torch can't write into a tensor, for each tensor whose elements share memory."""
     why = "is an expanded view, whose elements share memory: copy it with .clone()"
     return {
         key: why
@@ -227,7 +227,7 @@ def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, or any other tensor itself. Unlike `to_local`, does not create a view."""
+    """Return a DTensor's local tensor, or any other tensor unchanged. Unlike `to_local`, does not create a view."""
     local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
     if local is None:
         return tensor
@@ -235,7 +235,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_memory(tensor: Any) -> Any:
-    """Return the inner tensor of a class that stores all its values in a single one. Return any other tensor itself."""
+    """Return the inner tensor, if the tensor's class stores all values in a single inner tensor.
+
+    Returns any other tensor unchanged.
+    """
     known = ONE_TENSOR.get(f"{type(tensor).__module__}.{type(tensor).__qualname__}")
     return tensor if known is None else getattr(tensor, known[0])
 
@@ -339,7 +342,8 @@ def row_major(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     tensor = tensor.contiguous()
-    # For torch, a tensor of at most one element is contiguous with any strides, but cannot be viewed as bytes.
+    # torch calls a tensor of at most one element contiguous, whatever its strides. It can only be viewed as bytes after
+    # its strides have been set to 1.
     return tensor if tensor.numel() > 1 else tensor.as_strided(tensor.shape, (1,) * tensor.dim())
 
 

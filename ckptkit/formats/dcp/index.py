@@ -347,7 +347,7 @@ class SaveIndex:
     # --- contents
 
     def entries(self) -> Iterator[tuple[PlannedKey, slice, Int64, Int64]]:
-        """Yield (key, range of rows, offsets, sizes) for each tensor."""
+        """Yield each tensor's key, the rows of the tensor's slices, and the offsets and sizes of these slices."""
         start, element = 0, 0
         for key, stop in zip(self._keys.values(), self.stops.tolist(), strict=True):
             ndim = len(key.shape)
@@ -387,7 +387,7 @@ class SaveIndex:
         distinct: dict[tuple[int, tuple[str, ...]], int] = {}
         chosen = [-1 if k.placement is None else distinct.setdefault(k.placement, len(distinct)) for k in keys]
         paths = self._key_paths()
-        if kind != "dcp":  # our names contain the role, the FQN and the optimizer state
+        if kind != "dcp":  # the names that ckptkit chooses contain the role, the FQN and the optimizer state
             role = {name: role_of(name, path) for name, path in paths.items()}
         else:  # the role of a name that the user chose depends on all other names
             table = RoleTable(paths, list(self._keys))
@@ -456,7 +456,8 @@ def write_index(
         extra: JSON for the manifest's `info.extra`.
         kind: The format name recorded in the manifest. With "dcp", the tensors have the names that the user gave them.
             With any other kind, ckptkit has chosen the names.
-        aliases: Tied weights by section: maps each tied name to the name under which the tensor is stored.
+        aliases: Tied weights by section, such as "model": maps each tied name to the name under which the tensor is
+            stored.
 
     Raises:
         SaveError: The ranks disagree about a tensor, or their slices overlap or leave elements uncovered.
@@ -467,7 +468,7 @@ def write_index(
     with ExitStack() as stack:
         if kind in ("ckptkit-sharded", "dcp"):
             state, size = new_hasher(), 0
-            # Published when the block ends, which is after the manifest.
+            # `.metadata` is published when the block ends, which is after the manifest is written.
             writer = stack.enter_context(store.writer(METADATA_NAME, sync=sync))
             for chunk in index.metadata(store.url, save_id):
                 state.update(chunk)

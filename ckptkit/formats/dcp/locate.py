@@ -369,7 +369,7 @@ class _Locator:
                     left = left[~same]
 
     def _alone(self, row: int, front: bytes, tail: bytes) -> Frame | None:
-        """Locate an item by parsing the zip. Return a `Frame` to compare other items with, if possible."""
+        """Locate an item by parsing the zip. Return a `Frame` to compare other items with, or None (see `Frame.of`)."""
         path, start, length = self._path(row), int(self.items.places[row]), int(self.items.lengths[row])
         label, tensor = self._label(row), self._tensor(row)
         try:

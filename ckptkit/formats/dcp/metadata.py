@@ -254,7 +254,7 @@ class MetadataPickle:
         if dtype in self._heads:
             self._out += self._heads[dtype]
             return
-        for is_first in (True, False):  # the first adds its values to the memo; the second refers to them
+        for is_first in (True, False):  # the first description adds its values to the memo; the second refers to them
             mark = len(self._out)
             self._new("TensorStorageMetadata")
             self._text("properties")

@@ -53,7 +53,7 @@ _NO_PROTOCOL = _PLAIN | {dict}
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlice:
-    """A region of a tensor that this rank writes. `key` is the tensor's index in the plan."""
+    """A region that this rank writes. `key` is the index of the region's tensor in the plan."""
 
     key: int
     offsets: tuple[int, ...]
@@ -207,7 +207,7 @@ class ShardedPlan:
 
 
 def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple[int, ...]]:
-    """Map the hash of each key that only some ranks hold to the ranks that hold the key.
+    """Return, for the keys that only some ranks hold, the ranks that hold each key, by the key's hash.
 
     Args:
         tables: For each rank, the hashes of the rank's replicated keys.
@@ -267,7 +267,7 @@ def _laid_out(
     private: frozenset[str],
     holders: Mapping[str, tuple[int, ...]],
 ) -> ShardedPlan:
-    """Return this rank's plan. `holders` maps each replicated key that only some ranks hold to these ranks."""
+    """Return this rank's plan. For each replicated key that only some ranks hold, `holders` contains these ranks."""
     keys: list[PlannedKey] = []
     slices: list[PlannedSlice] = []
     frames: list[RecordFrame] = []
@@ -380,7 +380,7 @@ def _cut_by_mesh(name: str, value: DTensor, meshes: dict[DeviceMesh, int]) -> _C
             turn = turn * mesh.size(dim) + coordinate[dim]
             count *= mesh.size(dim)
     if 0 in shape and any(c for c, p in zip(coordinate, placements, strict=True) if not isinstance(p, Replicate)):
-        turn = count  # an empty tensor is recorded once
+        turn = count  # no turn for this rank, because one record is enough for an empty tensor
     return _Cut(
         dtype,
         _dtype_name(dtype),

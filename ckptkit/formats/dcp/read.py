@@ -217,10 +217,10 @@ def add_class(filler: Filler, catalog: Catalog, name: str, value: Any) -> bool:
 def check_shared_memory(
     store: Store, state: Mapping[str, Any], entries: Mapping[str, TensorEntry], *, cast: bool
 ) -> None:
-    """Check that tensors in a flat state that share memory (tied weights) will be filled with equal values.
+    """Check that a load fills tensors that share memory (tied weights) with equal values.
 
     Args:
-        entries: The checkpoint's tensors, by key in the state. Tensors that do not fit the state are ignored.
+        entries: The checkpoint's tensors, by key in the flat state. Tensors that do not fit the state are ignored.
 
     Raises:
         CheckpointMismatchError: The checkpoint has different values for tensors that share memory. The message names
@@ -245,7 +245,8 @@ def check_shared_memory(
     for group in overlapping([local for *_, (_, local) in fitting]):
         first = fitting[group[0]][2]
         claims = [fitting[i] for i in group]
-        if all(_is_placed_like(first, value) for _, _, value, _ in claims):  # so all ranks get the same result
+        # Compare whole tensors if possible, so that all ranks get the same result.
+        if all(_is_placed_like(first, value) for _, _, value, _ in claims):
             groups.append([Claim.whole(name, entry, value) for name, entry, value, _ in claims])
             continue
         groups.append([

@@ -137,7 +137,7 @@ def is_plain(value: Any) -> bool:
 def _pickle_tensor(name: str, sizes: tuple[int, ...], itemsize: int) -> bytes:
     numel = math.prod(sizes)
     storage = STORAGE_CLASSES.get(name)
-    if storage:  # not "_v2": its flag and hooks would take 36 more bytes per record
+    if storage:  # not _rebuild_tensor_v2, whose other arguments would take 36 more bytes per record
         parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor\n((U\x07storage", f"ctorch\n{storage}\n".encode()]
     else:
         parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n((U\x07storage", b"ctorch.storage\nUntypedStorage\n"]

@@ -78,7 +78,7 @@ class RoleTable:
         wrapper = _model_wrapper(path)
         wrapper = self._inner.get(wrapper, wrapper)
         if wrapper is None or any(str(part).rpartition(".")[2] == "_extra_state" for part in path[:-1]):
-            return EntryRole(Role.OTHER)  # a tensor in what a module's get_extra_state returned is no weight
+            return EntryRole(Role.OTHER)  # a tensor that a module's get_extra_state returned is not a weight
         if wrapper == ():
             return EntryRole(Role.MODEL, _joined(path)) if self._bare_model else EntryRole(Role.OTHER)
         if wrapper in self._wrappers:
@@ -158,7 +158,7 @@ def optimizer_role(path: Path) -> EntryRole:
 
 
 def state_place(key: Path) -> tuple[str, Path] | None:
-    """Return the parameter and the path below it in the key of an optimizer state. Returns None for any other key.
+    """Split the key of an optimizer state into the parameter and the path below it. Returns None for any other key.
 
     For example, ("optimizer", "state", fqn, "GG", 0) gives (fqn, ("GG", 0)).
     """
@@ -215,10 +215,10 @@ def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
 
 
 def _inner_wrappers(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None]) -> dict[Path | None, Path]:
-    """Return the longer wrapper that all tensors of a wrapper have in common, for each wrapper where there is one.
+    """Return a longer wrapper for each wrapper whose tensors all have the same next path component.
 
-    For example, ("model",) gives ("model", "model") in {"model": {"model": state_dict}}, and ("models",) gives
-    ("models", 0) in {"models": [state_dict]}. Only list indices and known keys can make a wrapper longer.
+    For example, {"model": {"model": state_dict}} gives ("model", "model") for ("model",), and {"models": [state_dict]}
+    gives ("models", 0) for ("models",). Only list indices and known keys can make a wrapper longer.
     """
     members: dict[Path, list[Path]] = {}
     for key, wrapper in wrappers.items():

@@ -102,7 +102,8 @@ def are_one(store: Store, claims: Sequence[Claim | None]) -> bool:
 def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
     """Return whether tensors that share memory keep their values if one after the other is loaded.
 
-    Tries this in temporary memory: reads this rank's part of each tensor to the same layout as in the live memory.
+    Tries this in temporary memory: copies this rank's part of each tensor to the place that it would have in the live
+    memory.
     """
     import torch
 

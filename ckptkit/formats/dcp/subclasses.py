@@ -201,7 +201,7 @@ def open_tensor(tensor: Any, whole: Any = None) -> Opened | None:
 
 
 def without_values(tensor: Any) -> Any:
-    """Return a meta tensor with the shape and the placement of `tensor`, if a save stores its inner tensors instead.
+    """Return a meta tensor with the shape and the placement of `tensor`, if a save would store only its inner tensors.
 
     Returns None for any other tensor.
     """
@@ -317,7 +317,7 @@ def is_state_in_parts(value: Any) -> bool:
 
 
 def keeps_parts(optimizer: Any) -> bool:
-    """Return whether an optimizer is from flashoptim. Its live states differ from the states in its `state_dict`."""
+    """Return whether an optimizer is from flashoptim. The `state_dict` of such an optimizer converts its states."""
     return isinstance(getattr(optimizer, "quantized_state_spec", None), Mapping)
 
 
@@ -365,7 +365,7 @@ def _is_4bit(tensor: Any) -> bool:
 
 
 def repeated(tensors: Mapping[str, Any]) -> set[str]:
-    """Return the names of the copies of inner tensors that bitsandbytes' 4-bit layers add to a state dict."""
+    """Return the names of copies in a state dict: bitsandbytes' 4-bit layers add their weights' inner tensors to it."""
     weights = [name for name, value in tensors.items() if type(value).__name__ == "Params4bit" and _is_4bit(value)]
     if not weights:
         return set()
@@ -377,8 +377,8 @@ def repeated(tensors: Mapping[str, Any]) -> set[str]:
 def left_behind(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
     """Return the reason why a 4-bit weight of bitsandbytes can't be saved, for each weight that FSDP2 has sharded.
 
-    A sharded weight holds only the packed values. The scales remain in an attribute of the layer that is in no state
-    dict.
+    A sharded weight holds only the packed values. The scales remain in an attribute of the layer, and no state dict
+    contains this attribute.
     """
     found = {}
     for name, module in modules.items():
