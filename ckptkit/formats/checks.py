@@ -1,4 +1,4 @@
-"""Checks digests while the bytes of a file or record are read, in any order."""
+"""Checks digests while the bytes of a file or record are read. The bytes may come in any order."""
 
 from __future__ import annotations
 
@@ -98,7 +98,10 @@ class Crcs:
         self._lock = threading.Lock()
 
     def begin(self, start: int) -> tuple[int, int]:
-        """Remove the piece that ends at `start`, and return its start and CRC-32. `end` then adds the longer piece."""
+        """Remove the piece that ends at `start`, and return its start and CRC-32 (`start` and 0 if there is none).
+
+        The caller extends the piece, and adds it again with `end`.
+        """
         with self._lock:
             first, value = self._by_stop.pop(start, (start, 0))
             self._by_start.pop(first, None)
@@ -136,7 +139,7 @@ class Verifier:
     """Checks records against their digests while the bytes are read. Thread-safe.
 
     A record with a CRC-32 is checked once all its bytes have been read, in any order. Any other record is checked only
-    if its bytes come in order. The records that `unproved` returns must be read again.
+    if its bytes come in order. `unproved` returns the records that must be read again.
 
     Args:
         describe: Returns the file of a record and a tensor in that record, for the error message.

@@ -45,7 +45,7 @@ _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
 _WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
 _TORCH_WEIGHTS = r"pytorch_model.*\.bin|.*model-\d{5,}-of-\d{5,}\.bin|.*\.bin\.index\.json|adapter_model\.bin"
-_TORCH_STARTS = (b"PK", b"\x80\x02")  # of files of torch.save, as a zip archive and as a pickle
+_TORCH_STARTS = (b"PK", b"\x80\x02")  # first bytes of a torch.save file: a zip archive, or a pickle
 
 
 class Candidate:
@@ -346,8 +346,8 @@ def _check_weights(catalog: Catalog, url: str) -> None:
 def _with_step(catalog: Catalog, url: str) -> Catalog:
     """Return the catalog with the step in the directory's name, unless the catalog already has a step.
 
-    A name that contains only an epoch, such as epoch_3, gives no step. If the checkpoint has the number in the name as
-    its "epoch", the number gives no step either.
+    A name that contains only an epoch, such as epoch_3, gives no step. The number in the name is also ignored if it
+    equals the checkpoint's "epoch".
     """
     name = url.rpartition("/")[2]
     named = parse_step(name)
@@ -492,7 +492,7 @@ def _newest_committed(place: Candidate, steps: Sequence[str]) -> str | None:
     """Return the directory of ckptkit's newest committed checkpoint, or None if this is not the root of a ckptkit run.
 
     The newest checkpoint is the one that was saved last. After a rollback, an older checkpoint may have a higher step.
-    A directory with a damaged record, or with the record of another step, may have been saved later. Such a directory
+    A directory whose commit record is damaged, or belongs to another step, may have been saved later. Such a directory
     is returned if its step is higher than that of the newest checkpoint.
     """
     seen: dict[str, CommitRecord | CkptkitError | None] = {}
@@ -527,7 +527,7 @@ def _newest_committed(place: Candidate, steps: Sequence[str]) -> str | None:
 
 
 def pointers(place: Candidate) -> list[tuple[str, str]]:
-    """Return the pointer files of a run's directory, and their contents."""
+    """Return the pointer files of a run's directory, such as `latest`, and their contents."""
     found = []
     for pointer in _POINTERS:
         if pointer in place.files and place.listing[pointer].kind == "file" and place.listing[pointer].size < 1024:
@@ -582,7 +582,7 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _aside(place: Candidate) -> list[str]:
-    """Return the subdirectories that, judging by their names, hold no model but an optimizer or other state."""
+    """Return the subdirectories whose names say that they hold an optimizer or other state, and no model."""
     return [name for name in place.directories if name.startswith(_ASIDE)]
 
 

@@ -174,7 +174,7 @@ def _named(role: EntryRole, path: Path, names: Mapping[Path, Mapping[str, str]])
 
 
 def _unwrapped(roles: Mapping[str, EntryRole]) -> dict[str, EntryRole]:
-    """Return the roles with parameter names without what torch.compile and similar wrappers insert.
+    """Return the roles without the name components that torch.compile and similar wrappers insert.
 
     Names are kept if two weights would get the same name.
     """
@@ -184,7 +184,7 @@ def _unwrapped(roles: Mapping[str, EntryRole]) -> dict[str, EntryRole]:
     return {name: role._replace(fqn=without_infixes(role.fqn)) for name, role in roles.items()}
 
 
-# --- values of which each part is an entry
+# --- values that are split into several entries
 
 
 class _Node(dict[Any, Any]):
@@ -244,7 +244,7 @@ def dicts_with(keys: Collection[str], value: Any, name: str) -> dict[str, dict[s
 
 
 def other_containers(values: Iterable[Any]) -> dict[str, list[list[str | int]]]:
-    """Return the paths of tuples, and of dicts whose keys are positions, that contain tensors.
+    """Return the paths of tuples with tensors, and of dicts with tensors whose keys are 0, 1, 2, ...
 
     The names of the tensors look as if these containers were lists. Optimizers are left out, because their states are
     always dicts.

@@ -56,7 +56,7 @@ class Origin(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A read from position `start` of an origin that fills `view`. `record` is the digest record, or -1."""
+    """A read that fills `view` from byte `start` of an origin. `record` is the index of the digest record, or -1."""
 
     origin: int
     start: int
@@ -66,7 +66,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EntryMap:
-    """The origin of each slice of a tensor, and the digest record of each slice (-1 for none)."""
+    """The index of each slice's origin, and the index of each slice's digest record (-1 if the slice has no digest)."""
 
     entry: TensorEntry
     origins: Int64
@@ -171,7 +171,7 @@ class SourceReader:
         return self.is_local and self._origins[origin].codec is None
 
     def read(self, origin: int, start: int, view: memoryview) -> None:
-        """Fill `view` with the bytes of an origin that begin at `start`.
+        """Fill `view` with an origin's bytes, from byte `start` on.
 
         Raises:
             IncompleteCheckpointError: The origin has too few bytes.

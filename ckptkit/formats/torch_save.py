@@ -201,7 +201,7 @@ def _info(
                 producer = f"lightning {str(value['pytorch-lightning_version'])[:20]}"
             meta = value.get("meta")
             if "ema_state_dict" in value and isinstance(meta, dict) and "mmengine_version" in meta:
-                notes.append(  # EMAHook swaps the two before a save, and swaps them back when MMEngine resumes
+                notes.append(  # EMAHook swaps weights and average before a save, and swaps them back on resuming
                     "state_dict is the moving average of the weights, for inference. MMEngine stores the weights "
                     "that it trains in ema_state_dict."
                 )

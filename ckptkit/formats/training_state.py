@@ -276,9 +276,10 @@ def _read_values(
 
 
 def loadable(value: Any, name: str, check: Callable[[Any, str], object], lost: dict[str, str]) -> Any:
-    """Return an object without the smallest parts that cannot be loaded without running code.
+    """Return an object after leaving out the parts that cannot be loaded without running code.
 
-    Only values of dicts are left out. The items of a list keep their positions, so such a list is left out as a whole.
+    Leaves out as little as possible, but only values of dicts. A list with such a part is left out as a whole, because
+    the other items must keep their positions.
 
     Args:
         name: The name of the object.
@@ -496,8 +497,8 @@ def is_usual_scheduler(key: str) -> bool:
 def _schedulers(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the states of schedulers by key.
 
-    These are all values under a usual key for schedulers, and all dicts that look like the state of a torch scheduler,
-    because users of Fabric and of scripts choose their own keys. Lightning may save the usual keys inside "meta".
+    These are all values under a usual key for schedulers, and all dicts that look like the state of a torch scheduler.
+    Users of Fabric and of scripts choose their own keys. Lightning may save the usual keys inside "meta".
     """
     meta = objects.get("meta")
     below = {f"meta.{key}": value for key, value in meta.items()} if isinstance(meta, dict) else {}
@@ -563,7 +564,7 @@ def _take_list(found: TrainingState, values: dict[str, Any], name: str, tensor: 
 
 
 def _random_names(values: Mapping[Any, Any], prefix: str = "") -> list[str]:
-    """Return the names of the values in a nested dict whose keys are those of random states. Omits seeds."""
+    """Return the names of the values that a nested dict has under usual keys for random states. Omits seeds."""
     found: list[str] = []
     for key, value in values.items():
         if value is None or isinstance(value, (bool, int, float, str)):

@@ -72,7 +72,7 @@ class FlatGroup:
             )
 
     def agrees(self) -> bool:
-        """Return whether the positions that newer DeepSpeed versions record match those computed from the shapes.
+        """Return whether the positions in the files of newer DeepSpeed versions equal those computed from the shapes.
 
         A difference does not prove that the computed positions are wrong. With round_robin_gradients, DeepSpeed records
         wrong positions, because link_hp_params gets the parameters in another order than the flat group.

@@ -138,8 +138,8 @@ def is_code(path: str) -> bool:
 def unread_state(names: Iterable[str]) -> tuple[str, ...]:
     """Return notes about unread training state of the Trainer or accelerate.
 
-    The directory of full weights may also contain such state. The optimizer's states are numbered. They are not read,
-    because no file records the order of the parameters.
+    A directory with full weights may also contain such state. The optimizer is not read, because its states are
+    numbered, and no file records the parameter of each number.
     """
     found = sorted(name for name in names if name.endswith(_STATE))
     optimizers = [name for name in found if OPTIMIZER_FILE.fullmatch(name)][:1]

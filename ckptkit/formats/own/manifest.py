@@ -151,7 +151,7 @@ def _texts(value: Any) -> bool:
 def _in_range(
     columns: Columns, name: str, dtype: str, count: int | None = None, *, low: int = 0, high: int | None = None
 ) -> Column:
-    """Return a column after checking that all values are at least `low` and, unless it is None, below `high`."""
+    """Return a column after checking that all values are at least `low`, and below `high` if `high` is given."""
     column = columns.get(name, dtype, count)
     if len(column) and (int(column.min()) < low or (high is not None and int(column.max()) >= high)):
         what = "holds a negative number" if high is None else "has an index outside its table"
@@ -252,7 +252,8 @@ class Manifest:
         """Convert a catalog to columns. The tensors keep their order.
 
         Raises:
-            UnsupportedFormatError: A slice is compressed, or its digest uses another algorithm or covers other bytes.
+            UnsupportedFormatError: A slice is compressed, or its digest is not the `DIGEST` of exactly the slice's
+                bytes.
         """
         entries = list(catalog.tensors.values())
         paths: dict[str, int] = {}
@@ -415,7 +416,7 @@ def _split_rows(flat: Column, widths: Int64) -> list[tuple[int, ...]]:
 
 
 def _decode_keys(columns: Columns, prefix: str, names: list[str]) -> list[tuple[str | int, ...]]:
-    """Return the planner's paths. The components are parts of the names; a length of -1 - i stands for list index i."""
+    """Return the planner's paths. A component is stored as its length in the name, or as -1 - i for list index i."""
     counts = columns.get(f"{prefix}.parts", "uint8", len(names))
     parts = columns.get(f"{prefix}.part", "int32", int(counts.sum(dtype=np.int64))).tolist()
     keys: list[tuple[str | int, ...]] = []

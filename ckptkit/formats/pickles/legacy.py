@@ -54,8 +54,8 @@ def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> Any:
         try:
             return _Legacy(store, path, nbytes, head).value(unknown)
         except CorruptCheckpointError:
-            # The pickles may extend past the bytes read so far. The next read is 8 times longer, so parsing again is
-            # cheap.
+            # The pickles may extend past the bytes read so far. Each read is 8 times longer than the previous read, so
+            # the pickles are parsed only a few times.
             if len(head) >= min(nbytes, MAX_PICKLE_BYTES):
                 raise
             window *= 8

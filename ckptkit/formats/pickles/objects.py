@@ -334,7 +334,10 @@ def _buffer(value: Record) -> Any:
 
 
 def _checked(make: Callable[..., Any]) -> Callable[[Record], Any]:
-    """Return a function that passes a record's arguments to `make`. It returns the record if `make` refuses them."""
+    """Return a function that calls `make` with a record's arguments.
+
+    That function returns NotImplemented if `make` refuses the arguments.
+    """
 
     def of(value: Record) -> Any:
         try:

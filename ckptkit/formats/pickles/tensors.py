@@ -524,7 +524,7 @@ def _laid_out(ranks: npt.NDArray[np.int64], layout: Any, mesh: MeshRecord) -> np
         if mesh.coordinate is not None:
             own += int(axis[mesh.coordinate[dim]])
     if offsets.size < len(ranks) and mesh.coordinate is not None and mesh.rank is not None:
-        # This is a sub-mesh, such as one dimension of a larger mesh. Choose the one that contains this rank.
+        # This is a sub-mesh, such as one dimension of a larger mesh. Choose the sub-mesh that contains this rank.
         offsets = offsets + (int(np.flatnonzero(ranks == mesh.rank)[0]) - own)
     if offsets.size and offsets.min() < 0:
         raise ValueError("a device mesh contains a negative rank index")

@@ -163,7 +163,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
     calls = calls or {}
     stack: list[Any] = []
     below: list[list[Any]] = []  # one stack per open MARK; items below a mark can't be reached
-    memo: list[Any] = []  # a list: as a dict, the eight entries for a slice would take as much memory as the slice
+    memo: list[Any] = []  # not a dict, in which the eight entries for a slice would need as much memory as the slice
     # A container takes up to 64 bytes in memory, but may take a single byte in the file. Real pickles have few empty
     # containers, and have other opcodes around each tuple.
     budget = len(data) // 3 + (3 << 16)

@@ -423,7 +423,7 @@ class _Memory:
 
 # --- writing: members are stored uncompressed, and ZIP64 is used only if an offset or a size requires it
 
-_WIDE = _NONE32  # larger numbers, and this one, go into a ZIP64 field, with _NONE32 in their place
+_WIDE = _NONE32  # this number and larger ones are in a ZIP64 field; the usual field then contains _NONE32
 
 
 def _narrow(value: int) -> int:

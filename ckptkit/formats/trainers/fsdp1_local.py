@@ -38,7 +38,7 @@ _OR_OPTIMIZER = "or keep accelerate's optimizer_0/ next to it, "
 
 @dataclass(frozen=True, slots=True)
 class FlatParam:
-    """The contents of one flat parameter: (name, shape, first element) of each original parameter."""
+    """The contents of one flat parameter: (name, shape, index of the first element) of each original parameter."""
 
     params: tuple[tuple[str, tuple[int, ...], int], ...]
 
@@ -187,7 +187,7 @@ def _vector(unit: str, values: Sequence[Mapping[str, Any]]) -> FlatVector:
 
 
 def _is_piece(name: str, values: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the ranks' tensors of this name look like 1-D pieces of a parameter. If not, it is a buffer."""
+    """Return whether the ranks' tensors of this name look like 1-D pieces of a parameter, and not like a buffer."""
     tensors = [value.get(name) for value in values]
     stored = [t for t in tensors if isinstance(t, StoredTensor)]
     if not stored or any(len(t.shape) != 1 for t in stored):

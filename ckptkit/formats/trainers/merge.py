@@ -128,7 +128,7 @@ def renamed(catalog: Catalog, prefix: str) -> Catalog:
 
 
 def numbered(catalog: Catalog, index: int) -> Catalog:
-    """Return the catalog of one of several models or of its optimizer, renamed so that the catalogs can be merged.
+    """Rename the entries of one of several models, or of its optimizer, so that the catalogs can be merged.
 
     Names start with `model_<index>.` or `optimizer_<index>.`. FQNs start with `model_<index>.`, except in the
     optimizer's settings (see `model_of`).

@@ -105,7 +105,7 @@ def match_masters(
     if [len(group.get("params", ())) for group in groups] != list(map(len, shapes)):
         return None
     assigned = assign(params, shapes)
-    if assigned is None:  # weight decay is only a hint, so the values must prove it
+    if assigned is None:  # group by weight decay, which is only a hint: the values must confirm it
         no_decay = [group.get("weight_decay") == 0 for group in groups]
         sampler = MasterSampler(store, weights)
         entries = {key: joined.entry("master", Role.MASTER) for key, joined in masters.items()}
@@ -248,7 +248,7 @@ def read_flat_optimizer(values: Mapping[int, Mapping[str, Any]], params: Sequenc
 
 
 def _blocks(params: Sequence[Param]) -> list[list[Param]]:
-    """Return the units if each block of a module list is wrapped: the root's other parameters, then each block.
+    """Return the units of a model in which each block of a module list is wrapped. The parameters outside come first.
 
     The parameters within a unit have the order of `parameters()`.
     """
@@ -264,7 +264,7 @@ def _groups(values: Mapping[int, Mapping[str, Any]]) -> Sequence[Mapping[str, An
 
 
 def _flat_states(values: Mapping[int, Mapping[str, Any]], index: Any) -> dict[str, list[tuple[int, StoredTensor]]]:
-    """Return the 1-D states at an index, by name. Each is a list with (rank, tensor) of each rank that has a part."""
+    """Return the 1-D states at an index, by name. Each value lists (rank, tensor) of the ranks that have a part."""
     found: dict[str, list[tuple[int, StoredTensor]]] = {}
     for rank, value in values.items():
         for name, tensor in value["state"].get(index, {}).items():

@@ -113,7 +113,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 def _differing(values: Sequence[Any], model: Any) -> list[str] | None:
     """Return the keys of the values that differ between ranks, if each rank saved the whole training state.
 
-    Returns None if the ranks saved parts of tensors or different optimizer states, and so only parts of the state.
+    Returns None if each rank saved only a part of the state: parts of tensors, or its own optimizer states.
 
     Args:
         model: The state dict of rank 0. Weights are not compared.
@@ -154,8 +154,8 @@ def _differences(first: Any, other: Any, path: tuple[Any, ...], model: Any) -> I
 def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
     """Return the files by name template, then by rank.
 
-    Omits templates without a file of rank 0. If a template has only one file, the number in the file's name may not be
-    a rank, so such a template is omitted, too, unless torch_checkpointing wrote the directory.
+    Omits templates without a file of rank 0. Also omits a template with only one file, because the number in the file's
+    name may not be a rank. In a directory that torch_checkpointing wrote, such a template is kept.
     """
     found: dict[str, dict[int, str]] = {}
     keyed = "metadata.pkl" in files
@@ -176,7 +176,7 @@ def _levels(value: Any, key_of: Callable[[Any], Any]) -> list[Any]:
     """Return the nested dicts that lead to a model or an optimizer, outermost first.
 
     Args:
-        key_of: Returns the key of the next inner dict, or None if a dict is the innermost.
+        key_of: Returns the key of the next inner dict, or None for the innermost dict.
     """
     levels = [value]
     while (key := key_of(levels[-1])) is not None:

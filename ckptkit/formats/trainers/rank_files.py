@@ -376,7 +376,7 @@ def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
         raise IncompleteCheckpointError(f"{len(gone)} of the files of {world_size} ranks {are} missing: {names}.")
 
 
-# --- checks that all ranks' files belong to one save: they have made the same progress, and none is a copy
+# --- checks that all ranks' files belong to one save: step counts agree, and no file is a copy of another file
 
 _TELLING = 16  # two ranks never have this many equal elements by chance
 

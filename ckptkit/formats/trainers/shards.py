@@ -47,10 +47,10 @@ def local_parts(
 
     Args:
         shape: Shape of the whole tensor.
-        local_shape: Shape of the rank's local tensor, to check the result. If FSDP2 unevenly splits a tensor that
-            tensor parallelism has already split (7 rows over dp 3, tp 2), the result differs from torch's own
-            interpretation of the placements. FSDP2's split is tried first. If the local tensor has no elements, it only
-            has to be empty in the result, too, because FSDP2 changes all sizes of such a tensor.
+        local_shape: Shape of the rank's local tensor, to check the result. FSDP2 may unevenly split a tensor that
+            tensor parallelism has already split (7 rows over dp 3, tp 2). The rank then has other rows than torch
+            computes from the placements. Both results are tried, FSDP2's first. An empty local tensor matches any empty
+            result, because FSDP2 changes all its sizes.
 
     Raises:
         UnsupportedFormatError: A placement is partial: the values must still be summed over ranks.
@@ -87,7 +87,8 @@ def _nested(mesh_shape: Sequence[int], placements: Sequence[PlacementRecord]) ->
     """Return the mesh dimensions in the order in which FSDP2 splits a tensor, if there are strided shards.
 
     A strided shard splits parts that later mesh dimensions have already split. Its split factor is the product of the
-    sizes of these mesh dimensions. Returns [] if this is not so, because FSDP2 did not make such placements.
+    sizes of these mesh dimensions. Returns [] if a split factor is a different number, because FSDP2 did not make such
+    placements.
     """
     order: list[int] = []
 

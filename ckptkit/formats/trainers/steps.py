@@ -17,7 +17,7 @@ _STEP = re.compile(
 _EPOCH = re.compile(r"(?:epoch|(?<![a-z0-9])ep)[-_=]?(\d{1,18})", re.IGNORECASE)
 _ASIDE = ".aside-"  # a directory that a save renamed; random hex digits follow, such as "ba6"
 _NUMBER = re.compile(r"\d{1,18}")
-_VERSION = re.compile(r".*-v(\d{1,18})(?:\.\w+)?")  # Lightning adds it to a name that an earlier run has used
+_VERSION = re.compile(r".*-v(\d{1,18})(?:\.\w+)?")  # Lightning adds "-v1" to a name that an earlier run has used
 
 
 @dataclass(frozen=True, slots=True, order=True)
