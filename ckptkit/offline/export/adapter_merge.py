@@ -64,7 +64,7 @@ class _Step:
     """A source tensor from which a target tensor is assembled.
 
     Attributes:
-        first: The first row of the source that is needed.
+        first: The first needed row of the source.
         rows: The needed rows, which are read or computed.
         change: The adapter's change to these rows. None if the adapter does not change the rows.
     """
@@ -183,7 +183,7 @@ def _named(tensor: ComputedTensor, name: str) -> ComputedTensor:
 def _ranges(
     target: Target, changes: Mapping[str, Change], whole: Mapping[str, OutputTensor]
 ) -> dict[str, tuple[int, int]]:
-    """Return the rows [first, stop) of each source that the target needs."""
+    """Return, for each source, the rows [first, stop) that the target needs."""
     found: dict[str, tuple[int, int]] = {}
     for part in target.parts:
         change = changes.get(part.source)
@@ -298,7 +298,7 @@ def merge_adapter(
 def _of_tied(
     changes: Mapping[str, Change], tied: Mapping[str, str], notes: MutableSequence[str], names: Mapping[str, str]
 ) -> dict[str, Change]:
-    """Return the changes, with those of tied weights that the export leaves out moved to the weight that it keeps.
+    """Return the changes. The change of a tied weight that the export leaves out is moved to the weight that it keeps.
 
     PEFT changes tied weights in place, so a change under one name also applies to the other names.
     """

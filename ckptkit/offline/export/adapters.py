@@ -360,8 +360,8 @@ def _rank(pair: LoraPair) -> int:
 def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
     """Return whether a pair may adapt a parameter that contains several experts.
 
-    Its module has a parameter in the config's target_parameters, and its rank is a multiple of a configured rank. If a
-    parameter contains several experts, the factors of all experts are concatenated along the rank.
+    In such a pair, the factors of all experts are concatenated along the rank. The pair's rank is therefore a multiple
+    of a configured rank, and the config's target_parameters include a parameter of the pair's module.
     """
     if not is_of_parameter(config, pair.key.replace(".base_layer", "")):
         return False

@@ -291,7 +291,7 @@ def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
 
 
 def _export_name(path: str) -> str:
-    """Return a file's name in the export: the last component, plus the folder of an extra chat template."""
+    """Return a file's name in the export: the last component of the path. Additional chat templates keep a folder."""
     marker = "additional_chat_templates/"
     return marker + path.rpartition(marker)[2] if marker in path else path.rpartition("/")[2]
 

@@ -62,8 +62,8 @@ class Dequantized:
         return assembled(tensors, {}, {**self.whole, **self.made})
 
 
-# A dequantized weight in two forms: the target that key maps rename, and the tensor that is computed from the codes,
-# then the scales and other inputs.
+# A dequantized weight in two forms: a target, which key maps can rename, and a tensor that is computed. The first input
+# of the computed tensor is the codes. Scales and other inputs follow.
 _Weight: TypeAlias = tuple[Target, ComputedTensor]
 
 
@@ -310,8 +310,8 @@ def _packed(name: str, targets: Mapping[str, Target], settings: Mapping[str, Any
 def _scheme(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a module's quantization settings.
 
-    These are the settings of the config group that names the module. If there is none, they are those of the group that
-    names a class of modules.
+    These are the settings of the config group that names the module. If no group names the module, the group that names
+    a class of modules applies.
     """
     groups = settings.get("config_groups")
     found: dict[bool, dict[str, Mapping[str, Any]]] = {True: {}, False: {}}

@@ -180,7 +180,8 @@ def integers(
         zero = (zero.reshape(shape[0], -1)[first : first + height] if by_rows else zero).reshape(-1)
 
     def product(values: Floats, groups: Indices) -> Floats:
-        # This is exact even in 16 bits: differences of 8-bit integers, and their products in float32.
+        # Rounds like torch in 16 bits: differences of 8-bit integers are exact in 16 bits, and their products with
+        # 16-bit scales are exact in float32.
         made: Floats = (values if zero is None else values - zero[groups]) * scales[groups]
         return made
 

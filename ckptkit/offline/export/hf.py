@@ -135,7 +135,7 @@ def plan_export(
         tensors, kind = _adapter_tensors(draft, split), "adapter"
     else:
         tensors, kind = _model_tensors(draft, split, quantized, store), "model"
-        if not draft.base.wanted:  # otherwise, the comparison with the base names the other models' tensors
+        if not draft.base.wanted:  # if there is a base, the comparison with it reports the other models' tensors
             several = several_models([catalog.tensors[key] for t in tensors.values() for key in t.sources])
             if several and not draft.options.chooses:
                 raise UsageError(several)
@@ -307,7 +307,7 @@ def _wanted_in_parts(wanted: Mapping[str, WantedTensor], recipes: Mapping[str, R
     for name, recipe in recipes.items():
         for outer in (name, name.partition(".")[2]):
             parts = {f"{outer}{SEPARATOR}{attribute}": WantedTensor() for attribute in recipe["inner"]}
-            listed = [found.pop(stored_name(part), None) for part in parts]  # listed if the base is only an index
+            listed = [found.pop(stored_name(part), None) for part in parts]  # an index lists the inner tensors
             if found.pop(outer, None) is not None or any(listed):
                 found.update(parts)
     return found
@@ -565,7 +565,7 @@ def _compare(draft: _Draft) -> None:
     if draft.faults or result.shapes:
         draft.faults += [f"unexpected: {name} {list(draft.targets[name].shape)}" for name in result.unexpected]
     elif result.unexpected:
-        # None of the base's tensors is missing, so these were added on purpose and must not be lost.
+        # None of the base's tensors is missing, so the additional tensors were added on purpose and must not be lost.
         draft.extra = list(result.unexpected)
         draft.notes.append(
             f"kept, although the base has no such tensors: {first_few(draft.extra)}. Some loaders refuse "

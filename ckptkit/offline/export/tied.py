@@ -47,7 +47,7 @@ _EMBEDDINGS = (
 )
 # Encoder-decoders have embeddings in the encoder and in the decoder, besides the shared one.
 _HALVES = tuple(f"{half}.embed_tokens.weight" for half in ("encoder", "decoder", "text_encoder", "text_decoder"))
-# A head with a bias stores the bias twice: as its own, and as its decoder's.
+# A head with a bias stores the bias twice: as `bias` and as `decoder.bias`.
 _BIASES = ("predictions.decoder.bias", "lm_head.decoder.bias")
 # Models whose head is never tied, even if the config says so.
 _OWN_HEADS = frozenset({"pop2piano"})
@@ -95,8 +95,8 @@ def is_head(name: str) -> bool:
 def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
     """Return pairs (second name, kept name) of tensors that have equal shapes and that a config may tie.
 
-    A pair is an output head and the embedding, the embedding of an encoder or decoder and the shared embedding, or the
-    bias of a head's decoder and the bias of the head.
+    There are three kinds of pairs: an output head with the embedding, the embedding of an encoder or decoder with the
+    shared embedding, and the bias of a head's decoder with the bias of the head.
     """
     embeddings = [name for name in shapes if is_embedding(name)]
     pairs: list[tuple[str, str]] = []
@@ -169,7 +169,7 @@ def settle_tied(
 
 
 def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) -> dict[str, Target]:
-    """Return the targets. If the embedding is stored only under the head's name, it gets its name in the base model.
+    """Return the targets. If the embedding is stored only under the head's name, it gets the base model's name for it.
 
     Call this only if the config ties the embedding and the head.
     """

@@ -51,7 +51,7 @@ class LiveModel:
     prefix_change: type | None = None
 
     def choose(self, targets: Mapping[str, Target], wanted: _Wanted, best: Choice) -> Choice:
-        """Return the Hub names of the tensors, if they match the wanted names better than `best` does."""
+        """Return the choice that matches more of the wanted names: `best`, or the names from transformers."""
         fewest = len(set(wanted) - set(best.mapped.targets))
         for transforms in self._variants(wanted):
             try:
@@ -70,7 +70,7 @@ class LiveModel:
         return self.prefix_change is not None and isinstance(transform, self.prefix_change)
 
     def _variants(self, wanted: Collection[str]) -> Iterable[tuple[Any, ...]]:
-        """Yield the selections of table entries to try. Files may lack the prefix, or have a different layout."""
+        """Yield the selections of table entries to try. Hub files may lack a prefix, or have different layouts."""
         if not self.transforms:
             return
         plain = tuple(t for t in self.transforms if not self._is_prefix(t))
@@ -408,7 +408,7 @@ def _unbound(target: Target, dim: int) -> list[Target]:
 
 
 def _kept(sources: list[str], to: list[str]) -> str:
-    """Return the name in `to` if there is only one. Otherwise, return the name in `sources`, which has only one."""
+    """Return the only name in `to`. If `to` has several names, return the only name in `sources`."""
     return to[0] if len(to) == 1 else sources[0]
 
 

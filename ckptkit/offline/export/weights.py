@@ -200,7 +200,8 @@ def _without_wrapper(
     """Strip a wrapper's prefix: a prefix that the base model's names do not have.
 
     If the checkpoint contains several models that match the base, one model is chosen by the globs. If several models
-    are left, the model is taken whose tensors' names start with "model.", or else the one with the most matching names.
+    are left, only those whose names start with "model." are considered, if there are any. Of these, the model with the
+    most matching names is taken.
 
     Raises:
         UsageError: Several models match the base equally well.
