@@ -289,7 +289,7 @@ def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> 
         for fault in _fault_of(partial(check_committed, item)):
             damaged = True
             yield fault
-    if not damaged:  # otherwise, check_committed has named the missing files
+    if not damaged:  # if it is damaged, check_committed has already named the missing files
         used = [plan.catalog.tensors[key] for key in used_sources(plan)]
         yield from _fault_of(partial(check_source_files, source.store, used))
     yield from _fault_of(partial(place.check, plan))

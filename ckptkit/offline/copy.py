@@ -626,7 +626,7 @@ def _faults(
     Args:
         todo: The checkpoints to copy.
         clashes: The checkpoints in `todo` whose names already exist in the directory.
-        half: Maps the name of each clash that is an incomplete copy to a description of the missing files.
+        half: A description of the missing files, by name, for each clash that is an incomplete copy.
     """
     try:
         if is_directory(here):

@@ -77,7 +77,8 @@ class TensorDiff:
 class LayerDiff:
     """The differences in one layer or optimizer state, over all its tensors that differ.
 
-    `max_abs` and `max_rel` are the largest of these tensors. For `cosine`, the tensors are concatenated to one vector.
+    `max_abs` and `max_rel` are the largest values of these tensors. For `cosine`, the tensors are concatenated to one
+    vector.
     """
 
     tensors: int
@@ -232,7 +233,7 @@ def diff(
 
 @dataclass(frozen=True, slots=True)
 class NameFilter:
-    """Accepts names that match a glob in `include` (any name if it is empty) and no glob in `exclude`."""
+    """Accepts names that match a glob in `include` (any name if `include` is empty) and no glob in `exclude`."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -522,8 +523,8 @@ def _roles(tensors: Mapping[str, TensorEntry], objects: Mapping[str, ObjectEntry
 def _lack(*sides: tuple[Mapping[str, TensorEntry], Mapping[str, ObjectEntry]]) -> str:
     """Return what one of the checkpoints lacks, in words, such as "B has only weights" or "B has no optimizer".
 
-    If both checkpoints have only weights, the sentence names the one that also lacks the step. Returns "" if both have
-    other state, and both have an optimizer or neither has one.
+    If both checkpoints have only weights, the sentence names the one that also lacks the step. If neither has only
+    weights, the sentence names the only one without an optimizer. Returns "" if there is no such checkpoint.
     """
     alone = [_weights_alone(*side) for side in sides]
     if any(alone):  # if both have only weights, name the one without a step
@@ -588,7 +589,7 @@ def _value_differences(
         return {}
     one, other = (read_object(side.source.store, entry, allow_pickle=True) for side, entry in (a, b))
     places = list(_differing(name, one, other))
-    if _random_state(name, a[1]):  # the numbers would say nothing
+    if _random_state(name, a[1]):  # the numbers of a random state would tell the user nothing
         return {_random_state(place, a[1]) or name: ("", "") for place, _ in places}
     found = {place: (x, y if x != y else "another value") for place, (x, y) in places[:_SHOWN]}
     if len(places) > _SHOWN:
@@ -721,7 +722,7 @@ class _Comparison:
         if u is None or v is None or not self.counted:
             return
         with np.errstate(invalid="ignore", over="ignore"):
-            if self.a.dtype == self.b.dtype and self.a.dtype in ("int64", "uint64"):  # exactly: float64 has 53 bits
+            if self.a.dtype == self.b.dtype and self.a.dtype in ("int64", "uint64"):  # float64 would round them
                 i, j = (data.view(np.dtype(self.a.dtype)) for data in (x, y))
                 gap = (np.maximum(i, j).view(np.uint64) - np.minimum(i, j).view(np.uint64)).astype(np.float64)
             else:

@@ -87,13 +87,13 @@ def merge(  # noqa: PLR0913 - one argument an option
 ) -> ConvertReport:
     """Write the weighted sum of several checkpoints' model weights to `dst`, published atomically.
 
-    Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + .... If all weights are equal, it becomes their mean,
-    ((x1 + x2) + x3 + ...) / n. Every operation is rounded to `sum_dtype` (for fp64 tensors, to fp64), and the result is
-    cast once. The result is bit-identical for any number of workers and any memory limit. Other tensors (integers,
-    booleans) are copied from the last source. Quantized weights (FP8, MXFP4, compressed-tensors) are first dequantized
-    to fp32, and the sum is written in bf16, or in `dtype`. The sources may have different formats, layouts and world
-    sizes, but their tensors must have the same names and shapes. Unquantized tensors must also have the same dtypes.
-    Optimizer states are not merged. Config and tokenizer come from the last source.
+    Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + .... If all weights are equal, it becomes the mean of
+    the tensors, ((x1 + x2) + x3 + ...) / n. Every operation is rounded to `sum_dtype` (for fp64 tensors, to fp64), and
+    the result is cast once. The result is bit-identical for any number of workers and any memory limit. Other tensors
+    (integers, booleans) are copied from the last source. Quantized weights (FP8, MXFP4, compressed-tensors) are first
+    dequantized to fp32, and the sum is written in bf16, or in `dtype`. The sources may have different formats, layouts
+    and world sizes, but their tensors must have the same names and shapes. Unquantized tensors must also have the same
+    dtypes. Optimizer states are not merged. Config and tokenizer come from the last source.
 
     Args:
         sources: The checkpoints, oldest first, or a single run if `last` or `steps` is set.
@@ -358,7 +358,7 @@ def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTe
 
 
 def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[str, OutputTensor]:
-    """Return the tensors of one source that are to be summed, by name.
+    """Return the tensors that one source adds to the sum, by name.
 
     Tensors that are quantized in the source come, dequantized, from `wide`. All other tensors come from `part`, in
     their own dtype.

@@ -274,9 +274,10 @@ def _join(store: Store, coordinator: Coordinator) -> None:
 
 
 def _known_dead(place: OutputPlace, coordinator: Coordinator) -> list[str]:
-    """Return the owner files of earlier writers whose processes have ended. Ranks other than 0 return [].
+    """Return the owner files of earlier writers whose processes have ended.
 
-    Each rank looks for such processes on its own machine.
+    Each rank looks for such processes on its own machine. Rank 0 returns what all ranks found, and the others return
+    [].
     """
 
     def look() -> list[str]:

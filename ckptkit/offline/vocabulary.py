@@ -51,7 +51,7 @@ class VocabSize:
     Attributes:
         rows: Number of rows to give the embedding and the head.
         new_rows: How to fill added rows.
-        dry: Whether to plan without computing means.
+        dry: Whether to only plan, without computing the mean of the old rows.
     """
 
     rows: int
@@ -439,7 +439,8 @@ def _tokenizer(files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
             pairs += [(int(key), str(key)) for key in known if str(key).isdecimal()]
         else:
             pairs += _numbered(content)
-        # Not only the token with the highest number, because that token may already be beyond the old vocabulary.
+        # Yield all tokens. The token with the highest number is not enough, because that token may already be beyond
+        # the old vocabulary.
         yield from ((name, repr(token), number) for number, token in sorted(pairs, reverse=True))
 
 

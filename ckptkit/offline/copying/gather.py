@@ -104,8 +104,8 @@ class Gatherer:
         """Return how many rows of a computed tensor to compute at once.
 
         Limits the memory of one computation. If each element is computed independently, the limit is `big` bytes, so
-        that all workers can compute at the same time. Otherwise, the limit is half of `max_bytes`, and for
-        more than `_BLOCK` rows also 16 MB. The result and the first input always take at most `most` bytes each.
+        that all workers can compute at the same time. If not, the limit is half of `max_bytes`. More than `_BLOCK` rows
+        are also limited to 16 MB. The result and the first input always take at most `most` bytes each.
         """
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:
@@ -209,7 +209,7 @@ class Gatherer:
                 continue
             # Element-wise tensors are computed in several threads at once, which must not share the dictionary.
             kept = None if tensor.by_element else self._kept.get(target)
-            if kept is not None:  # a small input, whose casts are already counted
+            if kept is not None:  # a small input that was read before; its infinite elements are already counted
                 self._kept.move_to_end(target)
                 found.append(kept.copy())
                 continue

@@ -70,7 +70,8 @@ class PartPieces:
         itemsize = dtype_of(entry.dtype).itemsize
         found = pieces(entry.slices, offsets, sizes, itemsize)
         rows = rows[found.boxes]
-        # Where each piece goes in its box: the flat index of its first element, and each source dimension's stride.
+        # Where each piece goes in its box: the flat index of the piece's first element, and the stride in the box for
+        # each source dimension.
         place, steps = row_major(placement.sizes[rows]), np.zeros_like(found.offsets)
         index = ((np.array(into.offsets, np.int64) - placement.offsets[rows]) * place).sum(axis=1)
         for dim, source_dim in dims:
@@ -505,7 +506,8 @@ def _run_steps(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> l
     turns = (np.cumsum(weight) - weight)[at] // _STEP
     begins: Int64 = at[np.append(True, turns[1:] != turns[:-1])]
     bounds = np.append(begins, len(runs))
-    # Find the digest records whose bytes are all in one step: compare each first and last step, and add up the bytes.
+    # Find the digest records whose bytes are all in one step: for each record, compare the first and the last step, and
+    # add up the bytes.
     kept = np.flatnonzero(runs.records >= 0)
     which, of = runs.records[kept], np.repeat(np.arange(len(begins)), np.diff(bounds))[kept]
     first, last = np.full(len(records), len(bounds)), np.full(len(records), -1)

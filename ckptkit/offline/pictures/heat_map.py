@@ -10,7 +10,7 @@ from ckptkit.offline.pictures.page import Panel, escaped, label, svg, text
 from ckptkit.units import counted
 
 WIDTH, LEFT, RIGHT, CELL = 1100.0, 150.0, 150.0, 18.0  # RIGHT leaves room for the last column's slanted name
-MAX_CELLS = 1500  # larger grids show the tensors of experts, and others that are numbered, as one cell
+MAX_CELLS = 1500  # in larger grids, names that differ only in a number, such as an expert's, share a cell
 _LEGEND = {0.0: "equal", 1e-6: "1e-6", 1e-4: "1e-4", 1e-2: "0.01", 1.0: "1 and more", math.inf: "NaN or infinite"}
 _OTHER, _ASIDE = "other state", ("rng.", "extra.")
 _PREFIXED = re.compile(r"(?P<part>optimizer|master): (?P<fqn>\S+)(?: (?P<state>\S+))?$")

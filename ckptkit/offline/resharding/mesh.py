@@ -64,7 +64,7 @@ class Cut:
         return self.fsdp is None and self.tp is None
 
     def on(self, kind: str) -> bool:
-        """Return whether the tensor is a DTensor over this mesh dimension. "replicate" counts as "shard"."""
+        """Return whether the tensor is a DTensor over the mesh dimension `kind`. Treats "replicate" like "shard"."""
         kind = "tp" if kind == "tp" else "shard"
         return (self.tp if kind == "tp" else self.fsdp) is not None or kind in self.also
 
@@ -345,9 +345,9 @@ _WHOLE = Cut(None)
 class Cuts:
     """The sharding of each tensor in a catalog on a mesh.
 
-    If the source recorded placements, sharded tensors stay sharded along the same dimension. Otherwise parameters are
-    split along dimension 0, as in FSDP2. An optimizer state that has its parameter's shape is split like the parameter.
-    All other optimizer states are on every rank, as in a training job.
+    If the source recorded placements, sharded tensors stay sharded along the same dimension. If the source recorded no
+    placements, parameters are split along dimension 0, as in FSDP2. An optimizer state that has its parameter's shape
+    is split like the parameter. All other optimizer states are on every rank, as in a training job.
 
     Args:
         tp_plan: The dimensions that tensor parallelism splits. None uses the source's placements or config.json.

@@ -108,9 +108,9 @@ def _add_trees(
 def _sections_of(kind: str, keys: Collection[str]) -> dict[str, str]:
     """Return ckptkit's names for the saved objects of one kind, such as schedulers, by key.
 
-    A single object is named after its kind. Otherwise, an object's name is the last part of its key, without a word
-    for the kind of object: "gen" for the key "gen_sched", and for the key "schedulers.gen". Returns {} if a key has no
-    such part, or if names repeat.
+    A single object is named after its kind. If there are several, each name consists of the kind and the last part of
+    the key, without a word for the kind: "scheduler_gen" for the keys "gen_sched" and "schedulers.gen". Returns {} if a
+    key has no such part, or if names repeat.
     """
     if len(keys) == 1:
         return dict.fromkeys(keys, kind)

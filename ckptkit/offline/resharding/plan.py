@@ -96,7 +96,7 @@ class Identity:
     """The step and name of the new checkpoint, and fields of its commit record.
 
     Attributes:
-        tag: The name of the directory if it is not derived from the step. Otherwise None.
+        tag: The name of the directory. None if the name is derived from the step.
         record: Fields copied from the source's commit record.
         known: Whether the step is known from the source or from the directory's name.
     """

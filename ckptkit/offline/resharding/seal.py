@@ -37,7 +37,7 @@ class Seal:
     """The fields of a new checkpoint's commit record and manifest that do not follow from the files.
 
     Attributes:
-        tag: The name of the directory if it is not derived from the step. Otherwise None.
+        tag: The name of the directory. None if the name is derived from the step.
         tensors: The tensors by name, with their manifest fields.
         ranks: [files] the rank of each file in the plan. -1 means no rank.
         objects: Manifest entries, with their locations in the new files and their digests.
