@@ -77,7 +77,7 @@ def decode_plan(plan: LoadPlan, tensor: Callable[[str], Any], *, rank: int, worl
 
 
 def apply_objects(state: TrainState, plan: LoadPlan, decoded: Decoded | None, report: LoadReport) -> None:
-    """Restore the user's objects. Must run before `apply_tensors`, because an object may refuse its state."""
+    """Restore the user's objects. Runs before `apply_tensors`: an object may refuse its state, which ends the load."""
     assert decoded is not None
     for target, value in zip(plan.objects, decoded.objects, strict=True):
         _apply_object(state, target, value)
@@ -149,7 +149,7 @@ def _apply_object(state: TrainState, target: ObjectTarget, value: Any) -> None:
             # Let torchdata's StatefulDataLoader create its iterator now; the next `iter` call returns this iterator.
             # Creating it draws a random number. The saved run drew this number before the save, so the generators must
             # be restored afterwards.
-            item.state_dict()  # type: ignore[attr-defined]  # the only way in; torch's own has no state
+            item.state_dict()  # type: ignore[attr-defined]  # torch's own DataLoader lacks the method
     else:
         name = target.key.removeprefix("extra.")
         state.extra[name] = PerRank(value) if isinstance(target.item, PerRank) else value
@@ -203,7 +203,8 @@ def apply_optimizer(
         for fqn, state_name, other, other_name in plan.same:
             if state_name in new.get(fqn, {}) and other_name in new.get(other, {}):
                 one, first = new[fqn][state_name], new[other][other_name]
-                if why_not_dense(one) or same_tensors(one, first):  # only the rank that saved this may have one tensor
+                # Another rank may have recorded `same`. On this rank, these may have been two different tensors.
+                if why_not_dense(one) or same_tensors(one, first):
                     new[fqn][state_name] = first
         apply_state(plan.optimizer, plan.parameters, new, shared, plan.groups.settings, keep=plan.keep)
     for fqn, master in masters.items():

@@ -153,9 +153,9 @@ class _RankPart:
 
     @property
     def answer(self) -> Outcome:
-        """Return the outcome of this rank's part. It has a ckptkit error as its value, not as its failure.
+        """Return the outcome to send to rank 0.
 
-        Rank 0 can then combine the errors of all ranks.
+        A ckptkit error is sent as the value of a successful outcome. So rank 0 can combine the errors of all ranks.
         """
         known = isinstance(self.outcome.cause, CkptkitError)
         return Outcome(self.outcome.cause) if known else self.outcome
@@ -220,8 +220,8 @@ def _shared(
 def _share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
     """For each slice that no rank reads completely, choose a rank to check the slice's digest.
 
-    The rank is chosen from those that read a part of the slice: the one that checks the fewest bytes so far. It reads
-    the whole slice before any rank uses the data.
+    Among the ranks that read a part of the slice, this is the rank that was given the fewest bytes so far. The chosen
+    rank reads the whole slice before any rank uses the data.
     """
     readers: dict[tuple[Any, int], list[int]] = {}
     slices: dict[tuple[Any, int], SliceCheck] = {}
@@ -246,7 +246,7 @@ def _said_if_half(state: TrainState) -> Iterator[None]:
     except BaseException as error:
         if not state.half_loaded:
             raise
-        mark_half_loaded(state.objects(), state.half_loaded)  # another `TrainState` may save them
+        mark_half_loaded(state.objects(), state.half_loaded)  # another TrainState may contain these objects
         if not isinstance(error, CkptkitError):
             raise
         _log.error("the state is half loaded from %s; load a checkpoint before it is used or saved", state.half_loaded)

@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 _WEIGHTS = ("safetensors", "torch")  # formats of published weights, which a new run may start from
 _MAX_LOOKS = 64  # how many directories of a step are examined
-_MAX_BESIDE = 256  # how many entries beside the newest step are examined
+_MAX_BESIDE = 256  # how many entries of the directory that contains the newest step are examined
 _MAX_DIRECTORIES = 512  # how many directories are searched before a new run
 _NEWEST = re.compile(r"(?:.*[-_.])?(?:last|latest)(?:[-_.].*)?", re.IGNORECASE)
 _CHECKPOINT = re.compile(
@@ -213,7 +213,7 @@ class Loader:
 
             report = load_checkpoint(state, opened, options, coordinator=self.coordinator, ready=ready, origin=origin)
             if resume and self.coordinator.is_main:
-                self.hold.keep(stack.pop_all())  # protects it from a concurrent `ckptkit prune`, too
+                self.hold.keep(stack.pop_all())  # protects the checkpoint from `ckptkit prune`, too
         self._announce_load(report)
         if options.optimizer == "deferred":
             report.deferred = DeferredOptimizer(state, options, partial(self._restore, place, record))
@@ -313,7 +313,7 @@ def adoptable(
     source = _first_readable(steps if begun else [url], storage_options)
     wanted = optimizer and bool(state.optimizer is not None or not state.parts("model"))
     if source is not None and wanted and not begun and not _is_trained(source) and format_of(Candidate(root)):
-        source = _first_readable(steps, storage_options) or source  # the Trainer saves final weights beside its steps
+        source = _first_readable(steps, storage_options) or source  # the Trainer saves final weights in the root
     if source is not None and (not wanted or _is_trained(source)):
         if source.note:
             _log.log(logging.WARNING if "Skipped" in source.note else logging.INFO, "%s", source.note)
@@ -351,9 +351,10 @@ def _is_trained(source: Source) -> bool:
 
 
 def _with_newer(chosen: Source, top: str, storage_options: Mapping[str, Any] | None) -> Source:
-    """Return `chosen`, or a newer checkpoint in the same directory whose name does not show whether it is newer.
+    """Return `chosen`, or a newer checkpoint in the same directory.
 
-    For example, if `chosen` is step=90.ckpt, which Lightning kept as the best, last.ckpt may be newer.
+    Only opens checkpoints whose names cannot be compared with the name of `chosen`. For example, if `chosen` is
+    step=90.ckpt, which Lightning kept as the best, last.ckpt may be newer.
 
     Raises:
         UsageError: A checkpoint may be newer, but is damaged. Or one of the two checkpoints has no step.
@@ -448,9 +449,10 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
 def _unread(
     top: str, root: Candidate, names: Sequence[str], storage_options: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """Yield the paths from which training may be continued, among the entries `names` and in their subdirectories.
+    """Yield the paths of checkpoints that training could continue from.
 
-    Paths near the top come first. Checkpoints that have only weights are omitted, unless their names contain a step.
+    Searches the entries `names` and their subdirectories. Paths near the top come first. Checkpoints that have only
+    weights are omitted, unless their names contain a step.
     """
     left: deque[tuple[str, Candidate, Sequence[str]]] = deque([("", root, names)])
     for _ in range(_MAX_DIRECTORIES):
@@ -471,7 +473,7 @@ def _unread(
                 form = format_of(inner)
                 is_step = parse_step(name) is not None
                 if form is None and inner.any_file(_DCP_DATA):
-                    open_source(f"{top}/{path}", storage_options=storage_options)  # says that it is incomplete
+                    open_source(f"{top}/{path}", storage_options=storage_options)  # raises, because it is incomplete
                 if form is None and is_step and any(map(format_of, _children(inner))):
                     yield path
                 elif form is None and _STEP_DIRECTORY.fullmatch(name):
@@ -528,7 +530,7 @@ def _may_be_state(url: str, place: Candidate, name: str, storage_options: Mappin
 
 
 def _resumable(place: Candidate, storage_options: Mapping[str, Any] | None) -> bool:
-    """Return whether weights have an optimizer with them."""
+    """Return whether a directory with weights also contains an optimizer or fp32 master weights."""
     try:
         return _is_trained(open_source(place.store.url, storage_options=storage_options))
     except StorageError:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-_OF_MODEL = re.compile(r"model_(\d+)\.(.+)")  # names of the parameters of accelerate's further models
+_OF_MODEL = re.compile(r"model_(\d+)\.(.+)")  # parameters of accelerate's second and later models
 _SAMPLES = 8
 # PEFT's files omit these parts of a PEFT model's names.
 _ADAPTER = re.compile(
@@ -68,7 +68,8 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
     parts = [catalog]
     models = {int(match[1]): name for name in files if (match := MODEL_FILE.fullmatch(name))}
     optimizers = {int(match[1] or 0): name for name in sorted(files) if (match := OPTIMIZER_FILE.fullmatch(name))}
-    if not any(map(ACCELERATE_FILE.fullmatch, files)):  # the numbers of other programs are steps or epochs
+    # Only accelerate numbers models and optimizers. In file names of other programs, numbers are steps or epochs.
+    if not any(map(ACCELERATE_FILE.fullmatch, files)):
         models, optimizers = {}, {index: name for index, name in optimizers.items() if not index}
     for index, name in sorted(models.items()):
         open_model = safetensors.open_file if name.endswith(".safetensors") else open_file
@@ -236,7 +237,7 @@ def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str],
 
 
 def _in_order(models: Sequence[str]) -> Callable[[str], str]:
-    """Return a function that gives a numbered model's parameters the name of the live model at the same position."""
+    """Return a function that maps a numbered model's FQN to an FQN of the live model at this position in `models`."""
 
     def rename(fqn: str) -> str:
         match = _OF_MODEL.fullmatch(fqn)
@@ -320,9 +321,9 @@ def _sections(saved: Mapping[str, SavedOptimizer], live: Sequence[str], url: str
 def _matched(saved: Collection[str], live: Sequence[str], notes: list[str]) -> dict[str, str]:
     """Map the keys of saved schedulers or scalers to the names of the live objects.
 
-    If the checkpoint has more of them than `state`, only those under a usual key are considered. Returns {} if their
-    number differs from the number of live objects. Several objects are matched by name. If the checkpoint only numbers
-    them, they are matched by order. If neither is possible, adds a note that they are not restored.
+    If there are more saved objects than live objects, only saved objects under a usual key are considered. Returns {}
+    if the two numbers then differ. Several objects are matched by name. If the checkpoint only numbers them, they are
+    matched by order. If neither is possible, adds a note that they are not restored.
     """
     if len(saved) > len(live):
         saved = list(filter(is_usual_scheduler, saved))

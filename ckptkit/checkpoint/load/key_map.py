@@ -38,8 +38,8 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
     The optimizer's more exact copies of weights (fp32 masters, flashoptim's lower bits) are mapped in the same way.
 
     Args:
-        live: The live models' tensor names. Some formats store a tied weight under only one of its names. Another name
-            of the weight is mapped, too, if its result is in `live`.
+        live: The live models' tensor names. Some formats store a tied weight under only one of its names. The other
+            names of the weight are mapped, too. A resulting name is kept if it is in `live`.
         config: The model's config, from which the map's rules may take sizes.
     """
     weights = catalog.by_role(Role.MODEL)
@@ -104,7 +104,7 @@ def _kept_of(target: Target, kept: Mapping[str, TensorEntry]) -> Target | None:
 
 
 def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
-    """Return the targets for the names of tied weights that are not names of tensors in the checkpoint."""
+    """Return a target for each missing name of a tied weight. The checkpoint has the weight under another name."""
     found: dict[str, Target] = {}
     for section, table in catalog.info.extra.get("aliases", {}).items():
         prefix = f"{section.partition('_')[2]}." if "_" in section else ""

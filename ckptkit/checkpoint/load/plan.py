@@ -182,7 +182,8 @@ class ModelTensor:
     live: torch.Tensor
     entry: TensorEntry
     shards: tuple[Shard, ...] = ()  # shards that the state's layout declares for the live tensor
-    lower_bits: TensorEntry | None = None  # what flashoptim keeps of the fp32 weight besides `entry`, if cast
+    # flashoptim's lower bits of the weight, if `entry` is cast; together they are the fp32 weight
+    lower_bits: TensorEntry | None = None
 
 
 @dataclass(slots=True)
@@ -200,7 +201,7 @@ class OptimizerPlan:
     held: dict[str, Held] = field(default_factory=dict)  # how states are stored; see OptimizerTree
     orders: dict[str, list[int]] = field(default_factory=dict)  # memory orders; see OptimizerTree
     same: list[list[str]] = field(default_factory=list)  # states that are one tensor; see OptimizerTree
-    views: list[list[View]] = field(default_factory=list)  # states whose memory was allocated as one
+    views: list[list[View]] = field(default_factory=list)  # states that shared an allocation
     kinds: dict[str, dict[str, JSON]] = field(default_factory=dict)  # see OptimizerTree
     containers: dict[str, JSON] = field(default_factory=dict)  # see OptimizerTree
     keep: list[str] = field(
@@ -210,7 +211,7 @@ class OptimizerPlan:
     wholes: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # tensor subclasses to fill
     skip: bool = False  # whether to restore only master weights, which must follow the weights
     shards: dict[str, tuple[Shard, ...]] = field(default_factory=dict)  # declared by the layout, by FQN
-    joined: set[tuple[str, str]] = field(default_factory=set)  # parts in `live` that are parts of global tensors
+    joined: set[tuple[str, str]] = field(default_factory=set)  # tensors in `live` that are parts of global ones
 
     def shape(self, fqn: str) -> tuple[int, ...]:
         """Return the global shape of a parameter. The saved weight and the master weight have the same shape."""
@@ -284,8 +285,8 @@ class _Planner:
     live: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # each model's tensors
     declared: dict[int, tuple[Shard, ...]] = field(default_factory=dict)  # the layout's shards, by tensor id
     by_role: dict[Role, dict[str, TensorEntry]] = field(default_factory=dict)
-    bits: dict[str, TensorEntry] | None = None  # lower bits that flashoptim keeps of weights, by FQN. Found at a cast
-    spent: set[str] = field(default_factory=set)  # those that are added to weights: the optimizer does not get them
+    bits: dict[str, TensorEntry] | None = None  # flashoptim's lower bits of weights, by FQN; None before the first cast
+    spent: set[str] = field(default_factory=set)  # names of lower bits that go into a weight, not into the optimizer
     recipes: Mapping[str, Recipe] = field(default_factory=dict)  # how the saved tensor subclasses are split, by key
 
     def entries(self, role: Role) -> dict[str, TensorEntry]:
@@ -363,7 +364,7 @@ class _Planner:
             if recipes or self.recipes:
                 live, saved = self.parts(key, live, saved, recipes)
             for fqn, tensor in live.items() if self.state.layout else ():
-                if outer_name(fqn, recipes) == fqn:  # a part was joined before it was split
+                if outer_name(fqn, recipes) == fqn:  # parts of a subclass come from a joined tensor
                     self.declared.setdefault(id(tensor), shards_of(self.state.layout, prefix + fqn))
             if hidden := {**hidden_ones(live), **reasons}:
                 mismatches.add("others", key, [f"{fqn} here {why}" for fqn, why in hidden.items()])
@@ -666,8 +667,8 @@ class _Planner:
     def of_their_state_dict(self, plan: OptimizerPlan) -> list[str]:
         """Describe saved states that have the form of a `state_dict`, if the optimizer's live states have another form.
 
-        This concerns only flashoptim, which splits its live states into parts. Checkpoints of other systems contain the
-        `state_dict` of its optimizers, and checkpoints of other optimizers contain states that are not split.
+        This concerns only flashoptim's optimizers, which split their live states into parts. The states are not split
+        in the result of `state_dict`, which other systems save, and in checkpoints of other optimizers.
         """
         if not keeps_parts(plan.optimizer):
             return []
@@ -903,7 +904,12 @@ def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
 def _moved_values(tree: JSON, order: Sequence[int | None], saved: int, name: str = "") -> list[str]:
     """Return the names of the lists whose values would apply to the wrong param groups.
 
-    These are the lists with one value per saved group (`saved` is their number), if `order` moves groups.
+    These are the lists with one value per saved group, if groups have moved since the save.
+
+    Args:
+        tree: The saved state of a scheduler.
+        order: For each live group, the index of the saved group.
+        saved: The number of saved groups.
     """
     if isinstance(tree, dict):
         inner = [(key if not key.startswith("$") else name, value) for key, value in tree.items()]
@@ -957,7 +963,7 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
         parameter = plan.parameters[fqn]
         live = plan.live.get(fqn, {})
         wanted, weight = plan.shape(fqn), weights.get(fqn)
-        # If the saved weight has the parameter's shape, accept a state with a different shape: it may be a table.
+        # If the saved weight has the parameter's shape, accept a state of another shape, such as a lookup table.
         same_weight = weight is not None and weight.shape == wanted
         for name, entry in entries.items():
             shape = entry.shape
@@ -978,9 +984,9 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
 def _lacking_states(plan: OptimizerPlan) -> list[str]:
     """Return the missing states of parameters for which the checkpoint has at least one state.
 
-    A parameter's states are compared with two sets. The first set is the live states that have the parameter's shape.
-    If the live states are not all saved, the second set is the saved states of another parameter in the same group that
-    has all of this parameter's saved states, and more.
+    A live state that has the parameter's shape must be saved. If the parameter has no live states, or if some
+    live states are not saved, the group is searched for a parameter that has the same saved states and more. The
+    additional states are then missing, too.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}
@@ -1034,7 +1040,8 @@ def plan_load(
 ) -> LoadPlan:
     """Plan a load without changing anything. Reads objects, and only the tensors that settings or extras need.
 
-    Mismatches are collected in the plan's `mismatches`. Only a different mesh of a LOCAL checkpoint raises an error.
+    Mismatches are collected in the plan's `mismatches`, with one exception: if a LOCAL checkpoint was saved on a
+    different mesh, this raises an error.
     """
     for item in state.extra.values():
         if isinstance(item, type) and is_stateful(item):
@@ -1137,7 +1144,7 @@ def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: i
         return
     found = [layout_of(tensor) for tensor in live_tensors(state).values() if isinstance(tensor, DTensor)]
     wide = next((layout for layout in found if len(layout.mesh_shape) > 1), None)
-    mesh = f"replicate={world_size}" if not found and world_size > 1 else ""  # a mesh of shards is the default
+    mesh = f"replicate={world_size}" if not found and world_size > 1 else ""  # the default is a mesh that only shards
     if wide is not None:
         mesh = ",".join(f"{n}={s}" for n, s in zip(wide.mesh_names, wide.mesh_shape, strict=True))
     flag = ("--mesh", mesh) if mesh else ()

@@ -262,8 +262,9 @@ class SaveAttempt:
         store: Where every rank writes its files.
         name: The directory of the future checkpoint.
         save_id: 16 hex digits, unique to this attempt.
-        after: On rank 0, after a commit: the inventory with the new checkpoint. The run is not listed for it, because
-            no other process can have saved. It may contain checkpoints that other processes have deleted.
+        after: On rank 0, after a commit: the inventory with the new checkpoint. The run is not listed again,
+            because no other process can have saved. So the inventory may contain checkpoints that other processes have
+            deleted.
     """
 
     place: Place

@@ -314,7 +314,7 @@ class Coordinator:
         self._kept.clear()
 
     def _expect(self, rank: int) -> tuple[Any, Any]:
-        """Start to receive from `rank`. Return the buffer for the first part (-1 until it arrives), and the work."""
+        """Start to receive from `rank`. Return the buffer for the first part (-1 until it arrives), and a `Work`."""
         import torch
         import torch.distributed as dist
 
@@ -348,7 +348,7 @@ class Coordinator:
         return pickle.loads(start + body.numpy().tobytes())
 
     def _post(self, value: Any, ranks: list[int]) -> tuple[list[Any], bool]:
-        """Start to send `value` to `ranks`. Return the works to wait for, and whether all ranks are connected."""
+        """Start to send `value` to `ranks`. Return the `Work`s to wait for, and whether all ranks are connected."""
         import numpy as np
         import torch
         import torch.distributed as dist

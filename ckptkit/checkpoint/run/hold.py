@@ -69,8 +69,7 @@ class RunHold:
 
         Args:
             left: The names of the checkpoints that still exist.
-            among: Returns whether `left` covers a checkpoint. A checkpoint that it does not cover stays in the
-                inventory. None: it covers all.
+            among: Returns whether a checkpoint may be removed from the inventory. None: all may be removed.
         """
         lease = self._taken.lease if self._taken is not None else None
         if lease is not None and lease.inventory is not None:

@@ -74,8 +74,8 @@ class LocalTensors:
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> LocalTensors:
         """Return the final plan.
 
-        If the ranks have different plain tensors, each rank writes all of its own plain tensors. A rank may be the only
-        one that has a tensor.
+        If the ranks have different plain tensors, each rank writes all of its own plain tensors, because no other rank
+        may have them.
         """
         if len(set(signatures)) <= 1:
             return self

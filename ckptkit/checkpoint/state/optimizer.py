@@ -643,7 +643,7 @@ class OptimizerTree:
     layouts: list[JSON]  # how the parameters were sharded, if `states` is not empty
     states: list[str]  # "<fqn>.<name>" of states with plain tensors whose values may differ between ranks
     same: list[list[str]]  # [fqn, name, other fqn, other name]: two parameters' states that are one tensor
-    views: list[list[View]]  # states whose memory was allocated as one
+    views: list[list[View]]  # states that shared an allocation
     kinds: dict[str, dict[str, JSON]]  # by FQN and name: the tags that `described` returns for tensors
     containers: dict[str, JSON]  # by FQN: an OrderedDict or defaultdict without values, if a state is not a plain dict
     tied: dict[str, str]  # other names of tied parameters -> the name in the groups
@@ -793,7 +793,10 @@ def group_changes(
 
 
 def _note_split(changes: GroupChanges, live: Sequence[Mapping[str, Any]], indices: Sequence[int], what: str) -> None:
-    """Note the settings that differ between these live groups, but get one value because they were one saved group."""
+    """Add a note about the settings that differ between these live groups.
+
+    The groups were one group when they were saved, so the load gives them equal settings.
+    """
     replaced = []
     for key, value in changes.settings[indices[0]].items():
         ours = [live[index][key] for index in indices if key in live[index]]

@@ -460,7 +460,7 @@ def _any_replica(captured: Captured, state: TrainState) -> Iterator[str]:
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:
     """Raise SaveError if a state_dict hook adds entries that no load would restore.
 
-    A load restores an added tensor if it has the name of a parameter or buffer, or if a module around it overrides
+    A load restores an added tensor if it has the name of a parameter or buffer, or if an enclosing module overrides
     loading. A load restores no other added values. Overrides are not tried out here, because that could change the live
     module.
     """

@@ -169,7 +169,7 @@ class _Encoder:
 
 
 def described(value: torch.Tensor, tree: JSON, path: str) -> JSON:
-    """Return `tree`, which contains the encoded values of the tensor `value`, inside of additional tags.
+    """Return `tree` (the encoded values of the tensor `value`) wrapped in additional tags.
 
     The tags say whether the tensor is a parameter, whether it requires gradients, and which attributes it has.
 
