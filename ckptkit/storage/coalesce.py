@@ -130,8 +130,8 @@ def _stop(item: ReadInto) -> int:
 _LEAST_BLOCK = 64 << 10
 _MOST = 2 << 20
 _HELD = 64 << 20  # size limit of the cache in bytes
-_WASTE = 8  # stop using blocks after fetching more than this many times the bytes that were requested
-_CALL = 8 << 10  # each read counts as this many more requested bytes, for the cost of a call
+_WASTE = 8  # stop using blocks if the fetched bytes exceed the requested bytes by this factor
+_CALL = 8 << 10  # added to the requested bytes of each read, because each call has a cost
 _AT_ONCE = 8
 
 _Key = tuple[str, int]

@@ -99,7 +99,8 @@ class LocalStore(Store):
 
     Symbolic links are followed only if the target is under the root. There is one exception: in a Hugging Face cache, a
     snapshot may link to the blobs of the cache. Other links raise UnsafePathError. Nothing is written or deleted
-    through a link that leads out of the root. A child store has the root of the store that was opened first.
+    through a link that leads out of the root. For a store that `child` returned, the root is the directory of the store
+    that was opened first.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, top: str = "", must_exist: bool = False) -> None:
@@ -428,7 +429,7 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenDirectory]:
-        """Yield an open directory. Its methods act on this directory, even if its name is later given to another."""
+        """Yield an open directory. Its methods act on this directory, even if another directory later gets its name."""
         full = self._to_change(path)
         with disk_errors(full):
             fd = os.open(full, _DIRECTORY)

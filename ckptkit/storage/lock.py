@@ -311,10 +311,10 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
 
 
 def obstacle(root: Store) -> str:
-    """Return why a save to `root` would fail now, as far as that can be known without a write; "" otherwise.
+    """Return why a save to `root` would fail now. Returns "" if no reason is known. Writes nothing and does not wait.
 
-    Only looks at directories, and at owners on this machine: on an object store it would take two requests, and whether
-    a process on another machine is alive can only be seen by waiting for a heartbeat.
+    Always returns "" for an object store, where the check would take two requests. Ignores a lease of another machine,
+    because only a wait for a heartbeat would show whether the owner is alive.
     """
     if not is_directory(root):
         return ""

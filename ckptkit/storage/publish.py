@@ -230,8 +230,8 @@ def stage(
         last: Names of the files by which readers recognize the directory. On an object store, these files are written
             last.
         resume: Continue the work of a dead writer. The yielded store may then contain finished files. If this process
-            is interrupted (Ctrl-C, a dead rank), its finished files are kept for the next writer. Has no effect on a
-            single object.
+            is interrupted (Ctrl-C, a dead rank), its finished files are kept for the next writer. Has no effect if a
+            single file is published on an object store.
         dead: Owner files of dead writers on other machines.
         names: All paths that may be written, each with its size in bytes (-1 if unknown). On an object store, these
             names distinguish the objects of a dead writer from other objects.

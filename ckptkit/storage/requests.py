@@ -152,9 +152,9 @@ class FsspecApi:
         return False
 
     def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
-        """Return one page of the entries under `name`, and the `after` for the next page.
+        """Return one page of the entries under `name`, and the value of `after` with which to request the next page.
 
-        `after` is "" for the first page. The returned `after` is "" after the last page.
+        `after` is "" for the first page. The returned value is "" after the last page.
         """
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

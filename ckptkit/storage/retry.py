@@ -1,4 +1,4 @@
-"""Retries failed requests to a remote store. Decides which requests to retry and how long, and words the errors."""
+"""Retries failed requests to a remote store. Decides which requests to retry and how long. Writes error messages."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _answer(error: BaseException) -> Any:
 
 # --- retries
 
-TIMEOUT_S = 120.0  # no try starts later than this after the first try, except the first _LEAST tries
+TIMEOUT_S = 120.0  # from the first try; only the first _LEAST tries may start later
 BACKGROUND_S = 600.0  # the same limit for a save in the background
 BRIEF_S = 5.0  # the same limit for the release of leases and pins at the end; they expire anyway
 _LEAST = 3  # minimum number of tries, because one large upload can take all of TIMEOUT_S

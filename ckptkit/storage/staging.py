@@ -47,7 +47,10 @@ def _truncated(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file or directory of a writer of `name`: staging directory (kind "tmp"), owner file ("owner") or "trash"."""
+    """A file or directory that a writer of `name` created.
+
+    Its kind is "tmp" (staging directory), "owner" (owner file) or "trash".
+    """
 
     path: str
     kind: str
@@ -151,7 +154,8 @@ def is_dead(store: Store, path: str, *, leased: bool = False) -> bool | None:
     writer = read_owner(store, path)
     if writer is not None:
         if leased and writer.leased and writer.owner == this_process():
-            return True  # from an earlier save of this process: saves take turns, so that save has failed
+            # An earlier save of this process wrote the file. Saves take turns, so the earlier save has failed.
+            return True
         alive = writer.owner.alive()
         if alive is None:
             return True if leased and writer.leased else None

@@ -171,9 +171,9 @@ class Store(Protocol):
         return {}
 
     def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
-        """Return a view of this store that passes each try of a put to `around`, which must call it.
+        """Return a view of this store that calls `around(put)` for each try of a put. `around` must call `put`.
 
-        A file system has no puts, and returns itself.
+        A file system has no puts. Its store returns itself.
         """
         return self
 
@@ -196,9 +196,9 @@ class Store(Protocol):
         return self
 
     def with_free_names(self) -> Store:
-        """Return a view of this store that makes no request before a write to check whether the name is free.
+        """Return a view of this store that saves a request: a write does not first check whether the name is free.
 
-        A store with conditional writes still refuses an existing name.
+        If the store has conditional writes, a write to an existing name still fails.
         """
         return self
 
@@ -296,8 +296,8 @@ def check_url(url: str) -> None:
 FILE_SYSTEM_FOLDERS = ("lost+found", ".snapshot", ".snapshots", ".zfs")
 """Directories that file systems add to a mount's root. They may be unreadable, or contain copies of deleted runs."""
 
-# Matches empty components, ".", "..", and characters that no path may contain. Lone surrogates are such characters,
-# but Python's surrogates for the bytes of a name that is not UTF-8 are allowed.
+# Matches empty components, ".", "..", and characters that no path may contain. Lone surrogates must not occur, except
+# those with which Python represents the bytes of a file name that is not UTF-8.
 _REFUSED = re.compile("(?:^|/)[.]{0,2}(?:/|\\Z)|[\\\\\\x00-\\x1f\\x7f\ud800-\udc7f\udd00-\udfff]")
 
 # Windows reserves these names, with any extension. Checkpoints must be portable.
@@ -330,7 +330,7 @@ def checked_path(path: str, *, root_allowed: bool = False) -> str:
 
 
 def is_path(path: str) -> bool:
-    """Return whether `path` is a valid path under a store. Keys that other programs wrote may be no valid paths."""
+    """Return whether `path` is a valid path under a store. Other programs may write keys that are not valid."""
     return len(path) <= 4096 and not _REFUSED.search(path)
 
 
