@@ -10,7 +10,7 @@ from __future__ import annotations
 from ckptkit.integrations.extras import missing
 
 try:
-    import lightning.pytorch  # noqa: F401  asked for once, here
+    import lightning.pytorch  # noqa: F401  raises if Lightning is not installed
 except ImportError as error:
     raise missing("lightning", "lightning") from error
 

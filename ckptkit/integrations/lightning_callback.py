@@ -241,7 +241,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             return saved, str(error) or type(error).__name__
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        """Remove a checkpoint. Do nothing in the directory of the newest checkpoint, where the policy decides."""
+        """Remove a checkpoint. In the directory of the newest checkpoint, do nothing: the policy decides there."""
         if os.path.dirname(filepath) != os.path.dirname(self._last_checkpoint_saved) and trainer.is_global_zero:
             remove_checkpoint(filepath, storage_options=self._storage_options)
 

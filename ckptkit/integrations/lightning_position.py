@@ -19,8 +19,8 @@ from ckptkit.checkpoint.state.train_state import is_stateful, model_tensors
 _log = logging.getLogger(__name__)
 _KEY = "ckptkit_position"
 
-# Where a checkpoint was saved, as far as the loops' counters do not show it.
-_STAGE_NONE = "none"  # not in an iteration, or as the counters show
+# Places in the loops at which a checkpoint is saved and that the loops' counters do not show.
+_STAGE_NONE = "none"  # at any other place
 _STAGE_BATCH = "batch"  # after all hooks of a batch
 _STAGE_RUNNING = "running"  # in the validation after a batch
 _STAGE_FINISHED = "finished"  # at the end of this validation
@@ -97,7 +97,7 @@ class FitPosition:
             type(epochs).on_advance_end(epochs, fetcher)
 
         def validate() -> Any:
-            # Creating the iterator draws numbers, and the validation of a resumed run must draw the same ones.
+            # Creating the iterator draws random numbers. The validation of a resumed run must draw the same numbers.
             self._before_validation = capture_rng()
             self._trained = _samples(self._trainer.lightning_module)
             return type(validation).run(validation)
@@ -300,7 +300,7 @@ def _left(fit: dict[str, Any], stage: str | None, going_on: bool) -> str | None:
         for counter in (progress["total"], batch):  # a batch that was not finished is skipped, as in the dataloader
             counter["started"] = counter["processed"] = counter["completed"] = counter["ready"]
         left = _ITERATION
-    if stage == _STAGE_RUNNING:  # it will be repeated
+    if stage == _STAGE_RUNNING:  # the validation will be repeated
         done = fit["epoch_loop.val_loop.batch_progress"]
         for name, number in done["current"].items():
             done["total"][name] -= number

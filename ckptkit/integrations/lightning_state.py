@@ -248,7 +248,7 @@ class LightningCheckpoints:
         assert report is not None  # loading from a URL either returns a report or raises
         left = state.dataloader is not None and any(name.startswith("dataloader") for name in report.skipped)
         if (report.missing or report.unexpected or left) and self._coordinator.is_main:
-            _log.warning("%s: %s", filepath, report.line())  # Lightning's caller does not get the report
+            _log.warning("%s: %s", filepath, report.line())  # Lightning does not pass the report on to the user
         checkpoint = _as_lightnings(lightning_extras(report.extra), report.step)
         if trainer is None:
             return checkpoint, report

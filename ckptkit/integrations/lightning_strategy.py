@@ -73,9 +73,9 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         data_sampler: An object whose `transform_dataloader` is applied to every dataloader.
         checkpoint_io: A CheckpointIO that receives full tensors on rank 0. If None, every rank writes its own shards.
         mp_policy, mixed_precision: torch's precision policy for FSDP2 or FSDP1. Overrides the Trainer's `precision`.
-        parallelize_fn: Function that shards the model instead of ckptkit. It is called once, with the LightningModule's
-            `model`. The arguments `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan` and `tp_shard_plan`
-            are passed if the function accepts them.
+        parallelize_fn: Function that replaces ckptkit's sharding of the model. It is called once, with the
+            LightningModule's `model`. The arguments `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan` and
+            `tp_shard_plan` are passed if the function accepts them.
         use_hf_tp_plan, custom_tp_plan: Use the tensor-parallel plan of a transformers model, or a custom plan.
         auto_wrap_policy, activation_checkpointing_policy: Select modules, by a set of classes or by FSDP1's callable.
         activation_checkpointing: Lightning's old name for activation_checkpointing_policy.

@@ -319,7 +319,8 @@ class _ByDataRank:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._loader.load_state_dict(state_dict)
-        self._loader.state_dict()  # creates its iterator before the random state is restored, as a load always does
+        # Let the loader create its iterator now, which draws a random number. The random state is restored later.
+        self._loader.state_dict()
 
     def merge_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
         """Return one state that contains the states of all saved ranks. The dataloader picks its own entry.
