@@ -56,7 +56,7 @@ class Windows:
     """Holds each model's current window. Several optimizers may step in one window.
 
     Attributes:
-        held: The models whose windows stay open, however many passes they count.
+        held: The models whose windows stay open, even if a full window of passes was counted.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,9 @@ class ShardingStrategy(str, enum.Enum):
 class WrapPolicy(str, enum.Enum):
     """Selects how modules are chosen to become units. A unit's parameters are gathered and freed together."""
 
-    AUTO = "AUTO"  # modules of the block classes that the model names; if it names none, as BLOCKS
+    # modules of the classes in `transformer_layer_cls`, by default those in the model's `_no_split_modules` and in
+    # `units.DEFAULT_CLASSES`; if the model has no such modules, the same as BLOCKS
+    AUTO = "AUTO"
     TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"  # modules of the classes in `transformer_layer_cls`
     SIZE_BASED_WRAP = "SIZE_BASED_WRAP"  # modules that have at least `min_num_params` parameters of their own
     BLOCKS = "BLOCKS"  # every element of every outermost ModuleList

@@ -459,7 +459,7 @@ class FSDPStrategy:
     @checked("model")
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Return a context in which backward passes accumulate gradients without communication, and no optimizer steps.
+        """Return a context in which backward passes accumulate gradients without communication. Optimizers do not step.
 
         The next `backward` outside the context reduces the accumulated gradients. The step then uses the mean over all
         passes, including that one. Passes that you run with `loss.backward()` are not counted: their gradients are
