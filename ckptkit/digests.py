@@ -197,12 +197,12 @@ def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
 # --- A fingerprint of a tensor's bits. The fingerprints of all shards add up to the fingerprint of the whole tensor, so
 # it does not depend on the sharding.
 #
-# Each element is read as an unsigned integer, its bits. F1 is the sum of the bits of all elements. F2 is the sum of
-# bits * index, where index is the element's row-major index in the whole tensor. Both sums are taken modulo 2^64. The
-# fingerprint detects every flipped bit, swapped rows and misplaced shards. It is not a cryptographic digest.
+# The bits of each element are read as an unsigned integer. F1 is the sum of these integers. F2 is the sum of
+# integer * index, where index is the element's row-major index in the whole tensor. Both sums are taken modulo 2^64.
+# The fingerprint detects every flipped bit, swapped rows and misplaced shards. It is not a cryptographic digest.
 
 _MODULUS = 1 << 64
-_BLOCK = 1 << 14  # elements; even widened to 64 bits, a block fits in the cache
+_BLOCK = 1 << 14  # elements; a block fits in the cache, even as 64-bit integers
 
 
 @functools.cache

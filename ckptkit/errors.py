@@ -120,7 +120,7 @@ def _cut(text: str) -> str:
 
 
 class UsageError(CkptkitError, ValueError):
-    """An argument or option is wrong, whatever checkpoint it is used with."""
+    """An argument or option is wrong. It would be wrong for every checkpoint."""
 
     exit_code = 2
 
@@ -220,6 +220,6 @@ class MissingExtraError(CkptkitError, ImportError):
     """A feature needs a package that is not installed. The message gives the command that installs it."""
 
 
-# Code that goes on without an unreadable part of a checkpoint catches these. It must not catch StorageError: then the
-# store did not answer, and the part may exist.
+# These errors mean that a part of a checkpoint is unreadable. Code that can continue without the part catches them. It
+# must not catch StorageError, which means that the store did not answer: the part may be intact.
 UNREADABLE = (UnsupportedFormatError, CorruptCheckpointError, CheckpointMismatchError, MissingExtraError)

@@ -17,9 +17,9 @@ class DType:
         itemsize: Bytes per element of a torch tensor.
         kind: "float", "float8" (a float of 8 bits or fewer, which is never cast), "int", "bool" or "complex".
         safetensors: The name in a safetensors header. None if the format lacks this dtype.
-        bits: Bits per number if there are fewer than 8. 8 for all other dtypes. Numbers of fewer than 8 bits share
-            bytes. For such a dtype, the last dimension of torch's shape counts bytes, and the last dimension in a
-            safetensors header counts numbers.
+        bits: Bits per number for dtypes of fewer than 8 bits. 8 for all other dtypes, even larger ones. Numbers of
+            fewer than 8 bits share bytes. For such a dtype, the last dimension of torch's shape counts bytes, and the
+            last dimension in a safetensors header counts numbers.
     """
 
     name: str

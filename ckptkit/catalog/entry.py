@@ -40,7 +40,7 @@ class Role(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A digest of the bytes [start, start + nbytes) of a slice's file. For a slice with a codec: of the decoded record.
+    """A digest of the bytes [start, start + nbytes) of a slice's file or, if it has a codec, of the decoded record.
 
     The range may be larger than the slice. For example, the CRC-32 of a zip record covers a whole torch storage, which
     may contain more than the slice.
@@ -228,8 +228,7 @@ class SliceArray(Sequence[TensorSlice]):
     def records(self) -> list[tuple[str, int, int]]:
         """Return (path, start, nbytes) of each slice, as the checkpoint's index declares it. Works for opaque tensors.
 
-        In some formats, the index does not say where a slice's bytes are. These formats override this method. `path` is
-        then the item that contains the bytes, `nbytes` is valid, and `start` is not.
+        The index of DCP does not say where a slice's bytes are. It gives the byte range of the item that contains them.
         """
         return self.byte_ranges()
 

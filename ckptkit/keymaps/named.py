@@ -16,7 +16,7 @@ ENTRY_POINTS = "ckptkit.key_maps"  # an entry point is a NameMap, or a function 
 
 
 def resolve_key_map(key_map: object) -> NameMap | None:
-    """Return the key map that `--key-map` names, or None if `key_map` is None.
+    """Return the key map that the user chose with `--key-map`, or None if `key_map` is None.
 
     Built-in maps are tried first, then files, then the entry points of installed packages. A string is the name of a
     file if the file exists, or if the string ends in .toml or .json. Entry points come last, because loading an entry

@@ -48,7 +48,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """A rule that concatenates one tensor per pattern in `source` along `dim`.
+    """A rule that concatenates tensors along `dim`: one tensor for each pattern in `source`.
 
     `sizes` are the sizes that the source tensors must have along `dim`. None accepts any sizes, but then the rule
     cannot be inverted.
@@ -99,7 +99,8 @@ class RopePermute:
     """A rule that reorders the rows of each attention head into another layout for rotary embeddings (RoPE).
 
     RoPE rotates pairs of rows. With `to="interleaved"`, the two rows of a pair are adjacent, as in Meta's code. With
-    `to="halves"`, each half of the head has one of the two rows, as in transformers. `heads` is the number of heads.
+    `to="halves"`, the first row is in the first half of the head and the second row in the second half, as in
+    transformers. `heads` is the number of heads.
     """
 
     source: NamePattern
@@ -283,7 +284,7 @@ def _concat(rule: Concat, work: RuleState) -> int:
 
 
 def _put(found: dict[str, dict[int, Target]], to: str, index: int, target: Target, work: RuleState) -> None:
-    """Add `target` to `found` as piece number `index` of the tensor `to`. Add an error if there already is one."""
+    """Add `target` to `found` as piece number `index` of the tensor `to`. Add an error if this piece already exists."""
     first = found.setdefault(to, {}).setdefault(index, target)
     if first is not target:
         work.faults.append(f"{to!r}: {first.name!r} and {target.name!r} would both be piece {index}")
