@@ -24,8 +24,8 @@ def train(url: str, until: int) -> tuple[int, Any]:
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # The loader has its own generator, because creating an iterator draws a number. Drawn from the global generator,
-    # that number would change the dropout masks.
+    # The loader has its own generator, because each new iterator draws a random number. If that number came from the
+    # global generator, the dropout masks would change.
     data = torch.utils.data.DataLoader(torch.randn(40, 4), batch_size=8, shuffle=True, generator=torch.Generator())
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
     checkpoints = AcceleratorCheckpoints(accelerator, url, retention=RetentionPolicy(max_num=2))

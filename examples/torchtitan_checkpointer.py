@@ -1,4 +1,4 @@
-"""ckptkit in place of torchtitan's checkpointer: the calls of its training loop, on a small model with an optimizer.
+"""ckptkit in place of torchtitan's checkpointer. Makes the calls of torchtitan's training loop with a small model.
 
 python examples/torchtitan_checkpointer.py
 """
@@ -27,7 +27,7 @@ class TrainState:
 
 
 class Schedulers:
-    """The learning-rate schedulers, with the interface that torchtitan's LRSchedulersContainer gives a checkpointer."""
+    """The learning-rate schedulers, with the part of torchtitan's LRSchedulersContainer that a checkpointer uses."""
 
     def __init__(self, optimizer: Any) -> None:
         self.schedulers = [torch.optim.lr_scheduler.LinearLR(optimizer)]

@@ -205,7 +205,7 @@ def launch(name: str, work: Path, *, ranks: int) -> dict[str, Any]:
 
 
 def command(*arguments: str | Path) -> None:
-    """Run `ckptkit` as in a shell. Print the command and its line that says what was proved."""
+    """Run `ckptkit` as in a shell. Print the command, and the line of its output that says what was proved."""
     done = subprocess.run(
         [sys.executable, "-m", "ckptkit", *map(str, arguments)], capture_output=True, text=True, check=False
     )
