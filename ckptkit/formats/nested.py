@@ -188,7 +188,7 @@ def _unwrapped(roles: Mapping[str, EntryRole]) -> dict[str, EntryRole]:
 
 
 class _Node(dict[Any, Any]):
-    """An inner dict of a tree. A plain dict in a tree is a value."""
+    """An inner node of a tree of dicts. Any other dict in the tree is a value."""
 
 
 def insert(tree: dict[Any, Any], path: Path, value: Any) -> None:
@@ -208,7 +208,7 @@ def insert(tree: dict[Any, Any], path: Path, value: Any) -> None:
 
 
 def with_lists(tree: Mapping[Any, Any], containers: Mapping[str, Sequence[Sequence[str | int]]] = {}) -> dict[str, Any]:
-    """Return a tree with lists in place of the inner dicts whose keys are positions.
+    """Return a tree with lists in place of the inner dicts whose keys are list positions.
 
     Args:
         containers: The paths of tuples, and of dicts that must stay dicts (see `other_containers`).
@@ -244,7 +244,7 @@ def dicts_with(keys: Collection[str], value: Any, name: str) -> dict[str, dict[s
 
 
 def other_containers(values: Iterable[Any]) -> dict[str, list[list[str | int]]]:
-    """Return the paths of tuples with tensors, and of dicts with tensors whose keys are 0, 1, 2, ...
+    """Return the paths of tuples, and of dicts with the keys 0, 1, 2, ..., that contain tensors.
 
     The names of the tensors look as if these containers were lists. Optimizers are left out, because their states are
     always dicts.

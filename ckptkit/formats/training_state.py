@@ -498,7 +498,8 @@ def _schedulers(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the states of schedulers by key.
 
     These are all values under a usual key for schedulers, and all dicts that look like the state of a torch scheduler.
-    Users of Fabric and of scripts choose their own keys. Lightning may save the usual keys inside "meta".
+    The keys alone are not enough, because users of Fabric and of scripts choose their own keys. Lightning may save the
+    usual keys inside "meta".
     """
     meta = objects.get("meta")
     below = {f"meta.{key}": value for key, value in meta.items()} if isinstance(meta, dict) else {}
@@ -620,7 +621,7 @@ def _integers(values: Any) -> np.ndarray[Any, Any]:
 
 
 def saved_step(store: Store, catalog: Catalog) -> int | None:
-    """Return the step in the catalog's info or, if it has none, in a saved number with a usual name. None: no step."""
+    """Return the step from the catalog's info or from a saved number with a usual name, or None if there is no step."""
     if catalog.info.step is not None:
         return catalog.info.step
     homes = {entry.key[:-2] for entry in catalog.tensors.values() if entry.role is Role.MODEL}

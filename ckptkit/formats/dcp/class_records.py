@@ -2,7 +2,7 @@
 
 torch's `dcp.save` stores each shard of a tensor subclass as a pickled instance of the class, with the inner tensors in
 the same record. This module adds the inner tensors to the catalog. Their names, and the recipes for rebuilding the
-outer tensors, are the same as in a save by ckptkit (see `subclasses`).
+subclasses from them, are the same as in a save by ckptkit (see `subclasses`).
 
 This module never imports a class. If this process has imported a class and allowed torch to load it, the class itself
 may name its inner tensors.

@@ -57,7 +57,7 @@ Path = tuple["str | int", ...]
 
 
 class PlannedKey(NamedTuple):
-    """A tensor in the saved state. All ranks that hold part of the tensor describe the tensor with the same values.
+    """A tensor in the saved state. All ranks that hold part of the tensor have equal keys for it.
 
     Attributes:
         path: The keys and indices that lead to the tensor in the nested state dict.

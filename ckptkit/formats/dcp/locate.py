@@ -420,7 +420,7 @@ class _Locator:
     def _put(self, rows: Int64, tensor: StoredTensor, begins: Int64 | int, crcs: UInt64 | int) -> None:
         """Fill in the rows of items that have the same layout as `tensor` and whose storages start at `begins`.
 
-        A CRC-32 of 0 is unknown, see `zip.Member`.
+        A CRC-32 of 0 means that the CRC-32 is unknown (see `zip.Member`).
         """
         items = self.items
         items.starts[rows], items.nbytes[rows] = begins + tensor.offset * tensor.itemsize, tensor.nbytes

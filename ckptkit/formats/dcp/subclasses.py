@@ -453,9 +453,9 @@ def _rows(block: int, shape: Sequence[int]) -> int:
 def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
     """Return the tensor to store and the recipe entry for an inner tensor of a sharded tensor subclass.
 
-    Unless the rule is "whole", the inner tensor becomes a DTensor with the placements of the sharded tensor. Some
-    classes allow a run of elements that share a value to be split between ranks. Each rank then stores its own values,
-    and the rule is "own".
+    Unless the rule is "whole" (all ranks have the same inner tensor), the inner tensor becomes a DTensor with the
+    placements of the sharded tensor. Some classes allow a run of elements that share a value to be split between ranks.
+    Each rank then stores its own values, and the rule is "own".
 
     Raises:
         SaveError: Elements that share a value of the inner tensor, such as a scale, are on different ranks.

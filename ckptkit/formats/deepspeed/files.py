@@ -48,7 +48,7 @@ class ModelStates:
     Attributes:
         values: Contents of each file. With ZeRO-3, there is one file per rank. Without ZeRO-3, there is one file.
         file: Name of the first file.
-        param_shapes: For each parameter group, name -> shape in flat order.
+        param_shapes: For each parameter group, name -> shape, in the order of the flat vector.
         shared: Name of a tied weight -> the name under which the weight is stored.
         frozen: Name of a frozen parameter -> its shape.
     """

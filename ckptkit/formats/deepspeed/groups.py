@@ -30,7 +30,7 @@ class FlatGroup:
     """One parameter group of ZeRO-1/2, or one of the subgroups into which ZeRO-3 splits large parameter groups.
 
     Attributes:
-        params: Names and shapes of the parameters, in flat order.
+        params: Names and shapes of the parameters, in the order of the flat vector.
         vectors: Name of a state -> its flat vectors. The name "" stands for the fp32 weights. ZeRO-1/2 have one vector,
             with one piece per rank. ZeRO-3 has one vector per rank.
         scalars: States that are not flat vectors, such as the step.

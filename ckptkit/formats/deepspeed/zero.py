@@ -198,8 +198,8 @@ def _add_plain(
     """Add the optimizer of a job without ZeRO, and return the fp32 master weights by parameter.
 
     DeepSpeed stores the optimizer's state and the full master weights in the model file. The master weights are in the
-    order of the parameter groups (deepspeed/runtime/fp16/unfused_optimizer.py). If a state can't be read, a note says
-    so. For example, a fused optimizer's state is concatenated.
+    order of the parameter groups (deepspeed/runtime/fp16/unfused_optimizer.py). If a state can't be read, such as the
+    concatenated state of a fused optimizer, a note says so.
     """
     experts = [name for name in files if EXPERT_OPTIMIZER.fullmatch(name)]
     if experts:

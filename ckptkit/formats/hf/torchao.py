@@ -165,7 +165,10 @@ def describe_tensors(names: Iterable[str], recipes: Mapping[str, Recipe]) -> dic
 
 
 def _context(recipe: Recipe) -> dict[str, Any]:
-    """Return the context in a recipe. If each shard has its own scale, the block size is the shape of a shard."""
+    """Return the context in a recipe (see `subclasses`).
+
+    If each shard has its own scale, the block size is the shape of a shard.
+    """
     block = recipe["inner"].get("scale", {}).get("block")
     cut = recipe["context"].get("block_size") == {"$shape": True} and block is not None
     return {**recipe["context"], **({"block_size": block} if cut else {})}

@@ -1,8 +1,8 @@
 """Defines `manifest.safetensors`, which lists every slice of a ckptkit checkpoint with its location and digest.
 
-The file consists of columns, and contains no pickle. A million slices are a few arrays: catalog entries are created on
-demand. The columns are listed below. T is the number of tensors, and N the number of slices, which are in tensor order.
-A column of length E has one number per dimension of each tensor or slice.
+The file consists of columns, and contains no pickle. A million slices are only a few arrays, because catalog entries
+are created on demand. The columns are listed below. T is the number of tensors, and N the number of slices, which are
+in tensor order. A column of length E has one number per dimension of each tensor or slice.
 
     names, paths                 lists of strings (UTF-8, and `.ends`)
     tensor.dtype, .ndim          [T] u8    index into the header's "dtypes"; number of dimensions

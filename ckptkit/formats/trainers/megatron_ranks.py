@@ -21,7 +21,7 @@ def rank_directories(directories: Iterable[str]) -> list[str]:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Return the catalog of the file of the only rank.
+    """Return the catalog of the only rank's file.
 
     If the rank's directory also contains `distrib_optim.pt` (from the distributed optimizer), a note names this file.
 
