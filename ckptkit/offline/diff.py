@@ -512,7 +512,7 @@ _WEIGHTS = Role.MODEL
 
 
 def _weights_alone(tensors: Mapping[str, TensorEntry], objects: Mapping[str, ObjectEntry]) -> bool:
-    """Return whether a checkpoint has only weights. An export may also have the step."""
+    """Return whether a checkpoint has only weights. Ignores the step, which an export may have, too."""
     return _roles(tensors, {name: item for name, item in objects.items() if name != "step"}) <= {_WEIGHTS}
 
 

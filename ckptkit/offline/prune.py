@@ -1,4 +1,4 @@
-"""Rotates on command: deletes the checkpoints that a policy does not keep, and the leftovers of killed saves."""
+"""Rotates a run on command: deletes the checkpoints that a policy does not keep, and the leftovers of killed saves."""
 
 from __future__ import annotations
 

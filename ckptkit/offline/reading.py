@@ -130,10 +130,7 @@ def _run(command: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
-    """Return the error with a longer message.
-
-    The message also names the damaged checkpoint, and the command that lists all damage.
-    """
+    """Return the error with a message that also names the damaged checkpoint and the command that lists all damage."""
     words = f"{getattr(error, 'filename', None) or ''}: {error}"
     where = [source for source in sources if f"{source.store.url}/" in words]
     if isinstance(error, CorruptCheckpointError):

@@ -23,7 +23,7 @@ _Event = tuple[int, Literal | tuple[Placement, int]]
 
 @dataclass(slots=True)
 class StreamWriter:
-    """Writes several files to a store at a time, each from beginning to end.
+    """Writes files to a store, several at a time, each from beginning to end.
 
     Attributes:
         spoken: Records the finished files, so that a resumed command can keep them.

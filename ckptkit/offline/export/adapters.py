@@ -37,7 +37,8 @@ class LoraPair:
     """The two LoRA factors of one module.
 
     Attributes:
-        key: The module's stored name under PEFT's root. The name contains `base_layer` if adapters are nested.
+        key: The module's stored name, without the prefix "base_model.model.". The name contains `base_layer` if
+            adapters are nested.
         module: The module's name in the base model.
         factors: The two factors, under the keys "A" and "B".
     """
@@ -337,8 +338,8 @@ def _add_factor(split: AdapterSplit, match: re.Match[str], target: Target) -> No
 def _name_modules(split: AdapterSplit) -> None:
     """Set `module` of each pair to the module's name in the base model.
 
-    If several parameters of a module have adapters (target_parameters), the adapters are nested, and the names of the
-    pairs stay distinct.
+    If several parameters of a module have adapters (target_parameters), the adapters are nested. Their pairs keep the
+    stored names, because the module's name would be the same for all of them.
     """
     plain = [module.replace(".base_layer", "") for module in split.pairs]
     for module, name in zip(list(split.pairs), plain, strict=True):

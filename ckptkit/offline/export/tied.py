@@ -169,7 +169,7 @@ def settle_tied(
 
 
 def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) -> dict[str, Target]:
-    """Return the targets. If the embedding is stored only under the head's name, it gets the base model's name for it.
+    """Return the targets. An embedding that is stored only under the head's name gets the name from the base model.
 
     Call this only if the config ties the embedding and the head.
     """

@@ -127,7 +127,8 @@ def _fqn_of(param: Any, *, named: Mapping[str, str], known: Collection[str], pre
     """Return the FQN of a parameter, given its saved name or number. Returns None if the model has no such parameter.
 
     Args:
-        prefixes: (a prefix that only FQNs in the catalog have, a prefix that only saved names have).
+        prefixes: The prefix that the names have only in the catalog, and the prefix that they have only in the
+            optimizer.
     """
     name = named.get(str(param), param)
     if not isinstance(name, str):

@@ -255,9 +255,9 @@ def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
 
 
 def _records(catalog: Catalog, own: OwnState) -> list[Record]:
-    """Return the records to write for objects, such as the settings of parameter groups. torch's own reader needs them.
+    """Return the records of objects that torch's own reader needs, such as the settings of parameter groups.
 
-    The records of a DCP source are copied. For any other source, only the settings of parameter groups are recorded.
+    The records of a DCP source are copied. For any other source, only parameter groups have records.
     """
     if own.records or not own.trees or catalog.info.format == "ckptkit-sharded":
         return [
