@@ -549,7 +549,7 @@ class Catalog:
     info: CatalogInfo = field(default_factory=lambda: CatalogInfo("unknown"))
 
     def opaque(self) -> dict[str, str]:
-        """Return a mapping from each tensor that cannot be read without its Python class to the reason.
+        """Return the tensors that cannot be read without their Python class, each with the reason.
 
         Examines all tensors.
         """

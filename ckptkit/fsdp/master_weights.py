@@ -97,7 +97,7 @@ class MasterWeightOptimizer(Optimizer):
     def lend_state(self) -> Iterator[Mapping[int, torch.Tensor]]:
         """Lend this optimizer's state and settings to `base` during the block, and then take the changes back.
 
-        Yield a mapping from the id of each tensor that `base` steps to the corresponding parameter of the model.
+        Yield a mapping. Its keys are the ids of the tensors that `base` updates, its values the model's parameters.
         """
         with self._lent(_unchanged) as loans:
             yield {id(loan.stepped): loan.parameter for loan in loans}

@@ -202,7 +202,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """Do nothing, because `_load` restores the whole state."""
 
     def _load_rng(self, path: Any) -> None:
-        """Restore the random state again, because random numbers were drawn while batches already seen were skipped."""
+        """Restore the random state again: the Trainer drew random numbers while it skipped the batches already seen."""
         if self._random is not None:
             restore_rng(self._random)
 

@@ -50,8 +50,8 @@ class Owner:
 
         Returns None if the process may be on another machine, or if the directory may be a copy.
 
-        A process from before the last reboot of this machine is dead. Most containers have no machine id, and then the
-        result is None: a reboot of this machine looks the same as a different machine.
+        A process from before the last reboot of this machine is dead. In a container without a machine id (most have
+        none), the result is None instead, because a reboot looks the same as a different machine.
         """
         if self.machine != _machine():
             same = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()

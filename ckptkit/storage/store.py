@@ -153,7 +153,8 @@ class Store(Protocol):
     def claim(self, path: str, data: bytes, *, looked: bool) -> None:
         """Create a file that several writers may try to create at once. Only the first writer should succeed.
 
-        The file is not synced, so a power cut may lose it. This is harmless, because it also ends the writer.
+        The file is not synced, so a power cut may lose it. This is harmless, because the power cut also ends the
+        writer.
 
         Args:
             looked: Whether the caller has just seen that the path is free.

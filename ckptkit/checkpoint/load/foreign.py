@@ -56,7 +56,7 @@ _ADAPTER = re.compile(
 
 
 def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
-    """Add the optimizer, scheduler and random-state files in the directory of the weights to the catalog.
+    """Return the catalog with the optimizer, scheduler and random states that are in the same directory as the weights.
 
     A catalog that already contains an optimizer is returned unchanged.
     """
@@ -174,7 +174,8 @@ def _add_extras(
     """Add the saved objects that become `extra`. Return a note for each part that cannot be loaded.
 
     Args:
-        keys: The keys of stateful objects, by name. Such an object may need every part of its state.
+        keys: The keys of stateful objects, by name. If any part of such an object cannot be loaded, the whole object is
+            left out.
     """
     notes: list[str] = []
     for name, value in values.items():

@@ -251,8 +251,8 @@ class Reading:
     def _stays(self, kept: torch.Tensor) -> bool:
         """Return whether to fill a live state in place, even with `atomic`.
 
-        Without `atomic`, this is always so. With `atomic`, it is so for a state on an accelerator, which rarely has
-        room for a second copy, and for a state that shares its memory.
+        Always returns True without `atomic`. With `atomic`, returns True for a state on an accelerator, where a second
+        copy rarely fits, and for a state that shares memory with others.
         """
         return not self._atomic or kept.device.type != "cpu" or self._shares(kept) or is_paged(kept) or _is_view(kept)
 
@@ -295,9 +295,9 @@ class Reading:
 
 
 def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
-    """Return, by saved key, tensors that have the shapes and placements for reading the tensors in objects.
+    """Return tensors whose shapes and placements a load uses when it reads the tensors in objects, by saved key.
 
-    These are the tensors in the live extra state. For DTensors that optimizers keep in lists and dicts, these are new
+    For extra state, these are the live tensors. For DTensors that optimizers keep in lists and dicts, these are new
     tensors.
     """
     import torch
