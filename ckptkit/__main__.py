@@ -1,8 +1,17 @@
-"""Run the command line: `python -m ckptkit`."""
+"""Starts the command line."""
 
 import sys
 
-from ckptkit.cli.main import main
+
+def main() -> object:
+    """Run the command line. An interrupt while its modules are imported ends it without a traceback, too."""
+    try:
+        from ckptkit.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted. Nothing was changed.\n")
+        return 130
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 import ckptkit
+from ckptkit.__main__ import main as command_line
 from tests.lazy import modules_after
 
 HEAVY = ("torch", "transformers", "lightning", "s3fs", "gcsfs", "botocore")
@@ -31,3 +34,16 @@ def test_every_public_name_can_be_imported(name):
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="nothing"):
         ckptkit.nothing  # noqa: B018
+
+
+def test_an_interrupt_while_the_command_line_is_imported_ends_it_without_a_traceback(monkeypatch, capsys):
+    class Interrupted:
+        @staticmethod
+        def find_spec(name, path, target=None):
+            if name == "ckptkit.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "ckptkit.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
+    assert command_line() == 130
+    assert capsys.readouterr().err == "Interrupted. Nothing was changed.\n"

@@ -9,11 +9,11 @@ from ckptkit.cli.frame import StorageOptions, command_frame, json_option, print_
 
 @click.command("pin")
 @click.argument("url")
-@click.option("--why", default="by hand", show_default=True, metavar="TEXT", help="Reason, shown by ls and prune.")
+@click.option("--why", metavar="TEXT", help="Reason, shown by ls and prune. By default, the old reason, or 'by hand'.")
 @json_option
 @storage_option
 @command_frame
-def command(url: str, why: str, as_json: bool, storage_options: StorageOptions) -> None:
+def command(url: str, why: str | None, as_json: bool, storage_options: StorageOptions) -> None:
     """Protect the checkpoint at URL from rotation.
 
     URL is RUN/step_..., RUN/latest, RUN/best or RUN/1200. RUN alone means the newest checkpoint of the run.
@@ -22,15 +22,15 @@ def command(url: str, why: str, as_json: bool, storage_options: StorageOptions) 
     from ckptkit.checkpoint.run.pins import pin_forever
     from ckptkit.errors import UsageError
 
-    if not why.strip():
+    if why is not None and not why.strip():
         raise UsageError("--why is empty: give a reason that others will understand.")
     address = resolve_checkpoint(url, storage_options=storage_options)
     check_exists(address, storage_options)
-    name = pin_forever(address, why, storage_options=storage_options)
+    pin = pin_forever(address, why or "", storage_options=storage_options)
     if as_json:
-        print_json({"schema": "ckptkit.pin/1", "name": name, "pinned": True, "why": why})
+        print_json({"schema": "ckptkit.pin/1", "name": pin.name, "pinned": True, "why": pin.why})
     else:
-        click.echo(f"pinned {name}: {why}")
+        click.echo(f"pinned {pin.name}: {pin.why}")
 
 
 def check_exists(address: str, storage_options: StorageOptions) -> None:

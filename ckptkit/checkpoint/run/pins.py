@@ -245,10 +245,11 @@ def split_checkpoint_url(url: str, *, storage_options: Mapping[str, Any] | None 
     return open_store(parent, storage_options=storage_options), name
 
 
-def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Protect the checkpoint at `url` from rotation until it is unpinned. Return its name.
+def pin_forever(url: str, why: str = "", *, storage_options: Mapping[str, Any] | None = None) -> Pin:
+    """Protect the checkpoint at `url` from rotation until it is unpinned.
 
-    Pinning the checkpoint again updates `why`.
+    Args:
+        why: The reason, shown by `ls` and `prune`. By default, the reason of an existing pin, or "by hand".
 
     Raises:
         CheckpointNotFoundError: `url` is not a committed checkpoint.
@@ -260,6 +261,8 @@ def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None
             f"{url} cannot be pinned: its record is that of {record.name}, so it was copied or renamed. Rotation does "
             "not delete it."
         )
+    if not why:
+        why = next((pin.why for pin in list_pins(root) if pin.owner is None and pin.name == name), "by hand")
     body = {"name": record.name, "why": why, "save_id": record.save_id, "owner": None, "created": time.time()}
     root.write(f"{_PINS}/keep-{name}.json", json.dumps(body).encode(), overwrite=True)
     # A deletion may have read the pins before this pin was written. That deletion is announced, so wait for it.
@@ -267,7 +270,7 @@ def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None
     if find_record(root, record_path(name)) is None:
         root.delete([f"{_PINS}/keep-{name}.json"])
         raise CheckpointNotFoundError(f"{url} was deleted while it was being pinned.")
-    return name
+    return Pin(name, why)
 
 
 def unpin(url: str, *, storage_options: Mapping[str, Any] | None = None) -> bool:

@@ -138,11 +138,11 @@ def test_a_damaged_pin_of_a_user_still_counts(tmp_path):
     assert not delete_checkpoint(open_store(str(tmp_path)), "step_00000001", reason="x")
 
 
-def test_pinning_again_changes_the_reason(tmp_path):
+def test_pinning_again_changes_the_reason_only_if_one_is_given(tmp_path):
     save(tmp_path, 1)
-    for why in ("first", "second"):
-        pin_forever(str(tmp_path / "step_00000001") + "/", why)
-    assert [p.why for p in list_pins(open_store(str(tmp_path)))] == ["second"]
+    for why, wanted in (("", "by hand"), ("first", "first"), ("second", "second"), ("", "second")):
+        assert pin_forever(str(tmp_path / "step_00000001") + "/", why).why == wanted
+        assert [p.why for p in list_pins(open_store(str(tmp_path)))] == [wanted]
 
 
 @pytest.mark.parametrize(
