@@ -1,9 +1,10 @@
 """Starts the command line."""
 
 import sys
+from typing import Any
 
 
-def main() -> object:
+def main() -> Any:
     """Run the command line. An interrupt while its modules are imported ends it without a traceback, too."""
     try:
         from ckptkit.cli.main import main as run

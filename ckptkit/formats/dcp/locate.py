@@ -420,12 +420,12 @@ class _Locator:
     def _put(self, rows: Int64, tensor: StoredTensor, begins: Int64 | int, crcs: UInt64 | int) -> None:
         """Fill in the rows of items that have the same layout as `tensor` and whose storages start at `begins`.
 
-        A CRC-32 of 0 means that the CRC-32 is unknown (see `zip.Member`).
+        `crcs` has no meaning if the CRC-32 of `tensor` is unknown.
         """
         items = self.items
         items.starts[rows], items.nbytes[rows] = begins + tensor.offset * tensor.itemsize, tensor.nbytes
         items.digest_starts[rows], items.digest_nbytes[rows] = begins, tensor.storage.nbytes
-        items.checked[rows] = crcs != 0
+        items.checked[rows] = tensor.crc32 is not None
         items.digests[rows] = crcs
         for row in () if tensor.contiguous else rows.tolist():
             owner = self._tensor(row)

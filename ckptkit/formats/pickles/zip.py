@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ckptkit.digests import crc32
@@ -39,7 +39,7 @@ class Member:
     """A member of an archive.
 
     Attributes:
-        crc32: None if unknown: torch writes 0 after `torch.serialization.set_crc32_options(False)`.
+        crc32: None if unknown.
         header: Offset of the local header from the start of the archive.
     """
 
@@ -154,7 +154,7 @@ def _member(tail: bytes, pos: int, stop: int, file: str) -> tuple[Member, int]:
         )
     if flags & _ENCRYPTED:
         raise CorruptCheckpointError(f"{file}: member {name!r:.80} is encrypted.")
-    return Member(name, crc if crc or not size else None, size, header), end
+    return Member(name, crc, size, header), end
 
 
 def _zip64(extra: bytes, packed: int, size: int, header: int, file: str) -> tuple[int, int, int]:
@@ -214,6 +214,8 @@ class Layout:
             if member.name in members:
                 raise CorruptCheckpointError(f"{file}: two members are called {member.name!r:.80}.")
             members[member.name] = member
+        if not any(member.crc32 for member in members.values()):  # after torch.serialization.set_crc32_options(False)
+            members = {name: replace(member, crc32=None) for name, member in members.items()}
         if pos != size:
             raise CorruptCheckpointError(f"{file}: its zip directory has {size - pos} extra bytes.")
         ordered = sorted(members.values(), key=lambda m: m.header)
