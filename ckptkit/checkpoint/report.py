@@ -39,7 +39,7 @@ class Phase:
 
 @dataclass(slots=True)
 class PhaseClock:
-    """Collects an operation's phases. Any thread may add phases."""
+    """Measures the phases of a save or load. Any thread may add phases."""
 
     started: float = field(default_factory=time.perf_counter)
     phases: list[Phase] = field(default_factory=list)

@@ -95,7 +95,9 @@ class Adopted:
 
 
 def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool = True) -> Adopted:
-    """Adapt another system's checkpoint to `state`. Does not communicate. Reads only objects and their tensors.
+    """Adapt another system's checkpoint to `state`. Does not communicate.
+
+    Reads only objects and the tensors inside them.
 
     FQNs in the checkpoint and in the models may differ by a prefix (a LightningModule's attribute, a wrapper). The
     prefix that makes the most names match is added or removed. PEFT's files omit the adapter's name; it is inserted.
@@ -171,11 +173,11 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
 def _add_extras(
     objects: dict[str, JSON], values: Mapping[str, Any], keys: Mapping[str, str], refs: dict[str, torch.Tensor]
 ) -> list[str]:
-    """Add the saved objects that become `extra`. Return a note for each part that cannot be loaded.
+    """Add the saved `values` to `objects`. Return a note for each part of a value that cannot be loaded.
 
     Args:
-        keys: The keys of stateful objects, by name. If any part of such an object cannot be loaded, the whole object is
-            left out.
+        keys: The key in `objects` of each stateful object, by its name in `values`. If any part of a stateful object
+            cannot be loaded, the whole object is left out. All values that are not in `keys` become `extra`.
     """
     notes: list[str] = []
     for name, value in values.items():
@@ -238,7 +240,11 @@ def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str],
 
 
 def _in_order(models: Sequence[str]) -> Callable[[str], str]:
-    """Return a function that maps a numbered model's FQN to an FQN of the live model at this position in `models`."""
+    """Return a function that renames saved FQNs of several models to FQNs of the live models.
+
+    For example, "model_1.layer.weight" (as accelerate stores it) gets the name of the second of `models` as its prefix.
+    An FQN without a number gets the name of the first.
+    """
 
     def rename(fqn: str) -> str:
         match = _OF_MODEL.fullmatch(fqn)
@@ -298,7 +304,10 @@ def _tied(state: TrainState) -> dict[str, str]:
 
 
 def _sections(saved: Mapping[str, SavedOptimizer], live: Sequence[str], url: str) -> dict[str, str]:
-    """Map the prefixes of the saved optimizers to the keys of the live optimizers, by name or by order."""
+    """Map each saved optimizer to a live optimizer, by name or by order.
+
+    The result maps the prefix of the saved optimizer's names, such as "optimizers.gen", to the live optimizer's key.
+    """
     owners = list(saved)
     if not owners or not live:
         return {}
@@ -322,9 +331,11 @@ def _sections(saved: Mapping[str, SavedOptimizer], live: Sequence[str], url: str
 def _matched(saved: Collection[str], live: Sequence[str], notes: list[str]) -> dict[str, str]:
     """Map the keys of saved schedulers or scalers to the names of the live objects.
 
-    If there are more saved objects than live objects, only saved objects under a usual key are considered. Returns {}
-    if the two numbers then differ. Several objects are matched by name. If the checkpoint only numbers them, they are
-    matched by order. If neither is possible, adds a note that they are not restored.
+    If there are more saved objects than live objects, saved objects are ignored unless their keys look like a
+    scheduler's, such as "lr_scheduler_0". If the numbers of saved and live objects still differ, returns {}.
+
+    Objects are matched by name. If no names match, they are matched by order, provided that there is only one object,
+    or that the checkpoint only numbers the objects. In any other case, adds a note that the objects are not restored.
     """
     if len(saved) > len(live):
         saved = list(filter(is_usual_scheduler, saved))
@@ -364,7 +375,7 @@ def _renamed(
     tied: Mapping[str, str],
     numbers: Mapping[str, Mapping[str, str]],
 ) -> dict[str, TensorEntry]:
-    """Return the checkpoint's tensors under ckptkit's names. Omits moments that no live optimizer uses."""
+    """Return the checkpoint's tensors under ckptkit's names. Omits states of optimizers that have no live match."""
     found: dict[str, TensorEntry] = {}
     for entry in catalog.by_role(Role.MODEL).values():
         fqn = rename(entry.fqn)
@@ -393,7 +404,7 @@ def _optimizer_tree(
     key: str,
     refs: dict[str, torch.Tensor],
 ) -> JSON:
-    """Return an optimizer's settings, and its states that are not tensors, in the form of `objects.json`."""
+    """Return an optimizer's settings and its states that are not tensors, as JSON for `objects.json`."""
     groups = []
     for index, group in enumerate(saved.groups):
         settings = {name: value for name, value in group.items() if name != "params"}
@@ -483,6 +494,7 @@ def _by_position(saved: SavedOptimizer, key: str, state: TrainState) -> dict[str
 def _fits(states: Collection[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     """Return whether states of these shapes can belong to a parameter of `shape`.
 
-    At least one state must have the parameter's shape, or this shape without one of the last two dimensions.
+    At least one state must have the parameter's shape or, like Adafactor's, this shape without one of the last two
+    dimensions.
     """
     return not states or any(found in (shape, shape[:-1], (*shape[:-2], *shape[-1:])) for found in states)

@@ -35,11 +35,11 @@ class MappedWeights:
 def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: Mapping[str, Any]) -> MappedWeights:
     """Return the weights in `catalog` under the names that the map gives them.
 
-    The optimizer's more exact copies of weights (fp32 masters, flashoptim's lower bits) are mapped in the same way.
+    The optimizer's fp32 masters, and the lower bits of weights that flashoptim stores, are mapped in the same way.
 
     Args:
-        live: The live models' tensor names. Some formats store a tied weight under only one of its names. The other
-            names of the weight are mapped, too. A resulting name is kept if it is in `live`.
+        live: The live models' tensor names. If the checkpoint stores a tied weight under only one of its names, the map
+            is also applied to the weight's other names. Of these results, only names in `live` are kept.
         config: The model's config, from which the map's rules may take sizes.
     """
     weights = catalog.by_role(Role.MODEL)
@@ -86,13 +86,15 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
 
 
 def _kept_of(target: Target, kept: Mapping[str, TensorEntry]) -> Target | None:
-    """Return the target with the optimizer's tensor (fp32 master or lower bits) in place of each source tensor.
+    """Return the target, made from the optimizer's tensors (fp32 masters or lower bits) instead of from the weights.
 
-    If the optimizer has no lower bits for a source, for example for an expert that was never updated, the target is
-    padded there. Returns None if the optimizer has no tensor for any source, or has fp32 masters for only some sources.
+    If a weight has no lower bits, for example that of an expert that was never updated, its region in the target is
+    padding. Returns None if the optimizer has no tensor for any of the weights, or has fp32 masters for only some of
+    them.
 
     Args:
-        kept: The optimizer's tensors, by the name of the source tensor.
+        target: The tensor that a key map makes from one or several of the checkpoint's weights.
+        kept: The optimizer's tensors, by the name of the weight.
     """
     found = [kept[source] for source in target.sources if source in kept]
     if len({entry.dtype for entry in found}) != 1:
@@ -104,7 +106,10 @@ def _kept_of(target: Target, kept: Mapping[str, TensorEntry]) -> Target | None:
 
 
 def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
-    """Return a target for each missing name of a tied weight. The checkpoint has the weight under another name."""
+    """Return targets for those names of tied weights that are not in `targets`, such as "lm_head.weight".
+
+    The checkpoint stores such a weight only under its other name, such as "model.embed_tokens.weight".
+    """
     found: dict[str, Target] = {}
     for section, table in catalog.info.extra.get("aliases", {}).items():
         prefix = f"{section.partition('_')[2]}." if "_" in section else ""
@@ -115,9 +120,9 @@ def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
 
 
 def entry_of(target: Target, sources: Mapping[str, TensorEntry]) -> TensorEntry:
-    """Return a target as a catalog entry.
+    """Return a catalog entry for a tensor that a key map makes from parts of other tensors (`sources`).
 
-    The entry's slices refer to the files of the sources. Each slice has the digest of the source slice that contains
+    The entry's slices refer to the files of these tensors. Each slice has the digest of the stored slice that contains
     it.
     """
     named = target.sources
@@ -144,7 +149,7 @@ def entry_of(target: Target, sources: Mapping[str, TensorEntry]) -> TensorEntry:
 
 
 def _cut(entry: TensorEntry, parts: list[Part]) -> list[TensorSlice]:
-    """Return slices of one source tensor that fill the given parts of a target."""
+    """Return slices that read these parts of a new tensor from the stored tensor `entry`."""
     ndim, itemsize = len(entry.shape), dtype_of(entry.dtype).itemsize
     offsets = np.array([part.source_box.offsets for part in parts], np.int64).reshape(len(parts), ndim)
     sizes = np.array([part.source_box.sizes for part in parts], np.int64).reshape(len(parts), ndim)

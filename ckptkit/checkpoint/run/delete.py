@@ -81,8 +81,8 @@ def rotate(
         protected: Names that must stay in addition to pinned checkpoints, each with the reason.
         among: Returns whether the policy applies to a checkpoint. None: it applies to all.
         clean: True also removes the leftovers of dead saves.
-        seen: An earlier inventory, listed under the current lease. If the policy would delete nothing from it, the root
-            is not listed again.
+        seen: An inventory that was listed after this job took the lease. If the policy would delete nothing from it,
+            the root is not listed again.
     """
     if seen is not None and not clean:
         records = [item.record for item in seen.committed if among is None or among(item.record)]
@@ -113,9 +113,10 @@ def rotate(
 
 
 def delete_any(root: Store, name: str, *, reason: str) -> bool:
-    """Delete one committed checkpoint like `delete_checkpoint`, and update the hint `latest`.
+    """Delete one committed checkpoint like `delete_checkpoint`, and update the file `latest`.
 
-    If the newest checkpoint was deleted and the hint still named it, a load would report that this checkpoint is lost.
+    `latest` names the newest checkpoint. If `latest` still named a deleted checkpoint, a load would report that this
+    checkpoint is lost.
     """
     is_deleted = delete_checkpoint(root, name, reason=reason)
     if is_deleted:

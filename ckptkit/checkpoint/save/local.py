@@ -72,10 +72,10 @@ class LocalTensors:
         return "|".join(re.escape(file_name(rank)) for rank in range(self.world_size))
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> LocalTensors:
-        """Return the final plan.
+        """Return this plan, adjusted to the other ranks.
 
-        If the ranks have different plain tensors, each rank writes all of its own plain tensors, because no other rank
-        may have them.
+        If the ranks do not all have the same plain (unsharded) tensors, each rank writes all of its own plain tensors,
+        because it may be the only rank that has them.
         """
         if len(set(signatures)) <= 1:
             return self

@@ -126,9 +126,10 @@ def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dic
 def joined(
     what: str, states: Mapping[str, Any], parameter: torch.Tensor, shards: Sequence[Shard]
 ) -> dict[str, torch.Tensor]:
-    """Return a parameter's quantized states (of torchao) by name, as parts of global states.
+    """Return torchao's quantized states of a parameter that is a part of a larger tensor (see `TrainState.layout`).
 
-    Returns {} if `shards` is empty, that is, if the layout does not declare the parameter.
+    Each state is returned, by its name, as this rank's part of the larger tensor's state. Returns {} if `shards` is
+    empty, because the layout then does not declare the parameter.
 
     Raises:
         SaveError: A state has a different shape than the parameter.
@@ -224,9 +225,9 @@ def capture_optimizer(
 
 
 def _container(state: Any, what: str) -> JSON:
-    """Return JSON that describes the class and the order of the keys of a parameter's state dict. All values are null.
+    """Return JSON that describes the class of a parameter's state dict, and the order of its keys.
 
-    Returns {} if the class is dict.
+    The JSON contains null in place of each value. Returns {} if the class is dict.
 
     Raises:
         SaveError: A load could not create a dict of this class.
@@ -246,7 +247,7 @@ def _container(state: Any, what: str) -> JSON:
 def _capture_states(
     captured: CapturedOptimizer, optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str
 ) -> None:
-    """Store each state of these parameters in `captured`, as a tensor, a master weight or a value in the tree."""
+    """Add the states of these parameters to `captured`: to its `tensors`, its `masters`, or the JSON in its `tree`."""
     import torch
 
     shards = shard_names((p, optimizer.state[p]) for p in parameters.values())
@@ -303,9 +304,10 @@ def _capture_states(
 
 
 def memory_order(state: torch.Tensor, parameter: torch.Tensor) -> list[int] | None:
-    """Return the order of a plain state's dimensions in memory.
+    """Return the order of a state's dimensions in memory, slowest first.
 
-    Returns None if a load would give a new state the same order.
+    Returns None if a load gives a new state this order anyway: the parameter's order if the shapes are equal, otherwise
+    row-major. Also returns None if the state is not a plain strided tensor.
     """
     import torch
 
@@ -394,7 +396,7 @@ def _called_before_save(optimizer: Any, parameters: Mapping[str, torch.Tensor], 
 
 
 def inner_optimizers(optimizer: Any) -> Sequence[Any]:
-    """Return the optimizers inside an optimizer of ckptkit. Returns () for any other optimizer.
+    """Return the optimizers that an optimizer class of ckptkit wraps or combines. Returns () for any other class.
 
     The inner optimizers have their state only inside a block of the outer optimizer's `lend_state`.
     """
@@ -410,10 +412,11 @@ def with_inner(optimizer: Any) -> Iterator[Any]:
 
 
 def own_state_dict(optimizer: Any, what: str) -> Any:
-    """Return the result of the optimizer's `state_dict`. Return None if the method returns only state and groups.
+    """Return the result of the optimizer's `state_dict`.
 
-    This is the case if the method is torch's or ckptkit's and has no hooks. Call this function before you read the
-    state, because an optimizer's `state_dict` may update the state.
+    Returns None if the method is torch's or ckptkit's and has no hooks, because the result would then contain only the
+    state and the groups. Call this function before you read the state, because an optimizer's `state_dict` may update
+    the state.
 
     Raises:
         SaveError: The method does not return a dict like torch's.
@@ -705,10 +708,10 @@ class OptimizerTree:
         )
 
     def renamed(self, fqn: str, name: str, old: str, new: str) -> OptimizerTree:
-        """Return the tree in which the parameter `fqn` is called `name`.
+        """Return a copy of this tree in which the parameter `fqn` has the name `name`.
 
         Args:
-            old, new: The prefix of the keys of the parameter's states, before and after the change.
+            old, new: The prefix of the keys of this parameter's states, before and after the renaming.
         """
         groups = [
             {**group, "params": [name if item == fqn else item for item in group["params"]]}
@@ -984,9 +987,12 @@ def apply_state(
     *,
     keep: Iterable[str] = (),
 ) -> None:
-    """Replace the optimizer's state with `states` (by FQN) and `shared`, and set the settings of each group.
+    """Replace the optimizer's state, and set the settings of each group.
 
-    Parameters in `keep` keep their state.
+    Args:
+        states: The new state of each parameter, by FQN.
+        shared: The new state that belongs to no parameter.
+        keep: FQNs of parameters that keep their current state.
     """
     kept = {fqn: optimizer.state[parameters[fqn]] for fqn in keep if parameters[fqn] in optimizer.state}
     optimizer.state.clear()

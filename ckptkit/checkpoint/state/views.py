@@ -1,4 +1,4 @@
-"""Finds optimizer states that share memory, so that a change to one state also changes others."""
+"""Finds optimizer states that share memory. A change to one of these states also changes the others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def memories(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[Vie
 
 
 def in_one_memory(tensor: Any) -> torch.Tensor | None:
-    """Return this rank's part of a tensor.
+    """Return this rank's part of a tensor (for a DTensor, its local tensor).
 
     Returns None if the part is empty, or if its values are not in one allocation.
     """
@@ -47,11 +47,12 @@ def in_one_memory(tensor: Any) -> torch.Tensor | None:
 
 
 def shared_views(memory: Mapping[View, int], same: Iterable[Sequence[str]]) -> list[list[View]]:
-    """Return the groups of tensors that share an allocation. Each group contains at least one state or setting.
+    """Return the groups of tensors that share an allocation. Omits groups that contain only weights.
 
     Args:
         memory: The result of `memories`.
-        same: States that are the same tensor; see `OptimizerTree`. Of these states, only the first is put into a group.
+        same: States of different parameters that are one tensor (see `OptimizerTree`). Only one of them is put into a
+            group.
     """
     again = {(fqn, name) for fqn, name, *_ in same}
     groups: dict[int, list[View]] = {}
@@ -62,7 +63,14 @@ def shared_views(memory: Mapping[View, int], same: Iterable[Sequence[str]]) -> l
 
 
 def separated(groups: Iterable[Sequence[View]], memory: Mapping[View, int]) -> list[list[str]]:
-    """Return the groups whose tensors no longer share one allocation. Each group is a list of the tensors' names."""
+    """Return the groups of tensors that shared one allocation in the save, but do not share one now.
+
+    Each group is a list of the tensors' names.
+
+    Args:
+        groups: The groups at the time of the save (see `shared_views`).
+        memory: The result of `memories` now.
+    """
     here = ([view for view in group if view in memory] for group in groups)
     return [[".".join(filter(None, view)) for view in group] for group in here if len({memory[v] for v in group}) > 1]
 
