@@ -27,7 +27,7 @@ def entries_of(
     """Return the tensors and the other values, by name.
 
     Args:
-        values: The plain value in each file (see `pickles.objects.plain`), by file name.
+        values: The unpickled content of each file (the result of `pickles.objects.plain`), by file name.
         sharded: True if the files are shards of one model. In that case, a name may occur only once.
 
     Raises:
@@ -174,9 +174,9 @@ def _named(role: EntryRole, path: Path, names: Mapping[Path, Mapping[str, str]])
 
 
 def _unwrapped(roles: Mapping[str, EntryRole]) -> dict[str, EntryRole]:
-    """Return the roles without the name components that torch.compile and similar wrappers insert.
+    """Remove the components that torch.compile and similar wrappers insert, such as "_orig_mod", from the roles' FQNs.
 
-    Names are kept if two weights would get the same name.
+    Changes no FQN if two weights would get the same FQN.
     """
     weights = {role.fqn for role in roles.values() if role.role is Role.MODEL}
     if len({without_infixes(fqn) for fqn in weights}) < len(weights):
@@ -188,7 +188,7 @@ def _unwrapped(roles: Mapping[str, EntryRole]) -> dict[str, EntryRole]:
 
 
 class _Node(dict[Any, Any]):
-    """An inner node of a tree of dicts. Any other dict in the tree is a value."""
+    """An inner node of the tree that `insert` builds. Any other dict in the tree is a value."""
 
 
 def insert(tree: dict[Any, Any], path: Path, value: Any) -> None:
@@ -211,7 +211,8 @@ def with_lists(tree: Mapping[Any, Any], containers: Mapping[str, Sequence[Sequen
     """Return a tree with lists in place of the inner dicts whose keys are list positions.
 
     Args:
-        containers: The paths of tuples, and of dicts that must stay dicts (see `other_containers`).
+        containers: The paths of inner dicts that become tuples instead, and of inner dicts that stay dicts (see
+            `other_containers`).
     """
     kinds: dict[Path, type] = {tuple(path): dict for path in containers.get("dict", ())}
     kinds |= {tuple(path): tuple for path in containers.get("tuple", ())}

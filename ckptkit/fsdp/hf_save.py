@@ -110,7 +110,7 @@ def save_hf(
 
 
 def _targets(source: Exported, dtype: str) -> list[Target]:
-    """Return the tensors as they will be in the files."""
+    """Return the tensors to write, in the Hub's layout and cast to `dtype`."""
     to_dict = getattr(getattr(source.model, "config", None), "to_dict", None)
     sources = {name: _whole(name, tensor) for name, tensor in source.tensors.items()}
     mapped = choose_map(sources, config=to_dict() if callable(to_dict) else {}).mapped.targets

@@ -120,7 +120,11 @@ def _different_twins(live: Mapping[str, torch.Tensor], whole: Mapping[str, Any])
 
 
 def scatter_optimizer(optimizer: Any, state: TrainState, whole: Mapping[str, Any]) -> None:
-    """Load rank 0's state, keyed by FQN or by number, into a live optimizer. All ranks must call this."""
+    """Load rank 0's optimizer state into a live optimizer. All ranks must call this.
+
+    Args:
+        whole: A state dict, whose "state" is keyed by FQN or by the parameter's number. Used only on rank 0.
+    """
     parameters = named_parameters(optimizer, parameter_names(state), "optimizer")
     names = list(parameters)
     given: dict[str, Any] = {}

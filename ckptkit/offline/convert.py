@@ -168,9 +168,10 @@ def convert(  # noqa: PLR0913 - one argument per option
 def _with_base(
     source: Source, options: ExportOptions, base_url: str, *, together: bool, storage_options: Options | None
 ) -> tuple[Source, ExportOptions, str]:
-    """Return the source, joined with the weights from --base if the source is an adapter without base weights.
+    """Join an adapter that has no base weights with the weights from --base.
 
-    Also return the options and the URL of the base for the joined source.
+    Returns the joined source, and the options and base URL for exporting it. Returns the arguments unchanged if the
+    source has base weights or is no adapter, or if --base contains no weights.
     """
     from ckptkit.catalog.entry import Role
     from ckptkit.offline.export.adapters import base_name, changes_base, without_base
@@ -398,7 +399,7 @@ def _tied(catalog: Catalog, written: Collection[str]) -> Iterator[str]:
 
 
 def _groups(names: Sequence[str], reason: str) -> str:
-    """Return ", in A, B", where A and B are first components of the names, such as "model".
+    """Return the first components of the names as a phrase that follows `reason`, such as ", in model, optimizer".
 
     Components that the reason already contains are omitted. Returns "" if none is left.
     """

@@ -108,7 +108,10 @@ class GcsApi(FsspecApi):
         return self.has_mark(name, mark)
 
     def has_mark(self, name: str, mark: str, *, nbytes: int = -1) -> bool:
-        """Return whether the object has this mark. If `nbytes` is given, the object must also have this size."""
+        """Return whether the put or upload with the id `mark` wrote the object.
+
+        If `nbytes` is given, the object must also have this size.
+        """
         with contextlib.suppress(FileNotFoundError):
             found = self.info(name)
             marked = bool(mark) and dict(found.get("metadata") or {}).get(_MARK) == mark
@@ -138,7 +141,7 @@ def _without_inner_retries(fs: Any, *, given: bool) -> None:
     """Turn off the retries inside gcsfs, so that one call makes one request.
 
     Args:
-        given: Whether the user has set a timeout.
+        given: Whether the user has set a timeout. If not, every request that is not a download gets a timeout here.
     """
     once = getattr(type(fs)._request, "__wrapped__", None)
     if once is None:
@@ -225,7 +228,7 @@ class GcsUpload:
         return received
 
     def complete(self) -> str:
-        """Check the size of the published object. Return the size as text, in place of a tag."""
+        """Check the size of the published object. Return "<size> bytes", which the caller uses like a tag."""
         size = self._published
         if size is None:
             size = int(self._api.info(self._name).get("size") or 0)

@@ -134,7 +134,9 @@ class Lease:
         return self._state.attempts[-1]
 
     def end_attempt(self, save_id: str, *, committed: bool) -> None:
-        """Write the id of the next attempt to the lease's file, so that the next save need not wait. Never raises.
+        """Write the id of the next attempt to the lease's file now, so that the next save need not wait for this write.
+
+        Never raises.
 
         Args:
             committed: Whether the attempt `save_id` was committed and left no files to clean up. If so, its id is
@@ -351,7 +353,7 @@ class Attempts:
 
 
 def open_attempts(root: Store) -> Attempts:
-    """Return the save attempts in the lease's file of `root`.
+    """Return the save attempts that the lease's file of `root` lists.
 
     Returns no attempts if `root` may be a copy of another directory. In a copy, the file lists the attempts of the
     original directory.

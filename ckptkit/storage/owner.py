@@ -46,9 +46,10 @@ class Owner:
         return cls(host[:256], pid, started, machine)
 
     def alive(self) -> bool | None:
-        """Return whether the process is alive and writes to this directory. None if unknown.
+        """Return whether the process is alive and writes to the directory from which this record was read.
 
-        Returns None if the process may be on another machine, or if the directory may be a copy.
+        Returns None if this is unknown, because the process may be on another machine, or because the directory may be
+        a copy.
 
         A process from before the last reboot of this machine is dead. In a container without a machine id (most have
         none), the result is None instead, because a reboot looks the same as a different machine.

@@ -61,7 +61,7 @@ def result_of(future: Future[T]) -> T:
 
 
 def start_or_do_without(thread: threading.Thread) -> None:
-    """Start a thread. Do nothing if no thread can be started, because the process is ending."""
+    """Start a thread. If no thread can be started because the process is ending, do nothing."""
     try:
         thread.start()
     except RuntimeError:

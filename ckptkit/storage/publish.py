@@ -68,10 +68,10 @@ def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Rep
 
 
 def _keep_foreign(parent: LocalStore, path: str, replaceable: Replaceable | None) -> None:
-    """Rename the old content of a replaced target if it must not be deleted.
+    """Keep the old content of a replaced target under a new name, unless `replaceable` allows its deletion.
 
-    After the swap, the old content is in the staging directory `path`. `replaceable` checks it again here, because
-    other programs may have added files to it before the swap.
+    After the swap, the old content is in the staging directory `path`. `replaceable` was already called before the
+    swap, but other programs may have added files after that call.
     """
     leftover, writer = leftover_of(path), read_owner(parent, owner_path(path))
     if leftover is None or writer is None or not writer.old.startswith(path) or parent.info(writer.old) is None:
@@ -190,7 +190,10 @@ def _clean(parent: LocalStore, leftover: Leftover, replaceable: Replaceable | No
 
 
 def finish_replacement(parent: LocalStore, leftover: Leftover) -> bool:
-    """Publish a staging directory if its writer moved the target away and then died. Return whether this was so."""
+    """Finish the replacement of a target by a writer that died after it had moved the old target away.
+
+    Publishes the writer's staging directory and returns True. Returns False if there is no such replacement.
+    """
     writer = read_owner(parent, owner_path(leftover.path)) if leftover.kind == "tmp" else None
     name = writer.replaces if writer is not None else ""
     if not name or "/" in name or staging_name(name, leftover.nonce) != leftover.path or parent.info(name) is not None:
@@ -369,13 +372,16 @@ def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
 
 
 def _state(parent: LocalStore, name: str, nonce: str, *, replaces: str = "", old: str = "") -> None:
-    """Rewrite the owner file of a staging directory. `Writer` describes `replaces` and `old`."""
+    """Rewrite the owner file of a staging directory. See `Writer` for `replaces` and `old`."""
     body = json.dumps({"nonce": nonce, "whole": replaces, "old": old, **owner_json(parent)})
     Path(parent.path_of(owner_path(staging_name(name, nonce)))).write_text(body)
 
 
 def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", overwrite: bool) -> None:
-    """Publish a synced staging directory, or only its `file`. The old content of `name` gets the staging name."""
+    """Publish a synced staging directory, or only its `file`, as `name`.
+
+    If `name` had content before, this old content gets the staging name.
+    """
     staging, found = staging_name(name, nonce), parent.info(name)
     if found is not None and found.kind == "directory":
         with contextlib.suppress(OSError):  # removes only an empty directory

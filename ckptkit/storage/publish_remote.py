@@ -104,7 +104,8 @@ def _copy_over(target: RemoteStore, place: _Place, last: frozenset[str], old: Se
     """Replace the objects `old` in `target` with the staged objects. Return the paths of the staged objects.
 
     The files that readers look for are deleted first and copied last, so that readers never find a mixed checkpoint. If
-    the process is killed, the staging folder still has the whole new content. The same command then continues.
+    the process is killed, the staging folder still has the whole new content. Running the same command again continues
+    the copy.
     """
     try:
         paths = [path for path in place.look() if not _OWNER.fullmatch(path) and not path.startswith(f"{FOLDER}/")]
@@ -260,9 +261,9 @@ class _Place:
         return {item.path: item for item in self.store.list(recursive=True)}
 
     def _take_over(self, items: Mapping[str, FileInfo], previous: _Previous, *, resume: bool) -> dict[str, Finished]:
-        """Keep the objects that a dead writer finished, and delete its other objects.
+        """Keep the objects that a dead writer finished, and delete the other objects that it may have written.
 
-        If the names of its objects are unknown, all objects that it did not finish are deleted.
+        If it is unknown which objects the writer may have written, all unfinished objects in the directory are deleted.
         """
         if previous.writer is not None:
             _end_uploads(self.store, previous.names)
@@ -362,7 +363,7 @@ class _Place:
     def _is_unchanged(self, record: Finished) -> bool:
         """Return whether an object is unchanged, although its tag in the listing differs from the recorded tag.
 
-        The tags of some gateways differ between headers and listings, or between requests.
+        Some S3-compatible gateways return different tags in headers and in listings, or in each request.
         """
         looks = [self.store.info(record.path) for _ in range(2)]
         if looks[0] is None or looks[1] is None:
@@ -372,8 +373,11 @@ class _Place:
     def leave(self, *, always: bool = False) -> bool:
         """Mark this process as dead in its owner file, although it may keep running. Return True.
 
-        Another writer can then take over the finished objects. If another process has already taken over, or if no
-        object is recorded as finished, does nothing and returns False. With `always`, no finished object is needed.
+        Another writer can then take over the finished objects. Does nothing and returns False if another process has
+        already taken over, or if no object is recorded as finished.
+
+        Args:
+            always: Mark the process as dead even if no object is recorded as finished.
         """
         if not (always or self.store.list(FOLDER)) or not self._is_ours():
             return False
@@ -389,7 +393,10 @@ class _Place:
             return False
 
     def clear(self, paths: Iterable[str]) -> None:
-        """Delete `paths`, all records, and the owner file. Deletes nothing if another process has taken over."""
+        """Delete `paths`, the records of finished objects, and the owner file.
+
+        Deletes nothing if another process has taken over.
+        """
         names = list(paths)
         if names and not self._is_ours():
             return
@@ -423,7 +430,7 @@ class _Staged(RemoteStore):
         return self
 
     def put_last(self) -> None:
-        """Write the files that were held back."""
+        """Write the files named in `last`, which were kept in memory."""
         plain = self._plain.with_each_put(self._try)
         for path, data in sorted(self.held.items()):
             self.written.append(path)

@@ -164,7 +164,10 @@ class _Part:
         return found
 
     def grouped_storage(self) -> dict[str, dict[tuple[int, ...] | None, StorageInfo]]:
-        """Return each item's location, by key and then by the slice's offsets. An object's item has None as offsets."""
+        """Return the location of each slice or object in the data files, by key and then by the slice's offsets.
+
+        For an object, None takes the place of the offsets.
+        """
         infos = list(self.storage.values())
         try:
             names, offsets = _fields(self.storage, "fqn"), _fields(self.storage, "offset")
@@ -366,7 +369,10 @@ class _Builder:
     def _gather_whole(
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
     ) -> bool:
-        """Add a quantized or sparse tensor to the objects. Returns False if the tensor has several slices."""
+        """Add a quantized or sparse tensor to `objects`, because it can only be read as a whole.
+
+        Returns False, and adds nothing, if the tensor is not stored as a single piece.
+        """
         chunks = entry.chunks
         if type(chunks) is not list or len(chunks) != 1 or len(places) != 1 or name in self.rows:
             return False
@@ -381,7 +387,6 @@ class _Builder:
     # --- columns
 
     def _joined_rows(self) -> Items:
-        """Join the slices of all tensors into the columns of an `Items`."""
         rows = self.rows.values()
 
         def column(field: str, dtype: Any) -> npt.NDArray[Any]:

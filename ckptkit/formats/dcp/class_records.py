@@ -39,9 +39,9 @@ from ckptkit.storage.store import Store
 
 
 def recipes_of(catalog: Catalog) -> Mapping[str, Recipe]:
-    """Return the recipes for rebuilding tensor subclasses, by tensor name.
+    """Return, by tensor name, the recipe for rebuilding each tensor subclass from plain inner tensors.
 
-    Only the catalogs of checkpoints that ckptkit wrote, and the results of `in_parts`, contain recipes.
+    A catalog contains recipes only if ckptkit wrote the checkpoint, or if `in_parts` returned the catalog.
     """
     entry = catalog.objects.get(SUBCLASSES)
     found = entry.value if entry is not None and entry.encoding == "value" else None
@@ -85,10 +85,10 @@ def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catal
 
 
 def renamed_recipes(catalog: Catalog, rename: Callable[[TensorEntry], str | None]) -> dict[str, Recipe]:
-    """Return a catalog's recipes after a renaming, by the new names of the tensors that they rebuild.
+    """Return a catalog's recipes (see `recipes_of`) by the tensors' new names.
 
     Args:
-        rename: Returns the new name of an inner tensor, or None to omit the recipe.
+        rename: Returns the new name of an inner tensor, or None to omit the recipe that contains it.
     """
     found = {}
     for name, recipe in recipes_of(catalog).items():
@@ -219,7 +219,7 @@ def _kind(shard: ClassRecord) -> str:
 
 
 def _context(shard: ClassRecord, name: str) -> Any:
-    """Return the attribute `name` of a tensor subclass as JSON, for the context in the recipe (see `subclasses`)."""
+    """Return the attribute `name` of a tensor subclass as JSON, for the recipe's "context" (see `subclasses`)."""
     if name == "dtype":
         return {"$dtype": shard.dtype}
     if name in shard.fields:
@@ -262,7 +262,7 @@ def _inner(shard: ClassRecord, name: str) -> StoredTensor:
 def _placed(
     entry: TensorEntry, name: str, rule: str, tensors: Sequence[StoredTensor], boxes: Sequence[Box]
 ) -> tuple[Any, tuple[int, ...], list[TensorSlice]]:
-    """Return an inner tensor's recipe entry, shape and slices."""
+    """Join the shards of an inner tensor. Return its entry in the recipe, its shape and its slices."""
     first = tensors[0]
     if any(tensor.dtype != first.dtype for tensor in tensors):
         raise UnsupportedFormatError(f"has shards whose {name} differ in dtype")
@@ -303,10 +303,10 @@ def _placed(
 
 
 def _block(name: str, rule: str, tensor: StoredTensor, box: Box) -> Any:
-    """Return how many elements of a shard share one element of the inner tensor.
+    """Return how many elements of a shard share one value of the inner tensor (for example, one scale).
 
-    With the rule "like", elements share a value within a block, and the result has one number per dimension. With the
-    rule "flat", elements share a value if they are consecutive in the flattened shard, and the result is one number.
+    With the rule "like", the elements of a block share a value. Returns the size of the block in each dimension. With
+    the rule "flat", consecutive elements of the flattened shard share a value. Returns their number.
     """
     if rule == "like" and (blocks := blocks_of(box.sizes, tensor.shape)) is not None:
         return blocks

@@ -207,7 +207,7 @@ class ShardedPlan:
 
 
 def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple[int, ...]]:
-    """Return, for the keys that only some ranks hold, the ranks that hold each key, by the key's hash.
+    """Return the ranks that hold each key, by the key's hash. Omits keys that all ranks hold.
 
     Args:
         tables: For each rank, the hashes of the rank's replicated keys.
@@ -575,7 +575,7 @@ def _encode(name: str, value: Any) -> bytes:
     """Encode an object as a torch.save record.
 
     Raises:
-        SaveError: ckptkit could not load the record.
+        SaveError: A load could not read the record.
     """
     if is_plain(value):
         return frame_object(value)

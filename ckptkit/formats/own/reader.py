@@ -205,7 +205,10 @@ def _digest(store: Store, path: str, size: int) -> str:
 
 
 def _check_places(manifest: Manifest, record: CommitRecord, place: str) -> None:
-    """Check that every slice lies inside a committed file, before memory is allocated for the shape of the slice."""
+    """Check that every slice lies inside a committed file.
+
+    Without this check, a load could allocate memory for slices that no file contains.
+    """
     sizes = []
     for path in manifest.paths:
         if path not in record.files:
@@ -273,7 +276,10 @@ def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
 def _opaque(records: Iterable[str], trees: Mapping[str, ObjectEntry]) -> dict[str, str]:
     """Return the tensors that an early version of ckptkit stored as objects, each with the reason why it is unreadable.
 
-    They are the stored objects that are not in the trees of `objects.json`.
+    Omits objects that are not tensors: `extra_state`, and values that the optimizer's tree in `objects.json` contains.
+
+    Args:
+        records: The names of all stored objects.
     """
     found = {}
     for name in records:

@@ -93,7 +93,8 @@ class FileRecord:
     """The size of a file in a checkpoint, and the digest (16 hex digits) of the file's bytes or of its outline.
 
     Attributes:
-        outlined: True if the digest is that of the file's outline (see `outline`).
+        outlined: True if the digest is that of the outline, which contains digests in place of large slices (see
+            `outline`).
     """
 
     nbytes: int
@@ -421,5 +422,5 @@ def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
 
 
 def data_store(store: Store, record: CommitRecord) -> Store:
-    """Return the store that contains the checkpoint's files. The record is at the root of `store`."""
+    """Return the store of the checkpoint's files: `store`, which has the commit record, or a directory in `store`."""
     return store.child(record.data) if record.data else store

@@ -18,7 +18,7 @@ _SAMPLE = 4096  # how many elements are compared
 
 
 def check_masters(store: Store, catalog: Catalog) -> list[str]:
-    """Return the parameters whose weight differs in any bit from the fp32 master weight, cast to the weight's dtype.
+    """Return the parameters whose fp32 master weight, cast to the weight's dtype, is not bit-identical to the weight.
 
     An empty result proves that all master weights belong to the model's weights. Reads all weights and master weights,
     but holds only one parameter at a time in memory.
@@ -36,10 +36,10 @@ def check_masters(store: Store, catalog: Catalog) -> list[str]:
 
 
 class MasterSampler:
-    """Checks whether a master weight may belong to a parameter, by comparing a sample of it with the weight.
+    """Checks whether a master weight may belong to a parameter, by comparing some of its elements with the weight.
 
-    This is needed if frozen parameters make several assignments of equal shapes possible. Reads a few kilobytes per
-    check.
+    Needed if the shapes alone do not show which parameter a master weight belongs to. For example, frozen parameters
+    have no master weight, but may have the same shape as other parameters. Reads a few kilobytes per check.
     """
 
     def __init__(self, store: Store, weights: Mapping[str, TensorEntry]) -> None:

@@ -127,7 +127,8 @@ def _differing(values: Sequence[Any], model: Any) -> list[str] | None:
 def _differences(first: Any, other: Any, path: tuple[Any, ...], model: Any) -> Iterator[tuple[Any, ...]]:
     """Yield the path of each value that differs between two ranks.
 
-    Yields () instead of the path for a part of a tensor, and for a difference in an optimizer.
+    Yields () instead if each rank has only a part of a tensor, or if the value is in an optimizer. These differences
+    show that each rank saved only its own part of the state.
     """
     if first is model:
         return
@@ -152,7 +153,7 @@ def _differences(first: Any, other: Any, path: tuple[Any, ...], model: Any) -> I
 
 
 def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Return the files by name template, then by rank.
+    """Return the files by name template (such as "model_rank_{rank}.pt"), then by rank.
 
     Omits templates without a file of rank 0. Also omits a template with only one file, because the number in the file's
     name may not be a rank. In a directory that torch_checkpointing wrote, such a template is kept.

@@ -32,7 +32,9 @@ _MAX_RANKS = 1 << 20
 class Joined:
     """A tensor, joined from the parts of all ranks.
 
-    `notes` report replicas that differ. `what` is the template of the files' names, for messages.
+    Attributes:
+        notes: Messages about replicas that differ.
+        what: The files' name for messages, with "{rank}" in place of the rank.
     """
 
     dtype: str
@@ -153,7 +155,7 @@ def join_model(state_dicts: Sequence[Any], *, what: str, where: str = "") -> Ran
 def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> list[Param]:
     """Return the model's parameters in module order, given one rank's state dict.
 
-    If some tensors are distributed, plain tensors are taken for buffers. A tied parameter is listed once, under its
+    If some tensors are distributed, plain tensors are assumed to be buffers. A tied parameter is listed once, under its
     first name.
     """
     distributed = any(isinstance(value, (DTensorRecord, ShardedTensorRecord)) for value in state_dict.values())

@@ -50,10 +50,11 @@ def lay_out_local(
     meshes: Sequence[dict[str, Any]],
     placements: Sequence[Placed],
 ) -> Laid:
-    """Lay out boxes in one `local_<rank>.safetensors` per rank. Return (files, placements, ()).
+    """Lay out each rank's boxes in a file `local_<rank>.safetensors`.
 
     Args:
-        placements: For each DTensor, (index into `meshes`, placements as text). For each plain tensor, None.
+        placements: The DTensor placements to record for each tensor: (index into `meshes`, placements as text). None
+            for a plain tensor.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
@@ -145,10 +146,10 @@ def plan_reshard(
 
 
 def plan_local(catalog: Catalog, tensors: Sequence[OutputTensor], mesh: TargetMesh, identity: Identity) -> Planned:
-    """Return the plan and the seal of a LOCAL checkpoint for FSDP2 ranks. The checkpoint contains only a model.
+    """Return the plan of a LOCAL checkpoint for FSDP2 ranks, and the seal that commits the result.
 
-    A tensor that is copied unchanged keeps its sharding, so a whole buffer stays whole. Any other tensor is sharded
-    along dimension 0 if it contains floats, and stays whole otherwise.
+    The checkpoint contains only a model. A tensor that is copied unchanged keeps its sharding, so a whole buffer stays
+    whole. Any other tensor is sharded along dimension 0 if it contains floats, and stays whole otherwise.
     """
     known, own = Cuts(catalog, mesh), OwnState(trees={"step": identity.step})
     chosen = []
@@ -173,7 +174,12 @@ def _planned(
     extra: Mapping[str, Any] = MappingProxyType({}),
     side: Sequence[OutputFile] = (),
 ) -> Planned:
-    """Return the plan and the seal for a state. `extra` contains more manifest fields, and `side` more files."""
+    """Return the plan that writes a state, and the seal that commits the result.
+
+    Args:
+        extra: Additional fields for the manifest.
+        side: Additional files to write.
+    """
     kinds: dict[tuple[str, ...], int] = {}  # index of each distinct mesh
     placements: list[Placed] = []
     placed_by_cut = {cut: mesh.placement(cut) for cut in dict.fromkeys(cuts)}
@@ -255,9 +261,9 @@ def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
 
 
 def _records(catalog: Catalog, own: OwnState) -> list[Record]:
-    """Return the records of objects that torch's own reader needs, such as the settings of parameter groups.
+    """Return the encoded objects that torch's own DCP reader needs, such as the settings of parameter groups.
 
-    The records of a DCP source are copied. For any other source, only parameter groups have records.
+    The objects of a DCP source are copied. For any other source, only the settings of parameter groups are encoded.
     """
     if own.records or not own.trees or catalog.info.format == "ckptkit-sharded":
         return [

@@ -39,11 +39,11 @@ def lay_out_dcp(
     objects: Sequence[tuple[tuple[str | int, ...], bytes]] = (),
     save_id: str = "",
 ) -> Laid:
-    """Lay out boxes in `__<rank>_0.distcp` files and `.metadata`.
+    """Lay out each rank's boxes in a file `__<rank>_0.distcp`, and describe them in `.metadata`.
 
     Args:
         keys: Each tensor's path in the nested state dict. Its name in `.metadata` is this path, joined by dots.
-        objects: (path, record) of each object that is not a tensor. The records are at the beginning of rank 0's file.
+        objects: (path, encoded bytes) of each object that is not a tensor. Rank 0's file begins with these bytes.
         save_id: The id of the save, which is recorded in `.metadata`. "" if the checkpoint will have no commit record.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
@@ -101,7 +101,7 @@ def lay_out_dcp(
 
 @dataclass(frozen=True, slots=True)
 class _Frames:
-    """The records of all ranks' files, sorted by rank and start."""
+    """The torch.save records in all ranks' files, one per box, sorted by rank and by offset in the file."""
 
     frames: list[RecordFrame]
     bounds: Int64  # [ranks + 1] where each rank's rows begin
@@ -110,24 +110,24 @@ class _Frames:
     lengths: Int64  # [n] length of the whole record
 
     def of_rank(self, rank: int) -> Iterator[tuple[int, RecordFrame]]:
-        """Yield (start, frame) for each record in a rank's file."""
+        """Yield (offset in the file, frame) for each record in a rank's file."""
         first, stop = self.bounds[rank : rank + 2].tolist()
         return zip(self.starts[first:stop].tolist(), self.frames[first:stop], strict=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _FrameLiterals:
-    """The bytes in a rank's file that are not tensor data. Each iteration creates these bytes again."""
+    """The bytes in a rank's file that are not tensor data, such as zip headers. Each iteration creates them again."""
 
     frames: _Frames
     rank: int
     head: bytes = b""
 
     def extents(self, payloads: Int64) -> tuple[Int64, Int64]:
-        """Return (starts, lengths) of the literals. Does not create the literals, which would be slow for many files.
+        """Return (starts, lengths) of the literals. Does not create their bytes, which would be slow for many files.
 
         Args:
-            payloads: Size of each payload in bytes, in file order.
+            payloads: Size in bytes of the tensor data in each record, in file order.
         """
         part = slice(int(self.frames.bounds[self.rank]), int(self.frames.bounds[self.rank + 1]))
         starts, inner = self.frames.starts[part], self.frames.payloads[part]
@@ -153,7 +153,7 @@ class _FrameLiterals:
 
 @dataclass(frozen=True, slots=True)
 class _FrameCrcs:
-    """The CRC-32 fields of a rank's file, one per payload."""
+    """The CRC-32 fields in a rank's file, one for the tensor data of each record."""
 
     frames: _Frames
     rank: int
@@ -168,9 +168,9 @@ class _FrameCrcs:
 
 @functools.lru_cache(maxsize=65536)
 def _crc_places(frame: RecordFrame) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offsets of the CRC in a frame's head and in its suffix.
+    """Return the offsets of the CRC in the bytes before the tensor data and in the bytes after it.
 
-    The offsets are found by writing two different CRCs.
+    Finds the offsets by inserting two different CRCs and comparing the bytes.
     """
     return _changed(frame.head(0), frame.head(0xFFFFFFFF)), _changed(frame.suffix(0), frame.suffix(0xFFFFFFFF))
 
