@@ -49,14 +49,14 @@ _MOST_OPEN = 256  # descriptors
 
 
 class Origin(NamedTuple):
-    """A file, or the decoded bytes of a compressed record in a file. Offsets count from the first byte."""
+    """What slices are read from: a file, or the decoded bytes of a compressed record in a file."""
 
     path: str
     codec: Codec | None = None
 
 
 class Range(NamedTuple):
-    """A read that fills `view` from byte `start` of an origin. `record` is the index of the digest record, or -1."""
+    """A read that fills `view` from byte `start` of an origin. `record` is the index of the bytes' digest, or -1."""
 
     origin: int
     start: int
@@ -66,7 +66,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EntryMap:
-    """The index of each slice's origin, and the index of each slice's digest record (-1 if the slice has no digest)."""
+    """For each slice of a tensor, the index of its `Origin` and the index of its digest (-1 if it has none)."""
 
     entry: TensorEntry
     origins: Int64
@@ -74,21 +74,21 @@ class EntryMap:
 
 
 class Origins:
-    """Assigns numbers to the origins of slices."""
+    """Numbers the files and compressed records from which slices are read (see `Origin`)."""
 
     def __init__(self) -> None:
         self._index: dict[Origin, int] = {}
         self._tables: dict[int, tuple[Sequence[str], Int64]] = {}
 
     def of(self, slices: SliceArray) -> Int64:
-        """Return the number of each slice's origin."""
+        """Return, for each slice, the number of the origin that it is read from."""
         result: Int64 = self.of_paths(slices.paths)[slices.files]
         for row, codec in slices.codecs.items():
             result[row] = self._index.setdefault(Origin(slices.paths[int(slices.files[row])], codec), len(self._index))
         return result
 
     def of_paths(self, paths: Sequence[str]) -> Int64:
-        """Return the origin's number for each path in a path table. Path tables are shared by the catalog's tensors."""
+        """Return the number of each file. Cached, because all tensors of a catalog share one list of paths."""
         known = self._tables.get(id(paths))
         if known is None:  # `_tables` keeps `paths` alive, so that its id is not reused
             numbers = [self._index.setdefault(Origin(path), len(self._index)) for path in paths]
@@ -111,7 +111,6 @@ class Descriptors:
 
     @contextmanager
     def using(self, path: str) -> Iterator[int]:
-        """Yield a descriptor for the file at `path`."""
         with self._lock:
             held = self._open.pop(path, None) or [self._opener(path), 0]
             held[1] += 1
@@ -134,7 +133,7 @@ class Descriptors:
 
 
 class SourceReader:
-    """Reads ranges of one checkpoint's origins. Thread-safe.
+    """Reads byte ranges of a checkpoint's files and compressed records (see `Origin`). Thread-safe.
 
     Args:
         verifier: Receives the bytes of each range that has a digest record.
@@ -268,7 +267,7 @@ class SourceReader:
         Args:
             start: Byte position of the region's first element.
             strides: Strides in elements.
-            record: Digest record that covers exactly the region's bytes, from the first element to the last.
+            record: Index of the digest that covers exactly the bytes from the region's first element to its last.
         """
         sizes, itemsize = out.shape, out.itemsize
         if not out.size:

@@ -72,7 +72,7 @@ class Items:
         starts, nbytes, digests, digest_starts, digest_nbytes: See `SliceArray`. Filled in when a slice is located.
         checked: [n] True if the slice has a digest.
         strides, codecs: See `SliceArray`. Stored by tensor number.
-        opaque: Reason why a tensor's records can't be read as plain memory, by tensor number. Filled in when known.
+        opaque: Reason why a tensor's items can't be read as plain memory, by tensor number. Filled in when known.
     """
 
     store: Store
@@ -210,7 +210,7 @@ class LocatedSlices(SliceArray):
 
 
 def find_opaque(slices: LocatedSlices) -> bool:
-    """Locate the slices of only this tensor. Return whether the tensor can't be read as plain memory."""
+    """Locate the slices of one tensor, without its batch. Return whether the tensor can't be read as plain memory."""
     _Locator(slices.items, [slices.tensor]).run()
     return slices.tensor in slices.items.opaque
 
@@ -297,7 +297,6 @@ class _Locator:
     # --- files that consist of one safetensors blob
 
     def _safetensors(self, rows: Int64, head: bytes) -> None:
-        """Locate the items in a file that consists of one safetensors blob."""
         items, path, start = self.items, self._path(int(rows[0])), int(self.items.places[rows[0]])
         if head[8:9] != b"{":
             raise CorruptCheckpointError(
@@ -369,7 +368,7 @@ class _Locator:
                     left = left[~same]
 
     def _alone(self, row: int, front: bytes, tail: bytes) -> Frame | None:
-        """Locate an item by parsing the zip. Return a `Frame` to compare other items with, or None (see `Frame.of`)."""
+        """Locate an item by parsing its zip. Return the `Frame` that other items are compared with (see `Frame.of`)."""
         path, start, length = self._path(row), int(self.items.places[row]), int(self.items.lengths[row])
         label, tensor = self._label(row), self._tensor(row)
         try:
@@ -388,7 +387,7 @@ class _Locator:
         return frame
 
     def _class_of(self, path: str, start: int, length: int) -> str:
-        """Return the tensor subclass that makes a record unreadable, or "" if there is another cause."""
+        """Return the tensor subclass that makes an item unreadable, or "" if there is another cause."""
         try:
             read_archive(self.store, path, start, length, unknown="record")
         except OpaqueTensorError as error:
@@ -418,9 +417,11 @@ class _Locator:
             )
 
     def _put(self, rows: Int64, tensor: StoredTensor, begins: Int64 | int, crcs: UInt64 | int) -> None:
-        """Fill in the rows of items that have the same layout as `tensor` and whose storages start at `begins`.
+        """Fill in the rows (in `Items`) of items that have the layout of `tensor`.
 
-        `crcs` has no meaning if the CRC-32 of `tensor` is unknown.
+        Args:
+            begins: Where each item's storage starts in the file.
+            crcs: The CRC-32 of each storage. Without meaning if the CRC-32 of `tensor` is unknown.
         """
         items = self.items
         items.starts[rows], items.nbytes[rows] = begins + tensor.offset * tensor.itemsize, tensor.nbytes
@@ -480,14 +481,14 @@ class Frame:
         return cls(tensor, begin, *arrays, same_front, same_tail, crc_at[storage.name])
 
     def same(self, fronts: UInt8, tails: UInt8) -> npt.NDArray[np.bool_]:
-        """Return which items have the same layout as this item. Row i of `fronts` and `tails` belongs to item i."""
+        """Return which items have the layout of the parsed item. Row i of `fronts` and `tails` belongs to item i."""
         tails = tails[:, ENDS - len(self.tail) :]
         front = (fronts[:, : self.begin][:, self.same_front] == self.front[self.same_front]).all(axis=1)
         found: npt.NDArray[np.bool_] = front & (tails[:, self.same_tail] == self.tail[self.same_tail]).all(axis=1)
         return found
 
     def crcs(self, tails: UInt8) -> UInt64:
-        """Return the CRC-32 of each item's storage, given the tails of items that have the same layout as this item."""
+        """Return the CRC-32 of each item's storage. The items must have the frame's layout (see `same`)."""
         at = ENDS - len(self.tail) + self.crc_at
         return np.ascontiguousarray(tails[:, at : at + 4]).view("<u4").reshape(-1).astype(np.uint64)
 

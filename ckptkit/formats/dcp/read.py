@@ -112,7 +112,7 @@ class ReadPlan:
     """The reads that a load will perform on this rank. Nothing has been read or changed yet.
 
     Attributes:
-        objects: For the key of each object, the path to the object's value in the state, and the current value.
+        objects: Values that are not tensors, by key: the path in the nested state, and the current value.
         missing: Keys in the state that the checkpoint lacks. The values of these keys stay unchanged.
     """
 
@@ -158,7 +158,8 @@ def plan_read(
         strict: Raise an error if the checkpoint lacks a key. If False, the value of that key stays unchanged.
 
     Raises:
-        CheckpointMismatchError: Keys are missing, or shapes, dtypes or kinds differ. The message lists all mismatches.
+        CheckpointMismatchError: Keys are missing, shapes or dtypes differ, or the checkpoint has a tensor where the
+            state has another value. The message lists all mismatches.
         IncompleteCheckpointError: The checkpoint lacks part of a tensor.
     """
     flat, of_each = flatten(state_dict)

@@ -25,7 +25,7 @@ _WEIGHTS = re.compile(r"(?:adapter_)?model(?:-\d+-of-\d+)?\.safetensors")
 
 
 def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bool:
-    """Return whether the names belong to a single checkpoint, not to a run with several tags."""
+    """Return whether a directory with these names is a checkpoint. A run with several tags is none."""
     if "trainer_state.json" in files:
         return any(name.startswith("global_step") for name in directories)
     return "latest" in files and "pytorch_model" in directories and any(map(_RANDOM.fullmatch, files))
@@ -34,7 +34,7 @@ def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bo
 def _of_models(directories: Iterable[str]) -> dict[int, str]:
     """Return DeepSpeed's directory for each model, by model number.
 
-    The Trainer has one model, but may leave the directories of older steps.
+    The Trainer has only one model. If there are directories of several steps, the newest one is returned.
     """
     names = list(directories)
     steps = ordered(name for name in names if name.startswith("global_step"))
@@ -47,7 +47,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """Read DeepSpeed's files, and the other files at the store's root.
 
     If the Trainer also wrote the weights as safetensors, these are the model's weights, and DeepSpeed's fp32 weights
-    are only the master weights. If DeepSpeed's files can't be read in this case, a note says why.
+    are only the master weights. Unreadable files of DeepSpeed are then no error; a note says why they were not read.
     """
     from ckptkit.formats.deepspeed import zero  # lazy, because `is_trainer_directory` is called for every directory
     from ckptkit.formats.hf import safetensors

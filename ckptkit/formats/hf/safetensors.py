@@ -193,7 +193,7 @@ def _modules(store: Store) -> tuple[str, ...]:
 def _choose(store: Store, names: list[str]) -> tuple[dict[str, SafetensorsHeader], tuple[str, ...]]:
     """Choose the files of the checkpoint. Return their headers, and notes.
 
-    If there are several candidates, chooses as transformers does.
+    If several sets of files could be the checkpoint, chooses as transformers does.
     """
     indices = [name for name in names if name.endswith(_INDEX)]
     tensors = [name for name in names if name.endswith(".safetensors")]

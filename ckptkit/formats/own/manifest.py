@@ -1,8 +1,8 @@
 """Defines `manifest.safetensors`, which lists every slice of a ckptkit checkpoint with its location and digest.
 
-The file consists of columns, and contains no pickle. A million slices are only a few arrays, because catalog entries
-are created on demand. The columns are listed below. T is the number of tensors, and N the number of slices, which are
-in tensor order. A column of length E has one number per dimension of each tensor or slice.
+The file consists of columns, and contains no pickle. Even a million slices are loaded as a few arrays, and an entry of
+the catalog is created when it is accessed. The columns are listed below. T is the number of tensors, and N the number
+of slices, which are in tensor order. A column of length E has one number per dimension of each tensor or slice.
 
     names, paths                 lists of strings (UTF-8, and `.ends`)
     tensor.dtype, .ndim          [T] u8    index into the header's "dtypes"; number of dimensions
@@ -11,7 +11,7 @@ in tensor order. A column of length E has one number per dimension of each tenso
     tensor.role, .state          [T] u8, i32   the `Role`'s position in the enum; index into the header's "states"
     tensor.fqn                   [2T] i32  where the FQN starts and stops in the name
     tensor.placement             [T] i32   index into the header's "placements", -1 for none
-    tensor.parts, .part          number of components in the planner's path; length of each, -1 - i for index i
+    tensor.parts, .part          path in the state dict: number of components; length of each, -1 - i for list index i
     slice.file, .rank            [N] i32
     slice.start, .nbytes         [N] i64
     slice.offset, .size          [E] i64
@@ -252,8 +252,8 @@ class Manifest:
         """Convert a catalog to columns. The tensors keep their order.
 
         Raises:
-            UnsupportedFormatError: A slice is compressed, or its digest is not the `DIGEST` of exactly the slice's
-                bytes.
+            UnsupportedFormatError: A slice is compressed, or its digest does not use the algorithm `DIGEST`, or does
+                not cover exactly the slice's bytes.
         """
         entries = list(catalog.tensors.values())
         paths: dict[str, int] = {}
@@ -416,7 +416,7 @@ def _split_rows(flat: Column, widths: Int64) -> list[tuple[int, ...]]:
 
 
 def _decode_keys(columns: Columns, prefix: str, names: list[str]) -> list[tuple[str | int, ...]]:
-    """Return the planner's paths. A component is stored as its length in the name, or as -1 - i for list index i."""
+    """Return each entry's path in the state dict. A key is stored as its length in the name, list index i as -1 - i."""
     counts = columns.get(f"{prefix}.parts", "uint8", len(names))
     parts = columns.get(f"{prefix}.part", "int32", int(counts.sum(dtype=np.int64))).tolist()
     keys: list[tuple[str | int, ...]] = []

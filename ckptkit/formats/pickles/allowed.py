@@ -89,7 +89,7 @@ def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
 
 
 def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
-    """Build a record in place of an instance that copyreg._reconstructor would build.
+    """Build an inert `Record` in place of the instance that copyreg._reconstructor would build.
 
     Pickles of protocols 0 and 1 call copyreg._reconstructor for instances of ordinary classes. `state` is None, unless
     the class derives from a built-in type, such as str.

@@ -88,8 +88,7 @@ def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catal
 def _state_dict_order(store: Store) -> list[str]:
     """Return the keys in the order of the state dict.
 
-    The planner's paths in `.metadata` have this order. The tensors in `.metadata` are ordered by the rank that wrote
-    them.
+    In `.metadata`, `planner_data` has this order, but the tensors are ordered by the rank that wrote them.
     """
     metadata = loads(store.read(catalog.METADATA), file=catalog.METADATA, max_bytes=catalog.MAX_METADATA_BYTES)
     paths = metadata.fields.get("planner_data") if isinstance(metadata, Record) else None

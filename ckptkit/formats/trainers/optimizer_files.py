@@ -92,8 +92,8 @@ def match_masters(
     weights and master weights are compared.
 
     Args:
-        masters: The master weights by group and index. They have no names, but are in the order of the optimizer's
-            groups.
+        masters: The master weights by (group, index in the group). They have no names, but are in the order of the
+            optimizer's groups.
         groups: The optimizer's param_groups.
         weights: The model's tensors by FQN.
     """
@@ -204,7 +204,7 @@ def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict
 
 
 def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | None:
-    """Return a parameter's full shape, taken from one of its state tensors, or None if no state has that shape."""
+    """Return the shape of the parameter's first state tensor that is not a scalar, or None if all are scalars."""
     for value in values:
         for tensor in value["state"].get(key, {}).values():
             if is_tensor(tensor) and len(tensor.shape) > 0:
@@ -213,7 +213,7 @@ def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | N
 
 
 def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
-    """Return whether each state is a whole tensor or a shard with the parameter's shape, not a flat 1-D piece."""
+    """Return whether each state is a scalar or has the parameter's full shape, and is not a flat 1-D piece."""
     for value in values:
         for tensor in value["state"].get(key, {}).values():
             if isinstance(tensor, StoredTensor) and tensor.shape not in ((), (1,), param.shape):
@@ -233,7 +233,7 @@ _BLOCK = re.compile(r"(.*?\.\d+)\..+")
 
 
 def read_flat_optimizer(values: Mapping[int, Mapping[str, Any]], params: Sequence[Param]) -> OptimizerState | None:
-    """Return the entries for rank-local flat optimizer state, or None if the sizes do not prove the layout.
+    """Return the entries for FSDP1's rank-local flat state, or None if the sizes do not prove the layout.
 
     Args:
         values: The `Optimizer.state_dict()` of each rank that has a shard, in the order of the shards. If there are
@@ -248,9 +248,9 @@ def read_flat_optimizer(values: Mapping[int, Mapping[str, Any]], params: Sequenc
 
 
 def _blocks(params: Sequence[Param]) -> list[list[Param]]:
-    """Return the units of a model in which each block of a module list is wrapped. The parameters outside come first.
+    """Return the parameters of each FSDP unit, if each block in a module list ("layers.0", "layers.1") is one unit.
 
-    The parameters within a unit have the order of `parameters()`.
+    The parameters outside of blocks form the first unit. Within a unit, they have the order of `parameters()`.
     """
     units: dict[str, list[Param]] = {"": []}
     for param in params:
@@ -264,7 +264,7 @@ def _groups(values: Mapping[int, Mapping[str, Any]]) -> Sequence[Mapping[str, An
 
 
 def _flat_states(values: Mapping[int, Mapping[str, Any]], index: Any) -> dict[str, list[tuple[int, StoredTensor]]]:
-    """Return the 1-D states at an index, by name. Each value lists (rank, tensor) of the ranks that have a part."""
+    """Return the 1-D states of parameter or unit `index`, by name, as (rank, tensor) for each rank that has a part."""
     found: dict[str, list[tuple[int, StoredTensor]]] = {}
     for rank, value in values.items():
         for name, tensor in value["state"].get(index, {}).items():

@@ -1,9 +1,9 @@
 """Converts DTensor placements to the regions of the full tensor that a rank's local tensor holds. Does not need torch.
 
-Placements are applied one mesh dimension at a time. The rows in each tensor dimension are a list of runs. `Shard` takes
-one chunk of the rows (ceil(n / parts) rows; the last chunks may be shorter or empty). `_StridedShard` first splits the
-rows into `split_factor` pieces, and takes one chunk from each piece. The result is the rank's rows, in the order of its
-local tensor.
+Placements are applied one mesh dimension at a time. The rows in each tensor dimension are a list of ranges. `Shard`
+takes one chunk of the rows (ceil(n / parts) rows; the last chunks may be shorter or empty). `_StridedShard` first
+splits the rows into `split_factor` pieces, and takes one chunk from each piece. The result is the rank's rows, in the
+order of its local tensor.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def _local_parts(
 
 
 def _nested(mesh_shape: Sequence[int], placements: Sequence[PlacementRecord]) -> list[int]:
-    """Return the mesh dimensions in the order in which FSDP2 splits a tensor, if there are strided shards.
+    """Return the mesh dimensions in the order in which FSDP2 split a tensor with strided shards.
 
     A strided shard splits parts that later mesh dimensions have already split. Its split factor is the product of the
-    sizes of these mesh dimensions. Returns [] if a split factor is a different number, because FSDP2 did not make such
-    placements.
+    sizes of these mesh dimensions. Returns [] if a split factor is not this product, because FSDP2 then did not make
+    the placements, and if there are no strided shards.
     """
     order: list[int] = []
 
