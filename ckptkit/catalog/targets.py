@@ -29,7 +29,7 @@ class Part:
         target_box: The box of the target to fill.
         source: The source's key in `Catalog.tensors`.
         source_box: The box of the source. It has as many elements as `target_box`. If `unfold` is empty, both boxes
-            have the same sizes after `axes` is applied. Dimensions of size 1 do not count here.
+            have the same sizes after `axes` is applied, apart from dimensions of size 1.
         unfold: The shape to which the source box is reshaped before `axes` is applied. () keeps the shape. A part with
             `unfold` is small, because it covers one attention head.
         axes: A permutation as for numpy.transpose. () keeps the order.
@@ -68,7 +68,7 @@ class Part:
         return [Part(shared, self.source, Box(tuple(offsets), tuple(sizes)), (), self.axes)]
 
     def permuted(self, dims: tuple[int, ...]) -> list[Part]:
-        """Return the parts after the target's dimensions are permuted. New dimension d is old dimension dims[d]."""
+        """Return this part in a target with permuted dimensions. New dimension d is old dimension dims[d]."""
         if self.unfold:
             return [piece for row in self.rows() for piece in row.permuted(dims)]
         matched = self.source_dims()
@@ -156,7 +156,6 @@ class Target:
         return any(part.source == NO_SOURCE for part in self.parts)
 
     def renamed(self, name: str) -> Target:
-        """Return the target with a different name."""
         return self if name == self.name else Target(name, self.dtype, self.shape, self.parts, self.source_dtype)
 
     def rows(self, start: int, stop: int) -> Target:

@@ -382,7 +382,7 @@ def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[s
 def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, sum_dtype: str) -> ComputedTensor:
     """Return the weighted sum of tensors of the same shape.
 
-    The sum can be computed by rows if all terms can.
+    If each term can be computed for some rows alone, so can the sum.
     """
     first = terms[0]
     computed = [term for term in terms if isinstance(term, ComputedTensor)]

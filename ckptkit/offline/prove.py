@@ -2,7 +2,7 @@
 
 If a source slice is contiguous in the result, the result's bytes are compared with the slice's recorded digest, so the
 source is not read. If the slice has no digest, its bytes are compared with the result's bytes. Tensors that were cast,
-split or rearranged are compared by additive fingerprints.
+split or rearranged are compared by fingerprints, which are checksums that can be added up box by box.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class _Prover:
         return True
 
     def _blocks(self, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> Iterator[tuple[int, Bytes]]:
-        """Yield (offset in the slice, bytes) for the parts of a slice, read from the result in order."""
+        """Read a slice's bytes from the result, in order. Yield (offset in the slice, bytes) pairs."""
         for row in range(*rows):
             inner, file, start = int(runs.inner[row]), int(runs.files[row]), int(runs.starts[row])
             nbytes = int(runs.nbytes[row])
@@ -237,7 +237,9 @@ _MAX_PAIRS = 1 << 22  # maximum for the number of slices times the number of box
 
 @dataclass(frozen=True, slots=True)
 class SliceRuns:
-    """Runs of bytes, one row per run, sorted by slice and offset. The runs of a slice cover the whole slice.
+    """Where the bytes of a tensor's slices are in the result. Each row is a run: bytes that are adjacent there.
+
+    Rows are sorted by slice and offset. The runs of a slice cover the whole slice.
 
     Attributes:
         slices: [n] the index of the run's slice in the tensor's entry.
@@ -253,16 +255,16 @@ class SliceRuns:
     nbytes: Int64
 
     def bounds(self) -> list[tuple[int, int]]:
-        """Return, for each slice, the range [a, b) of its runs."""
+        """Return, for each slice, the range [a, b) of its rows."""
         first = np.flatnonzero(np.concatenate([[True], self.slices[1:] != self.slices[:-1]]))
         return list(zip(first.tolist(), [*first[1:].tolist(), len(self.slices)], strict=True))
 
 
 def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
-    """Return the positions of an unchanged tensor's slices in the result.
+    """Return where the source slices of an unchanged tensor are in the result.
 
-    Returns None if a slice, or its intersection with a box, is not contiguous (column shards, strides). Also returns
-    None if boxes repeat (replicas), if there are no slices, or if there are too many slices.
+    Returns None if a slice, or its intersection with a box of the result, is not contiguous (column shards, strides).
+    Also returns None if boxes of the result repeat (replicas), or if there are no slices or too many.
     """
     slices, itemsize = entry.slices, dtype_of(entry.dtype).itemsize
     rows = distinct_boxes(slices.offsets, slices.sizes)
@@ -289,7 +291,7 @@ def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
 
 
 def _is_whole(runs: SliceRuns, entry: TensorEntry, placement: Placement) -> bool:
-    """Return whether the runs cover each slice and each box completely."""
+    """Return whether the runs cover each source slice and each box of the result completely."""
     ends = runs.inner + runs.nbytes
     new = np.concatenate([[True], runs.slices[1:] != runs.slices[:-1]])
     before = np.concatenate([[0], ends[:-1]])
@@ -306,7 +308,7 @@ def _is_whole(runs: SliceRuns, entry: TensorEntry, placement: Placement) -> bool
 def prove_masters(source: Source, used: Collection[str] | None = None) -> int:
     """Check the names that ckptkit gave to masters that are stored without names.
 
-    Each master is cast, and must then equal its weight bit for bit.
+    Each master, cast to its weight's dtype, must equal the weight bit for bit.
 
     Args:
         used: The source tensors that the command uses. None means all tensors. If there is no master among them,

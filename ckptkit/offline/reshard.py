@@ -164,10 +164,10 @@ def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | N
 def _sequence(
     parent: str, name: str, step: int, origin: CommitRecord | None, storage_options: Mapping[str, Any] | None
 ) -> int:
-    """Return the result's position in the run at `parent`.
+    """Return the `CommitRecord.sequence` of the result, which orders the checkpoints of the run at `parent`.
 
-    This is the source's position if the source is in the same run. Otherwise, the step determines the position.
-    Checkpoints in the same position are ordered by step, and then by date.
+    If the source is in the run, the result gets the source's number. Otherwise, the number follows from the step.
+    Checkpoints with the same number are ordered by step, and then by date.
     """
     from ckptkit.checkpoint.run.inventory import list_checkpoints
     from ckptkit.storage.open import open_store

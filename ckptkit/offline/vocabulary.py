@@ -80,7 +80,7 @@ def resize(
     catalog: Catalog,
     files: Mapping[str, bytes],
 ) -> tuple[dict[str, OutputTensor], Mapping[str, Any] | None, tuple[str, ...]]:
-    """Return the model's tensors, the config, and notes. The embedding and the head have `size.rows` rows.
+    """Give the embedding and the head `size.rows` rows. Return all tensors of the model, the changed config, and notes.
 
     Reads the embedding and the head if new rows are the mean of the old rows.
 
@@ -327,7 +327,7 @@ def _state_rows(
     store: Store,
     catalog: Catalog,
 ) -> dict[str, Doubles]:
-    """Return the row to add to each weight: the mean of its rows, or of the rows of its master if it has one.
+    """Return, by weight, the row to add: the mean of the weight's rows, or of its master's rows if it has a master.
 
     An optimizer has only one master for tied weights. If a weight has no master, but its mean equals the mean of a
     weight that has a master, the two weights are considered tied and get the same row.

@@ -56,8 +56,8 @@ class Share:
     def of(cls, whole: Plan, files: Sequence[int], work: Work, source: Store, *, check: bool) -> Share:
         """Return the share that consists of these files.
 
-        The fingerprint includes ckptkit's version, because another version may number steps differently. A source file
-        is identified by its size and modification time and, if it is local, by its inode.
+        Its fingerprint `plan` includes ckptkit's version, because another version may divide the work into other steps.
+        A source file is identified by its size and modification time and, if it is local, by its inode.
         """
         found = identities(source, sorted({origin.path for origin in work.origins}))
         if not is_directory(source):  # omit the ETag: some gateways return a new one for each request
@@ -81,7 +81,7 @@ _RECORDS = ("sources", "starts", "nbytes", "values", "algorithms")
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The finished part of a share.
+    """The part of a share that earlier commands finished.
 
     Attributes:
         steps, records: Indices of the finished steps, and of the checked digests.
@@ -127,7 +127,7 @@ def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...
 def take_over(
     store: LocalStore, whole: Plan, share: Share, journal: Journal, source: Store, *, check: bool, digests: bool
 ) -> Taken:
-    """Return the finished part of a share. Also delete the share's unfinished files, and begin the journal.
+    """Return what earlier commands finished of a share. Also delete its unfinished files, and begin the journal.
 
     Args:
         whole: The plan for all ranks.
@@ -183,7 +183,7 @@ class _Past:
         return files[nbytes > 0], lo[nbytes > 0], (lo + nbytes)[nbytes > 0]
 
     def of(self, share: Share, store: LocalStore) -> Taken:
-        """Return the part of a share that is finished and whose files still exist."""
+        """Return what earlier commands finished of a share, if its files still exist."""
         if not self._ranges:
             return Taken()
         files, lo, hi = (np.concatenate(column) for column in zip(*self._ranges, strict=True))
@@ -208,10 +208,7 @@ class _Past:
 
 
 def _records(work: Work, rows: Int64 | None = None) -> Iterator[_Record]:
-    """Yield an identity of each digest record: the location of the bytes that the digest covers.
-
-    The identity is the same in all processes.
-    """
+    """Yield, for each digest, the location of the bytes that it covers. This identifies the digest in all processes."""
     table = work.records
     columns = (table.sources, table.starts, table.nbytes)
     taken = columns if rows is None else tuple(column[rows] for column in columns)
@@ -270,7 +267,7 @@ def left_beside(url: str) -> tuple[str, int] | None:
 
 
 class Spoken:
-    """Records finished objects in the command's ledger, and finds objects that an interrupted command finished."""
+    """Records the objects that this command has finished, and finds those that an interrupted command finished."""
 
     def __init__(self, plan: Plan, work: Work, source: Store, verifier: Verifier | None, ledger: Ledger) -> None:
         self._plan = plan
@@ -284,7 +281,7 @@ class Spoken:
         self._contents = {index: self._content(index) for index in worth}
 
     def take_over(self) -> frozenset[int]:
-        """Return the finished files, and delete all other files that an interrupted command left."""
+        """Return the indices of the files that an interrupted command finished, and delete its other files."""
         earlier = self._ledger.earlier
         paths = {file.path: index for index, file in enumerate(self._plan.files) if file.path in earlier}
         taken = {index for path, index in paths.items() if earlier[path].content == self._contents.get(index)}
@@ -350,7 +347,7 @@ def _made(tensor: OutputTensor) -> tuple[Any, ...]:
 
 
 def _records_of(plan: Plan, index: int, maps: Mapping[str, EntryMap]) -> Int64:
-    """Return the indices of the digest records that cover a file's source bytes.
+    """Return the indices of the digests that cover the source bytes of a file in the result.
 
     The result also contains -1 if some of these bytes have no digest.
     """

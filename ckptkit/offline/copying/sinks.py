@@ -45,9 +45,9 @@ class LocalSink:
         self._dirty = [0] * len(files)  # approximate bytes written to each file since its writeback was started
 
     def begin(self, index: int, *, anew: bool = True) -> None:
-        """Write a file's literals.
+        """Write the bytes of a file that come from no tensor, such as headers (its `literals`).
 
-        With `anew`, first create the file with its full size. Otherwise, the file is left from an interrupted command.
+        With `anew`, first create the file with its full size. Without `anew`, an interrupted command has created it.
         """
         file = self._files[index]
         if anew:
@@ -76,7 +76,7 @@ class LocalSink:
                 start_writing(descriptor)
 
     def _put(self, index: int, pieces: Iterable[tuple[int, Buffer]]) -> int:
-        """Write pieces in ascending order of their starts. Return the number of bytes written."""
+        """Write pieces, which must be sorted by their starts. Return the number of bytes written."""
         path, written = self._files[index].path, 0
         with self._descriptors.using(path) as descriptor:
             for group in _groups(pieces):
@@ -165,9 +165,9 @@ def _groups(pieces: Iterable[tuple[int, Buffer]]) -> Iterator[list[tuple[int, Bu
 
 
 def combined_crc(known: Sequence[tuple[int, int, int]], item: CrcField) -> int | None:
-    """Return the CRC-32 of a field's range, combined from sorted pieces.
+    """Return the CRC-32 of the range that a CRC field covers, combined from sorted pieces (start, nbytes, CRC-32).
 
-    Returns None if the pieces do not tile the range.
+    Returns None if the pieces do not cover the range without gaps and overlaps.
     """
     at, value = item.start, 0
     stop = item.start + item.nbytes

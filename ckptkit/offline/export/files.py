@@ -40,7 +40,7 @@ def hf_files(
 
     Args:
         metadata: The entries of each header's `__metadata__`, in addition to "format".
-        adapter: Whether to write a single `adapter_model.safetensors`, because PEFT loads no other file.
+        adapter: Whether to write a single file `adapter_model.safetensors`, the only file that PEFT loads.
     """
     ordered = in_disk_order(catalog, tensors)
     headers = [TensorToWrite(t.name, t.dtype, t.shape) for t in ordered]

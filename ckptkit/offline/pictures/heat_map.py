@@ -162,7 +162,7 @@ def _cell(x: float, middle: float, width: float, title: str = "") -> str:
 
 
 def _look(change: float) -> str:
-    """Return the attributes of cells with this change. The colour has three steps for each factor of ten."""
+    """Return the SVG attributes of cells with this relative change. Each factor of ten has three shades."""
     if change == 0:
         return 'class="equal"'
     if not math.isfinite(change):

@@ -19,7 +19,7 @@ MAX_RANKS = 64  # if there are more, neighbouring ranks are drawn as one
 
 
 def flows(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> npt.NDArray[np.int64]:
-    """Return how many bytes each old rank sends to each new rank, [old ranks, new ranks]. Replicas count once."""
+    """Return how many bytes old rank i sends to new rank j, as an array with rows i. Replicas count once."""
     old = {_identity(entry): entry for entry in before}
     pairs = [(old[_identity(entry)], entry) for entry in after if _identity(entry) in old]
     ranks = [max(_top(e.slices) for e in side) + 1 for side in zip(*pairs, strict=True)] or [1, 1]
@@ -35,7 +35,7 @@ def flows(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> npt.ND
 
 
 def _identity(entry: TensorEntry) -> tuple[str, ...]:
-    """Return a key that identifies a tensor in any format."""
+    """Return a key that a tensor has in all formats."""
     return (entry.role.value, entry.fqn, entry.state) if entry.fqn else (entry.name,)
 
 

@@ -64,7 +64,7 @@ class Cut:
         return self.fsdp is None and self.tp is None
 
     def on(self, kind: str) -> bool:
-        """Return whether the tensor is a DTensor over the mesh dimension `kind`. Treats "replicate" like "shard"."""
+        """Return whether the tensor is a DTensor over the mesh dimension `kind`. "replicate" counts as "shard"."""
         kind = "tp" if kind == "tp" else "shard"
         return (self.tp if kind == "tp" else self.fsdp) is not None or kind in self.also
 
@@ -74,8 +74,8 @@ class TargetMesh:
     """The mesh of the new job: replicate x shard x tp. As in a DeviceMesh, the last dimension is innermost.
 
     Attributes:
-        labels: (kind, given name) of each dimension that the user named. A named dimension exists even if its size is
-            1.
+        labels: The dimensions that the user named, as (kind, given name): ("shard", "fsdp"). A named dimension exists
+            even if its size is 1.
     """
 
     replicate: int = 1
@@ -132,7 +132,7 @@ class TargetMesh:
         }
 
     def boxes(self, shape: tuple[int, ...], cut: Cut, *, turn: int = 0) -> RankBoxes:
-        """Return the boxes of each rank. Each box is stored once, and empty boxes are omitted.
+        """Return which rank stores which box of a tensor. Each box is stored once, and empty boxes are omitted.
 
         Tensor parallelism splits the tensor first, and then FSDP2 splits each tensor-parallel shard. Both split like
         torch.chunk. A tensor without elements gets one empty box, so that the checkpoint contains the tensor.
@@ -151,7 +151,7 @@ class TargetMesh:
         """Return the mesh dimensions of a DTensor with the sharding `cut`, and the placement on each dimension.
 
         Placements are in the manifest's notation. Returns None for a plain tensor. A parameter that tensor parallelism
-        leaves unchanged has no placement on the tp dimension.
+        does not distribute has no placement on the tp dimension.
         """
         kinds = tuple(kind for kind in self.kinds if cut.on(kind))
         if not kinds:
@@ -187,7 +187,7 @@ def _boxes(mesh: TargetMesh, shape: tuple[int, ...], fsdp: int | None, tp: int |
 
 
 def _take_chunk(offsets: Int64, sizes: Int64, dim: int, parts: int, index: Int64) -> None:
-    """Narrow each row to its chunk along `dim`.
+    """Narrow each box (one per row) along `dim` to one of `parts` chunks, whose number is in `index`.
 
     A chunk has ceil(n / parts) elements. The last chunks may be shorter or empty.
     """
@@ -336,14 +336,14 @@ class TPPlan:
             )
 
 
-# --- each source tensor's cut on the new mesh: as recorded, or by FSDP2's rule and a plan
+# --- each source tensor's sharding on the new mesh: as recorded, or by FSDP2's rule and a plan
 
 
 _WHOLE = Cut(None)
 
 
 class Cuts:
-    """The sharding of each tensor in a catalog on a mesh.
+    """The sharding that each tensor of a catalog gets on a new mesh.
 
     If the source recorded placements, sharded tensors stay sharded along the same dimension. If the source recorded no
     placements, parameters are split along dimension 0, as in FSDP2. An optimizer state that has its parameter's shape
@@ -381,7 +381,7 @@ class Cuts:
         self._by_fqn = {weights[name].fqn: (weights[name].shape, cut) for name, cut in cuts.items()}
 
     def of(self, entry: TensorEntry) -> Cut:
-        """Return the cut of a tensor in the catalog."""
+        """Return the sharding of a tensor in the catalog on the new mesh."""
         known = self._cuts.get(entry.name)
         if known is not None:
             return known
@@ -394,10 +394,11 @@ class Cuts:
         return own
 
     def _own(self, entry: TensorEntry) -> Cut:
-        """Return the recorded cut. If no cut is recorded, return the cut that FSDP2 makes.
+        """Return the sharding that the source recorded for a tensor.
 
-        A tensor that is not sharded, in a source with sharded tensors, is a buffer and stays whole. A tensor with one
-        row is an exception, because FSDP2 also stores a sharded tensor of one row as one slice.
+        If the source has no such records, return FSDP2's sharding, along dimension 0. If other tensors in the source
+        are sharded, a tensor in one slice is then considered a buffer, and stays whole. But a tensor with only one row
+        is split, because FSDP2 stores it as one slice even if it is sharded.
         """
         if not entry.shape:
             return _WHOLE

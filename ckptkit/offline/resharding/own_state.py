@@ -1,10 +1,10 @@
 """Converts a source's tensors and objects to ckptkit's keys, so that a training job can load them.
 
-If the source is another program's DCP checkpoint, and the result is a DCP checkpoint, too, the result has the source's
-keys and records. A job can then load both checkpoints into the same state, with torch or with ckptkit. Otherwise
-tensors are renamed to `model.<fqn>`, `optimizer.state.<fqn>.<name>` and `optimizer.master.<fqn>`. Objects become trees
-in `objects.json`: an optimizer's parameter groups by FQN, a scheduler, and all other values under `extra.`. Each object
-that cannot be converted is listed with the reason.
+If another program wrote the source as a DCP checkpoint, and the result is also a DCP checkpoint, the result keeps the
+source's keys and pickled objects. A job can then load both checkpoints into the same state, with torch or with ckptkit.
+Otherwise tensors are renamed to `model.<fqn>`, `optimizer.state.<fqn>.<name>` and `optimizer.master.<fqn>`. Objects
+become trees (nested JSON values) in `objects.json`: an optimizer's parameter groups by FQN, a scheduler, and all other
+values under `extra.`. Each object that cannot be converted is listed with the reason.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _NoTree(UnsupportedFormatError):
 def _add_trees(
     found: OwnState, catalog: Catalog, saved: TrainingState, sections: Mapping[str, str], names: _Names
 ) -> None:
-    """Add the trees for a source that ckptkit did not write."""
+    """Convert the objects of a source that ckptkit did not write, and add them to `found.trees`."""
     found.leftovers += [(name, f"it can't be read: {why[:160]}") for name, why in saved.unread.items()]
     known = {entry.fqn for entry in catalog.tensors.values() if entry.fqn}
     module = str(catalog.info.extra.get("module_prefix", ""))
@@ -106,11 +106,11 @@ def _add_trees(
 
 
 def _sections_of(kind: str, keys: Collection[str]) -> dict[str, str]:
-    """Return ckptkit's names for the saved objects of one kind, such as schedulers, by key.
+    """Return ckptkit's name for each saved object of one kind, such as "scheduler", by the object's key.
 
-    A single object is named after its kind. If there are several, each name consists of the kind and the last part of
-    the key, without a word for the kind: "scheduler_gen" for the keys "gen_sched" and "schedulers.gen". Returns {} if a
-    key has no such part, or if names repeat.
+    A single object is named after its kind: "scheduler". If there are several objects, a name consists of the kind and
+    the last part of the key that says more than the kind. For example, the key "gen_sched" becomes "scheduler_gen", and
+    so does "schedulers.gen". Returns {} if a key has no such part, or if two objects would get the same name.
     """
     if len(keys) == 1:
         return dict.fromkeys(keys, kind)
@@ -127,8 +127,8 @@ def _fqn_of(param: Any, *, named: Mapping[str, str], known: Collection[str], pre
     """Return the FQN of a parameter, given its saved name or number. Returns None if the model has no such parameter.
 
     Args:
-        prefixes: The prefix that the names have only in the catalog, and the prefix that they have only in the
-            optimizer.
+        prefixes: A prefix that only the catalog's names have, such as "model_1.", and a prefix that only the
+            optimizer's names have, such as "module.". Names are also tried with the first, and without the second.
     """
     name = named.get(str(param), param)
     if not isinstance(name, str):
@@ -142,7 +142,7 @@ def _fqn_of(param: Any, *, named: Mapping[str, str], known: Collection[str], pre
 def _add_optimizer(
     found: OwnState, saved: SavedOptimizer, prefix: str, section: str, fqn_of: Callable[[Any], str | None]
 ) -> None:
-    """Add the tree of an optimizer: its settings, and those of its states that are not tensors."""
+    """Add an optimizer to `found`: its parameter groups, and the values in its state that are not tensors."""
 
     def why_unknown(param: Any) -> str:
         if saved.is_numbered:
@@ -188,7 +188,11 @@ def _add_optimizer(
 
 
 def _add_missing_notes(found: OwnState, saved: SavedOptimizer, section: str, having: Collection[str]) -> None:
-    """Add notes about an optimizer, or parameters of an optimizer, that have state but no settings."""
+    """Add a note if an optimizer has no settings (lr, betas), or if parameters with state are in no parameter group.
+
+    Args:
+        having: The FQNs of the parameters with state.
+    """
     if not saved.groups:
         found.notes.append(f"{section}: the source has no settings (lr, betas); the new job's settings stay")
     elif section in found.trees:
@@ -203,7 +207,7 @@ def _add_missing_notes(found: OwnState, saved: SavedOptimizer, section: str, hav
 
 
 def _tree(value: Any, depth: int = 0) -> Any:
-    """Convert a value from a reader to the JSON form of `checkpoint/state/values.py`, without torch."""
+    """Convert a value that a reader returned to the JSON form of `checkpoint/state/values.py`. Does not need torch."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -246,7 +250,8 @@ class OwnTensor:
 
     Attributes:
         tensor: How to make the tensor from source tensors. `tensor.name` is the key in the result.
-        source: The tensor's entry in the source's catalog. For a new tensor, an entry without slices.
+        source: The tensor's entry in the source's catalog. If the source has no such tensor (for example, it stores a
+            step count as a number), an entry without slices.
     """
 
     tensor: OutputTensor
@@ -367,7 +372,7 @@ def _copy(entry: TensorEntry, name: str, role: Role, fqn: str, state: str, key: 
 
 
 def _key(name: str, role: Role, fqn: str, state: str) -> Key:
-    """Return a key's path in the nested state dict, in which parameter names keep their dots."""
+    """Return a tensor's path in the nested state dict. A parameter name with its dots is one component of the path."""
     if not fqn or role is Role.OTHER:
         return tuple(name.split("."))
     top = name.partition(".")[0]
@@ -445,8 +450,8 @@ def _read(store: Store, entries: Sequence[TensorEntry]) -> dict[str, TensorValue
 def _parameter_names(found: OwnState, catalog: Catalog, saved: TrainingState) -> _Names:
     """Return, for each optimizer, a mapping from the saved names or numbers of its parameters to FQNs.
 
-    If parameters are numbered, the FQNs are derived from the order and the shapes of the model's tensors. If these do
-    not prove the FQNs, the mapping is empty.
+    If parameters are numbered, the FQNs are derived from the order and the shapes of the model's tensors. If order
+    and shapes do not determine the FQNs, the mapping is empty.
     """
     params: dict[tuple[str, int, str], Param] = {}  # by their place on disk; of tied weights, only the first counts
     for entry in catalog.by_role(Role.MODEL).values():

@@ -34,7 +34,7 @@ Digests = Sequence[npt.NDArray[np.uint64]]
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The fields of a new checkpoint's commit record and manifest that do not follow from the files.
+    """The fields of a new checkpoint's commit record and manifest that cannot be computed from its files.
 
     Attributes:
         tag: The name of the directory. None if the name is derived from the step.
@@ -116,7 +116,7 @@ def seal(plan: Plan, store: Store, what: Seal, *, digested: Digested | None = No
 
 
 def _hash_files(plan: Plan, store: Store, digested: Digested, workers: int) -> tuple[Digests, dict[str, FileRecord]]:
-    """Return the digests of all written boxes, by placement, and the digests of all files."""
+    """Return the digests of all boxes (one array per placement), and each file's entry in the commit record."""
     digests = [np.zeros(len(placement), np.uint64) for placement in plan.placements]
     lengths = [len(placement) for placement in plan.placements]
     files, starts, nbytes = Placement.joined(plan.placements)
@@ -148,9 +148,9 @@ def _hash_files(plan: Plan, store: Store, digested: Digested, workers: int) -> t
 
 
 class _FileHash:
-    """Hashes a file from beginning to end: the file's outline, and each box whose digest is not known yet.
+    """Hashes a file from beginning to end: each box whose digest is not known yet, and the file's outline.
 
-    In the outline, the digests of large boxes take the place of their bytes.
+    The outline is the file's bytes, with each large box replaced by its digest (see `formats/own/outline.py`).
     """
 
     def __init__(self, reader: SourceReader, index: int, nbytes: int, digests: Digests) -> None:
