@@ -97,7 +97,7 @@ class MasterWeightOptimizer(Optimizer):
     def lend_state(self) -> Iterator[Mapping[int, torch.Tensor]]:
         """Lend this optimizer's state and settings to `base` during the block, and then take the changes back.
 
-        Yield a mapping. Its keys are the ids of the tensors that `base` updates, its values the model's parameters.
+        Yield a mapping from the id of each tensor that `base` updates to the parameter of the model.
         """
         with self._lent(_unchanged) as loans:
             yield {id(loan.stepped): loan.parameter for loan in loans}
@@ -186,7 +186,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _lent(self, part: Callable[[Any], Any]) -> Iterator[list[_Loan]]:
-        """Lend the state as `lend_state` does, but give `base` the tensor `part(t)` instead of each tensor `t`."""
+        """Lend the state like `lend_state`, but give `base` only `part(t)` of each tensor t, such as its shard."""
         base = self.base
         lent = [[self._lend(parameter, part) for parameter in group["params"]] for group in self.param_groups]
         loans = [loan for group in lent for loan in group]
@@ -253,7 +253,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state without narrowing its dtypes, then round the masters into the parameters.
+        """Load a state without casting it to lower precision, then round the masters into the parameters.
 
         Also calls the load hooks of `base`. If the class of `base` overrides `load_state_dict`, calls this method, too.
 
@@ -384,7 +384,7 @@ class _Loan:
 
 
 def _lend_gradients(loans: Sequence[_Loan], factor: float, part: Callable[[Any], Any]) -> None:
-    """Give all masters their gradients in fp32. Gradients of other dtypes are cast together in one buffer."""
+    """Give all masters their gradients in fp32. Gradients that are not in fp32 are cast together, in one buffer."""
     have = []
     for loan in loans:
         gradient = loan.parameter.grad

@@ -299,7 +299,7 @@ class FSDPStrategy:
             tp_plan: A mapping from module globs to tensor-parallel styles.
             ignored_params: Parameters that FSDP ignores, in addition to those that the configuration names.
             shard_placement_fn: A function that takes a parameter and returns the dimension to shard, for example
-                `Shard(1)`. None means `Shard(0)`.
+                `Shard(1)`, or None for `Shard(0)`.
         """
         if not isinstance(model, nn.Module) or self._is_prepared(model):
             return model

@@ -346,10 +346,10 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         return StateDictType.FULL if self.checkpoint_io is not None else self._state_dict_type
 
     def _show_live(self, trainer: Any) -> None:
-        """Make `trainer` collect live tensors for a save, whatever the state-dict type is.
+        """Make `trainer` collect the model's own sharded tensors for a save, whatever the state-dict type is.
 
-        `save_checkpoint` then gathers one tensor at a time. If Lightning collected gathered tensors instead, rank 0
-        would need memory for all tensors.
+        `save_checkpoint` then gathers one tensor at a time. If Lightning gathered all tensors before the save, rank 0
+        would need memory for all of them.
         """
         connector = trainer._checkpoint_connector
         dump = type(connector).dump_checkpoint
@@ -407,7 +407,8 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
 
         Args:
             storage_options: Supported only with a `checkpoint_io`. Otherwise, pass the options to the strategy.
-            retention: The policy that applies to the checkpoints of `owner`.
+            retention: Which of the checkpoints of `owner` to keep.
+            owner: Name of the callback that saves.
 
         Raises:
             SaveError: Some rank failed. All ranks raise the same error. Nothing was published, and an existing
@@ -491,7 +492,10 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     # --- helpers
 
     def own(self) -> LightningCheckpoints:
-        """Return the LightningCheckpoints that saves and loads for this strategy. The first call is collective."""
+        """Return the LightningCheckpoints that saves and loads for this strategy.
+
+        All ranks must make the first call.
+        """
         if self._checkpoints is None:
             self._checkpoints = LightningCheckpoints(self._state_dict_type, storage_options=self._storage_options)
         return self._checkpoints
@@ -536,10 +540,7 @@ def _warn_of_garbage(root: nn.Module) -> None:
 
 
 def _refuse_early(optimizers: Iterable[Any], module: nn.Module) -> None:
-    """Raise UsageError if an optimizer has parameters that are no longer in the module.
-
-    The optimizer would not train the module.
-    """
+    """Raise UsageError if an optimizer has parameters that are no longer in the module, and so would not train it."""
     live = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in live]

@@ -98,7 +98,7 @@ def fullmatch(pattern: regex.Pattern[str], name: str) -> regex.Match[str] | None
 
 
 def placeholders(template: str) -> dict[str, str]:
-    """Return the kind of each placeholder in a template: "" (one name component), "d" (digits) or "*" (anything)."""
+    """Return each placeholder's kind, by its name: "" (one name component), "d" (digits) or "*" (anything)."""
     return {match[1]: match[2] or "" for match in _PLACEHOLDER.finditer(template)}
 
 
@@ -121,7 +121,7 @@ def render(template: str, bound: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _parts(template: str) -> tuple[tuple[str, str], ...]:
-    """Split a template into pairs of a text and the placeholder that follows it. The last placeholder is ""."""
+    """Split a template into (text, name of the next placeholder). In the last pair, this name is ""."""
     parts: list[tuple[str, str]] = []
     end = 0
     for match in _PLACEHOLDER.finditer(template):

@@ -100,7 +100,6 @@ class Collected:
         return True
 
     def content(self) -> Content:
-        """Return the collected buffers as one content."""
         pieces = [source[start:stop].toreadonly() for source, start, stop in self._pieces]
         return Content(pieces, copied=self.copied, owners=self._owners)
 

@@ -47,7 +47,7 @@ def _truncated(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file or directory that a writer of `name` created.
+    """A temporary file or directory of a process that writes or deletes `name`, in the directory of `name`.
 
     Its kind is "tmp" (staging directory), "owner" (owner file) or "trash".
     """
@@ -71,7 +71,7 @@ def leftovers(parent: LocalStore, name: str) -> list[Leftover]:
 
 
 def owner_path(staging: str, rank: int = 0) -> str:
-    """Return the path of a rank's owner file. It names the writer of a staging directory.
+    """Return the path of a rank's owner file, which says which process writes the staging directory.
 
     Rank 0 creates its owner file before the directory, and deletes it after the directory. So a staging directory
     without an owner file has no writer. The file is next to the directory, because the whole content of the directory
@@ -94,10 +94,10 @@ class Writer:
     Attributes:
         leased: Whether the writer held the lease of the run. If so, and if another process now holds the lease, the
             writer counts as dead.
-        replaces: The name of the target, if the staging directory is complete and the target is being moved away. ""
-            in all other states.
-        old: The path at which the old content of the target may be: the staging directory or a file in it. "" if
-            nothing was replaced.
+        replaces: While a complete staging directory takes the place of an existing checkpoint or export: the name of
+            the latter. Otherwise "".
+        old: Where the replaced content may be: the path of the staging directory, or of a file in it. "" if nothing was
+            replaced.
     """
 
     nonce: str

@@ -55,8 +55,8 @@ def load_checkpoint(
         ready: Waits until the checkpoint is pinned, that is, protected from deletion. It is called before anything is
             read into the state, and again after the read. `ready(True)` also raises an error if the checkpoint was
             deleted before the pin took effect. This error replaces errors about missing files.
-        origin: Only if this call retries a load with the same options: the value of `state.half_loaded` before the
-            first attempt.
+        origin: For a caller that retries with the same options: the value of `state.half_loaded` before its first
+            attempt.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not match the state. Every rank raises the same error, which lists
@@ -146,7 +146,7 @@ def load_checkpoint(
 
 @dataclass(slots=True)
 class _RankPart:
-    """A context manager for this rank's part of a step. The block sets `value`. `outcome` keeps any error."""
+    """Runs this rank's part of a step in a `with` block. `outcome` has the `value` that the block set, or its error."""
 
     value: Any = None
     outcome: Outcome = field(default_factory=Outcome)
@@ -155,7 +155,8 @@ class _RankPart:
     def answer(self) -> Outcome:
         """Return the outcome to send to rank 0.
 
-        A ckptkit error is sent as the value of a successful outcome. So rank 0 can combine the errors of all ranks.
+        A ckptkit error is sent as the value of a successful outcome, so that rank 0 receives the errors of all ranks
+        and can combine them.
         """
         known = isinstance(self.outcome.cause, CkptkitError)
         return Outcome(self.outcome.cause) if known else self.outcome
@@ -240,7 +241,7 @@ def _share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceChec
 
 @contextmanager
 def _said_if_half(state: TrainState) -> Iterator[None]:
-    """If the block fails and leaves the state half loaded, say in the error message that the state is half loaded."""
+    """If the block fails and leaves the state half loaded, say so in the error message."""
     try:
         yield
     except BaseException as error:

@@ -92,8 +92,8 @@ def clean_leftovers(
     Args:
         leased: Whether the caller holds the run's lease, so that no other save is running on any machine.
         inventory: The current inventory, if known.
-        view: The snapshot of `root` that `inventory` was listed from. If given, old uploads are not searched for, which
-            saves a request. Uploads of dead saves are removed nevertheless.
+        view: The snapshot of `root` that `inventory` was listed from. If given, uploads older than a day are not
+            searched for, which saves a request. The uploads of the removed attempts are aborted in any case.
         but: The path of the caller's own attempt, which is kept.
     """
     given, view = view, view or snapshot(root)
@@ -120,7 +120,7 @@ def clean_leftovers(
 
 
 def _dead_paths(root: Store, inventory: Inventory, view: Store, *, leased: bool) -> list[str]:
-    """Return the leftovers of dead writers: staging and trash directories, owner files, marks, temporary files."""
+    """Return what dead writers left: staging and trash directories, owner files, deletion marks, temporary files."""
     dead = [item.path for item in inventory.abandoned]
     for attempt in inventory.in_progress:
         kept = leftover_of(attempt.path)
@@ -214,9 +214,9 @@ def begin_save(
         set_aside: Rename a directory that has the step's name but is not a checkpoint. Rank 0's value counts.
         file_names: A regular expression for the paths that all ranks will write. Foreign files with such a path are
             detected before anything is written. Rank 0's value counts.
-        lease: The run's lease, or a function that returns it. Rank 0 calls the function. On an object store, the
-            function gets the argument `look` for `acquire_lease`. None: the attempt acquires its own lease. Attempts
-            with the same lease take turns.
+        lease: The run's lease, or a function that returns it. Only rank 0 calls the function. On an object store, the
+            function is called with one argument, which it passes to `acquire_lease` as `look`. None: the attempt
+            acquires its own lease. Attempts with the same lease take turns.
 
     Raises:
         CheckpointExistsError: A checkpoint or something else has that name. On an object store, `commit` may raise this
@@ -256,15 +256,15 @@ class SaveAttempt:
     Rank 0 holds the lease. Managers in one process share the lease, so their attempts take turns. On an object store,
     the first save under a lease lists the run in the background, while the ranks upload to private keys; only the
     commit waits for the listing. The two most likely reasons to refuse a save are checked before the uploads: another
-    job's lease, and an existing name. Later saves under the same lease reuse the inventory.
+    job's lease, and an existing checkpoint of that name. Later saves under the same lease reuse the listing.
 
     Attributes:
         store: Where every rank writes its files.
         name: The directory of the future checkpoint.
         save_id: 16 hex digits, unique to this attempt.
-        after: On rank 0, after a commit: the inventory with the new checkpoint. The run is not listed again,
-            because no other process can have saved. So the inventory may contain checkpoints that other processes have
-            deleted.
+        after: On rank 0, after a commit: the list of the run's checkpoints, with the new one. The run is not listed
+            again, because no other process can have saved. So the list may contain checkpoints that other processes
+            have deleted.
     """
 
     place: Place
@@ -294,7 +294,7 @@ class SaveAttempt:
         self._record: CommitRecord | None = None
 
     def use(self, save_id: str, witness: Witness | None) -> None:
-        """Set the location of this attempt's files. `witness`: see `RemotePlace`; None on rank 0."""
+        """Set the location of this attempt's files. `witness` is None on rank 0; see `RemotePlace`."""
         self.name, self.save_id = checkpoint_name(self.step, self.tag), save_id
         if is_directory(self.root):
             self.place = LocalPlace(self.root, self.name, save_id)
@@ -305,7 +305,7 @@ class SaveAttempt:
     def open(self, given: Lease | Callable[..., Lease] | None, requests: Sequence[Any]) -> tuple[str, Witness]:
         """Acquire the lease and a turn, check that the save may begin, and create the location. Runs on rank 0.
 
-        Returns the attempt's id, and the witness for the other ranks.
+        Returns the attempt's id, and a `Witness`, with which the other ranks check that they see the same store.
         """
         check_equal([request[:3] for request in requests], "what to save: (step, tag, overwrite)")
         root, remote, started = self.root, self.root.asking_costs, time.monotonic()
@@ -528,7 +528,7 @@ class SaveAttempt:
         return slim
 
     def close(self) -> None:
-        """Write the hint `latest` after a commit, clean up, and end the turn. Does nothing on ranks other than 0.
+        """Clean up and end the turn. After a commit, first write the file `latest`. Does nothing on ranks other than 0.
 
         A failure is only logged: the save has already succeeded or failed, and the next save cleans up.
         """

@@ -44,7 +44,7 @@ class Pin:
 
     @property
     def reason(self) -> str:
-        """The reason for keeping the checkpoint."""
+        """The reason as a phrase: "pinned: WHY" for a user's pin, and "being read by OWNER (WHY)" for a reader's."""
         return f"pinned: {self.why}" if self.owner is None else f"being read by {self.owner} ({self.why})"
 
 
@@ -107,8 +107,8 @@ def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callabl
     """Pin checkpoint `name` like `pin_while_reading`, but let the caller check that the pin took effect.
 
     Yields a function that makes this check. It returns the commit record, or raises CheckpointNotFoundError if the
-    checkpoint was deleted. The pin does not stop a deletion that was announced earlier, so files may disappear before
-    the check. A reader that has already read everything does not need the check.
+    checkpoint was deleted. A deletion that was announced before the pin was written goes on, so files may disappear
+    before the check. A reader that has already read everything does not need the check.
     """
     path = f"{_PINS}/read-{new_nonce()}.json"
     body = json.dumps({"name": name, "why": why, "owner": owner_json(root)}).encode()

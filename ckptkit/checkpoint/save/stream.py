@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class WrittenFile:
-    """A file that was written: its size, outline digest, and each tensor's (start, nbytes, digest).
+    """A file that was written: its size, and each tensor's (start, nbytes, digest) in it.
 
     Attributes:
+        checksum: The digest of the file's outline (see `formats/own/outline.py`).
         seconds: Time spent in the phases "digest" and "sync". The phase "sync" includes the rename.
     """
 

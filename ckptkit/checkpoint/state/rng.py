@@ -34,7 +34,7 @@ def share_stream(index: int, count: int) -> None:
 
 
 def shared_stream(rank: int, world_size: int) -> tuple[int, int]:
-    """Return the (index, count) passed to `share_stream`. By default, each rank has its own stream."""
+    """Return the (index, count) passed to `share_stream`, or (rank, world_size) if it was not called."""
     if _shared is not None:
         import torch.distributed as dist
 
