@@ -117,7 +117,7 @@ def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) 
 
 
 def _refuse_part(value: Any, path: str) -> None:
-    """Raise IncompleteCheckpointError if a Megatron file holds only a part of the model, according to its arguments."""
+    """Raise IncompleteCheckpointError if the arguments in a Megatron file say that it holds only a part of a model."""
     saved = isinstance(value, dict) and "checkpoint_version" in value and value.get("args")
     split = {name: n for name in _SPLITS if isinstance(saved, dict) and type(n := saved.get(name)) is int and n > 1}
     if split:
@@ -129,7 +129,7 @@ def _refuse_part(value: Any, path: str) -> None:
 
 
 def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> Any:
-    """Return the value in a file of torch.save, old or new, or in a plain pickle, which has no tensors.
+    """Return the value in a file of torch.save (zip or the older format) or in a plain pickle, which has no tensors.
 
     Args:
         allow_pickle: Turn instances of classes that are not on the allow-list into inert records. If False, raise an
@@ -226,7 +226,6 @@ def _info(
 
 
 def _step(value: Mapping[str, Any]) -> int | None:
-    """Return the step in a file, or None."""
     for path in (*((name,) for name in STEPS), *STEP_PATHS):
         found: Any = value
         for part in path:

@@ -249,10 +249,10 @@ def _read_values(
     *,
     settings: dict[str, list[tuple[TensorEntry | ObjectEntry, Any]]] | None,
 ) -> dict[str, Any]:
-    """Return the values of the objects that belong to no optimizer, by name. Adds optimizer states to the optimizers.
+    """Return the values of the objects that belong to no optimizer, by name. Adds optimizer states to `found`.
 
     Args:
-        settings: Receives the settings of each optimizer. None: the optimizers are not read.
+        settings: Receives the settings (param groups) of each optimizer. None: the optimizers are not read.
     """
     values: dict[str, Any] = {}
     for name, entry in catalog.objects.items():
@@ -312,12 +312,12 @@ def loadable(value: Any, name: str, check: Callable[[Any, str], object], lost: d
 
 
 def extra_key(name: str) -> str:
-    """Return the key under which ckptkit stores another program's object."""
+    """Return the key under which ckptkit stores another program's object: "extra." and the object's name."""
     return f"extra.{_NO_NAME.sub('_', name)}"
 
 
 def without_kind(word: str) -> str:
-    """Return a word of an object's key without the object's kind: "gen" for "gen_optim" and for "scheduler_gen"."""
+    """Remove the kind of an object from a part of its key: "gen_optim" and "scheduler_gen" both become "gen"."""
     return _KIND_WORD.sub("", word)
 
 
@@ -370,7 +370,7 @@ def _value_state(entry: ObjectEntry, value: Any) -> SavedState[ObjectEntry] | No
 
 
 def _place(key: Path) -> tuple[str, Path] | None:
-    """Return the parameter and the path of its state (see `state_place`), without the level that bitsandbytes adds."""
+    """Return the parameter and the path of its state (see `state_place`), without bitsandbytes' additional dict key."""
     place = state_place(key)
     if place is None or place[1][0] != _BITSANDBYTES:
         return place
@@ -423,10 +423,10 @@ def _add_objects(
     read: ReadTensors,
     whole: Collection[str],
 ) -> None:
-    """Add the objects, and the schedulers, scalers and random states that they contain.
+    """Add the objects to `found`, and the schedulers, scalers and random states that they contain.
 
-    An object that DCP or a reader has split is put together again. A large object, such as a moving average of the
-    weights, stays split, and its tensors are not read.
+    DCP and some readers split an object into an entry per value. The object is put together again here, unless it is
+    large, such as a moving average of the weights. The tensors of a large object are not read.
     """
     _take_random_states(found, values, tensor)
     held: dict[str, list[TensorEntry]] = {}
@@ -557,7 +557,7 @@ def _take_random_states(found: TrainingState, values: dict[str, Any], tensor: Ma
 
 
 def _take_list(found: TrainingState, values: dict[str, Any], name: str, tensor: MakeTensor) -> None:
-    """Move a list with one random state for each rank from `values` to `found`, as Composer saves them."""
+    """Move the list `values[name]` to `found`. As saved by Composer, it has one random state for each rank."""
     ranks = [_generators(states, tensor) for states in values[name]]
     if ranks and not found.random and all(ranks):
         found.random = {rank: RandomState(f"{name}.{rank}", made) for rank, made in enumerate(ranks) if made}
@@ -565,7 +565,7 @@ def _take_list(found: TrainingState, values: dict[str, Any], name: str, tensor: 
 
 
 def _random_names(values: Mapping[Any, Any], prefix: str = "") -> list[str]:
-    """Return the names of the values that a nested dict has under usual keys for random states. Omits seeds."""
+    """Return the dotted paths in a nested dict at which the keys suggest a random state ("torch_rng"). Omits seeds."""
     found: list[str] = []
     for key, value in values.items():
         if value is None or isinstance(value, (bool, int, float, str)):

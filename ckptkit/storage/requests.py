@@ -209,7 +209,7 @@ class FsspecApi:
         return self.connection.each(get, ranges)
 
     def get_whole(self, name: str) -> tuple[bytes, int]:
-        """Return the first bytes of an object (usually the whole object) and the size of the object."""
+        """Return an object's bytes and its size. Subclasses may return only the first bytes of a large object."""
         data = bytes(self.fs.cat_file(name))
         return data, len(data)
 

@@ -261,7 +261,10 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Return whether `error` means that the store could not be reached, even with retries. Its content is unknown."""
+    """Return whether `error` means that the store could not be reached, even with retries.
+
+    The caller then knows nothing about the store's content.
+    """
     cause = error.__cause__ if isinstance(error, StorageError) else None
     return cause is not None and is_transient(cause)
 

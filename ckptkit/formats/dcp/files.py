@@ -45,7 +45,7 @@ _COPIED_FILES = 4  # concurrent uploads if tensors must be copied, because the c
 
 @dataclass(slots=True)
 class Written:
-    """The locations of the written records, in the order in which the records were passed.
+    """The locations of the written records, in the order in which `write_records` received the records.
 
     Attributes:
         paths: Path of each file, in order of file number.

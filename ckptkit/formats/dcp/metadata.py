@@ -116,7 +116,8 @@ class MetadataPickle:
     def _described(self, first_offset: list[int]) -> Iterator[bytes]:
         """Yield the entries of `state_dict_metadata`.
 
-        For each tensor, appends the memo index of the first slice's offsets to `first_offset`.
+        For each tensor, appends the memo index of the first slice's offsets to `first_offset`, so that `_located` can
+        refer to the offsets.
         """
         out = self._out
         for batch in self._batches():
@@ -140,7 +141,7 @@ class MetadataPickle:
             out += b"}b"
 
     def _located(self, first_offset: list[int]) -> Iterator[bytes]:
-        """Yield the entries of `storage_data`."""
+        """Yield the entries of `storage_data`. `first_offset` is the list that `_described` has filled."""
         out = self._out
         path_ids = np.array([self._memo[path] for path in self.paths], np.int64)
         firsts = iter(first_offset)

@@ -102,8 +102,7 @@ def are_one(store: Store, claims: Sequence[Claim | None]) -> bool:
 def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
     """Return whether tensors that share memory keep their values if one after the other is loaded.
 
-    Tries this in temporary memory: copies this rank's part of each tensor to the place that it would have in the live
-    memory.
+    Tries this in temporary memory, in which this rank's parts of the tensors overlap as they do in the live tensors.
     """
     import torch
 

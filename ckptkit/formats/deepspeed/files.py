@@ -76,14 +76,14 @@ class ModelStates:
 
     @property
     def trained(self) -> frozenset[str]:
-        """The names of the parameters in the flat groups."""
+        """The names of the trained parameters: those in `param_shapes`."""
         return frozenset(name for group in self.param_shapes for name in group)
 
     def client_state(self, taken: Collection[str]) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
         """Return the tensors and the other values of the scheduler, the counters and the user's client state.
 
         Args:
-            taken: Names of other tensors. A tensor with such a name gets the prefix "client_state.".
+            taken: Names that the catalog already uses. A tensor with such a name gets the prefix "client_state.".
         """
         rest = {key: value for key, value in self.values[0].items() if key not in _OURS and value is not None}
         known: dict[int, bool] = {}

@@ -41,7 +41,7 @@ class Stage:
     """The parameters of a pipeline stage. A job without a pipeline has one stage.
 
     Attributes:
-        by_settings: Flat groups in the optimizer files, by parameter group.
+        by_settings: The flat groups of each parameter group. ZeRO-3 splits a large parameter group into several.
         masters: fp32 weights, under the names that the files use.
     """
 
@@ -159,7 +159,7 @@ def catalog_of(
 
 
 def _missing(models: ModelStates, has_optimizer: bool) -> list[str]:
-    """Return messages about missing files. The job's settings show that it must have written these files."""
+    """Return messages about missing files. The job must have written these files, according to its settings."""
     config = models.values[0].get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage") if isinstance(zero, dict) else None

@@ -38,7 +38,10 @@ def parts_of(found: Iterable[Part]) -> list[Part]:
 
 
 def outline(nbytes: int, parts: Iterable[Part], read: Callable[[int, int], Iterable[_Bytes]]) -> Iterator[_Bytes]:
-    """Yield the outline of a file that has `nbytes` bytes. `read` returns the file's bytes [start, stop)."""
+    """Yield the bytes of a file, with the bytes of each of `parts` replaced by their 8-byte digest.
+
+    `nbytes` is the size of the file. `read` returns the file's bytes [start, stop).
+    """
     at = 0
     for start, length, digest in parts:
         yield from read(at, start)
@@ -48,13 +51,13 @@ def outline(nbytes: int, parts: Iterable[Part], read: Callable[[int, int], Itera
 
 
 def spare_fields(spares: Iterable[Spare]) -> dict[str, Any]:
-    """Return the entry for `info.extra` that lists the large records that are not slices, or {} if there are none."""
+    """Return the field of `info.extra` that lists the spares (see `SPARES`), or {} if there are none."""
     rows = [[path, start, nbytes, f"{digest:016x}"] for path, start, nbytes, digest in spares]
     return {SPARES: rows} if rows else {}
 
 
 def spares_of(extra: Mapping[str, Any], prefix: str = "") -> list[Spare]:
-    """Return the large records that are not slices, from `info.extra`. Raises CorruptCheckpointError.
+    """Return the spares (see `SPARES`) that `info.extra` lists. Raises CorruptCheckpointError.
 
     Args:
         prefix: Directory to put before each path.

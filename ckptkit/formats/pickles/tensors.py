@@ -24,10 +24,10 @@ _MAX_EXPANDED = 16 << 20  # bytes by which all tensors of a pickle together may 
 
 
 class OpaqueTensorError(UnsupportedFormatError):
-    """Raised if a record contains a tensor whose values can't be read from its stored bytes alone.
+    """Raised for a tensor whose values can't be read from its stored bytes alone.
 
     Attributes:
-        kind: Class of the tensor, or kind of lazy view.
+        kind: Class of the tensor, or kind of lazy view ("lazy conj view").
     """
 
     def __init__(self, kind: str, text: str = "") -> None:
@@ -411,7 +411,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _held_by(kind: str, made: Any, state: Any) -> StoredTensor:
-    """Return the tensor that holds all values of an instance of a class in `ONE_TENSOR`."""
+    """Return the inner tensor that holds all values of a tensor of the class `kind` (see `ONE_TENSOR`)."""
     held = state.get(ONE_TENSOR[kind][0]) if isinstance(state, dict) else None
     if not isinstance(held, StoredTensor) or not isinstance(made, _Wrapper) or not isinstance(made.dtype, TorchDType):
         raise ValueError(f"a {kind} without its tensor")
