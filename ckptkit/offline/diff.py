@@ -478,7 +478,7 @@ def _only_in(*sides: tuple[Mapping[str, Any], Mapping[str, Any]]) -> tuple[str, 
 
 
 def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, str], int]:
-    """Compare the stored bytes of unreadable tensors. Return the differences, and the number of equal tensors."""
+    """Compare tensors of unknown classes by their stored bytes. Return the differences, and how many are equal."""
     differ, same = {}, 0
     for name in dict.fromkeys([*a.opaque, *b.opaque]):
         if not wanted(name, name.partition(".")[2]):
@@ -600,10 +600,9 @@ def _value_differences(
 def _recipe_differences(
     names: Mapping[str, tuple[str, str]], ours: Mapping[str, Recipe], theirs: Mapping[str, Recipe]
 ) -> dict[str, tuple[str, str]]:
-    """Return the tensors of subclasses that have different recipes in the two checkpoints.
+    """Compare how the two checkpoints build tensors of subclasses from inner tensors. Return the differences.
 
-    A recipe says how a tensor of a subclass consists of its inner tensors. Each tensor is returned with both recipes as
-    text.
+    A recipe says how an outer tensor consists of its inner tensors. Returns outer name -> both recipes as text.
 
     Args:
         names: Maps each compared name to the tensor's names in the two catalogs.

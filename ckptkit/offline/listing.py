@@ -135,7 +135,7 @@ class Outlook:
     Attributes:
         policy: The applied policy. None if no policy was given or recorded, so that all checkpoints are kept.
         decisions: One decision per committed checkpoint, in the run's order.
-        kept_files: For each checkpoint to delete, the files in its directory that its record does not name.
+        kept_files: For each checkpoint to delete, the files in its directory that its commit record does not name.
     """
 
     policy: RetentionPolicy | None
@@ -148,8 +148,8 @@ def look_ahead(
 ) -> Outlook:
     """Return the result that a rotation would have now.
 
-    Without a given policy, applies the policy that the run has recorded. With `recorded`, adds the recorded exemptions
-    to a given policy.
+    Without a given policy, applies the policy that the run has recorded. With `recorded`, adds the exemptions
+    (`keep_...`) of the recorded policy to a given policy.
 
     Args:
         view: The snapshot of `root` from which the inventory was made.

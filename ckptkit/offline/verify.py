@@ -133,7 +133,7 @@ class Check:
 
     @property
     def range_in_file(self) -> tuple[str, int, int]:
-        """The file, and the start and end of the bytes that the digest covers, including the `parts`."""
+        """Path of the file, and start and stop of the byte range that is checked. The range contains all `parts`."""
         start, nbytes = (self.codec or self.digest).start, (self.codec or self.digest).nbytes
         return self.path, start, start + nbytes
 
@@ -406,9 +406,9 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], di
 
 
 def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
-    """Return the byte ranges that each file's outline replaces with their recorded digests, by file.
+    """Return, for each file in `outlined`, the byte ranges that have digests of their own.
 
-    Separate checks cover these ranges, so every byte is read only once.
+    The file's digest covers these digests instead of the bytes. Every byte is therefore read only once.
     """
     parts: dict[str, list[Part]] = {path: [] for path in outlined}
     for path, *spare in spares_of(catalog.info.extra):

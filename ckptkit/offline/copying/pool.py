@@ -27,13 +27,13 @@ class Worker:
         self._buffer = self._room = np.empty(0, np.uint8)
 
     def buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return the buffer for reading, with this size."""
+        """Return the buffer for bytes that are read, cut to `nbytes` bytes."""
         if len(self._buffer) < nbytes:
             self._buffer = np.empty(nbytes, np.uint8)
         return self._buffer[:nbytes]
 
     def room(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return the buffer for the result, with this size."""
+        """Return the buffer for bytes to write, cut to `nbytes` bytes."""
         if len(self._room) < nbytes:
             self._room = np.empty(nbytes, np.uint8)
         return self._room[:nbytes]

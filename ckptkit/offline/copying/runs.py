@@ -1,9 +1,10 @@
 """Splits a plan into steps for workers: runs of bytes, and boxes that are not contiguous.
 
-A run is contiguous both in the source and in the target. Runs are ordered by tensor and element, so each digest (of the
-source or of a written box) is computed in one pass. All other data (column shards, transposes, arithmetic) is handled
-by `BoxStep`s. A `BoxStep` assembles the tensor tile by tile, and copies from each tile to the boxes. Runs are stored as
-columns of numbers, one row per run. No I/O happens here.
+A plan says which boxes (rectangular regions) of which tensors are written to which offsets of which files. A run is a
+range of bytes that is contiguous both in the source and in the target. Runs are ordered by tensor and element, so each
+digest (of the source or of a written box) is computed in one pass. Runs are stored as columns of numbers, one row per
+run. All other data (column shards, transposes, arithmetic) is handled by `BoxStep`s. A `BoxStep` assembles the tensor
+tile by tile, and copies from each tile to the boxes. No I/O happens here.
 
 The offsets of reads count from the start of an *origin*: a file, or a decoded record in a file. A digest *record* is a
 byte range of an origin with its recorded digest.
@@ -41,9 +42,9 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class PartPieces:
-    """The pieces of source slices that are copied to the boxes of a placement, one row per piece.
+    """The pieces of a source tensor's slices that are copied to the boxes of a result tensor, one row per piece.
 
-    Covers one plain part of the target, that is, a region that is copied from one source tensor.
+    Covers one part of the result tensor: a region that is copied from one source tensor, in the same element order.
     """
 
     entry: TensorEntry
@@ -124,7 +125,10 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """A step that copies the runs [first, stop). `records` lists the digests whose bytes are all in this step."""
+    """A step that copies the runs [first, stop).
+
+    `records` has the indices of the digest records whose bytes are all in this step.
+    """
 
     first: int
     stop: int
@@ -133,7 +137,7 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class BoxStep:
-    """Boxes of a tensor, as (box, file, start). Each box is written row-major at the offset `start` of the file."""
+    """A step that writes boxes of a tensor, as (box, file, start): row-major, at the offset `start` of the file."""
 
     tensor: OutputTensor
     boxes: tuple[tuple[Box, int, int], ...]
@@ -159,7 +163,7 @@ class Work:
     names: Sequence[str]
 
     def describe(self, record: int) -> str:
-        """Return a record's file and the name of a tensor that has bytes in the record, for messages."""
+        """Return the file of a digest record, and a tensor that has bytes in the record, as text for messages."""
         path = self.origins[int(self.records.sources[record])].path
         return f"{path}: tensor {self.names[int(self.records.owners[record])]!r}"
 
@@ -227,8 +231,8 @@ class _WorkBuilder:
     def add_rows(self, placements: Sequence[Placement]) -> list[Placement]:
         """Add the runs of tensors that are whole or split along dimension 0, both in the source and in the result.
 
-        Returns the placements of all other tensors. Handles thousands of tensors at once, because adding each tensor
-        separately would be much slower.
+        Returns the other placements. Handles thousands of tensors at once, because adding each tensor separately would
+        be much slower.
         """
         copied = [_copied(self.catalog, placement) for placement in placements]
         some = [placement for placement, entry in zip(placements, copied, strict=True) if entry is not None]
@@ -300,7 +304,7 @@ class _WorkBuilder:
             self._add_boxes(placement, strided)
 
     def _add_runs(self, found: Sequence[PartPieces], placement: Placement, strided: Int64) -> None:
-        """Add the runs for a tensor's boxes, in the order of its elements. Skip the `strided` boxes."""
+        """Add the runs of a placement's boxes, in the order of the tensor's elements. Skip the `strided` boxes."""
         taken: list[list[Int64]] = []
         rows_of: list[Int64] = []
         for part in found:
@@ -395,7 +399,7 @@ class _WorkBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """The boxes of several tensors, in order. The rows of all tensors are numbered consecutively.
+    """The non-empty boxes of several tensors that are split into rows. All tensors' rows are numbered consecutively.
 
     Attributes:
         kept: [n] the index of each box among all boxes of these tensors, empty boxes included.
@@ -418,9 +422,9 @@ class _Numbered:
 
 
 def _copied(catalog: Catalog, placement: Placement) -> TensorEntry | None:
-    """Return the source entry that a placement copies whole, element by element.
+    """Return the source tensor if the placement's tensor is a copy of it (apart from a cast).
 
-    Returns None for any other placement.
+    Returns None for any other placement, and for an empty, strided or encoded source.
     """
     tensor = placement.tensor
     part = tensor.only_part if isinstance(tensor, Target) else None

@@ -75,7 +75,7 @@ class StreamWriter:
     def _with_crcs(
         self, file: OutputFile, literals: list[Literal], placed: list[_Event], worker: Worker
     ) -> list[Literal]:
-        """Return the literals, with the CRC fields filled in.
+        """Return the literals (bytes that belong to no tensor, such as headers), with the CRC fields filled in.
 
         The bytes that a CRC covers are produced twice: once for the CRC, and once to be written.
         """
@@ -96,5 +96,5 @@ class StreamWriter:
 
 
 def _events(literals: list[Literal], placed: list[_Event]) -> list[_Event]:
-    """Return a file's literals and boxes in the order of their offsets, without empty literals and boxes."""
+    """Return a file's non-empty literals, and its boxes (`placed`), in the order of their offsets."""
     return sorted([*((item.start, item) for item in literals if item.data), *placed], key=lambda event: event[0])

@@ -60,7 +60,7 @@ class TiedOutcome:
 
     Attributes:
         targets: The tensors to write.
-        dropped: Sources that are already written under another name, each with the reason.
+        dropped: Source tensors that are not written because an equal tensor is written: source -> reason.
         untied: Whether the config must say `tie_word_embeddings: false`.
         notes: The decisions, for the user.
         names: Maps each omitted name to the name that is kept.
@@ -122,7 +122,7 @@ def settle_tied(
     wanted: Mapping[str, Any] | None = None,
     untie: bool = False,
 ) -> TiedOutcome:
-    """Return the targets without the second names of tied tensors.
+    """Return the targets (the tensors to write) without the second names of tied tensors.
 
     An output head is omitted only if it is tied and its bytes equal those of the embedding. The head is tied if the
     config says so. If the config does not say, the head is tied if the base model stores the embedding but no head.
@@ -169,9 +169,9 @@ def settle_tied(
 
 
 def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) -> dict[str, Target]:
-    """Return the targets. An embedding that is stored only under the head's name gets the name from the base model.
+    """Return the targets. A tensor that is stored only under the head's name gets the embedding's name instead.
 
-    Call this only if the config ties the embedding and the head.
+    `wanted` has the names in the base model. Call this only if the config ties the embedding and the head.
     """
     names = dict(targets)
     for embedding in (name for name in wanted if ends_like(name, _EMBEDDINGS) and name not in targets):
@@ -196,7 +196,7 @@ def same_values(store: Store, first: TensorEntry, second: TensorEntry) -> bool:
 
 
 def ends_like(name: str, endings: tuple[str, ...]) -> bool:
-    """Return whether the name ends with one of `endings`, as whole components."""
+    """Return whether the name ends with one of `endings` after a dot: "a.lm_head.weight", not "xlm_head.weight"."""
     return any(name == ending or name.endswith("." + ending) for ending in endings)
 
 

@@ -40,9 +40,9 @@ class LiveModel:
 
     Attributes:
         tied: Maps the second names of tied tensors to the first names.
-        transforms: The table's entries, in the order in which a load applies them.
-        config: The parsed config.
-        prefix_change: The class of entries that add or remove a whole prefix.
+        transforms: The entries of transformers' conversion table, in the order in which a load applies them.
+        config: The model's config, as an object of transformers.
+        prefix_change: The class of those entries that add or remove a whole prefix.
     """
 
     tied: Mapping[str, str]
@@ -51,7 +51,7 @@ class LiveModel:
     prefix_change: type | None = None
 
     def choose(self, targets: Mapping[str, Target], wanted: _Wanted, best: Choice) -> Choice:
-        """Return the choice that matches more of the wanted names: `best`, or the names from transformers."""
+        """Return the names from transformers if they match more of the wanted names than `best`, otherwise `best`."""
         fewest = len(set(wanted) - set(best.mapped.targets))
         for transforms in self._variants(wanted):
             try:
@@ -70,7 +70,7 @@ class LiveModel:
         return self.prefix_change is not None and isinstance(transform, self.prefix_change)
 
     def _variants(self, wanted: Collection[str]) -> Iterable[tuple[Any, ...]]:
-        """Yield the selections of table entries to try. Hub files may lack a prefix, or have different layouts."""
+        """Yield the selections of `transforms` to try: Hub files may lack a prefix, or have different layouts."""
         if not self.transforms:
             return
         plain = tuple(t for t in self.transforms if not self._is_prefix(t))
@@ -161,7 +161,7 @@ def _built(config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _needed(transforms: tuple[Any, ...], wanted: Collection[str]) -> tuple[Any, ...]:
-    """Return the table entries, without converters that a load of the wanted tensors would not use."""
+    """Return `transforms` without the converters that a load of the wanted tensors would not use."""
     renamings = [item for item in transforms if not hasattr(item, "operations")]
     converters = [item for item in transforms if hasattr(item, "operations")]
     used = {id(_converted_name(_renamed(name, renamings), converters)[2]) for name in wanted}
@@ -261,7 +261,12 @@ _Tensors = dict[str, list[Target]]
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """A converter's context: the model's config, and the shapes of the base's tensors by target pattern."""
+    """Additional input of a converter's operations.
+
+    Attributes:
+        config: The model's config, as an object of transformers.
+        shapes: For each target pattern of the converter, the shape of the tensor in the base model, if known.
+    """
 
     config: Any
     shapes: Mapping[str, tuple[int, ...]]
@@ -279,7 +284,7 @@ def _place(converter: Any, renamed: str, config: Any, renamings: Iterable[Any], 
 
 
 def _run(converter: Any, renamed: str, collected: _Tensors, place: _Joined) -> dict[str, Target]:
-    """Apply a converter's operations to the tensors collected for one name. Return the results by full name."""
+    """Apply a converter's operations to its input tensors, `collected`. Return the results by full name."""
     sources, to = list(converter.source_patterns), list(converter.target_patterns)
     for operation in converter.operations:
         step = _STEPS.get(type(operation).__name__)
@@ -388,7 +393,7 @@ def _rope(op: Any, collected: _Tensors, sources: list[str], to: list[str], place
 
 
 def _ernie_experts(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
-    """Split the stacked, fused experts of several kinds into single tensors, numbered consecutively across kinds."""
+    """Split the stacked, fused text and vision experts into single tensors. Number all experts consecutively."""
     if set(collected) != set(sources):
         raise _Unknown("parts are missing")
     made: _Tensors = {}
@@ -408,7 +413,6 @@ def _unbound(target: Target, dim: int) -> list[Target]:
 
 
 def _kept(sources: list[str], to: list[str]) -> str:
-    """Return the only name in `to`. If `to` has several names, return the only name in `sources`."""
     return to[0] if len(to) == 1 else sources[0]
 
 
