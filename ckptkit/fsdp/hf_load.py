@@ -59,7 +59,10 @@ def load_hf(model: nn.Module, url: Location, *, cast: bool = False, strict: bool
     state = TrainState(model=model, rng=False)
 
     def plan() -> tuple[Store, dict[str, TensorEntry], HFLoadReport]:
-        """Check that the files fit the model. Reads only tied tensors that are stored under several names."""
+        """Check that the files fit the model. Return the store, the tensors by model name, and the report.
+
+        Reads only tied tensors that are stored under several names.
+        """
         store = open_store(url)
         catalog = safetensors.open_catalog(store)
         targets = _targets(model, live, catalog)
@@ -117,9 +120,10 @@ def _names_by_tensor(live: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:
 
 
 def _matched(live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]) -> tuple[dict[str, str], list[str]]:
-    """Return a mapping from names in `live` to names in `targets`, and the names in `live` that have no target.
+    """Return two results: model name -> name in the files, and the model names that the files lack.
 
-    Both contain only the first name of a tied tensor.
+    `live` has the model's tensors, and `targets` has the tensors in the files. A tied tensor has several names in the
+    model. The results contain only the first of them.
     """
     chosen: dict[str, str] = {}
     missing: list[str] = []

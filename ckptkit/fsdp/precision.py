@@ -66,7 +66,7 @@ def set_storage_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) ->
 
 
 def check_unit_dtypes(name: str, parameters: Iterable[tuple[str, nn.Parameter]], policy: MixedPrecisionPolicy) -> None:
-    """Check that FSDP2 can gather and reduce the unit as one buffer.
+    """Check that FSDP2 can gather and reduce the unit (the parameters of one fully_shard call) as one buffer.
 
     Raises:
         UsageError: The dtypes do not allow this. The message names the unit, the dtypes, and one parameter of each

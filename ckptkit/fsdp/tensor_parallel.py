@@ -73,7 +73,7 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle | str]:
 
 
 def translate_style(glob: str, style: ParallelStyle | str) -> ParallelStyle:
-    """Return torch's style for the name `style`. A ParallelStyle is returned unchanged.
+    """Return torch's style for the name `style`. A ParallelStyle is returned unchanged. Errors name the `glob`.
 
     Raises:
         UsageError: torch has no equivalent style.

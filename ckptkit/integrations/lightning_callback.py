@@ -190,7 +190,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             logger.after_save_checkpoint(self)
 
     def _ownership(self) -> dict[str, Any]:
-        """Return the save arguments that control rotation: the policy and the owner.
+        """Return the save arguments that control rotation: the policy, and the owner to whose checkpoints it applies.
 
         A copy called "last" has a separate owner. With the same owner, rotation could delete the best or newest
         checkpoint, which Lightning knows by a different name, and keep the copy.
@@ -241,7 +241,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             return saved, str(error) or type(error).__name__
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        """Remove a checkpoint. In the directory of the newest checkpoint, do nothing: the policy decides there."""
+        """Remove a checkpoint, except from the directory of the last save, where the retention policy decides."""
         if os.path.dirname(filepath) != os.path.dirname(self._last_checkpoint_saved) and trainer.is_global_zero:
             remove_checkpoint(filepath, storage_options=self._storage_options)
 
@@ -263,7 +263,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     def _newest(self, root: str) -> set[str]:
         """Return the newest checkpoint of a directory in which no checkpoint is called "last".
 
-        Without any candidate, Lightning would start the run over.
+        Used for `ckpt_path="last"`, for which Lightning otherwise finds nothing and starts a new run.
         """
         if not root:
             return set()

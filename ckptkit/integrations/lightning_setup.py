@@ -153,7 +153,8 @@ def fsdp2_strategy_parallelize(
 ) -> nn.Module:
     """Shard a model like NeMo's function of the same name: first each block in a ModuleList, then the whole model.
 
-    The last block stays gathered. `device_mesh` has the dimension data_parallel and, optionally, tensor_parallel.
+    The last block stays gathered after forward. `device_mesh` has the dimension data_parallel and, optionally,
+    tensor_parallel.
     """
     sizes = dict(zip(device_mesh.mesh_dim_names, device_mesh.mesh.shape, strict=True))
     config = fsdp_config(

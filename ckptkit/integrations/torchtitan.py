@@ -285,11 +285,10 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
 
 
 def _by_class(optimizers: list[Any], *, stages: int) -> Any:
-    """Return the optimizers in a form that TrainState accepts.
+    """Return the optimizers in a form that TrainState accepts: one optimizer, or a dict with the keys "0", "1", ...
 
-    With a single stage, there is one optimizer per class, and the optimizers are returned in the same order. With
-    several pipeline stages, the optimizers of each class are joined into one, because the number of stages per rank
-    depends on the mesh.
+    With several pipeline stages per rank, the optimizers of each class are first joined into one, because the number of
+    stages per rank depends on the mesh.
     """
     if stages > 1:
         classes: dict[str, list[Any]] = {}
@@ -351,7 +350,7 @@ class _OneOptimizer:
         return [group for optimizer in self.inner_optimizers for group in optimizer.param_groups]
 
     def lend_state(self) -> AbstractContextManager[Mapping[int, Any]]:
-        """Return a context that does nothing, because the optimizers keep their states."""
+        """Return a context that does nothing. Unlike in a MasterWeightOptimizer, the optimizers always have states."""
         return nullcontext({})
 
     def state_dict(self) -> dict[str, Any]:
@@ -359,7 +358,7 @@ class _OneOptimizer:
 
 
 class _States(MutableMapping[Any, Any]):
-    """Presents the states of several optimizers as one mapping. The optimizers keep their states."""
+    """Presents the states of several optimizers as one mapping. The states stay in the optimizers."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers  # not their states, which `load_state_dict` replaces

@@ -198,7 +198,11 @@ class Loader:
         resume: bool = False,
         origin: str | None = None,
     ) -> LoadReport:
-        """Load one checkpoint. `place` is its path in this run. If `record` is None, `place` is any URL."""
+        """Load one checkpoint.
+
+        With a `record`, `place` is the checkpoint's path in this run. Without one, `place` is any checkpoint's URL.
+        With `resume`, the checkpoint stays pinned after the load.
+        """
 
         with ExitStack() as stack:
             # Rank 0 pins the checkpoint for all ranks until every rank has finished reading.
@@ -333,7 +337,7 @@ def adoptable(
 
 
 def _first_readable(places: Sequence[str], storage_options: Mapping[str, Any] | None) -> Source | None:
-    """Open the first of these URLs that is a checkpoint. Returns None if none is. Raises if it can't be read."""
+    """Open the first of these URLs that is a checkpoint, or return None. Raises if that checkpoint can't be read."""
     for place in places:
         try:
             return open_source(place, storage_options=storage_options)
@@ -426,7 +430,7 @@ def _leads_into(place: Candidate, name: str) -> bool:
 
 
 def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options: Mapping[str, Any] | None) -> None:
-    """Raise if `url` contains checkpoints that were not chosen.
+    """Raise if `url` contains checkpoints that training could continue from. Called if none was chosen.
 
     Raises:
         IncompleteCheckpointError: The files of a checkpoint are missing.
@@ -493,9 +497,10 @@ def _unread(
 
 
 def _directory(place: Candidate, name: str) -> Candidate | None:
-    """Return the directory `name`, which may be a symlink.
+    """Return the directory `name` in `place`, or the directory to which the symlink `name` points.
 
-    Returns None for a file. If `name` is a symlink to a checkpoint that no longer exists, returns `place`.
+    Returns `place` itself if the symlink's target does not exist and `name` is the name of a checkpoint. Returns None
+    for anything else.
     """
     kind = place.listing[name].kind
     if kind == "directory" and (not name.startswith(".") or _CHECKPOINT.fullmatch(name) or parse_step(name)):
@@ -540,7 +545,7 @@ def _resumable(place: Candidate, storage_options: Mapping[str, Any] | None) -> b
 
 
 def _refuse_lost_step(where: str, place: Candidate) -> None:
-    """Raise IncompleteCheckpointError if a pointer file names a step, but the directory contains no step."""
+    """Raise IncompleteCheckpointError if a pointer file (`latest`) names a step, but `place` contains no step."""
     for pointer, target in pointers(place):
         if parse_step(target) is not None and not any(map(parse_step, place.listing)):
             raise IncompleteCheckpointError(

@@ -87,14 +87,14 @@ def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Part of a share, sent as one message."""
+    """Some of the tensors that a rank reads for the other ranks, sent as one message."""
 
     make: Callable[[bool], torch.Tensor]  # True: the bytes to send. False: memory to receive them in
     keep: Callable[[torch.Tensor], None]  # copies received bytes to the tensors
 
 
 def _messages(share: Sequence[torch.Tensor]) -> Iterator[_Message]:
-    """Split a share into messages. A large tensor in host memory is sent directly. All other tensors are packed."""
+    """Split a rank's share into messages. A large tensor in host memory is sent directly. All others are packed."""
     import torch
 
     from ckptkit.formats.dcp.host_bytes import host_view, lies_row_major

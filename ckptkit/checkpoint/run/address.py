@@ -76,7 +76,10 @@ def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = 
 
 
 def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
-    """Raise because the run has no "latest" or "best". Do nothing if a directory (or a link to one) has that name."""
+    """Raise an error that says that the run has no checkpoint `name` ("latest", "best").
+
+    Does nothing if the run contains a directory, or a link to a directory, that is called `name`.
+    """
     found = root.info(name)
     if found is not None and found.kind == "directory":
         return
@@ -96,7 +99,7 @@ def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
 
 
 def _refuse_unknown(head: str, name: str) -> None:
-    """If `head` is a run, raise an error that lists the run's checkpoints."""
+    """If `head` is a run, raise an error that says that it has no checkpoint `name`, and lists its checkpoints."""
     if not os.path.isdir(head):
         return
     import difflib

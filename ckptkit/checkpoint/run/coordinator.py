@@ -138,7 +138,7 @@ class Coordinator:
 
     @property
     def step(self) -> int:
-        """The number of calls so far, the same on all ranks. Not collective."""
+        """The number of collective calls so far. It is the same on all ranks. Reading it is not collective."""
         return self._step
 
     def global_rank(self, rank: int) -> int:
@@ -182,8 +182,8 @@ class Coordinator:
     def run_on_all(self, fn: Callable[[], T], what: str) -> T:
         """Run `fn` on every rank. Return this rank's result once `fn` has succeeded on every rank.
 
-        Raises like `all_ok`, with two exceptions. If there is only one rank, any error is raised unchanged. A ckptkit
-        error that is the same on all ranks is raised unchanged, too.
+        Raises the same errors as `all_ok`, except in two cases: if there is only one rank, any error is raised
+        unchanged, and a ckptkit error that is the same on all ranks is raised unchanged.
         """
         if self.world_size == 1:
             self._begin()
@@ -314,7 +314,10 @@ class Coordinator:
         self._kept.clear()
 
     def _expect(self, rank: int) -> tuple[Any, Any]:
-        """Start to receive from `rank`. Return the buffer for the first part (-1 until it arrives), and a `Work`."""
+        """Start to receive a message from `rank`.
+
+        Returns the buffer for the message's first part (filled with -1 until it arrives), and a `Work` or an error.
+        """
         import torch
         import torch.distributed as dist
 

@@ -103,7 +103,10 @@ class FullTensors:
         group: Any = None,
         max_shard_bytes: int,
     ) -> FullTensors:
-        """Return the plan for a captured state. Does not communicate."""
+        """Return the plan for a captured state. Does not communicate.
+
+        `previous` is the plan of an earlier save. If this rank had the same tensors then, its list of files is reused.
+        """
         views = {key: part_view(key, tensor) for key, tensor in captured.tensors(aliases=False)}
         check_safetensors(views.values())
         plan = cls(rank, world_size, views, group, max_shard_bytes)
@@ -182,7 +185,10 @@ class FullTensors:
 
 
 def _describe(views: Any, captured: Captured) -> bytes:
-    """Return a description of this rank's tensors for the other ranks, as JSON. Tensors refer to layouts by index."""
+    """Return a description of this rank's tensors for the other ranks, as JSON.
+
+    Each layout is listed once, and each tensor has the index of its layout.
+    """
     layouts: list[Any] = []
     rows = []
     index: dict[ShardLayout, int] = {}
