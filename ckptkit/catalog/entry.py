@@ -226,9 +226,10 @@ class SliceArray(Sequence[TensorSlice]):
         return list(zip(files, self.starts.tolist(), self.nbytes.tolist(), strict=True))
 
     def records(self) -> list[tuple[str, int, int]]:
-        """Return (path, start, nbytes) of each slice, as the checkpoint's index declares it. Works for opaque tensors.
+        """Return (path, start, nbytes) of the record of each slice. Works for opaque tensors.
 
-        The index of DCP does not say where a slice's bytes are. It gives the byte range of the item that contains them.
+        The record is the byte range that the checkpoint's index gives. In DCP, this is the item that contains the
+        slice's bytes. In other formats, it is the slice's own byte range.
         """
         return self.byte_ranges()
 

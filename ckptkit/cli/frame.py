@@ -99,7 +99,10 @@ def _message(error: Exception) -> str:
 
 
 def _older(error: Exception) -> str:
-    """Return a line that names the run's previous checkpoint. "" if there is none, or if `error` reports no damage."""
+    """Return a line that names the run's last checkpoint before the damaged one that `error` reports.
+
+    Returns "" if there is none, or if `error` does not report a damaged checkpoint.
+    """
     if not isinstance(error, CorruptCheckpointError) or not error.checkpoint:
         return ""
     from ckptkit.offline.reading import earlier_checkpoint

@@ -70,7 +70,7 @@ class Mismatches:
         """Raise if there are mismatches. With strict=False, missing and unexpected names are accepted.
 
         Args:
-            elsewhere: Accept unexpected names if they are the only mismatches. Other ranks may have these names.
+            elsewhere: Accept unexpected names if there are no other mismatches. Other ranks may have these names.
         """
         kinds = {"with another shape": self.shapes, "with another dtype": self.dtypes, "incompatible": self.others}
         if strict:
@@ -101,9 +101,9 @@ class Mismatches:
 
 
 def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """Return, by section, the names that all tables contain.
+    """Return, by section, the names that are in the tables of all ranks.
 
-    An entry with a reason, as in "NAME (why)", is returned even if only one table contains it.
+    A name with a reason, as in "NAME (why)", is returned even if it is in the table of only one rank.
     """
     found: dict[str, list[str]] = {}
     for section in dict.fromkeys(section for table in tables for section in table):

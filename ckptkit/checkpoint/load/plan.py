@@ -126,9 +126,9 @@ class LoadOptions:
             from the saved state and its rank. "keep": leave them unchanged. "error": raise.
         per_rank_on_resize: What to do with the states of dataloaders and `PerRank` values if the number of ranks
             changed. A function takes (states of all saved ranks, rank, world size) and returns this rank's state.
-            Without one, states that are equal on all saved ranks are restored on every rank. If they differ, "error"
-            raises, and "keep" leaves the live state unchanged. This option does not apply to objects that have
-            a `merge_ranks` method (see `TrainState`).
+            "error" and "keep" restore a state on every rank if it is equal on all saved ranks. If the saved states
+            differ, "error" raises, and "keep" leaves the live state unchanged. This option does not apply to objects
+            that have a `merge_ranks` method (see `TrainState`).
     """
 
     strict: bool = True
@@ -214,7 +214,7 @@ class OptimizerPlan:
     joined: set[tuple[str, str]] = field(default_factory=set)  # tensors in `live` that are parts of global ones
 
     def shape(self, fqn: str) -> tuple[int, ...]:
-        """Return the global shape of a parameter. The saved weight and the master weight have the same shape."""
+        """Return the global shape of a parameter, in which its weight and its master weight are saved."""
         return tuple(as_global(fqn, self.parameters[fqn], self.shards.get(fqn, ())).shape)
 
     @property
@@ -224,7 +224,7 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ObjectTarget:
-    """An object to restore, and its saved state as a list of JSON trees. With `merge`, there may be several trees."""
+    """An object to restore, and its saved state as one JSON tree or, with `merge`, as one tree per saved rank."""
 
     kind: str  # "scheduler", "grad_scaler", "dataloader", "extra", "model"
     key: str
@@ -385,7 +385,11 @@ class _Planner:
     def parts(
         self, key: str, live: dict[str, torch.Tensor], saved: dict[str, TensorEntry], recipes: Mapping[str, Recipe]
     ) -> tuple[dict[str, torch.Tensor], dict[str, TensorEntry]]:
-        """Return the plain tensors inside the tensor subclasses whose live and saved recipes agree."""
+        """Return `live` and `saved` without the tensor subclasses that are split differently in the two.
+
+        Reports these as mismatches. `recipes` describes how the live tensor subclasses are split into the plain tensors
+        in `live`.
+        """
         head = f"{key}."
         stored = {name[len(head) :]: recipe for name, recipe in self.recipes.items() if name.startswith(head)}
         here = {fqn: outer_name(fqn, recipes) for fqn in live}
@@ -472,7 +476,10 @@ class _Planner:
         mismatches.add("others", key, [f"{name} {why}" for name, why in expanded.items()])
 
     def exact(self, prefix: str, names: Sequence[str], entry: TensorEntry, live: torch.Tensor) -> TensorEntry:
-        """Return the saved tensor to load a weight from. If the saved weight must be cast, this is the fp32 master."""
+        """Return the saved tensor from which to load a weight.
+
+        If the saved weight has a different dtype than the live weight, this is the saved fp32 master weight, if any.
+        """
         if entry.dtype == dtype_name(live.dtype):
             return entry
         masters = self.entries(Role.MASTER)
@@ -522,7 +529,7 @@ class _Planner:
             self.plan.optimizers.append(plan)
 
     def optimizer(self, plan: OptimizerPlan, names: Mapping[int, str]) -> list[str]:
-        """Complete one optimizer's plan. Return the FQNs of unused masters."""
+        """Complete one optimizer's plan. Return the FQNs of the saved master weights that the load does not use."""
         import torch
 
         found, catalog, objects = self.plan.mismatches, self.plan.catalog, self.objects
@@ -775,9 +782,9 @@ class _Planner:
         return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
 
     def absent(self, kind: str, key: str) -> None:
-        """Report a missing key as a mismatch.
+        """Report a missing key: as a mismatch if ckptkit wrote the checkpoint, otherwise only as skipped.
 
-        If another system wrote the checkpoint, this is not a mismatch, because not every system saves every key.
+        Other systems do not save every key.
         """
         if self.foreign:
             self.plan.skipped[key] = "not in the checkpoint, which ckptkit did not write"
@@ -876,15 +883,15 @@ class _Planner:
 
 
 def is_recipe(recipe: JSON) -> bool:
-    """Return whether this JSON value has the fields of a tensor subclass's recipe."""
+    """Return whether this JSON value has the fields of a recipe, which describes how a tensor subclass is split."""
     inner = recipe.get("inner") if isinstance(recipe, dict) else None
     return isinstance(inner, dict) and "context" in recipe and all(isinstance(spec, dict) for spec in inner.values())
 
 
 def unlike(name: str, here: Recipe | None, saved: Recipe | None, live: torch.Tensor | None = None) -> str:
-    """Describe how the live and saved recipes of a tensor differ.
+    """Return a message for a tensor that is split into different plain tensors here and in the checkpoint.
 
-    The recipe of a plain tensor is None; see `describe`.
+    `here` and `saved` describe how it is split. None: it is a plain tensor.
     """
     return f"{name} is {describe(here, live)} here, but {describe(saved)} in the checkpoint"
 
@@ -902,9 +909,9 @@ def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def _moved_values(tree: JSON, order: Sequence[int | None], saved: int, name: str = "") -> list[str]:
-    """Return the names of the lists whose values would apply to the wrong param groups.
+    """Return the names of a scheduler's lists whose values would apply to the wrong param groups.
 
-    These are the lists with one value per saved group, if groups have moved since the save.
+    A list is returned if it has one value per saved group, and would change if it were put into the live order of the groups.
 
     Args:
         tree: The saved state of a scheduler.
@@ -940,8 +947,8 @@ def _owner(entry: TensorEntry) -> str:
 def _owner_and_state(entry: TensorEntry, owners: Collection[str]) -> tuple[str, str]:
     """Return the (FQN, state name) of an optimizer state.
 
-    Some formats store both as a single string. If the state's name contains dots, only the saved parameters (`owners`)
-    show where it begins.
+    Some formats store both as a single string. If the state's name contains dots, only `owners`, the FQNs of the saved
+    parameters, shows where the name begins.
     """
     if entry.fqn in owners or not owners:
         return entry.fqn, entry.state
@@ -982,11 +989,11 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
 
 
 def _lacking_states(plan: OptimizerPlan) -> list[str]:
-    """Return the missing states of parameters for which the checkpoint has at least one state.
+    """Return the missing states ("FQN.state") of parameters for which the checkpoint has at least one state.
 
-    A live state that has the parameter's shape must be saved. If the parameter has no live states, or if some
-    live states are not saved, the group is searched for a parameter that has the same saved states and more. The
-    additional states are then missing, too.
+    A live state that has its parameter's shape is missing if it is not saved. If a parameter has no live states yet, or
+    if any of its live states is not saved, its saved states are also compared with those of the other parameters in the
+    group. If another parameter has the same saved states and more, the additional states are missing, too.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}
@@ -1007,16 +1014,17 @@ def _lacking_states(plan: OptimizerPlan) -> list[str]:
 
 
 def _cuts(found: Sequence[Any]) -> str:
-    """Describe how the given parameters are sharded."""
+    """Return the result of `layouts`, which shows how parameters are sharded, as text."""
     return " and ".join(f"{', '.join(map(str, texts))} on {list(shape)}" for shape, texts in found) or "not sharded"
 
 
 def _plan_masters(
     plan: OptimizerPlan, masters: Mapping[str, TensorEntry], weights: Mapping[str, TensorEntry], found: Mismatches
 ) -> list[str]:
-    """Match fp32 master weights. If a master weight is not saved, but the weight is fp32, the weight is used.
+    """Find the saved tensor for each live fp32 master weight.
 
-    Returns the saved master weights that match no live one.
+    This is the saved master weight. If there is none, it is the saved weight, provided that it is fp32 or fp64.
+    Returns the FQNs of the saved master weights that match no live one.
     """
     if plan.master_name is None:
         return list(masters)

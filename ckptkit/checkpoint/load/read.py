@@ -38,7 +38,7 @@ class Reading:
         first: Reads the tensors that objects refer to, so that the objects can be validated before the live state is
             changed. None if `filler` reads these tensors, too.
         filler: Reads all other tensors.
-        states: The future state of each of the plan's optimizers, by FQN and name.
+        states: For each optimizer in the plan, the states that it has after the load, by FQN and state name.
         refs: The tensors that objects refer to, by key.
         held: Size of the second copy in bytes.
     """
@@ -133,8 +133,9 @@ class Reading:
         beside: bool,
         is_whole: bool = True,
     ) -> None:
-        """Schedule reads of `parts` into `local`, or into new memory. Elements outside `parts` stay unchanged.
+        """Schedule reads of `parts` into `local`. Elements outside `parts` stay unchanged.
 
+        With `beside`, or if `local` is a meta tensor, the reads fill new memory, and `finish` copies it to `local`.
         `is_whole` is True if `parts` cover all elements of `local`.
         """
         import torch
@@ -147,8 +148,10 @@ class Reading:
         self.filler.add_parts(entry, parts, target)
 
     def _optimizer(self, plan: OptimizerPlan) -> dict[str, dict[str, torch.Tensor]]:
-        """Schedule reads of an optimizer's states. A live state is filled in place if it has the shape and
-        placement that a new state would have.
+        """Schedule reads of an optimizer's states. Return the states after the load, by FQN and state name.
+
+        A live state is filled in place if a new state would have the same shape and placement. Otherwise, a new state
+        replaces it.
         """
         import torch
 
@@ -217,10 +220,11 @@ class Reading:
         held: Held | None,
         order: list[int] | None,
     ) -> bool:
-        """Return whether the load can fill a live state in place: the state has the form that a new state would have.
+        """Return whether the load can fill a live state in place.
 
-        Returns False for a state with one element, because such a state may have been saved from another device. If a
-        state shares memory with other states, its shape may differ from the parameter's.
+        It can if a new state would have the same dtype, shape, placement and memory order. Returns False for a state
+        with one element, because such a state may have been saved from another device. If a state shares memory with
+        other states, its shape may differ from the parameter's.
 
         Args:
             shape: The shape of the state.
@@ -249,10 +253,10 @@ class Reading:
         return id(kept) in self._joint
 
     def _stays(self, kept: torch.Tensor) -> bool:
-        """Return whether to fill a live state in place, even with `atomic`.
+        """Return whether to fill a live state's own tensor, instead of replacing it with a new tensor.
 
-        Always returns True without `atomic`. With `atomic`, returns True for a state on an accelerator, where a second
-        copy rarely fits, and for a state that shares memory with others.
+        Without `atomic`, always returns True. With `atomic`, returns True for a tensor on an accelerator, where a
+        second tensor rarely fits, for a paged tensor, and for a tensor that shares memory with others.
         """
         return not self._atomic or kept.device.type != "cpu" or self._shares(kept) or is_paged(kept) or _is_view(kept)
 
@@ -295,10 +299,10 @@ class Reading:
 
 
 def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
-    """Return tensors whose shapes and placements a load uses when it reads the tensors in objects, by saved key.
+    """Return, by key, tensors with the shapes and placements in which to read the tensors that objects refer to.
 
-    For extra state, these are the live tensors. For DTensors that optimizers keep in lists and dicts, these are new
-    tensors.
+    For `extra`, these are the live tensors. For DTensors that optimizers keep in lists and dicts, these are new,
+    uninitialized tensors.
     """
     import torch
 
@@ -393,7 +397,7 @@ def _shared_when_saved(plan: LoadPlan, views: Sequence[View]) -> bool:
 
 
 def _claim(plan: OptimizerPlan, view: View, tensor: torch.Tensor) -> Claim | None:
-    """Return the request to load a saved state into a live state. Returns None if the checkpoint has no such state."""
+    """Return the claim that loads the optimizer state `view` (FQN, name) into `tensor`. None if nothing is loaded."""
     fqn, name = view
     entry = plan.masters.get(fqn) if name == plan.master_name else plan.states.get(fqn, {}).get(name)
     if entry is None or plan.skip:

@@ -87,7 +87,7 @@ class LocalPlace:
             self.store.sync_file(path)
 
     def check(self, own: Mapping[str, FileRecord], every: Mapping[str, FileRecord] | None = None) -> None:
-        """Raise SaveError if a file is missing, has a wrong size, or was reported by no rank.
+        """Raise SaveError if a file is missing or has a wrong size, or if there is a file that no rank wrote.
 
         Args:
             own: This rank's files.
@@ -234,7 +234,7 @@ class RemotePlace:
         self.free_at = started
 
     def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
-        """Upload the record.
+        """Upload the commit record, which makes the checkpoint visible.
 
         Args:
             again: Called before the upload is retried, which may be a minute after the first try. Raises if this
@@ -268,7 +268,7 @@ class RemotePlace:
         self._published = True
 
     def _try(self, again: Callable[[], None] | None, put: Callable[[], str]) -> str:
-        """Try to upload the record. Even if this try fails, an earlier try may still take effect."""
+        """Upload the commit record once. If this fails, note whether the upload may still take effect later."""
         if self._tried and again is not None:
             again()
         self._tried = True

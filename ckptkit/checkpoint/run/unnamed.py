@@ -32,7 +32,7 @@ def mark_of(record: CommitRecord) -> str:
 
 
 def named_paths(record: CommitRecord) -> list[str]:
-    """Return the paths of a checkpoint's files relative to its directory, without the commit record."""
+    """Return the paths of the files that a commit record lists, relative to the checkpoint's directory."""
     below = f"{record.data}/" if record.data else ""
     return [f"{below}{path}" for path in record.files]
 
@@ -51,7 +51,7 @@ def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
 
 
 def clear(root: Store, path: str) -> list[str]:
-    """Delete the files of a dead attempt, recognized by their names. Returns all other files, which are kept.
+    """Delete the files that a dead save left, recognized by their names. Returns all other files, which are kept.
 
     Files that appear during the deletion are kept, too.
     """
@@ -73,11 +73,14 @@ def clear(root: Store, path: str) -> list[str]:
 
 
 def give_up(root: LocalStore, path: str, name: str) -> list[str]:
-    """Delete a staging or trash directory. Returns the files that were kept in it.
+    """Delete a staging or trash directory, but no foreign files.
+
+    If the directory contains a commit record (also a renamed one), its foreign files are moved to the directory `name`.
+    Otherwise, they stay where they are, and are returned.
 
     Args:
         path: A directory that is not listed as a checkpoint.
-        name: The checkpoint's name. Foreign files are moved back to the directory with this name.
+        name: The checkpoint's name.
     """
     marks = [mark for mark in (DELETING, _DELETED, RECORD_NAME) if root.info(f"{path}/{mark}") is not None]
     if not marks:

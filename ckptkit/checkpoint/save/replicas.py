@@ -76,7 +76,8 @@ class Fingerprints:
         world_size: The number of ranks that save.
 
     Attributes:
-        apart: This rank's rows for `shared_names`.
+        apart: The input of `shared_names`: a digest of the mesh and a digest of the name, for each DTensor whose mesh
+            has only some of the ranks, with this rank as the lowest.
         apart_signature: Changes if tensors on meshes of only some ranks are added or removed. b"" if there are none.
     """
 
@@ -160,14 +161,14 @@ class Fingerprints:
 
     @property
     def signatures(self) -> dict[int, bytes]:
-        """Return, for each class that this rank sends, a signature of the names and contents in the class."""
+        """Return, for each fingerprint class that this rank sends, a signature of the class's keys and contents."""
         rows = self._table[np.lexsort((self._table[:, _NAME], self._table[:, _CLASS]))]
         kinds, starts = np.unique(rows[:, _CLASS], return_index=True)
         parts = np.split(rows, starts)[1:]
         return {EVERY: b""} | {k: signature_of(part.tobytes()) for k, part in zip(kinds.tolist(), parts, strict=True)}
 
     def to_bytes(self, unequal: Collection[int]) -> bytes:
-        """Return the fingerprints that may differ between ranks. The other ranks pass them to `differing`.
+        """Return the fingerprints that may differ between ranks, as input for `differing`.
 
         Args:
             unequal: The classes whose signatures differ. If such a class contains plain tensors, all plain tensors are
@@ -205,7 +206,7 @@ class Fingerprints:
 
 
 def shared_names(tables: Sequence[bytes]) -> list[int]:
-    """Return the digests of the names that exist on several meshes.
+    """Return the digests of the names of DTensors that exist on several meshes.
 
     Args:
         tables: `Fingerprints.apart` of each rank.
@@ -216,7 +217,9 @@ def shared_names(tables: Sequence[bytes]) -> list[int]:
 
 
 def unequal_classes(signatures: Sequence[Mapping[int, bytes]]) -> list[int]:
-    """Return the classes whose signatures differ between ranks. Of the classes of replicas, returns only a few.
+    """Return the fingerprint classes whose signatures differ between ranks.
+
+    Of the classes of replicated DTensors, returns only a few, which are enough for an error message.
 
     Args:
         signatures: `Fingerprints.signatures` of each rank.
@@ -242,7 +245,7 @@ def _is_by_mesh(kind: int) -> bool:
 
 @lru_cache(maxsize=1 << 10)
 def _class_by_mesh(layout: ShardLayout, rank: int) -> int:
-    """Return the class of DTensors with this layout, or 0 if no other rank has the same part as this rank."""
+    """Return the fingerprint class of a DTensor with this layout, or 0 if no other rank has the same part of it."""
     coordinate = mesh_coordinate(rank, layout.mesh_shape, layout.mesh_ranks)
     if coordinate is None or layout.replicas == 1:
         return 0
@@ -262,7 +265,7 @@ def _name_digest(key: str, dtype: torch.dtype | None = None, shape: Sequence[int
 
 
 def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
-    """Return the parts of an optimizer's JSON that are compared between ranks, and the names of its plain states."""
+    """Return what is compared between ranks, by key: values of an optimizer's JSON, and the names of plain states."""
     from torch.distributed.tensor import DTensor
 
     names = [f"{fqn}.{state}" for (fqn, state), tensor in taken.tensors.items() if not isinstance(tensor, DTensor)]
@@ -370,7 +373,7 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OwnCopies:
-    """A checkpoint in which one rank's own copies replace the shared copies.
+    """A checkpoint as one rank loads it: where ranks had different values at the save, it has this rank's own values.
 
     Attributes:
         note: A message for the case that the number of ranks changed. It lists the tensors that differed between ranks
@@ -389,7 +392,7 @@ class OwnCopies:
 
 
 def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world_size: int) -> OwnCopies:
-    """Return the checkpoint with the shared copies replaced by the copies that belong to `rank`."""
+    """Return the checkpoint as `rank` loads it: where ranks had different values at the save, with those of `rank`."""
     saved = {name.partition(".")[2]: tree for name, tree in objects.items() if name.startswith(f"{PER_RANK}.")}
     for name, tree in saved.items():
         if not isinstance(tree, dict) or any(key not in catalog.tensors for key in references(tree)):

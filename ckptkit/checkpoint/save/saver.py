@@ -79,7 +79,10 @@ class TensorPlan(Protocol):
     def indexes(self) -> Mapping[str, bytes]: ...  # more files that rank 0 writes: path to bytes
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> TensorPlan:
-        """Return this plan, adjusted to the tensors of the other ranks. Communicates if signatures have changed."""
+        """Adjust this plan to the tensors of the other ranks, and return it.
+
+        `signatures` has one item per rank. Communicates only if they have changed since the previous call.
+        """
 
     def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> RankPart:
         """Write this rank's files. `tensors` are staged copies in the plan's order. None: write the live tensors."""
@@ -113,7 +116,8 @@ class Prepared:
 
     Attributes:
         aliases: For each section, maps the name of a tied weight to the name under which the weight is stored.
-        tellers: The ranks of other pipeline stages that send rank 0 their optimizers and modules, which rank 0 lacks.
+        tellers: The lowest rank of each pipeline stage other than rank 0's. From these ranks, rank 0 gets the values of
+            optimizers and modules that are not in its own stage.
     """
 
     request: SaveRequest
@@ -141,7 +145,7 @@ class Saver:
         objective: The (metric, "min" or "max") of `keep_best`.
         side_files: Contents, by path, of files to store in every checkpoint, such as a tokenizer. Rank 0's files are
             written.
-        seen: On rank 0, the inventory after the last save. None: the checkpoints must be listed again.
+        seen: On rank 0, the run's checkpoints as of the last save. None: they must be listed again.
         keepers: Plain tensors that differ between ranks, each with the rank that keeps the shared copy. None if no
             tensor differs.
     """
@@ -287,7 +291,7 @@ class Saver:
         return record
 
     def close(self) -> None:
-        """Destroy the group for gathering full tensors. Collective."""
+        """Destroy the process group that gathers full tensors. All ranks must call it."""
         if self.transfers is not None:
             import torch.distributed as dist
 
@@ -297,7 +301,10 @@ class Saver:
     # --- steps
 
     def _warn_of_new_start(self, request: SaveRequest) -> None:
-        """Warn if the job started over in a run with a later step. Without a load, this is probably a mistake."""
+        """Warn if this job has loaded no checkpoint, and the run's previous checkpoint has a later step than this save.
+
+        Then the user probably forgot to call `load`.
+        """
         if self.seen is None or request.resumed_from is not None or len(self.seen.committed) < 2:
             return
         before, saved = self.seen.committed[-2:]
@@ -436,10 +443,10 @@ class Saver:
         """Compare the ranks' plans. Runs on rank 0. Returns five values:
 
         - all ranks' signatures;
-        - the classes of fingerprints that differ between ranks, in keys or contents;
+        - the fingerprint classes (see `Fingerprints`) whose keys or contents differ between ranks;
         - whether all ranks split tensor subclasses into the same parts;
         - whether the set of tensors on meshes of only some ranks has changed on any rank;
-        - for each group of ranks that have the same parameter names, except rank 0's group, the lowest rank.
+        - the lowest rank of each group of ranks that have the same parameter names (a pipeline stage), except rank 0's.
         """
         signatures, wanted, prints, recipes, spread, globs, apart = zip(*answers, strict=True)
         check_equal(wanted, "what to save: (step, tag, type)")
@@ -466,12 +473,12 @@ class Saver:
         return self.shared != before
 
     def _join_recipes(self, captured: Captured) -> None:
-        """Add the recipes of all other ranks to this rank's recipes, because ranks may have different tensors.
+        """Collect from all ranks how tensor subclasses are split, because ranks may have different tensors.
 
         All ranks must call it.
 
         Raises:
-            SaveError: Two ranks have different recipes for a tensor, or a tensor has a recipe on only one of two ranks.
+            SaveError: Two ranks split the same tensor into different plain tensors, or only one of them splits it.
         """
         own = captured.objects.get(SUBCLASSES, {})
         found: dict[str, tuple[int, Any]] = {}

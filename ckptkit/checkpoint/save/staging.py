@@ -54,7 +54,6 @@ class StagingBuffers:
         return self._views
 
     def release(self) -> None:
-        """Release the memory."""
         self._block, self._views, self._looks = None, [], []
 
     def _lay_out(self, looks: Sequence[tuple[torch.Size, torch.dtype]], on_gpu: bool) -> None:

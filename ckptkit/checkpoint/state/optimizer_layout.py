@@ -60,10 +60,10 @@ def layouts(cut: Mapping[str, ShardLayout]) -> list[Any]:
 
 
 def places(cut: Mapping[str, ShardLayout], rank: int) -> list[Any]:
-    """Return the distinct places of a rank in the meshes that shard parameters, as JSON.
+    """Return, as JSON, the distinct positions of a rank in the meshes that shard parameters.
 
-    Each place is a list that contains [size, placement, coordinate] for each mesh dimension that splits the parameter.
-    If a rank has the same places in the saved job and in this job, it has the same shards.
+    A position is a list with [size, placement, coordinate] for each mesh dimension that splits the parameter. If a
+    rank's positions are the same in the saved job and in this job, the rank has the same shards in both.
     """
     found = set()
     for one in cut.values():
@@ -92,9 +92,9 @@ def shard_names(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> fro
 def placed(
     value: torch.Tensor, parameter: torch.Tensor, name: str, shards: frozenset[str]
 ) -> tuple[torch.Tensor, Held | None]:
-    """Return the tensor to store for a state, and how it is stored.
+    """Return the tensor to store for an optimizer state, and how it is stored (see `Held`).
 
-    The second value is None if a load can derive the storage from the parameter and the shapes.
+    The second value is None if a load can derive it from the parameter and the shapes.
     """
     from torch.distributed.tensor import DTensor
 
@@ -154,7 +154,10 @@ def held_by_any(
 
 
 def placed_whole(parameters: Iterable[torch.Tensor], held: Held | None, whole: torch.Tensor) -> torch.Tensor:
-    """Return a state that belongs to no parameter, with the placements `held`. `whole` contains the state's values."""
+    """Return the values in `whole`, a state that belongs to no parameter, as a DTensor with the placements `held`.
+
+    See `held_by_any` for the DTensor's mesh. Without such a mesh, and for a plain tensor, returns `whole` itself.
+    """
     made: torch.Tensor | None = held_by_any(parameters, held, whole.dtype, tuple(whole.shape))
     if made is None:
         return whole

@@ -159,7 +159,7 @@ class _Encoder:
         return tree if order is None else {"$order": [order, tree]}
 
     def _apart(self, value: torch.Tensor, path: str) -> JSON:
-        """Store the tensor in the checkpoint under a unique key."""
+        """Add the tensor to the tensors to store, under a unique key. Return the reference for the JSON tree."""
         key, again = path, 0
         while key in self._tensors:  # for example, {"a.b": t, "a": {"b": t}}
             again += 1
@@ -239,7 +239,7 @@ _is_meta = operator.attrgetter("is_meta")
 
 
 def is_more(value: torch.Tensor) -> bool:
-    """Return whether `described` would add anything to the encoded values of a tensor."""
+    """Return whether `described` would add any tags to the encoded values of a tensor."""
     return value.requires_grad or _is_parameter(value) or (bool(vars(value)) and bool(attributes_of(value)))
 
 
