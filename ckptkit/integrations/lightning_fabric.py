@@ -206,7 +206,8 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
 def _train_state(state: Mapping[str, Any], sections: Collection[str] = ()) -> TrainState:
     """Return `state` as a TrainState.
 
-    A single module or optimizer gets no name, unless the checkpoint's sections have names.
+    A single module or optimizer is passed without its key, unless the checkpoint has a section with this key, such as
+    "model_actor" for the key "actor".
     """
 
     def parts(kind: str, items: Mapping[str, Any]) -> Any:

@@ -186,7 +186,7 @@ def conclude(
 ) -> ConvertReport:
     """Execute the plan in `planned`, and return the complete report.
 
-    For a dry run, execute nothing, and only add the errors that the real run would raise.
+    For a dry run, execute nothing, and only add to the report the errors that the real run would raise.
 
     Args:
         compared: The model with which the plan's names and shapes were compared. "" if there was no comparison.
@@ -278,7 +278,7 @@ def carry_out(
 
 
 def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> Iterator[str]:
-    """Yield the reasons why the real run would fail.
+    """Yield, for a dry run, the reasons why the real run would fail.
 
     The run would fail if DST exists, is not writable or has too little space, or if source files are missing or
     truncated. With `check`, the run would also fail if a committed source file is missing or has a wrong size, or if a

@@ -265,7 +265,7 @@ def _leave_unsigned(settings: Mapping[str, Any]) -> None:
     """If the server is on this machine, turn off the signing of bodies. A CRC-32 protects the bodies instead.
 
     Over plain HTTP, botocore signs the SHA-256 of each body, so that the server detects changes on the network. Users
-    can turn this on again with `config_kwargs={"s3": {"payload_signing_enabled": True}}`.
+    can turn the signing on again with `config_kwargs={"s3": {"payload_signing_enabled": True}}`.
     """
     given = settings["config_kwargs"]
     checksums = given.get("request_checksum_calculation", os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", ""))
@@ -283,7 +283,7 @@ def _is_here(host: str) -> bool:
 
 
 def _sign_by_crc(params: Any, context: Any, **_: Any) -> None:
-    """Tell botocore that the request has a CRC-32. If not told, botocore signs the body's SHA-256 even over TLS."""
+    """Tell botocore that the request has a CRC-32. Otherwise, botocore would sign the body's SHA-256 even over TLS."""
     name = "x-amz-checksum-crc32"
     if name in params["headers"] and not context.get("checksum", {}).get("request_algorithm"):
         algorithm = {"algorithm": "crc32", "in": "header", "name": name}

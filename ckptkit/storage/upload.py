@@ -155,7 +155,7 @@ class PartWriter:
 
 
 def _lent_part(nbytes: int) -> int:
-    """Return the size of the parts in which a lent buffer of `nbytes` is uploaded.
+    """Return the size of the parts in which a buffer of `nbytes` that was passed to `lend` is uploaded.
 
     A buffer of up to 216 MiB is one part, which saves requests. A larger buffer is divided into eight parts, for eight
     connections. But no part is smaller than 108 MiB or larger than 216 MiB: a part that fails is sent again as a whole.

@@ -911,7 +911,8 @@ def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
 def _moved_values(tree: JSON, order: Sequence[int | None], saved: int, name: str = "") -> list[str]:
     """Return the names of a scheduler's lists whose values would apply to the wrong param groups.
 
-    A list is returned if it has one value per saved group, and would change if it were put into the live order of the groups.
+    A list is returned if it has one value per saved group, and would change if it were put into the order of the live
+    groups.
 
     Args:
         tree: The saved state of a scheduler.

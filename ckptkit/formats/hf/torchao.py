@@ -40,7 +40,7 @@ def stored_name(name: str) -> str:
 def found_recipes(
     headers: Iterable[Mapping[str, str]], tensors: Mapping[str, tuple[str, tuple[int, ...]]], path: str
 ) -> tuple[dict[str, Recipe], dict[str, str]]:
-    """Return the recipes of a checkpoint's quantized weights, and the catalog names of the weights' stored tensors.
+    """Return recipes that describe a checkpoint's quantized weights, and the catalog names of their stored tensors.
 
     Args:
         headers: The `__metadata__` of each file.
@@ -48,8 +48,8 @@ def found_recipes(
         path: The file or directory, for messages.
 
     Raises:
-        CorruptCheckpointError: A description is malformed, refers to a missing tensor, or refers to a tensor that also
-            belongs to another weight.
+        CorruptCheckpointError: The description of a weight in `__metadata__` is malformed, refers to a missing tensor,
+            or refers to a tensor that also belongs to another weight.
         UnsupportedFormatError: A class is not one of `CLASSES`.
     """
     recipes: dict[str, Recipe] = {}
@@ -147,10 +147,11 @@ def describe_tensors(names: Iterable[str], recipes: Mapping[str, Recipe]) -> dic
 
     Args:
         names: Names of the plain tensors.
-        recipes: Recipes of the quantized weights. The class of each weight must be one of `CLASSES`.
+        recipes: Describes how each quantized weight is split into plain tensors (see `subclasses`). The class of each
+            weight must be one of `CLASSES`.
 
     Raises:
-        UnsupportedFormatError: A recipe has a value that the layout cannot store.
+        UnsupportedFormatError: A recipe has a value that torchao's layout cannot store.
     """
     plain = json.dumps({"_type": "Tensor"})
     found = dict.fromkeys(names, plain)
@@ -165,9 +166,9 @@ def describe_tensors(names: Iterable[str], recipes: Mapping[str, Recipe]) -> dic
 
 
 def _context(recipe: Recipe) -> dict[str, Any]:
-    """Return the context in a recipe (see `subclasses`).
+    """Return a recipe's context: what the class needs, besides the inner tensors, to rebuild a weight.
 
-    If each shard has its own scale, the block size is the shape of a shard.
+    If each shard of the weight has its own scale, the context's block size is the shape of a shard.
     """
     block = recipe["inner"].get("scale", {}).get("block")
     cut = recipe["context"].get("block_size") == {"$shape": True} and block is not None

@@ -55,7 +55,6 @@ class LocalTensor:
 
 
 def file_name(rank: int) -> str:
-    """Return the name of a rank's file."""
     return f"local_{rank:05d}.safetensors"
 
 

@@ -94,11 +94,11 @@ def is_averaged(catalog: Catalog) -> bool:
 
 
 def with_trained_weights(catalog: Catalog) -> Catalog:
-    """Return the catalog from which training continues, with a note about the change.
+    """Return the catalog with the trained weights as the model, and with a note about the change.
 
     Lightning's WeightAveraging saves the moving average as the model, and the trained weights separately. In the
-    result, the trained weights are the model, and the names of the moving average have the prefix "ema.". Any other
-    catalog is returned unchanged.
+    result, the names of the moving average have the prefix "ema.". A catalog without a moving average is returned
+    unchanged.
     """
     if not is_averaged(catalog):
         return catalog

@@ -117,7 +117,7 @@ def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
 
 
 def renamed(catalog: Catalog, prefix: str) -> Catalog:
-    """Return the catalog with `prefix.` before each name, unless the name already begins so. FQNs do not change."""
+    """Return the catalog with `prefix.` put before each name that does not begin with it. FQNs do not change."""
 
     def name_of(name: str) -> str:
         return name if name.startswith(f"{prefix}.") else f"{prefix}.{name}"

@@ -35,8 +35,8 @@ def assign(
     """Return the parameter names in each group, or None if shapes and order do not determine all names.
 
     Args:
-        params: The model's parameters and buffers, in module order. Tied parameters are listed once. Frozen parameters
-            and buffers may be in no group.
+        params: The model's parameters and buffers, in module order. Tied parameters are listed once. A frozen parameter
+            or a buffer need not be in any group.
         groups: Shapes of each group's parameters, in index order.
         no_decay: For each group, whether the weight decay is 0. This distinguishes groups with equal shapes.
         fits: Is called with (group, position) and a name. Returns whether the values saved at this position can belong
@@ -57,11 +57,11 @@ def _match(
 ) -> list[list[str]] | None:
     """Return the assignment of `params` to the groups, or None unless exactly one assignment is possible.
 
-    Goes through the parameters once, and tracks all partial assignments that are still possible. `states` maps the
-    position reached in each group to the assignment that leads there, or to None if several assignments lead there.
-    An assignment is a linked list (the assignment before, group, name), which is extended without a copy.
+    Goes through the parameters once, and tracks all partial assignments that are still possible.
     """
     spare = len(params) - sum(map(len, groups))
+    # For the position reached in each group: the assignment that leads there, or None if several do. An assignment is a
+    # linked list (the assignment before, group, name), which is extended without a copy.
     states: dict[tuple[int, ...], _Taken | None] = {(0,) * len(groups): ()}
     for done, param in enumerate(params):
         following: dict[tuple[int, ...], _Taken | None] = {}

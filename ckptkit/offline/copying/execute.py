@@ -50,12 +50,12 @@ class CopyReport:
         nbytes: Number of bytes written.
         nbytes_read: Number of source bytes read, including bytes that were read only to be checked.
         records: Number of source digests checked.
-        covered: The counts from the coverage check of the whole plan.
+        covered: Numbers of tensors, elements and bytes in the whole plan, as counted by `check_plan`.
         seconds: Wall time.
-        steps: Number of steps.
+        steps: Number of steps of the plan.
         taken_over: Number of steps that were skipped because an interrupted command had finished them.
-        digested: The box digests that were computed during the copy. In each row, `file` is an index into the plan's
-            files.
+        digested: Digests of the written regions (boxes) of tensors, if `execute` computed them. In each row, `file` is
+            an index into the plan's files.
         infinite: The number of finite elements that became infinite in a cast, by tensor name and dtype.
     """
 
@@ -71,7 +71,7 @@ class CopyReport:
 
     @classmethod
     def joined(cls, reports: Sequence[CopyReport]) -> CopyReport:
-        """Return the combined results of several ranks, without box digests."""
+        """Combine the reports of several ranks into one report, without `digested`."""
         infinite: Counter[tuple[str, str]] = Counter()
         for report in reports:
             infinite.update(report.infinite)
@@ -124,8 +124,8 @@ def execute(
 ) -> CopyReport:
     """Write a plan's files to `destination`, which must not contain any of these files yet.
 
-    Coverage is checked before anything is written. The caller must make the files durable when it publishes the
-    destination.
+    Before anything is written, `check_plan` checks that each element and each file byte is written exactly once. The
+    caller must make the files durable when it publishes the destination.
 
     Args:
         workers: Number of worker threads. 0 chooses a number for this machine.
@@ -137,7 +137,7 @@ def execute(
             files that cannot be continued are written again from the start.
         ledger: The ledger of a remote destination. An object that an interrupted command finished is not written again
             if its content matches.
-        digests: Compute the digest of each written box whose bytes are written in order.
+        digests: Compute the digest of each written region (box) of a tensor whose bytes are written in order.
 
     Raises:
         IntegrityError: A digest differs. The message names file and tensor.

@@ -76,7 +76,7 @@ class AdapterSplit:
         saved: Tensors of fully trained modules (modules_to_save), by their names in an adapter file.
         plain: The same tensors as in `base`, by their names in an adapter file.
         names: The adapters' names, usually just "default".
-        dropped: Unused sources, each with the reason.
+        dropped: Unused source tensors, each with the reason.
     """
 
     base: dict[str, Target]
@@ -152,7 +152,7 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
 
 
 def refuse_other_kinds(targets: Mapping[str, Target]) -> None:
-    """Raise if a PEFT model has an adapter other than LoRA, because no loader accepts the tensors as a model.
+    """Raise if the tensors include a PEFT adapter other than LoRA, because no loader would accept their export.
 
     Raises:
         UnsupportedFormatError: There is such an adapter. The message names the module.
@@ -175,7 +175,7 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
 
     Raises:
         UsageError: There is no config, or the config lacks lora_alpha.
-        CheckpointMismatchError: The config's rank differs from the rank of the tensors.
+        CheckpointMismatchError: The LoRA rank in the config differs from the LoRA rank of the tensors.
     """
     ranks = sorted({_rank(pair) for pair in split.pairs.values()})
     modules = sorted({pair.module.rpartition(".")[2] for pair in split.pairs.values()})
@@ -359,10 +359,10 @@ def _rank(pair: LoraPair) -> int:
 
 
 def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
-    """Return whether a pair may adapt a parameter that contains several experts.
+    """Return whether a LoRA pair may adapt a parameter that stacks several experts.
 
-    In such a pair, the factors of all experts are concatenated along the rank. The pair's rank is therefore a multiple
-    of a configured rank, and the config's target_parameters include a parameter of the pair's module.
+    In such a pair, the factors of all experts are concatenated along the LoRA rank. The pair's LoRA rank is therefore a
+    multiple of a rank in the config, and the config's target_parameters include a parameter of the pair's module.
     """
     if not is_of_parameter(config, pair.key.replace(".base_layer", "")):
         return False

@@ -37,13 +37,15 @@ _PACKED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Dequantized:
-    """The targets without scales, and the dequantized weights that replace the quantized weights.
+    """The tensors to write after dequantization.
 
     Attributes:
-        made: The dequantized weights, by the key of the quantized source.
-        whole: All other source tensors by key, for targets that need only parts of a source.
+        targets: All tensors to write, without scales.
+        made: The dequantized weights, by the key of the quantized weight in the source.
+        whole: All other source tensors by key, for targets that need only parts of a source tensor.
         dropped: The reason why each scale was dropped, by the scale's key in the source.
-        names: Maps the name of each stored tensor to the weight to which the tensor belongs. "" for activation scales.
+        names: Maps the name of each stored tensor (codes, scale) to the weight to which the tensor belongs. "" for
+            activation scales.
     """
 
     targets: dict[str, Target]
@@ -58,7 +60,7 @@ class Dequantized:
         return f"{counted(len(self.made), f'{kinds} weight')} dequantized to {self.dtype}"
 
     def computed(self, tensors: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
-        """Return the tensors. Each tensor with a quantized source is replaced by a dequantized tensor."""
+        """Return `tensors`, with dequantized tensors in place of those that would be copied from quantized weights."""
         return assembled(tensors, {}, {**self.whole, **self.made})
 
 
@@ -107,12 +109,13 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
 
 
 def with_lower_bits(targets: Mapping[str, Target], bits: Mapping[str, TensorEntry], dtype: str) -> Dequantized:
-    """Return the targets, with exact weights in place of those whose lower bits are stored in separate tensors.
+    """Return the targets, with exact weights in place of the rounded weights of flashoptim.
 
-    flashoptim stores such lower bits. The exact weights have the dtype `dtype`, or fp32 if `dtype` is "keep".
+    flashoptim stores an fp32 weight as a rounded weight (bf16 or fp16) and a second tensor with its lower bits. The
+    exact weights have the dtype `dtype`, or fp32 if `dtype` is "keep".
 
     Args:
-        bits: The tensors with lower bits, by the key of the weight's source. Each has the shape of the weight.
+        bits: The tensors with lower bits, by the key of the rounded weight in the source. They have the same shape.
     """
     wanted = "float32" if dtype == "keep" else dtype_of(dtype).name
     formula, label = partial(formulas.with_lower_bits, dtype=wanted), "flashoptim weight + its lower bits"
@@ -151,7 +154,7 @@ def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequa
 
 
 def _source(name: str, dtype: str, source: str, shape: tuple[int, ...]) -> Target:
-    """Return a target for a whole source, in the shape that the formula expects."""
+    """Return a target that reads a whole source tensor, in the shape that the formula expects."""
     return Target(name, dtype, shape, (Part(Box.whole(shape), source, Box.whole(shape)),), dtype)
 
 
@@ -169,11 +172,11 @@ def _weight(
     *,
     scratch: int,
 ) -> _Weight:
-    """Return the weight `made` as a tensor that is computed from codes and other parts.
+    """Return the weight `made` as a tensor that is computed from its codes and its `parts` (scales, zero points).
 
     Args:
-        aligned: The number of parts, from the first, that have one row per row of the weight. If only some rows of the
-            weight are computed, only the same rows of these parts are read.
+        aligned: How many of the first `parts` have one row per row of the weight. If only some rows of the weight are
+            computed, only the same rows of these parts are read.
         scratch: Temporary memory that the formula needs, in bytes per element of the weight.
     """
     whole = tuple(map(_stored, (codes, *parts)))
@@ -220,7 +223,7 @@ def _eight(name: str, targets: Mapping[str, Target], blocks: Any, dtype: str) ->
 
 
 def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[formulas.Dequantization, str, int]:
-    """Return a weight's formula, the label in a plan, and the number of inputs that are sliced like the weight."""
+    """Return a weight's formula, its label in a plan, and how many of its inputs are sliced like the weight."""
     if scale.numel == 1:
         return partial(formulas.whole, dtype=dtype), f"FP8 weight * scale in {scale.dtype}", 0
     rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (weight.shape[0], 1)

@@ -52,7 +52,7 @@ class Stored:
     shape: tuple[int, ...]
 
     def rows(self) -> npt.NDArray[np.uint8]:
-        """Return the bytes as a matrix: one row per run of the last dimension, or per element of a vector."""
+        """Return the bytes as a matrix with one row for each row of the tensor. For a vector, one row per element."""
         count = math.prod(self.shape[:-1]) if len(self.shape) > 1 else math.prod(self.shape)
         return self.data.reshape(count, len(self.data) // max(1, count))
 
@@ -67,20 +67,20 @@ Dequantization: TypeAlias = Callable[[Stored, Sequence[Stored], int, Bytes], int
 
 
 def whole(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes, *, dtype: str) -> int:
-    """Return W * scale. Inputs: the tensor's scale."""
+    """Compute W * scale. Inputs: the tensor's scale."""
     return _scaled(w, inputs[0], np.zeros((len(w.rows()), 1), np.intp), _ONE_COLUMN, out, dtype)
 
 
 def by_row(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes, *, dtype: str) -> int:
-    """Return W with each row multiplied by its scale. Inputs: the scales of all rows."""
+    """Compute W with each row multiplied by its scale. Inputs: the scales of all rows."""
     return _scaled(w, inputs[0], np.arange(first, first + w.shape[0])[:, None], _ONE_COLUMN, out, dtype)
 
 
 def by_block(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes, *, high: int, wide: int, dtype: str) -> int:
-    """Return W with each block of `high` x `wide` elements multiplied by its scale.
+    """Compute W with each block of `high` x `wide` elements multiplied by its scale.
 
-    Inputs: scales, [..., blocks down, blocks across]. If blocks span several rows, all scales are given; otherwise only
-        the scales of the given rows.
+    Inputs: scales, [..., blocks down, blocks across]. If blocks span several rows, these are the scales of the whole
+        tensor; otherwise only those of the given rows.
     """
     start = first if len(w.shape) == 2 and high > 1 else 0  # in higher dimensions, only the outermost is sliced
     height, width = w.shape[-2:]
@@ -91,7 +91,9 @@ def by_block(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes, *, hig
 
 
 def with_lower_bits(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes, *, dtype: str) -> int:
-    """Return W + bits / largest bits * half the distance from W to the next number. Inputs: the bits.
+    """Compute W + bits / (largest value of their dtype) * (half the distance from W to the next number).
+
+    W is the rounded weight. Inputs: the lower bits.
 
     Follows `reconstruct_fp32_param` in flashoptim.
     """
@@ -105,7 +107,7 @@ def with_lower_bits(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes,
 
 
 def mxfp4(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes, *, dtype: str) -> int:
-    """Return MXFP4 blocks [experts, out, groups, 16] as weights [experts, groups * 32, out].
+    """Compute weights [experts, groups * 32, out] from MXFP4 blocks [experts, out, groups, 16].
 
     Each byte contains two FP4 codes, with the first code in the lower bits. Each value is multiplied by two to the
     power of its group's exponent. Inputs: the exponents plus 127, as bytes [experts, out, groups].
@@ -144,7 +146,7 @@ def integers(
     has_shape: bool,
     dtype: str,
 ) -> int:
-    """Return (W - zero point) * scale for a matrix of integers, rounded to the scale's dtype.
+    """Compute (W - zero point) * scale for a matrix of integers, rounded to the scale's dtype.
 
     Follows `dequantize` in compressed-tensors (quantization/lifecycle/forward.py). Inputs: scales, then zero points and
     the shape if present.
@@ -189,7 +191,7 @@ def integers(
 
 
 def fp4(w: Stored, inputs: Sequence[Stored], first: int, out: Bytes, *, group: int, dtype: str) -> int:
-    """Return W * scale for FP4 (two codes per byte, with the first code in the lower bits), rounded to bfloat16.
+    """Compute W * scale for FP4 (two codes per byte, with the first code in the lower bits), rounded to bfloat16.
 
     Inputs: one scale for every `group` columns, in FP8 or as a byte (the exponent plus 127). For NVFP4, a second input
     is the number by which all scales are divided. Follows `decompress` in the NVFP4 and MXFP4 compressors of

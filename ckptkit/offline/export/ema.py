@@ -26,7 +26,7 @@ def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]
         CheckpointNotFoundError: There is no EMA.
         UsageError: There are several EMAs.
         CheckpointMismatchError: The EMA does not belong to this model.
-        UnsupportedFormatError: The EMA's tensors have no names, or are too small to be stored as tensors.
+        UnsupportedFormatError: The EMA's tensors have no names, or are so small that they are stored in a JSON value.
     """
     model = catalog.by_role(Role.MODEL)
     if is_averaged(catalog):

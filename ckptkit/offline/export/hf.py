@@ -104,10 +104,12 @@ def plan_export(
     own: BaseModel | None = None,
     options: ExportOptions | None = None,
 ) -> HFExport:
-    """Plan the export of a checkpoint. Reads side files, and tied tensors whose bytes must be compared.
+    """Plan the export of a checkpoint.
+
+    Reads the checkpoint's side files (config, tokenizer), and the bytes of tied tensors that must be compared.
 
     Args:
-        base: The model at --base, completed with the checkpoint's own side files.
+        base: The model at --base. What it lacks, such as a config or a tokenizer, is taken from `own`.
         own: The checkpoint's own side files. If None, they are read from `store`.
 
     Raises:
@@ -233,7 +235,7 @@ def _map_names(draft: _Draft) -> None:
 
 
 def _by_transformers(draft: _Draft, chosen: Choice) -> Choice:
-    """Return `chosen`, or the names from the installed transformers if these match the base better."""
+    """Return `chosen`, or transformers' own renaming if it leaves fewer names of the base model missing."""
     wanted = draft.base.wanted
     if wanted.keys() <= chosen.mapped.targets.keys() or chosen.mapped.targets.keys() <= wanted.keys():
         return chosen  # nothing is missing, or nothing is left to rename
@@ -302,7 +304,10 @@ def _model_tensors(
 
 
 def _wanted_in_parts(wanted: Mapping[str, WantedTensor], recipes: Mapping[str, Recipe]) -> dict[str, WantedTensor]:
-    """Return the base's tensors. Each weight that torchao quantized in the export is replaced by its inner tensors."""
+    """Return `wanted`, the base model's tensors, with inner tensors in place of weights that torchao has quantized.
+
+    `recipes` describes how the checkpoint's quantized weights are split into inner tensors.
+    """
     found = dict(wanted)
     for name, recipe in recipes.items():
         for outer in (name, name.partition(".")[2]):
@@ -531,7 +536,7 @@ def _kind(target: Target) -> tuple[str, tuple[int, ...], str]:
 
 
 def _whole_source(target: Target) -> str | None:
-    """Return the source that the target copies without changes. Returns None if the target is not a plain copy."""
+    """Return the key of the source tensor that the target copies unchanged, or None if it is not a plain copy."""
     part = target.only_part
     return part.source if part is not None else None
 
