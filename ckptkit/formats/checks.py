@@ -1,4 +1,4 @@
-"""Checks digests while the bytes of a file or record are read. The bytes may come in any order."""
+"""Checks digests while the bytes that they cover are read. The bytes may be read in any order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RecordTable:
     """The byte ranges that digests cover, as columns. Each row is a record. Equal ranges of a source share one record.
 
     Attributes:
-        sources: [n] index of the source: a file, or a decoded record in a file.
+        sources: [n] index of the source: a file, or the decompressed bytes of a part of a file.
         starts, nbytes: [n] start and size of the range in bytes.
         values: [n] digests.
         algorithms: [n] index into `NAMES`.
@@ -108,7 +108,11 @@ class Crcs:
         return first, value
 
     def end(self, first: int, stop: int, value: int) -> tuple[int, int, int]:
-        """Add the piece [first, stop), and return the joined piece that now contains it: (start, stop, CRC-32)."""
+        """Add the bytes [first, stop) of the file as a piece with the CRC-32 `value`, and join adjacent pieces.
+
+        Returns:
+            (start, stop, CRC-32) of the joined piece.
+        """
         with self._lock:
             if first in self._by_stop:  # meanwhile, another thread added the preceding piece
                 before, crc = self._by_stop.pop(first)
@@ -121,7 +125,7 @@ class Crcs:
         return first, stop, value
 
     def feed(self, start: int, data: memoryview) -> None:
-        """Add the bytes `data` at position `start`."""
+        """Add `data`, the bytes of the file from position `start` on."""
         first, value = self.begin(start)
         self.end(first, start + len(data), crc32(data, value))  # outside the lock, so that threads hash in parallel
 
@@ -138,11 +142,12 @@ Run = tuple[int, Hasher]
 class Verifier:
     """Checks records against their digests while the bytes are read. Thread-safe.
 
-    A record with a CRC-32 is checked once all its bytes have been read, in any order. Any other record is checked only
-    if its bytes come in order. `unproved` returns the records that must be read again.
+    A record is a byte range that has a digest (see `RecordTable`). If the digest is a CRC-32, the record is checked
+    once all its bytes have been read, in any order. Any other record is checked only if its bytes are read in order.
+    `unproved` returns the records that must be read again.
 
     Args:
-        describe: Returns the file of a record and a tensor in that record, for the error message.
+        describe: Returns text for the error message: the record's file, and a tensor in the record.
         advice: End of the error message, which says what the user can do.
     """
 
@@ -158,9 +163,9 @@ class Verifier:
         self.proved = table.nbytes == 0
 
     def begin(self, record: int, start: int) -> Run | None:
-        """Return a digest to update with a record's bytes from `start` on. None: these bytes are not checked.
+        """Return a digest to which the caller adds the record's bytes from `start` on. None: they are not checked.
 
-        The caller passes the updated digest to `end`, or drops the digest if reading fails.
+        The caller then passes the digest to `end`, or drops it if reading fails.
         """
         table = self._table
         if self.proved[record]:
@@ -176,10 +181,12 @@ class Verifier:
         return first, Crc32(value)
 
     def end(self, record: int, run: Run, stop: int) -> None:
-        """Accept a digest that covers a record's bytes up to `stop`, which must lie inside the record.
+        """Take the digest from `begin`, to which the caller has added the record's bytes up to `stop`.
+
+        `stop` must lie inside the record.
 
         Raises:
-            IntegrityError: The record is complete and its digest does not match.
+            IntegrityError: All bytes of the record have been read, and the digest does not match.
         """
         table, first, value = self._table, run[0], run[1].intdigest()
         algorithm, expected = NAMES[int(table.algorithms[record])], int(table.values[record])
@@ -205,14 +212,14 @@ class Verifier:
         self.proved[record] = True
 
     def feed(self, record: int, start: int, data: memoryview) -> None:
-        """Check bytes that one call read from position `start` of a record's source."""
+        """Check `data`, bytes of a record that were read from position `start` of the record's source."""
         run = self.begin(record, start)
         if run is not None:
             run[1].update(data)
             self.end(record, run, start + len(data))
 
     def unproved(self) -> Int64:
-        """Return the records that were not checked, and drop their partial digests."""
+        """Return the indices of the records that were not checked, and drop the digests in progress."""
         with self._lock:
             self._crcs.clear()
             self._runs.clear()

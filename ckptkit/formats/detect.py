@@ -536,7 +536,7 @@ def pointers(place: Candidate) -> list[tuple[str, str]]:
 
 
 def _member(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose a model in the directory of a step that has several models. The actor is preferred to the critic."""
+    """Choose a model in a step's directory that has a subdirectory per model. The actor is preferred to the critic."""
     there = [name for name in _MEMBERS if name in place.directories]
     for name in there:
         found = _enter(place, url, name, depth)
@@ -598,9 +598,10 @@ def _beside(place: Candidate, name: str) -> list[str]:
 
 
 def _numbered_files(place: Candidate) -> list[str]:
-    """Return the files with the model of a step, newest first. A file may contain the whole training state.
+    """Return the files that are named after a step and may hold a model, newest first.
 
-    Files that do not end in .ckpt count only if the newest step has a single file that may hold a model.
+    These are the .ckpt files. If there are none, these are the other torch.save files. Returns [] if several of those
+    files have the newest step, or if each rank wrote a file.
     """
     steps = ordered(n for n in place.files if n.endswith(".ckpt"))
     if not steps:

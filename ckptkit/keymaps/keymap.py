@@ -23,7 +23,7 @@ class Mapped:
 
     Attributes:
         targets: The resulting tensors by name.
-        dropped: The sources that a rule or `rest` dropped, each with the reason.
+        dropped: The source tensors that a rule, or the map's `rest`, dropped, each with the reason.
         unused: The rules that matched no tensor, as texts such as "rule 2 (drop rope_cache)".
     """
 

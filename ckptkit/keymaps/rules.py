@@ -135,7 +135,7 @@ class RuleState:
     """The state while a map is applied: the tensors so far, the dropped tensors, and errors.
 
     `touched` contains the current names of all tensors that a rule has matched. `dropped_numel` contains, for each
-    source, the number of dropped elements.
+    source tensor, the number of dropped elements.
     """
 
     targets: dict[str, Target]
@@ -146,7 +146,7 @@ class RuleState:
     faults: list[str] = field(default_factory=list)
 
     def drop(self, names: Iterable[str], why: str) -> None:
-        """Drop tensors. Their elements are added to `dropped_numel`."""
+        """Drop tensors. Adds the numbers of their elements to `dropped_numel`."""
         gone = list(names)
         for part in (part for name in gone for part in self.targets[name].parts):
             self.dropped[part.source] = why
@@ -154,7 +154,7 @@ class RuleState:
         self.replaced(gone, [])
 
     def replaced(self, taken: Iterable[str], made: Iterable[tuple[str, Target]]) -> None:
-        """Replace the tensors that a rule matched by the tensors that the rule made. Adds an error if names collide."""
+        """Remove the tensors that a rule matched, and add those that it made. Adds an error if names collide."""
         gone = set(taken)
         if not gone:
             return
@@ -517,9 +517,10 @@ def _inverse(rule: Rule) -> Rule:
 
 
 def _turned(source: NamePattern, to: str, *, lost: str = "", gained: str = "") -> NamePattern:
-    """Return a pattern for the names that the template `to` produces. Placeholders have the same kinds as in `source`.
+    """Return a pattern for the names that the template `to` produces from names that match `source`.
 
-    `lost` is the placeholder that a stack removes. `gained` is the placeholder that an unstack adds; it matches digits.
+    Placeholders match the same text as in `source`: {i:d} still matches only digits. `lost` is the placeholder that a
+    stack removes. `gained` is the placeholder that an unstack adds; it matches digits.
     """
     known = placeholders(_template(source))
     gone = set(known) - set(placeholders(to)) - {lost}

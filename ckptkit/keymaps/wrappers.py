@@ -1,4 +1,4 @@
-"""Strips the name prefixes that frameworks add, without a key map."""
+"""Strips the prefixes that wrappers, such as DDP and torch.compile, add to tensor names. Needs no key map."""
 
 from __future__ import annotations
 

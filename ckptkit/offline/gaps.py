@@ -35,7 +35,7 @@ _MAX_OBJECT_BYTES = 64 << 20  # larger objects, such as a dataloader's state, ar
 
 
 def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (path, message) for each missing, empty or unreadable file that contains no tensors.
+    """Yield (path, message) for each missing, empty or unreadable file, except tensor files.
 
     ckptkit's own checkpoints do not need this check, because their commit record lists all files.
 

@@ -1,8 +1,8 @@
 """Records which steps of a command are finished, so that the same command can continue after an interruption.
 
-Each rank has an owner file next to the staging directory. The first line of the file is JSON. The journal follows: a
-header line (plan, world size, rank), then one line per finished step. The file is never synced. It survives if the
-process is killed. Work from before a reboot of the machine is never continued.
+Each rank has an owner file next to the staging directory. The first line of the file is JSON that identifies the rank's
+process. The journal follows: a header line (plan, world size, rank), then one line per finished step. The file is never
+synced. It survives if the process is killed. Work from before a reboot of the machine is never continued.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ _VOID = "x "
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One rank's progress in one attempt.
+    """One rank's progress in one attempt to run the command.
 
     Attributes:
         plan: Fingerprint of the source and of all bytes to write.
         world_size: The number of ranks of the attempt.
         rank: The rank whose progress this is.
         steps: The numbers of the rank's finished steps.
-        void: In the section of the running attempt: the files that this attempt writes again from the start. In the
-            section of an earlier attempt: the files that a later attempt has begun again. Their steps do not count.
+        void: Paths of files. In the section of the running attempt: the files that this attempt writes again from the
+            start. In the section of an earlier attempt: the files that a later attempt has begun again, so the steps of
+            this section for these files do not count.
     """
 
     plan: str
@@ -53,10 +54,10 @@ class Section:
 
 
 class Journal:
-    """One rank's journal in one attempt. Thread-safe."""
+    """Records one rank's finished steps in one attempt to run the command. Thread-safe."""
 
     def __init__(self, staging: str, *, world_size: int = 1, rank: int = 0) -> None:
-        """Open nothing yet. The owner file of `rank` must exist before `begin` is called.
+        """Open no file yet. The owner file of `rank` must exist before `begin`, which appends to the file.
 
         Args:
             staging: Absolute path of the staging directory.
@@ -76,7 +77,8 @@ class Journal:
 
         Args:
             steps: The numbers of the steps that are already finished.
-            anew: Files that this attempt writes again from the start. The earlier steps of these files do not count.
+            anew: Files that this attempt writes again from the start. For these files, steps of earlier
+                attempts do not count.
         """
         section = Section(plan, self.world_size, self.rank, frozenset(steps), frozenset(anew))
         text = _text(section.lines())
@@ -171,7 +173,10 @@ def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
 
 
 def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
-    """Return the finished steps of all attempts and all ranks, read from these owner files. Leaves out void steps."""
+    """Return the finished steps of all ranks in all attempts, read from the owner files `paths`.
+
+    In the sections of earlier attempts, `void` then also lists the files that the last attempt has begun again.
+    """
     parsed = [_parse(parent.read(path)) for path in paths]
     current = [section for _, found in parsed for section in found]
     void = frozenset(path for section in current for path in section.void)
@@ -187,12 +192,12 @@ def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
 
 
 def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> Leftover | None:
-    """Return the newest staging directory for `name` that can be continued, or None if there is none.
+    """Return the newest staging directory of the result `name` that can be continued, or None if there is none.
 
-    A directory can be continued if at least one step is finished and all its writers are dead.
+    A directory can be continued if at least one step is finished, and all processes that wrote to it are dead.
 
     Args:
-        dead: Owner files of dead writers on other machines. Those machines have called `dead_owner_files`.
+        dead: Owner files whose processes are dead, as `dead_owner_files` found on other machines.
     """
     found = []
     for left in _staging_directories(parent, name):
@@ -205,9 +210,9 @@ def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> L
 
 
 def dead_owner_files(parent: LocalStore, name: str) -> dict[str, str]:
-    """Return the owner files of dead writers of `name`, each with its staging directory.
+    """Return the owner files of dead processes that wrote the result `name`, each with its staging directory.
 
-    Includes only writers that ran on this machine since its last boot.
+    Includes only processes that ran on this machine since its last boot.
     """
     found = [
         (path, left.path) for left in _staging_directories(parent, name) for path in owner_files(parent, left.path)
@@ -246,7 +251,7 @@ def adopt(parent: LocalStore, left: Leftover, name: str, nonce: str) -> LocalSto
 
 
 def give_up(parent: LocalStore, name: str, nonce: str) -> bool:
-    """Leave a staging directory to the next writer, and return True. If no step is finished, only return False."""
+    """Keep a staging directory for the next attempt, and return True. If no step is finished, return False instead."""
     staging = staging_name(name, nonce)
     if not _merged(parent, owner_files(parent, staging)):
         return False

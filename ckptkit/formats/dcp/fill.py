@@ -67,7 +67,8 @@ class _Reads:
 
     Attributes:
         owners: Index of the `_Wanted` that the region fills.
-        sources, starts: Position of the region's first byte: an index into `origins`, and a byte offset in that origin.
+        sources, starts: Position of the region's first byte: an index into `origins` (files, or decompressed parts of
+            files), and a byte offset there.
         nbytes: Size of the region in bytes.
         offsets, sizes: Position and sizes of the region in the target, in elements.
         strides: Strides of the region in the source, in elements.
@@ -199,9 +200,9 @@ class Filler:
         return found.digest()
 
     def share_out(self, own: int, count: int) -> list[list[torch.Tensor]]:
-        """Divide the reads into `count` shares of about equal size, and keep only share `own`.
+        """Divide the planned reads into `count` shares of about equal size, and keep only the share with index `own`.
 
-        Ranks with equal signatures get the same shares in the same order. Each share is a contiguous range in the
+        Ranks whose `signature` is equal divide the reads in the same way. Each share is a contiguous range in the
         files.
 
         Returns:
@@ -216,7 +217,7 @@ class Filler:
         return [[self._part(reads, row) for row in np.flatnonzero(shares == share).tolist()] for share in range(count)]
 
     def _last(self) -> dict[str, tuple[int, str]]:
-        """Return, for each file, the end of the read that reaches furthest, and the tensor that this read fills.
+        """For each file, return the byte at which the furthest read ends, and the tensor that this read fills.
 
         If a file was truncated, at least this tensor is incomplete.
         """
@@ -281,7 +282,7 @@ class Filler:
         self._wanted, self._planned = [], None
 
     def _read_lying(self, reader: SourceReader, reads: _Reads, rows: Int64) -> int:
-        """Read regions in file order, directly or through a buffer, and return the number of bytes read."""
+        """Read the regions `rows`, which are contiguous and not compressed, in file order. Return their size."""
         ranges: list[Range] = []
         buffers: list[tuple[int, torch.Tensor]] = []
         columns = (reads.owners, reads.sources, reads.starts, reads.nbytes, reads.places, reads.checked)
@@ -325,7 +326,7 @@ class Filler:
 
 
 def _plan(wanted: Sequence[_Wanted], *, check: bool) -> _Reads:
-    """Find the regions of slices to read, for all wanted regions at once (see `pieces`)."""
+    """Find the parts of slices to read, for all regions to fill at once (see `pieces`)."""
     tensors = [_near(item) if len(item.entry.slices) > _FEW else item.entry.slices for item in wanted]
     known = [recorded(slices) for slices in tensors]
     counts = np.array([len(slices) for slices in tensors], np.int64)

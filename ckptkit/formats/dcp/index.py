@@ -38,11 +38,11 @@ class RankSlices:
     """The slices that a rank wrote.
 
     Attributes:
-        tensors: [n] tensor number of each slice.
-        rows: [n] of `ROW`: location of each slice.
+        tensors: [n] index of each slice's tensor.
+        rows: [n] of dtype `ROW`: location and digest of each slice.
         boxes: Offsets and sizes of each slice, concatenated over all slices.
         ranks: [n] the rank that wrote each slice, or one number if a single rank wrote all slices.
-        first_path: Number of the rank's first file in the list of all ranks' files.
+        first_path: Index of the rank's first file in the list of all ranks' files.
     """
 
     tensors: Int64
@@ -75,7 +75,7 @@ class PlannedKey(NamedTuple):
 
 
 class PlainSlice(NamedTuple):
-    """A slice whose bytes are stored without a record around them. `digest` covers [start, start + nbytes)."""
+    """A slice whose bytes are stored as in safetensors, without framing. `digest` covers [start, start + nbytes)."""
 
     key: PlannedKey
     box: Box
@@ -92,8 +92,8 @@ class RankPart:
     The report takes 40 bytes per slice, plus 16 bytes per dimension of each slice.
 
     Attributes:
-        written: Locations of the slices, then of the objects. The key in a row is an index into one list: the keys in
-            `table`, followed by the keys in `private`.
+        written: Locations of the slices, then of the objects. `key` in a row is an index into the keys of `table`,
+            followed by the keys in `private`.
         boxes: Offsets and sizes of each slice, concatenated over all slices.
         digest: A hash that identifies `table`, even if this rank does not send the table.
         table: Result of `key_table`, or None if a lower rank sends the same table.
@@ -125,7 +125,7 @@ def plain_part(
     phases: Sequence[Phase],
     meshes: Sequence[Mapping[str, Any]] = (),
 ) -> RankPart:
-    """Return the report of a rank that wrote slices to files without records."""
+    """Return the report of a rank that wrote the bytes of slices as in safetensors, without framing."""
     keys = {item.key.name: item.key for item in slices}
     number, path_number = ({name: i for i, name in enumerate(names)} for names in (keys, files))
     rows = [(number[s.key.name], path_number[s.path], s.start, s.nbytes, s.start, s.digest) for s in slices]
@@ -147,7 +147,7 @@ def mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """An object's location (file, start, length), digest, and path in the state."""
+    """An object's location (file, start, length), its digest, and its path in the nested state dict."""
 
     place: tuple[int, int, int]
     digest: int
@@ -200,9 +200,10 @@ class SaveIndex:
         """Return the index of a save planned by torch's planner, which has already checked that the ranks agree.
 
         Args:
-            keys: (name, dtype, shape, path) of each tensor, in order of tensor number.
+            keys: (name, dtype, shape, path) of each tensor. `found.tensors` contains positions in `keys`.
             objects: Location (file, start, length), digest and path of each object, by name.
-            files: Size and digest of each file, in order of file number. May include `.metadata`.
+            files: Size and digest of each file. `found.rows` and `objects` refer to the files by position, not counting
+                `.metadata`.
         """
         self = cls()
         self.world_size, self.files, self._spares = world_size, dict(files), list(spares)
@@ -261,7 +262,7 @@ class SaveIndex:
         return RankSlices(numbers[rows["key"][:count]], rows[:count], part.boxes, rank, first_path)
 
     def _add(self, key: PlannedKey, meshes: Sequence[int], rank: int) -> int:
-        """Return the number of a rank's key. Adds the key to the index if the key is new."""
+        """Return the index of the tensor for which a rank has this key. Adds the tensor if it is new."""
         name, dtype, shape, path, placed = key
         known = self._keys.get(name)
         if known is None:
@@ -347,7 +348,7 @@ class SaveIndex:
     # --- contents
 
     def entries(self) -> Iterator[tuple[PlannedKey, slice, Int64, Int64]]:
-        """Yield each tensor's key, the rows of the tensor's slices, and the offsets and sizes of these slices."""
+        """Yield each tensor's key, the rows that describe its slices, and the offsets and sizes of these slices."""
         start, element = 0, 0
         for key, stop in zip(self._keys.values(), self.stops.tolist(), strict=True):
             ndim = len(key.shape)

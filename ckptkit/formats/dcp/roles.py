@@ -30,10 +30,10 @@ class EntryRole(NamedTuple):
 
 
 class RoleTable:
-    """Determines the `Role` of each entry of a checkpoint. The result for an entry can depend on the other entries.
+    """Determines the `Role` of each entry of a checkpoint. An entry's role can depend on the keys of the other entries.
 
     Args:
-        paths: The planner's path for each key. A key that has no path is treated as a path of one component.
+        paths: The path that torch's planner recorded for each key. A key without a path is a path of one component.
         tensors: The keys that are tensors.
     """
 
@@ -70,7 +70,7 @@ class RoleTable:
         self._paths = paths
 
     def of(self, key: str) -> EntryRole:
-        """Return the `Role`, parameter and state of the entry `key`."""
+        """Return the `Role`, parameter name and state name of the entry `key`."""
         path = self._paths.get(key) or (key,)
         optimizer = self._optimizer(path)
         if optimizer is not None:
@@ -217,8 +217,9 @@ def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
 def _inner_wrappers(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None]) -> dict[Path | None, Path]:
     """Return a longer wrapper for each wrapper whose tensors all have the same next path component.
 
-    For example, {"model": {"model": state_dict}} gives ("model", "model") for ("model",), and {"models": [state_dict]}
-    gives ("models", 0) for ("models",). Only list indices and known keys can make a wrapper longer.
+    A wrapper is the part of a path that precedes the parameter's name. For example, {"model": {"model": state_dict}}
+    gives ("model", "model") for ("model",), and {"models": [state_dict]} gives ("models", 0) for ("models",). Only list
+    indices and known keys can make a wrapper longer.
     """
     members: dict[Path, list[Path]] = {}
     for key, wrapper in wrappers.items():

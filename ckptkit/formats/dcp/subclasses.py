@@ -92,7 +92,7 @@ ENUMS: Mapping[str, Mapping[Any, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The inner tensors and the recipe of a tensor.
+    """The inner tensors of a tensor subclass, and the recipe for rebuilding the tensor from them.
 
     Attributes:
         parts: The inner tensors by attribute ("a::b" if an inner tensor itself belongs to a subclass). The inner
@@ -105,7 +105,10 @@ class Opened:
 
 
 def outer_name(name: str, recipes: Mapping[str, Recipe], prefix: str = "") -> str:
-    """Return the name of the tensor that contains the inner tensor `name`, or `name` itself if no recipe matches."""
+    """Return the name of the tensor subclass that contains the inner tensor `name`.
+
+    Returns `name` itself if `recipes` contains no such tensor.
+    """
     head = name
     while SEPARATOR in head:
         head = head.rpartition(SEPARATOR)[0]
@@ -118,8 +121,8 @@ def describe(recipe: Recipe, live: torch.Tensor | None = None) -> str:
     """Return a recipe as one line, for error messages.
 
     Args:
-        live: The live optimizer state, if there is no recipe. An empty shard has no recipe, because optimizers do not
-            quantize empty shards.
+        live: The live optimizer state, to explain why there is no recipe. For example, optimizers do not quantize empty
+            shards, so an empty shard has none.
     """
     if not isinstance(recipe, Mapping):
         is_empty = live is not None and not local_part(live).numel()
@@ -129,7 +132,7 @@ def describe(recipe: Recipe, live: torch.Tensor | None = None) -> str:
 
 
 def same_recipe(one: Recipe | None, other: Recipe | None) -> bool:
-    """Return whether two recipes are equal.
+    """Return whether two tensor subclasses have equal recipes (`Opened.recipe`).
 
     A tuple and a list with equal items count as equal, because torchao's own files store tuples as lists.
     """
@@ -145,12 +148,12 @@ def same_recipe(one: Recipe | None, other: Recipe | None) -> bool:
 def open_all(
     tensors: Mapping[Any, Any], wholes: Mapping[Any, Any] | None = None
 ) -> tuple[dict[Any, Any], dict[Any, Recipe], dict[Any, str]]:
-    """Replace each non-dense tensor in a table by its inner tensors.
+    """Replace each tensor subclass in a table by its inner tensors.
 
     Args:
         tensors: Tensors by name, or by (FQN, state name). Tensors that can't be split stay as they are.
-        wholes: For each value that is a local part of a global tensor but not a DTensor, a tensor with the global
-            placement.
+        wholes: For each value that is a local part of a global tensor but not a DTensor: a tensor, such as the
+            parameter, that has the global shape and placements.
 
     Returns:
         The new table, the recipes by name, and the reason for each tensor that could not be split.
@@ -184,12 +187,13 @@ def open_all(
 
 
 def open_tensor(tensor: Any, whole: Any = None) -> Opened | None:
-    """Return the inner tensors and the recipe of a tensor.
+    """Return the inner tensors of a tensor subclass, and the recipe for rebuilding the tensor.
 
     Returns None if the tensor is dense, or if the class does not name its inner tensors.
 
     Args:
-        whole: A tensor with the global placement, if `tensor` is a local part of a global tensor but not a DTensor.
+        whole: If `tensor` is a local part of a global tensor but not a DTensor: a tensor, such as the parameter, that
+            has the global shape and placements.
 
     Raises:
         SaveError: The tensor can't be split. The message completes the sentence "the tensor ...".
@@ -317,7 +321,7 @@ def is_state_in_parts(value: Any) -> bool:
 
 
 def keeps_parts(optimizer: Any) -> bool:
-    """Return whether an optimizer is from flashoptim. The `state_dict` of such an optimizer converts its states."""
+    """Return whether an optimizer is from flashoptim."""
     return isinstance(getattr(optimizer, "quantized_state_spec", None), Mapping)
 
 
@@ -365,7 +369,7 @@ def _is_4bit(tensor: Any) -> bool:
 
 
 def repeated(tensors: Mapping[str, Any]) -> set[str]:
-    """Return the names of copies in a state dict: bitsandbytes' 4-bit layers add their weights' inner tensors to it."""
+    """Return the names under which bitsandbytes' layers repeat the inner tensors of 4-bit weights in a state dict."""
     weights = [name for name, value in tensors.items() if type(value).__name__ == "Params4bit" and _is_4bit(value)]
     if not weights:
         return set()
@@ -375,7 +379,7 @@ def repeated(tensors: Mapping[str, Any]) -> set[str]:
 
 
 def left_behind(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
-    """Return the reason why a 4-bit weight of bitsandbytes can't be saved, for each weight that FSDP2 has sharded.
+    """Return the 4-bit weights of bitsandbytes that FSDP2 has sharded, each with the reason why it can't be saved.
 
     A sharded weight holds only the packed values. The scales remain in an attribute of the layer, and no state dict
     contains this attribute.
@@ -434,10 +438,10 @@ def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
 
 
 def _run(name: str, inner: Any, local: Any) -> tuple[int, int]:
-    """Return the length of a run, and the smallest number of rows that consists of whole runs.
+    """Return the number of elements in a run, and the smallest number of rows that can be divided into whole runs.
 
     A run is a sequence of elements of the flattened tensor that share one element of the inner tensor, such as a scale.
-    The number of rows is 0 if the tensor has no rows.
+    The number of rows is 0 if the tensor has no dimensions.
     """
     numel = local.numel()
     if inner.dim() != 1 or not inner.numel() or numel % inner.numel():
@@ -516,9 +520,10 @@ def _cutting(whole: Any) -> tuple[Any, ...]:
 
 
 def _consists_of_runs(whole: Any, run: int) -> bool:
-    """Return whether no rank boundary of a DTensor splits a run.
+    """Return whether each rank's shard of a DTensor consists of whole runs.
 
-    The flattened tensor is divided into runs of `run` elements. All ranks get the same result.
+    A run is a sequence of `run` elements of the flattened tensor that share a value, such as a scale. All ranks get the
+    same result.
     """
     steps, mesh = cut_blocks(run, whole.shape), whole.device_mesh
     counts: dict[int, list[int]] = {}
@@ -588,7 +593,7 @@ def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
 
 
 def _value(tree: Any, shape: tuple[int, ...]) -> Any:
-    """Return the context in a recipe, for a tensor of the given shape.
+    """Rebuild the context from a recipe's JSON, for a tensor of the given shape.
 
     Raises:
         ValueError: The context contains class instances, which only a live tensor can supply.

@@ -191,7 +191,7 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
 
 
 def _columns(members: Mapping[str, Any], data_start: int) -> HeaderTensors | None:
-    """Parse all tensors in a few passes over whole lists.
+    """Parse the entries of all tensors at once, which is faster than one by one.
 
     Returns None if an entry is unusual or invalid. The caller then parses each entry with `_tensor`, which reports
     errors.

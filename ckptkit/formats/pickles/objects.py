@@ -202,12 +202,12 @@ def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | Te
 
 
 def plain(value: Any, *, file: str, read: Callable[[StoredTensor], Any] | None = None) -> Any:
-    """Return `value` with inert values converted to plain Python values. Shared objects stay shared.
+    """Return `value` with the stand-ins for pickled objects (`inert.Stub`) converted to plain Python values.
 
-    Values that are already plain stay as they are.
+    Values that are already plain stay as they are. Shared objects stay shared.
 
     Args:
-        read: Returns a tensor's value. Without `read`, tensors stay records.
+        read: Returns a tensor's value. Without `read`, tensors stay `StoredTensor`s.
 
     Raises:
         CorruptCheckpointError: `value` is nested too deeply, contains itself, or would expand to more than a few
@@ -217,7 +217,7 @@ def plain(value: Any, *, file: str, read: Callable[[StoredTensor], Any] | None =
 
 
 class _Plain:
-    """Converts one value, and counts how many values the result would have if nothing were shared."""
+    """Converts one value for `plain`, and counts how many values the result would have if nothing were shared."""
 
     def __init__(self, read: Callable[[StoredTensor], Any] | None) -> None:
         self.read = read

@@ -127,9 +127,10 @@ def _described(
 
 
 def parse_layout(content: Any, where: str) -> dict[str, FlatParam]:
-    """Return the flat parameters that a layout describes: unit -> {"fqns", "shapes"[, "numels", "pad_mask"]}.
+    """Return the flat parameters that a layout describes.
 
-    `fqns` are relative to the unit. `numels` and `pad_mask` describe padding between parameters.
+    A layout maps each unit's name to {"fqns", "shapes"[, "numels", "pad_mask"]}. `fqns` are relative to the unit.
+    `numels` and `pad_mask` describe padding between parameters.
     """
     if not isinstance(content, dict):
         raise UsageError(f"{where}: expected a JSON object of units.")
@@ -243,7 +244,7 @@ def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVecto
 def _units_of(shapes: Mapping[str, tuple[int, ...]], vectors: Mapping[str, FlatVector]) -> dict[str, FlatParam]:
     """Assign the model's parameters to the flat parameters of the units.
 
-    A parameter goes to the innermost unit that contains the parameter. The order within a unit stays the same.
+    A parameter goes to the innermost unit that contains the parameter. Within a unit, the module order is kept.
 
     Args:
         shapes: Shapes of the parameters, in module order.
