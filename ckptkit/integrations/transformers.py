@@ -207,7 +207,6 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             restore_rng(self._random)
 
     def _load_best(self) -> None:
-        """Load the best step's weights into the model."""
         best = self._trainer.state.best_global_step
         self._managed().load(TrainState(model=self._trainer.model, rng=False), best)
 
@@ -215,7 +214,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return any(record.step == step for record in self._managed().list())
 
     def _instead(self, theirs: Any, ours: Any) -> Any:
-        """Return a function that calls `ours` for the path that we passed to `train`, and `theirs` for other paths."""
+        """Return a function that calls `ours` for the path that this class gave to `train`, and `theirs` otherwise."""
 
         def either(path: Any = None, *arguments: Any, **named: Any) -> Any:
             mine = path is not None and path == self._ours

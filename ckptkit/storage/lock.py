@@ -415,7 +415,6 @@ def store_clock(root: Store) -> float:
 
 
 def _newest(root: Store) -> _State | None:
-    """Return the newest readable lease."""
     for generation, path in sorted(_generations(root), reverse=True):
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             body: Any = json.loads(root.read(path, 0, 4096))

@@ -346,7 +346,13 @@ def _laid_out(
 def _cut_of(
     name: str, value: Any, place: tuple[int, int], cuts: dict[Any, _Cut | None], meshes: dict[DeviceMesh, int]
 ) -> _Cut | None:
-    """Return how a tensor is sharded, or None if this rank is not in the tensor's mesh. Updates `cuts` and `meshes`."""
+    """Return how a tensor is sharded, or None if this rank is not in the tensor's mesh.
+
+    Args:
+        place: For a plain tensor, the `place` of the result.
+        cuts: The results of earlier calls. Updated.
+        meshes: The index of each mesh that a result refers to. Updated.
+    """
     if isinstance(value, ShardedTensor):  # its metadata already lists its boxes
         metas = [shard.metadata for shard in value.local_shards()]
         boxes = [(tuple(meta.shard_offsets), tuple(meta.shard_sizes)) for meta in metas]

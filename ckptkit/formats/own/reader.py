@@ -194,7 +194,6 @@ def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
 
 
 def _digest(store: Store, path: str, size: int) -> str:
-    """Return a file's digest. Reads the file in small pieces."""
     state = new_hasher()
     buffer = memoryview(bytearray(min(size, _DIGEST_PIECE)))
     for start in range(0, size, _DIGEST_PIECE):
