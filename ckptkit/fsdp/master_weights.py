@@ -212,7 +212,6 @@ class MasterWeightOptimizer(Optimizer):
                 group.update({key: value for key, value in seen.items() if key != "params"})
 
     def _take_back(self, loan: _Loan, now: Mapping[str, Any], part: Callable[[Any], Any]) -> None:
-        """Copy one parameter's state from `base` back to this optimizer."""
         if MASTER in now:
             raise UsageError(
                 f"{type(self.base).__name__} has a state named {MASTER!r}, which is the name of the fp32 copies here."

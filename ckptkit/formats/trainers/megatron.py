@@ -61,7 +61,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _with_role(entry: TensorEntry) -> TensorEntry:
-    """Return the entry with the role that its name shows.
+    """Return the entry with the role, parameter and state that its name shows.
 
     An optimizer state has the name `optimizer.state.exp_avg.<parameter>`. A bucket of the distributed optimizer has a
     name without a parameter (optimizer.distributed.dp_group_idx_0.gbuf_idx_0. ...).

@@ -63,7 +63,7 @@ def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied:
 def unexpected_buffers(
     targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor], model_type: str | None
 ) -> dict[str, str]:
-    """Return the buffers that the base lacks because transformers computes them, each with the reason."""
+    """Return, by name, why the base lacks some buffers of the export: transformers computes them on load."""
     if not wanted:
         return {}
     kinds = [_COMPUTED, *([_COMPUTED_BY[model_type]] if model_type in _COMPUTED_BY else [])]

@@ -41,7 +41,7 @@ def layer_of(name: str) -> tuple[int, str]:
 def heat_maps(changes: Mapping[str, float]) -> list[Panel]:
     """Return grids of layers and modules: an open panel for the model, a folded panel per optimizer state.
 
-    The optimizer's step counters are hidden. The explanation says how many there are.
+    The optimizer's step counters are hidden; a panel's text says how many there are.
 
     Args:
         changes: The relative changes (max |a - b| / max |a|) by name. 0 means equal tensors, and a change may be inf or
@@ -120,7 +120,6 @@ def _in_order(layers: Iterable[str]) -> list[str]:
 
 
 def _grid(changes: Mapping[str, list[float]]) -> str:
-    """Draw one row per layer, with column names above and the legend below."""
     modules = list(dict.fromkeys(split_layer(fqn)[1] for fqn in changes))
     layers = _in_order(dict.fromkeys(split_layer(fqn)[0] for fqn in changes))
     cell = min(CELL, max(5.0, 850.0 / len(layers)))
