@@ -91,7 +91,7 @@ def write_records(
     workers: int = 0,
     sync: bool = True,
 ) -> Written:
-    """Write tensors and objects to files `<prefix><n>.distcp`, and return the location of each record.
+    """Write each tensor and each object as a record to files `<prefix><n>.distcp`. Return the location of each record.
 
     Each worker writes its own file, because file systems let only one thread at a time write to a file. If a worker
     fails, the error is raised after all workers have stopped.

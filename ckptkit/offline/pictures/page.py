@@ -75,7 +75,10 @@ class Panel:
 def page(
     title: str, panels: Iterable[Panel], *, facts: Sequence[tuple[str, str]] = (), source: str = "metadata alone"
 ) -> str:
-    """Return the whole HTML document, including its styles and pictures. It loads nothing from the network."""
+    """Return the whole HTML document, including its styles and pictures. It loads nothing from the network.
+
+    `source` says in the footer what the page was made from.
+    """
     title = without_secrets(title)
     shown = "".join(f"<div><dt>{escaped(k)}</dt><dd>{escaped(without_secrets(v))}</dd></div>" for k, v in facts)
     body = "".join(map(_section, panels))
