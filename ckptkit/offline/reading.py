@@ -36,12 +36,12 @@ Seen = Mapping[str, tuple[Any, ...] | None]
 
 
 def look_at(source: Source) -> Seen:
-    """Return the identities of the source's tensor files."""
+    """Return the identities (size, modification time, and inode or ETag) of the source's tensor files."""
     return identities(source.store, sorted(source.catalog.paths()))
 
 
 def _differs(now: Seen, seen: Seen, path: str, *, tags: bool = True) -> bool:
-    """Return whether a file was replaced. Returns False if that cannot be determined."""
+    """Return whether a file was replaced; False if unknown. If `tags` is False, its inode or ETag is not compared."""
     one, other = now.get(path), seen[path]
     if one is None or other is None:
         return False
@@ -79,7 +79,7 @@ def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
     """Wrap `command`. Sources that the command opens with `open_pinned` stay pinned until the command ends.
 
     A source in a read-only run cannot be pinned, and so may be deleted during the command. If that happens to a source
-    that was requested as the run's newest checkpoint, the command starts over once, with the new newest checkpoint.
+    that was requested as the run's newest checkpoint, the command starts over once, with the newest one left.
     """
 
     @functools.wraps(command)
@@ -160,15 +160,15 @@ def open_pinned(
     together: bool = False,
     inner: Literal["none", "weights", "all"] = "none",
 ) -> Source:
-    """Open the checkpoint at `url`, pinned until the enclosing `reads_checkpoints` command ends.
+    """Open the checkpoint at `url`, and protect it from rotation until the enclosing `reads_checkpoints` command ends.
 
-    If the checkpoint is deleted before it is pinned, the URL is resolved again.
+    If the checkpoint is deleted before it is protected, the URL (such as RUN/latest) is resolved again.
 
     Args:
         together: Whether several ranks write one result. If so, all ranks must call this, and read the checkpoint that
             rank 0 chose, because "latest" may change between the calls.
-        inner: Applies to tensors of subclasses that torch's `dcp.save` stored. Says which of them are replaced with
-            their inner tensors: none, those of weights, or all.
+        inner: Which tensor subclasses that torch's `dcp.save` stored are replaced with their inner tensors: none, only
+            weights, or all.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -258,7 +258,7 @@ def watch(source: Source) -> Source:
 
 
 def check_still_there(source: Source) -> None:
-    """Raise if a ckptkit source was deleted or replaced since `open_pinned`."""
+    """Raise if `source` is a ckptkit checkpoint that was deleted or replaced since `open_pinned`."""
     if any(item.store is source.store for _, item in _current.get().ours) and not _is_there(source):
         raise IncompleteCheckpointError("its files are missing, or belong to another save.")
 
@@ -301,9 +301,9 @@ def _is_of(source: Source, record: CommitRecord) -> bool:
 
 
 def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
-    """Return (path, start, nbytes) of each stored record of a tensor.
+    """Return (path, start, nbytes) of each byte range in which a tensor is stored.
 
-    The tensor belongs to a class that ckptkit does not know, so its elements cannot be read.
+    This is for tensors of classes that ckptkit does not know, whose elements cannot be read.
     """
     if name in catalog.tensors:
         return catalog.tensors[name].slices.records()

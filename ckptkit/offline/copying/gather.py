@@ -1,4 +1,4 @@
-"""Assembles any box of a source or computed tensor in memory, from the slices that overlap it."""
+"""Assembles any box (rectangular region) of a stored or computed tensor in memory."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _MOST = 16 << 20  # bytes; larger temporaries leave the cache, and malloc keeps 
 
 @dataclass(slots=True)
 class Gatherer:
-    """Assembles boxes of tensors. Thread-safe.
+    """Assembles boxes (rectangular regions) of tensors in memory. Thread-safe.
 
     Attributes:
         max_bytes: Maximum memory for one computed tensor and its inputs, in bytes.
-        small, big: Sizes of a tile in bytes. A tile normally has `small` bytes. If such small tiles would read the
-            source many times, a tile has up to `big` bytes.
+        small, big: Sizes of a tile (the box that is assembled at once) in bytes. A tile normally has `small` bytes. If
+            such small tiles would read the source many times, a tile has up to `big` bytes.
     """
 
     reader: SourceReader
@@ -54,9 +54,9 @@ class Gatherer:
         self.big = max(self.small, self.big)
 
     def tile_numel(self, tensor: OutputTensor) -> int:
-        """Return the number of elements per tile of a target.
+        """Return how many elements of a target tensor to assemble at once (a tile).
 
-        Tiles are larger if each tile reads many parts of the source.
+        Tiles are larger if each tile must be read from many places in the source.
         """
         if isinstance(tensor, ComputedTensor):
             rows = self.rows_at_once(tensor, self.small if tensor.by_element else 2 * self.big)
@@ -70,7 +70,7 @@ class Gatherer:
         return max(1, nbytes // widest)
 
     def make_box(self, tensor: OutputTensor, box: Box, out: Bytes) -> int:
-        """Fill `out` with a box of a target tensor, row-major, in the target's dtype.
+        """Fill `out` with the region `box` of a target tensor, row-major, in the target's dtype.
 
         Return the number of elements that became infinite in the cast to that dtype.
         """
@@ -101,11 +101,11 @@ class Gatherer:
         return infinite
 
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
-        """Return how many rows of a computed tensor to compute at once.
+        """Return how many rows of a computed tensor to compute at once, so that memory stays limited.
 
-        Limits the memory of one computation. If each element is computed independently, the limit is `big` bytes, so
-        that all workers can compute at the same time. If not, the limit is half of `max_bytes`. More than `_BLOCK` rows
-        are also limited to 16 MB. The result and the first input always take at most `most` bytes each.
+        If each element is computed independently, all workers compute at the same time, and one computation takes at
+        most `big` bytes. If not, one computation runs at a time, and takes at most half of `max_bytes` (at most 16 MB
+        if it has more than `_BLOCK` rows). The result and the first input also take at most `most` bytes each.
         """
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:
@@ -121,7 +121,7 @@ class Gatherer:
         return step if step == rows or step < _BLOCK else step // _BLOCK * _BLOCK
 
     def _compute(self, tensor: ComputedTensor, box: Box, out: Bytes) -> int:
-        """Fill `out` with a box of a computed tensor, row-major.
+        """Fill `out` with the region `box` of a computed tensor, row-major.
 
         Computes only the box's rows, or the whole tensor if rows cannot be computed separately.
         """

@@ -1,4 +1,4 @@
-"""Defines the plan of a conversion: files that consist of literal bytes and boxes of tensors.
+"""Defines the plan of a conversion: files of literal bytes (such as headers) and boxes (regions) of tensors.
 
 --dry-run prints the plan. A plan is plain data, and this module does no I/O. Boxes are stored as columns of numbers,
 because a checkpoint for 1,024 ranks has a million boxes.
@@ -115,7 +115,7 @@ class CrcField:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file of the result. Literals and the boxes placed in the file must together cover each byte exactly once.
+    """A file of the result. Its literal bytes and the tensor boxes placed in it must cover each byte exactly once.
 
     Attributes:
         literals, crcs: The literal bytes and CRC fields. Both may be lazy, but can be iterated several times.
@@ -156,7 +156,7 @@ class Placement:
 
     @staticmethod
     def whole(tensor: OutputTensor, file: int, start: int) -> Placement:
-        """Return a placement that writes the whole tensor as one box. Such a placement stores no columns."""
+        """Return a placement that writes the whole tensor as one box."""
         return _WholePlacement(tensor, file, start)
 
     @staticmethod
@@ -176,14 +176,11 @@ class Placement:
         )
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
-        """Return whether this placement is known to be a single box that covers a tensor of this shape.
-
-        Creates no columns.
-        """
+        """Return whether this placement is known to be a single box that covers a tensor of this shape."""
         return False
 
     def only(self) -> tuple[int, int, int]:
-        """Return the first box's file, start and size in bytes."""
+        """Return the first box's index into `Plan.files`, start in the file, and size (both in bytes)."""
         return int(self.files[0]), int(self.starts[0]), int(self.nbytes()[0])
 
     def __len__(self) -> int:
@@ -202,7 +199,7 @@ class Placement:
 class _WholePlacement(Placement):
     """The placement of a whole tensor as one box.
 
-    Creates columns only on demand, because there may be many such placements.
+    Creates the columns (`files`, `starts`, ...) only when they are read, because there may be many such placements.
     """
 
     __slots__ = ("_file", "_start")
@@ -252,7 +249,7 @@ class Plan:
     """The files to write, and the source of every byte in them.
 
     Attributes:
-        catalog: The source's catalog. Tensor parts refer to entries of this catalog.
+        catalog: The source's catalog. The placed tensors refer to its entries by key.
         last: Paths of the files that make the directory readable, and are therefore published last.
         leftovers: The unused source tensors, each with the reason: [("optimizer.state...", "not the model's"), ...].
         missing: Names of tensors that the target needs but no source provides.
@@ -273,7 +270,7 @@ class Plan:
         return sum(file.nbytes for file in self.files)
 
     def lines(self) -> Iterator[str]:
-        """Yield one line per tensor (source and target with dtype, shape, bytes and files), then the leftovers."""
+        """Yield lines for tensors (with dtype, shape, size and files), files, unused and missing tensors, and notes."""
         for placement in self.placements:
             tensor, sources = placement.tensor, placement.tensor.sources
             entries = [self.catalog.tensors[name] for name in sources]
@@ -306,7 +303,7 @@ class Plan:
         yield from (f"note: {note}" for note in self.notes)
 
     def left_over(self) -> dict[str, list[str]]:
-        """Return the leftovers' names, grouped by reason."""
+        """Return the names of the unused source tensors, grouped by reason."""
         names: dict[str, list[str]] = {}
         for name, reason in self.leftovers:
             names.setdefault(reason, []).append(name)
@@ -387,7 +384,7 @@ def share_out(plan: Plan, world_size: int) -> list[int]:
 
 
 def restricted(plan: Plan, kept: Sequence[int]) -> Plan:
-    """Return the plan restricted to some of its files, in the same order."""
+    """Return a plan that writes only the files with the indices `kept`, in the order of `kept`."""
     if len(kept) == len(plan.files):
         return plan
     renumbered = np.full(len(plan.files), -1, np.int32)

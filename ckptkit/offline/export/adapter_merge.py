@@ -61,11 +61,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A source tensor from which a target tensor is assembled.
+    """The rows of one source tensor that a target tensor needs, and the adapter's change to these rows.
 
     Attributes:
-        first: The first needed row of the source.
-        rows: The needed rows, which are read or computed.
+        first: Index of the first of these rows in the source.
+        rows: The rows before the change, as a tensor that is read or computed.
         change: The adapter's change to these rows. None if the adapter does not change the rows.
     """
 
@@ -107,7 +107,7 @@ def assembled(
     """Return the tensors. A tensor that has a changed or computed source is replaced with a computed tensor.
 
     Args:
-        whole: The sources that these tensors need, each as a whole tensor that is read or computed.
+        whole: The source tensors by catalog key. Each is read, or computed by dequantizing.
     """
     made = {source for source, tensor in whole.items() if isinstance(tensor, ComputedTensor)} | changes.keys()
     return {
@@ -119,7 +119,7 @@ def assembled(
 
 
 def _assembled(target: Target, changes: Mapping[str, Change], whole: Mapping[str, OutputTensor]) -> ComputedTensor:
-    """Return a tensor assembled from parts of changed sources.
+    """Return `target` as a tensor that is computed from its sources and the changes to these sources.
 
     Sources are changed in their own dtype, and then cast to the target's dtype. If rows can be changed separately, only
     the needed rows are read.
@@ -171,7 +171,7 @@ def _assembled(target: Target, changes: Mapping[str, Change], whole: Mapping[str
 
 
 def _named(tensor: ComputedTensor, name: str) -> ComputedTensor:
-    """Return a computed tensor under another name. During the computation, the result is in memory twice."""
+    """Return a computed tensor under another name. While it is computed, the result is in memory twice."""
 
     def cut(start: int, stop: int) -> ComputedTensor:
         return _named(tensor.rows(start, stop), name)
@@ -256,7 +256,7 @@ _MOST_PARAMETERS = 6  # per module
 def adapter_changes(
     split: AdapterSplit, config: Mapping[str, Any], *, model_type: str | None = None
 ) -> dict[str, Change]:
-    """Return the changes that an adapter makes to the base weights, by the key of the changed source.
+    """Return the changes that an adapter makes to the base weights, by the weight's key in the catalog.
 
     The arithmetic is that of PEFT's `merge_and_unload` on a CPU.
 
@@ -285,9 +285,9 @@ def merge_adapter(
 
     Args:
         changes: From `adapter_changes`.
-        base: The tensors of the base model under their original names.
-        before: The dequantized weights of the base model, by the key of the quantized source.
-        tied: Maps each tied source that is omitted to the source that is kept.
+        base: The tensors of the base model, under the names that they have before the key map is applied.
+        before: The dequantized weights of the base model, by the key of the quantized weight in the catalog.
+        tied: For tied weights of which the export keeps one: maps each omitted weight to the kept weight.
         notes: A list to which this function adds its decisions.
     """
     whole: dict[str, OutputTensor] = {target.parts[0].source: target for target in base.values() if target.parts}
@@ -298,7 +298,7 @@ def merge_adapter(
 def _of_tied(
     changes: Mapping[str, Change], tied: Mapping[str, str], notes: MutableSequence[str], names: Mapping[str, str]
 ) -> dict[str, Change]:
-    """Return the changes. The change of a tied weight that the export leaves out is moved to the weight that it keeps.
+    """Return the changes. If the export omits a weight, its change is also applied to the tied weight that is kept.
 
     PEFT changes tied weights in place, so a change under one name also applies to the other names.
     """
@@ -321,7 +321,7 @@ def _of_tied(
 
 @dataclass(slots=True)
 class _Changes:
-    """Computes the changes that an adapter makes. `made` contains the changes, by the key of the changed source."""
+    """Computes the changes that an adapter makes. `made` contains the changes, by the weight's key in the catalog."""
 
     split: AdapterSplit
     config: Mapping[str, Any]

@@ -30,7 +30,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True, slots=True)
 class WantedTensor:
-    """A tensor of the base model. `dtype` and `shape` are None if only the index could be read."""
+    """A tensor of the base model. `dtype` and `shape` are None if only `model.safetensors.index.json` could be read."""
 
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
@@ -181,7 +181,7 @@ def _read_directory(store: Store, where: str, repo: str | None = None) -> BaseMo
 
 
 def _wanted(store: Store, notes: list[str]) -> dict[str, WantedTensor]:
-    """Return the base's tensors: names, shapes and dtypes from headers, or only names from the index."""
+    """Return the base's tensors: names, shapes and dtypes from headers, or only names from the index file."""
     try:
         catalog = safetensors.open_catalog(store)
     except (CheckpointNotFoundError, UnsupportedFormatError):

@@ -18,7 +18,7 @@ Formula: TypeAlias = "Callable[[Tensor, Sequence[Tensor], int], Tensor]"
 
 
 def linear(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, transposed: bool = False) -> Tensor:
-    """Return W + scale * (B @ A), where the addition is done in the wider of the two dtypes. Inputs: A, B."""
+    """Return W + scale * (B @ A), added in the wider of W's and the product's dtype. Inputs: A, B."""
     a, b = inputs
     w += _delta(a, b, scale, transposed, _rows(w, first))
     return w

@@ -55,11 +55,11 @@ class Quantized:
 
 
 def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | None) -> Quantized:
-    """Return the tensors, with codes and scales for weights that transformers' FP8 quantizer would quantize.
+    """Return the tensors. Weights that transformers' FP8 quantizer would quantize are replaced with codes and scales.
 
     As with transformers, some weights keep their dtype: weights with a size that is not a multiple of 128, weights that
     inference servers fuse with such a weight, and experts stacked into one tensor. If the installed transformers does
-    not know the config, weights are chosen by name, and a note says so.
+    not know the model, weights are chosen by name, and a note says so.
 
     Raises:
         UsageError: No weight can be quantized.
@@ -109,7 +109,7 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
 
 
 def _listed(names: Sequence[str], why: str) -> str:
-    """Return a note with the first names. The debug log (-v) lists all names."""
+    """Return the first few names as text. If there are more, write all names to the debug log (--verbose)."""
     if len(names) <= _SHOWN:
         return first_few(names)
     _log.debug("not quantized%s:\n  %s", why, "\n  ".join(names))
@@ -148,7 +148,7 @@ def _joined_with_others(chosen: Collection[str], names: Collection[str]) -> set[
 def _codes(tensor: OutputTensor) -> ComputedTensor:
     """Return the tensor of a weight's FP8 codes.
 
-    The codes of some rows are computed from all rows of the same blocks, because a scale depends on its whole block.
+    To get the codes of some rows, all rows of their blocks are read, because a block has one scale.
     """
 
     def cut(start: int, stop: int) -> ComputedTensor:
@@ -169,7 +169,7 @@ def _codes(tensor: OutputTensor) -> ComputedTensor:
 
 
 def _scales(tensor: OutputTensor) -> ComputedTensor:
-    """Return a weight's scales, [blocks down, blocks across]."""
+    """Return a weight's scales: one per block of 128 x 128, so the shape is [rows / 128, columns / 128]."""
 
     def cut(start: int, stop: int) -> ComputedTensor:
         return _scales(tensor.rows(start * BLOCK, min(stop * BLOCK, tensor.shape[0])))

@@ -46,14 +46,14 @@ class ExportOptions:
         key_map: The key map to apply. None chooses one if the choice is unambiguous.
         strip_prefix: A prefix to remove from every name. Tensors without this prefix are omitted.
         include, exclude: Globs. They match catalog keys, and names as they are before the key map is applied.
-        untie: Keep the head and the embedding, although the config ties them.
+        untie: Export the output head and the embedding as two tensors, although the config ties them.
         adapter_config: PEFT's adapter config, if neither the checkpoint nor the base has an adapter config.
         merge_adapter: Merge the adapter into the base weights.
         quantize: "fp8-block" quantizes the result. None does not quantize.
         vocabulary: The vocabulary size to which the embedding and the output head are resized.
         card: Write README.md.
         strict: Whether mismatches with the base are raised. If False, they are listed in `HFExport.faults`.
-        notes: Further notes for README.md.
+        notes: Notes to add to README.md.
     """
 
     dtype: str = "keep"
@@ -80,10 +80,10 @@ class ExportOptions:
 
 @dataclass(slots=True)
 class Selection:
-    """The tensors to export (by name), the kind of weights, and the omitted sources, each with the reason.
+    """The tensors to export (by name), the kind of weights, and the omitted source tensors, each with the reason.
 
-    flashoptim stores an fp32 weight as a bf16 or fp16 weight and a tensor of lower bits. `lower_bits` contains the
-    tensors of lower bits, by the key of the weight's source.
+    flashoptim stores an fp32 weight as a bf16 or fp16 weight and a tensor with the lower bits. `lower_bits` contains
+    the tensors with the lower bits, by the weight's name in the catalog.
     """
 
     weights: str
@@ -105,11 +105,11 @@ class Weights:
 def select_targets(
     catalog: Catalog, options: ExportOptions, *, wanted: Collection[str] = (), in_parts: bool = False
 ) -> Selection:
-    """Return the tensors that the options select, under names without wrappers and prefix.
+    """Return the tensors that the options select, under names without the prefixes of wrappers or `strip_prefix`.
 
     Args:
         wanted: The base model's names, which distinguish a wrapper's prefix from a prefix of the model.
-        in_parts: Whether the export can describe torchao's weights. If so, the inner tensors are selected, too.
+        in_parts: Whether the export can store torchao's quantized weights as their inner tensors.
 
     Raises:
         UsageError: No tensor is left.
@@ -329,8 +329,8 @@ def choose_weights(
 def _lower_bits(catalog: Catalog, weights: str, dtype: str) -> dict[str, TensorEntry]:
     """Return the tensors with the lower bits of fp32 weights, by the weight's name in the catalog.
 
-    flashoptim stores such tensors in addition to bf16 or fp16 weights. Returns {} if there are no such tensors, or if
-    they are not needed. With `weights="auto"`, they are needed only for a cast.
+    flashoptim stores an fp32 weight as a bf16 or fp16 weight and a tensor with the lower bits. Returns {} if there are
+    no such tensors, or if `weights` does not need them: "master" always does, "auto" does if `dtype` casts a weight.
     """
     if weights not in ("auto", "master"):
         return {}
@@ -341,7 +341,7 @@ def _lower_bits(catalog: Catalog, weights: str, dtype: str) -> dict[str, TensorE
 
 
 def _rounded(catalog: Catalog, dtype: str) -> bool:
-    """Return whether a cast to `dtype` should start from fp32 masters, because the weights are already rounded."""
+    """Return whether `dtype` casts weights that were rounded from fp32 masters, so that masters are cast instead."""
     if dtype == "keep":
         return False
     model, masters = catalog.by_role(Role.MODEL), catalog.by_role(Role.MASTER)

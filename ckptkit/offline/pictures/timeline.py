@@ -67,7 +67,7 @@ def timeline(rows: Sequence[Listed], policy: RetentionPolicy | None = None) -> P
 
 
 def _state(item: Listed) -> str:
-    """Return the checkpoint's state, which determines the colour."""
+    """Return the state that determines the checkpoint's colour, such as "kept", "best" or "delete"."""
     if item.state != "committed":
         return item.state
     if item.keep is False:
