@@ -21,6 +21,7 @@ from ckptkit.catalog.casts import float_values
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
 from ckptkit.catalog.targets import Target
+from ckptkit.checkpoint.state.values import references
 from ckptkit.digests import proves_equality
 from ckptkit.errors import CkptkitError, IncompleteCheckpointError, UsageError, command_line
 from ckptkit.formats.dcp.class_records import recipes_of
@@ -182,7 +183,7 @@ class DiffReport:
         for key, items in found.items():
             elements = sum(item.elements for item in items)
             max_abs, max_rel = largest(item.max_abs for item in items), largest(item.max_rel for item in items)
-            dot, norm_a, norm_b = (math.fsum(item.sums[i] for item in items) for i in range(3))
+            dot, norm_a, norm_b = (_sum([item.sums[i] for item in items]) for i in range(3))
             layers[key] = LayerDiff(len(items), elements, max_abs, max_rel, _cosine((dot, norm_a, norm_b)))
         ordered = sorted(layers.items(), key=lambda pair: (pair[0][0], -_order(pair[1].max_rel)))
         return {name: layer for (_, name), layer in ordered}
@@ -375,7 +376,10 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
         {n: e for n, e in side.source.catalog.objects.items() if wanted(n) and n not in apart} for side in (a, b)
     )
     trees = {n for n, e in values.items() if e.role is Role.OPTIMIZER and n in others and "." not in n}
-    left, right = ({n: e for n, e in side.items() if e.fqn or not _is_part(n, trees)} for side in (left, right))
+    held = {key for name in trees for side in (values, others) for key in references(side[name].value)}
+    left, right = (
+        {n: e for n, e in side.items() if e.fqn or e.name in held or not _is_part(n, trees)} for side in (left, right)
+    )
     values, others = ({n: e for n, e in side.items() if not _is_part(n, trees)} for side in (values, others))
     records, by_record = _compare_records(a, b, wanted)
     left_out: tuple[str, ...] = ()
@@ -466,7 +470,8 @@ def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
 def _is_part(name: str, trees: Collection[str]) -> bool:
     """Return whether the name denotes a value inside one of the objects in `trees`.
 
-    SHARDED checkpoints store the optimizer's settings twice: as one object, and as separate values for torch.
+    SHARDED checkpoints store the optimizer's settings twice: as one object, and as separate values for torch. The
+    large tensors to which an object refers are stored only once.
     """
     tree, dot, _ = name.partition(".")
     return bool(dot) and tree in trees
@@ -733,6 +738,14 @@ class _Comparison:
             self.dot += float(u @ v)
             self.norm_a += float(u @ u)
             self.norm_b += float(v @ v)
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Return the exact sum. Also accepts infinities, and sums that are too large for a float."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # of infinities with different signs
+        return sum(values)
 
 
 def _cosine(sums: tuple[float, float, float]) -> float | None:

@@ -182,6 +182,34 @@ def test_a_setting_that_is_a_tensor_is_shown_as_a_number(tmp_path, kind):
     assert not report.different
 
 
+class Listed(torch.optim.Optimizer):
+    """Keeps a list of tensors for each parameter, like SOAP."""
+
+    def __init__(self, params: Any, value: float) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["GG"] = [torch.full((40, 40), value)]
+
+
+def test_large_tensors_in_lists_of_an_optimizers_state_are_compared(tmp_path):
+    urls = []
+    for value in (1.0, 2.0):
+        model = torch.nn.utils.skip_init(torch.nn.Linear, 3, 2)
+        model.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.ones(2)})
+        state = TrainState(model=model, optimizer=Listed(model.parameters(), value), rng=False)
+        urls.append(save(tmp_path / str(value), state))
+    found = diff(*(f"{url}/step_00000001" for url in urls))
+    assert [item.name.rpartition(".")[0].rpartition(".")[2] for item in found.different] == ["GG", "GG"]
+
+
+@pytest.mark.parametrize("value", [INF, 1e308])
+def test_a_layer_whose_sums_are_not_finite_is_reported(tmp_path, value):
+    a = {f"layers.0.{name}": torch.tensor([value, 1.0], dtype=torch.float64) for name in "vw"}
+    b = {name: torch.tensor([sign * value, 2.0], dtype=torch.float64) for name, sign in zip(a, (1, -1), strict=True)}
+    found = compare(tmp_path, a, b)
+    assert [layer.tensors for layer in found.layers().values()] == [2] and found.to_json()["layers"]
+
+
 def test_random_states_are_compared_as_a_whole(tmp_path):
     state = TrainState(model=torch.nn.Linear(2, 2))
     for name in "ab":
