@@ -25,7 +25,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, find_record, step_of_name
-from ckptkit.formats.torch_save import MODEL_FILES, TORCH_ENDINGS, may_hold_model, model_file
+from ckptkit.formats.torch_save import MODEL_FILES, TORCH_ENDINGS, TORCH_STARTS, may_hold_model, model_file, torch_files
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage import FileInfo, Store, open_store
@@ -45,7 +45,6 @@ _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
 _WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
 _TORCH_WEIGHTS = r"pytorch_model.*\.bin|.*model-\d{5,}-of-\d{5,}\.bin|.*\.bin\.index\.json|adapter_model\.bin"
-_TORCH_STARTS = (b"PK", b"\x80\x02")  # first bytes of a torch.save file: a zip archive, or a pickle
 
 
 class Candidate:
@@ -109,16 +108,8 @@ def reader(module: str) -> Any:
 
 
 def _has_model_file(place: Candidate) -> bool:
-    name = model_file(_torch_files(place))
+    name = model_file(torch_files(place.store, place.files))
     return name is not None and (name in MODEL_FILES or parse_step(name) is None)
-
-
-def _torch_files(place: Candidate) -> list[str]:
-    """Return the torch.save files. Files that end in .bin must also begin like a file of torch.save."""
-    names = [name for name in place.files if name.endswith(TORCH_ENDINGS)]
-    if sum(name.endswith(".bin") for name in names) > _MAX_BIN:  # so many files with unusual names must be data
-        names = [name for name in names if name in MODEL_FILES]
-    return [n for n in names if not n.endswith(".bin") or place.store.read(n, 0, 2) in (b"", *_TORCH_STARTS)]
 
 
 # Tests look at names before they import a reader, because most formats do not match. The file names of DeepSpeed and
@@ -175,7 +166,9 @@ FORMATS: tuple[Format, ...] = (
 # Files with arbitrary names are used only if no subdirectory is a checkpoint.
 UNNAMED: tuple[Format, ...] = (
     Format(
-        "rank-files", lambda p: reader("trainers.rank_directory").is_rank_directory(p.files), "trainers.rank_directory"
+        "rank-files",
+        lambda p: reader("trainers.rank_directory").is_rank_directory(p.store, p.files),
+        "trainers.rank_directory",
     ),
     Format("safetensors", lambda p: p.any_file(r".*\.safetensors"), "hf.safetensors"),
     Format("torch", _has_model_file, "torch_save"),
@@ -211,7 +204,6 @@ def refuse_unsupported(names: Sequence[str]) -> None:
 
 _MAX_DEPTH = 3
 _MAX_CHILDREN = 32  # of the directories without a step, at most this many are searched
-_MAX_BIN = 16  # how many .bin files of a directory are looked into
 _MAX_LISTINGS = 10
 _MAX_STEPS = 64  # how many of the newest step directories to search
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_universal", "LATEST.txt")
@@ -395,7 +387,7 @@ def _open_file(store: Store, name: str, url: str, options: ReadOptions) -> Sourc
     try:
         refuse_unsupported([name])
     except UnsupportedFormatError:
-        if store.read(name, 0, 2) not in _TORCH_STARTS:
+        if store.read(name, 0, 2) not in TORCH_STARTS:
             raise
     return Source(store, _torch_file(name).open(store, options), url)
 
@@ -426,7 +418,7 @@ def _unknown(place: Candidate, url: str) -> CkptkitError:
     refuse_unsupported(place.files)
     if place.any_file(_DATA.pattern):
         reader("dcp.catalog").open_catalog(place.store)  # raises an error that says what is missing
-    if len(files := _torch_files(place)) > 1:
+    if len(files := torch_files(place.store, place.files)) > 1:
         return CheckpointNotFoundError(
             f"{url} has {len(files)} files of torch.save: {first_few(files, 8)}. Give the one you mean: "
             f"{command_line('inspect', f'{url}/{(may_hold_model(files) or files)[0]}')}"
@@ -591,10 +583,10 @@ def _unread(names: Sequence[str]) -> str:
 
 
 def _beside(place: Candidate, name: str) -> list[str]:
-    """Return the other torch.save files whose names have the same step as this file's name."""
+    """Return the other torch.save files whose names have the same step as this file's name, or a higher one."""
     step = parse_step(name)
     others = ((n, parse_step(n)) for n in place.files if n != name and n.endswith(TORCH_ENDINGS))
-    return [n for n, other in others if step and other and (other.step, other.epoch) == (step.step, step.epoch)]
+    return [n for n, other in others if step and other and (other.step, other.epoch) >= (step.step, step.epoch)]
 
 
 def _numbered_files(place: Candidate) -> list[str]:
@@ -603,7 +595,8 @@ def _numbered_files(place: Candidate) -> list[str]:
     These are the .ckpt files. If there are none, these are the other torch.save files. Returns [] if several of those
     files have the newest step, or if each rank wrote a file.
     """
-    steps = ordered(n for n in place.files if n.endswith(".ckpt"))
+    saved = [n for n in place.files if n.endswith(".ckpt")]
+    steps = ordered(may_hold_model(saved) or saved)
     if not steps:
         steps = ordered(may_hold_model(n for n in place.files if n.endswith(TORCH_ENDINGS)))
         if len(steps) > 1 and (steps[0].step, steps[0].epoch) == (steps[1].step, steps[1].epoch):

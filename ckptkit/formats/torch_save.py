@@ -33,6 +33,8 @@ MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model
 # Parts of names that users give to other files: optimizers, schedulers, loss functions.
 _OTHER_FILES = re.compile(r"optim|sched|scaler|rng|random|extra|criterion|sampler|dataloader", re.IGNORECASE)
 TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # endings of torch.save files
+TORCH_STARTS = (b"PK", b"\x80\x02")  # first bytes of a torch.save file: a zip archive, or a pickle
+_MAX_BIN = 16  # how many .bin files of a directory are looked into
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 INDEX_SUFFIX = ".bin.index.json"
 # Megatron saves its arguments with the weights. These arguments say over how many ranks the model is split.
@@ -88,7 +90,7 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
     numbered = numbered_files(names, "bin") if "pytorch_model.bin" not in names else None
     if numbered is not None:
         return _catalog(store, _shards(store, numbered, options))
-    files = [name for name in names if name.endswith(TORCH_ENDINGS)]
+    files = torch_files(store, names) or [name for name in names if name.endswith(TORCH_ENDINGS)]
     chosen = model_file(files)
     if chosen is None:
         raise CheckpointNotFoundError(
@@ -96,6 +98,14 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
             "Name the one you mean."
         )
     return open_file(store, chosen, options=options)
+
+
+def torch_files(store: Store, names: Iterable[str]) -> list[str]:
+    """Return the torch.save files. Files that end in .bin must also begin like a file of torch.save."""
+    found = [name for name in names if name.endswith(TORCH_ENDINGS)]
+    if sum(name.endswith(".bin") for name in found) > _MAX_BIN:  # so many files with unusual names must be data
+        found = [name for name in found if not name.endswith(".bin") or name in MODEL_FILES]
+    return [n for n in found if not n.endswith(".bin") or store.read(n, 0, 2) in (b"", *TORCH_STARTS)]
 
 
 def model_file(files: Sequence[str]) -> str | None:
@@ -233,7 +243,7 @@ def _step(value: Mapping[str, Any]) -> int | None:
                 found = found[part] if found else None
             else:
                 found = found.get(part) if isinstance(found, dict) else None
-        if type(found) is int:
+        if type(found) is int and found >= 0:
             return found
     return None
 

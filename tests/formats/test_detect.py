@@ -75,6 +75,9 @@ OPENED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "the model of a step and not its optimizer": (
         {f"{kind}_step_{n}.pt": WEIGHTS for n in (9, 10) for kind in ("model", "optim")}, "/model_step_10.pt",
         ["newest of 2 files", "not read: optim_step_10.pt"]),
+    "the model of a step and not its optimizer, in files of Lightning's ending": (
+        {"model_step_9.ckpt": WEIGHTS, "optimizer_step_9.ckpt": OPTIMIZER}, "/model_step_9.ckpt",
+        ["not read: optimizer_step_9.ckpt"]),
     "weights and not the recipe state of torchtune": (
         {"epoch_0/model.safetensors": HF, "recipe_state/recipe_state.pt": OPTIMIZER}, "/epoch_0",
         ["Not read: recipe_state/."]),
@@ -248,6 +251,24 @@ def test_a_model_file_is_chosen_among_torch_files_and_the_others_are_named(names
 @pytest.mark.parametrize(("name", "step"), [("epoch_3", None), ("epoch_3_step_7", 7), ("step_0", 0)])
 def test_the_step_of_a_directory_that_names_only_an_epoch_is_unknown(tmp_path, name, step):
     assert open_source(str(lay(tmp_path, {f"{name}/model.safetensors": HF}))).catalog.info.step == step
+
+
+@pytest.mark.parametrize("kind", ["train", "shard"])
+def test_a_checkpoint_beside_many_bin_files_of_data_is_read(tmp_path, kind):
+    data = {f"{kind}_{number}.bin": b"tokens" for number in range(20)}
+    assert list(open_source(str(lay(tmp_path, {**data, "ckpt.pt": WEIGHTS}))).catalog.info.files) == ["ckpt.pt"]
+
+
+def test_steps_from_0_are_not_taken_for_ranks_if_a_step_has_two_models(tmp_path):
+    """Most of the weights are frozen, so they are equal in all files."""
+    values = [{"model": {"frozen": torch.ones(9), "head": torch.full((2,), float(step))}} for step in range(3)]
+    files = {f"{kind}checkpoint_{step}.pt": value for step, value in enumerate(values) for kind in ("", "ema_")}
+    with pytest.raises(CheckpointNotFoundError, match="has 6 files of torch"):
+        open_source(str(lay(tmp_path, files)))
+
+
+def test_a_negative_number_is_no_step(tmp_path):
+    assert open_source(str(lay(tmp_path, {"a.pt": {**WEIGHTS, "step": -1}}))).catalog.info.step is None
 
 
 @pytest.mark.parametrize(("name", "step"), [("checkpoint-3.pth.tar", None), ("ckpt_step_3.pt", 3)])

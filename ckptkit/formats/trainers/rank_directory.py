@@ -15,24 +15,32 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor, is_tensor
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.formats.state_names import MODEL_KEYS, OPTIMIZER_KEY, STEPS
-from ckptkit.formats.torch_save import may_hold_model, open_file
+from ckptkit.formats.torch_save import TORCH_STARTS, may_hold_model, open_file
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.trainers.rank_files import join_model, read_ranks, recorded_ranks
+from ckptkit.formats.trainers.steps import parse_step
 from ckptkit.storage import Store
 from ckptkit.units import first_few
 
 _RANK = re.compile(r"(.*(?:rank|shard|checkpoint|consolidated|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
-_KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # only in directories with torch_checkpointing's metadata.pkl
+_KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # only in directories that contain _KEYS
+_KEYS = "metadata.pkl"  # torch_checkpointing writes this file
 _MODEL_KEYS = (*MODEL_KEYS, "app")
 
 
-def is_rank_directory(files: Sequence[str]) -> bool:
+def is_rank_directory(store: Store, files: Sequence[str]) -> bool:
     """Return whether at least two files, including the file of rank 0, have names that differ only in the rank.
 
-    Files whose names are those of an optimizer or other state do not count.
+    Files whose names are those of an optimizer or other state do not count. If the numbers may be steps, as in
+    checkpoint_0.pt, file 0 must contain shards (see `are_rank_files`).
     """
-    return _model_group(_groups(files)) is not None
+    groups = _groups(store, files)
+    template = _model_group(groups)
+    if template is None:
+        return False
+    may_be_steps = _KEYS not in files and parse_step(groups[template][0]) is not None
+    return not may_be_steps or are_rank_files(store, files)
 
 
 def are_rank_files(store: Store, files: Sequence[str]) -> bool:
@@ -41,7 +49,7 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
     The numbers are ranks if file 0 contains shards. Reads the pickle in file 0 if the numbers are 0, 1, 2, ... without
     gaps.
     """
-    groups = _groups(files)
+    groups = _groups(store, files)
     template = _model_group(groups)
     if template is None or sorted(groups[template]) != list(range(len(groups[template]))):
         return False
@@ -63,7 +71,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """
     listing = store.list()
     sizes = {item.path: item.size for item in listing}
-    groups = _groups(file_names(listing))
+    groups = _groups(store, file_names(listing))
     template = _model_group(groups)
     if template is None:
         raise CheckpointNotFoundError(f"{store.url} has no files whose names differ only in the rank.")
@@ -152,20 +160,26 @@ def _differences(first: Any, other: Any, path: tuple[Any, ...], model: Any) -> I
         yield path
 
 
-def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
+def _groups(store: Store, files: Sequence[str]) -> dict[str, dict[int, str]]:
     """Return the files by name template (such as "model_rank_{rank}.pt"), then by rank.
 
     Omits templates without a file of rank 0. Also omits a template with only one file, because the number in the file's
     name may not be a rank. In a directory that torch_checkpointing wrote, such a template is kept.
+    Omits .bin files that begin unlike a file of torch.save, because other programs use this ending, too.
     """
     found: dict[str, dict[int, str]] = {}
-    keyed = "metadata.pkl" in files
+    keyed = _KEYS in files
     for name in files:
         match = _RANK.fullmatch(name) or (keyed and _KEYED.fullmatch(name)) or None
         if match and len(match[2]) < 8:
             head, tail = (text.replace("{", "{{").replace("}", "}}") for text in (match[1], match[3]))
             found.setdefault(f"{head}{{rank}}{tail}", {})[int(match[2])] = name
-    return {template: ranks for template, ranks in found.items() if 0 in ranks and (keyed or len(ranks) > 1)}
+    found = {template: ranks for template, ranks in found.items() if 0 in ranks and (keyed or len(ranks) > 1)}
+    return {
+        template: ranks
+        for template, ranks in found.items()
+        if not template.endswith(".bin") or store.read(ranks[0], 0, 2) in (b"", *TORCH_STARTS)
+    }
 
 
 def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
