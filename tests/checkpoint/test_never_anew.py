@@ -62,6 +62,16 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:500])
 
 
+def old_files(root: Path, *, stop: int | None = None, **more: Any) -> None:
+    """Write two files as torch.save did before version 1.6. Truncate them to `stop` bytes."""
+    model, optimizer = trained()
+    root.mkdir(parents=True)
+    for name in ("last.pt", "best.pt"):
+        values = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
+        torch.save(values, root / name, _use_new_zipfile_serialization=False)
+        (root / name).write_bytes((root / name).read_bytes()[:stop])
+
+
 def archive(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as made:
@@ -103,6 +113,11 @@ LOST: dict[str, Callable[[Path], Any]] = {
     "an empty step": lambda root: (root / "checkpoint-5").mkdir(parents=True),
     "a step with only a config": lambda root: put(root / "runs" / "global_step5" / "config.json"),
     "truncated files": lambda root: [truncated(root / name) for name in ("last.ckpt", "best.ckpt")],
+    "old files that are truncated": lambda root: old_files(root, stop=700),
+    "old files that have an object of an unknown class": lambda root: old_files(root, settings=Kept(1)),
+    "files that have a sparse tensor": lambda root: [
+        script_file(root / name, 1, mask=torch.eye(3).to_sparse()) for name in ("last.pt", "best.pt")
+    ],
     "a file without ending": lambda root: script_file(root / "snapshot", 1),
     "a file without ending that has an object of an unknown class": lambda root: script_file(
         root / "snapshot", 1, settings=Kept(1)
@@ -194,9 +209,18 @@ NEWEST: dict[str, tuple[Callable[[Path], Any], int]] = {
     "last.ckpt is newer": (lambda r: (script_file(r / "step=90.ckpt", 90), script_file(r / "last.ckpt", 100)), 100),
     "last.ckpt is older": (lambda r: (script_file(r / "step=90.ckpt", 90), script_file(r / "last.ckpt", 80)), 90),
     "an epoch is newer": (lambda r: (script_file(r / "step_5.pt", 5), script_file(r / "epoch_1.pt", 9)), 9),
+    "a file of another ending": (lambda r: (script_file(r / "step_5.ckpt", 5), script_file(r / "step_9.pt", 9)), 9),
     "a file is newer": (lambda r: (trainer_step(r / "checkpoint-5", 5), script_file(r / "step_9.pt", 9)), 9),
     "1e4": (lambda r: (trainer_step(r / "checkpoint-9999", 9999), trainer_step(r / "checkpoint-1e4", 10000)), 10000),
     "1,000": (lambda r: (trainer_step(r / "checkpoint-999", 999), trainer_step(r / "checkpoint-1,000", 1000)), 1000),
+    "last.pt is newer, after many files": (
+        lambda r: (
+            [script_file(r / name, 5) for name in ("step_5.pt", *(f"a{n}.pt" for n in range(3)))],
+            [put(r / f"a{n}.png") for n in range(300)],
+            script_file(r / "last.pt", 9),
+        ),
+        9,
+    ),
     "10": (lambda r: (trainer_step(r / "checkpoint-9", 9), trainer_step(r / "checkpoint-10", 10)), 10),
     "a link to an older step": (
         lambda r: (
@@ -292,6 +316,15 @@ def test_a_file_that_the_store_does_not_return_is_not_ignored(tmp_path, monkeypa
 def test_a_skipped_newer_step_is_named_in_a_warning(tmp_path, caplog):
     trainer_step(tmp_path / "checkpoint-5", 5)
     (tmp_path / "checkpoint-9").mkdir()
+    assert load(tmp_path, state()).step == 5
+    assert any("checkpoint-9" in r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+
+
+def test_a_newer_step_that_is_skipped_beside_an_unfinished_save_is_named_in_a_warning(tmp_path, caplog):
+    trainer_step(tmp_path / "checkpoint-5", 5)
+    for name in ("a.pt", "b.pt"):
+        script_file(tmp_path / "checkpoint-9" / name, 9)
+    (tmp_path / ".tmp-step_00000001-0123456789abcdef").mkdir()
     assert load(tmp_path, state()).step == 5
     assert any("checkpoint-9" in r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
 

@@ -50,6 +50,7 @@ from ckptkit.formats.detect import (
 )
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.formats.own.record import CommitRecord
+from ckptkit.formats.pickles.legacy import is_legacy
 from ckptkit.formats.torch_save import TORCH_ENDINGS
 from ckptkit.formats.trainers.steps import StepName, ordered, parse_step
 from ckptkit.storage.listing import snapshot
@@ -63,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 _WEIGHTS = ("safetensors", "torch")  # formats of published weights, which a new run may start from
 _MAX_LOOKS = 64  # how many directories of a step are examined
-_MAX_BESIDE = 256  # how many entries of the directory that contains the newest step are examined
+_MAX_BESIDE = 256  # how many files and directories beside the newest step are opened
 _MAX_DIRECTORIES = 512  # how many directories are searched before a new run
 _NEWEST = re.compile(r"(?:.*[-_.])?(?:last|latest)(?:[-_.].*)?", re.IGNORECASE)
 _CHECKPOINT = re.compile(
@@ -338,13 +339,18 @@ def adoptable(
 
 def _first_readable(places: Sequence[str], storage_options: Mapping[str, Any] | None) -> Source | None:
     """Open the first of these URLs that is a checkpoint, or return None. Raises if that checkpoint can't be read."""
+    skipped: list[CheckpointNotFoundError] = []
     for place in places:
         try:
-            return open_source(place, storage_options=storage_options)
-        except CheckpointNotFoundError:
-            continue
+            source = open_source(place, storage_options=storage_options)
+        except CheckpointNotFoundError as error:
+            skipped.append(error)
         except (UnsupportedFormatError, UsageError) as error:
             raise type(error)(f"cannot resume from {place}: {error} {_ANEW}") from error
+        else:
+            for why in skipped:
+                _log.warning("skipped a step that is newer than %s: %s", source.url, why)
+            return source
     return None
 
 
@@ -369,19 +375,11 @@ def _with_newer(chosen: Source, top: str, storage_options: Mapping[str, Any] | N
         return chosen
     parent, named = "/".join([top, *parts[:at]]), parse_step(parts[at])
     place, newest = Candidate(open_store(parent, storage_options=storage_options)), chosen
-    highest = _step_of(chosen, named)
-    for name in [*place.files, *place.directories][:_MAX_BESIDE]:
-        other, is_folder = parse_step(name), name in place.directories
-        both_steps = named is not None and other is not None and _has_step(other) == _has_step(named)
-        if name == parts[at] or _leads_into(place, name):
+    highest, folders = _step_of(chosen, named), {*place.directories}
+    for name in _not_surely_older(place, parts[at], parent):
+        other, is_folder, may_be_newest = parse_step(name), name in folders, _may_be_newest(name)
+        if is_folder and not identify(place.store.child(name)):
             continue
-        if place.listing[name].kind == "symlink" and (_NEWEST.fullmatch(name) or (other and named and other > named)):
-            raise _unclear(parent, parts[at], name)
-        if both_steps and is_folder == (parts[at] in place.directories):
-            continue
-        if not (identify(place.store.child(name)) if is_folder else name.endswith(TORCH_ENDINGS)):
-            continue
-        may_be_newest = other is not None or _NEWEST.fullmatch(name) is not None
         try:
             found = open_source(f"{parent}/{name}", storage_options=storage_options)
             if not _is_trained(found):
@@ -402,6 +400,37 @@ def _with_newer(chosen: Source, top: str, storage_options: Mapping[str, Any] | N
         if step > highest:
             newest, highest = found, step
     return newest
+
+
+def _not_surely_older(place: Candidate, chosen: str, parent: str) -> list[str]:
+    """Return the entries of a directory that may be newer checkpoints than `chosen`, judging by their names.
+
+    Entries whose names contain a step, an epoch or "last" come first.
+    """
+    named, folders = parse_step(chosen), {*place.directories}
+    found: list[str] = []
+    for name in [*place.files, *place.directories]:
+        other, is_folder = parse_step(name), name in folders
+        if name == chosen or _leads_into(place, name):
+            continue
+        if place.listing[name].kind == "symlink" and (_NEWEST.fullmatch(name) or (other and named and other > named)):
+            raise _unclear(parent, chosen, name)
+        if named and other and _has_step(other) == _has_step(named) and is_folder == (chosen in folders):
+            # Directories were compared already. Among files, those that end in .ckpt were preferred.
+            is_older = is_folder or (other.step, other.epoch) <= (named.step, named.epoch)
+        else:
+            is_older = not is_folder and not name.endswith(TORCH_ENDINGS)
+        if not is_older:
+            found.append(name)
+    found.sort(key=_may_be_newest, reverse=True)
+    if len(found) > _MAX_BESIDE:
+        _log.warning("%s: only %d of %d entries were examined", parent, _MAX_BESIDE, len(found))
+    return found[:_MAX_BESIDE]
+
+
+def _may_be_newest(name: str) -> bool:
+    """Return whether an entry may be a run's newest checkpoint, judging by its name: a step, an epoch, or "last"."""
+    return parse_step(name) is not None or _NEWEST.fullmatch(name) is not None
 
 
 def _step_of(source: Source, name: StepName | None) -> int | None:
@@ -520,18 +549,19 @@ def _may_be_state(url: str, place: Candidate, name: str, storage_options: Mappin
     if place.listing[name].kind not in ("file", "symlink") or not (usual or _STATE.fullmatch(name)):
         return False
     try:
-        start = place.store.read(name, 0, 2)
-        if not usual and start != b"PK":
+        start = place.store.read(name, 0, 32)
+        is_of_torch = start[:2] == b"PK" or is_legacy(start)
+        if not usual and not is_of_torch:
             return False
         return _has(open_source(url, storage_options=storage_options).catalog, Role.OPTIMIZER)
     except (UnsafePathError, FileNotFoundError):  # a symlink to a file outside the directory
         return usual
     except UnsafePickleError:
-        return start == b"PK"
+        return is_of_torch
     except CorruptCheckpointError:
-        return usual and start in (b"", b"PK")
+        return usual and (is_of_torch or not start)
     except UnsupportedFormatError:  # a .pt file may contain anything
-        return False
+        return is_of_torch and _CHECKPOINT.fullmatch(name) is not None
 
 
 def _resumable(place: Candidate, storage_options: Mapping[str, Any] | None) -> bool:
