@@ -189,6 +189,25 @@ def test_numbered_parameters_of_an_optimizer_are_matched_to_names(tmp_path, layo
         assert torch.equal(optimizer.state[old]["exp_avg"], state.optimizer.state[new]["exp_avg"])
 
 
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["epoch_1.pt", "epoch_2.pt", "optimizer.pt"], "epoch_1.pt"),
+        (["best.pt", "last.pt", "optimizer.pt"], "best.pt"),
+        (["model_1.pt", "model_2.pt", "optimizer_0.pt"], "model_2.pt"),
+    ],
+)
+def test_an_optimizer_that_may_belong_to_another_file_is_not_read(tmp_path, files, named):
+    write(tmp_path, {name: "o" if name.startswith("optim") else "m" for name in files}, *trained())
+    live = optimized(net(), torch.optim.AdamW)
+    check_misfit(tmp_path / "run", live, "the whole optimizer", which=str(tmp_path / named))
+
+
+def test_an_optimizer_beside_the_steps_of_a_script_belongs_to_the_newest(tmp_path):
+    write(tmp_path, {"epoch_1.pt": "m", "epoch_2.pt": "m", "optimizer.pt": "o"}, *trained())
+    assert "optimizer" in load(tmp_path, optimized(net(), torch.optim.AdamW)).loaded
+
+
 def test_ambiguous_parameter_numbers_are_refused(tmp_path):
     def alike() -> torch.nn.Module:
         return torch.nn.Sequential(*[torch.nn.Linear(3, 3, bias=False) for _ in range(3)])

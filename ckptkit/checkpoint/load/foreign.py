@@ -24,10 +24,11 @@ from ckptkit.formats.hf import safetensors
 from ckptkit.formats.nested import insert, with_lists
 from ckptkit.formats.pickles.objects import TensorValue
 from ckptkit.formats.state_names import ACCELERATE_FILE, MODEL_FILE, OPTIMIZER_FILE
-from ckptkit.formats.torch_save import open_file
+from ckptkit.formats.torch_save import MODEL_FILES, TORCH_ENDINGS, may_hold_model, open_file
 from ckptkit.formats.trainers.lightning import with_trained_weights
 from ckptkit.formats.trainers.merge import assembled, model_of, numbered, renamed, state_files
 from ckptkit.formats.trainers.param_order import Param
+from ckptkit.formats.trainers.steps import ordered
 from ckptkit.formats.training_state import (
     SavedOptimizer,
     TrainingState,
@@ -58,29 +59,49 @@ _ADAPTER = re.compile(
 def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
     """Return the catalog with the optimizer, scheduler and random states that are in the same directory as the weights.
 
-    A catalog that already contains an optimizer is returned unchanged.
+    A catalog that already contains an optimizer is returned unchanged. If these files may belong to another model in
+    the directory, a note names them.
     """
     if not catalog.info.format.startswith("safetensors") and catalog.info.format not in ("torch", "hf"):
         return catalog
-    if any(entry.role is Role.OPTIMIZER for entry in catalog.tensors.values()):
+    roles = {entry.role for entry in catalog.tensors.values()} | {item.role for item in catalog.objects.values()}
+    if Role.OPTIMIZER in roles:  # an optimizer without momentum has only objects
         return catalog
     files = {item.path: item.size for item in store.list() if item.kind == "file"}
     parts = [catalog]
     models = {int(match[1]): name for name in files if (match := MODEL_FILE.fullmatch(name))}
-    optimizers = {int(match[1] or 0): name for name in sorted(files) if (match := OPTIMIZER_FILE.fullmatch(name))}
+    optimizers = {match[1]: name for name in sorted(files) if (match := OPTIMIZER_FILE.fullmatch(name))}
+    state = {kind: name for kind, name in state_files(files).items() if kind not in catalog.objects}
     # Only accelerate numbers models and optimizers. In file names of other programs, numbers are steps or epochs.
     if not any(map(ACCELERATE_FILE.fullmatch, files)):
-        models, optimizers = {}, {index: name for index, name in optimizers.items() if not index}
+        models, optimizers = {}, {number: name for number, name in optimizers.items() if number is None}
+        found = [*optimizers.values(), *state.values()]
+        if found and (others := _newer_or_other_models(catalog, files)):
+            note = f"not read: {first_few(found)}, which may belong to {first_few(others)}."
+            return replace(catalog, info=replace(catalog.info, notes=(*catalog.info.notes, note)))
     for index, name in sorted(models.items()):
         open_model = safetensors.open_file if name.endswith(".safetensors") else open_file
         parts.append(numbered(open_model(store, name), index))
-    for index, name in sorted(optimizers.items()):
+    for index, name in sorted((int(number or 0), name) for number, name in optimizers.items()):
         part = renamed(open_file(store, name), "optimizer")
         parts.append(numbered(part, index) if index else part)
-    objects = {kind: name for kind, name in state_files(files).items() if kind not in catalog.objects}
-    if len(parts) == 1 and not objects:
+    if len(parts) == 1 and not state:
         return catalog
-    return assembled(store, parts, catalog.info, objects)
+    return assembled(store, parts, catalog.info, state)
+
+
+def _newer_or_other_models(catalog: Catalog, files: Collection[str]) -> list[str]:
+    """Return the other models in the directory of a script's torch.save file to which an optimizer.pt may belong.
+
+    If all of these files have a step in their names, optimizer.pt belongs to the one with the highest step.
+    """
+    name = next(iter(catalog.info.files), "")
+    if len(catalog.info.files) > 1 or name in MODEL_FILES or name.endswith(".bin") or not name.endswith(TORCH_ENDINGS):
+        return []  # the names of libraries, which write each model to a directory of its own
+    models = [n for n in may_hold_model(files) if n.endswith(TORCH_ENDINGS) and not n.endswith(".bin")]
+    steps = ordered(models)
+    is_newest = len(steps) == len(models) and steps[0].name == name
+    return [] if is_newest else [other for other in models if other != name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +127,9 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     `extra` state.
     """
     trained = with_trained_weights(catalog)
-    said = trained.info.notes[len(catalog.info.notes) :]
-    catalog = in_parts(store, with_files_beside(trained, store), optimizer=optimizer)
+    complete = with_files_beside(trained, store)
+    said = [note for note in complete.info.notes if note not in catalog.info.notes]
+    catalog = in_parts(store, complete, optimizer=optimizer)
     rename, notes = _aligned(catalog, state)
     notes += said
     tied = _tied(state)
