@@ -145,12 +145,10 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
 
     saved = read_training_state(store, catalog, tensor=_as_torch, read=read, optimizers=optimizer, whole=flattened)
     sections = _sections(saved.optimizers, list(state.parts("optimizer")), store.url) if optimizer else {}
-    numbers = {prefix: _by_position(saved.optimizers[prefix], key, state) for prefix, key in sections.items()}
-    notes += [
-        f"{key}: the checkpoint numbers its parameters; they were matched by order."
+    numbers = {
+        prefix: _numbered_parameters(saved.optimizers[prefix], key, state, rename, notes)
         for prefix, key in sections.items()
-        if numbers[prefix]
-    ]
+    }
     tensors = _renamed(catalog, saved, rename, sections, tied, numbers)
     objects: dict[str, JSON] = {}
     refs: dict[str, torch.Tensor] = {}
@@ -476,6 +474,27 @@ def _states(
     for part in nested:
         insert(found.setdefault(name_of(part.param), {}), part.path, tensors[part.entry.name])
     return {fqn: with_lists(state) for fqn, state in found.items()}
+
+
+def _numbered_parameters(
+    saved: SavedOptimizer, key: str, state: TrainState, rename: Callable[[str], str], notes: list[str]
+) -> dict[str, str]:
+    """Map each numbered parameter to its live FQN. Return {} if the saved groups contain names.
+
+    Uses the names that torch saves beside the numbers if the live optimizer has parameters of all these names.
+    Otherwise, adds a note that the parameters were matched by order.
+    """
+    names, numbers = parameter_names(state), {str(number) for group in saved.groups for number in group["params"]}
+    live = {names.get(id(p), "") for group in _live(state, key).param_groups for p in group["params"]}
+    tied = _tied(state)
+    found = {number: rename(without_infixes(name)) for number, name in saved.names.items()}
+    found = {number: tied.get(fqn, fqn) for number, fqn in found.items()}
+    if saved.is_numbered and found.keys() == numbers and len({*found.values()} & live) == len(found):
+        return found
+    found = _by_position(saved, key, state)
+    if found:
+        notes.append(f"{key}: the checkpoint numbers its parameters; they were matched by order.")
+    return found
 
 
 def _by_position(saved: SavedOptimizer, key: str, state: TrainState) -> dict[str, str]:

@@ -169,6 +169,25 @@ def test_a_reshard_names_the_numbered_parameters_as_the_optimizer_did(tmp_path):
     assert torch.equal(other.state[fresh[1].weight]["exp_avg"], optimizer.state[model[1].weight]["exp_avg"])
 
 
+def test_numbered_parameters_with_saved_names_are_matched_by_name(tmp_path):
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        return model, torch.optim.AdamW([*model.named_parameters()])
+
+    model, optimizer = made()
+    if "param_names" not in optimizer.state_dict()["param_groups"][0]:
+        pytest.skip("this version of torch saves no names")
+    model(torch.arange(3.0)).square().sum().backward()
+    optimizer.step()
+    fresh, _ = made()
+    other = torch.optim.AdamW([*fresh.named_parameters()][::-1])
+    source = save(_whole(model, optimizer), "torch", tmp_path)
+    report = load(TrainState(model=fresh, optimizer=other), str(source), tmp_path)
+    for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(other.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+    assert not any("by order" in note for note in report.notes)
+
+
 class Counters:
     """Saves a nested dict of numbers."""
 
