@@ -15,7 +15,15 @@ import numpy as np
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, TensorEntry
-from ckptkit.errors import UNREADABLE, CkptkitError, SaveError, UnsafePickleError
+from ckptkit.errors import (
+    UNREADABLE,
+    CheckpointMismatchError,
+    CkptkitError,
+    MissingExtraError,
+    SaveError,
+    UnsafePickleError,
+    UnsupportedFormatError,
+)
 from ckptkit.formats.dcp.roles import Path, optimizer_role, setting_place, state_place
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.nested import dicts_with, insert, with_lists
@@ -43,6 +51,8 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 _CUDA_BYTES = 16  # of a CUDA generator's state: the seed and the offset
 _MAX_DIGITS = 9  # of a param group's number
+# Errors that an undamaged object may cause. A damaged object is an error of the load.
+_NOT_LOADABLE = (UnsupportedFormatError, UnsafePickleError, CheckpointMismatchError, MissingExtraError)
 
 
 MakeTensor: TypeAlias = "Callable[[np.ndarray[Any, Any] | TensorValue], Any]"
@@ -164,7 +174,7 @@ class TrainingState:
         objects: All other objects by top-level key. Objects that contain schedulers or scalers are included.
         tensors: Tensors that belong to none of the other parts. Their values were not read.
         large: The keys of objects whose tensors were not read because of their size.
-        unread: The entries that could not be read or used: name -> reason.
+        unread: The undamaged entries that could not be read or used: name -> reason.
     """
 
     step: int | None = None
@@ -214,6 +224,9 @@ def read_training_state(
         read: Reads the tensors of the given entries, and returns them by name.
         optimizers: Whether to read the settings of the optimizers, and the optimizer states that are not tensors.
         whole: The keys of objects that are read even if they are large.
+
+    Raises:
+        CorruptCheckpointError: An object or a small tensor is damaged.
     """
     found = TrainingState(step=saved_step(store, catalog))
     settings: dict[str, list[tuple[TensorEntry | ObjectEntry, Any]]] = {}
@@ -236,7 +249,7 @@ def read_training_state(
             settings.setdefault(_owner(chosen[name]), []).append((chosen[name], value))
     for parts in settings.values():
         _add_groups(found.optimizer(parts[0][0]), parts, found.unread)
-    found.optimizers = dict(sorted(found.optimizers.items(), key=lambda item: _in_natural_order(item[0])))
+    found.optimizers = {prefix: found.optimizers[prefix] for prefix in in_natural_order(found.optimizers)}
     _add_objects(found, catalog, values, loose, tensor, read, whole)
     return found
 
@@ -261,7 +274,7 @@ def _read_values(
             continue
         try:
             value = read_object(store, entry, tensor=tensor)
-        except UNREADABLE as error:
+        except _NOT_LOADABLE as error:
             found.unread[name] = str(error)
             continue
         if not is_optimizer:
@@ -311,9 +324,17 @@ def loadable(value: Any, name: str, check: Callable[[Any, str], object], lost: d
     return kept
 
 
-def extra_key(name: str) -> str:
-    """Return the key under which ckptkit stores another program's object: "extra." and the object's name."""
-    return f"extra.{_NO_NAME.sub('_', name)}"
+def extra_keys(names: Iterable[str]) -> dict[str, str]:
+    """Return the key under which ckptkit stores each of another program's objects: "extra." and the object's name."""
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in names:
+        key = f"extra.{_NO_NAME.sub('_', name)}"
+        while key in taken:  # "lr.best" after "lr_best"
+            key += "_"
+        taken.add(key)
+        found[name] = key
+    return found
 
 
 def without_kind(word: str) -> str:
@@ -343,8 +364,13 @@ def _owner(entry: TensorEntry | ObjectEntry) -> str:
     return found[1] if found else ""
 
 
-def _in_natural_order(name: str) -> list[tuple[int, str]]:
-    return [(len(part), part) if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+def in_natural_order(names: Iterable[str]) -> list[str]:
+    """Sort names. Numbers in names are compared as numbers: "scheduler_2" precedes "scheduler_10"."""
+
+    def parts(name: str) -> list[tuple[int, str]]:
+        return [(len(part), part) if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+    return sorted(names, key=parts)
 
 
 def _is_setting(entry: TensorEntry | ObjectEntry) -> bool:
@@ -479,12 +505,12 @@ def _read_objects(
         return {}
     try:
         return dict(read(entries))
-    except UNREADABLE:
+    except _NOT_LOADABLE:
         found: dict[str, Any] = {}
         for top, parts in objects.items():
             try:
                 found.update(read(parts))
-            except UNREADABLE as error:
+            except _NOT_LOADABLE as error:
                 unread[top] = str(error)
         return found
 
@@ -536,9 +562,10 @@ def _is_list(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
 def _take_random_states(found: TrainingState, values: dict[str, Any], tensor: MakeTensor) -> None:
     """Move the random states of the ranks from `values` to `found`.
 
-    verl saves other objects in the dict of each rank's random state. `values` keeps one copy of each of these objects.
+    verl saves other objects in the dict of each rank's random state. If such an object is equal on several ranks,
+    `values` keeps one copy of the object.
     """
-    seen: set[str] = set()
+    seen: dict[str, Any] = {}
     for name, value in list(values.items()):
         match = RANDOM_KEY.fullmatch(name)
         if match and not match[1] and isinstance(value, list):
@@ -549,11 +576,26 @@ def _take_random_states(found: TrainingState, values: dict[str, Any], tensor: Ma
         if generators is None or rank in found.random:
             continue
         found.random[rank] = RandomState(name, generators)
-        beside = {key: item for key, item in value.items() if key not in ("rng", *seen)} if "rng" in value else {}
-        seen |= beside.keys()
+        if (count := len(_gpus(value.get("rng", value)))) > 1:
+            found.unread[f"{name}.cuda"] = f"it does not say which of {count} GPUs was the rank's"
+        beside = {key: item for key, item in value.items() if key != "rng"} if "rng" in value else {}
+        beside = {key: item for key, item in beside.items() if not (key in seen and _are_equal(item, seen[key]))}
+        seen = {**beside, **seen}
         del values[name]
         if beside:
             values[name] = beside
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+    if _is_list(one):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    if hasattr(one, "all"):  # an array or a tensor
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    return bool(one == other)
 
 
 def _take_list(found: TrainingState, values: dict[str, Any], name: str, tensor: MakeTensor) -> None:
@@ -591,9 +633,12 @@ def _generators(states: Any, tensor: MakeTensor) -> dict[str, Any] | None:
         return None
     try:
         version, words, gauss = python
+        cpu = np.asarray(cpu, np.uint8) if _is_list(cpu) else cpu
+        if len(cpu.shape) != 1 or not str(cpu.dtype).endswith("uint8"):
+            return None
         made: dict[str, Any] = {
             "python": {"version": int(version), "words": tensor(_integers(words)), "gauss": gauss},
-            "torch": tensor(np.asarray(cpu)) if isinstance(cpu, (np.ndarray, list, tuple)) else cpu,
+            "torch": tensor(cpu) if isinstance(cpu, np.ndarray) else cpu,
         }
         if array is not None:
             name, keys, position, has_gauss, cached = array
@@ -604,12 +649,22 @@ def _generators(states: Any, tensor: MakeTensor) -> dict[str, Any] | None:
                 "has_gauss": int(has_gauss),
                 "gauss": float(cached),
             }
-        cuda: Any = states.get("cuda")
-        if getattr(cuda, "shape", None) == (_CUDA_BYTES,) and str(cuda.dtype).endswith("uint8"):
-            made["cuda"] = cuda
-    except (TypeError, ValueError, OverflowError):  # the usual keys have values that are not random states
+        if len(gpus := _gpus(states)) == 1:
+            made["cuda"] = gpus[0]
+    except (AttributeError, TypeError, ValueError, OverflowError):  # values that are not random states
         return None
     return made
+
+
+def _gpus(states: Mapping[Any, Any]) -> list[Any]:
+    """Return the states of GPUs. accelerate saves the states of all GPUs that a rank can see."""
+    found = states.get("cuda", states.get("torch_cuda_manual_seed"))
+    listed = found if _is_list(found) else [found]
+    return [
+        state
+        for state in listed
+        if getattr(state, "shape", None) == (_CUDA_BYTES,) and str(state.dtype).endswith("uint8")
+    ]
 
 
 def _integers(values: Any) -> np.ndarray[Any, Any]:

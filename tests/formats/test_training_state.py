@@ -12,7 +12,8 @@ import torch
 from ckptkit.errors import StorageError
 from ckptkit.formats import training_state
 from ckptkit.formats.detect import open_source
-from ckptkit.formats.training_state import TrainingState, read_training_state
+from ckptkit.formats.pickles.objects import TensorValue
+from ckptkit.formats.training_state import TrainingState, extra_keys, read_training_state
 from tests.formats.readback import tensor_bytes
 from tests.test_package import modules_after
 
@@ -22,8 +23,8 @@ def parts_of(saved: dict[str, Any], tmp_path: Any, **options: Any) -> TrainingSt
     torch.save({"model": torch.nn.Linear(3, 2).state_dict(), **saved}, tmp_path / "a.pt")
     source = open_source(str(tmp_path / "a.pt"))
 
-    def read(entries: Any) -> dict[str, bytes]:
-        return {entry.name: tensor_bytes(source.store, entry) for entry in entries}
+    def read(entries: Any) -> dict[str, TensorValue]:
+        return {e.name: TensorValue(e.dtype, e.shape, tensor_bytes(source.store, e)) for e in entries}
 
     return read_training_state(source.store, source.catalog, tensor=lambda value: value, read=read, **options)
 
@@ -71,6 +72,38 @@ def test_random_states_are_found_by_rank_and_other_values_below_their_keys_are_o
     }
 
 
+def test_what_differs_between_the_ranks_beside_their_random_states_is_kept(tmp_path):
+    states = {"random": random.getstate(), "cpu": torch.get_rng_state()}
+    saved = {
+        f"extra_state_{rank}": {"rng": states, "scale": np.ones(2), "scheduler": SCHEDULER, "data": {"at": rank}}
+        for rank in range(2)
+    }
+    found = parts_of(saved, tmp_path)
+    assert set(found.random) == {0, 1}
+    assert found.objects["extra_state_0"].keys() == {"scale", "scheduler", "data"}
+    assert found.objects["extra_state_1"] == {"data": {"at": 1}}
+
+
+@pytest.mark.parametrize("cpu", [1234, [torch.get_rng_state()], torch.zeros(4)])
+def test_a_random_state_of_torch_in_an_unknown_form_is_named(cpu, tmp_path):
+    found = parts_of({"rng_state": {"python": random.getstate(), "torch": cpu}}, tmp_path)
+    assert found.random == {} and found.unknown_random == ["rng_state"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_random_states_of_several_gpus_are_named_because_it_is_unknown_which_is_the_ranks(count, tmp_path):
+    """accelerate saves the states of all GPUs that a rank can see."""
+    states = {"random_state": random.getstate(), "torch_manual_seed": torch.get_rng_state()}
+    states["torch_cuda_manual_seed"] = [torch.zeros(16, dtype=torch.uint8)] * count
+    found = parts_of({"random_states_0": states}, tmp_path)
+    assert ("cuda" in found.random[0].generators) == (count == 1)
+    assert list(found.unread) == ["random_states_0.cuda"] * (count > 1)
+
+
+def test_keys_that_differ_only_in_punctuation_stay_apart():
+    assert extra_keys(["lr.best", "lr_best"]) == {"lr.best": "extra.lr_best", "lr_best": "extra.lr_best_"}
+
+
 def test_a_list_of_random_states_has_one_for_each_rank(tmp_path):
     states = {"python": random.getstate(), "torch": torch.get_rng_state()}
     found = parts_of({"rng": [states, states]}, tmp_path)
@@ -82,7 +115,8 @@ def test_an_object_with_large_tensors_stays_in_parts_unless_it_is_wanted(tmp_pat
     saved = {"ema": {"weight": torch.ones(1 << 19), "decay": 0.5}, "small": {"mean": torch.ones(1), "count": 1}}
     found = parts_of(saved, tmp_path)
     assert found.large == ["ema"] and [entry.name for entry in found.tensors] == ["ema.weight"]
-    assert found.objects == {"ema.decay": 0.5, "small": {"mean": torch.ones(1).numpy().tobytes(), "count": 1}}
+    mean = TensorValue("float32", (1,), torch.ones(1).numpy().tobytes())
+    assert found.objects == {"ema.decay": 0.5, "small": {"mean": mean, "count": 1}}
     assert parts_of(saved, tmp_path, whole=["ema"]).objects["ema"].keys() == {"weight", "decay"}
 
 

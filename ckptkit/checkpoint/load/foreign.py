@@ -17,7 +17,7 @@ from ckptkit.checkpoint.state.train_state import (
     section,
 )
 from ckptkit.checkpoint.state.values import JSON, encode
-from ckptkit.errors import CheckpointMismatchError, CkptkitError
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError
 from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.hf import safetensors
@@ -32,7 +32,8 @@ from ckptkit.formats.trainers.steps import ordered
 from ckptkit.formats.training_state import (
     SavedOptimizer,
     TrainingState,
-    extra_key,
+    extra_keys,
+    in_natural_order,
     is_usual_scheduler,
     loadable,
     read_training_state,
@@ -163,14 +164,10 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         states = _states(one, named, read, _live(state, key))
         if one.groups:
             objects[key] = _optimizer_tree(one, named, states, key, refs)
-    used: list[str] = []
-    for kind, found in (("scheduler", saved.schedulers), ("grad_scaler", saved.scalers)):
-        for name, live in _matched(found, list(state.parts(kind)), notes).items():
-            objects[section(kind, live)] = encode(found[name], section(kind, live), refs)
-            used.append(name)
+    used = _add_schedulers(objects, saved, state, notes, refs)
     for rank, random in saved.random.items():
         objects[f"rng.{rank}"] = encode(random.generators, f"rng.{rank}", refs)
-    notes += _add_extras(objects, saved.rest(used), flattened, refs)
+    notes += _add_extras(objects, saved.rest(used), flattened, saved.unread, refs)
     if saved.tensors:
         notes.append(
             f"{counted(len(saved.tensors), 'tensor', 'are')} neither weights nor optimizer state, and not loaded: "
@@ -190,24 +187,53 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     )
 
 
+def _add_schedulers(
+    objects: dict[str, JSON],
+    saved: TrainingState,
+    state: TrainState,
+    notes: list[str],
+    refs: dict[str, torch.Tensor],
+) -> list[str]:
+    """Add the saved schedulers and gradient scalers that live ones take. Return their keys in the checkpoint.
+
+    Adds a note for each that is not restored. Such a state becomes an `extra`, without the parts that cannot be loaded.
+    """
+    used: list[str] = []
+    for kind, found in (("scheduler", saved.schedulers), ("grad_scaler", saved.scalers)):
+        whole = [name for name in found if not any(part.startswith(f"{name}.") for part in saved.unread)]
+        for name, live in _matched(whole, list(state.parts(kind)), notes).items():
+            try:
+                objects[section(kind, live)] = encode(found[name], section(kind, live), refs)
+                used.append(name)
+            except SaveError as error:
+                notes.append(f"{name}: not restored: {error}")
+    return used
+
+
 def _add_extras(
-    objects: dict[str, JSON], values: Mapping[str, Any], keys: Mapping[str, str], refs: dict[str, torch.Tensor]
+    objects: dict[str, JSON],
+    values: Mapping[str, Any],
+    keys: Mapping[str, str],
+    unread: Mapping[str, str],
+    refs: dict[str, torch.Tensor],
 ) -> list[str]:
     """Add the saved `values` to `objects`. Return a note for each part of a value that cannot be loaded.
 
     Args:
         keys: The key in `objects` of each stateful object, by its name in `values`. If any part of a stateful object
             cannot be loaded, the whole object is left out. All values that are not in `keys` become `extra`.
+        unread: The parts of `values` that could not be read, each with the reason.
     """
     notes: list[str] = []
+    extras = extra_keys(values)
     for name, value in values.items():
-        lost: dict[str, str] = {}
+        lost = {part: why for part, why in unread.items() if name in keys and part.startswith(f"{name}.")}
         try:
             kept = loadable(value, name, lambda part, path: encode(part, path, {}), lost)
             if lost and name in keys:
                 lost = {name: next(iter(lost.values()))}
             else:
-                key = keys.get(name, extra_key(name))
+                key = keys.get(name, extras[name])
                 objects[key] = encode(kept, key, refs)
         except CkptkitError as error:
             lost[name] = str(error)
@@ -357,13 +383,16 @@ def _matched(saved: Collection[str], live: Sequence[str], notes: list[str]) -> d
     Objects are matched by name. If no names match, they are matched by order, provided that there is only one object,
     or that the checkpoint only numbers the objects. In any other case, adds a note that the objects are not restored.
     """
+    every = saved
     if len(saved) > len(live):
         saved = list(filter(is_usual_scheduler, saved))
     if len(live) != len(saved):
+        if every and live:
+            notes.append(f"{', '.join(every)}: not restored, because the training state has {len(live)} of this kind.")
         return {}
     named = _by_name(list(saved), live)
     if not named and (len(live) == 1 or _are_in_order(saved)):
-        named = dict(zip(saved, live, strict=True))
+        named = dict(zip(in_natural_order(saved), live, strict=True))
     if saved and not named:
         notes.append(f"{', '.join(saved)}: not restored, because their names are not those of {', '.join(live)}.")
     return named

@@ -768,8 +768,8 @@ class _Planner:
             dtype = getattr(value, "dtype", "no tensor")
             return str(dtype).removeprefix("torch."), tuple(getattr(value, "shape", ()))
 
-        if isinstance(item, torch.nn.Module) and not self.foreign:
-            saved = decode(tree, self.without_values)
+        if isinstance(item, torch.nn.Module):
+            saved = decode(tree, self.small if self.foreign else self.without_values)
             if isinstance(saved, Mapping):
                 live, found = ({name: side(value) for name, value in one.items()} for one in (item.state_dict(), saved))
                 match_tensors(self.plan.mismatches, key, live, found, convert_dtype=self.options.convert_dtype)

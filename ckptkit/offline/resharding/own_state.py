@@ -38,7 +38,7 @@ from ckptkit.formats.trainers.param_order import Param
 from ckptkit.formats.training_state import (
     SavedOptimizer,
     TrainingState,
-    extra_key,
+    extra_keys,
     loadable,
     read_training_state,
     without_kind,
@@ -87,11 +87,12 @@ def _add_trees(
     for kind, states in (("scheduler", saved.schedulers), ("grad_scaler", saved.scalers)):
         trees |= {section: (name, states[name]) for name, section in _sections_of(kind, states).items()}
     rest = saved.rest([name for name, _ in trees.values()])
-    trees |= {extra_key(name): (name, value) for name, value in rest.items()}
+    extras = extra_keys(rest)
+    trees |= {extras[name]: (name, value) for name, value in rest.items()}
     for own, (name, value) in trees.items():
         lost: dict[str, str] = {}
         try:
-            is_extra = own == extra_key(name)
+            is_extra = own == extras.get(name)
             tree = _tree(loadable(value, name, lambda part, _: _tree(part), lost) if is_extra else value)
         except CkptkitError as error:
             found.leftovers.append((name, str(error)))

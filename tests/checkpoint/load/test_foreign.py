@@ -19,7 +19,7 @@ from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.load.foreign import adopt
 from ckptkit.checkpoint.state.rng import restore_rng
 from ckptkit.checkpoint.state.values import decode
-from ckptkit.errors import CheckpointMismatchError
+from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError
 from ckptkit.formats.detect import open_source
 from ckptkit.fsdp import MasterWeightOptimizer
 from tests.checkpoint import states
@@ -307,6 +307,21 @@ def test_the_adapter_of_a_trainer_is_restored_with_its_optimizer(tmp_path):
     for fqn, (mine, theirs) in trained.items():
         assert torch.equal(mine, theirs), fqn
         assert torch.equal(optimizer.state[mine]["exp_avg"], its_optimizer.state[theirs]["exp_avg"]), fqn
+
+
+@pytest.mark.parametrize("name", ["scheduler.pt", "rng_state.pth"])
+def test_a_damaged_file_of_the_trainer_is_an_error(name, tmp_path):
+    model, optimizer = stepped(1)
+    folder = tmp_path / "checkpoint-5"
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save({"last_epoch": 5, "_last_lr": [0.5]}, folder / name)
+    (folder / name).write_bytes((folder / name).read_bytes()[:200])
+    fresh, again = stepped(0)
+    state = TrainState(model=fresh, optimizer=again)
+    with states.unchanged(state), pytest.raises(CorruptCheckpointError, match=name):
+        load(state, str(folder), tmp_path)
 
 
 class Averaged(nn.Module):

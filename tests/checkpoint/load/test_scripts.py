@@ -316,6 +316,44 @@ def test_a_stateful_extra_is_not_given_a_part_of_its_state(tmp_path):
     assert [note.partition(":")[0] for note in report.notes if "clock" in note] == ["clock was skipped"]
 
 
+def test_a_stateful_extra_is_not_given_the_parts_that_could_be_read(tmp_path):
+    """dcp.save stores each value of a dict by itself."""
+    saved = {"model": nn.Linear(3, 2).state_dict(), "clock": {"count": 4, "kept": states.Kept(1)}}
+    clock = Counters(0)
+    report = load(
+        TrainState(model=nn.Linear(3, 2), extra={"clock": clock}), str(save(saved, "dcp", tmp_path)), tmp_path
+    )
+    assert clock.value == Counters(0).value
+    assert [note.partition(":")[0] for note in report.notes if "clock" in note] == [
+        "clock was skipped",
+        "clock.kept was not read",
+    ]
+
+
+def test_a_scheduler_with_a_value_that_cannot_be_loaded_is_skipped_and_named(tmp_path):
+    wall = datetime.timedelta(seconds=3)
+    theirs, mine = _with_schedulers({"gen": 5}), _with_schedulers({})
+    theirs.scheduler, mine.scheduler = theirs.scheduler["gen"], mine.scheduler["gen"]
+    saved = {"model": theirs.model.state_dict(), "scheduler": {**theirs.scheduler.state_dict(), "wall": wall}}
+    report = load(mine, str(save(saved, "torch", tmp_path)), tmp_path, optimizer="skip")
+    assert mine.scheduler.last_epoch == 0 and report.extra["scheduler"]["last_epoch"] == 5
+    assert any(note.startswith("scheduler: not restored") for note in report.notes)
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+def test_a_module_in_extra_is_compared_as_strictly_as_the_model(form, tmp_path):
+    model, average = nn.Linear(3, 2), nn.Linear(3, 2)
+    saved = {"model": model.state_dict(), "ema": {f"module.{k}": v for k, v in average.state_dict().items()}}
+    source = save(saved, form, tmp_path)
+    state = TrainState(model=nn.Linear(3, 2), extra={"ema": nn.Linear(3, 2)})
+    with states.unchanged(state), pytest.raises(CheckpointMismatchError, match=r"missing.*weight"):
+        load(state, str(source), tmp_path)
+    outer = nn.Module()
+    outer.module = nn.Linear(3, 2)
+    load(TrainState(model=nn.Linear(3, 2), extra={"ema": outer}), str(source), tmp_path)
+    assert torch.equal(outer.module.weight, average.weight)
+
+
 def test_large_tensors_that_are_no_weights_are_named_by_a_reshard(tmp_path):
     saved = {"model": nn.Linear(3, 2).state_dict(), "ema": {"weight": torch.ones(1 << 19)}}
     result = reshard(str(save(saved, "torch", tmp_path)), str(tmp_path / "step_00000001"), world_size=1)
@@ -522,6 +560,20 @@ def test_several_schedulers_are_matched_by_their_names(form, key, live, tmp_path
     source = resharded(source, tmp_path) if form == "resharded" else source
     load(mine, str(source), tmp_path, optimizer="skip")
     assert {name: scheduler.last_epoch for name, scheduler in mine.scheduler.items()} == {"dis": 2, "gen": 5}
+
+
+def test_numbered_schedulers_are_matched_in_the_order_of_their_numbers(tmp_path):
+    def made() -> TrainState:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        return TrainState(model=model, scheduler={f"s{i}": LinearLR(optimizer) for i in range(11)})
+
+    theirs, mine = made(), made()
+    saved: dict[str, Any] = {"model": theirs.model.state_dict()}
+    for number in ("", *sorted(f"_{i}" for i in range(1, 11))):  # in the order of a listing
+        saved[f"scheduler{number}"] = {"last_epoch": int(number[1:] or 0), "_last_lr": [0.5]}
+    load(mine, str(save(saved, "torch", tmp_path)), tmp_path)
+    assert [scheduler.last_epoch for scheduler in mine.scheduler.values()] == list(range(11))
 
 
 def test_several_schedulers_of_unknown_names_are_left_and_named(tmp_path):
