@@ -25,7 +25,7 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
 
     Children are initialized before their parents, by transformers' `_init_weights` or by their own `reset_parameters`.
     A module with neither method keeps its values. A tied weight is drawn once for each of its names, but only the
-    values for the first name are kept. A single process gets the same values if it ties the weights after construction.
+    values for the first name are kept, as in a single process that ties weights after it has created the modules.
     """
     done: dict[int, tuple[int, str]] = {}
     with torch.random.fork_rng(devices=[]):

@@ -80,7 +80,6 @@ def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (),
 
 
 def policy_of(config: FSDPConfig, model: nn.Module) -> Policy:
-    """Return the policy that `config` selects for `model`."""
     kind = config.auto_wrap_policy
     if kind is WrapPolicy.NO_WRAP:
         return lambda model: []

@@ -295,7 +295,7 @@ def map_for_model_type(model_type: str | None) -> NameMap | None:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An automatically chosen map, its result, and the reason for the choice.
+    """An automatically chosen key map, the renamed tensors, and the reason for the choice.
 
     Attributes:
         doubt: A warning to the user. Set if the names were kept, although they seem to need a map.

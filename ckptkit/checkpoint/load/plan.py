@@ -1091,7 +1091,6 @@ def plan_load(
 
 
 def _plan_mapped(state: TrainState, catalog: Catalog, options: LoadOptions, *, rank: int, world_size: int) -> LoadPlan:
-    """Plan a load with a key map."""
     from ckptkit.checkpoint.load.key_map import map_weights
     from ckptkit.keymaps.named import resolve_key_map
 

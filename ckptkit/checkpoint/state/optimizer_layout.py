@@ -55,7 +55,7 @@ def cuts(parameters: Mapping[str, torch.Tensor]) -> dict[str, ShardLayout]:
 
 
 def layouts(cut: Mapping[str, ShardLayout]) -> list[Any]:
-    """Return the distinct layouts as JSON: a list of [mesh shape, placements]."""
+    """Return the distinct layouts in `cut`, the result of `cuts`, as JSON: a list of [mesh shape, placements]."""
     return sorted([list(shape), list(texts)] for shape, texts in {(o.mesh_shape, o.texts()) for o in cut.values()})
 
 

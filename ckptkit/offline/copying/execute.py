@@ -87,7 +87,6 @@ class CopyReport:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Return notes for the user."""
         if not self.taken_over:
             return ()
         return (f"continued an interrupted command: {self.taken_over} of {self.steps} parts were already done",)

@@ -260,7 +260,7 @@ def _is_mxfp4(name: str, targets: Mapping[str, Target]) -> bool:
 
 
 def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
-    """Return expert weights. Blocks [experts, out, groups, 16] become [experts, in, out], as in transformers."""
+    """Return dequantized experts: blocks [experts, out, groups, 16] become [experts, in, out], as in transformers."""
     weight = name.removesuffix("_blocks")
     blocks, scales = targets[name], targets[f"{weight}_scales"]
     if (

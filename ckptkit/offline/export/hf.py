@@ -150,8 +150,8 @@ def export_tensors(
 ) -> tuple[dict[str, OutputTensor], dict[str, str], tuple[str, ...]]:
     """Return the tensors for formats other than `hf`, the omitted tensors (each with the reason), and notes.
 
-    Applies roles, prefixes, globs, the given key map and casts. Does not choose a key map, drop tied tensors, or
-    compare with a base. If `config` is None, the checkpoint's own config is used.
+    Selects tensors by role and globs, removes prefixes, applies the given key map, and casts. Does not choose a key
+    map, drop tied tensors, or compare with a base. If `config` is None, the checkpoint's own config is used.
     """
     own = catalog.info.extra.get("config")
     base = BaseModel("", config or (own if isinstance(own, Mapping) else None))
