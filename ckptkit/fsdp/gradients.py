@@ -153,7 +153,7 @@ def refuse_nonfinite(parameters: Iterable[tuple[str, torch.Tensor]], norm: torch
 
 
 def named_parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, parameter) for each parameter of `optimizer`. The name is a position if the groups have no names."""
+    """Yield (name, parameter) for each parameter of `optimizer`. Unnamed ones are named "group 0, parameter 3"."""
     for index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
         yield from zip(names, group["params"], strict=True)

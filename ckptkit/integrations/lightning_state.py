@@ -140,7 +140,7 @@ class LightningCheckpoints:
         retention: RetentionPolicy | None = None,
         owner: str | None = None,
     ) -> None:
-        """Save `state` and the rest of Lightning's `checkpoint`. Replaces an existing checkpoint with this name.
+        """Save `state`, and Lightning's `checkpoint` dictionary. Replaces an existing checkpoint with this name.
 
         Args:
             owner: Name of the callback that saves. `retention` applies only to this owner's checkpoints.
@@ -237,7 +237,7 @@ class LightningCheckpoints:
     def load(
         self, filepath: str | Path, state: TrainState, *, trainer: Any = None, **options: Any
     ) -> tuple[dict[str, Any], LoadReport]:
-        """Load `state` from any format. Return Lightning's dictionary, without the loaded tensors, and the report.
+        """Load `state` from any format. Return Lightning's checkpoint dictionary without the tensors, and the report.
 
         Args:
             trainer: The Trainer that will continue the run.
@@ -291,9 +291,9 @@ class LightningCheckpoints:
                 )
 
     def find(self, filepath: str | Path) -> tuple[str, str, str]:
-        """Return a checkpoint's directory and name, with links resolved, and the checkpoint's URL.
+        """Return a checkpoint's parent directory, name and URL, with links resolved.
 
-        The URL is "" if ckptkit saved the checkpoint.
+        The URL is "" if ckptkit saved the checkpoint, because such a checkpoint is loaded by its name.
         """
         root, name = _split(str(filepath).removesuffix(f"/{RECORD_NAME}"))
         if split_url(root)[0] == "file" and "://" not in root:
@@ -333,8 +333,8 @@ def _owner(record: CommitRecord) -> str | None:
 def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
     """Remove the checkpoint at a path, if it exists. If the path is a link, remove only the link.
 
-    Does not communicate. Errors are only logged, because only rank 0 calls this function and the other ranks would wait
-    for rank 0.
+    Does not communicate, because only rank 0 calls this. Errors are only logged: if rank 0 raised, the other ranks
+    would wait for it.
     """
     try:
         _remove(filepath, storage_options)
@@ -371,10 +371,10 @@ def _foreign(place: Path) -> list[str]:
 
 
 def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Lightning's dictionary from `extra`, the loaded state that is not tensors.
+    """Return Lightning's checkpoint dictionary, given `extra`: all loaded values except tensors.
 
-    ckptkit stores the dictionary under a key of its own. In Lightning's sharded checkpoints, the dictionary is the
-    content of `meta.pt`. Otherwise, the whole state is the dictionary.
+    In a ckptkit checkpoint, the dictionary is stored under a key of its own. In Lightning's sharded checkpoints, it is
+    the content of `meta.pt`. In any other checkpoint, `extra` itself is the dictionary.
     """
     for key in (_KEY, "meta"):
         if isinstance(extra.get(key), Mapping):

@@ -27,7 +27,7 @@ class _Shared:
 
 
 class RunHold:
-    """One manager's lease and pin, on rank 0. `release` gives up both.
+    """One manager's lease on the run, and pin on the checkpoint that it loaded, on rank 0. `release` gives up both.
 
     All managers in a process share the lease on a root, and their saves take turns. A manager that is never closed
     keeps the lease until the process exits. Later managers in the process share this lease.
@@ -43,7 +43,7 @@ class RunHold:
         """Return the lease. The first call acquires it.
 
         Args:
-            look: As for `acquire_lease`.
+            look: Returns a new snapshot of the root (see `acquire_lease`).
 
         Raises:
             LeaseHeldError: Another job writes to this root; the message names the job.
@@ -65,11 +65,11 @@ class RunHold:
         return shared.lease
 
     def remember(self, left: Collection[str], *, among: Callable[[CommitRecord], bool] | None = None) -> None:
-        """Remove deleted checkpoints from the lease's inventory.
+        """Remove deleted checkpoints from the list of checkpoints that the lease keeps in memory.
 
         Args:
             left: The names of the checkpoints that still exist.
-            among: Returns whether a checkpoint may be removed from the inventory. None: all may be removed.
+            among: Returns whether a checkpoint may be removed from the list. None: all may be removed.
         """
         lease = self._taken.lease if self._taken is not None else None
         if lease is not None and lease.inventory is not None:
@@ -78,7 +78,7 @@ class RunHold:
             lease.inventory = replace(lease.inventory, committed=tuple(kept))
 
     def keep(self, pin: ExitStack) -> None:
-        """Keep `pin`, which is already in place, until `release`. Release the previous pin."""
+        """Hold `pin` until `release`. Release the pin that was held before."""
         before, self._pin = self._pin, pin
         if before is not None:
             before.close()

@@ -89,11 +89,12 @@ class Skipped:
     Attributes:
         damaged: The directory may be a checkpoint, but its commit record is unreadable or belongs to another
             checkpoint.
-        unanswered: The store failed, or denied access to the record, so nothing is known about the record itself.
-        kept_files: Files that were not deleted with the directory's checkpoint, because its commit record did not name
-            them.
+        unanswered: The commit record could not be read, because the store failed or denied access. The record itself
+            may be undamaged.
+        kept_files: Files that are left in the directory after its checkpoint was deleted, because the checkpoint's
+            commit record did not name them.
         deleted: A checkpoint was deleted from the directory, so the name is free.
-        unknown: No known save wrote the directory, and it has no commit record.
+        unknown: The directory has no commit record, and it is not known which save wrote it.
     """
 
     path: str
@@ -107,7 +108,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All entries of a run's root. `committed` is in the order of the run, the latest last."""
+    """All entries of a run's root. `committed` is in the order of the saves, with abandoned branches first."""
 
     url: str
     committed: tuple[Committed, ...] = ()
@@ -162,7 +163,7 @@ def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
 
 
 def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
-    """Return the inventory of `root`, and the names of the directories that were searched.
+    """Return the inventory of `root`, and the names of all directories that may be checkpoints.
 
     Reads `view`, a snapshot of `root`. Files that may have been created after the snapshot are read from `root` itself.
     """
@@ -211,7 +212,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
 def _look_remotely(
     root: Store, view: Store, names: Sequence[str]
 ) -> tuple[list[Committed | Skipped | str], list[tuple[str, Any]]]:
-    """Return what each directory is (see `_look`), and the uncommitted attempts in them (see `_look_inside`)."""
+    """Return what each directory is (see `_look`), and the uncommitted saves in them (see `_look_inside`)."""
     if view.sizes_are_free:
         view.fetch(record_path(name) for name in names)
         folders = [_attempt_folders(view, name) for name in names]
@@ -231,7 +232,7 @@ def _look_remotely(
 def _look(root: Store, path: str) -> Committed | Skipped | str:
     """Return the checkpoint in a directory, or why the directory is not a checkpoint.
 
-    For a foreign directory, return its path.
+    For a directory that no save seems to have written, return its path.
     """
     try:
         record = find_record(root, record_path(path))
@@ -260,7 +261,7 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
 
 
 def _is_of_a_save(root: Store, path: str) -> bool:
-    """Return whether a directory without a commit record contains a manifest that a manager (not `DCPWriter`) wrote."""
+    """Return whether a directory without a commit record has a manifest from `CheckpointManager` (not `DCPWriter`)."""
     if root.info(f"{path}/{MANIFEST_NAME}") is None:
         return False
     from ckptkit.formats.own.reader import is_of_a_save  # imports numpy, which listings of other directories don't need
@@ -271,12 +272,12 @@ def _is_of_a_save(root: Store, path: str) -> bool:
 def _look_inside(
     root: Store, view: Store, name: str, folders: Sequence[str], attempts: Attempts
 ) -> list[tuple[str, Attempt | Skipped]]:
-    """Return the uncommitted attempts that have files under `name`, as ("running", "abandoned" or "unknown", entry).
+    """Return the uncommitted saves that have files under `name`, as ("running", "abandoned" or "unknown", entry).
 
     Args:
-        folders: The folders under `name`, except the committed checkpoint's.
-        attempts: The attempts that the lease records, read after `view` was taken. An attempt is recorded before its
-            first file is written, so these include all running attempts with files in `view`.
+        folders: The folders under `name`, except the committed checkpoint's. Each save writes into its own folder.
+        attempts: The saves that the lease records, read after `view` was taken. A save is recorded before its first
+            file is written, so these include all running saves with files in `view`.
     """
     gone = {record.data: record for record in deleted_records(view, name)} if folders else {}
     found: list[tuple[str, Attempt | Skipped]] = []
@@ -371,12 +372,12 @@ def _is_run(store: Store) -> bool:
 
 
 def in_order(found: Sequence[Committed]) -> tuple[Committed, ...]:
-    """Sort checkpoints with distinct names into the order of the run."""
+    """Sort checkpoints with distinct names in the order of their saves, with abandoned branches first."""
     return tuple(_order(list(found))[0])
 
 
 def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
-    """Return the checkpoints in the order of the run, and separately those that were replaced under the same name.
+    """Return the checkpoints in order, and separately those that were replaced under the same name.
 
     The order follows the saves' sequence numbers, not their times. After a rollback (a later save has a lower step) the
     abandoned branch comes first, so "latest~1" is the previous checkpoint on the current branch.
@@ -415,7 +416,7 @@ def choose(
     does not go unnoticed.
 
     Args:
-        damaged: Names of checkpoints that cannot be loaded. The newest checkpoint before these is chosen instead.
+        damaged: Names of checkpoints that cannot be loaded. Instead of these, the newest earlier checkpoint is chosen.
         view: A fresh snapshot of `root`.
     """
     inventory = list_checkpoints(root, view=view)

@@ -47,7 +47,7 @@ of a DTensor, and of its optimizer state, may differ. They are not compared, and
 
 
 def check_layout(layout: object) -> None:
-    """Raise UsageError unless `layout` maps globs to shards over one-dimensional meshes."""
+    """Raise UsageError unless `layout` maps globs to "per_rank", "any_replica" or shards over 1-D meshes."""
     if not isinstance(layout, Mapping):
         raise wrong(
             "TrainState(layout=...)", layout, "a dict of globs, such as {'*.experts.*': ckptkit.Shard(0, mesh=ep)}"

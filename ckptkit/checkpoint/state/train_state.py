@@ -171,7 +171,7 @@ class TrainState:
 
     @property
     def half_loaded(self) -> str:
-        """The URL of the checkpoint, if a failed load has filled this state only partly; otherwise ""."""
+        """The URL of the checkpoint whose failed load has filled this state only partly; "" if there is none."""
         if self._half or not _half_loaded:
             return self._half
         marks = ((item, _half_loaded.get(id(item))) for item in self.objects())
@@ -242,7 +242,10 @@ class Captured:
     globs: dict[str, bool] = field(default_factory=dict)  # layout glob -> whether it matches a tensor here
 
     def places(self) -> Iterator[tuple[str, str, dict[Any, torch.Tensor], Any]]:
-        """Yield (key, shared key, table, name in the table) for each tensor. Tied tensors have the same shared key."""
+        """Yield (key, stored key, dict, key in the dict) for each tensor. The dict is the one that contains the tensor.
+
+        A tied tensor's stored key is the key under which its values are stored. For any other tensor, it is the key.
+        """
         for section, tensors in self.models.items():
             aliases = self.aliases.get(section, {})
             for fqn in tensors:
@@ -359,10 +362,10 @@ def _by_fqn(live: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.T
 
 
 def joined_weights(name: str, live: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
-    """Return a global tensor for each quantized weight that the layout declares, by FQN.
+    """Return, by FQN, a DTensor for each quantized weight that the layout declares as a part of a global tensor.
 
-    The global tensors have no values: they only describe shapes and placements. The quantized weight itself may be of a
-    class that cannot be the local part of a DTensor.
+    The DTensors have no values: they only describe global shapes and placements. They do not contain the quantized
+    weight, because its class may not support being the local part of a DTensor.
 
     Args:
         name: The model's name.
@@ -394,9 +397,9 @@ def _other_names(
     names: Mapping[int, str],
     taken: CapturedOptimizer,
 ) -> dict[str, dict[str, str]]:
-    """Return {"tied": {other name: FQN}}. A tied parameter's optimizer state is saved only under the FQN.
+    """Return {"tied": {name: FQN}}: for each further name of a tied parameter, the FQN of its optimizer state.
 
-    Returns {} if no optimizer has a tied parameter.
+    The state is saved only under that FQN. Returns {} if no optimizer has a tied parameter.
     """
     if not any(captured.aliases.values()):
         return {}
@@ -447,7 +450,7 @@ def _globalize(captured: Captured, state: TrainState, live: Mapping[str, Mapping
 
 
 def _any_replica(captured: Captured, state: TrainState) -> Iterator[str]:
-    """Yield the keys of tensors that the layout declares "any_replica", and of their optimizer states."""
+    """Yield the keys of tensors that the layout declares as "any_replica", and of their optimizer states."""
     layout, word = state.layout, "any_replica"
     for name in state.parts("model"):
         key, prefix = section("model", name), f"{name}." if name else ""
@@ -461,8 +464,8 @@ def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]
     """Raise SaveError if a state_dict hook adds entries that no load would restore.
 
     A load restores an added tensor if it has the name of a parameter or buffer, or if an enclosing module overrides
-    loading. A load restores no other added values. Overrides are not tried out here, because that could change the live
-    module.
+    loading. A load restores no other added values. This function does not call the overrides to see what they restore,
+    because that could change the live module.
     """
     from torch import Tensor
     from torch.nn import Module, Parameter
@@ -566,10 +569,11 @@ def _state_of(item: Any, key: str) -> Any:
 
 
 def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return a model's live parameters and persistent buffers by canonical FQN, and its extra state other than tensors.
+    """Return a model's live parameters and persistent buffers by canonical FQN, and its state dict's other entries.
 
-    Under FSDP2 the tensors are sharded. Canonical names lack the prefixes that torch.compile, activation checkpointing,
-    DDP, DataParallel and FSDP1 add. If a state_dict hook removes an entry, the result does not contain it. If a hook
+    The other entries are extra states (`get_extra_state`) and values that are not tensors. Under FSDP2 the tensors are
+    sharded. Canonical names lack the prefixes that torch.compile, activation checkpointing, DDP, DataParallel and FSDP1
+    add. If a state_dict hook removes an entry, the result does not contain it. If a hook
     computes an entry, the result contains it (see `computed_state`).
     """
     return _by_canonical_name(module, _live_state(module))
@@ -594,7 +598,7 @@ def computed_state(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], di
 
 
 def _live_state(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the module's state dict with live tensors, even if its `state_dict` takes no arguments."""
+    """Return the module's state dict with live tensors, even if its `state_dict` does not accept `keep_vars`."""
     import torch
 
     parameters = inspect.signature(module.state_dict).parameters.values()
