@@ -242,9 +242,10 @@ class Captured:
     globs: dict[str, bool] = field(default_factory=dict)  # layout glob -> whether it matches a tensor here
 
     def places(self) -> Iterator[tuple[str, str, dict[Any, torch.Tensor], Any]]:
-        """Yield (key, stored key, dict, key in the dict) for each tensor. The dict is the one that contains the tensor.
+        """Yield (key, stored key, dict that contains the tensor, key in this dict) for each tensor.
 
-        A tied tensor's stored key is the key under which its values are stored. For any other tensor, it is the key.
+        The stored key is the checkpoint key under which the values are stored. It differs from `key` only for the
+        further names of a tied tensor.
         """
         for section, tensors in self.models.items():
             aliases = self.aliases.get(section, {})
@@ -573,8 +574,8 @@ def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
 
     The other entries are extra states (`get_extra_state`) and values that are not tensors. Under FSDP2 the tensors are
     sharded. Canonical names lack the prefixes that torch.compile, activation checkpointing, DDP, DataParallel and FSDP1
-    add. If a state_dict hook removes an entry, the result does not contain it. If a hook
-    computes an entry, the result contains it (see `computed_state`).
+    add. If a state_dict hook removes an entry, the result does not contain it. If a hook computes an entry, the result
+    contains it (see `computed_state`).
     """
     return _by_canonical_name(module, _live_state(module))
 

@@ -626,7 +626,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, TensorEntry]) -> Any:
-    """Create an uninitialized optimizer state from a recipe, on the same device and mesh as the parameter.
+    """Create an uninitialized optimizer state from `Opened.recipe`, on the same device and mesh as the parameter.
 
     This is for an optimizer that has no state yet. Nothing is imported: this process must have allowed the class with
     `torch.serialization.add_safe_globals`. torchao does this for the classes of its optimizer states.

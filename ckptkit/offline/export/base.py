@@ -122,7 +122,7 @@ def beside_source(store: Store, catalog: Catalog) -> BaseModel:
 def export_config(
     config: Mapping[str, Any], *, dtype: str | None, untied: bool, quantized: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return config.json corrected for these weights, and notes about the corrections.
+    """Return `config` corrected to describe the exported weights, and notes about the corrections.
 
     Args:
         dtype: The dtype of most float weights. None if there are no float weights.

@@ -199,9 +199,9 @@ def _without_wrapper(
 ) -> dict[str, str]:
     """Strip a wrapper's prefix: a prefix that the base model's names do not have.
 
-    If the checkpoint contains several models that match the base, one model is chosen by the globs. If several models
-    are left, only those whose names start with "model." are considered, if there are any. Of these, the model with the
-    most matching names is taken.
+    If the checkpoint contains several models that match the base, --include and --exclude choose one. If several are
+    left, only those whose names start with "model." are considered, if there are any. Of these, the model with the most
+    matching names is taken.
 
     Raises:
         UsageError: Several models match the base equally well.
