@@ -431,7 +431,6 @@ class SaveIndex:
         return Manifest(self.paths, tensors, slices, objects, info, list(distinct))
 
     def _nbytes(self) -> Int64:
-        """Return each slice's size in bytes."""
         itemsizes = np.array([dtype_of(key.dtype).itemsize for key in self._keys.values()], np.int64)
         found: Int64 = itemsizes[self._tensor] * products(self._sizes, self._widths[self._tensor])
         return found

@@ -325,7 +325,6 @@ def _listed(files: Sequence[str]) -> str:
 
 
 def _source_files(entries: Sequence[TensorEntry]) -> list[str]:
-    """Return the paths of the files that contain these tensors' slices, sorted."""
     return sorted({path for entry in entries for path, _, _ in entry.slices.records()})
 
 

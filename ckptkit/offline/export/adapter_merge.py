@@ -628,7 +628,6 @@ def _check_shapes(
 
 
 def _fits(pair: LoraPair, shape: tuple[int, ...], in_first: bool) -> bool:
-    """Return whether the factors fit a parameter of this shape."""
     a, b = pair.a.shape, pair.b.shape
     if len(a) != 2 or len(b) != 2 or b[1] != a[0] or len(shape) not in (2, 3):
         return False
