@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.errors import LeaseHeldError, SaveError, StorageError
+from ckptkit.errors import LeaseHeldError, SaveError, StorageError, UnsafePathError
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.owner import Owner, owner_in, owner_json, this_process
@@ -320,12 +320,16 @@ def obstacle(root: Store) -> str:
     """
     if not is_directory(root):
         return ""
-    with contextlib.suppress(OSError):
+    try:
         newest = _newest(root)
         if newest is not None and not newest.released and newest.owner != this_process() and newest.owner.alive():
             return f"{root.url} is being written by {newest.owner}"
         if not root.is_writable() or not root.child(STATE_DIRECTORY).is_writable():
             return f"{root.url} is not writable"
+    except OSError:
+        return ""
+    except UnsafePathError as error:
+        return str(error).removesuffix(".")
     return ""
 
 

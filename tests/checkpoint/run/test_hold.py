@@ -107,6 +107,16 @@ def test_a_job_is_warned_of_a_directory_that_is_not_writable(as_a_user, caplog):
         place.chmod(0o755)
 
 
+def test_a_job_is_warned_of_a_state_directory_that_is_a_link_and_may_still_load(tmp_path, caplog):
+    root = save(tmp_path / "run", 1)
+    (root / ".ckptkit").rename(tmp_path / "elsewhere")
+    (root / ".ckptkit").symlink_to(tmp_path / "elsewhere")
+    (said,) = warnings_of(caplog, root)
+    assert f"{root}/.ckptkit leads through a symbolic link" in said and "Loads work" in said
+    with CheckpointManager(root) as manager:
+        assert manager.load(linear()).step == 1
+
+
 # --- the lease
 
 
