@@ -56,12 +56,14 @@ class RoleTable:
         wrappers = {key: self._inner.get(wrapper, wrapper) for key, wrapper in wrappers.items()}
         named = {wrapper for wrapper in wrappers.values() if wrapper}
         known = {wrapper for wrapper in named if set(wrapper) & _MODEL_KEYS}
-        if len(known) > 1:
-            names = [
-                (paths.get(key) or (key,))[len(w) :] for key, w in wrappers.items() if w in known and w is not None
-            ]
-            if len(set(names)) < len(names):  # two models have parameters with the same name
-                known = set()
+        outer = {wrapper for wrapper in known if wrapper[0] in _MODEL_KEYS}  # without {"ema": {"module": weights}}
+        for some in (known, outer, set[Path]()):
+            known = some
+            if len(some) < 2:
+                break
+            names = [(paths.get(key) or (key,))[len(w) :] for key, w in wrappers.items() if w and w in some]
+            if len(set(names)) == len(names):  # no two models have parameters with the same name
+                break
         bare = any(wrapper == () for wrapper in wrappers.values())
         # Weights are at the top level or under a known key. A user's own key counts only if it is the only such key.
         self._wrappers = known or (set() if bare else named if len(named) == 1 else set())

@@ -34,6 +34,8 @@ CHECKPOINTS: dict[str, dict[Path, EntryRole]] = {
     "models that share names keep their keys": {("actor", "w"): model("actor.w"), ("model", "w"): model("model.w")},
     "other tensors next to a model are not weights": {
         ("model", HF): model(HF), ("ema", HF): OTHER, ("step",): OTHER, ("lr_scheduler", "x"): OTHER},
+    "a wrapped copy below a custom key is not a second model": {
+        ("model", HF): model(HF), ("ema", "module", HF): OTHER, ("ema", "updates"): OTHER},
     "an optimizer alone has no weights": {
         ("state", HF, "exp_avg"): state(HF, "exp_avg"), ("param_groups", 0, "lr"): EntryRole(Role.OPTIMIZER)},
     "an optimizer alone with flat names has no weights": {
