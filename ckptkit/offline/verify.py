@@ -11,6 +11,7 @@ from ckptkit.catalog.entry import Catalog, Codec, Digest
 from ckptkit.digests import CRC, DIGEST, SHA256, hash_of, hex_width
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, IncompleteCheckpointError, IntegrityError, StorageError
 from ckptkit.formats.detect import Source
+from ckptkit.formats.hf.side_files import file_names, state_files
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.outline import PREFIX, Part, outline, parts_of, spares_of
 from ckptkit.formats.own.reader import OBJECTS_NAME
@@ -176,9 +177,12 @@ def verify(
         except (CorruptCheckpointError, IncompleteCheckpointError) as error:
             problems.append(Problem("", entry.name, str(error)))
     problems += lacking
-    checks: list[Check] = []
+    checks, cut = _state_checks(source)
+    problems += cut
+    state = {check.path for check in checks}
     unproved: Mapping[str, int] = {}
     if quick:
+        checks = []
         problems += _sums(store, catalog)[1]
         gone = {p.path for p in problems if not p.tensor}
         few = [check for check in _beside_tensors(catalog) if check.path not in gone]
@@ -187,7 +191,7 @@ def verify(
         known = recorded(store, catalog, uninterpreted)
         unproved, problems = known.unproved, [*problems, *known.problems]
         gone = {p.path for p in problems if not p.tensor}
-        checks = [check for check in known.checks if check.path not in gone]
+        checks = [check for check in (*known.checks, *checks) if check.path not in gone]
         unreadable: set[str] = set()
         for found in compare_digests(store, checks, workers, limit, progress):
             names = _tensors_of(catalog, found.path) if found.path in known.sums and not found.tensor else ""
@@ -206,7 +210,7 @@ def verify(
         format=catalog.info.format,
         step=catalog.info.step,
         quick=quick,
-        files=len(catalog.info.files),
+        files=len(catalog.info.files) + len(state),
         tensors=len(catalog.tensors),
         digests=len(checks),
         checked_bytes=_covered_bytes(checks),
@@ -266,6 +270,28 @@ def _beside_tensors(catalog: Catalog) -> list[Check]:
         for path, digest in sorted(digests.items())
         if path not in holding and not digest.startswith(PREFIX)
     ]
+
+
+def _state_checks(source: Source) -> tuple[list[Check], list[Problem]]:
+    """Return the CRC-32s of files with training state that the catalog does not describe, and their problems.
+
+    For example, the optimizer.pt of a Trainer beside safetensors files. Files that are not archives have no CRC-32s.
+    """
+    store, known = source.store, source.catalog.info
+    if "digests" in known.extra or source.url.rstrip("/") != store.url.rstrip("/"):  # ours, or a single file
+        return [], []
+    checks: list[Check] = []
+    problems: list[Problem] = []
+    for path in state_files(file_names(store.list())):
+        if path in known.files or store.read(path, 0, 2) != b"PK":
+            continue
+        try:
+            members = Archive(store, path).members()
+        except CorruptCheckpointError as error:
+            problems.append(Problem(path, "", str(error)))
+            continue
+        checks += [Check(path, Digest(CRC, crc, at, size), None, ("",)) for at, size, crc in members if crc is not None]
+    return checks, problems
 
 
 def file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from safetensors.torch import save_file
 
 from ckptkit import TrainState, convert, reshard, verify
 from ckptkit.errors import CkptkitError
@@ -33,6 +34,22 @@ def ours(zoo: Path, tmp_path: Path) -> Path:
 def test_zip_records_of_other_systems_are_checked_by_their_crc(zoo):
     report = verify(str(zoo / "dcp_fsdp2_uneven_w4" / "ckpt"))
     assert report.ok and report.algorithms == ("crc32",)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_state_that_other_programs_save_beside_the_weights_is_checked_too(tmp_path, quick):
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    torch.save({"state": {0: {"exp_avg": torch.ones(1000)}}, "param_groups": []}, tmp_path / "optimizer.pt")
+    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "numpy.pkl").write_bytes(b"not an archive")
+    report = verify(tmp_path, quick=quick)
+    assert report.ok and report.files == 2
+    whole = (tmp_path / "optimizer.pt").read_bytes()
+    (tmp_path / "optimizer.pt").write_bytes(whole[:-100])
+    assert [problem.path for problem in verify(tmp_path, quick=quick).problems] == ["optimizer.pt"]
+    (tmp_path / "optimizer.pt").write_bytes(whole)
+    flip(tmp_path / "optimizer.pt", whole.index(torch.ones(8).numpy().tobytes()))
+    assert [problem.path for problem in verify(tmp_path).problems] == ["optimizer.pt"]
 
 
 @pytest.mark.parametrize("left", [None, 1000])
