@@ -99,8 +99,9 @@ def _forget_meshes() -> None:
     task's mesh would find the cached result of this task's mesh, with groups that no longer exist. And each group that
     a cache or a cycle keeps alive has a gloo thread that wakes up a hundred times per second.
     """
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import _redistribute, debug
 
+    _redistribute.clear_redistribute_planner_cache()
     debug._clear_python_sharding_prop_cache()
     debug._clear_fast_path_sharding_prop_cache()
     modules = [module for name, module in sys.modules.items() if name.startswith(("torch.distributed.", "ckptkit."))]
