@@ -101,13 +101,13 @@ def _forget_meshes() -> None:
     """
     from torch.distributed.tensor import _redistribute, debug
 
+    from tests.ranks_preload import CACHES, caches
+
     _redistribute.clear_redistribute_planner_cache()
     debug._clear_python_sharding_prop_cache()
     debug._clear_fast_path_sharding_prop_cache()
-    modules = [module for name, module in sys.modules.items() if name.startswith(("torch.distributed.", "ckptkit."))]
-    for value in [value for module in modules for value in vars(module).values()]:
-        if isinstance(value, functools._lru_cache_wrapper):
-            value.cache_clear()
+    for cache in (*CACHES, *caches()):
+        cache.cache_clear()
     gc.collect()
 
 

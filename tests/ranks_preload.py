@@ -4,6 +4,7 @@ It must leave no thread behind: forked ranks would inherit its locks.
 """
 
 import contextlib
+import functools
 import gc
 import os
 import warnings
@@ -57,5 +58,13 @@ with warnings.catch_warnings():
     dist.destroy_process_group()
     del _model, _mesh, _optimizer
 
+
+def caches():
+    """Return the `lru_cache`s of torch.distributed and ckptkit that the garbage collector knows."""
+    found = [value for value in gc.get_objects() if type(value) is functools._lru_cache_wrapper]
+    return [cache for cache in found if str(cache.__module__).startswith(("torch.distributed.", "ckptkit."))]
+
+
 gc.collect()
+CACHES = caches()  # from here on, it does not know them
 gc.freeze()  # loaded objects stay alive, and ranks need not scan them
