@@ -428,6 +428,11 @@ def _renamed(
     found: dict[str, TensorEntry] = {}
     for entry in catalog.by_role(Role.MODEL).values():
         fqn = rename(entry.fqn)
+        if f"model.{fqn}" in found:
+            raise CheckpointMismatchError(
+                f"{entry.fqn!r} and another tensor of the checkpoint would both be loaded into {fqn!r}. Choose one "
+                "with key_map=."
+            )
         found[f"model.{fqn}"] = replace(entry, name=f"model.{fqn}", fqn=fqn)
     for prefix, one in saved.optimizers.items():
         for part in one.tensors:

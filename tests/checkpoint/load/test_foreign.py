@@ -126,6 +126,14 @@ def test_a_prefix_that_only_the_checkpoint_has_is_removed(tmp_path):
     assert all(torch.equal(value, inner[fqn]) for fqn, value in model.state_dict().items())
 
 
+def test_two_saved_weights_are_not_loaded_into_one(tmp_path):
+    saved = nn.Linear(3, 2).state_dict()
+    torch.save({"model": {**{f"net.{name}": t for name, t in saved.items()}, "bias": torch.ones(2)}}, tmp_path / "a.pt")
+    state = TrainState(model=nn.Linear(3, 2), rng=False)
+    with states.unchanged(state), pytest.raises(CheckpointMismatchError, match="'bias' and another tensor"):
+        states.load(tmp_path / "run", state, str(tmp_path / "a.pt"))
+
+
 @pytest.mark.parametrize("name", ["verl_fsdp2_w2", "lightning_trainer_full", "hf_trainer_fsdp2_sharded_w2"])
 def test_recognized_schedulers_are_restored(name, tmp_path):
     state = run_of(name, scheduler=True)
