@@ -202,6 +202,10 @@ def _add_schedulers(
     for kind, found in (("scheduler", saved.schedulers), ("grad_scaler", saved.scalers)):
         whole = [name for name in found if not any(part.startswith(f"{name}.") for part in saved.unread)]
         for name, live in _matched(whole, list(state.parts(kind)), notes).items():
+            expected = state.parts(kind)[live].state_dict()
+            if kind == "scheduler" and isinstance(expected, dict) and expected and not expected.keys() & found[name]:
+                notes.append(f"{name}: not restored, because it has none of the live scheduler's values.")
+                continue
             try:
                 objects[section(kind, live)] = encode(found[name], section(kind, live), refs)
                 used.append(name)

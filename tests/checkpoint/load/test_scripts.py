@@ -330,6 +330,16 @@ def test_a_stateful_extra_is_not_given_the_parts_that_could_be_read(tmp_path):
     ]
 
 
+def test_settings_below_the_key_of_a_scheduler_are_not_given_to_a_scheduler(tmp_path):
+    mine = _with_schedulers({})
+    mine.scheduler = mine.scheduler["gen"]
+    saved = {"model": mine.model.state_dict(), "scheduler": {"name": "cosine", "warmup": 5}}
+    with states.unchanged(TrainState(model=nn.Linear(1, 1), scheduler=mine.scheduler)):
+        report = load(mine, str(save(saved, "torch", tmp_path)), tmp_path, optimizer="skip")
+    assert report.extra["scheduler"] == saved["scheduler"]
+    assert any(note.startswith("scheduler: not restored") for note in report.notes)
+
+
 def test_a_scheduler_with_a_value_that_cannot_be_loaded_is_skipped_and_named(tmp_path):
     wall = datetime.timedelta(seconds=3)
     theirs, mine = _with_schedulers({"gen": 5}), _with_schedulers({})
