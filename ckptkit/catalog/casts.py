@@ -61,7 +61,7 @@ def cast_into(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str
 
 
 def cast(data: Bytes, source_dtype: str, target_dtype: str) -> tuple[Bytes, int]:
-    """Return the elements in the dtype `target_dtype`, and how many finite elements became infinite (`cast_into`)."""
+    """Like `cast_into`, but return the cast elements and how many finite elements became infinite."""
     if source_dtype == target_dtype:
         return data, 0
     out = np.empty(len(data) // dtype_of(source_dtype).itemsize * dtype_of(target_dtype).itemsize, np.uint8)

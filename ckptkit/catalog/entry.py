@@ -1,4 +1,4 @@
-"""Describes the contents of a checkpoint: its tensors, its other objects, and its origin.
+"""Describes the contents of a checkpoint: its tensors, its other objects, and how it was written.
 
 Every format reader returns a `Catalog`, and every offline command works on a `Catalog`. A tensor consists of slices. A
 slice is a box of the tensor that is stored in a byte range of a file. Slices are kept as columns of numbers, because a
@@ -159,7 +159,10 @@ class SliceArray(Sequence[TensorSlice]):
 
     @classmethod
     def of(cls, slices: Sequence[TensorSlice], ndim: int) -> SliceArray:
-        """Convert slices to columns. Keeps digests only if every slice has one. All must use the same algorithm."""
+        """Convert slices to columns. If a slice has no digest, all digests are dropped.
+
+        All digests must use the same algorithm.
+        """
         n = len(slices)
         paths = list(dict.fromkeys(s.path for s in slices))
         index = {path: i for i, path in enumerate(paths)}
@@ -226,10 +229,11 @@ class SliceArray(Sequence[TensorSlice]):
         return list(zip(files, self.starts.tolist(), self.nbytes.tolist(), strict=True))
 
     def records(self) -> list[tuple[str, int, int]]:
-        """Return (path, start, nbytes) of the record of each slice. Works for opaque tensors.
+        """Return (path, start, nbytes) of the record of each slice.
 
-        The record is the byte range that the checkpoint's index gives. In DCP, this is the item that contains the
-        slice's bytes. In other formats, it is the slice's own byte range.
+        The record is the byte range that the checkpoint's index gives. In DCP, this is the range in the `_StorageInfo`,
+        which may contain more than the slice's bytes. In other formats, it is the slice's own byte range. Also works
+        for tensors that cannot be read without their Python class.
         """
         return self.byte_ranges()
 
@@ -261,9 +265,9 @@ class SliceArray(Sequence[TensorSlice]):
 
     @staticmethod
     def whole(paths: tuple[str], start: int, nbytes: int, shape: tuple[int, ...]) -> SliceArray:
-        """Return the slice of a tensor that is stored as one contiguous slice.
+        """Return the array for a tensor that is stored as one contiguous slice.
 
-        Most tensors are stored like this, so the slice creates its columns only on demand. `paths` contains only the
+        Most tensors are stored like this, so this array creates its columns only on demand. `paths` contains only the
         tensor's file. All tensors in a file share this tuple.
         """
         return _WholeSlice(paths, start, nbytes, shape)
@@ -284,7 +288,7 @@ class SliceArray(Sequence[TensorSlice]):
         return np.concatenate([item.starts for item in columns]), np.concatenate([item.nbytes for item in columns])
 
     def digest(self, row: int) -> Digest | None:
-        """Return the digest of one row, or None if no digest was recorded."""
+        """Return the digest of the slice in row `row`, or None if no digest was recorded."""
         if self.algorithm is None or self.digests is None:
             return None
         starts, lengths = self.digest_starts, self.digest_nbytes
@@ -294,9 +298,9 @@ class SliceArray(Sequence[TensorSlice]):
 
 
 class _WholeSlice(SliceArray):
-    """The only slice of a tensor. It is contiguous.
+    """Holds the single, contiguous slice of a tensor.
 
-    Creates the columns only on demand. This makes it faster to read the headers of files with many tensors.
+    Creates the columns only on demand, so that the headers of files with many tensors are read faster.
     """
 
     __slots__ = ("_nbytes", "_paths", "_shape", "_start")
@@ -452,7 +456,7 @@ def check_boxes(name: str, shape: tuple[int, ...], offsets: Int64, sizes: Int64)
 
 
 def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
-    """Return whether two tensors have equal bytes, by what their entries record. Reads no bytes.
+    """Return whether two tensors have equal bytes, judging only by their catalog entries.
 
     Returns True if both tensors consist of the same byte ranges of the same files. Also returns True if all boxes and
     digests are equal, and the digest is strong enough to prove equality. Returns False if the boxes are equal but a
@@ -509,7 +513,7 @@ class MeshInfo:
 
 @dataclass(frozen=True, slots=True)
 class CatalogInfo:
-    """The origin of a checkpoint.
+    """Describes how a checkpoint was written, and lists its files.
 
     Attributes:
         format: The reader's name: "dcp", "safetensors", "ckptkit-sharded", "verl", ...
@@ -543,7 +547,7 @@ class WholeTensors(Mapping[str, TensorEntry]):
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """The contents of a checkpoint: its tensors and objects by name, and its origin."""
+    """The contents of a checkpoint: its tensors and objects by name, and general information (`CatalogInfo`)."""
 
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, ObjectEntry] = field(default_factory=dict)
@@ -559,7 +563,7 @@ class Catalog:
         return found
 
     def in_parts(self) -> Iterable[TensorEntry]:
-        """Return the tensors that must be checked for gaps and for opaque slices.
+        """Return the tensors that must be checked for gaps, and for slices that need their Python class to be read.
 
         If `tensors` is a `WholeTensors`, no tensor needs these checks. Otherwise, all tensors do.
         """

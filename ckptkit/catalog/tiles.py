@@ -88,9 +88,9 @@ def pieces(slices: SliceArray, offsets: Int64, sizes: Int64, itemsize: int | Int
 
 
 def _candidates(starts: Int64, stops: Int64, lo: Int64, hi: Int64) -> Iterator[tuple[Int64, Int64]]:
-    """Yield the indices of boxes and of slices, pair by pair, in the order of the boxes.
+    """Yield (box indices, slice indices): arrays of equal length that list pairs of a box and a slice.
 
-    Includes every pair that overlaps, and possibly pairs that do not.
+    Every overlapping pair is listed, and possibly pairs that do not overlap. The pairs are in the order of the boxes.
     """
     n, m = len(starts), len(lo)
     if n * m > 4096:

@@ -159,7 +159,6 @@ class _InterruptOnce:
 
 
 def main(args: list[str] | None = None) -> Any:
-    """Run the command line."""
     before = signal.getsignal(signal.SIGINT)
     ours = threading.current_thread() is threading.main_thread() and before is signal.default_int_handler
     if ours:

@@ -173,7 +173,7 @@ class MasterWeightOptimizer(Optimizer):
     def step_masters(self, factor: float = 1.0) -> None:
         """Multiply gradients by `factor`, step the masters, and round them into the parameters.
 
-        This checks nothing and is not collective.
+        Does not check for infinite or NaN gradients. Does not communicate.
         """
         self.follow_weights()
         # An elementwise `base` gets local tensors instead of DTensors: the same result, without DTensor's overhead.
@@ -257,7 +257,8 @@ class MasterWeightOptimizer(Optimizer):
         Also calls the load hooks of `base`. If the class of `base` overrides `load_state_dict`, calls this method, too.
 
         Raises:
-            CheckpointMismatchError: Groups, counts, shapes or masters do not match. Nothing was loaded.
+            CheckpointMismatchError: The number of groups, the number of parameters in a group, a shape or a master does
+                not match. Nothing was loaded.
         """
         pairs = self._paired(state_dict)
         masters = {parameter: state.get(MASTER) for parameter, state in self.state.items()}
@@ -317,7 +318,7 @@ class MasterWeightOptimizer(Optimizer):
         )
 
     def _paired(self, state_dict: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """Check that groups, counts, shapes and masters match. Return (parameter, its saved state) pairs."""
+        """Check that a state dict fits the parameter groups. Return (parameter, its saved state) pairs."""
         groups = state_dict.get("param_groups")
         if groups is None or "state" not in state_dict:
             raise CheckpointMismatchError(

@@ -406,7 +406,7 @@ def _fields(config: Any) -> list[str]:
 
 
 def _check_dtype(model_parts: Sequence[nn.Module], export_dtype: str) -> None:
-    """Raise if torchtitan would cast the tensors in the last save. This checkpointer keeps the training dtype."""
+    """Raise if torchtitan would cast the last save to `export_dtype`. This checkpointer never casts."""
     every = [parameter for part in model_parts for parameter in part.parameters()]
     stored = {str(p.dtype).removeprefix("torch.") for p in every if p.is_floating_point()}
     if export_dtype and stored - {export_dtype}:

@@ -382,7 +382,7 @@ def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[s
 def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, sum_dtype: str) -> ComputedTensor:
     """Return the weighted sum of tensors of the same shape.
 
-    If each term can be computed for some rows alone, so can the sum.
+    If every term can be computed for a range of rows, the sum can be, too.
     """
     first = terms[0]
     computed = [term for term in terms if isinstance(term, ComputedTensor)]

@@ -237,9 +237,10 @@ _MAX_PAIRS = 1 << 22  # maximum for the number of slices times the number of box
 
 @dataclass(frozen=True, slots=True)
 class SliceRuns:
-    """Where the bytes of a tensor's slices are in the result. Each row is a run: bytes that are adjacent there.
+    """Maps the bytes of a tensor's slices to the result's files.
 
-    Rows are sorted by slice and offset. The runs of a slice cover the whole slice.
+    Each row is a run: a part of a slice that is contiguous in a file of the result. Rows are sorted by slice and
+    offset. The runs of a slice cover the whole slice.
 
     Attributes:
         slices: [n] the index of the run's slice in the tensor's entry.
@@ -255,7 +256,7 @@ class SliceRuns:
     nbytes: Int64
 
     def bounds(self) -> list[tuple[int, int]]:
-        """Return, for each slice, the range [a, b) of its rows."""
+        """Return, for each slice, the row numbers [a, b) of its runs."""
         first = np.flatnonzero(np.concatenate([[True], self.slices[1:] != self.slices[:-1]]))
         return list(zip(first.tolist(), [*first[1:].tolist(), len(self.slices)], strict=True))
 

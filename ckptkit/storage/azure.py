@@ -35,7 +35,9 @@ class AzureApi(FsspecApi):
     def call(self, name: str, request: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
         """Make one request with the client of the blob `name`, and return the result.
 
-        Raises FileExistsError or LostUploadError.
+        Raises:
+            FileExistsError: The blob exists already.
+            LostUploadError: Azure no longer has the blocks of the upload.
         """
         from fsspec.asyn import sync
 

@@ -76,6 +76,7 @@ class Journal:
         """Begin this attempt's section.
 
         Args:
+            plan: Fingerprint of the source and of all bytes to write.
             steps: The numbers of the steps that are already finished.
             anew: Files that this attempt writes again from the start. For these files, steps of earlier
                 attempts do not count.
@@ -175,7 +176,7 @@ def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
 def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
     """Return the finished steps of all ranks in all attempts, read from the owner files `paths`.
 
-    In the sections of earlier attempts, `void` then also lists the files that the last attempt has begun again.
+    Adds the files that the last attempt has begun again to `void` of the earlier attempts' sections.
     """
     parsed = [_parse(parent.read(path)) for path in paths]
     current = [section for _, found in parsed for section in found]

@@ -465,7 +465,7 @@ class LocalStore(Store):
                 os.close(fd)
 
     def _make_parents(self, full: str) -> None:
-        """Create the missing directories above `full`. If this creates the store's root, the root is made durable."""
+        """Create the missing directories above `full`. If this creates the store's root, syncs the new entries."""
         parent = os.path.dirname(full)
         if not self._must_exist:
             created, place = [], self._top

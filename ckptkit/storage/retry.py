@@ -405,7 +405,7 @@ def patient() -> Iterator[Patience]:
 
 
 def hurry() -> None:
-    """Call `Patience.hurry` for the current operation, because the operation should end soon."""
+    """Call `Patience.hurry` for the current operation, if there is one."""
     patience = _current.get()
     if patience is not None:
         patience.hurry()

@@ -36,7 +36,7 @@ _FOREVER = re.compile(r"keep-(.+)\.json")
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A reason not to delete checkpoint `name`. `owner` is the reader, or None for a user's pin."""
+    """A reason not to delete checkpoint `name`. `owner` is the process that reads it, or None for a user's pin."""
 
     name: str
     why: str
@@ -249,7 +249,8 @@ def pin_forever(url: str, why: str = "", *, storage_options: Mapping[str, Any] |
     """Protect the checkpoint at `url` from rotation until it is unpinned.
 
     Args:
-        why: The reason, shown by `ls` and `prune`. By default, the reason of an existing pin, or "by hand".
+        why: The reason, shown by `ls` and `prune`. Default: the reason of the existing pin, or "by hand" if the
+            checkpoint is not pinned.
 
     Raises:
         CheckpointNotFoundError: `url` is not a committed checkpoint.

@@ -53,12 +53,12 @@ EVERY = 0
 
 
 class Fingerprints:
-    """Fingerprints of this rank's plain tensors, optimizer values, and replicated parts of DTensors, 24 bytes each.
+    """Holds a 24-byte fingerprint of each of this rank's plain tensors, optimizer values and replicated DTensor parts.
 
-    Each fingerprint belongs to a *class*. All ranks that send a class should have the same keys and contents in that
-    class, so a save exchanges only one signature for each class. The mesh of a replicated DTensor determines its class.
-    For a plain tensor, it is not known before the first comparison which ranks have the tensor. Until then, its class
-    is `EVERY`, which all ranks send.
+    The fingerprints are divided into *classes*: a class contains the values that are on the same ranks. All these ranks
+    should have the same keys and contents in the class, so a save exchanges only one signature for each class. The mesh
+    of a replicated DTensor determines its class. For a plain tensor, it is not known before the first comparison which
+    ranks have the tensor. Until then, its class is `EVERY`, which all ranks send.
 
     Plain tensors on the host are hashed completely (tens of GB/s). For a tensor on a device, the fingerprint covers a
     reduction over all words, and three samples of bytes. Only a few KB per tensor are copied to the host. For a large
@@ -66,12 +66,12 @@ class Fingerprints:
     each save hashed all blocks, the hashing would take a third of the save's time.
 
     If a DTensor is on a mesh of only some ranks, a DTensor with the same name may be on other meshes, for example if
-    each mesh has its own experts. The lowest rank of each mesh sends the names of such tensors once (`apart`). Tensors
-    that exist on several meshes (`shared_names`) are compared like plain tensors.
+    each mesh has its own experts. The lowest rank of each mesh sends the names of such tensors once (`apart`). If
+    several meshes have a tensor of the same name (`shared_names`), it is compared like a plain tensor.
 
     Args:
-        classes: The classes of plain tensors, by name digest, as `differing` returns them.
-        shared: The digests of the names of DTensors that exist on several meshes.
+        classes: The class of each plain tensor, by the digest of the tensor's name, as `differing` returns them.
+        shared: The result of `shared_names`.
         turn: Selects the blocks to hash. It is the same on all ranks, and grows by 1 with each save.
         world_size: The number of ranks that save.
 
@@ -171,8 +171,8 @@ class Fingerprints:
         """Return the fingerprints that may differ between ranks, as input for `differing`.
 
         Args:
-            unequal: The classes whose signatures differ. If such a class contains plain tensors, all plain tensors are
-                compared.
+            unequal: The fingerprint classes whose signatures differ. If such a class contains plain tensors, all plain
+                tensors are compared.
         """
         kinds = self._table[:, _CLASS]
         chosen = np.isin(kinds, np.array(list(unequal), "<u8"))
@@ -183,9 +183,9 @@ class Fingerprints:
     def differing(self, tables: Sequence[bytes]) -> tuple[dict[str, int], bool, dict[int, int]]:
         """Compare the ranks' fingerprints. Returns three values:
 
-        - this rank's keys whose contents differ between ranks, each with the lowest rank that has the key;
-        - whether there is any such key on any rank;
-        - the classes of all ranks' plain tensors, by name digest.
+        - {key: lowest rank that has the key}, for each key of this rank whose contents differ between ranks;
+        - whether any rank has such a key;
+        - {digest of the name: fingerprint class}, for each plain tensor of any rank.
 
         Args:
             tables: The results of `to_bytes` on all ranks.
@@ -206,7 +206,7 @@ class Fingerprints:
 
 
 def shared_names(tables: Sequence[bytes]) -> list[int]:
-    """Return the digests of the names of DTensors that exist on several meshes.
+    """Return the digests of all names that DTensors on different meshes share.
 
     Args:
         tables: `Fingerprints.apart` of each rank.
@@ -245,7 +245,10 @@ def _is_by_mesh(kind: int) -> bool:
 
 @lru_cache(maxsize=1 << 10)
 def _class_by_mesh(layout: ShardLayout, rank: int) -> int:
-    """Return the fingerprint class of a DTensor with this layout, or 0 if no other rank has the same part of it."""
+    """Return the fingerprint class (see `Fingerprints`) of a DTensor with this layout.
+
+    Returns 0 if no other rank has a copy of this rank's part.
+    """
     coordinate = mesh_coordinate(rank, layout.mesh_shape, layout.mesh_ranks)
     if coordinate is None or layout.replicas == 1:
         return 0
@@ -265,7 +268,10 @@ def _name_digest(key: str, dtype: torch.dtype | None = None, shape: Sequence[int
 
 
 def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
-    """Return what is compared between ranks, by key: values of an optimizer's JSON, and the names of plain states."""
+    """Return the values of an optimizer that ranks compare, by key.
+
+    These are parts of the optimizer's JSON, and the names of the states that are not DTensors.
+    """
     from torch.distributed.tensor import DTensor
 
     names = [f"{fqn}.{state}" for (fqn, state), tensor in taken.tensors.items() if not isinstance(tensor, DTensor)]
@@ -279,7 +285,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int], rank: int) -> None
     one rank's copy is saved: users who want all copies wrap the object in `PerRank`.
 
     Args:
-        keepers: This rank's keys that differ between ranks, each with the rank that keeps the shared copy.
+        keepers: For each of this rank's keys that differs between ranks: the rank whose copy keeps the shared key.
     """
     # Every rank saves this dict, even if it is empty, because a load counts these dicts to get the number of ranks.
     own = captured.rank_objects.setdefault(f"{PER_RANK}.{rank}", {})
@@ -434,7 +440,7 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
 
 
 def _parameters(saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (optimizer, FQN) of each parameter for which the rank saved its own values."""
+    """Yield (optimizer, FQN) of each parameter whose optimizer states the rank saved as its own."""
     for key, value in saved.items():
         section, _, state = key.partition(".state.")
         if _is_bound(value) and state:
@@ -519,7 +525,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sampled(row: torch.Tensor, turn: int) -> Iterator[Any]:
-    """Yield every 16th block of some bytes on the host."""
+    """Yield every 16th block of the bytes in `row`, starting with block number `turn` % 16."""
     data = row.numpy()
     for start in range(turn % _TURNS * _BLOCK, len(data), _TURNS * _BLOCK):
         yield data[start : start + _BLOCK]

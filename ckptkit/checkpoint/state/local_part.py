@@ -147,7 +147,6 @@ def check_safetensors(views: Iterable[PartView]) -> None:
 
 
 def layout_of(tensor: DTensor) -> ShardLayout:
-    """Return a DTensor's layout."""
     return _layout(tensor.device_mesh, tuple(tensor.placements))
 
 

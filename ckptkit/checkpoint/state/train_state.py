@@ -136,9 +136,11 @@ class TrainState:
             rank, world size)`, every load calls it to get this rank's state. Without this method, each rank gets its
             own saved state. If the number of ranks has changed, `per_rank_on_resize` applies.
         extra: More state by name: objects with `state_dict` and `load_state_dict`, or plain values, which a load
-            replaces in this dict. Only rank 0's values are saved; wrap values that differ between ranks in `PerRank`.
+            replaces in this dict. Only rank 0's values are saved. For a value that differs between ranks, use
+            `PerRank(value)`.
         layout: Declares that a rank's tensors are parts of global tensors. For the experts of an expert-parallel rank:
-            {"*.experts.*": ckptkit.Shard(0, mesh=device_mesh["ep"])}. Applies to optimizer states and masters, too.
+            {"*.experts.*": ckptkit.Shard(0, mesh=device_mesh["ep"])}. It also applies to their optimizer
+            states and fp32 master weights.
         step: The training step; a load sets it.
         rng: Whether to include each rank's random number generators.
         half_loaded: The URL of the checkpoint, if a failed load has only partly filled this state or one of its
@@ -398,9 +400,9 @@ def _other_names(
     names: Mapping[int, str],
     taken: CapturedOptimizer,
 ) -> dict[str, dict[str, str]]:
-    """Return {"tied": {name: FQN}}: for each further name of a tied parameter, the FQN of its optimizer state.
+    """Return {"tied": {other name: FQN}} for tied parameters. Their optimizer states are saved only under the FQN.
 
-    The state is saved only under that FQN. Returns {} if no optimizer has a tied parameter.
+    Returns {} if no optimizer has a tied parameter.
     """
     if not any(captured.aliases.values()):
         return {}
@@ -465,8 +467,8 @@ def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]
     """Raise SaveError if a state_dict hook adds entries that no load would restore.
 
     A load restores an added tensor if it has the name of a parameter or buffer, or if an enclosing module overrides
-    loading. A load restores no other added values. This function does not call the overrides to see what they restore,
-    because that could change the live module.
+    `load_state_dict` or has a pre-hook for it. A load restores no other added values. This function does not call
+    overrides or hooks to see what they restore, because that could change the live module.
     """
     from torch import Tensor
     from torch.nn import Module, Parameter
@@ -643,10 +645,7 @@ def _by_canonical_name(
 
 
 def canonical_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the modules by canonical name.
-
-    Wrappers have the same canonical name as the module inside them, and are omitted.
-    """
+    """Return the modules by canonical name, which lacks the prefixes that wrappers add. Omits the wrappers."""
     prefixes = _canonical_prefixes(module)
     return {prefixes[raw]: child for raw, child in module.named_modules(remove_duplicate=False)}
 

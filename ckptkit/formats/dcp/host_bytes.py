@@ -132,9 +132,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether `torch.save` stores this sparse or quantized tensor exactly.
+    """Return whether a tensor of torch's own classes is sparse or quantized. `torch.save` stores such tensors exactly.
 
-    This is the case only for sparse and quantized tensors of torch's own classes. Returns False for dense tensors.
+    Returns False for subclasses, and for meta and nested tensors.
     """
     import torch
 
@@ -168,7 +168,7 @@ def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
 
 
 def expanded_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return, by key, why torch can't write into a tensor, for each tensor whose elements share memory."""
+    """Return the keys of the tensors whose elements share memory, each with the reason why torch can't write to it."""
     why = "is an expanded view, whose elements share memory: copy it with .clone()"
     return {
         key: why

@@ -158,8 +158,8 @@ def plan_read(
         strict: Raise an error if the checkpoint lacks a key. If False, the value of that key stays unchanged.
 
     Raises:
-        CheckpointMismatchError: Keys are missing, shapes or dtypes differ, or the checkpoint has a tensor where the
-            state has another value. The message lists all mismatches.
+        CheckpointMismatchError: Keys are missing, shapes or dtypes differ, or the checkpoint has a tensor under a key
+            whose value in the state is not a tensor. The message lists all mismatches.
         IncompleteCheckpointError: The checkpoint lacks part of a tensor.
     """
     flat, of_each = flatten(state_dict)

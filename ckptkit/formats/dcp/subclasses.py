@@ -92,7 +92,7 @@ ENUMS: Mapping[str, Mapping[Any, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The inner tensors of a tensor subclass, and the recipe for rebuilding the tensor from them.
+    """The inner tensors of one tensor of a subclass, and the recipe for rebuilding the tensor from them.
 
     Attributes:
         parts: The inner tensors by attribute ("a::b" if an inner tensor itself belongs to a subclass). The inner
@@ -105,9 +105,9 @@ class Opened:
 
 
 def outer_name(name: str, recipes: Mapping[str, Recipe], prefix: str = "") -> str:
-    """Return the name of the tensor subclass that contains the inner tensor `name`.
+    """Return the name of the outer tensor that contains the inner tensor `name` ("a.weight" for "a.weight::scale").
 
-    Returns `name` itself if `recipes` contains no such tensor.
+    Returns `name` itself if `recipes` has no such outer tensor.
     """
     head = name
     while SEPARATOR in head:
@@ -118,11 +118,12 @@ def outer_name(name: str, recipes: Mapping[str, Recipe], prefix: str = "") -> st
 
 
 def describe(recipe: Recipe, live: torch.Tensor | None = None) -> str:
-    """Return a recipe as one line, for error messages.
+    """Return a text about a tensor for error messages: its class and settings, or that it is not of a subclass.
 
     Args:
-        live: The live optimizer state, to explain why there is no recipe. For example, optimizers do not quantize empty
-            shards, so an empty shard has none.
+        recipe: The tensor's recipe. If it is None, the tensor is a plain tensor or an empty shard. (An optimizer that
+            quantizes its states does not quantize empty shards.)
+        live: The live optimizer state, which shows whether it is an empty shard.
     """
     if not isinstance(recipe, Mapping):
         is_empty = live is not None and not local_part(live).numel()
@@ -132,7 +133,7 @@ def describe(recipe: Recipe, live: torch.Tensor | None = None) -> str:
 
 
 def same_recipe(one: Recipe | None, other: Recipe | None) -> bool:
-    """Return whether two tensor subclasses have equal recipes (`Opened.recipe`).
+    """Return whether two recipes (`Opened.recipe`) are equal.
 
     A tuple and a list with equal items count as equal, because torchao's own files store tuples as lists.
     """
@@ -279,7 +280,7 @@ def _class_of(tensor: Any) -> str:
 
 
 def _flattened(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Return a tensor's inner tensors by attribute, and the context: other data needed to rebuild the tensor."""
+    """Return a tensor's inner tensors by attribute, and the context, as `__tensor_flatten__` does."""
     known = _WITHOUT_PROTOCOL.get(_class_of(tensor))
     if known is not None:
         return known(tensor)
@@ -561,9 +562,9 @@ def cut_blocks(block: int, shape: Sequence[int]) -> list[int]:
 
 
 def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
-    """Return a class's context as JSON.
+    """Return the context that `__tensor_flatten__` returned (any value) as JSON.
 
-    A tuple that equals the tensor's shape is stored as `$shape`, because the shape of a shard is different.
+    A tuple that equals the tensor's shape is stored as `$shape`, because other shards have other shapes.
     """
     import torch
 
@@ -593,7 +594,7 @@ def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
 
 
 def _value(tree: Any, shape: tuple[int, ...]) -> Any:
-    """Rebuild the context from a recipe's JSON, for a tensor of the given shape.
+    """Rebuild the argument `context` of `__tensor_unflatten__` from a recipe's JSON, for a tensor of the given shape.
 
     Raises:
         ValueError: The context contains class instances, which only a live tensor can supply.

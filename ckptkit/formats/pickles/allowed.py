@@ -1,4 +1,4 @@
-"""Defines the allow-list for pickles: the permitted globals, and the inert value that replaces each global."""
+"""Defines the allow-list for pickles: the permitted globals, and a harmless stand-in value for each global."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def checked_key(key: Any) -> Any:
 
 
 def _dict(*args: Any) -> StateDict:
-    """Build the dict for a pickled OrderedDict() or OrderedDict([[key, value], ...]) of Python 3 or Python 2."""
+    """Build the dict for a pickled OrderedDict, given its arguments: none (Python 3), or key-value pairs (Python 2)."""
     made = StateDict()
     if args and args[0] is not None:
         pairs = args[0].items() if isinstance(args[0], dict) else args[0]
@@ -227,7 +227,10 @@ def _functions() -> dict[tuple[str, str], Any]:
 
 
 def _names() -> dict[tuple[str, str], Any]:
-    """Return the inert values for torch's dtypes, layouts, memory formats and storage classes, by (module, name)."""
+    """Return the values that replace torch's dtypes, layouts, memory formats and storage classes in a pickle.
+
+    The keys are (module, name).
+    """
     table: dict[tuple[str, str], Any] = {("torch", name): TorchDType(name) for name in (*DTYPES, *_OTHER_DTYPES)}
     table.update((("torch", name), name) for name in _LAYOUTS)
     for name, dtype in _STORAGES.items():  # tensor classes in the tar format, torch < 0.2
@@ -255,7 +258,7 @@ ALLOWED: Mapping[tuple[str, str], Any] = {**_functions(), **_names(), **_classes
 
 
 def allowed_global(module: str, name: str) -> Any | None:
-    """Return the inert value that replaces the global `module.name`, or None if the global is not on the allow-list."""
+    """Return the stand-in value for the global `module.name`, or None if the global is not on the allow-list."""
     found = ALLOWED.get((module, name))
     if found is None and name == "_StorageInfo":
         return stubs.StorageInfo  # storage writers for DCP, such as OLMo-core's, have their own class with these fields

@@ -49,7 +49,7 @@ def loads(
     unknown: Unknown = "refuse",
     max_bytes: int | None = None,
 ) -> Any:
-    """Parse the pickle in `data` into plain Python values and inert values.
+    """Parse the pickle in `data` into plain Python values. Allowed globals become stand-ins that run no code.
 
     Args:
         file: Name of the file or item for error messages.

@@ -264,7 +264,10 @@ def _groups(values: Mapping[int, Mapping[str, Any]]) -> Sequence[Mapping[str, An
 
 
 def _flat_states(values: Mapping[int, Mapping[str, Any]], index: Any) -> dict[str, list[tuple[int, StoredTensor]]]:
-    """Return the 1-D states of parameter or unit `index`, by name, as (rank, tensor) for each rank that has a part."""
+    """Return {state name: [(rank, 1-D tensor), ...]} of the parameter or FSDP unit that has this index.
+
+    Includes only ranks that have a part of the state.
+    """
     found: dict[str, list[tuple[int, StoredTensor]]] = {}
     for rank, value in values.items():
         for name, tensor in value["state"].get(index, {}).items():

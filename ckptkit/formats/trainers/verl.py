@@ -99,7 +99,7 @@ def _optimizer(
 
 
 def _extra_state(sizes: Mapping[str, int], files: Sequence[str], world_size: int) -> dict[str, ObjectEntry]:
-    """Return the contents of the files with schedulers and random states as objects, one object per rank."""
+    """Return an object for each rank's extra-state file, which contains schedulers and random states."""
     found = {}
     for rank in range(world_size):
         path = _EXTRA.format(size=world_size).format(rank=rank)

@@ -54,7 +54,7 @@ class Gatherer:
         self.big = max(self.small, self.big)
 
     def tile_numel(self, tensor: OutputTensor) -> int:
-        """Return how many elements of a target tensor to assemble at once (a tile).
+        """Return how many elements of an output tensor to assemble at once (a tile).
 
         Tiles are larger if each tile must be read from many places in the source.
         """
@@ -70,9 +70,9 @@ class Gatherer:
         return max(1, nbytes // widest)
 
     def make_box(self, tensor: OutputTensor, box: Box, out: Bytes) -> int:
-        """Fill `out` with the region `box` of a target tensor, row-major, in the target's dtype.
+        """Fill `out` with the region `box` of an output tensor, row-major, in the output's dtype.
 
-        Return the number of elements that became infinite in the cast to that dtype.
+        Return how many elements became infinite in the cast to that dtype.
         """
         if isinstance(tensor, ComputedTensor):
             return self._compute(tensor, box, out)
@@ -148,7 +148,10 @@ class Gatherer:
         return infinite
 
     def _in_pieces(self, tensor: ComputedTensor, out: Bytes) -> int:
-        """Compute a tensor piece by piece, so that each piece is still in the cache when it is used."""
+        """Compute a tensor into `out` in pieces that fit into the CPU cache.
+
+        Return how many elements became infinite in a cast.
+        """
         itemsizes = [dtype_of(target.dtype).itemsize for target in tensor.inputs]
         size, numel = dtype_of(tensor.dtype).itemsize, tensor.numel
         infinite = 0
@@ -178,10 +181,7 @@ class Gatherer:
         return infinite
 
     def _run_of(self, target: OutputTensor) -> Range | None:
-        """Return the range of a local file that contains all of a target's bytes, consecutively.
-
-        Returns None if the bytes are not consecutive in one local file.
-        """
+        """Return the range of a local file that has exactly an output tensor's bytes, or None if there is none."""
         part = target.only_part if isinstance(target, Target) else None
         if part is None:
             return None

@@ -169,7 +169,7 @@ def settle_tied(
 
 
 def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) -> dict[str, Target]:
-    """Return the targets. A tensor that is stored only under the head's name gets the embedding's name instead.
+    """Return the tensors to write. A tensor that is stored only under the head's name gets the embedding's name.
 
     `wanted` has the names in the base model. Call this only if the config ties the embedding and the head.
     """

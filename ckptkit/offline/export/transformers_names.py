@@ -42,7 +42,7 @@ class LiveModel:
         tied: Maps the second names of tied tensors to the first names.
         transforms: The entries of transformers' conversion table, in the order in which a load applies them.
         config: The model's config, as an object of transformers.
-        prefix_change: The class of those entries that add or remove a whole prefix.
+        prefix_change: transformers' class `PrefixChange`. Its instances in `transforms` add or remove a whole prefix.
     """
 
     tied: Mapping[str, str]
@@ -51,7 +51,10 @@ class LiveModel:
     prefix_change: type | None = None
 
     def choose(self, targets: Mapping[str, Target], wanted: _Wanted, best: Choice) -> Choice:
-        """Return the names from transformers if they match more of the wanted names than `best`, otherwise `best`."""
+        """Return the names from transformers if they match more of the base model's names (`wanted`) than `best` does.
+
+        Otherwise, return `best`.
+        """
         fewest = len(set(wanted) - set(best.mapped.targets))
         for transforms in self._variants(wanted):
             try:
@@ -70,7 +73,7 @@ class LiveModel:
         return self.prefix_change is not None and isinstance(transform, self.prefix_change)
 
     def _variants(self, wanted: Collection[str]) -> Iterable[tuple[Any, ...]]:
-        """Yield the selections of `transforms` to try: Hub files may lack a prefix, or have different layouts."""
+        """Yield subsets of `transforms` to try, because Hub files may lack a prefix or have one of several layouts."""
         if not self.transforms:
             return
         plain = tuple(t for t in self.transforms if not self._is_prefix(t))
@@ -161,7 +164,7 @@ def _built(config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _needed(transforms: tuple[Any, ...], wanted: Collection[str]) -> tuple[Any, ...]:
-    """Return `transforms` without the converters that a load of the wanted tensors would not use."""
+    """Return `transforms` without the converters that a load of the tensors `wanted` would not use."""
     renamings = [item for item in transforms if not hasattr(item, "operations")]
     converters = [item for item in transforms if hasattr(item, "operations")]
     used = {id(_converted_name(_renamed(name, renamings), converters)[2]) for name in wanted}
@@ -178,9 +181,9 @@ def _with_floats(value: Any) -> Any:
 
 
 def _bounded(config: Mapping[str, Any], most: int) -> bool:
-    """Return whether all layer counts are plausible, given the number of wanted tensors.
+    """Return whether the config's layer counts are plausible for a model with `most` tensors.
 
-    The model of a hostile config could take forever to build.
+    With a hostile config, building the model could take forever.
     """
     for key, value in config.items():
         if isinstance(value, Mapping) and not _bounded(value, most):

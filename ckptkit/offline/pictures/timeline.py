@@ -127,7 +127,7 @@ def _bars(items: Sequence[Listed], slot: float, base: float) -> list[str]:
 
 
 def _limit_lines(items: Sequence[Listed], slot: float, policy: RetentionPolicy, top: float, base: float) -> list[str]:
-    """Draw a line at each limit of the policy. Checkpoints left of a line are kept only if they are exempt."""
+    """Draw a line at each limit of the policy. Left of a line are the checkpoints that exceed the limit."""
     committed = [i for i, item in enumerate(items) if item.state == "committed"]
     limits: list[tuple[str, int]] = []
     if policy.max_num is not None and len(committed) > policy.max_num:

@@ -118,7 +118,9 @@ def plan_reshard(
     tp_plan: TPPlan | None = None,
     vocabulary: VocabSize | None = None,
 ) -> Planned:
-    """Return the plan of a reshard, and the seal that commits the result. Takes seconds for a million slices.
+    """Return the plan of a reshard, and the fields of the result's manifest and commit record (`Seal`).
+
+    Takes seconds for a million slices.
 
     Reads the source's objects. Reads tensors only to compute the mean of embeddings.
 
@@ -146,10 +148,10 @@ def plan_reshard(
 
 
 def plan_local(catalog: Catalog, tensors: Sequence[OutputTensor], mesh: TargetMesh, identity: Identity) -> Planned:
-    """Return the plan of a LOCAL checkpoint for FSDP2 ranks, and the seal that commits the result.
+    """Return the plan of a LOCAL checkpoint for FSDP2 ranks, and the fields of its manifest and commit record (`Seal`).
 
-    The checkpoint contains only a model. A tensor that is copied unchanged keeps its sharding, so a whole buffer stays
-    whole. Any other tensor is sharded along dimension 0 if it contains floats, and stays whole otherwise.
+    The checkpoint contains only a model. A tensor that is copied unchanged keeps its sharding (an unsharded one stays
+    unsharded). Any other tensor is sharded along dimension 0 if it contains floats, and unsharded otherwise.
     """
     known, own = Cuts(catalog, mesh), OwnState(trees={"step": identity.step})
     chosen = []
@@ -174,7 +176,7 @@ def _planned(
     extra: Mapping[str, Any] = MappingProxyType({}),
     side: Sequence[OutputFile] = (),
 ) -> Planned:
-    """Return the plan that writes a state, and the seal that commits the result.
+    """Return the plan that writes a state, and the fields of the result's manifest and commit record (`Seal`).
 
     Args:
         extra: Additional fields for the manifest.
