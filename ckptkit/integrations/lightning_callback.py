@@ -261,9 +261,9 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         return named or self._newest(root)
 
     def _newest(self, root: str) -> set[str]:
-        """Return the newest checkpoint of a directory in which no checkpoint is called "last".
+        """Return the newest checkpoint in `root`, where no checkpoint is called "last". Empty if there is none.
 
-        Used for `ckpt_path="last"`, for which Lightning otherwise finds nothing and starts a new run.
+        Used for `ckpt_path="last"`. Without this, Lightning would find no checkpoint and start a new run.
         """
         if not root:
             return set()

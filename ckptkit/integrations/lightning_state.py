@@ -47,7 +47,7 @@ def live_state(module: nn.Module) -> dict[str, Any]:
 
 
 class StateView(nn.Module):
-    """Takes the place of a module when its state is saved or loaded. The state dict contains only the given tensors."""
+    """Takes a module's place when the module's state is saved or loaded. Its state dict has only the given tensors."""
 
     def __init__(self, tensors: Mapping[str, Any], like: nn.Module | None = None) -> None:
         super().__init__()
@@ -68,7 +68,8 @@ class StateView(nn.Module):
     def of(cls, module: nn.Module, wanted: Mapping[str, Any]) -> StateView:
         """Return a view of the tensors in `wanted`.
 
-        The view contains the module's live tensors, except those that a hook has replaced in `wanted`.
+        A tensor in `wanted` that shares the memory of a live tensor of the module is replaced by the live tensor. All
+        others are used as they are: a state dict hook has created them.
         """
         live = live_state(module)
         return cls({k: live[k] if k in live and same_memory(live[k], v) else v for k, v in wanted.items()}, module)
@@ -423,9 +424,9 @@ def _plain(value: Any, path: str, texts: list[str]) -> Any:
 
 
 def _taken_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Remove the dataloaders' state from the loops' state. Return the dataloaders' state.
+    """Remove the dataloaders' state from the state of Lightning's loops, and return it.
 
-    No other part of the loops' state differs between ranks.
+    All other state of the loops is equal on all ranks.
     """
     try:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
@@ -435,7 +436,7 @@ def _taken_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split(filepath: str | Path) -> tuple[str, str]:
-    """Return the directory and the last component of a path or URL."""
+    """Return the parent directory and the last component of a path or URL."""
     text = str(filepath)
     if split_url(text)[0] == "file" and "://" not in text:
         text = os.path.abspath(text)

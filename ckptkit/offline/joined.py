@@ -23,7 +23,7 @@ def key_in(index: int, key: str) -> str:
 
 
 def taken_from(tensor: OutputTensor, index: int) -> OutputTensor:
-    """Return `tensor`, which reads from source `index`, changed to read from the joined catalog instead."""
+    """Return a copy of `tensor` that reads from the joined catalog instead of source `index`."""
     if isinstance(tensor, Target):
         return replace(tensor, parts=tuple(replace(part, source=key_in(index, part.source)) for part in tensor.parts))
 

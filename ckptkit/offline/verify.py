@@ -273,9 +273,9 @@ def _beside_tensors(catalog: Catalog) -> list[Check]:
 
 
 def _state_checks(source: Source) -> tuple[list[Check], list[Problem]]:
-    """Return the CRC-32s of files with training state that the catalog does not describe, and their problems.
+    """Return the CRC-32s in files that hold training state but are not in the catalog, and the files' problems.
 
-    For example, the optimizer.pt of a Trainer beside safetensors files. Files that are not archives have no CRC-32s.
+    An example is the optimizer.pt of a Trainer beside safetensors files. Files that are not zip archives are skipped.
     """
     store, known = source.store, source.catalog.info
     if "digests" in known.extra or source.url.rstrip("/") != store.url.rstrip("/"):  # ours, or a single file
@@ -360,7 +360,7 @@ class Recorded:
         checks: The digests to compare, in disk order and without duplicates.
         unproved: Number of tensor bytes without a digest, by file.
         sums: The digests in SHA256SUMS, by file.
-        problems: Problems with the records themselves.
+        problems: Problems that were found while the digests were collected, such as a damaged SHA256SUMS.
     """
 
     checks: Sequence[Check]
@@ -373,8 +373,8 @@ def recorded(store: Store, catalog: Catalog, uninterpreted: Iterable[str]) -> Re
     """Return a checkpoint's recorded digests. Reads no tensor bytes.
 
     Args:
-        uninterpreted: Tensors of unknown classes (`Catalog.opaque`). Only the CRC-32 of each record of such a tensor is
-            checked.
+        uninterpreted: Names of tensors of unknown classes (`Catalog.opaque`). These are stored as torch.save zips, of
+            which only the members' CRC-32s are checked.
     """
     sums, problems = _sums(store, catalog)
     checks, unproved = _plan(catalog, sums)

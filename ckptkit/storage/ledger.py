@@ -100,7 +100,7 @@ def _record_path(path: str) -> str:
 
 
 def read_ledger(store: Store, items: Mapping[str, FileInfo]) -> dict[str, Finished]:
-    """Return the records of all objects that are unchanged, by the object's path.
+    """Return the records of all objects that have not changed since they were recorded, by the object's path.
 
     `items` is a listing of `store`, by path.
     """

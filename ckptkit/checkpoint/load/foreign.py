@@ -60,8 +60,8 @@ _ADAPTER = re.compile(
 def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
     """Return the catalog with the optimizer, scheduler and random states that are in the same directory as the weights.
 
-    A catalog that already contains an optimizer is returned unchanged. If these files may belong to another model in
-    the directory, a note names them.
+    A catalog that already contains an optimizer is returned unchanged. If the state files may belong to another model
+    in the directory, they are not added, and a note names these files and the other models.
     """
     if not catalog.info.format.startswith("safetensors") and catalog.info.format not in ("torch", "hf"):
         return catalog
@@ -92,9 +92,10 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
 
 
 def _newer_or_other_models(catalog: Catalog, files: Collection[str]) -> list[str]:
-    """Return the other models in the directory of a script's torch.save file to which an optimizer.pt may belong.
+    """Return the other models beside a script's torch.save file to which an optimizer.pt beside it may belong.
 
-    If all of these files have a step in their names, optimizer.pt belongs to the one with the highest step.
+    Returns [] if all models have a step in their names and the model in `catalog` has the highest step, because the
+    optimizer.pt then belongs to this model. Also returns [] for file names that libraries use.
     """
     name = next(iter(catalog.info.files), "")
     if len(catalog.info.files) > 1 or name in MODEL_FILES or name.endswith(".bin") or not name.endswith(TORCH_ENDINGS):
@@ -194,9 +195,9 @@ def _add_schedulers(
     notes: list[str],
     refs: dict[str, torch.Tensor],
 ) -> list[str]:
-    """Add the saved schedulers and gradient scalers that live ones take. Return their keys in the checkpoint.
+    """Add the saved schedulers and gradient scalers that match live ones. Return the keys of those that were added.
 
-    Adds a note for each that is not restored. Such a state becomes an `extra`, without the parts that cannot be loaded.
+    Adds a note for each one that is not restored. The caller adds its state to the `extra` state.
     """
     used: list[str] = []
     for kind, found in (("scheduler", saved.schedulers), ("grad_scaler", saved.scalers)):
@@ -259,7 +260,7 @@ def _as_torch(array: np.ndarray[Any, Any] | TensorValue) -> torch.Tensor:
 
 
 def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], list[str]]:
-    """Return a function that maps saved FQNs to live ones, and notes for the report."""
+    """Return a function that maps FQNs in the checkpoint to FQNs in the live models, and notes for the report."""
     live = live_tensors(state).keys()
     saved = {entry.fqn for entry in catalog.by_role(Role.MODEL).values()}
     best, hits = ("", ""), len(saved & live)  # best: (removed prefix, added prefix)

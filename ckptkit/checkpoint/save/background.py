@@ -126,7 +126,7 @@ def report_failure(step: int, error: BaseException) -> None:
 
 
 def _wait_for_saves() -> None:
-    """Wait for running saves when the main thread ends. Python then shuts down modules that the saves use."""
+    """Wait for running saves after the main thread has ended, before Python shuts down modules that they use."""
     for handle in list(_unasked):
         while handle._thread.is_alive() and not handle._waited(_LOOK_S):  # in a fork, is_alive() is False
             pass

@@ -75,7 +75,7 @@ class PlannedKey(NamedTuple):
 
 
 class PlainSlice(NamedTuple):
-    """A slice whose bytes are stored as in safetensors, without framing. `digest` covers [start, start + nbytes)."""
+    """A slice that is stored as raw tensor bytes, as in safetensors. `digest` covers [start, start + nbytes)."""
 
     key: PlannedKey
     box: Box
@@ -92,8 +92,8 @@ class RankPart:
     The report takes 40 bytes per slice, plus 16 bytes per dimension of each slice.
 
     Attributes:
-        written: Locations of the slices, then of the objects. `key` in a row is an index into the keys of `table`,
-            followed by the keys in `private`.
+        written: Locations of the slices, then of the objects. `key` in a row is a position in the concatenation of
+            the keys in `table` and the keys in `private`.
         boxes: Offsets and sizes of each slice, concatenated over all slices.
         digest: A hash that identifies `table`, even if this rank does not send the table.
         table: Result of `key_table`, or None if a lower rank sends the same table.
@@ -125,7 +125,7 @@ def plain_part(
     phases: Sequence[Phase],
     meshes: Sequence[Mapping[str, Any]] = (),
 ) -> RankPart:
-    """Return the report of a rank that wrote the bytes of slices as in safetensors, without framing."""
+    """Return the report of a rank that wrote slices as raw bytes, as in safetensors."""
     keys = {item.key.name: item.key for item in slices}
     number, path_number = ({name: i for i, name in enumerate(names)} for names in (keys, files))
     rows = [(number[s.key.name], path_number[s.path], s.start, s.nbytes, s.start, s.digest) for s in slices]
@@ -202,8 +202,8 @@ class SaveIndex:
         Args:
             keys: (name, dtype, shape, path) of each tensor. `found.tensors` contains positions in `keys`.
             objects: Location (file, start, length), digest and path of each object, by name.
-            files: Size and digest of each file. `found.rows` and `objects` refer to the files by position, not counting
-                `.metadata`.
+            files: Size and digest of each file. The file numbers in `found.rows` and `objects` are positions in this
+                mapping without `.metadata`.
         """
         self = cls()
         self.world_size, self.files, self._spares = world_size, dict(files), list(spares)

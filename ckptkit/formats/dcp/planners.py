@@ -63,8 +63,8 @@ class _Turn:
 
     Attributes:
         sends_table: True if the rank must send its table of keys because no lower rank has the same keys.
-        holders: Hash of a replicated key -> ranks that hold the key. Contains only those of this rank's keys that at
-            least one other rank lacks.
+        holders: The ranks that hold a replicated key, by the key's hash. Contains only the keys that this rank holds
+            and at least one other rank lacks.
     """
 
     rank: int

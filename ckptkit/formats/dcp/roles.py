@@ -108,7 +108,7 @@ class RoleTable:
         return None
 
     def _optimizer_at(self, path: Path) -> int | None:
-        """Return the length of the path to the optimizer that contains the entry, or None if there is none."""
+        """Return how many components of `path` lead to the optimizer with this entry, or None if there is none."""
         for depth in self._depths:
             if path[:depth] in self._optimizers and depth < len(path) and (depth or _head(path[0]) in _PARTS):
                 return depth
@@ -221,7 +221,7 @@ def _inner_wrappers(paths: Mapping[str, Path], wrappers: Mapping[str, Path | Non
 
     A wrapper is the part of a path that precedes the parameter's name. For example, {"model": {"model": state_dict}}
     gives ("model", "model") for ("model",), and {"models": [state_dict]} gives ("models", 0) for ("models",). Only list
-    indices and known keys can make a wrapper longer.
+    indices and known keys (`MODEL_KEYS`) can make a wrapper longer.
     """
     members: dict[Path, list[Path]] = {}
     for key, wrapper in wrappers.items():

@@ -93,9 +93,9 @@ class WrittenItem:
 
     Attributes:
         offset, length: Byte range of the record in the file.
-        payload, nbytes: Start of the payload in the file and its size in bytes, or -1 and 0 if the item is not a plain
+        payload, nbytes: Start of the payload in the file and its size in bytes, or -1 and 0 if the item is not a dense
             tensor.
-        is_shard: True if the item is a shard of a tensor that is not plain.
+        is_shard: True for a shard of a tensor that is not dense, such as a tensor subclass.
     """
 
     path: str
@@ -152,8 +152,8 @@ def _index(
 class CatalogMetadata(Mapping[str, Any]):
     """A `Metadata.state_dict_metadata` that creates chunk objects only for the tensors that a planner asks about.
 
-    A pickle of this mapping contains only the checkpoint's URL. After a save, the other ranks open the checkpoint when
-    they first use the mapping.
+    A pickle of this mapping contains only the checkpoint's URL. After a save, all ranks except the coordinator get such
+    a pickle, and open the checkpoint when they first use the mapping.
 
     Attributes:
         is_plannable: True if `DCPLoadPlanner` may use this mapping. False if a subclass of the reader overrides the
@@ -445,12 +445,12 @@ class _Resolved(Sequence[torch.Tensor]):
         self._views = self._views and type(planner).resolve_data is DefaultSavePlanner.resolve_data
 
     def whole_record(self, item: WriteItem) -> bytes | None:
-        """Return the record of a tensor that is not dense.
+        """Return the bytes to store for a tensor that is not dense.
 
         Returns None for a dense tensor, or if the planner might copy the tensor.
 
         Raises:
-            SaveError: No load could restore the tensor.
+            SaveError: A load could not restore the tensor.
         """
         if not self._views:
             return None

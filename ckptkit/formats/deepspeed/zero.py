@@ -41,7 +41,8 @@ class Stage:
     """The parameters of a pipeline stage. A job without a pipeline has one stage.
 
     Attributes:
-        by_settings: The flat groups of each parameter group. ZeRO-3 splits a large parameter group into several.
+        by_settings: The flat groups of each parameter group. ZeRO-3 splits a large parameter group into several flat
+            groups.
         masters: fp32 weights, under the names that the files use.
     """
 
@@ -159,7 +160,7 @@ def catalog_of(
 
 
 def _missing(models: ModelStates, has_optimizer: bool) -> list[str]:
-    """Return messages about missing files. The job must have written these files, according to its settings."""
+    """Return messages about missing files that the job must have written, according to its settings."""
     config = models.values[0].get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage") if isinstance(zero, dict) else None

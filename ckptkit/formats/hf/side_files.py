@@ -63,7 +63,7 @@ _CONFIG_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class SideFiles:
-    """The side files of a checkpoint.
+    """The side files of a checkpoint (config, tokenizer and the like).
 
     Attributes:
         carried: Files that an export copies, such as config.json and tokenizer files. Paths are relative to the store.
@@ -116,7 +116,7 @@ def find_side_files(store: Store, directory: str = "") -> SideFiles:
 
 
 def _unsafe(found: Sequence[str], safe: Sequence[str], directory: str) -> tuple[str, ...]:
-    """Return a note about side files with unsafe names."""
+    """Return a note about the side files that are in `found` but not in `safe`."""
     left = sorted(set(found) - set(safe))
     names = [path for path in left if _matches(path, directory, (*_CARRIED, *_CODE))]
     if not names:
@@ -136,7 +136,7 @@ def is_code(path: str) -> bool:
 
 
 def state_files(names: Iterable[str]) -> list[str]:
-    """Return the names of files in which the Trainer, accelerate or a job of torch keep training state, sorted."""
+    """Return the sorted names of files that may hold training state, judging by their endings."""
     return sorted(name for name in names if name.endswith(_STATE))
 
 

@@ -4,14 +4,15 @@ The file consists of columns, and contains no pickle. Even a million slices are 
 the catalog is created when it is accessed. The columns are listed below. T is the number of tensors, and N the number
 of slices, which are in tensor order. A column of length E has one number per dimension of each tensor or slice.
 
-    names, paths                 lists of strings (UTF-8, and `.ends`)
+    names, paths                 lists of strings: concatenated UTF-8, and `.ends`, the end of each string
     tensor.dtype, .ndim          [T] u8    index into the header's "dtypes"; number of dimensions
     tensor.shape                 [E] i64
     tensor.stop                  [T] i64   index after the tensor's last slice
     tensor.role, .state          [T] u8, i32   the `Role`'s position in the enum; index into the header's "states"
     tensor.fqn                   [2T] i32  where the FQN starts and stops in the name
     tensor.placement             [T] i32   index into the header's "placements", -1 for none
-    tensor.parts, .part          path in the state dict: number of components; length of each, -1 - i for list index i
+    tensor.parts                 number of components of the path in the state dict
+    tensor.part                  for each component: length of the dict key in the name, or -1 - i for list index i
     slice.file, .rank            [N] i32
     slice.start, .nbytes         [N] i64
     slice.offset, .size          [E] i64
@@ -64,7 +65,7 @@ def _check_manifest(manifest: Manifest, columns: Columns) -> None:
     """Check paths and names, and that each slice lies inside its tensor and has as many bytes as its sizes require.
 
     Raises:
-        CorruptCheckpointError: A row is impossible.
+        CorruptCheckpointError: A row has invalid values.
         UnsafePathError: A path leads out of the checkpoint.
     """
     for path in manifest.paths:
@@ -341,7 +342,7 @@ class Manifest:
         """Parse `data` and check every row. The columns are views of `data`, which therefore stays in memory.
 
         Raises:
-            CorruptCheckpointError: A column is missing or has a wrong length, or a row is impossible.
+            CorruptCheckpointError: A column is missing or has a wrong length, or a row has invalid values.
             UnsafePathError: A path leads out of the checkpoint.
             UnsupportedFormatError: A newer ckptkit wrote the manifest.
         """
@@ -416,7 +417,10 @@ def _split_rows(flat: Column, widths: Int64) -> list[tuple[int, ...]]:
 
 
 def _decode_keys(columns: Columns, prefix: str, names: list[str]) -> list[tuple[str | int, ...]]:
-    """Return each entry's path in the state dict. A key is stored as its length in the name, list index i as -1 - i."""
+    """Return each entry's path in the state dict.
+
+    The column stores a dict key as the length of the key in the entry's name, and the list index i as -1 - i.
+    """
     counts = columns.get(f"{prefix}.parts", "uint8", len(names))
     parts = columns.get(f"{prefix}.part", "int32", int(counts.sum(dtype=np.int64))).tolist()
     keys: list[tuple[str | int, ...]] = []

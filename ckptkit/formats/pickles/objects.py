@@ -73,8 +73,8 @@ def read_object(
 ) -> Any:
     """Return an entry's value as plain Python values.
 
-    Tensors become numpy arrays, and instances of other classes become `Inert`. Runs no code from the entry, and does
-    not import torch.
+    Tensors become numpy arrays, and instances of classes that ckptkit does not rebuild become `Inert`. Runs no code
+    from the entry, and does not import torch.
 
     Args:
         tensor: Converts the array of each tensor, for example to a torch tensor. By default, arrays stay arrays.
@@ -184,7 +184,7 @@ def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
 def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | TensorValue:
     """Read a tensor as a numpy array, or as a `TensorValue` if numpy lacks the dtype.
 
-    The result is never larger than the tensor's storage: `StoredTensor` records of larger views were refused earlier.
+    The result is never larger than the tensor's storage, because views that expand a storage are refused earlier.
     """
     raw = bytearray(tensor.nbytes)
     if raw:

@@ -58,9 +58,10 @@ def read_archive(
     unknown: Unknown = "refuse",
     classes: bool = False,
 ) -> Any:
-    """Return the value in the torch.save zip at bytes [start, start + nbytes) of `path`. Tensors become records.
+    """Return the value in the torch.save zip at bytes [start, start + nbytes) of `path`.
 
-    Reads only the zip directory, the pickle, and a small header per storage, but no tensor bytes.
+    Tensors become `StoredTensor`s. Reads only the zip directory, the pickle, and a small header per storage, but no
+    tensor bytes.
 
     Args:
         nbytes: Length of the zip. By default, the zip extends to the end of the file.
@@ -293,7 +294,7 @@ class Archive:
         file: str = "",
         tail: int = 64 << 10,
     ) -> None:
-        """Read the directory.
+        """Read the zip directory.
 
         Args:
             tail: Number of bytes to read first, from the end of the archive.
@@ -323,7 +324,7 @@ class Archive:
                 self.member(name)
 
     def value(self, *, unknown: Unknown = "refuse", classes: bool = False) -> Any:
-        """Return the saved value, with records in place of tensors."""
+        """Return the saved value, with `StoredTensor`s in place of tensors."""
         rebuilder = TensorRebuilder(classes=classes)
         value = loads(
             self.pickled(),

@@ -25,10 +25,10 @@ _TRAINED = "current_model_state"  # where the callback WeightAveraging stores th
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the DCP and `meta.pt` at the store's root.
+    """Return the catalog of the DCP checkpoint and the `meta.pt` at the store's root.
 
-    Strips the LightningModule's attribute from the FQNs. If the options contain a prefix, the caller strips that prefix
-    instead.
+    Strips the prefix that all weights share, such as "model." (the network's attribute in the LightningModule). If
+    `options.strip_prefix` is set, strips nothing: the caller then strips that prefix.
     """
     catalog = open_part(dcp.open_catalog, store, "", options)
     size = info.size if (info := store.info(META)) is not None else 0
@@ -121,7 +121,7 @@ def with_trained_weights(catalog: Catalog) -> Catalog:
 
 
 def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the contents of meta.pt, and notes. Instances of user classes (hyperparameters) become inert records."""
+    """Return the contents of meta.pt, and notes. Instances of user classes stay unbuilt records."""
     try:
         value = read_archive(store, META, unknown="record")
     except (*UNREADABLE, FileNotFoundError) as error:

@@ -49,8 +49,8 @@ def local_parts(
         shape: Shape of the whole tensor.
         local_shape: Shape of the rank's local tensor, to check the result. FSDP2 may unevenly split a tensor that
             tensor parallelism has already split (7 rows over dp 3, tp 2). The rank then has other rows than torch
-            computes from the placements. Both results are tried, FSDP2's first. An empty local tensor matches any empty
-            result, because FSDP2 changes all its sizes.
+            computes from the placements. Both results are tried, FSDP2's first. An empty local tensor matches an empty
+            result of any shape, because FSDP2 changes all sizes of an empty local tensor.
 
     Raises:
         UnsupportedFormatError: A placement is partial: the values must still be summed over ranks.
@@ -86,9 +86,9 @@ def _local_parts(
 def _nested(mesh_shape: Sequence[int], placements: Sequence[PlacementRecord]) -> list[int]:
     """Return the mesh dimensions in the order in which FSDP2 split a tensor with strided shards.
 
-    A strided shard splits parts that later mesh dimensions have already split. Its split factor is the product of the
-    sizes of these mesh dimensions. Returns [] if a split factor is not this product, because FSDP2 then did not make
-    the placements, and if there are no strided shards.
+    A mesh dimension with a strided shard comes after some of the later mesh dimensions, for example after tensor
+    parallelism. The product of their sizes is the split factor. Returns [] if a split factor is no such product (FSDP2
+    did not make these placements), or if there are no strided shards.
     """
     order: list[int] = []
 

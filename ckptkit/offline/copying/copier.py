@@ -61,7 +61,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Digested:
-    """Digests of the regions (boxes) that were written. Thread-safe, because rows are added atomically."""
+    """Digests of the regions (boxes) that were written. Thread-safe."""
 
     rows: bytearray = field(default_factory=bytearray)
 

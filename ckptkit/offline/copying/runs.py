@@ -42,7 +42,7 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class PartPieces:
-    """The pieces of a source tensor's slices that are copied to the boxes of a result tensor, one row per piece.
+    """The contiguous pieces that are copied from a source tensor to the boxes of a result tensor, one row per piece.
 
     Covers one part of the result tensor: a region that is copied from one source tensor, in the same element order.
     """
@@ -137,7 +137,11 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class BoxStep:
-    """A step that writes boxes of a tensor, as (box, file, start): row-major, at the offset `start` of the file."""
+    """A step that writes boxes of a tensor.
+
+    Attributes:
+        boxes: (box, file, start): the box is written row-major to the file, at the offset `start`.
+    """
 
     tensor: OutputTensor
     boxes: tuple[tuple[Box, int, int], ...]
@@ -163,7 +167,7 @@ class Work:
     names: Sequence[str]
 
     def describe(self, record: int) -> str:
-        """Return the file of a digest record, and a tensor that has bytes in the record, as text for messages."""
+        """Return the file that a digest record covers, and a tensor in these bytes, as text for messages."""
         path = self.origins[int(self.records.sources[record])].path
         return f"{path}: tensor {self.names[int(self.records.owners[record])]!r}"
 
@@ -333,7 +337,7 @@ class _WorkBuilder:
         self._columns.append([column[order] for column in columns])
 
     def _ends(self, starts: Int64, nbytes: Int64) -> Int64:
-        """Return the offset at which each box ends in its file, or 0 for boxes without a digest."""
+        """Return the offset at which each box ends in its file, or 0 if no digest of the box is computed."""
         ends: Int64 = np.where((nbytes >= LEAST) & self.digests, starts + nbytes, 0)
         return ends
 
@@ -399,7 +403,9 @@ class _WorkBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """The non-empty boxes of several tensors that are split into rows. All tensors' rows are numbered consecutively.
+    """The non-empty boxes of several tensors, which are split into blocks of rows.
+
+    The rows of all tensors are numbered consecutively.
 
     Attributes:
         kept: [n] the index of each box among all boxes of these tensors, empty boxes included.

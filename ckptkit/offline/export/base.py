@@ -241,7 +241,10 @@ def _from_hub(base: str) -> BaseModel:
 
 
 def read_side_files(store: Store, paths: Iterable[str], notes: list[str]) -> dict[str, bytes]:
-    """Return the contents of these files by path. Adds a note for each file that must not be copied into an export."""
+    """Return the contents of these files by path.
+
+    Files that an export must not copy, such as weights, are left out, each with a note.
+    """
     found: dict[str, bytes] = {}
     left = _MAX_BYTES
     for path in dict.fromkeys(paths):
@@ -291,7 +294,7 @@ def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
 
 
 def _export_name(path: str) -> str:
-    """Return a file's name in the export: the last component of the path. Additional chat templates keep a folder."""
+    """Return a file's name in the export: the path's last component, or "additional_chat_templates/..."."""
     marker = "additional_chat_templates/"
     return marker + path.rpartition(marker)[2] if marker in path else path.rpartition("/")[2]
 

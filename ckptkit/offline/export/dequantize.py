@@ -42,10 +42,11 @@ class Dequantized:
     Attributes:
         targets: All tensors to write, without scales.
         made: The dequantized weights, by the key of the quantized weight in the source.
-        whole: All other source tensors by key, for targets that need only parts of a source tensor.
+        whole: The tensors that are not dequantized, by key in the source. Needed if an output tensor takes only a part
+            of such a tensor.
         dropped: The reason why each scale was dropped, by the scale's key in the source.
-        names: Maps the name of each stored tensor (codes, scale) to the weight to which the tensor belongs. "" for
-            activation scales.
+        names: Maps the name of each stored tensor (quantized values, scale) to the name of its weight, or to "" if the
+            tensor is a scale of activations.
     """
 
     targets: dict[str, Target]
@@ -70,7 +71,9 @@ _Weight: TypeAlias = tuple[Target, ComputedTensor]
 
 
 def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, Any] | None) -> Dequantized:
-    """Return the targets, with quantized weights dequantized to `dtype`. Does nothing if `dtype` is "keep".
+    """Return the tensors to write (`targets`), with quantized weights dequantized to `dtype`.
+
+    If `dtype` is "keep", returns the tensors unchanged.
 
     Args:
         config: The model's config.json, which contains the block size.
@@ -109,13 +112,14 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
 
 
 def with_lower_bits(targets: Mapping[str, Target], bits: Mapping[str, TensorEntry], dtype: str) -> Dequantized:
-    """Return the targets, with exact weights in place of the rounded weights of flashoptim.
+    """Return the tensors to write (`targets`), with exact weights in place of flashoptim's rounded weights.
 
     flashoptim stores an fp32 weight as a rounded weight (bf16 or fp16) and a second tensor with its lower bits. The
     exact weights have the dtype `dtype`, or fp32 if `dtype` is "keep".
 
     Args:
-        bits: The tensors with lower bits, by the key of the rounded weight in the source. They have the same shape.
+        bits: The tensors with lower bits, by the key of the rounded weight in the source. Each has the same shape as
+            its rounded weight.
     """
     wanted = "float32" if dtype == "keep" else dtype_of(dtype).name
     formula, label = partial(formulas.with_lower_bits, dtype=wanted), "flashoptim weight + its lower bits"
@@ -154,7 +158,7 @@ def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequa
 
 
 def _source(name: str, dtype: str, source: str, shape: tuple[int, ...]) -> Target:
-    """Return a target that reads a whole source tensor, in the shape that the formula expects."""
+    """Return a whole source tensor as an input of a formula, in the shape that the formula expects."""
     return Target(name, dtype, shape, (Part(Box.whole(shape), source, Box.whole(shape)),), dtype)
 
 
@@ -172,11 +176,12 @@ def _weight(
     *,
     scratch: int,
 ) -> _Weight:
-    """Return the weight `made` as a tensor that is computed from its codes and its `parts` (scales, zero points).
+    """Return the weight `made`, and its computation from the quantized values `codes` and the scales or zero points.
 
     Args:
-        aligned: How many of the first `parts` have one row per row of the weight. If only some rows of the weight are
-            computed, only the same rows of these parts are read.
+        parts: The scales and zero points.
+        aligned: Number of `parts`, counted from the first, that have one row per row of the weight. If only some rows
+            of the weight are computed, only the same rows of these parts are read.
         scratch: Temporary memory that the formula needs, in bytes per element of the weight.
     """
     whole = tuple(map(_stored, (codes, *parts)))

@@ -103,7 +103,7 @@ def _named(
 
 
 def _variants(model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
-    """Return mappings from names that an EMA may use (with or without a container's prefix) to the model's FQNs."""
+    """Return mappings from the names that an EMA may use to the FQNs: the FQNs, or the FQNs without the first part."""
     whole = {name: name for name in model}
     inner = {name.partition(".")[2]: name for name in model}
     return [whole, inner] if len(inner) == len(whole) else [whole]

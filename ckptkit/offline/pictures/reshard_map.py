@@ -35,7 +35,7 @@ def flows(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> npt.ND
 
 
 def _identity(entry: TensorEntry) -> tuple[str, ...]:
-    """Return a key that a tensor has in all formats."""
+    """Return a key that identifies the tensor in a checkpoint of any format."""
     return (entry.role.value, entry.fqn, entry.state) if entry.fqn else (entry.name,)
 
 
