@@ -5,7 +5,7 @@ from typing import Any
 
 
 def main() -> Any:
-    """Run the command line. An interrupt while its modules are imported ends it without a traceback, too."""
+    """Run the command line. Ctrl-C ends it without a traceback, even while modules are being imported."""
     try:
         from ckptkit.cli.main import main as run
     except KeyboardInterrupt:

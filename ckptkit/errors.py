@@ -120,7 +120,7 @@ def _cut(text: str) -> str:
 
 
 class UsageError(CkptkitError, ValueError):
-    """An argument or option is wrong. It would be wrong for every checkpoint."""
+    """An argument or option is wrong, or options contradict each other."""
 
     exit_code = 2
 
@@ -170,7 +170,10 @@ class UnsafePathError(CorruptCheckpointError):
 
 
 class CheckpointMismatchError(CkptkitError, ValueError):
-    """The checkpoint and the target differ in names, shapes or dtypes. The target was not changed."""
+    """Names, shapes or dtypes in a checkpoint differ from those in the training state, base model or other checkpoint.
+
+    Nothing was changed.
+    """
 
 
 class SaveError(CkptkitError, RuntimeError):

@@ -89,7 +89,8 @@ class TimedReport:
     def totals(self) -> dict[str, dict[str, float]]:
         """Return each phase's seconds, bytes and GB/s, for a logger: {"write": {"seconds": ..., ...}}.
 
-        The time of a nested phase ("index" in "commit") is counted only once, so the seconds add up.
+        The time of a phase inside another phase ("index" in "commit") counts only for the inner phase, so that the
+        seconds of all phases can be added up.
         """
         own = [phase.seconds for phase in self.phases]  # not counting the phases nested in it (in the same thread)
         for phase in self.phases:

@@ -163,9 +163,10 @@ class Verifier:
         self.proved = table.nbytes == 0
 
     def begin(self, record: int, start: int) -> Run | None:
-        """Return a digest to which the caller adds the record's bytes from `start` on. None: they are not checked.
+        """Return a digest to which the caller adds the record's bytes from `start` on.
 
-        The caller then passes the digest to `end`, or drops it if reading fails.
+        The caller then passes the digest to `end`, or drops it if reading fails. Returns None if the bytes are not
+        checked, because the record was already checked, or because the bytes are read out of order.
         """
         table = self._table
         if self.proved[record]:

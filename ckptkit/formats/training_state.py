@@ -193,12 +193,12 @@ class TrainingState:
         return self.optimizers.setdefault(_owner(entry), SavedOptimizer())
 
     def rest(self, used: Collection[str]) -> dict[str, Any]:
-        """Return the objects of which at least one part was not used.
+        """Return the objects that the caller has not restored, or has restored only in part.
 
         Omits objects that are None. Programs save None in place of an object that they do not have.
 
         Args:
-            used: The keys of the schedulers, scalers and objects that were used, such as "lr_schedulers.0".
+            used: The keys of the restored schedulers, scalers and objects, such as "lr_schedulers.0".
         """
 
         def is_used(name: str, value: Any) -> bool:
@@ -599,7 +599,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _take_list(found: TrainingState, values: dict[str, Any], name: str, tensor: MakeTensor) -> None:
-    """Move the list `values[name]` to `found`. As saved by Composer, it has one random state for each rank."""
+    """Move the list `values[name]` to `found` if it has one random state for each rank, as saved by Composer."""
     ranks = [_generators(states, tensor) for states in values[name]]
     if ranks and not found.random and all(ranks):
         found.random = {rank: RandomState(f"{name}.{rank}", made) for rank, made in enumerate(ranks) if made}
@@ -657,7 +657,7 @@ def _generators(states: Any, tensor: MakeTensor) -> dict[str, Any] | None:
 
 
 def _gpus(states: Mapping[Any, Any]) -> list[Any]:
-    """Return the states of GPUs. accelerate saves the states of all GPUs that a rank can see."""
+    """Return the random states of GPUs. There may be several: accelerate saves one for each GPU that a rank can see."""
     found = states.get("cuda", states.get("torch_cuda_manual_seed"))
     listed = found if _is_list(found) else [found]
     return [

@@ -220,7 +220,7 @@ def widened(loss: torch.Tensor) -> torch.Tensor:
 
 
 def checked_norm_type(p: float) -> float:
-    """Return `p` as a float. Raises UsageError if `p` is not a valid norm type."""
+    """Return `p` as a float. Raises UsageError unless 1 <= p <= inf."""
     try:
         value = float(p)
     except (TypeError, ValueError):

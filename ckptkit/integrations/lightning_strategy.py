@@ -58,10 +58,10 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's types are not followed
-    """Trains a LightningModule with FSDP2, on any device, and checkpoints it with ckptkit's storage and commit.
+    """Trains a LightningModule with FSDP2, on any device. Saves and loads it with ckptkit.
 
     Shards each child of the LightningModule that has parameters, unless `configure_model` has already done so. Resumes
-    checkpoints, including those from Lightning's own strategies, on any number of ranks. On the same number of
+    from checkpoints, including those from Lightning's own strategies, on any number of ranks. On the same number of
     ranks, training continues bit-identically.
 
     Args:
@@ -175,7 +175,8 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     def setup_environment(self) -> None:
         """Initialize the process group and create the device mesh.
 
-        The dimensions are data_parallel, context_parallel and tensor_parallel, from the outermost to the innermost.
+        The mesh's dimensions are data_parallel, context_parallel and tensor_parallel, from the outermost to the
+        innermost.
         """
         Strategy.setup_environment(self)
         self._setup_distributed()
@@ -478,7 +479,6 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         remove_checkpoint(filepath, storage_options=self._storage_options)
 
     def teardown(self) -> None:
-        """Release all resources."""
         if self._checkpoints is not None:
             self._checkpoints.close()
             self._checkpoints = None
@@ -540,7 +540,10 @@ def _warn_of_garbage(root: nn.Module) -> None:
 
 
 def _refuse_early(optimizers: Iterable[Any], module: nn.Module) -> None:
-    """Raise UsageError if an optimizer has parameters that are no longer in the module, and so would not train it."""
+    """Raise UsageError if an optimizer has parameters that are not, or no longer, in the module.
+
+    Such an optimizer, created before the model was sharded, would not train the module.
+    """
     live = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in live]

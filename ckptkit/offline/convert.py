@@ -1,4 +1,7 @@
-"""Converts any checkpoint to Hugging Face, DCP, torch or LOCAL files. The steps are catalog, names, plan, and copy."""
+"""Converts any checkpoint to Hugging Face, DCP, torch or LOCAL files.
+
+The steps are: open the catalog, rename the tensors, plan the files, and copy the bytes.
+"""
 
 from __future__ import annotations
 

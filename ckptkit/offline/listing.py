@@ -130,7 +130,7 @@ def list_run(
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The result of a rotation that would run now, for `ls` and `prune --dry-run`.
+    """What a rotation would do if it ran now, for `ls` and `prune --dry-run`.
 
     Attributes:
         policy: The applied policy. None if no policy was given or recorded, so that all checkpoints are kept.
@@ -146,7 +146,7 @@ class Outlook:
 def look_ahead(
     root: Store, view: Store, inventory: Inventory, given: RetentionPolicy | None, *, recorded: bool
 ) -> Outlook:
-    """Return the result that a rotation would have now.
+    """Return what a rotation would do if it ran now.
 
     Without a given policy, applies the policy that the run has recorded. With `recorded`, adds the exemptions
     (`keep_...`) of the recorded policy to a given policy.

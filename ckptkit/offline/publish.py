@@ -110,7 +110,7 @@ class OutputPlace:
 
     @contextlib.contextmanager
     def stage(self, plan: Plan) -> Iterator[Session]:
-        """Yield a session that writes the plan, and publish the result if the block succeeds.
+        """Yield a session with which to write the plan's files, and publish the result if the block succeeds.
 
         If the block fails, at most a staging directory is left, from which the next command resumes. If there are
         several ranks, all must enter and leave the block together. If there is no process group, a gloo group is

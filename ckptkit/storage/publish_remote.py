@@ -53,7 +53,7 @@ def stage_remote(
 
     Args:
         names: All paths that may be written, each with its size in bytes (-1 if unknown). None allows any path.
-        resume: See `stage`. The yielded store has a `ledger`.
+        resume: Keep and continue the work of a dead writer. The store's `ledger` lists the objects that it finished.
     """
     replaces = replaceable if replaceable is not None and _is_finished(target) else None
     if replaces is not None:
@@ -263,7 +263,8 @@ class _Place:
     def _take_over(self, items: Mapping[str, FileInfo], previous: _Previous, *, resume: bool) -> dict[str, Finished]:
         """Keep the objects that a dead writer finished, and delete the other objects that it may have written.
 
-        If it is unknown which objects the writer may have written, all unfinished objects in the directory are deleted.
+        If it is unknown which objects the writer may have written, all objects in the directory are deleted, except
+        those that the writer has recorded as finished.
         """
         if previous.writer is not None:
             _end_uploads(self.store, previous.names)
@@ -295,7 +296,7 @@ class _Place:
         return _Previous(number, read_owner(self.store, numbers[number]), names)
 
     def _check(self, items: Mapping[str, FileInfo], previous: _Previous, *, overwrite: bool) -> None:
-        """Raise CheckpointExistsError if the directory is not free."""
+        """Raise CheckpointExistsError if a live process owns the directory, or its content must not be replaced."""
         url, alive = self.store.url, previous.alive
         if not items or (alive is False and previous.names is not None):
             return
@@ -361,9 +362,9 @@ class _Place:
             raise StorageError(f"{self.store.url} was changed while it was written: {what}. Nothing was published.")
 
     def _is_unchanged(self, record: Finished) -> bool:
-        """Return whether an object is unchanged, although its tag in the listing differs from the recorded tag.
+        """Return whether an object is unchanged, although its ETag in the listing differs from the recorded ETag.
 
-        Some S3-compatible gateways return different tags in headers and in listings, or in each request.
+        Some S3-compatible gateways return different ETags in headers and in listings, or in each request.
         """
         looks = [self.store.info(record.path) for _ in range(2)]
         if looks[0] is None or looks[1] is None:
@@ -395,7 +396,7 @@ class _Place:
     def clear(self, paths: Iterable[str]) -> None:
         """Delete `paths`, the records of finished objects, and the owner file.
 
-        Deletes nothing if another process has taken over.
+        Deletes nothing if another process has taken over the directory.
         """
         names = list(paths)
         if names and not self._is_ours():

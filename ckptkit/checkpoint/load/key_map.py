@@ -35,7 +35,7 @@ class MappedWeights:
 def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: Mapping[str, Any]) -> MappedWeights:
     """Return the weights in `catalog` under the names that the map gives them.
 
-    The optimizer's fp32 masters, and the lower bits of weights that flashoptim stores, are mapped in the same way.
+    The optimizer's fp32 masters, and the lower bits that flashoptim stores for weights, are mapped in the same way.
 
     Args:
         live: The live models' tensor names. If the checkpoint stores a tied weight under only one of its names, the map
@@ -86,15 +86,14 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
 
 
 def _kept_of(target: Target, kept: Mapping[str, TensorEntry]) -> Target | None:
-    """Return the target, made from the optimizer's tensors (fp32 masters or lower bits) instead of from the weights.
+    """Return the target, made from the weights' fp32 masters or from their lower bits, instead of from the weights.
 
-    If a weight has no lower bits, for example that of an expert that was never updated, its region in the target is
-    padding. Returns None if the optimizer has no tensor for any of the weights, or has fp32 masters for only some of
-    them.
+    If a weight has no lower bits (flashoptim has none for an expert that was never updated), its region in the target
+    is padding. Returns None if the optimizer stores nothing for any of the weights, or fp32 masters for only some.
 
     Args:
         target: The tensor that a key map makes from one or several of the checkpoint's weights.
-        kept: The optimizer's tensors, by the name of the weight.
+        kept: The fp32 masters, or the lower bits, by the name of the weight.
     """
     found = [kept[source] for source in target.sources if source in kept]
     if len({entry.dtype for entry in found}) != 1:

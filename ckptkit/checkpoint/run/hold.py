@@ -69,7 +69,7 @@ class RunHold:
 
         Args:
             left: The names of the checkpoints that still exist.
-            among: Returns whether a checkpoint may be removed from the list. None: all may be removed.
+            among: Returns True for the checkpoints that may be removed from the list. None: all may be removed.
         """
         lease = self._taken.lease if self._taken is not None else None
         if lease is not None and lease.inventory is not None:

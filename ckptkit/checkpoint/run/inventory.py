@@ -377,7 +377,7 @@ def in_order(found: Sequence[Committed]) -> tuple[Committed, ...]:
 
 
 def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
-    """Return the checkpoints in order, and separately those that were replaced under the same name.
+    """Return the current checkpoints in order, and separately those that a later save replaced under the same name.
 
     The order follows the saves' sequence numbers, not their times. After a rollback (a later save has a lower step) the
     abandoned branch comes first, so "latest~1" is the previous checkpoint on the current branch.

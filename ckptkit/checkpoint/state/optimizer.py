@@ -78,8 +78,8 @@ class CapturedOptimizer:
 
     Attributes:
         tree: JSON with these keys. "param_groups": the groups, each with "params", a list of FQNs. "values": non-tensor
-            state, by FQN. "shared": state that belongs to no parameter. If needed, there are also "held", "orders",
-            "own", "same", "views", "kinds", "containers" and "tied"; see `OptimizerTree`.
+            state, by FQN. "shared": state that belongs to no parameter. "held", "orders", "own", "same", "views",
+            "kinds", "containers" and "tied" are optional; comments in `OptimizerTree` describe them.
         recipes: How tensor subclasses are split into plain tensors (`Recipe`), by (FQN, state name). `tensors` contains
             these plain tensors.
     """
@@ -152,8 +152,8 @@ def capture_optimizer(
     """Return the optimizer's state. The captured tensors share memory with the live tensors.
 
     Does not step the optimizer, and creates or moves no state. First, the optimizer's `state_dict` pre-hooks and its
-    own `state_dict` are run, because both may update the state. fp32 masters are updated if other code has changed the
-    weights.
+    own `state_dict` are run, because both may update the state. If other code has changed elements of the weights, the
+    fp32 masters take over these elements.
 
     Args:
         names, what: As for `named_parameters`.
@@ -371,11 +371,10 @@ def refuse_hidden(
 def _called_before_save(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str) -> Any:
     """Run the hooks and methods with which an optimizer may update its state before a save.
 
-    If the optimizer combines other optimizers, their hooks and methods are run, too. Returns the result of
-    `own_state_dict`.
+    If the optimizer wraps or combines other optimizers, theirs are run, too. Returns the result of `own_state_dict`.
 
     Raises:
-        SaveError: A combined optimizer has state that would not be saved.
+        SaveError: One of the wrapped or combined optimizers has state that would not be saved.
     """
     before_state_dict(optimizer)
     if getattr(optimizer, "master_state_name", None) is not None:
@@ -398,7 +397,7 @@ def _called_before_save(optimizer: Any, parameters: Mapping[str, torch.Tensor], 
 def inner_optimizers(optimizer: Any) -> Sequence[Any]:
     """Return the optimizers that an optimizer class of ckptkit wraps or combines. Returns () for any other class.
 
-    The inner optimizers have their state only inside a block of the outer optimizer's `lend_state`.
+    Access the state of the inner optimizers only inside `with optimizer.lend_state():`.
     """
     found: Sequence[Any] = optimizer.inner_optimizers if hasattr(optimizer, "lend_state") else ()
     return found
@@ -483,9 +482,9 @@ def _check_whole(optimizer: Any, given: Any, parameters: Mapping[str, torch.Tens
 
 
 def _changed(given: Any, optimizer: Any, parameters: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the (parameter or group, name) of each value in a state dict that differs from the optimizer's value.
+    """Return the (parameter or group, name) of each value in the state dict `given` that differs from the live value.
 
-    A value that only the optimizer has does not count, because it is harmless to save such a value.
+    Live values that `given` lacks do not count, because it is harmless to save them.
     """
     names = {id(parameter): fqn for fqn, parameter in parameters.items()}
     # If a parameter is twice in a group, torch numbers it by its last position.
@@ -636,7 +635,7 @@ def new_paged(
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTree:
-    """Holds an optimizer's validated JSON; see `CapturedOptimizer.tree`."""
+    """Holds the values in `CapturedOptimizer.tree` after validation. "own" is split into `layouts` and `states`."""
 
     param_groups: list[dict[str, JSON]]
     values: dict[str, dict[str, JSON]]
@@ -730,7 +729,7 @@ class OptimizerTree:
 
 
 def with_new_head(table: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
-    """Return the table after replacing `old` by `new` in all keys that begin with `old`."""
+    """Return a copy of the table in which keys with the prefix `old` have the prefix `new` instead."""
     return {new + key[len(old) :] if key.startswith(old) else key: item for key, item in table.items()}
 
 
@@ -1014,7 +1013,7 @@ def finish_load(optimizer: Any, added: Mapping[str, Any] | None = None) -> None:
     afterwards. If `optimizer` combines other optimizers, this is first done for them.
 
     Args:
-        added: The entries that the optimizer's own `state_dict` has in addition to "state" and "param_groups".
+        added: Entries other than "state" and "param_groups" to pass to the optimizer's own `load_state_dict`.
     """
     if inner := inner_optimizers(optimizer):
         with optimizer.lend_state():

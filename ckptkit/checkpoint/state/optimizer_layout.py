@@ -74,7 +74,10 @@ def places(cut: Mapping[str, ShardLayout], rank: int) -> list[Any]:
 
 
 def shard_names(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> frozenset[str]:
-    """Return the names of states whose plain tensors are shards. `states`: pairs of a parameter and its states."""
+    """Return the names ("exp_avg") of the states whose plain tensors are shards (see this module's docstring).
+
+    `states` has, for each parameter, the parameter and its states by name.
+    """
     names = set()
     for parameter, state in states:
         if not _is_sharded(parameter):
@@ -118,15 +121,15 @@ def held_nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
 
 
 def has_plain(value: Any) -> bool:
-    """Return whether a value contains a tensor with more than one element that is not stored as a shard."""
+    """Return whether a value contains a tensor that is not stored as a shard, apart from tensors of one element."""
     return any(tensor.numel() > 1 for tensor in _plain_in(value))
 
 
 def new_held(parameter: torch.Tensor, held: Held | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
     """Return an uninitialized tensor for a state that the checkpoint stores as `held`.
 
-    Returns None if the state has the placements of the parameter. This is the case if `held` is None or SHARD, if the
-    parameter is not a DTensor, or if the parameter's mesh does not have one dimension for each placement in `held`.
+    Returns None if the state must get the placements of the parameter instead. This is the case if `held` is None or
+    SHARD, if the parameter is not a DTensor, or if its mesh does not have one dimension for each placement in `held`.
     """
     import torch
     from torch.distributed.tensor import DTensor

@@ -35,7 +35,7 @@ class Claim:
 
     @classmethod
     def whole(cls, key: str, entry: TensorEntry, like: torch.Tensor) -> Claim:
-        """Return a `Claim` on the whole tensor instead of this rank's part, so that all ranks get the same result."""
+        """Return a `Claim` for the whole of the tensor `like`, so that all ranks compare the same bytes."""
         import torch
 
         shape = tuple(like.shape)

@@ -25,7 +25,10 @@ _WEIGHTS = re.compile(r"(?:adapter_)?model(?:-\d+-of-\d+)?\.safetensors")
 
 
 def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bool:
-    """Return whether a directory with these names is a checkpoint. A run with several tags is none."""
+    """Return whether a directory with these names is a checkpoint that the Trainer or accelerate wrote with DeepSpeed.
+
+    False for DeepSpeed's own directory of a run, which has `latest` and a subdirectory for each tag.
+    """
     if "trainer_state.json" in files:
         return any(name.startswith("global_step") for name in directories)
     return "latest" in files and "pytorch_model" in directories and any(map(_RANDOM.fullmatch, files))

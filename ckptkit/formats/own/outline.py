@@ -51,16 +51,19 @@ def outline(nbytes: int, parts: Iterable[Part], read: Callable[[int, int], Itera
 
 
 def spare_fields(spares: Iterable[Spare]) -> dict[str, Any]:
-    """Return the field of `info.extra` that lists the spares (see `SPARES`), or {} if there are none."""
+    """Return the field of `info.extra` that lists these large records (see `SPARES`), or {} if there are none."""
     rows = [[path, start, nbytes, f"{digest:016x}"] for path, start, nbytes, digest in spares]
     return {SPARES: rows} if rows else {}
 
 
 def spares_of(extra: Mapping[str, Any], prefix: str = "") -> list[Spare]:
-    """Return the spares (see `SPARES`) that `info.extra` lists. Raises CorruptCheckpointError.
+    """Return the large records that `info.extra` lists under the key `SPARES`.
 
     Args:
         prefix: Directory to put before each path.
+
+    Raises:
+        CorruptCheckpointError: The list is malformed.
     """
     found: list[Spare] = []
     try:

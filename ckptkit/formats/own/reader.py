@@ -58,8 +58,8 @@ def open_catalog(
         record: The commit record, if the caller has just read it.
 
     Raises:
-        CheckpointNotFoundError: There is no commit record, so no checkpoint.
-        IncompleteCheckpointError: The manifest is missing, or there is a manifest without a commit record.
+        CheckpointNotFoundError: There is neither a commit record nor a manifest.
+        IncompleteCheckpointError: There is only a commit record or only a manifest.
         IntegrityError: The content of a file differs from what was committed.
         CorruptCheckpointError: A file is malformed.
         UnsafePathError: The directory's name and its record belong to different checkpoints.

@@ -50,7 +50,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def step_name(step: int) -> str:
-    """Return the directory name for `step`: 1200 -> "step_00001200". Raises UsageError."""
+    """Return the directory name for `step`: 1200 -> "step_00001200". Raises UsageError if the step is not valid."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _MAX_STEP:
         raise UsageError(f"step is {step!r:.80}, expected an int from 0 to {_MAX_STEP}.")
     return f"step_{step:08d}"
@@ -83,7 +83,11 @@ def check_tag(tag: str, step: int | None = None) -> str:
 
 
 def checkpoint_name(step: int, tag: str | None = None) -> str:
-    """Return a checkpoint's directory name: its tag, or the step's name if `tag` is None. Raises UsageError."""
+    """Return a checkpoint's directory name: its tag, or `step_name` if `tag` is None.
+
+    Raises:
+        UsageError: The step is not valid, or the tag cannot be used (see `check_tag`).
+    """
     name = step_name(step)
     return name if tag is None else check_tag(tag, step)
 
@@ -390,7 +394,7 @@ def record_path(name: str) -> str:
 
 
 def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
-    """Return the commit record at `path`, or None if the file does not exist. Raises CorruptCheckpointError."""
+    """Return the commit record at `path`, or None if the file does not exist. Raises as `from_json` does."""
     place = f"{store.url}/{path}"
     if store.asking_costs:
         try:
@@ -410,7 +414,12 @@ def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
 
 
 def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
-    """Return the commit record at `path`. Raises CheckpointNotFoundError or CorruptCheckpointError."""
+    """Return the commit record at `path`.
+
+    Raises:
+        CheckpointNotFoundError: The file does not exist.
+        CorruptCheckpointError, UnsupportedFormatError: See `CommitRecord.from_json`.
+    """
     record = find_record(store, path)
     if record is None:
         run = store.url if "/" in path else store.url.rstrip("/").rpartition("/")[0] or "/"

@@ -1,4 +1,4 @@
-"""Reads Megatron's torch_dist checkpoints: a DCP with `metadata.json`, in which layers are stacked on dimension 0.
+"""Reads Megatron's torch_dist checkpoints: DCP and `metadata.json`, with layers stacked along dimension 0.
 
 Names stay as they are. A key map can rename the tensors.
 """
@@ -31,7 +31,7 @@ def is_megatron(store: Store, files: list[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the DCP at the store's root. Optimizer states are recognized by Megatron's names.
+    """Read the DCP checkpoint at the store's root. Optimizer states are recognized by Megatron's names.
 
     Raises:
         UnsupportedFormatError: The checkpoint was not written by the torch_dist backend.

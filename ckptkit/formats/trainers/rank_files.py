@@ -225,7 +225,10 @@ def _join_one(name: str, parts: Mapping[int, Any], what: str) -> Joined:
 
 
 def _replicated(name: str, parts: Mapping[int, StoredTensor]) -> Joined:
-    """Return one rank's copy of a plain tensor. Compares the copies by CRC-32, without reading the values."""
+    """Return the first rank's copy of a plain tensor, with a note if another rank's copy differs.
+
+    Compares the copies by CRC-32, without reading the values.
+    """
     rank, *others = sorted(parts)
     first = parts[rank]
     notes: tuple[str, ...] = ()
@@ -311,7 +314,7 @@ class FlatVector:
 
     @classmethod
     def of_ranks(cls, tensors: Iterable[tuple[int, StoredTensor]]) -> FlatVector:
-        """Return the concatenation of the ranks' tensors."""
+        """Return the concatenation of the ranks' tensors, which are given as (rank, 1-D tensor)."""
         pieces, position = [], 0
         for rank, tensor in tensors:
             pieces.append(Piece(position, tensor, rank))
@@ -332,9 +335,9 @@ class FlatVector:
         return Joined(self.dtype, shape, SliceArray.of(slices, len(shape)))
 
     def slices(self, shape: tuple[int, ...], position: int, first: int, numel: int) -> list[TensorSlice]:
-        """Return slices with the row-major elements [first, first + numel) of a tensor of this shape.
+        """Return slices that read the row-major elements [first, first + numel) of a tensor of this shape.
 
-        In the vector, these elements start at `position`.
+        These elements start at element `position` of this vector.
         """
         found = []
         for piece in self.pieces:
@@ -422,7 +425,7 @@ def check_counters(counters: Sequence[Any], names: Sequence[str], what: str) -> 
 
 
 def check_copies(flats: Sequence[Sequence[StoredTensor]], names: Sequence[str]) -> None:
-    """Check that no two ranks have the same flat weights and moments. Compares CRC-32s.
+    """Check that the flat weights and moments of any two ranks differ. Compares CRC-32s.
 
     The files do not record their rank. If a file is a copy of another rank's file, only the equal contents show it.
 

@@ -63,7 +63,7 @@ def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied:
 def unexpected_buffers(
     targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor], model_type: str | None
 ) -> dict[str, str]:
-    """Return, by name, why the base lacks some buffers of the export: transformers computes them on load."""
+    """Return the export's buffers that the base lacks because transformers computes them on load: name -> reason."""
     if not wanted:
         return {}
     kinds = [_COMPUTED, *([_COMPUTED_BY[model_type]] if model_type in _COMPUTED_BY else [])]
@@ -75,9 +75,10 @@ def unexpected_buffers(
 
 
 def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return an error if there are fewer layers than the config says. Used if there is no base model.
+    """Return a message that lists the layers that the config counts but the export lacks; () if there are none.
 
-    transformers would initialize the missing layers randomly. Only numbered layers can be checked.
+    Used if there is no base model. Without this check, transformers would initialize the missing layers randomly. Only
+    numbered layers can be checked.
     """
     inner = config.get("text_config")
     count = config.get("num_hidden_layers", inner.get("num_hidden_layers") if isinstance(inner, Mapping) else None)

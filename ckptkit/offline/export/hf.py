@@ -2,8 +2,9 @@
 
     export = plan_export(store, catalog, base=open_base(...), options=ExportOptions(...))
 
-The steps, in order: select the role (model or masters), remove wrappers and the prefix, apply the globs, separate or
-merge adapters, apply the key map, resolve tied weights, compare with the base model, and cast.
+The steps, in order: select the role (model or masters), remove the prefixes of wrappers (such as DDP) and the given
+prefix from names, apply the globs, separate or merge adapters, apply the key map, resolve tied weights, compare with
+the base model, and cast.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class HFExport:
         key_map: Name of the applied key map.
         leftovers: Unused source tensors, each with the reason.
         missing: Names in the base model for which there is no source tensor.
-        faults: Mismatches with the base model. Empty unless `strict` is False.
+        faults: Mismatches with the base model. Empty if `ExportOptions.strict`, which raises them instead.
         notes: Notes for the user about decisions.
         checked: The path or repo with which names and shapes were compared. "" if there was no comparison.
         metadata: The entries of each safetensors header's `__metadata__`, in addition to "format": the source's
@@ -235,7 +236,7 @@ def _map_names(draft: _Draft) -> None:
 
 
 def _by_transformers(draft: _Draft, chosen: Choice) -> Choice:
-    """Return `chosen`, or transformers' own renaming if it leaves fewer names of the base model missing."""
+    """Return `chosen`, or transformers' own renaming if that produces more of the base model's names."""
     wanted = draft.base.wanted
     if wanted.keys() <= chosen.mapped.targets.keys() or chosen.mapped.targets.keys() <= wanted.keys():
         return chosen  # nothing is missing, or nothing is left to rename
@@ -319,7 +320,10 @@ def _wanted_in_parts(wanted: Mapping[str, WantedTensor], recipes: Mapping[str, R
 
 
 def _in_torchao_layout(draft: _Draft, tensors: dict[str, OutputTensor]) -> dict[str, OutputTensor]:
-    """Rename the inner tensors of torchao's weights as in torchao's safetensors files, and describe the weights."""
+    """Rename the inner tensors of torchao's weights as in torchao's safetensors files.
+
+    Puts the description of the weights, which torchao expects in the safetensors header, into the draft.
+    """
     recipes = recipes_of(draft.catalog)
     if not recipes:
         return tensors
@@ -496,7 +500,7 @@ def _drop_aliases(draft: _Draft, same: Callable[[Target, Target], bool]) -> None
     """Drop tensors that the base model does not store, because they are tied to tensors that it stores.
 
     A tensor is dropped only if transformers ties it to a tensor of the base model, and both have equal bytes. Does
-    nothing if any tensor of the base model is missing.
+    nothing if the export lacks any tensor of the base model.
     """
     wanted, names = draft.base.wanted, draft.targets
     if not wanted.keys() <= names.keys() or len(names) == len(wanted):

@@ -90,7 +90,7 @@ def dora(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float, trans
 
 
 def conv(w: Tensor, inputs: Sequence[Tensor], first: int, *, scale: float) -> Tensor:
-    """Return `linear` or `dora` for 1-D to 3-D convolutions. Inputs: A, B[, magnitude]."""
+    """Compute `linear` (or `dora`, if there is a magnitude) for 1-D to 3-D convolutions. Inputs: A, B[, magnitude]."""
     delta = _conv_delta(w, inputs[0], inputs[1], scale)
     if len(inputs) == 2:
         w += delta

@@ -77,7 +77,7 @@ def heat_maps(changes: Mapping[str, float]) -> list[Panel]:
 
 
 def _part(name: str) -> tuple[str, str]:
-    """Return the name of the grid to which a tensor belongs, and its FQN."""
+    """Return the grid in which a tensor is drawn ("model", "optimizer: exp_avg"), and the tensor's FQN."""
     match = _PREFIXED.match(name)
     if match is None:
         return (_OTHER if name.startswith(_ASIDE) else "model"), name
@@ -108,10 +108,7 @@ def _fold_layers(cells: Mapping[str, list[float]], count: int) -> dict[str, list
 
 
 def _in_order(layers: Iterable[str]) -> list[str]:
-    """Return the layers, sorted by number among layers with the same prefix.
-
-    A file may list layer 10 before layer 2.
-    """
+    """Sort layers with the same prefix by their number, because a file may list layer 10 before layer 2."""
     kinds: dict[str, list[tuple[int, str]]] = {}
     for layer in layers:
         prefix = layer.rstrip("0123456789")
