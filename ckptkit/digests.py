@@ -69,7 +69,7 @@ class Hasher(Protocol):
 
 
 class Signer(Hasher, Protocol):
-    """An incremental 16-byte signature."""
+    """An incremental 16-byte hash. It is not cryptographic."""
 
     def digest(self) -> bytes: ...
 
@@ -214,7 +214,7 @@ def _ramp(count: int) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The sums (f1, f2) over some elements of a tensor.
+    """The sums F1 and F2 (see the comment above) over some elements of a tensor.
 
     If `a` and `b` are the fingerprints of disjoint sets of elements, `a + b` is the fingerprint of both sets together.
     """

@@ -272,8 +272,8 @@ def open_source(
     """Open the checkpoint at `url`, a file or a directory. In the directory of a run, open the newest step.
 
     Steps are compared as numbers (10 is newer than 9). If there are steps, a `latest` file is not followed; if it names
-    a different step, the source's note says so. If ckptkit committed a checkpoint in a directory, everything else in
-    that directory is ignored.
+    a step other than the newest, the source's note says so. If ckptkit committed a checkpoint in a directory,
+    everything else in that directory is ignored.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint. The message lists the files and directories that were found.
@@ -528,7 +528,7 @@ def pointers(place: Candidate) -> list[tuple[str, str]]:
 
 
 def _member(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose a model in a step's directory that has a subdirectory per model. The actor is preferred to the critic."""
+    """If a step's directory has one subdirectory per model, choose a model. The actor is preferred to the critic."""
     there = [name for name in _MEMBERS if name in place.directories]
     for name in there:
         found = _enter(place, url, name, depth)
@@ -590,10 +590,10 @@ def _beside(place: Candidate, name: str) -> list[str]:
 
 
 def _numbered_files(place: Candidate) -> list[str]:
-    """Return the files that are named after a step and may hold a model, newest first.
+    """Return the .ckpt files that are named after a step and may hold a model, newest first.
 
-    These are the .ckpt files. If there are none, these are the other torch.save files. Returns [] if several of those
-    files have the newest step, or if each rank wrote a file.
+    If there are none, returns such torch.save files with other endings, but [] if several of these have the newest
+    step, or if each rank wrote one.
     """
     saved = [n for n in place.files if n.endswith(".ckpt")]
     steps = ordered(may_hold_model(saved) or saved)

@@ -148,7 +148,7 @@ def _whole(leaf: _Leaf) -> StoredTensor:
 
 
 def _parameter_names(leaves: Mapping[str, _Leaf]) -> dict[Path, dict[str, str]]:
-    """Return the names of the numbered parameters of each optimizer, by the optimizer's path.
+    """Return the names of each optimizer's parameters, by the optimizer's path and the parameter's number.
 
     The names come from `param_names` in the param groups (torch >= 2.6).
     """
@@ -228,7 +228,7 @@ def _with_lists(value: Any, path: Path, kinds: Mapping[Path, type]) -> Any:
 
 
 def dicts_with(keys: Collection[str], value: Any, name: str) -> dict[str, dict[str, Any]]:
-    """Return the dicts in a nested value that have all these keys, by name, in order.
+    """Return the dicts inside `value` that have all of `keys`: name -> dict, in order of occurrence.
 
     Does not search inside a dict that has the keys.
 

@@ -123,7 +123,7 @@ class FitPosition:
 
     @property
     def validating(self) -> bool:
-        """Whether a validation is running that a resumed run will repeat."""
+        """Whether a validation is running and has batches left. A resumed run will repeat this validation."""
         trainer = self._trainer
         done = trainer.fit_loop.epoch_loop.val_loop.batch_progress
         finished = done.is_last_batch and done.current.completed == done.current.ready
@@ -143,8 +143,8 @@ class FitPosition:
     def recorded(self, checkpoint: dict[str, Any]) -> Iterator[None]:
         """Add the position to `checkpoint`.
 
-        Within this context, the random number generators are in the state with which a run resumes. A checkpoint that
-        is saved during a validation resumes before the validation. Logs a warning if no run can continue exactly from
+        Within this context, the random number generators have the state from which a resumed run continues. During a
+        validation, this is their state before the validation. Logs a warning if no run can continue exactly from
         this position.
         """
         trainer = self._trainer

@@ -626,7 +626,7 @@ def _faults(
     Args:
         todo: The checkpoints to copy.
         clashes: The checkpoints in `todo` whose names already exist in the directory.
-        half: A description of the missing files, by name, for each clash that is an incomplete copy.
+        half: The checkpoints in `clashes` that are incomplete copies: name -> description of the missing files.
     """
     try:
         if is_directory(here):

@@ -79,7 +79,8 @@ def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
     """Wrap `command`. Sources that the command opens with `open_pinned` stay pinned until the command ends.
 
     A source in a read-only run cannot be pinned, and so may be deleted during the command. If that happens to a source
-    that was requested as the run's newest checkpoint, the command starts over once, with the newest one left.
+    that was requested as the run's newest checkpoint, the command starts over once, with the newest checkpoint that
+    still exists.
     """
 
     @functools.wraps(command)
@@ -101,7 +102,7 @@ def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
 class _GoneError(Exception):
     """A source was deleted or replaced while it was read.
 
-    `replaced` is set if the URL that was requested may now lead to a different checkpoint, as RUN/latest does.
+    `replaced` is set if the requested URL (such as RUN/latest) may now lead to a different checkpoint.
     """
 
     def __init__(self, told: CheckpointNotFoundError, replaced: bool) -> None:

@@ -1,4 +1,4 @@
-"""Allows only one writer at a time. A run has a lease. A directory that is not in a run has a system lock."""
+"""Allows only one writer at a time: by a lease (a file) in a run, and by a lock of the operating system elsewhere."""
 
 from __future__ import annotations
 
@@ -454,8 +454,8 @@ _held_lock = threading.Lock()
 class HeldDirectory:
     """A locked directory. The lock ends with `release`, or when this object is garbage-collected.
 
-    If this process already holds a lock on the directory, the old lock is released first. A save can leave such a lock
-    behind if it fails on another rank. On file systems without locks, nothing is locked.
+    If this process already holds a lock on the directory, the old lock is released first. A save that failed on another
+    rank can leave such a lock behind. On file systems without locks, nothing is locked.
     """
 
     def __init__(self, path: str) -> None:

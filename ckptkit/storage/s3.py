@@ -390,7 +390,6 @@ class S3Upload:
 
 
 def _files(bucket: str, page: Any) -> list[Entry]:
-    """Return the objects in one page of a listing."""
     return [
         {
             **{name: item[name] for name in ("LastModified", "ETag") if name in item},

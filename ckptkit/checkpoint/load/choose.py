@@ -159,7 +159,7 @@ class Loader:
         return self._restore(other, None, state, options) if other else None
 
     def latest(self) -> int | None:
-        """Return the latest checkpoint's step, or None if the run is new. Raises like `load`. Call on rank 0."""
+        """Return the latest checkpoint's step, or None if the run is new. Call on rank 0. Raises what `load` raises."""
         inventory = list_checkpoints(self.root)
         if inventory.latest is not None:
             return inventory.latest.step
@@ -168,7 +168,7 @@ class Loader:
         return None
 
     def _begin(self, state: TrainState, options: LoadOptions) -> str:
-        """Return the URL of another system's checkpoint to resume from, or "" if the run is new. Call on rank 0."""
+        """Return the URL of another system's checkpoint to resume from, or "" if there is none. Call on rank 0."""
         self.latest()
         wanted = options.optimizer != "skip"
         other = adoptable(self.url, self.root, state, optimizer=wanted, storage_options=self.storage_options)
@@ -544,7 +544,7 @@ def _directory(place: Candidate, name: str) -> Candidate | None:
 
 
 def _may_be_state(url: str, place: Candidate, name: str, storage_options: Mapping[str, Any] | None) -> bool:
-    """Return whether a file contains an optimizer, or is a damaged file of torch.save."""
+    """Return whether a file contains an optimizer, or is a damaged torch.save file."""
     usual = name.endswith(TORCH_ENDINGS)
     if place.listing[name].kind not in ("file", "symlink") or not (usual or _STATE.fullmatch(name)):
         return False

@@ -260,7 +260,7 @@ class LoadPlan:
         return {**{target.entry.fqn or "": target.live for target in self.models}, **optimizer.parameters}
 
     def references(self) -> list[str]:
-        """Return the keys of the tensors that objects refer to."""
+        """Return the keys of the tensors that the saved states of objects, such as those in `extra`, refer to."""
         trees = [tree for target in self.objects for tree in target.trees]
         for plan in self.optimizers:
             trees += [plan.values, plan.shared]
@@ -605,13 +605,13 @@ class _Planner:
         return _plan_masters(plan, masters, weights, found)
 
     def setting(self, plan: OptimizerPlan, saved: OptimizerTree, key: str) -> torch.Tensor:
-        """Return a tensor setting of a param group (such as lr), with the placement that it had when it was saved."""
+        """Return a param group's tensor setting (such as lr): if possible, as a DTensor if it was saved as one."""
         return placed_whole(plan.parameters.values(), saved.held.get(key), self.small(key))
 
     def opened_states(self, plan: OptimizerPlan, fqn: str, parameter: torch.Tensor) -> None:
-        """Match the live and saved states of one parameter that are tensor subclasses.
+        """Match those live and saved states of one parameter whose tensors are of a subclass, such as torchao's.
 
-        Creates the tensor subclasses that the live optimizer does not have yet.
+        If the live optimizer does not have such a state yet, creates its tensor.
         """
         import torch
         from torch.distributed.tensor import DTensor
@@ -672,10 +672,10 @@ class _Planner:
         self.plan.mismatches.add("others", plan.key, others)
 
     def of_their_state_dict(self, plan: OptimizerPlan) -> list[str]:
-        """Describe saved states that have the form of a `state_dict`, if the optimizer's live states have another form.
+        """Describe saved states that are not split into parts, although the live optimizer splits them.
 
-        This concerns only flashoptim's optimizers, which split their live states into parts. The states are not split
-        in the result of `state_dict`, which other systems save, and in checkpoints of other optimizers.
+        Only flashoptim's optimizers split their live states. Their `state_dict` returns the states unsplit. Checkpoints
+        that other systems wrote, or that contain a different optimizer, therefore have unsplit states.
         """
         if not keeps_parts(plan.optimizer):
             return []
@@ -757,7 +757,7 @@ class _Planner:
         return ""
 
     def module(self, key: str, item: Any, tree: JSON) -> None:
-        """Compare a model in `extra` as strictly as the models in `model`.
+        """Compare a model in `TrainState.extra` with its saved state, as strictly as the models in `TrainState.model`.
 
         The model's own `load_state_dict` would cast tensors silently. If some tensors do not match, it would also load
         the others before it raises an error.
@@ -858,7 +858,7 @@ class _Planner:
             self.plan.skipped["rng"] = changed
 
     def left_out(self) -> None:
-        """Report the sections of the checkpoint that this job does not use."""
+        """Report the sections of the checkpoint, such as a scheduler's, that this job does not use."""
         live = {section(kind, name) for kind in ("model", "optimizer", "scheduler", "grad_scaler", "dataloader")
                 for name in self.state.parts(kind)}  # fmt: skip
         for key, tree in self.objects.items():
@@ -994,7 +994,8 @@ def _lacking_states(plan: OptimizerPlan) -> list[str]:
 
     A live state that has its parameter's shape is missing if it is not saved. If a parameter has no live states yet, or
     if any of its live states is not saved, its saved states are also compared with those of the other parameters in the
-    group. If another parameter has the same saved states and more, the additional states are missing, too.
+    group. If another parameter has the same saved states and more, the additional states are missing, too: for example,
+    exp_avg_sq is missing if this parameter has only exp_avg, and another parameter has both.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}
@@ -1015,7 +1016,7 @@ def _lacking_states(plan: OptimizerPlan) -> list[str]:
 
 
 def _cuts(found: Sequence[Any]) -> str:
-    """Return the result of `layouts`, which shows how parameters are sharded, as text."""
+    """Describe how parameters are sharded. `found` is the result of `layouts`."""
     return " and ".join(f"{', '.join(map(str, texts))} on {list(shape)}" for shape, texts in found) or "not sharded"
 
 
@@ -1047,7 +1048,9 @@ def _plan_masters(
 def plan_load(
     state: TrainState, catalog: Catalog, store: Store, options: LoadOptions, *, rank: int, world_size: int
 ) -> LoadPlan:
-    """Plan a load without changing anything. Reads objects, and only the tensors that settings or extras need.
+    """Plan a load without changing anything.
+
+    Reads all saved values that are not tensors. Reads only those tensors that optimizer settings or `extra` need.
 
     Mismatches are collected in the plan's `mismatches`, with one exception: if a LOCAL checkpoint was saved on a
     different mesh, this raises an error.
@@ -1164,7 +1167,6 @@ def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: i
 
 
 def _placed(mesh_shape: Sequence[int], placements: Sequence[str]) -> str:
-    """Describe a placement. Omits mesh dimensions of size 1."""
     wide = [(size, text) for size, text in zip(mesh_shape, placements, strict=True) if size > 1]
     if all(text == "R" for _, text in wide):
         return "whole on each rank"

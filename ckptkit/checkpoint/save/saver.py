@@ -81,7 +81,7 @@ class TensorPlan(Protocol):
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> TensorPlan:
         """Adjust this plan to the tensors of the other ranks, and return it.
 
-        `signatures` has one item per rank. Communicates only if they have changed since the previous call.
+        `signatures` has one item per rank. Communicates only if the signatures have changed since the previous call.
         """
 
     def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> RankPart:
@@ -115,7 +115,8 @@ class Prepared:
     """A training state that this rank has captured for a save. Objects are already encoded.
 
     Attributes:
-        aliases: For each section, maps the name of a tied weight to the name under which the weight is stored.
+        aliases: For each model's section of the checkpoint, maps the name of a tied weight to the name under which the
+            weight is stored.
         tellers: The lowest rank of each pipeline stage other than rank 0's. From these ranks, rank 0 gets the values of
             optimizers and modules that are not in its own stage.
     """
@@ -142,12 +143,12 @@ class Saver:
     If nothing has changed since the previous save, reuses the plan on which the ranks agreed then.
 
     Attributes:
-        objective: The (metric, "min" or "max") of `keep_best`.
+        objective: The metric of `keep_best`, and "min" or "max".
         side_files: Contents, by path, of files to store in every checkpoint, such as a tokenizer. Rank 0's files are
             written.
         seen: On rank 0, the run's checkpoints as of the last save. None: they must be listed again.
-        keepers: Plain tensors that differ between ranks, each with the rank that keeps the shared copy. None if no
-            tensor differs.
+        keepers: Keys of plain tensors and optimizer values that differ between ranks. For each key, the rank whose copy
+            is saved under this key (see `part_ways`). None if nothing differs.
     """
 
     root: Store
@@ -443,10 +444,10 @@ class Saver:
         """Compare the ranks' plans. Runs on rank 0. Returns five values:
 
         - all ranks' signatures;
-        - the fingerprint classes (see `Fingerprints`) whose keys or contents differ between ranks;
+        - the groups of tensors (classes in `Fingerprints`) whose keys or contents differ between ranks;
         - whether all ranks split tensor subclasses into the same parts;
-        - whether the set of tensors on meshes of only some ranks has changed on any rank;
-        - the lowest rank of each group of ranks that have the same parameter names (a pipeline stage), except rank 0's.
+        - whether any rank has added or removed a tensor whose mesh does not have all ranks;
+        - the lowest rank of each pipeline stage, except rank 0's. Ranks with the same parameter names are one stage.
         """
         signatures, wanted, prints, recipes, spread, globs, apart = zip(*answers, strict=True)
         check_equal(wanted, "what to save: (step, tag, type)")
@@ -460,7 +461,7 @@ class Saver:
         return Fingerprints(captured, self.classes, self.shared, self.turn, self.coordinator.world_size)
 
     def _found_shared(self, captured: Captured, made: Prepared) -> bool:
-        """Find the DTensors that exist on several meshes. All ranks must call it.
+        """Find the DTensors that have the same name on several meshes. All ranks must call it.
 
         Returns whether the result differs from that of the previous call.
         """
@@ -500,7 +501,7 @@ class Saver:
         captured.objects[SUBCLASSES] = {key: recipe for key, (_, recipe) in found.items()}
 
     def _found_differences(self, captured: Captured, prints: Fingerprints | None, unequal: Sequence[int]) -> bool:
-        """Compare tensors one by one, and remember those that differ. Return whether any tensor differs on any rank.
+        """Compare tensors one by one, and record in `keepers` those that differ between ranks. Return whether any do.
 
         All ranks must call it.
         """

@@ -231,7 +231,7 @@ def in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 def _is_torchs(value: Any) -> bool:
-    """Return whether torch has the dtype of a numpy value, that is, numbers of at most 64 bits in native byte order."""
+    """Return whether torch has this numpy value's dtype: a number, but no long double, and no swapped bytes."""
     return value.dtype.kind in "biufc" and value.dtype.isnative and value.dtype.char not in "gG"
 
 

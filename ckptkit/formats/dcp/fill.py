@@ -153,7 +153,7 @@ class Filler:
     # --- what will be read
 
     def plan(self) -> _Reads:
-        """Find the regions to read, for all scheduled tensors at once. Reads nothing.
+        """Find the regions to read for all scheduled tensors. Reads nothing.
 
         Raises:
             IncompleteCheckpointError: The slices of a tensor do not cover the region to fill.
@@ -326,7 +326,7 @@ class Filler:
 
 
 def _plan(wanted: Sequence[_Wanted], *, check: bool) -> _Reads:
-    """Find the parts of slices to read, for all regions to fill at once (see `pieces`)."""
+    """Find the parts of slices to read (see `pieces`), for all regions to fill."""
     tensors = [_near(item) if len(item.entry.slices) > _FEW else item.entry.slices for item in wanted]
     known = [recorded(slices) for slices in tensors]
     counts = np.array([len(slices) for slices in tensors], np.int64)

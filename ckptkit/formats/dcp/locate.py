@@ -210,7 +210,7 @@ class LocatedSlices(SliceArray):
 
 
 def find_opaque(slices: LocatedSlices) -> bool:
-    """Locate the slices of one tensor, without its batch. Return whether the tensor can't be read as plain memory."""
+    """Locate the slices of this tensor only, not its whole batch. Return whether it can't be read as plain memory."""
     _Locator(slices.items, [slices.tensor]).run()
     return slices.tensor in slices.items.opaque
 
@@ -329,9 +329,10 @@ class _Locator:
     # --- zips
 
     def _read(self, rows: Int64) -> None:
-        """Locate items, given in order of file and start.
+        """Locate the items in `rows`, which are sorted by file and start.
 
-        Reads both ends of each item. If several zips have the same dtype, sizes and length, usually parses only one.
+        Reads both ends of each item. If several items are zips with the same dtype, sizes and length, usually parses
+        only one of them.
         """
         items, paths = self.items, self.items.paths
         owners = items.owners[rows]
@@ -387,7 +388,7 @@ class _Locator:
         return frame
 
     def _class_of(self, path: str, start: int, length: int) -> str:
-        """Return the tensor subclass that makes an item unreadable, or "" if there is another cause."""
+        """Return the name of the tensor subclass that makes an item unreadable, or "" if there is another cause."""
         try:
             read_archive(self.store, path, start, length, unknown="record")
         except OpaqueTensorError as error:
@@ -488,7 +489,7 @@ class Frame:
         return found
 
     def crcs(self, tails: UInt8) -> UInt64:
-        """Return the CRC-32 of each item's storage. The items must have the frame's layout (see `same`)."""
+        """Return the CRC-32 of each item's storage. `same` must be True for these items."""
         at = ENDS - len(self.tail) + self.crc_at
         return np.ascontiguousarray(tails[:, at : at + 4]).view("<u4").reshape(-1).astype(np.uint64)
 

@@ -104,9 +104,9 @@ class ModelStates:
         return others, objects
 
     def whole(self, *, elsewhere: frozenset[str]) -> dict[str, Joined]:
-        """Return the tensors in `module` that are stored in full, such as buffers and frozen parameters.
+        """Return the tensors that the files store in full under "module", such as buffers and frozen parameters.
 
-        With ZeRO-3, `module` has empty placeholders for the partitioned parameters. These are left out.
+        With ZeRO-3, "module" also has empty placeholders for the partitioned parameters. These are left out.
 
         Args:
             elsewhere: Names to omit because other files contain the tensors.

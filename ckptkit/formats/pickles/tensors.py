@@ -222,7 +222,7 @@ def is_tensor(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassRecord(Stub):
-    """A tensor subclass that stores its values in other tensors.
+    """A tensor of a subclass that stores its values in other tensors.
 
     Attributes:
         kind: Full name of the class.

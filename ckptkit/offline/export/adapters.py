@@ -60,7 +60,7 @@ class LoraPair:
     def patterned(self) -> str:
         """The module name to match against rank and alpha patterns.
 
-        For out_proj, this is the name of the attention module.
+        For the `out_proj` of an nn.MultiheadAttention, this is the name of the attention module.
         """
         return self.module.rpartition(".")[0] if self.key.endswith(".base_layer.out_proj") else self.module
 
@@ -91,7 +91,7 @@ class AdapterSplit:
 def without_base(names: Iterable[str]) -> bool:
     """Return whether these names belong to a LoRA adapter, and the base weights of some adapted module are missing.
 
-    In PEFT's own adapter files, only embeddings and fully trained modules have base weights.
+    This is the case in PEFT's own adapter files: they have base weights only for embeddings and fully trained modules.
     """
     adapted: set[str] = set()
     others: set[str] = set()
@@ -265,9 +265,9 @@ def changes_base(config: Mapping[str, Any]) -> str:
 
 
 def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, Any]) -> bool:
-    """Return whether PEFT stores a tied head's trained rows only under the embedding's name.
+    """Return whether the tensor is a tied head's copy of the embedding's trained rows, and PEFT would not store it.
 
-    PEFT does so if the config lists only token indices.
+    PEFT does not store the copy if the config's trainable_token_indices are a plain list, without names of modules.
     """
     indices = config.get("trainable_token_indices")
     head = name.endswith("lm_head.token_adapter.trainable_tokens_delta")

@@ -55,7 +55,7 @@ class Quantized:
 
 
 def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | None) -> Quantized:
-    """Return the tensors. Weights that transformers' FP8 quantizer would quantize are replaced with codes and scales.
+    """Replace the weights that transformers' FP8 quantizer would quantize with codes and scales. Return all tensors.
 
     As with transformers, some weights keep their dtype: weights with a size that is not a multiple of 128, weights that
     inference servers fuse with such a weight, and experts stacked into one tensor. If the installed transformers does
@@ -146,12 +146,10 @@ def _joined_with_others(chosen: Collection[str], names: Collection[str]) -> set[
 
 
 def _codes(tensor: OutputTensor) -> ComputedTensor:
-    """Return the tensor of a weight's FP8 codes.
-
-    To get the codes of some rows, all rows of their blocks are read, because a block has one scale.
-    """
+    """Return the tensor of a weight's FP8 codes."""
 
     def cut(start: int, stop: int) -> ComputedTensor:
+        # All rows of a block are needed to compute the block's scale.
         first = start // BLOCK * BLOCK
         last = min(-(-stop // BLOCK) * BLOCK, tensor.shape[0])
         whole = _codes(tensor.rows(first, last))

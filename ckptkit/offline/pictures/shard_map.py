@@ -29,10 +29,11 @@ def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
 
 
 def shard_maps(entries: Iterable[TensorEntry], *, when: str = "") -> list[Panel]:
-    """Return one map per role. With several ranks, a panel with the bytes per rank comes first.
+    """Return one map per role (model, optimizer, ...). With several ranks, a panel with the bytes per rank comes first.
 
-    Only the model's map is unfolded. Layers with the same sharding share a bar, and so do a parameter's moments. If
-    there are still too many bars, the shortest are omitted, and the explanation says how many tensors are drawn.
+    On the page, all maps except the first are collapsed. Layers with the same sharding share a bar, and so do a
+    parameter's moments. If there are still too many bars, the shortest are omitted, and the explanation says how many
+    tensors are drawn.
     `when`, such as " after", is part of each heading.
     """
     every = [entry for entry in entries if entry.numel]

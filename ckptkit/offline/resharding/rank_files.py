@@ -124,10 +124,10 @@ class _FrameLiterals:
     head: bytes = b""
 
     def extents(self, payloads: Int64) -> tuple[Int64, Int64]:
-        """Return (starts, lengths) of the literals. Does not create their bytes, which would be slow for many files.
+        """Return (starts, lengths) of the literals, without creating their bytes, which would be slow for many files.
 
         Args:
-            payloads: Size in bytes of the tensor data in each record, in file order.
+            payloads: Size in bytes of the tensor data in each record of the file, in order.
         """
         part = slice(int(self.frames.bounds[self.rank]), int(self.frames.bounds[self.rank + 1]))
         starts, inner = self.frames.starts[part], self.frames.payloads[part]

@@ -184,7 +184,6 @@ class _FileHash:
             self._outlined = True
 
     def _read(self, first: int, stop: int, boxes: list[_Row]) -> None:
-        """Hash the bytes [first, stop), which contain these boxes."""
         at, state = 0, None  # index of the current box, and its hasher if it began in an earlier chunk
         for begin in range(first, stop, len(self._buffer)):
             view = self._buffer[: min(len(self._buffer), stop - begin)]
