@@ -63,7 +63,7 @@ _known: dict[str, None] = {}  # an ordered set
 
 
 def keep_secret(options: Any) -> None:
-    """Remember the values of options whose names look secret. Options may be nested.
+    """Remember the values of options whose names suggest a secret, such as "password". Options may be nested.
 
     From then on, `without_secrets` removes these values from every text, such as an error message of another library.
     """
@@ -73,7 +73,10 @@ def keep_secret(options: Any) -> None:
 
 
 def masked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options. Values whose names look secret are replaced by "***". Options may be nested."""
+    """Return the options, with "***" in place of each value whose name suggests a secret, such as "password".
+
+    Options may be nested.
+    """
     return {
         name: MASK
         if _SECRET_OPTION.search(str(name)) and str(value).lower() not in _NO_SECRETS
@@ -120,7 +123,7 @@ def without_known_secrets(text: str) -> str:
     """Replace known secrets, and the logins and query values of URLs, by "***".
 
     Known secrets are the values that `keep_secret` has remembered, and the values of environment variables whose names
-    look secret. Harmless query values, such as a region, stay. If the text is JSON, it stays valid JSON.
+    suggest a secret. Harmless query values, such as a region, stay. If the text is JSON, it stays valid JSON.
     """
     for value in sorted((*_known, *_of_environment()), key=len, reverse=True):
         for form in _forms(value):
@@ -146,7 +149,7 @@ def printable(text: str) -> str:
 
 
 def _forms(value: str) -> set[str]:
-    """Return the spellings that a text may use for the value: plain, escaped as in `repr`, and each URL-encoded."""
+    """Return the spellings that a text may use for the value: plain, escaped as in `repr`, and both URL-encoded."""
     plain = {value, value.encode("unicode_escape").decode("ascii")}
     return plain | {quote(form, safe=safe) for form in plain for safe in ("", "/")}
 

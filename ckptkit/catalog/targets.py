@@ -90,10 +90,10 @@ class Part:
         return [None if size == 1 else next(wide) for size in self.target_box.sizes]
 
     def rows(self) -> Iterator[Part]:
-        """Split the part into plain parts of one row each.
+        """Split the part into parts of one row each, which need no `unfold` and no `axes`.
 
         The part must come from `rope_permuted`. So `unfold` is (a, b, *rest), `axes` is (1, 0, *rest), and the part has
-        a * b > 1 rows. In each box, the rows are counted along the first dimension that is larger than 1.
+        a * b > 1 rows. The row dimension of a box is its first dimension with a size above 1.
         """
         a, b = self.unfold[:2]
         row_dim = next(d for d, size in enumerate(self.source_box.sizes) if size != 1)

@@ -56,7 +56,7 @@ class Origin(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A read that fills `view` from byte `start` of an origin. `record` is the index of the bytes' digest, or -1."""
+    """A read that fills `view` from byte `start` of an `Origin`. `record` is the index of the bytes' digest, or -1."""
 
     origin: int
     start: int
@@ -74,21 +74,21 @@ class EntryMap:
 
 
 class Origins:
-    """Numbers the files and compressed records from which slices are read (see `Origin`)."""
+    """Assigns a number to each file or compressed record from which slices are read (see `Origin`)."""
 
     def __init__(self) -> None:
         self._index: dict[Origin, int] = {}
         self._tables: dict[int, tuple[Sequence[str], Int64]] = {}
 
     def of(self, slices: SliceArray) -> Int64:
-        """Return, for each slice, the number of the origin that it is read from."""
+        """Return, for each slice, the number of the `Origin` from which the slice is read."""
         result: Int64 = self.of_paths(slices.paths)[slices.files]
         for row, codec in slices.codecs.items():
             result[row] = self._index.setdefault(Origin(slices.paths[int(slices.files[row])], codec), len(self._index))
         return result
 
     def of_paths(self, paths: Sequence[str]) -> Int64:
-        """Return the number of each file. Cached, because all tensors of a catalog share one list of paths."""
+        """Return the `Origin` number of each file. Cached, because all tensors of a catalog share one list of paths."""
         known = self._tables.get(id(paths))
         if known is None:  # `_tables` keeps `paths` alive, so that its id is not reused
             numbers = [self._index.setdefault(Origin(path), len(self._index)) for path in paths]
@@ -166,11 +166,11 @@ class SourceReader:
         return self._local is not None
 
     def has_file(self, origin: int) -> bool:
-        """Return whether an origin is a local file, where small reads are cheap."""
+        """Return whether the origin with this number is a local file, where small reads are cheap."""
         return self.is_local and self._origins[origin].codec is None
 
     def read(self, origin: int, start: int, view: memoryview) -> None:
-        """Fill `view` with an origin's bytes, from byte `start` on.
+        """Fill `view` with the bytes of origin number `origin`, from byte `start` on.
 
         Raises:
             IncompleteCheckpointError: The origin has too few bytes.
@@ -341,7 +341,7 @@ class SourceReader:
             self._decoders[origin] = decoder
 
     def forget(self, origin: int) -> None:
-        """Drop the decoder of a compressed record."""
+        """Drop the decoder of compressed record number `origin`."""
         with self._lock:
             self._decoders.pop(origin, None)
 

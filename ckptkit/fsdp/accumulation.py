@@ -53,7 +53,7 @@ class Window:
 
 
 class Windows:
-    """Holds each model's current window. Several optimizers may step in one window.
+    """Holds the current `Window` of each model. Several optimizers may step in one window.
 
     Attributes:
         held: The models whose windows stay open, even if a full window of passes was counted.

@@ -47,7 +47,7 @@ def _truncated(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A temporary file or directory of a process that writes or deletes `name`, in the directory of `name`.
+    """A temporary file or directory next to `name`, from a process that writes or deletes `name`.
 
     Its kind is "tmp" (staging directory), "owner" (owner file) or "trash".
     """
@@ -108,7 +108,7 @@ class Writer:
 
 
 def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False) -> None:
-    """Write an owner file that names this process. Raises FileExistsError."""
+    """Write an owner file that names this process. Raises FileExistsError if a local file of this name exists."""
     body = json.dumps({"nonce": nonce, "leased": leased, **owner_json(store)}).encode()
     if not isinstance(store, LocalStore):
         store.write(path, body)

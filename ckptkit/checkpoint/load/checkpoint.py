@@ -146,7 +146,10 @@ def load_checkpoint(
 
 @dataclass(slots=True)
 class _RankPart:
-    """Runs this rank's part of a step in a `with` block. `outcome` has the `value` that the block set, or its error."""
+    """Runs one phase of a load on this rank, in a `with` block, and keeps the error instead of raising it.
+
+    `outcome` contains the error or, if there is none, the `value` that the block set.
+    """
 
     value: Any = None
     outcome: Outcome = field(default_factory=Outcome)
@@ -174,10 +177,10 @@ class _RankPart:
 
 @contextmanager
 def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[None]:
-    """Wait for the checkpoint's pin at the end of the `with` block.
+    """At the end of the `with` block, wait until the checkpoint is pinned, that is, protected from deletion.
 
-    With `sure`, or if the block raises an error, also check that the checkpoint was not deleted before the pin took
-    effect. If it was deleted, raise an error that says so, instead of the block's error.
+    If `sure` is set, or if the block raises an error, also check that the checkpoint was not deleted before the pin
+    took effect. If it was deleted, raise an error that says so, instead of the block's error.
     """
     if ready is None:
         yield
@@ -207,7 +210,7 @@ def _shared(
 
     Raises:
         CheckpointMismatchError: The checkpoint has a tensor that no rank has (only with `strict`).
-        UsageError: A glob of the layout matches no tensor of any rank.
+        UsageError: A glob in `TrainState(layout=...)` matches no tensor of any rank.
     """
     _raise_one(answers)
     checks, signatures, unexpected, urls, globs = zip(*answers, strict=True)

@@ -249,7 +249,7 @@ class Reading:
         return entry.numel > 1 and place[0] == shape and _placement(kept) == place
 
     def _shares(self, kept: torch.Tensor) -> bool:
-        """Return whether a live state shares memory with the same states as when it was saved."""
+        """Return whether a live state shares memory with the same states as in the checkpoint."""
         return id(kept) in self._joint
 
     def _stays(self, kept: torch.Tensor) -> bool:
@@ -262,6 +262,8 @@ class Reading:
 
     def _references(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
         """Schedule reads of the tensors that objects refer to, and return these tensors by key.
+
+        For example, a large tensor in a scheduler's state is stored outside the scheduler's object.
 
         A tensor gets the placement of the live tensor with the same key. If there is no such live tensor, each rank
         reads the whole tensor.
@@ -285,7 +287,10 @@ class Reading:
         return refs
 
     def _check_memory(self, limit: int | None) -> None:
-        """Raise LoadError if the second copy exceeds `limit`. None: the limit is this rank's share of free memory."""
+        """Raise LoadError if the second copy of the state (see `Reading`) exceeds `limit`.
+
+        None: the limit is this rank's share of free memory.
+        """
         ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
         free = free_memory() if limit is None else None
         most = limit if free is None else free // ranks_here
@@ -299,10 +304,10 @@ class Reading:
 
 
 def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
-    """Return, by key, tensors with the shapes and placements in which to read the tensors that objects refer to.
+    """Return templates for the tensors that objects refer to, by key. A template has the shape and placement to read.
 
-    For `extra`, these are the live tensors. For DTensors that optimizers keep in lists and dicts, these are new,
-    uninitialized tensors.
+    For `extra`, the templates are the live tensors. For DTensors that optimizers keep in lists and dicts, the templates
+    are new, uninitialized tensors.
     """
     import torch
 
@@ -397,7 +402,7 @@ def _shared_when_saved(plan: LoadPlan, views: Sequence[View]) -> bool:
 
 
 def _claim(plan: OptimizerPlan, view: View, tensor: torch.Tensor) -> Claim | None:
-    """Return the claim that loads the optimizer state `view` (FQN, name) into `tensor`. None if nothing is loaded."""
+    """Return the `Claim` for loading the optimizer state `view` (FQN, name) into `tensor`. None if it is not loaded."""
     fqn, name = view
     entry = plan.masters.get(fqn) if name == plan.master_name else plan.states.get(fqn, {}).get(name)
     if entry is None or plan.skip:

@@ -168,7 +168,7 @@ def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
 def _remove(root: Store, path: str) -> list[str]:
     """Remove the directory or file that a dead writer left at `path`.
 
-    Returns the foreign files in it, which are kept.
+    Returns the files of other programs in it, which are kept.
     """
     name, _, folder = path.rpartition("/")
     if folder == DELETING and is_directory(root):
@@ -303,7 +303,9 @@ class SaveAttempt:
         self.store = self.place.store
 
     def open(self, given: Lease | Callable[..., Lease] | None, requests: Sequence[Any]) -> tuple[str, Witness]:
-        """Acquire the lease and a turn, check that the save may begin, and create the location. Runs on rank 0.
+        """Acquire the lease, check that the save may begin, and create the location. Runs on rank 0.
+
+        If another attempt in this process uses the lease, waits until that attempt ends.
 
         Returns the attempt's id, and a `Witness`, with which the other ranks check that they see the same store.
         """
@@ -528,7 +530,9 @@ class SaveAttempt:
         return slim
 
     def close(self) -> None:
-        """Clean up and end the turn. After a commit, first write the file `latest`. Does nothing on ranks other than 0.
+        """Clean up, and let the next attempt use the lease. After a commit, first write the file `latest`.
+
+        Does nothing on ranks other than 0.
 
         A failure is only logged: the save has already succeeded or failed, and the next save cleans up.
         """

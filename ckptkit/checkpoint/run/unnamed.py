@@ -73,10 +73,10 @@ def clear(root: Store, path: str) -> list[str]:
 
 
 def give_up(root: LocalStore, path: str, name: str) -> list[str]:
-    """Delete a staging or trash directory, but no foreign files.
+    """Delete the staging or trash directory at `path`, but no foreign files.
 
-    If the directory contains a commit record (also a renamed one), its foreign files are moved to the directory `name`.
-    Otherwise, they stay where they are, and are returned.
+    If this directory contains a commit record, even a renamed one, the foreign files are moved to the directory `name`.
+    Otherwise, the foreign files stay where they are, and are returned.
 
     Args:
         path: A directory that is not listed as a checkpoint.
@@ -111,7 +111,7 @@ def _is_there(path: str, other: str) -> bool:
 
 
 def others_in(root: LocalStore, path: str) -> list[str]:
-    """Return the relative paths of foreign files in a checkpoint's directory, even if the checkpoint was deleted."""
+    """Return the relative paths of other programs' files in a checkpoint's directory, even after its deletion."""
     try:
         record = find_record(root, record_path(path))
     except (CkptkitError, OSError):  # the record is unreadable: recognize the checkpoint's files by their names
@@ -136,9 +136,10 @@ def deleted_records(root: Store, name: str) -> list[CommitRecord]:
 def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> list[str]:
     """Delete a checkpoint's files from an object store, and return the files that remain.
 
-    Before this call, the mark (`mark_of`) must have been written, and then the record must have been deleted or
-    replaced. If the process is killed here, the mark lists what is left to delete. The mark stays as long as foreign
-    files remain. Files of other attempts to save do not count as foreign.
+    Before this call, the file that marks the deletion (`mark_of`) must have been written, and then the checkpoint's
+    commit record must have been deleted or replaced. If the process is killed during this call, the mark still lists
+    the files to delete. The mark is deleted last, but is kept if foreign files remain. Files of other attempts to save
+    this checkpoint do not count as foreign.
     """
     found = (f"{name}/{path}" for path in named_paths(record))
     root.delete(path for path in found if view.info(path) is not None)

@@ -50,7 +50,7 @@ class Written:
     Attributes:
         paths: Path of each file, in order of file number.
         files: Size and digest of each file, by path. The digest is that of the file's outline (see `own.outline`).
-        rows: [n] of `ROW`. The keys are -1 until the caller sets them.
+        rows: [n], with the dtype `ROW`. The field `key` is -1 until the caller sets it.
         phases: Duration and size in bytes of each phase of the write.
     """
 
@@ -168,8 +168,9 @@ class FileJob:
         rows: Indices of the records to write, in order. Indices below `len(frames)` refer to tensors. Larger indices,
             minus `len(frames)`, refer to `records`.
         result: Receives the location of each record.
-        turn: Held while the file is hashed. If files are uploaded in a single request each, `turn` is a semaphore that
-            limits how many files are hashed at once. The first files are then uploaded while other files are hashed.
+        turn: A context manager that is entered while the file is hashed. If each file is uploaded in a single request,
+            this is a semaphore that limits how many files are hashed at once, so that the first files are uploaded
+            while other files are hashed.
         digest_s, sync_s: Seconds spent so far on hashing, and on making the file durable.
     """
 

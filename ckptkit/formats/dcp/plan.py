@@ -53,7 +53,7 @@ _NO_PROTOCOL = _PLAIN | {dict}
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlice:
-    """A region that this rank writes. `key` is the index of the region's tensor in the plan."""
+    """A region that this rank writes. `key` is the index of the region's tensor in `ShardedPlan.keys`."""
 
     key: int
     offsets: tuple[int, ...]
@@ -349,7 +349,7 @@ def _cut_of(
     """Return how a tensor is sharded, or None if this rank is not in the tensor's mesh.
 
     Args:
-        place: For a plain tensor, the `place` of the result.
+        place: `_Cut.place` for a plain tensor. Not used for other tensors.
         cuts: The results of earlier calls. Updated.
         meshes: The index of each mesh that a result refers to. Updated.
     """

@@ -176,17 +176,17 @@ def _flat_states(states: Sequence[Mapping[str, Any]]) -> list[str]:
 def check_layout(
     store: Store, groups: Sequence[FlatGroup], masters: Mapping[str, Joined], copies: Callable[[], Mapping[str, Joined]]
 ) -> None:
-    """Compare master weights with the low-precision copies if the positions in a flat group are uncertain.
+    """Compare fp32 master weights with low-precision weights if the positions of a group's parameters are uncertain.
 
-    The positions are uncertain if the recorded positions differ from those computed from the shapes. For each partition
-    of experts, one parameter is always compared: no file records which experts a rank has, so the experts that were
-    computed from the rank could be wrong. Reads a few kilobytes per parameter.
+    The positions are uncertain if the recorded positions differ from those computed from the shapes. In a flat group of
+    experts, one parameter is always compared. No file records which experts a rank has. ckptkit computes them from the
+    rank, and the result could be wrong. Reads a few kilobytes per parameter.
 
     Args:
         copies: Returns the low-precision weights by name. Called only if there is a parameter to compare.
 
     Raises:
-        CorruptCheckpointError: A copy differs from the cast master weight.
+        CorruptCheckpointError: A low-precision weight does not equal its master weight, cast to the same dtype.
     """
     asked: list[str] = []
     for group in groups:
@@ -238,6 +238,6 @@ def add_moments(optimizer: OptimizerState, group: FlatGroup, names: Mapping[str,
 
 
 def settings(params: Sequence[Iterable[str]], optims: OptimStates) -> dict[str, ObjectEntry]:
-    """Return the settings of the parameter groups, with the given names as "params"."""
+    """Return the settings of the parameter groups (lr, betas). "params" of each group lists the given names."""
     groups = [{**given, "params": list(names)} for given, names in zip(optims.param_groups, params, strict=False)]
     return group_objects(groups, {})

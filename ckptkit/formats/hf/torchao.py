@@ -84,7 +84,7 @@ def found_recipes(
 
 
 def _descriptions(headers: Iterable[Mapping[str, str]], path: str) -> dict[str, str]:
-    """Return the descriptions of all listed tensors. If there are several files, each may list only its own tensors."""
+    """Return the description of each tensor in the headers' `tensor_names`. A file may list only its own tensors."""
     found: dict[str, str] = {}
     for header in headers:
         listed = (
@@ -122,7 +122,7 @@ def _recipe(kind: str, data: Mapping[str, Any], inner: Mapping[str, tuple[str, t
 
 
 def _from_json(value: Any, shape: list[int]) -> Any:
-    """Convert a value in a description to the form used in recipes. Raises ValueError if the value is malformed."""
+    """Convert a value in a torchao description to its form in a `Recipe`. Raises ValueError if it is malformed."""
     if isinstance(value, list):
         return {"$shape": True} if shape and value == shape else [_from_json(item, shape) for item in value]
     if not isinstance(value, dict):

@@ -71,7 +71,7 @@ class Record(Stub):
 
 
 class UnknownGlobal(Record):
-    """Replaces an instance of a class outside the allow-list, if the caller asked for records instead of errors."""
+    """Replaces an instance of a class outside the allow-list, if the caller wants a `Record` instead of an error."""
 
     __slots__ = ()
 
@@ -107,7 +107,7 @@ def attribute_of(owner: object, name: object) -> type[Record]:
     """Return the record class that replaces the result of `getattr(Class, "Nested")`.
 
     Old pickles call `getattr` to refer to nested classes. This is allowed only for classes of torch.distributed, and
-    for the methods to which MMEngine's log of losses refers.
+    for MMEngine's HistoryBuffer, whose pickles refer to its methods in this way.
     """
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise UnsafePickleError("its pickle asks for getattr, which is allowed only on classes of torch.distributed")

@@ -165,7 +165,8 @@ def _groups(store: Store, files: Sequence[str]) -> dict[str, dict[int, str]]:
 
     Omits templates without a file of rank 0. Also omits a template with only one file, because the number in the file's
     name may not be a rank. In a directory that torch_checkpointing wrote, such a template is kept.
-    Omits .bin files that begin unlike a file of torch.save, because other programs use this ending, too.
+    Omits .bin files whose first bytes show that torch.save did not write them, because other programs use this ending,
+    too.
     """
     found: dict[str, dict[int, str]] = {}
     keyed = _KEYS in files
@@ -188,7 +189,7 @@ def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
 
 
 def _levels(value: Any, key_of: Callable[[Any], Any]) -> list[Any]:
-    """Return the nested dicts that lead to a model or an optimizer, outermost first.
+    """Return the nested dicts from a file's outermost dict to the state dict of its model or optimizer.
 
     Args:
         key_of: Returns the key of the next inner dict, or None for the innermost dict.
@@ -203,7 +204,7 @@ def _levels(value: Any, key_of: Callable[[Any], Any]) -> list[Any]:
 
 
 def _beside(levels: Sequence[Any]) -> dict[Any, Any]:
-    """Return the values that a rank saved in addition to its model, given the dicts that lead to the model."""
+    """Return the values that a rank saved in addition to its model. `levels`: the result of `_levels` for the model."""
     return {key: value for level, inner in pairwise(levels) for key, value in level.items() if value is not inner}
 
 
