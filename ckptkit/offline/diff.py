@@ -468,10 +468,9 @@ def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
 
 
 def _is_part(name: str, trees: Collection[str]) -> bool:
-    """Return whether the name denotes a value inside one of the objects in `trees`.
+    """Return whether the name starts with one of `trees` and a ".", like the name of a value inside that object.
 
-    SHARDED checkpoints store the optimizer's settings twice: as one object, and as separate values for torch. The
-    large tensors to which an object refers are stored only once.
+    SHARDED checkpoints store an optimizer's settings twice: as one object, and as separate values for torch.
     """
     tree, dot, _ = name.partition(".")
     return bool(dot) and tree in trees
@@ -483,7 +482,10 @@ def _only_in(*sides: tuple[Mapping[str, Any], Mapping[str, Any]]) -> tuple[str, 
 
 
 def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, str], int]:
-    """Compare tensors of unknown classes by their stored bytes. Return the differences, and how many are equal."""
+    """Compare tensors of unknown Python classes by their stored bytes.
+
+    Returns the differences, and the number of equal tensors.
+    """
     differ, same = {}, 0
     for name in dict.fromkeys([*a.opaque, *b.opaque]):
         if not wanted(name, name.partition(".")[2]):
@@ -503,7 +505,7 @@ def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, 
 
 
 def _stored(side: _Side, name: str) -> Iterator[Any]:
-    """Yield a description of a tensor's slices and records, then the records' bytes, tile by tile."""
+    """Yield a tensor's dtype, shape and slices, then the sizes of its records, and then their bytes, tile by tile."""
     entry = side.source.catalog.tensors.get(name)
     yield None if entry is None else (entry.dtype, entry.shape, entry.slices.offsets.tolist())
     records = records_of(side.source.catalog, name)

@@ -415,9 +415,9 @@ def _tokens_of(config: Any, where: str, depth: int = 0) -> Iterator[tuple[str, s
 
 
 def _tokenizer(files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
-    """Yield (file, token, number) for all tokens in a tokenizer's files.
+    """Yield (file, token, token ID) for all tokens in a tokenizer's files.
 
-    The tokens of a file come in descending order of their numbers.
+    The tokens of a file come in descending order of their IDs.
     """
     for name in ("tokenizer.json", "added_tokens.json", "vocab.json", "tokenizer_config.json"):
         content = _json(files.get(name))

@@ -96,5 +96,5 @@ class StreamWriter:
 
 
 def _events(literals: list[Literal], placed: list[_Event]) -> list[_Event]:
-    """Return a file's non-empty literals, and its boxes (`placed`), in the order of their offsets."""
+    """Return a file's non-empty literals (bytes of no tensor) and its boxes (`placed`), by offset."""
     return sorted([*((item.start, item) for item in literals if item.data), *placed], key=lambda event: event[0])

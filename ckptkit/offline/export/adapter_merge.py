@@ -104,10 +104,10 @@ class _Step:
 def assembled(
     tensors: Mapping[str, OutputTensor], changes: Mapping[str, Change], whole: Mapping[str, OutputTensor]
 ) -> dict[str, OutputTensor]:
-    """Return the tensors. A tensor that has a changed or computed source is replaced with a computed tensor.
+    """Return `tensors`, but with a `ComputedTensor` in place of each tensor that has a changed or dequantized source.
 
     Args:
-        whole: The source tensors by catalog key. Each is read, or computed by dequantizing.
+        whole: The source tensors by catalog key. A dequantized source is a `ComputedTensor`.
     """
     made = {source for source, tensor in whole.items() if isinstance(tensor, ComputedTensor)} | changes.keys()
     return {
@@ -509,7 +509,7 @@ class _Changes:
             self._add(name, Change((pair.a, pair.b), formula, label, True, _scratch(pair, 5)))
 
     def _assigned(self, module: str, pairs: Sequence[LoraPair]) -> tuple[bool, Sequence[str]]:
-        """Return whether experts are stored as [experts, in, out], and each pair's parameter.
+        """Return (whether experts are stored as [experts, in, out], the parameter to which each pair belongs).
 
         If several parameters of a module have adapters, PEFT nests the adapters in the order of the parameters. The
         names do not show which pair belongs to which parameter, so the shapes decide.
@@ -588,9 +588,9 @@ def _product(scale: float) -> str:
 
 
 def _scratch(pair: LoraPair, times: int) -> int:
-    """Return the temporary memory that a formula needs, in bytes per element of the weight.
+    """Return the memory for `times` temporary arrays of the weight's size, in bytes per element of the weight.
 
-    16-bit factors are multiplied in float32.
+    The arrays have the factors' dtype, but at least 32 bits, because 16-bit factors are multiplied in float32.
     """
     return times * max(4, dtype_of(pair.b.dtype).itemsize)
 

@@ -242,7 +242,7 @@ def _decoded(
             and `rows` has as many rows as `codes`.
         values: The value of each code, as an array [codes], or the two values of each code, as an array [codes, 2].
         product: A function (values, groups) that applies each group's scale to the values. Returns float32 or float64.
-        held: The dtype to which products are rounded before `dtype`. "" means no such rounding.
+        held: The dtype to which products are rounded before they are rounded to `dtype`. "" means no such rounding.
     """
     each, itemsize = values.size // len(values), dtype_of(dtype).itemsize
     if not codes.size:

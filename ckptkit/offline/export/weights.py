@@ -160,7 +160,7 @@ def select_targets(
 
 
 def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions, *, in_parts: bool) -> None:
-    """Raise if a selected tensor belongs to a class that ckptkit cannot read."""
+    """Raise if a selected tensor is of a Python class (a tensor subclass) that ckptkit cannot export."""
     opaque = {}
     recipes = recipes_of(catalog)
     for name, why in catalog.info.extra.get("opaque", {}).items():
@@ -237,7 +237,7 @@ def _without_wrapper(
 
 
 def _selects(options: ExportOptions, names: Mapping[str, str], entries: Mapping[str, TensorEntry], prefix: str) -> bool:
-    """Return whether --include and --exclude leave any tensor under the prefix."""
+    """Return whether --include and --exclude select any tensor whose name starts with `prefix`."""
     if not options.include and not options.exclude:
         return True
     for name, short in names.items():
@@ -253,9 +253,9 @@ def _listed(prefixes: Collection[str]) -> str:
 
 
 def several_models(entries: Collection[TensorEntry]) -> str:
-    """Return a sentence for the user if the tensors belong to several models.
+    """Return a message for the user if the tensors belong to several models, otherwise "".
 
-    In this case, each tensor's name starts with its model's name.
+    A tensor's model is recognized by the start of the tensor's name.
     """
     models: dict[str, None] = {}
     for entry in entries:
@@ -330,7 +330,8 @@ def _lower_bits(catalog: Catalog, weights: str, dtype: str) -> dict[str, TensorE
     """Return the tensors with the lower bits of fp32 weights, by the weight's name in the catalog.
 
     flashoptim stores an fp32 weight as a bf16 or fp16 weight and a tensor with the lower bits. Returns {} if there are
-    no such tensors, or if `weights` does not need them: "master" always does, "auto" does if `dtype` casts a weight.
+    no such tensors, or if the export does not need them. The export needs them if `weights` is "master", or if
+    `weights` is "auto" and `dtype` casts a weight.
     """
     if weights not in ("auto", "master"):
         return {}
@@ -341,7 +342,10 @@ def _lower_bits(catalog: Catalog, weights: str, dtype: str) -> dict[str, TensorE
 
 
 def _rounded(catalog: Catalog, dtype: str) -> bool:
-    """Return whether `dtype` casts weights that were rounded from fp32 masters, so that masters are cast instead."""
+    """Return whether an export to `dtype` would cast weights that were rounded from fp32 masters.
+
+    In this case, the masters are cast instead.
+    """
     if dtype == "keep":
         return False
     model, masters = catalog.by_role(Role.MODEL), catalog.by_role(Role.MASTER)

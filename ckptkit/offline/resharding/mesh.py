@@ -64,7 +64,10 @@ class Cut:
         return self.fsdp is None and self.tp is None
 
     def on(self, kind: str) -> bool:
-        """Return whether the tensor is a DTensor over the mesh dimension `kind`. "replicate" counts as "shard"."""
+        """Return whether the tensor is a DTensor over the mesh dimension `kind`: "replicate", "shard" or "tp".
+
+        A DTensor over "shard" is also a DTensor over "replicate", as in HSDP.
+        """
         kind = "tp" if kind == "tp" else "shard"
         return (self.tp if kind == "tp" else self.fsdp) is not None or kind in self.also
 
@@ -273,7 +276,7 @@ class TPPlan:
 
     @classmethod
     def of(cls, given: str | Mapping[str, int | None]) -> TPPlan:
-        """Return the plan in a JSON file or a mapping.
+        """Return the plan that `given` contains: the path of a JSON file, or a mapping.
 
         Raises:
             UsageError: `given` does not map globs to dimensions.
@@ -396,9 +399,10 @@ class Cuts:
     def _own(self, entry: TensorEntry) -> Cut:
         """Return the sharding that the source recorded for a tensor.
 
-        If the source has no such records, return FSDP2's sharding, along dimension 0. If other tensors in the source
-        are sharded, a tensor in one slice is then considered a buffer, and stays whole. But a tensor with only one row
-        is split, because FSDP2 stores it as one slice even if it is sharded.
+        If the source recorded no shardings, return FSDP2's sharding, along dimension 0, with one exception: if some
+        weights of the source have several slices, but this tensor has only one, this tensor is considered a buffer, and
+        stays whole. The exception does not cover tensors with one row, because FSDP2 stores them as one slice even if
+        they are sharded.
         """
         if not entry.shape:
             return _WHOLE

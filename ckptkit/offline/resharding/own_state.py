@@ -129,7 +129,8 @@ def _fqn_of(param: Any, *, named: Mapping[str, str], known: Collection[str], pre
 
     Args:
         prefixes: A prefix that only the catalog's names have, such as "model_1.", and a prefix that only the
-            optimizer's names have, such as "module.". Names are also tried with the first, and without the second.
+            optimizer's names have, such as "module.". The name is also looked up with the first prefix added, and with
+            the second prefix removed.
     """
     name = named.get(str(param), param)
     if not isinstance(name, str):
@@ -208,7 +209,7 @@ def _add_missing_notes(found: OwnState, saved: SavedOptimizer, section: str, hav
 
 
 def _tree(value: Any, depth: int = 0) -> Any:
-    """Convert a value that a reader returned to the JSON form of `checkpoint/state/values.py`. Does not need torch."""
+    """Convert a value from a reader to the JSON form that `checkpoint/state/values.py` defines. Does not need torch."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
