@@ -76,7 +76,7 @@ def _modules(models: object) -> Iterable[nn.Module]:
 
 
 def _step_on_device(optimizer: Optimizer) -> set[int]:
-    """Return the ids of the parameters whose step counts are read by device kernels, and so must be on the device."""
+    """Return the `id()` of each parameter whose step count must be on the device, because device kernels read it."""
     groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
     return {id(parameter) for group in groups for parameter in group["params"]}
 

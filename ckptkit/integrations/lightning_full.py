@@ -71,8 +71,8 @@ def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: 
     Casts to another dtype are logged.
 
     Raises:
-        CheckpointMismatchError: Names, shapes, or the values of tied weights differ. Nothing was changed. All ranks
-            raise the same error.
+        CheckpointMismatchError: Names or shapes do not match, or tied weights have different values in `whole`.
+            Nothing was changed. All ranks raise the same error.
     """
     live = model_tensors(module)[0]
 

@@ -224,7 +224,6 @@ class RemoteStore(Store):
         self._connection.each(lambda tried: self._read_again(*tried), again)
 
     def _get_once(self, jobs: Sequence[Job]) -> Sequence[Got]:
-        """Make all reads concurrently, without retries."""
         ranges = [(self._full(path), start, stop, Scatter(items, start)) for path, start, stop, items in jobs]
         return self._api.get_ranges(ranges) if ranges else []
 
@@ -323,7 +322,7 @@ class RemoteStore(Store):
             self._connection.known.put(full, _plain(tag), data)
 
     def _put(self, path: str, full: str, data: bytes | Content) -> str:
-        """Create an object, and return its tag ("" if unknown).
+        """Create an object, and return its ETag or generation ("" if unknown).
 
         A store without create-only puts replaces an existing object.
         """

@@ -91,7 +91,7 @@ class Upload(Protocol):
         """Send a part. `number` starts at 1. May be called again after a failure. Raises LostUploadError."""
 
     def complete(self) -> str:
-        """Publish the object, and return its tag ("" if unknown). May be called again after a failure.
+        """Publish the object, and return its ETag or generation ("" if unknown). May be called again after a failure.
 
         Raises FileExistsError or LostUploadError.
         """
@@ -214,7 +214,7 @@ class FsspecApi:
         return data, len(data)
 
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
-        """Write an object in one request, and return its tag ("" if unknown).
+        """Write an object in one request, and return its ETag or generation ("" if unknown).
 
         Args:
             if_absent: Raise FileExistsError if the object exists, or NotConditionalError if the store can't tell.

@@ -180,7 +180,7 @@ def apply_optimizer(
     """Replace an optimizer's state and settings. If a master weight was not saved, copy the loaded weight to it.
 
     Args:
-        loaded: The ids of the parameters whose weights were loaded.
+        loaded: The `id()`s of the parameters whose weights were loaded.
     """
     live, name = plan.optimizer.state, plan.master_name
     # The live master weights that the checkpoint lacks.

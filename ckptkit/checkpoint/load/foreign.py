@@ -92,10 +92,10 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
 
 
 def _newer_or_other_models(catalog: Catalog, files: Collection[str]) -> list[str]:
-    """Return the other models beside a script's torch.save file to which an optimizer.pt beside it may belong.
+    """Return the models, except the one in `catalog`, to which an optimizer.pt in the same directory may belong.
 
     Returns [] if all models have a step in their names and the model in `catalog` has the highest step, because the
-    optimizer.pt then belongs to this model. Also returns [] for file names that libraries use.
+    optimizer.pt then belongs to this model. Also returns [] if the file name in `catalog` is a library's.
     """
     name = next(iter(catalog.info.files), "")
     if len(catalog.info.files) > 1 or name in MODEL_FILES or name.endswith(".bin") or not name.endswith(TORCH_ENDINGS):

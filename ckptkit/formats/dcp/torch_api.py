@@ -655,7 +655,7 @@ def _open(store: Store) -> Catalog:
 
 
 def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner) -> None:
-    """Check that the items fill each target completely. In a gap, the target would keep its old values."""
+    """Check that the items fill each tensor completely. In a gap, the tensor would keep its old values."""
     state = getattr(planner, "state_dict", None)
     if state is None:
         return

@@ -182,7 +182,6 @@ def _refuse_foreign(store: Store, files: Sequence[str]) -> None:
 
 
 def _experts(store: Store, files: Sequence[str], models: ModelStates) -> dict[str, Joined]:
-    """Return the weights in the experts' files."""
     if models.values[0].get("ds_autoep_layers"):
         raise UnsupportedFormatError(
             "the model file has ds_autoep_layers: experts that AutoEP fused. Convert it to a universal checkpoint with "

@@ -121,7 +121,7 @@ def with_trained_weights(catalog: Catalog) -> Catalog:
 
 
 def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the contents of meta.pt, and notes. Instances of user classes stay unbuilt records."""
+    """Return the contents of meta.pt, and notes. Instances of user classes are replaced by records."""
     try:
         value = read_archive(store, META, unknown="record")
     except (*UNREADABLE, FileNotFoundError) as error:

@@ -86,9 +86,9 @@ def _local_parts(
 def _nested(mesh_shape: Sequence[int], placements: Sequence[PlacementRecord]) -> list[int]:
     """Return the mesh dimensions in the order in which FSDP2 split a tensor with strided shards.
 
-    A mesh dimension with a strided shard comes after some of the later mesh dimensions, for example after tensor
-    parallelism. The product of their sizes is the split factor. Returns [] if a split factor is no such product (FSDP2
-    did not make these placements), or if there are no strided shards.
+    FSDP2 splits by a strided shard after some of the later mesh dimensions, for example after tensor parallelism. The
+    split factor is the product of the sizes of these mesh dimensions. Returns [] if a split factor is not such a
+    product (FSDP2 did not make these placements), or if there are no strided shards.
     """
     order: list[int] = []
 

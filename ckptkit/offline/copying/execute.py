@@ -136,7 +136,7 @@ def execute(
             files that cannot be continued are written again from the start.
         ledger: The ledger of a remote destination. An object that an interrupted command finished is not written again
             if its content matches.
-        digests: Compute the digest of each written region (box) of a tensor whose bytes are written in order.
+        digests: Compute the digest of each written region (box) of a tensor, if its bytes are written in order.
 
     Raises:
         IntegrityError: A digest differs. The message names file and tensor.

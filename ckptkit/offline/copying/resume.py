@@ -247,7 +247,7 @@ def clear_strays(store: Store, plan: Plan) -> None:
 def left_beside(url: str) -> tuple[str, int] | None:
     """Return the staging directory that an interrupted command left next to `url`, and its size in bytes.
 
-    Returns None if there is no staging directory, or if the target is remote. The next command continues from the
+    Returns None if there is no staging directory, or if `url` is remote. The next command continues from the
     staging directory.
     """
     protocol, rest = split_url(url)

@@ -471,9 +471,9 @@ def _split(runs: Runs, origins: Sequence[Origin], records: RecordTable, ratios: 
 
 
 def cut_runs(runs: Runs, size: int, ratios: Int64) -> Runs:
-    """Cut runs into pieces of at most `size` bytes that end at multiples of `size` in the target.
+    """Cut runs into pieces of at most `size` bytes that end at multiples of `size` in the target file.
 
-    Cuts at other offsets would write pages of the target twice, which takes 20% longer on a disk. Runs with a cast are
+    Cuts at other offsets would write pages of the file twice, which takes 20% longer on a disk. Runs with a cast are
     cut between elements.
     """
     before = np.where(runs.casts > 0, 0, runs.targets % size)

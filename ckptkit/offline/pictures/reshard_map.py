@@ -19,7 +19,10 @@ MAX_RANKS = 64  # if there are more, neighbouring ranks are drawn as one
 
 
 def flows(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> npt.NDArray[np.int64]:
-    """Return how many bytes old rank i sends to new rank j, as an array with rows i. Replicas count once."""
+    """Return an array whose item [i, j] is the number of bytes that new rank j gets from old rank i.
+
+    Replicas count once.
+    """
     old = {_identity(entry): entry for entry in before}
     pairs = [(old[_identity(entry)], entry) for entry in after if _identity(entry) in old]
     ranks = [max(_top(e.slices) for e in side) + 1 for side in zip(*pairs, strict=True)] or [1, 1]
