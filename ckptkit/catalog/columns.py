@@ -112,7 +112,7 @@ def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
 
 
 def _steps(places: UInt64, key: UInt64) -> UInt64:
-    """Return the sum of the corners' hashes as an array, because numpy would warn about the overflow of a scalar."""
+    """Return the sum of the corners' hashes in an array [1]. (For a scalar, numpy would warn about the overflow.)"""
     z = (places * (key[:-1] | np.uint64(1))).sum(axis=1, dtype=np.uint64) + key[-1:]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

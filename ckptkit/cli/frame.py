@@ -181,7 +181,6 @@ def note(text: str) -> None:
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document on stdout."""
     click.echo(json.dumps(document, indent=2, ensure_ascii=False, default=str))
 
 

@@ -90,7 +90,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @property
     def inner_optimizers(self) -> tuple[Optimizer]:
-        """The wrapped optimizers: only `base`. Outside of `lend_state`, `base` has no state."""
+        """The wrapped optimizers: only `base`. It has state only inside a `with lend_state()` block."""
         return (self.base,)
 
     @contextlib.contextmanager

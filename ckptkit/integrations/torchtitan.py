@@ -70,7 +70,7 @@ _Base = _base()
 
 
 def _config_of(base: Any) -> Any:
-    """Return torchtitan's config class, extended by our fields. Its `build` creates the checkpointer."""
+    """Return a subclass of torchtitan's config class with ckptkit's fields. Its `build` creates the checkpointer."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(base.Config):  # type: ignore[misc]  # known once torchtitan is installed

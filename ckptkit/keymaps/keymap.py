@@ -104,7 +104,7 @@ class NameMap:
 def check_one_to_one(
     before: Mapping[str, Target], after: Mapping[str, Target], dropped: Mapping[str, int] | None = None
 ) -> None:
-    """Check that each source element is either used exactly once or dropped, and that every result is complete.
+    """Check that each source element is used exactly once or dropped, and that every resulting tensor is complete.
 
     Args:
         dropped: The number of dropped elements of each source.

@@ -1,4 +1,4 @@
-"""Loads replicated data. Each rank that needs the same bytes reads a share, and sends its share to the others."""
+"""Loads replicated data. If several ranks need the same bytes, each reads a part and sends it to the others."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ class _Message:
 
 
 def _messages(share: Sequence[torch.Tensor]) -> Iterator[_Message]:
-    """Split a rank's share into messages. A large tensor in host memory is sent directly. All others are packed."""
+    """Split the tensors that a rank sends into messages.
+
+    Large tensors in host memory are sent without a copy. All other tensors are copied, several to a message.
+    """
     import torch
 
     from ckptkit.formats.dcp.host_bytes import host_view, lies_row_major

@@ -67,7 +67,7 @@ class Fingerprints:
 
     If a DTensor is on a mesh of only some ranks, a DTensor with the same name may be on other meshes, for example if
     each mesh has its own experts. The lowest rank of each mesh sends the names of such tensors once (`apart`). If
-    several meshes have a tensor of the same name (`shared_names`), it is compared like a plain tensor.
+    several meshes have a tensor of the same name (`shared_names`), the tensors are compared like plain tensors.
 
     Args:
         classes: The class of each plain tensor, by the digest of the tensor's name, as `differing` returns them.

@@ -142,10 +142,9 @@ def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch
 
 
 def global_state(what: str, value: Any, parameter: torch.Tensor, shards: Sequence[Shard]) -> Any:
-    """Return this rank's part of an optimizer state whose parameter is a part of a larger tensor.
+    """Return an optimizer state as a DTensor if its parameter is declared as a part of a global tensor (`shards`).
 
-    `TrainState(layout=)` declares such parameters. For other parameters (`shards` is empty), and for a single number
-    such as a step count, returns `value` itself.
+    For any other parameter, and for a single number such as a step count, returns `value` itself.
     """
     if not shards or (value.numel() == 1 and value.shape != parameter.shape):
         return value

@@ -139,8 +139,8 @@ class TrainState:
             replaces in this dict. Only rank 0's values are saved. For a value that differs between ranks, use
             `PerRank(value)`.
         layout: Declares that a rank's tensors are parts of global tensors. For the experts of an expert-parallel rank:
-            {"*.experts.*": ckptkit.Shard(0, mesh=device_mesh["ep"])}. It also applies to their optimizer
-            states and fp32 master weights.
+            {"*.experts.*": ckptkit.Shard(0, mesh=device_mesh["ep"])}. The layout also applies to the
+            tensors' optimizer states and fp32 master weights.
         step: The training step; a load sets it.
         rng: Whether to include each rank's random number generators.
         half_loaded: The URL of the checkpoint, if a failed load has only partly filled this state or one of its
@@ -418,7 +418,7 @@ def _other_names(
 
 
 def _globalize(captured: Captured, state: TrainState, live: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Replace each tensor that the layout declares by a DTensor that presents it as a part of a global tensor.
+    """Turn each tensor that the layout declares into a DTensor, which presents it as a part of a global tensor.
 
     Call this after all lookups by identity, because the DTensors are new objects.
 
@@ -453,7 +453,7 @@ def _globalize(captured: Captured, state: TrainState, live: Mapping[str, Mapping
 
 
 def _any_replica(captured: Captured, state: TrainState) -> Iterator[str]:
-    """Yield the keys of tensors that the layout declares as "any_replica", and of their optimizer states."""
+    """Yield the keys of tensors that the layout declares as "any_replica", and the keys of their optimizer states."""
     layout, word = state.layout, "any_replica"
     for name in state.parts("model"):
         key, prefix = section("model", name), f"{name}." if name else ""
@@ -651,7 +651,7 @@ def canonical_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _canonical_prefixes(module: torch.nn.Module) -> dict[str, str]:
-    """Return every module's canonical name, by raw name."""
+    """Return {name in `named_modules`: canonical name, which lacks the prefixes that wrappers add}."""
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
     found = {"": ""}

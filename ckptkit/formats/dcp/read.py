@@ -148,14 +148,16 @@ def plan_read(
     strict: bool = True,
     workers: int = 0,
 ) -> ReadPlan:
-    """Plan a load that fills the tensors of a nested or flat state in place and replaces the objects. Changes nothing.
+    """Plan a load that fills the tensors of a nested or flat state in place and replaces the objects.
+
+    Does not change the state: `ReadPlan.run` does.
 
     Each rank reads only the bytes that its own tensors need, however the checkpoint is sharded.
 
     Args:
         verify: Which slices to check against their digests.
         cast: Convert tensors whose dtype differs. If False, a different dtype is an error.
-        strict: Raise an error if the checkpoint lacks a key. If False, the value of that key stays unchanged.
+        strict: Raise an error if the checkpoint lacks a key of the state. If False, the key's value stays unchanged.
 
     Raises:
         CheckpointMismatchError: Keys are missing, shapes or dtypes differ, or the checkpoint has a tensor under a key

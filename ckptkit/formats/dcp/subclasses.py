@@ -322,7 +322,7 @@ def is_state_in_parts(value: Any) -> bool:
 
 
 def keeps_parts(optimizer: Any) -> bool:
-    """Return whether an optimizer is from flashoptim."""
+    """Return whether an optimizer is from flashoptim, whose states can consist of several tensors."""
     return isinstance(getattr(optimizer, "quantized_state_spec", None), Mapping)
 
 
@@ -562,7 +562,7 @@ def cut_blocks(block: int, shape: Sequence[int]) -> list[int]:
 
 
 def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
-    """Return the context that `__tensor_flatten__` returned (any value) as JSON.
+    """Return the context that `__tensor_flatten__` returned, or a value in it, as JSON.
 
     A tuple that equals the tensor's shape is stored as `$shape`, because other shards have other shapes.
     """

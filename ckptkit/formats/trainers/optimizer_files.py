@@ -28,7 +28,6 @@ class OptimizerState:
     notes: list[str] = field(default_factory=list)
 
     def add(self, fqn: str, state: str, joined: Joined) -> None:
-        """Add the tensor `state` for the parameter `fqn`."""
         name = state_name(fqn, state)
         entry = joined.entry(name, Role.OPTIMIZER, fqn=fqn, state=state, key=(PREFIX, "state", fqn, state))
         self.tensors[name] = entry
@@ -132,7 +131,7 @@ def values_agree(
 
 
 def names_by_key(groups: Sequence[Mapping[str, Any]], assigned: Sequence[Sequence[str]]) -> dict[Any, str]:
-    """Return the parameter name for each key in the `params` of the groups."""
+    """Return {key in the `params` of a group: parameter name}. `assigned` contains each group's names, in order."""
     keys = [key for group in groups for key in group["params"]]
     return dict(zip(keys, [fqn for fqns in assigned for fqn in fqns], strict=True))
 
@@ -248,7 +247,7 @@ def read_flat_optimizer(values: Mapping[int, Mapping[str, Any]], params: Sequenc
 
 
 def _blocks(params: Sequence[Param]) -> list[list[Param]]:
-    """Return the parameters of each FSDP unit, if each block in a module list ("layers.0", "layers.1") is one unit.
+    """Return each FSDP unit's parameters, assuming one unit per block in a module list ("layers.0", "layers.1").
 
     The parameters outside of blocks form the first unit. Within a unit, they have the order of `parameters()`.
     """

@@ -127,7 +127,10 @@ def _bars(items: Sequence[Listed], slot: float, base: float) -> list[str]:
 
 
 def _limit_lines(items: Sequence[Listed], slot: float, policy: RetentionPolicy, top: float, base: float) -> list[str]:
-    """Draw a line at each limit of the policy. Left of a line are the checkpoints that exceed the limit."""
+    """Draw a line at each limit of the policy.
+
+    The checkpoints left of a line exceed the limit. Rotation deletes them unless another rule keeps them.
+    """
     committed = [i for i, item in enumerate(items) if item.state == "committed"]
     limits: list[tuple[str, int]] = []
     if policy.max_num is not None and len(committed) > policy.max_num:
