@@ -170,7 +170,7 @@ class UnsafePathError(CorruptCheckpointError):
 
 
 class CheckpointMismatchError(CkptkitError, ValueError):
-    """Names, shapes or dtypes in a checkpoint differ from those in the training state, base model or other checkpoint.
+    """A checkpoint has other names, shapes or dtypes than the state into which it is loaded, or than the base model.
 
     Nothing was changed.
     """

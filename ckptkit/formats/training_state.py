@@ -499,7 +499,10 @@ def _read_objects(
     read: ReadTensors,
     unread: dict[str, str],
 ) -> dict[str, Any]:
-    """Return the tensors of these objects by name. Reads all together. If that fails, reads one object at a time."""
+    """Return the tensors of these objects by name.
+
+    If reading all of them together fails, reads one object at a time, and adds the unreadable objects to `unread`.
+    """
     entries = [entry for parts in objects.values() for entry in parts]
     if not entries:
         return {}

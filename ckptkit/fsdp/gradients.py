@@ -174,7 +174,7 @@ def inspect_gradients(
 ) -> GradientReport:
     """Return the unscaled joint norm, whether it is finite on all ranks, and the factor for the gradients.
 
-    The norm and the factor are divided by `divisor` (default: the scaler's scale). This updates the scaler but does not
+    The norm and the factor are divided by `divisor` (default: the scaler's scale). Updates the scaler, but does not
     change the gradients. All ranks must call this.
     """
     max_norm = checked_max_norm(max_norm)

@@ -174,7 +174,7 @@ def _with_base(
     """Join an adapter that has no base weights with the weights from --base.
 
     Returns the joined source, and the options and base URL for exporting it. Returns the arguments unchanged if the
-    source has base weights or is no adapter, or if --base contains no weights.
+    source is not an adapter without base weights, or if --base contains no weights.
     """
     from ckptkit.catalog.entry import Role
     from ckptkit.offline.export.adapters import base_name, changes_base, without_base

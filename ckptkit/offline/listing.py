@@ -135,7 +135,8 @@ class Outlook:
     Attributes:
         policy: The applied policy. None if no policy was given or recorded, so that all checkpoints are kept.
         decisions: One decision per committed checkpoint, in the run's order.
-        kept_files: For each checkpoint to delete, the files in its directory that its commit record does not name.
+        kept_files: For each checkpoint to delete, the files that would remain in its directory, because its commit
+            record does not name them.
     """
 
     policy: RetentionPolicy | None

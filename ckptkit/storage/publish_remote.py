@@ -53,7 +53,7 @@ def stage_remote(
 
     Args:
         names: All paths that may be written, each with its size in bytes (-1 if unknown). None allows any path.
-        resume: Keep and continue the work of a dead writer. The store's `ledger` lists the objects that it finished.
+        resume: Keep and continue the work of a dead writer. The store's `ledger` lists the writer's objects.
     """
     replaces = replaceable if replaceable is not None and _is_finished(target) else None
     if replaces is not None:
@@ -261,10 +261,10 @@ class _Place:
         return {item.path: item for item in self.store.list(recursive=True)}
 
     def _take_over(self, items: Mapping[str, FileInfo], previous: _Previous, *, resume: bool) -> dict[str, Finished]:
-        """Keep the objects that a dead writer finished, and delete the other objects that it may have written.
+        """Delete the objects that a dead writer may have written. With `resume`, keep and return the finished objects.
 
         If it is unknown which objects the writer may have written, all objects in the directory are deleted, except
-        those that the writer has recorded as finished.
+        those that are kept.
         """
         if previous.writer is not None:
             _end_uploads(self.store, previous.names)

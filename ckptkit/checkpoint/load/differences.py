@@ -116,7 +116,10 @@ def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]
 
 
 def match_tensors(found: Mismatches, section: str, wanted: Sides, saved: Sides, *, convert_dtype: bool) -> list[str]:
-    """Compare wanted tensors with saved tensors. Return the names of matching tensors; add mismatches to `found`."""
+    """Compare names, shapes and dtypes of the live tensors (`wanted`) with those of the checkpoint (`saved`).
+
+    Returns the names of the tensors that can be loaded. Adds the mismatches to `found`.
+    """
     found.add("missing", section, (name for name in wanted if name not in saved))
     found.add("unexpected", section, (name for name in saved if name not in wanted))
     good = []

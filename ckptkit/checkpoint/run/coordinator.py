@@ -198,7 +198,7 @@ class Coordinator:
         return own.value  # type: ignore[no-any-return]
 
     def settle(self, outcome: Outcome, what: str, *, then: Callable[[list[Any]], Any] | None = None) -> Any:
-        """Exchange outcomes. Call `then` on rank 0, and return its result on every rank.
+        """Exchange the outcomes of all ranks. Call `then` on rank 0, and return its result on every rank.
 
         Without `then`, return the values of all ranks on rank 0, and None on the other ranks.
 

@@ -1,4 +1,4 @@
-"""Holds a run's write lease, and a pin on the checkpoint that the run was resumed from."""
+"""Holds a run's write lease, and a pin on the checkpoint from which the run was resumed, so that it is not deleted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Shared:
 
 
 class RunHold:
-    """One manager's lease on the run, and pin on the checkpoint that it loaded, on rank 0. `release` gives up both.
+    """Holds one manager's lease on the run, and its pin on the checkpoint that the manager loaded, on rank 0.
 
     All managers in a process share the lease on a root, and their saves take turns. A manager that is never closed
     keeps the lease until the process exits. Later managers in the process share this lease.

@@ -321,7 +321,7 @@ def memory_order(state: torch.Tensor, parameter: torch.Tensor) -> list[int] | No
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return a value that is equal for two tensors only if they have the same elements in the same memory."""
+    """Return a key that two tensors share only if they are the same elements of the same memory."""
     local = in_one_memory(tensor)
     if local is None:
         return id(tensor)

@@ -55,7 +55,7 @@ def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catal
     of a subclass can't be read, its entry stays. If no entry is replaced, returns `catalog` itself.
 
     Args:
-        optimizer: Also replace optimizer states. This reads both ends of every optimizer record.
+        optimizer: Also replace optimizer states. To do so, reads the beginning and the end of every optimizer record.
     """
     if not catalog.in_parts() or catalog.info.format != "dcp":
         return catalog

@@ -98,10 +98,7 @@ def open_catalog(
 
 
 def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[bytes, bytes | None]:
-    """Return the contents of the manifest and of `objects.json` (None if there is no such file).
-
-    On object stores, both files are read in parallel.
-    """
+    """Return the contents of the manifest and of `objects.json` (None if there is no `objects.json`)."""
 
     def objects() -> bytes | None:
         found = record.files.get(OBJECTS_NAME)
