@@ -251,7 +251,7 @@ class _Found:
     note: str = ""
 
     def because(self, *notes: str) -> _Found:
-        """Return a copy whose note begins with `notes`, followed by the existing note."""
+        """Return a copy with `notes` before the existing note."""
         return replace(self, note=" ".join(filter(None, (*notes, self.note))))
 
 

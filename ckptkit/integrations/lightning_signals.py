@@ -96,7 +96,10 @@ class StopSignal:
         return agreed
 
     def problem(self, exception: BaseException) -> str | None:
-        """Return why no checkpoint can be saved after an exception. Waits at most about two minutes for other ranks."""
+        """Return why no checkpoint can be saved after this exception, or None if one can be saved.
+
+        Waits at most about two minutes for other ranks.
+        """
         replaced = FitPosition.of(self._trainer).weights_are_replaced()
         try:
             agreed = isinstance(exception, SIGTERMException)

@@ -121,7 +121,7 @@ def render(template: str, bound: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _parts(template: str) -> tuple[tuple[str, str], ...]:
-    """Split a template into (text, name of the next placeholder). In the last pair, this name is ""."""
+    """Split a template into pairs (text, name of the placeholder that follows it; "" in the last pair)."""
     parts: list[tuple[str, str]] = []
     end = 0
     for match in _PLACEHOLDER.finditer(template):

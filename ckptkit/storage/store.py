@@ -197,7 +197,7 @@ class Store(Protocol):
         return self
 
     def with_free_names(self) -> Store:
-        """Return a view of this store that saves a request: a write does not first check whether the name is free.
+        """Return a view of this store whose writes do not first check whether the name is free. This saves a request.
 
         If the store has conditional writes, a write to an existing name still fails.
         """

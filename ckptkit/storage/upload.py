@@ -26,7 +26,7 @@ class PartWriter:
     """Splits a stream of writes into parts. Sends several parts at a time, or one by one if the store needs the order.
 
     `write` copies the data, and `lend` does not. `Connection.upload` limits the memory of the parts that are being
-    sent. If the store loses an upload, the data is sent again. This is possible only if all of the data was lent.
+    sent. If the store loses an upload, the data is sent again. This is possible only if no data was passed to `write`.
 
     If a part fails, the next `write` or `finish` raises the error of the part. Only one thread may use a writer.
 

@@ -227,7 +227,7 @@ class Loader:
     def _pin(
         self, place: str, chosen: CommitRecord | None, stack: ExitStack, *, resume: bool
     ) -> tuple[CommitRecord | None, Callable[[bool], None] | None]:
-        """Pin a checkpoint on rank 0. Return its record on all ranks, and a function that waits for the pin.
+        """Pin a checkpoint on rank 0. Return its record on all ranks, and a function that waits until it is pinned.
 
         On an object store, a pin takes three requests: one writes the pin, two confirm that it took effect. The load
         does not wait for them before it reads. If every file can be read, the result is valid. If a file is missing,
@@ -367,7 +367,7 @@ def _with_newer(chosen: Source, top: str, storage_options: Mapping[str, Any] | N
     step=90.ckpt, which Lightning kept as the best, last.ckpt may be newer.
 
     Raises:
-        UsageError: A checkpoint may be newer, but is damaged. Or one of the two checkpoints has no step.
+        UsageError: A checkpoint that may be newer is damaged or has no step, or `chosen` has no step.
     """
     parts = chosen.url.removeprefix(top).strip("/").split("/")
     at = next((at for at, part in enumerate(parts) if parse_step(part)), None)

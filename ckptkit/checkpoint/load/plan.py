@@ -1124,8 +1124,8 @@ def _names_and_config(state: TrainState) -> tuple[set[str], Mapping[str, Any]]:
 def _stacked(state: TrainState, catalog: Catalog) -> MappedWeights | None:
     """Return the weights of Hugging Face files under the live model's names.
 
-    The names may differ because transformers stacks experts in memory. Returns None if the names agree, or if no key
-    map for the model is known.
+    The names in the files may differ because transformers stacks experts in memory. Returns None if the names agree, or
+    if no key map for the model is known.
     """
     from ckptkit.checkpoint.load.key_map import map_weights
     from ckptkit.keymaps.builtin import choose_map
