@@ -252,7 +252,7 @@ class FsspecApi:
     def delete(self, names: list[str], *, folder: str = "") -> None:
         """Delete objects. Removes each deleted object from `names`, so that a retry continues with the rest.
 
-        Ignores missing objects. `folder` may be one of the names: a failure to delete it is ignored.
+        Ignores missing objects. If `folder` is one of the names, a failure to delete it is ignored, too.
         """
 
         def failure(name: str) -> Exception | None:

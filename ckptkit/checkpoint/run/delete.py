@@ -29,7 +29,7 @@ class Rotation:
     """The result of a rotation.
 
     Attributes:
-        decisions: One decision for each committed checkpoint, in the order of the run.
+        decisions: One decision for each committed checkpoint, in the order of `Inventory.committed`.
         deleted: Names of deleted checkpoints.
         failed: Names of checkpoints that could not be deleted, each with the error. The next rotation retries.
         cleaned: Removed paths that dead saves had left behind.
@@ -81,8 +81,8 @@ def rotate(
         protected: Names that must stay in addition to pinned checkpoints, each with the reason.
         among: Returns whether the policy applies to a checkpoint. None: it applies to all.
         clean: True also removes the leftovers of dead saves.
-        seen: An inventory that was listed after this job took the lease. If the policy would delete nothing from it,
-            the root is not listed again.
+        seen: An inventory that was listed after this job took the lease. If the policy keeps all checkpoints in it, the
+            root is not listed again.
     """
     if seen is not None and not clean:
         records = [item.record for item in seen.committed if among is None or among(item.record)]

@@ -307,7 +307,6 @@ def _check_contiguous(tensors: HeaderTensors, data_start: int, path: str) -> int
 
 
 def _check_end(store: Store, path: str, end: int) -> None:
-    """Check that the file ends where the header says."""
     info = store.info(path)
     if info is not None and info.kind == "file":
         expected = info.size
