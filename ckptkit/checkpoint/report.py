@@ -200,7 +200,8 @@ class LoadReport(TimedReport):
         unexpected: Keys of the checkpoint's loaded parts (model, optimizer, ...) that the training state lacks.
         skipped: Parts ("optimizer", "rng", ...) and tensors that were skipped on purpose, each with the reason.
         notes: Messages about casts, reseeded random number generators, hyperparameters that only the checkpoint or only
-            the live optimizer has, and damaged checkpoints that a fallback passed over.
+            the live optimizer has, and damaged checkpoints that a fallback passed over. Notes of state that could not
+            be restored start with "not restored: ", and are also logged as warnings.
         extra: Values in the checkpoint's `extra` that the training state lacks.
         metrics, client_state: From the checkpoint's commit record.
         nbytes: Tensor bytes that this rank read.

@@ -116,7 +116,7 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
     elif plan.rng is not None:
         lacking = restore_rng(decoded.rng)
         report.loaded.append("rng")
-        report.notes += [f"rng: the state of {name} was not restored: there is no such generator here"
+        report.notes += [f"not restored: the random state of {name}, because there is no such generator here"
                          for name in lacking]  # fmt: skip
 
 

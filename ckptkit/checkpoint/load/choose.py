@@ -273,7 +273,8 @@ class Loader:
             if _log.isEnabledFor(logging.INFO):
                 _log.info("%s", report.line())
             for note in report.notes:
-                _log.log(logging.WARNING if note.startswith("not proved: ") else logging.INFO, "%s", note)
+                lacks = note.startswith(("not proved: ", "not restored: "))
+                _log.log(logging.WARNING if lacks else logging.INFO, "%s", note)
             if _log.isEnabledFor(logging.DEBUG):
                 _log.debug("step %s: %s", report.step, report.phase_line())
         if self.trace is not None:

@@ -171,10 +171,10 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     notes += _add_extras(objects, saved.rest(used), flattened, saved.unread, refs)
     if saved.tensors:
         notes.append(
-            f"{counted(len(saved.tensors), 'tensor', 'are')} neither weights nor optimizer state, and not loaded: "
+            f"not restored: {counted(len(saved.tensors), 'tensor')}, neither weights nor optimizer state: "
             f"{first_few([entry.name for entry in saved.tensors], 3)}."
         )
-    notes += [f"{name} was not read: {why}" for name, why in saved.unread.items()]
+    notes += [f"not restored: {name}: {why}" for name, why in saved.unread.items()]
     if doubt := catalog.info.extra.get("unproved"):
         notes.append(f"not proved: {doubt}")
     if saved.step is None and sections:
@@ -205,13 +205,13 @@ def _add_schedulers(
         for name, live in _matched(whole, list(state.parts(kind)), notes).items():
             expected = state.parts(kind)[live].state_dict()
             if kind == "scheduler" and isinstance(expected, dict) and expected and not expected.keys() & found[name]:
-                notes.append(f"{name}: not restored, because it has none of the live scheduler's values.")
+                notes.append(f"not restored: {name}, because it has none of the live scheduler's values.")
                 continue
             try:
                 objects[section(kind, live)] = encode(found[name], section(kind, live), refs)
                 used.append(name)
             except SaveError as error:
-                notes.append(f"{name}: not restored: {error}")
+                notes.append(f"not restored: {name}: {error}")
     return used
 
 
@@ -242,7 +242,7 @@ def _add_extras(
                 objects[key] = encode(kept, key, refs)
         except CkptkitError as error:
             lost[name] = str(error)
-        notes += [f"{part} was skipped: {why}" for part, why in lost.items()]
+        notes += [f"not restored: {part}: {why}" for part, why in lost.items()]
     return notes
 
 
@@ -393,13 +393,13 @@ def _matched(saved: Collection[str], live: Sequence[str], notes: list[str]) -> d
         saved = list(filter(is_usual_scheduler, saved))
     if len(live) != len(saved):
         if every and live:
-            notes.append(f"{', '.join(every)}: not restored, because the training state has {len(live)} of this kind.")
+            notes.append(f"not restored: {', '.join(every)}, because the training state has {len(live)} of this kind.")
         return {}
     named = _by_name(list(saved), live)
     if not named and (len(live) == 1 or _are_in_order(saved)):
         named = dict(zip(in_natural_order(saved), live, strict=True))
     if saved and not named:
-        notes.append(f"{', '.join(saved)}: not restored, because their names are not those of {', '.join(live)}.")
+        notes.append(f"not restored: {', '.join(saved)}, because their names are not those of {', '.join(live)}.")
     return named
 
 

@@ -835,7 +835,7 @@ class _Planner:
         if not ranks:
             note = "the checkpoint has no random number state"
             if self.random:
-                note = f"random numbers: the form of {first_few(self.random, 3)} is unknown; it was not restored"
+                note = f"not restored: random numbers, because the form of {first_few(self.random, 3)} is unknown"
             self.plan.notes.append(note)
             return
         _, streams = shared_stream(self.rank, self.world_size)
