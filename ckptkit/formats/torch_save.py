@@ -109,7 +109,10 @@ def torch_files(store: Store, names: Iterable[str]) -> list[str]:
 
 
 def model_file(files: Sequence[str]) -> str | None:
-    """Return the file with a usual name for a model, or the only file that may hold a model, judging by the names."""
+    """Return the file with a usual name for a model ("model.pt"), or the only file that `may_hold_model` returns.
+
+    Returns None if there is no such file.
+    """
     likely = may_hold_model(files) or files
     return next((name for name in (*MODEL_FILES, *(likely if len(likely) == 1 else ())) if name in files), None)
 

@@ -679,7 +679,7 @@ def _integers(values: Any) -> np.ndarray[Any, Any]:
 
 
 def saved_step(store: Store, catalog: Catalog) -> int | None:
-    """Return the step from the catalog's info or from a saved number with a usual name, or None if there is no step."""
+    """Return the step from the catalog's info, or from a saved integer under a usual key for steps (`STEPS`)."""
     if catalog.info.step is not None:
         return catalog.info.step
     homes = {entry.key[:-2] for entry in catalog.tensors.values() if entry.role is Role.MODEL}

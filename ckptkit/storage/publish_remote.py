@@ -209,7 +209,7 @@ class _Previous:
 
 
 class _Place:
-    """A directory on an object store, which this process owns or wants to own."""
+    """A directory on an object store, and the owner file with which this process takes it."""
 
     def __init__(self, target: RemoteStore, last: frozenset[str], names: Mapping[str, int] | None) -> None:
         self.store = target

@@ -105,9 +105,9 @@ def _kept_of(target: Target, kept: Mapping[str, TensorEntry]) -> Target | None:
 
 
 def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
-    """Return targets for those names of tied weights that are not in `targets`, such as "lm_head.weight".
+    """Return copies of `targets` for tied weights, under those names that the checkpoint does not store.
 
-    The checkpoint stores such a weight only under its other name, such as "model.embed_tokens.weight".
+    For example, a copy named "lm_head.weight" of the target "model.embed_tokens.weight".
     """
     found: dict[str, Target] = {}
     for section, table in catalog.info.extra.get("aliases", {}).items():

@@ -93,7 +93,7 @@ class Skipped:
             may be undamaged.
         kept_files: Files that are left in the directory after its checkpoint was deleted, because the checkpoint's
             commit record did not name them.
-        deleted: A checkpoint was deleted from the directory, so the name is free.
+        deleted: A checkpoint was deleted from the directory, so a new checkpoint may have this name.
         unknown: The directory has no commit record, and it is not known which save wrote it.
     """
 

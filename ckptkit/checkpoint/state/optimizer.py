@@ -739,8 +739,6 @@ def _is_list_of(value: Any, kind: type) -> bool:
 
 @dataclass(slots=True)
 class GroupChanges:
-    """Holds the planned changes to the param groups."""
-
     settings: list[dict[str, Any]]  # the new settings for each live group
     order: list[int | None] = field(default_factory=list)  # by live group: the first saved group with its parameters
     saved: int = 0  # number of saved groups

@@ -540,7 +540,7 @@ def _kind(target: Target) -> tuple[str, tuple[int, ...], str]:
 
 
 def _whole_source(target: Target) -> str | None:
-    """Return the key of the source tensor that the target copies unchanged, or None if it is not a plain copy."""
+    """Return the name of the source tensor of which `target` is an unchanged copy, or None if it is not a copy."""
     part = target.only_part
     return part.source if part is not None else None
 
@@ -609,7 +609,7 @@ def _check_dtypes(tensors: Mapping[str, OutputTensor]) -> None:
 
 
 def _cast(target: Target, wanted: str) -> Target:
-    """Return the target in the wanted dtype. "keep" keeps the key map's casts. Any other dtype replaces these casts."""
+    """Return an output tensor with the `wanted` dtype. "keep" keeps the dtype from the source or the key map."""
     if wanted == "keep":
         return target
     return replace(target, dtype=export_dtype(target.dtype, wanted))
