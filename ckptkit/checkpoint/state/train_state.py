@@ -709,7 +709,8 @@ def _aliases(
     """Map all other names of each tied tensor to the name under which the tensor is stored.
 
     A tied tensor is stored under its first name that the model does not list as tied (transformers'
-    `_tied_weights_keys`). A tensor subclass is stored as plain tensors, so the result maps the names of these tensors.
+    `_tied_weights_keys`). A tensor of a subclass is stored as several plain tensors; the result then has one item for
+    each of these plain tensors instead.
     """
     names: dict[int, list[str]] = {}
     for fqn, tensor in tensors.items():
