@@ -324,7 +324,11 @@ def on_ranks(world_size: int | str) -> Callable[[Callable[..., None]], Callable[
 
 
 def _test_here(started: Any, given: dict[str, Any]) -> None:
-    started.__wrapped__(**given)
+    try:
+        started.__wrapped__(**given)
+    finally:
+        if "monkeypatch" in given:  # this rank's copy, which pytest does not undo
+            given["monkeypatch"].undo()
 
 
 @contextlib.contextmanager

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.ranks import on_ranks
 
 
 def _sum_of_doubled(groups_before: int) -> float:
@@ -19,3 +24,10 @@ def _sum_of_doubled(groups_before: int) -> float:
 def test_a_mesh_is_not_confused_with_an_equal_one_of_the_previous_task(ranks):
     for groups_before in (5, 0):
         assert ranks.run(_sum_of_doubled, 4, groups_before) == [32.0] * 4
+
+
+@pytest.mark.parametrize("turn", ["patched", "undone"])
+@on_ranks(1)
+def test_what_a_test_patches_on_a_rank_is_undone(turn, monkeypatch):
+    assert not hasattr(math, "patched")
+    monkeypatch.setattr(math, "patched", turn, raising=False)
