@@ -94,8 +94,8 @@ class Writer:
     Attributes:
         leased: Whether the writer held the lease of the run. If so, and if another process now holds the lease, the
             writer counts as dead.
-        replaces: While a complete staging directory takes the place of an existing checkpoint or export: the name of
-            the latter. Otherwise "".
+        replaces: The name of the existing checkpoint or export that is being replaced by a complete staging directory.
+            "" if nothing is being replaced.
         old: Where the replaced content may be: the path of the staging directory, or of a file in it. "" if nothing was
             replaced.
     """

@@ -55,7 +55,7 @@ def never_filled(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def without_values(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is on the meta device, or was marked and has not been written to since."""
+    """Return whether the tensor is on the meta device, or has not been written to since `mark_without_values`."""
     version, memory = _marked.get(id(tensor), (-1, None))
     if version != _version(tensor):
         return tensor.is_meta

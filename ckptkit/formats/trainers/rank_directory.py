@@ -189,7 +189,7 @@ def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
 
 
 def _levels(value: Any, key_of: Callable[[Any], Any]) -> list[Any]:
-    """Return the nested dicts from a file's outermost dict to the state dict of its model or optimizer.
+    """Return the chain of nested dicts, outermost first, that ends with the state dict of a model or an optimizer.
 
     Args:
         key_of: Returns the key of the next inner dict, or None for the innermost dict.
