@@ -9,14 +9,22 @@ from typing import Any
 from ckptkit.arguments import Location, check_flags, check_int, location
 from ckptkit.catalog.entry import Catalog, Codec, Digest
 from ckptkit.digests import CRC, DIGEST, SHA256, hash_of, hex_width
-from ckptkit.errors import CkptkitError, CorruptCheckpointError, IncompleteCheckpointError, IntegrityError, StorageError
+from ckptkit.errors import (
+    CkptkitError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from ckptkit.formats.detect import Source
-from ckptkit.formats.hf.side_files import file_names, state_files
+from ckptkit.formats.hf.side_files import file_names
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.outline import PREFIX, Part, outline, parts_of, spares_of
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME
 from ckptkit.formats.pickles.zip import Archive, file_size
+from ckptkit.formats.state_names import OPTIMIZER_FILE, STATE_FILE
 from ckptkit.offline.export.checksums import SUMS_NAME, read_checksums
 from ckptkit.offline.gaps import find_gaps
 from ckptkit.offline.reading import check_still_there, open_pinned, reads_checkpoints, records_of
@@ -273,7 +281,7 @@ def _beside_tensors(catalog: Catalog) -> list[Check]:
 
 
 def _state_checks(source: Source) -> tuple[list[Check], list[Problem]]:
-    """Return the CRC-32s in files that hold training state but are not in the catalog, and the files' problems.
+    """Return the CRC-32s in the files of training state that a load reads beside the weights, and the files' problems.
 
     An example is the optimizer.pt of a Trainer beside safetensors files. Files that are not zip archives are skipped.
     """
@@ -282,13 +290,15 @@ def _state_checks(source: Source) -> tuple[list[Check], list[Problem]]:
         return [], []
     checks: list[Check] = []
     problems: list[Problem] = []
-    for path in state_files(file_names(store.list())):
-        if path in known.files or store.read(path, 0, 2) != b"PK":
+    for path in sorted(file_names(store.list())):
+        if path in known.files or not (OPTIMIZER_FILE.fullmatch(path) or STATE_FILE.fullmatch(path)):
             continue
         try:
-            members = Archive(store, path).members()
-        except CorruptCheckpointError as error:
-            problems.append(Problem(path, "", str(error)))
+            members = Archive(store, path).members() if store.read(path, 0, 2) == b"PK" else []
+        except UnsupportedFormatError:
+            continue
+        except (CorruptCheckpointError, FileNotFoundError) as error:
+            problems.append(Problem(path, "", f"{path} can't be read: {error}"))
             continue
         checks += [Check(path, Digest(CRC, crc, at, size), None, ("",)) for at, size, crc in members if crc is not None]
     return checks, problems

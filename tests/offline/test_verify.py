@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,22 @@ def test_state_that_other_programs_save_beside_the_weights_is_checked_too(tmp_pa
     assert [problem.path for problem in verify(tmp_path, quick=quick).problems] == ["optimizer.pt"]
     (tmp_path / "optimizer.pt").write_bytes(whole)
     flip(tmp_path / "optimizer.pt", whole.index(torch.ones(8).numpy().tobytes()))
+    assert [problem.path for problem in verify(tmp_path).problems] == ["optimizer.pt"]
+
+
+def test_files_that_no_load_reads_beside_the_weights_are_not_checked(tmp_path):
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "traced.pt")
+    with zipfile.ZipFile(tmp_path / "archive.pt", "w") as archive:
+        archive.writestr("notes.txt", "not of torch")
+    torch.save({"w": torch.ones(3)}, tmp_path / "pytorch_model.bin")
+    report = verify(tmp_path)
+    assert report.ok and report.files == 1
+
+
+def test_a_file_of_training_state_that_is_a_dangling_link_is_reported(tmp_path):
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "optimizer.pt").symlink_to("gone.pt")
     assert [problem.path for problem in verify(tmp_path).problems] == ["optimizer.pt"]
 
 

@@ -135,18 +135,13 @@ def is_code(path: str) -> bool:
     return _matches(path, "", _CODE)
 
 
-def state_files(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of files that may hold training state, judging by their endings."""
-    return sorted(name for name in names if name.endswith(_STATE))
-
-
 def unread_state(names: Iterable[str]) -> tuple[str, ...]:
     """Return notes about unread training state of the Trainer or accelerate.
 
     A directory with full weights may also contain such state. The optimizer is not read, because its states are
     numbered, and no file records the parameter of each number.
     """
-    found = state_files(names)
+    found = sorted(name for name in names if name.endswith(_STATE))
     optimizers = [name for name in found if OPTIMIZER_FILE.fullmatch(name)][:1]
     others = [name for name in found if name not in optimizers]
     more = f", ... ({len(others)} files)" * (len(others) > _NAMED)

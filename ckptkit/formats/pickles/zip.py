@@ -314,8 +314,8 @@ class Archive:
 
     def members(self) -> list[tuple[int, int, int | None]]:
         """Return (start in the file, nbytes, CRC-32 or None) of each member, without reading the pickle."""
-        members = self.layout.members.values()
-        return [(self._start(member, self._header(member)), member.nbytes, member.crc32) for member in members]
+        members = [*self.layout.members.values()]
+        return [(at, m.nbytes, m.crc32) for at, m in zip(self._starts(members), members, strict=True)]
 
     def check(self) -> None:
         """Read all members and check their CRC-32s. Raises CorruptCheckpointError for the first CRC that differs."""
@@ -381,15 +381,19 @@ class Archive:
         return member.nbytes, member.crc32
 
     def _locate_storages(self) -> None:
-        """Set the positions of all storages that the pickle refers to. Reads all local headers in one batch."""
+        """Set the positions of all storages that the pickle refers to."""
         storages = list(self.storages.values())
-        members = [self.layout.members[f"data/{s.key}"] for s in storages]
+        starts = self._starts([self.layout.members[f"data/{s.key}"] for s in storages])
+        for storage, start in zip(storages, starts, strict=True):
+            storage.start = start
+
+    def _starts(self, members: Sequence[Member]) -> list[int]:
+        """Return the start of each member's bytes in the file. Reads all local headers in one batch."""
         headers = [bytearray(LOCAL_HEADER.size + len(m.name.encode())) for m in members]
         self.store.read_many(
             [ReadInto(self.path, self.start + m.header, memoryview(h)) for m, h in zip(members, headers, strict=True)]
         )
-        for storage, member, header in zip(storages, members, headers, strict=True):
-            storage.start = self._start(member, bytes(header))
+        return [self._start(member, bytes(header)) for member, header in zip(members, headers, strict=True)]
 
 
 def memory_store(path: str, data: bytes) -> Store:
