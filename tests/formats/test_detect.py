@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -265,6 +266,15 @@ def test_steps_from_0_are_not_taken_for_ranks_if_a_step_has_two_models(tmp_path)
     files = {f"{kind}checkpoint_{step}.pt": value for step, value in enumerate(values) for kind in ("", "ema_")}
     with pytest.raises(CheckpointNotFoundError, match="has 6 files of torch"):
         open_source(str(lay(tmp_path, files)))
+
+
+@pytest.mark.parametrize("name", ["step_100_rank_{}.pt", "epoch_3_rank_{}.pt"])
+def test_ranks_are_not_taken_for_steps_if_all_names_have_the_same_step(tmp_path, name):
+    whole = {name.format(rank): WEIGHTS for rank in range(2)}
+    assert open_source(str(lay(tmp_path, whole))).catalog.info.format == "rank-files"
+    (tmp_path / name.format(1)).rename(tmp_path / name.format(2))
+    with pytest.raises(IncompleteCheckpointError, match=re.escape(name.format(1))):
+        open_source(str(tmp_path))
 
 
 def test_a_negative_number_is_no_step(tmp_path):

@@ -33,13 +33,14 @@ def is_rank_directory(store: Store, files: Sequence[str]) -> bool:
     """Return whether at least two files, including the file of rank 0, have names that differ only in the rank.
 
     Files whose names are those of an optimizer or other state do not count. If the numbers may be steps, as in
-    checkpoint_0.pt, file 0 must contain shards (see `are_rank_files`).
+    checkpoint_0.pt but not in step_100_rank_0.pt, file 0 must contain shards (see `are_rank_files`).
     """
     groups = _groups(store, files)
     template = _model_group(groups)
     if template is None:
         return False
-    may_be_steps = _KEYS not in files and parse_step(groups[template][0]) is not None
+    steps = {(step.step, step.epoch) for name in groups[template].values() if (step := parse_step(name))}
+    may_be_steps = _KEYS not in files and len(steps) > 1
     return not may_be_steps or are_rank_files(store, files)
 
 
