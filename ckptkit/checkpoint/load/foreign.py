@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.catalog.entry import Catalog, Role, TensorEntry, TensorSlice
 from ckptkit.checkpoint.state.train_state import (
     TrainState,
     is_stateful,
@@ -433,7 +433,7 @@ def _renamed(
     found: dict[str, TensorEntry] = {}
     for entry in catalog.by_role(Role.MODEL).values():
         fqn = rename(entry.fqn)
-        if f"model.{fqn}" in found:
+        if (other := found.get(f"model.{fqn}")) is not None and not _same_bytes(entry, other):
             raise CheckpointMismatchError(
                 f"{entry.fqn!r} and another tensor of the checkpoint would both be loaded into {fqn!r}. Choose one "
                 "with key_map=."
@@ -454,6 +454,18 @@ def _renamed(
 
 
 # --- optimizer settings
+
+
+def _same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
+    """Return whether two entries share memory or have equal digests: two attributes may contain the same module."""
+
+    def content(part: TensorSlice) -> tuple[Any, ...]:
+        of, place = part.digest, (part.path, part.start)
+        what = place if of is None else (of.algorithm, of.value, of.nbytes, part.start - of.start)
+        return part.box, part.nbytes, part.strides, part.codec, what
+
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same and [content(part) for part in one.slices] == [content(part) for part in other.slices]
 
 
 def _optimizer_tree(

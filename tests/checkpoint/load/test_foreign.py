@@ -134,6 +134,22 @@ def test_two_saved_weights_are_not_loaded_into_one(tmp_path):
         states.load(tmp_path / "run", state, str(tmp_path / "a.pt"))
 
 
+@pytest.mark.parametrize("form", ["torch.save", "dcp"])
+def test_a_submodule_that_the_wrapper_contains_twice_is_loaded(tmp_path, form):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    wrapper = nn.ModuleDict({"model": model})
+    wrapper.add_module("0", model[0])
+    saved = {"model": wrapper.state_dict()}
+    assert saved["model"].keys() >= {"model.0.weight", "0.weight"}
+    if form == "dcp":
+        dcp.save(saved, checkpoint_id=tmp_path / "a", no_dist=True)
+    else:
+        torch.save(saved, tmp_path / "a")
+    state = TrainState(model=nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), rng=False)
+    states.load(tmp_path / "run", state, str(tmp_path / "a"))
+    assert all(torch.equal(value, state.model.state_dict()[fqn]) for fqn, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("name", ["verl_fsdp2_w2", "lightning_trainer_full", "hf_trainer_fsdp2_sharded_w2"])
 def test_recognized_schedulers_are_restored(name, tmp_path):
     state = run_of(name, scheduler=True)
