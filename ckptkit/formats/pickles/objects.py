@@ -82,6 +82,7 @@ def read_object(
 
     Raises:
         UnsafePickleError: The entry refers to a class that is not on the allow-list.
+        UnsupportedFormatError: The entry is too large, or contains a value that can't be converted.
         CorruptCheckpointError: The entry is damaged, or does not match its digest.
     """
     label = f"{entry.path} ({entry.name})" if entry.path and entry.name else entry.path or entry.name
@@ -113,7 +114,8 @@ def read_object(
     else:
         start, nbytes = entry.start, entry.nbytes or file_size(store, entry.path) - entry.start
     if nbytes > _MAX_OBJECT_BYTES:
-        raise CorruptCheckpointError(f"{label}: an object of {nbytes} bytes is larger than any checkpoint needs.")
+        limit = _MAX_OBJECT_BYTES >> 30
+        raise UnsupportedFormatError(f"{label}: an object of {nbytes} bytes; at most {limit} GiB are read.")
     unknown: Unknown = "record" if allow_pickle else "refuse"
     head = store.read(entry.path, start, start + min(nbytes, 512))
     if head[:2] == b"PK":
@@ -210,8 +212,8 @@ def plain(value: Any, *, file: str, read: Callable[[StoredTensor], Any] | None =
         read: Returns a tensor's value. Without `read`, tensors stay `StoredTensor`s.
 
     Raises:
-        CorruptCheckpointError: `value` is nested too deeply, contains itself, or would expand to more than a few
-            million values if nothing were shared.
+        CorruptCheckpointError: `value` is nested too deeply, or contains itself.
+        UnsupportedFormatError: `value` would expand to more than a few million values if nothing were shared.
     """
     return guarded(file, lambda: _Plain(read).of(value, 0)[0])
 
@@ -237,7 +239,7 @@ class _Plain:
         made, size = self._convert(value, depth + 1)
         self.open.discard(id(value))
         if size > _MAX_NODES:
-            raise ValueError("it unfolds to more values than any checkpoint needs")
+            raise UnsupportedFormatError(f"it unfolds to more than {_MAX_NODES} values")
         self.done[id(value)] = (made, size)
         return made, size
 

@@ -8,6 +8,7 @@ import datetime
 import io
 import pathlib
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from ckptkit.catalog.entry import ObjectEntry
-from ckptkit.errors import CorruptCheckpointError, UnsafePickleError
+from ckptkit.errors import CorruptCheckpointError, UnsafePickleError, UnsupportedFormatError
 from ckptkit.formats.pickles.objects import Inert, TensorValue, load_object_torch, read_object
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.storage.local import LocalStore
@@ -89,9 +90,16 @@ def test_a_value_that_contains_itself_or_expands_exponentially_is_refused(tmp_pa
     laugh: list[object] = ["ha"]
     for _ in range(60):
         laugh = [laugh, laugh]
-    for value, text in ((loop, "contains itself"), (laugh, "unfolds")):
-        with pytest.raises(CorruptCheckpointError, match=text):
-            read_object(*entry_of(tmp_path, value))
+    with pytest.raises(CorruptCheckpointError, match="contains itself"):
+        read_object(*entry_of(tmp_path, loop))
+    with pytest.raises(UnsupportedFormatError, match="unfolds"):
+        read_object(*entry_of(tmp_path, laugh))
+
+
+def test_a_too_large_object_is_not_reported_as_damaged(tmp_path):
+    store, entry = entry_of(tmp_path, 1)
+    with pytest.raises(UnsupportedFormatError, match="at most 4 GiB are read"):
+        read_object(store, replace(entry, nbytes=5 << 30))
 
 
 def test_loading_objects_runs_no_code_by_default(tmp_path):
