@@ -208,6 +208,13 @@ def test_an_optimizer_beside_the_steps_of_a_script_belongs_to_the_newest(tmp_pat
     assert "optimizer" in load(tmp_path, optimized(net(), torch.optim.AdamW)).loaded
 
 
+def test_an_optimizer_beside_a_file_without_tensors_belongs_to_the_model(tmp_path):
+    write(tmp_path, {"net.pt": "m", "optimizer.pt": "o"}, *trained())
+    torch.save({"lr": 0.1}, tmp_path / "args.pt")
+    live = optimized(net(), torch.optim.AdamW)
+    assert "optimizer" in load(tmp_path, live, which=str(tmp_path / "net.pt")).loaded
+
+
 def test_ambiguous_parameter_numbers_are_refused(tmp_path):
     def alike() -> torch.nn.Module:
         return torch.nn.Sequential(*[torch.nn.Linear(3, 3, bias=False) for _ in range(3)])

@@ -17,7 +17,7 @@ from ckptkit.checkpoint.state.train_state import (
     section,
 )
 from ckptkit.checkpoint.state.values import JSON, encode
-from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError
+from ckptkit.errors import UNREADABLE, CheckpointMismatchError, CkptkitError, SaveError
 from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.hf import safetensors
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import torch
 
 _OF_MODEL = re.compile(r"model_(\d+)\.(.+)")  # parameters of accelerate's second and later models
+_MAX_OTHERS = 8  # how many files are opened to find out whether they contain tensors
 _SAMPLES = 8
 # PEFT's files omit these parts of a PEFT model's names.
 _ADAPTER = re.compile(
@@ -77,7 +78,7 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
     if not any(map(ACCELERATE_FILE.fullmatch, files)):
         models, optimizers = {}, {number: name for number, name in optimizers.items() if number is None}
         found = [*optimizers.values(), *state.values()]
-        if found and (others := _newer_or_other_models(catalog, files)):
+        if found and (others := _newer_or_other_models(catalog, store, files)):
             note = f"not read: {first_few(found)}, which may belong to {first_few(others)}."
             return replace(catalog, info=replace(catalog.info, notes=(*catalog.info.notes, note)))
     for index, name in sorted(models.items()):
@@ -91,11 +92,12 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
     return assembled(store, parts, catalog.info, state)
 
 
-def _newer_or_other_models(catalog: Catalog, files: Collection[str]) -> list[str]:
+def _newer_or_other_models(catalog: Catalog, store: Store, files: Collection[str]) -> list[str]:
     """Return the models, except the one in `catalog`, to which an optimizer.pt in the same directory may belong.
 
     Returns [] if all models have a step in their names and the model in `catalog` has the highest step, because the
-    optimizer.pt then belongs to this model. Also returns [] if the file name in `catalog` is a library's.
+    optimizer.pt then belongs to this model. Also returns [] if the file name in `catalog` is a library's, or if no
+    other file contains tensors (args.pt, vocab.pt).
     """
     name = next(iter(catalog.info.files), "")
     if len(catalog.info.files) > 1 or name in MODEL_FILES or name.endswith(".bin") or not name.endswith(TORCH_ENDINGS):
@@ -103,7 +105,15 @@ def _newer_or_other_models(catalog: Catalog, files: Collection[str]) -> list[str
     models = [n for n in may_hold_model(files) if n.endswith(TORCH_ENDINGS) and not n.endswith(".bin")]
     steps = ordered(models)
     is_newest = len(steps) == len(models) and steps[0].name == name
-    return [] if is_newest else [other for other in models if other != name]
+    others = [] if is_newest else [other for other in models if other != name]
+    return others if len(others) > _MAX_OTHERS or any(_may_contain_tensors(store, other) for other in others) else []
+
+
+def _may_contain_tensors(store: Store, path: str) -> bool:
+    try:
+        return bool(open_file(store, path).tensors)
+    except UNREADABLE:
+        return True
 
 
 @dataclass(frozen=True, slots=True)
