@@ -19,7 +19,7 @@ from ckptkit.formats.torch_save import TORCH_STARTS, may_hold_model, open_file
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.trainers.rank_files import join_model, read_ranks, recorded_ranks
-from ckptkit.formats.trainers.steps import parse_step
+from ckptkit.formats.trainers.steps import ordered, parse_step, step_in
 from ckptkit.storage import Store
 from ckptkit.units import first_few
 
@@ -39,7 +39,7 @@ def is_rank_directory(store: Store, files: Sequence[str]) -> bool:
     template = _model_group(groups)
     if template is None:
         return False
-    steps = {(step.step, step.epoch) for name in groups[template].values() if (step := parse_step(name))}
+    steps = {step_in(name) for name in groups[template].values() if parse_step(name)}
     may_be_steps = _KEYS not in files and len(steps) > 1
     return not may_be_steps or are_rank_files(store, files)
 
@@ -98,7 +98,8 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     if key is not None and all(isinstance(value.get(key), dict) for value in beside):
         optimizer = read_optimizer([value[key] for value in beside], model.params, what=template)
     else:
-        apart = next((name for name in groups if name != template and "optim" in name.lower()), "")
+        at = step_in(template)
+        apart = next((n for n in groups if n != template and "optim" in n.lower() and step_in(n) == at), "")
         if groups.get(apart, {}).keys() == ranks.keys():
             states = [_levels(value, _optimizer_key)[-1] for value in read_ranks(store, groups[apart], apart)]
             optimizer = read_optimizer(states, model.params, what=apart)
@@ -185,8 +186,10 @@ def _groups(store: Store, files: Sequence[str]) -> dict[str, dict[int, str]]:
 
 
 def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
-    named = [template for template in groups if "model" in template.lower()]
-    return next(iter(named or may_hold_model(groups)), None)
+    """Return the name template of the model's files. If their names contain steps, those of the latest step."""
+    named = [template for template in groups if "model" in template.lower()] or may_hold_model(groups)
+    steps = ordered(named)
+    return steps[0].name if steps else next(iter(named), None)
 
 
 def _levels(value: Any, key_of: Callable[[Any], Any]) -> list[Any]:

@@ -47,6 +47,12 @@ def _value(digits: str) -> int:
     return round(float(number) * 10 ** int(power)) if exponent else int(number)
 
 
+def step_in(name: str) -> tuple[int, int] | None:
+    """Return (step, epoch) in a name, or None if the name contains no step."""
+    found = parse_step(name)
+    return None if found is None else (found.step, found.epoch)
+
+
 def ordered(names: Iterable[str]) -> list[StepName]:
     """Return the names that contain a step, newest first. `step_5` comes before copies such as `step_5.aside-1f`."""
 
