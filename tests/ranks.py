@@ -103,7 +103,7 @@ def _forget_meshes() -> None:
 
     from tests.ranks_preload import CACHES, caches
 
-    _redistribute.clear_redistribute_planner_cache()
+    getattr(_redistribute, "clear_redistribute_planner_cache", list)()  # not in every version of torch
     debug._clear_python_sharding_prop_cache()
     debug._clear_fast_path_sharding_prop_cache()
     for cache in (*CACHES, *caches()):
