@@ -70,6 +70,7 @@ def holding(state: Any) -> TrainState:
     return TrainState(model=model, optimizer=optimizer, rng=False)
 
 
+@pytest.mark.filterwarnings("ignore:Named tensors")  # torch 2.10 warns each time
 @pytest.mark.parametrize("live", [True, False], ids=["live", "fresh"])
 @pytest.mark.parametrize("name", KEPT)
 def test_a_state_comes_back_with_its_types(tmp_path, name, live, kind):
