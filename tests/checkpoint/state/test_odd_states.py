@@ -54,7 +54,7 @@ KEPT: dict[str, Callable[[], dict[str, Any]]] = {
     "column-major Parameter": lambda: {"a": nn.Parameter(square().T)},
     "leaf": lambda: {"a": square().requires_grad_(), "b": torch.ones(3, requires_grad=True)},
     "nested leaf": lambda: {"a": [square().requires_grad_(), nn.Parameter(square())]},
-    "attributes": lambda: {"a": with_attributes(square(), layer=3, names=("x", None))},
+    "attributes": lambda: {"a": with_attributes(square(), layer=3, axes=("x", None))},
     "attributes of all kinds": lambda: {
         "a": with_attributes(nn.Parameter(square()), tag="x"),
         "b": [with_attributes(torch.ones(3).requires_grad_(), tag="y")],
@@ -70,7 +70,6 @@ def holding(state: Any) -> TrainState:
     return TrainState(model=model, optimizer=optimizer, rng=False)
 
 
-@pytest.mark.filterwarnings("ignore:Named tensors")  # torch 2.10 warns each time
 @pytest.mark.parametrize("live", [True, False], ids=["live", "fresh"])
 @pytest.mark.parametrize("name", KEPT)
 def test_a_state_comes_back_with_its_types(tmp_path, name, live, kind):
