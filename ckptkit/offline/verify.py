@@ -185,9 +185,9 @@ def verify(
         except (CorruptCheckpointError, IncompleteCheckpointError) as error:
             problems.append(Problem("", entry.name, str(error)))
     problems += lacking
-    checks, cut = _state_checks(source)
+    checks, cut, bare = _state_checks(source)
     problems += cut
-    state = {check.path for check in checks}
+    state = {check.path for check in checks} | bare.keys()
     unproved: Mapping[str, int] = {}
     if quick:
         checks = []
@@ -197,7 +197,7 @@ def verify(
         problems += compare_digests(store, few, workers, limit, progress)
     else:
         known = recorded(store, catalog, uninterpreted)
-        unproved, problems = known.unproved, [*problems, *known.problems]
+        unproved, problems = {**known.unproved, **bare}, [*problems, *known.problems]
         gone = {p.path for p in problems if not p.tensor}
         checks = [check for check in (*known.checks, *checks) if check.path not in gone]
         unreadable: set[str] = set()
@@ -280,16 +280,18 @@ def _beside_tensors(catalog: Catalog) -> list[Check]:
     ]
 
 
-def _state_checks(source: Source) -> tuple[list[Check], list[Problem]]:
+def _state_checks(source: Source) -> tuple[list[Check], list[Problem], dict[str, int]]:
     """Return the CRC-32s in the files of training state that a load reads beside the weights, and the files' problems.
 
-    An example is the optimizer.pt of a Trainer beside safetensors files. Files that are not zip archives are skipped.
+    The third value is the number of bytes without a CRC-32 in each file. An example of such a file is the optimizer.pt
+    of a Trainer beside safetensors files. Files that are not zip archives are skipped.
     """
     store, known = source.store, source.catalog.info
     if "digests" in known.extra or source.url.rstrip("/") != store.url.rstrip("/"):  # ours, or a single file
-        return [], []
+        return [], [], {}
     checks: list[Check] = []
     problems: list[Problem] = []
+    bare: dict[str, int] = {}
     for path in sorted(file_names(store.list())):
         if path in known.files or not (OPTIMIZER_FILE.fullmatch(path) or STATE_FILE.fullmatch(path)):
             continue
@@ -301,7 +303,9 @@ def _state_checks(source: Source) -> tuple[list[Check], list[Problem]]:
             problems.append(Problem(path, "", f"{path} can't be read: {error}"))
             continue
         checks += [Check(path, Digest(CRC, crc, at, size), None, ("",)) for at, size, crc in members if crc is not None]
-    return checks, problems
+        if without := sum(size for _, size, crc in members if crc is None):
+            bare[path] = without
+    return checks, problems, bare
 
 
 def file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:

@@ -53,6 +53,16 @@ def test_state_that_other_programs_save_beside_the_weights_is_checked_too(tmp_pa
     assert [problem.path for problem in verify(tmp_path).problems] == ["optimizer.pt"]
 
 
+def test_state_without_crcs_is_listed_as_not_proved(tmp_path):
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert "optimizer.pt" in verify(tmp_path).unproved_files
+
+
 def test_files_that_no_load_reads_beside_the_weights_are_not_checked(tmp_path):
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "traced.pt")
