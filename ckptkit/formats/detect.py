@@ -593,16 +593,17 @@ def _numbered_files(place: Candidate) -> list[str]:
     """Return the .ckpt files that are named after a step and may hold a model, newest first.
 
     If there are none, returns such torch.save files with other endings, but [] if several of these have the newest
-    step, or if each rank wrote one.
+    step. Returns [] if each rank wrote one of the files.
     """
     saved = [n for n in place.files if n.endswith(".ckpt")]
     steps = ordered(may_hold_model(saved) or saved)
     if not steps:
-        steps = ordered(may_hold_model(n for n in place.files if n.endswith(TORCH_ENDINGS)))
+        saved = place.files
+        steps = ordered(may_hold_model(n for n in saved if n.endswith(TORCH_ENDINGS)))
         if len(steps) > 1 and (steps[0].step, steps[0].epoch) == (steps[1].step, steps[1].epoch):
             return []
-        if steps and reader("trainers.rank_directory").are_rank_files(place.store, place.files):
-            return []
+    if steps and reader("trainers.rank_directory").are_rank_files(place.store, saved):
+        return []
     return [step.name for step in steps]
 
 

@@ -19,11 +19,12 @@ from ckptkit.formats.torch_save import TORCH_STARTS, may_hold_model, open_file
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.trainers.rank_files import join_model, read_ranks, recorded_ranks
-from ckptkit.formats.trainers.steps import ordered, parse_step, step_in
+from ckptkit.formats.trainers.steps import ordered, step_in
 from ckptkit.storage import Store
 from ckptkit.units import first_few
 
 _RANK = re.compile(r"(.*(?:rank|shard|checkpoint|consolidated|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
+_NUMBER = re.compile(r"\d+")
 _KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # only in directories that contain _KEYS
 _KEYS = "metadata.pkl"  # torch_checkpointing writes this file
 _MODEL_KEYS = (*MODEL_KEYS, "app")
@@ -39,23 +40,29 @@ def is_rank_directory(store: Store, files: Sequence[str]) -> bool:
     template = _model_group(groups)
     if template is None:
         return False
-    steps = {step_in(name) for name in groups[template].values() if parse_step(name)}
-    may_be_steps = _KEYS not in files and len(steps) > 1
-    return not may_be_steps or are_rank_files(store, files)
+    return _KEYS in files or len(_steps(groups[template])) < 2 or _contain_shards(store, groups[template])
 
 
 def are_rank_files(store: Store, files: Sequence[str]) -> bool:
     """Return whether the numbers in these file names are ranks, not steps.
 
-    The numbers are ranks if file 0 contains shards. Reads the pickle in file 0 if the numbers are 0, 1, 2, ... without
-    gaps.
+    The numbers are ranks if the names also contain a step, which is the same in all names, or if file 0 contains
+    shards. Reads the pickle in file 0 if the numbers are 0, 1, 2, ... without gaps.
     """
     groups = _groups(store, files)
     template = _model_group(groups)
-    if template is None or sorted(groups[template]) != list(range(len(groups[template]))):
+    return template is not None and (len(_steps(groups[template])) == 1 or _contain_shards(store, groups[template]))
+
+
+def _steps(ranks: Mapping[int, str]) -> set[tuple[int, int]]:
+    return {step for name in ranks.values() if (step := step_in(name)) is not None}
+
+
+def _contain_shards(store: Store, ranks: Mapping[int, str]) -> bool:
+    if sorted(ranks) != list(range(len(ranks))):
         return False
     try:
-        value = _levels(read_archive(store, groups[template][0]), _model_key)[-1]
+        value = _levels(read_archive(store, ranks[0]), _model_key)[-1]
     except UNREADABLE:
         return False  # file 0 can't be read: treat the numbers as steps, so that another file is opened
     tensors = value.values() if isinstance(value, dict) else ()
@@ -166,7 +173,8 @@ def _groups(store: Store, files: Sequence[str]) -> dict[str, dict[int, str]]:
     """Return the files by name template (such as "model_rank_{rank}.pt"), then by rank.
 
     Omits templates without a file of rank 0. Also omits a template with only one file, because the number in the file's
-    name may not be a rank. In a directory that torch_checkpointing wrote, such a template is kept.
+    name may not be a rank. Keeps such a template if it differs from another template only in the step, because a rank's
+    file is missing in this step. In a directory that torch_checkpointing wrote, a template with one file is kept.
     Omits .bin files whose first bytes show that torch.save did not write them, because other programs use this ending,
     too.
     """
@@ -177,11 +185,13 @@ def _groups(store: Store, files: Sequence[str]) -> dict[str, dict[int, str]]:
         if match and len(match[2]) < 8:
             head, tail = (text.replace("{", "{{").replace("}", "}}") for text in (match[1], match[3]))
             found.setdefault(f"{head}{{rank}}{tail}", {})[int(match[2])] = name
-    found = {template: ranks for template, ranks in found.items() if 0 in ranks and (keyed or len(ranks) > 1)}
+    sure = {template for template, ranks in found.items() if 0 in ranks and (keyed or len(ranks) > 1)}
+    alike = {_NUMBER.sub("", template) for template in sure}
     return {
         template: ranks
         for template, ranks in found.items()
-        if not template.endswith(".bin") or store.read(ranks[0], 0, 2) in (b"", *TORCH_STARTS)
+        if (template in sure or _NUMBER.sub("", template) in alike)
+        and (not template.endswith(".bin") or store.read(min(ranks.values()), 0, 2) in (b"", *TORCH_STARTS))
     }
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from ckptkit.catalog.entry import Role
+from ckptkit.errors import IncompleteCheckpointError
 from ckptkit.formats.detect import open_source
 
 
@@ -38,3 +41,25 @@ def test_of_several_steps_the_latest_is_read_with_its_optimizer(tmp_path, apart)
         f"{kind}_step_300_rank_0.pt" for kind in (("model", "optim") if apart else ("model",))
     }
     assert bool(source.catalog.by_role(Role.OPTIMIZER)) == apart
+
+
+def test_ckpt_files_that_differ_only_in_the_rank_are_not_steps(tmp_path):
+    for rank in range(2):
+        torch.save({"model": {"w": torch.ones(3)}, "step": 100}, tmp_path / f"step_100_rank_{rank}.ckpt")
+    source = open_source(str(tmp_path))
+    assert source.catalog.info.format == "rank-files"
+    assert source.catalog.tensors["model.w"].slices.paths == ["step_100_rank_0.ckpt"]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_latest_step_without_the_file_of_a_rank_is_refused(tmp_path, missing):
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+    for step in (100, 200):
+        for rank in range(2):
+            part = DTensor.from_local(
+                torch.ones(2), mesh, [Shard(0)], run_check=False, shape=torch.Size([4]), stride=(1,)
+            )
+            torch.save({"model": {"w": part}}, tmp_path / f"step_{step}_rank_{rank}.pt")
+    (tmp_path / f"step_200_rank_{missing}.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="step_200_rank_"):
+        open_source(str(tmp_path))
