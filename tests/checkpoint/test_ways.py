@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -29,7 +28,7 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.state.train_state import TrainState
 from tests.checkpoint.states import linear, module_of
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_script
 
 ROOT = f"{Path(ckptkit.__file__).parent}/"
 EXPRESSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # later Pythons inline some of them
@@ -85,8 +84,8 @@ def save_one_tensor(url: str) -> Entered:
 
 def test_a_save_of_one_tensor_has_few_of_our_frames_above_its_write_and_calls_few_functions():
     # In a process of its own, because the number depends on what ran before.
-    line = [sys.executable, "-m", "tests.checkpoint.test_ways"]
-    told = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    code, told = run_script("from tests.checkpoint import test_ways; test_ways.main()")
+    assert code == 0, told
     stacks = [text for text in told.split("\n\n") if " above a write" in text]
     (of_tensor,) = [text for text in stacks if "formats/dcp/files.py" in text]
     assert int(of_tensor.split()[0]) <= 6, of_tensor
@@ -172,7 +171,7 @@ def test_later_saves_exchange_no_plans(tmp_path, background):
         assert min(told) > 300 * 44
 
 
-if __name__ == "__main__":
+def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         way = save_one_tensor(place)
     for function, times in way.functions.most_common():
@@ -180,3 +179,7 @@ if __name__ == "__main__":
     for frames in way.stacks:
         print(f"\n{len(frames)} frames above a write\n  " + "\n  ".join(frames))
     print(f"\n{len(way.functions)} functions, {way.functions.total()} calls")
+
+
+if __name__ == "__main__":
+    main()

@@ -206,12 +206,14 @@ def refuse_shards(url: str, shards: list[int], storage_options: dict[str, Any]) 
         return states.refusal(lambda: manager.load(state))
 
 
-def test_an_object_that_refuses_ranks_states_changes_nothing(ranks, tmp_path, s3):
+@pytest.mark.parametrize("where", ["disk", "s3"])
+def test_an_object_that_refuses_ranks_states_changes_nothing(ranks, tmp_path, where, request):
     expected = "CheckpointMismatchError: the data had 2 shards, now it has 1"
-    for url, options in ((str(tmp_path), {}), ("s3://bucket/shards", s3)):
-        ranks.run(save_shards, 2, url, [0, 1], options)
-        assert set(ranks.run(refuse_shards, 2, url, [0, 0], options)) == {expected}
-        assert refuse_shards(url, [0], options) == expected  # a single rank reads all objects of a store at once
+    options = {} if where == "disk" else request.getfixturevalue("s3")
+    url = str(tmp_path) if where == "disk" else "s3://bucket/shards"
+    ranks.run(save_shards, 2, url, [0, 1], options)
+    assert set(ranks.run(refuse_shards, 2, url, [0, 0], options)) == {expected}
+    assert refuse_shards(url, [0], options) == expected  # a single rank reads all objects of a store at once
 
 
 @pytest.mark.parametrize("where", ["dataloader", "extra"])

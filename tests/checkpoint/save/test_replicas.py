@@ -418,7 +418,7 @@ def test_sixteen_saves_compare_each_element_of_a_large_replica(tmp_path):
 @on_ranks(2)
 def test_a_new_manager_compares_other_blocks_of_a_large_replica(tmp_path):
     state = nearly_equal()
-    said = [states.refusal(lambda step=step: states.save(tmp_path, state, step)) for step in range(0, 60_000, 1000)]
+    said = (states.refusal(lambda step=step: states.save(tmp_path, state, step)) for step in range(0, 60_000, 1000))
     assert any("extra.average differ" in text for text in said)
 
 
